@@ -1,0 +1,3 @@
+"""hone: post-training of language models by reinforcement learning."""
+
+__version__ = "0.1.0"

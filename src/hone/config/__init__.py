@@ -1,0 +1,1 @@
+"""One typed, frozen configuration tree."""

@@ -1,0 +1,71 @@
+"""The learning rule: advantages, loss, KL, corrections."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.base import Section
+
+__all__ = ["AlgorithmConfig", "CorrectionConfig", "KLConfig"]
+
+
+class KLConfig(Section):
+    """Penalty on the distance to the reference model (the policy before training)."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """Factor of the KL term; 0 loads no reference model."""
+
+    placement: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or subtracted from the reward of each token."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence (Schulman, http://joschu.net/blog/kl-approx.html). In the loss,
+    k1 has zero expected gradient and is refused; k2 has the gradient of the reverse KL."""
+
+
+class CorrectionConfig(Section):
+    """Importance correction for the gap between the engine's and the trainer's policy."""
+
+    kind: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
+    """`tis`: truncate token ratios at `high`; `icepop`: zero tokens whose ratio is outside
+    [`low`, `high`]; `sequence_mask`: zero sequences whose mean ratio is outside."""
+
+    low: float = Field(default=0.5, ge=0)
+    """Lower end of the accepted ratio trainer / engine."""
+
+    high: float = Field(default=2.0, gt=0)
+    """Upper end of the accepted ratio trainer / engine."""
+
+
+class AlgorithmConfig(Section):
+    """Everything that turns rewards into a gradient."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
+    """Advantage estimator."""
+
+    loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
+    """Policy loss."""
+
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """How token losses of one optimizer step are averaged: over all trained tokens; within each
+    sequence, then over sequences; or divided by sequences x `max_completion_tokens` (Dr.GRPO)."""
+
+    clip_low: float = Field(default=0.2, ge=0)
+    """Ratios below 1 - clip_low are clipped."""
+
+    clip_high: float = Field(default=0.2, ge=0)
+    """Ratios above 1 + clip_high are clipped; larger than `clip_low` keeps exploration (DAPO)."""
+
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bound on the loss of tokens with negative advantage (arXiv:1912.09729), for example 3."""
+
+    entropy_coef: float = 0.0
+    """Factor of the entropy bonus."""
+
+    kl: KLConfig = KLConfig()
+    """Distance to the reference model."""
+
+    correction: CorrectionConfig = CorrectionConfig()
+    """Engine/trainer mismatch."""

@@ -1,0 +1,90 @@
+"""Where prompts come from and how rows become prompts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.base import Section
+
+__all__ = ["ColumnsConfig", "DataConfig", "SourceConfig"]
+
+
+class ColumnsConfig(Section):
+    """Names of the columns to read. Unset: found by the usual names, which an error lists."""
+
+    prompt: str | None = None
+    """Question as text, or a list of chat messages. Usual names: prompt, messages, question,
+    problem, input, instruction."""
+
+    answer: str | None = None
+    """Ground truth handed to the rewards. Usual names: answer, ground_truth, solution, label,
+    target, or `reward_model.ground_truth`."""
+
+    completion: str | None = None
+    """Demonstration to imitate, for `hone sft`. Usual names: completion, response, output."""
+
+    task: str | None = None
+    """Column that routes rewards and names metrics. Usual names: task, data_source."""
+
+
+class SourceConfig(Section):
+    """One data set: JSONL, Parquet, or anything the `datasets` library opens."""
+
+    path: str
+    """A `.jsonl`, `.json` or `.parquet` file, a folder of them, a data set saved by `datasets`, or
+    a hub name."""
+
+    split: str = "train"
+    """Split to read from a hub or saved data set; ignored for single files."""
+
+    subset: str | None = None
+    """Configuration name of a hub data set."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this source in the mix, relative to the others."""
+
+    max_rows: int | None = Field(default=None, ge=1)
+    """Read only the first rows."""
+
+    columns: ColumnsConfig = ColumnsConfig()
+    """Column mapping."""
+
+    answer_pattern: str | None = None
+    """Regular expression whose first group (or whole match) in the answer column is the ground
+    truth; GSM8K: `####\\s*(.+)`. A row without a match is an error."""
+
+    task: str | None = None
+    """Task name for all rows of this source; unset: the task column, else the file's name."""
+
+
+class DataConfig(Section):
+    """Training and evaluation data."""
+
+    train: tuple[SourceConfig, ...]
+    """Sources to train on, mixed by their weights."""
+
+    eval: tuple[SourceConfig, ...] = ()
+    """Sources to evaluate on. Empty: rows are held out of `train`, see `eval_fraction`."""
+
+    eval_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the training rows held out for evaluation when `eval` is empty."""
+
+    shuffle: bool = True
+    """Draw each epoch's order from `run.seed`; off: file order."""
+
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Render prompts through the chat template. `auto`: where the tokenizer has one."""
+
+    system_prompt: str | None = None
+    """System message put before every chat prompt."""
+
+    prompt_template: str = "{prompt}"
+    """Text around a plain-text prompt; `{prompt}` and any other column may be named."""
+
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt, in tokens, after rendering."""
+
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """What happens to longer prompts: dropped and counted, or an error naming the row."""

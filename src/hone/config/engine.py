@@ -1,0 +1,41 @@
+"""The generation engine and its memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.base import Section
+
+__all__ = ["EngineConfig"]
+
+
+class EngineConfig(Section):
+    """The embedded engine: paged KV cache and continuous batching in the trainer's process."""
+
+    kind: Literal["embedded"] = "embedded"
+    """Engine implementation."""
+
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    """Fraction of the device's total memory that weights, activations and KV cache of generation
+    may take together. On a CPU the cache is sized by `kv_cache_gib`."""
+
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Size of the KV cache in GiB; unset: from `gpu_memory_utilization` on CUDA; on a CPU what
+    `max_num_seqs` sequences of full length need, at most 1 GiB."""
+
+    block_size: int = Field(default=16, ge=1)
+    """Tokens in one KV block (page)."""
+
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Sequences that may run at once."""
+
+    max_num_batched_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
+
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt plus completion in tokens; unset: the model's context length."""
+
+    enable_prefix_caching: bool = True
+    """Share the KV blocks of equal prompt beginnings, within a group above all."""

@@ -1,0 +1,44 @@
+"""How samples are scored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from hone.config.base import Section
+
+__all__ = ["RewardConfig", "RewardFunctionConfig"]
+
+
+class RewardFunctionConfig(Section):
+    """One scoring function and its share of the total."""
+
+    fn: str
+    """A built-in (`exact_match`, `math`, `format`, `length`, `overlong`), or the user's own:
+    `package.module:function` or `path/to/file.py:function`."""
+
+    weight: float = 1.0
+    """Factor of this part in the total reward."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for every call."""
+
+
+class RewardConfig(Section):
+    """The reward of a sample: a weighted sum of functions, run in killable worker processes."""
+
+    functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(fn="exact_match"),)
+    """Scoring functions; the total is their weighted sum."""
+
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds one call may take before its worker is killed and the sample counted as failed."""
+
+    memory_limit_gib: float = Field(default=4.0, gt=0)
+    """Address space one worker may take, in GiB."""
+
+    num_workers: int | None = Field(default=None, ge=1)
+    """Worker processes; unset: one per CPU core, at most 16."""
+
+    max_failure_rate: float = Field(default=0.3, ge=0, le=1)
+    """Share of a step's samples that may fail scoring before the run stops."""

@@ -1,0 +1,67 @@
+"""How samples are drawn: groups, lengths, the sampling distribution, filters."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.base import Section
+
+__all__ = ["GenerationConfig", "RolloutConfig"]
+
+
+class GenerationConfig(Section):
+    """A sampling distribution and when it ends."""
+
+    max_completion_tokens: int = Field(default=1024, ge=1)
+    """Longest completion, in tokens."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """Divisor of the logits; 0 is greedy."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Smallest set of tokens whose probability reaches this much; 1 keeps all."""
+
+    top_k: int = Field(default=0, ge=0)
+    """Number of most probable tokens kept; 0 keeps all."""
+
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Drop tokens less probable than this share of the most probable one; 0 keeps all."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion, besides the model's own end-of-sequence ids."""
+
+
+class RolloutConfig(GenerationConfig):
+    """What one training step samples."""
+
+    prompts_per_step: int = Field(default=64, ge=1)
+    """Prompts (groups) sampled in a step, over all devices."""
+
+    n_samples_per_prompt: int = Field(default=8, ge=1)
+    """Group size: samples drawn for each prompt."""
+
+    dynamic_sampling: bool = False
+    """Drop groups whose samples all earn the same reward and sample other prompts instead (DAPO,
+    arXiv:2503.14476)."""
+
+    max_refill_rounds: int = Field(default=10, ge=1)
+    """With `dynamic_sampling`: rounds of further prompts before the step goes on with fewer."""
+
+    oversample_prompts: int = Field(default=0, ge=0)
+    """Further prompts started in a step; once `prompts_per_step` groups are complete, what is
+    unfinished is carried over to the next step as partial rollouts."""
+
+    max_aborted_count: int | None = Field(default=None, ge=0)
+    """Times a sample may be carried over before a step waits for it; unset: no limit."""
+
+    mask_off_policy_tokens: bool = False
+    """Do not train on tokens that earlier weights sampled in a carried-over sample."""
+
+    truncated_samples: Literal["train", "mask"] = "train"
+    """Samples cut at the length limit: trained on, or kept in the baseline but out of the loss
+    (DAPO's overlong filter). To penalise them use the `overlong` reward."""

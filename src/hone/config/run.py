@@ -1,0 +1,104 @@
+"""The run itself: folder, seed, length, checkpoints, evaluation, logging."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.base import Section
+from hone.config.rollout import GenerationConfig
+
+__all__ = ["CheckpointConfig", "EvalConfig", "LogConfig", "RunConfig", "SFTEvalConfig"]
+
+
+class RunConfig(Section):
+    """Identity and length of a run."""
+
+    dir: Path = Path("runs/hone")
+    """Folder that receives metrics, checkpoints, samples and the report."""
+
+    seed: int = 0
+    """Seed of everything random in the run."""
+
+    steps: int = Field(default=100, ge=1)
+    """Training steps (RL: rollouts; SFT: optimizer steps)."""
+
+    resume: Literal["auto", "never"] | int = "auto"
+    """`auto` goes on from the newest complete checkpoint in `dir`, `never` refuses a folder that
+    holds one, a number names a step."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; `auto` is CUDA where a GPU is found."""
+
+
+class CheckpointConfig(Section):
+    """When state is saved and what is kept."""
+
+    every_n_steps: int = Field(default=50, ge=0)
+    """Steps between checkpoints; 0 saves at the end (and on Ctrl-C) only."""
+
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
+
+    keep_best: bool = True
+    """Also keep the checkpoint with the best evaluation."""
+
+    export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the exported Hugging Face folder; `auto` is the model's compute format."""
+
+
+class SFTEvalConfig(Section):
+    """When the loss on held-out rows is measured."""
+
+    every_n_steps: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 evaluates only where `at_start` and `at_end` say so."""
+
+    at_start: bool = False
+    """Evaluate before the first step."""
+
+    at_end: bool = False
+    """Evaluate after the last step."""
+
+
+class EvalConfig(SFTEvalConfig, GenerationConfig):
+    """Evaluation by sampling on held-out prompts."""
+
+    n_samples_per_prompt: int = Field(default=1, ge=1)
+    """Samples per prompt; more than 1 gives pass@k for every power of two up to it."""
+
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Evaluate on the first prompts only."""
+
+    pass_threshold: float = 0.5
+    """Total reward from which a sample counts as passed."""
+
+    metric: str = "eval/reward/mean"
+    """Metric that ranks checkpoints; larger is better."""
+
+
+class LogConfig(Section):
+    """Where metrics go, beside the console and `metrics.jsonl`."""
+
+    tensorboard: bool = True
+    """Write TensorBoard files into the run folder."""
+
+    wandb: bool = False
+    """Send metrics to Weights & Biases (needs the `wandb` extra)."""
+
+    mlflow: bool = False
+    """Send metrics to MLflow (needs the `mlflow` extra)."""
+
+    trackio: bool = False
+    """Send metrics to Trackio (needs the `trackio` extra)."""
+
+    project: str = "hone"
+    """Project name at those trackers."""
+
+    samples_per_step: int = Field(default=8, ge=0)
+    """Samples written to `samples.jsonl` each step, with ids, log-probs and reward parts; a number
+    of at least a step's samples keeps all."""
+
+    report: bool = True
+    """Write `report.html` at the end of the run."""

@@ -1,0 +1,102 @@
+"""Optimizer steps: batch sizes, memory, optimizers, schedules."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.base import Section
+
+__all__ = ["OptimizerConfig", "ParityConfig", "SFTTrainerConfig", "TrainerConfig"]
+
+
+class OptimizerConfig(Section):
+    """AdamW, or Muon for hidden matrices with AdamW for the rest."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon` orthogonalises the update of hidden matrices; embeddings, head, vectors use AdamW."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate (of AdamW)."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's denominator offset."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay of matrices; vectors (norms, biases) are never decayed."""
+
+    muon_lr: float = Field(default=0.02, ge=0)
+    """Peak learning rate of the matrices under Muon."""
+
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of Muon."""
+
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Gradients are scaled down to this global norm; 0 does not clip."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after warm-up."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the end of a schedule, as a share of the peak."""
+
+
+class ParityConfig(Section):
+    """Launch gate: engine and trainer must agree on log-probabilities before the first update."""
+
+    enabled: bool = True
+    """Stop the run when the first step's samples fail the limits below."""
+
+    max_kl: float | None = Field(default=None, gt=0)
+    """Limit of the mean k3 divergence; unset: 2e-3 for bfloat16, 1e-6 for float32."""
+
+    max_outside: float = Field(default=0.08, ge=0, le=1)
+    """Share of tokens whose ratio may lie outside [0.9, 1.1]."""
+
+
+class SFTTrainerConfig(Section):
+    """What supervised and reinforcement training share."""
+
+    max_tokens_per_microbatch: int = Field(default=16384, ge=1)
+    """Token budget of one forward and backward pass on one device: a hard cap. Longer single
+    sequences are refused before the run starts."""
+
+    max_tokens_per_forward: int | None = Field(default=None, ge=1)
+    """Token budget of forward-only passes (old and reference log-probabilities); unset: twice
+    `max_tokens_per_microbatch`."""
+
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Sequences per micro-batch, as an alternative to the token budget; unset: dynamic batches."""
+
+    recompute: bool = False
+    """Recompute activations in backward: less memory for about a third more time."""
+
+    compile: bool = False
+    """Compile each decoder layer with torch.compile."""
+
+    logits_chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens whose logits exist at a time; bounds memory at this many times the vocabulary."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and schedule."""
+
+
+class TrainerConfig(SFTTrainerConfig):
+    """Reinforcement training: how many optimizer steps a rollout is used for."""
+
+    prompts_per_minibatch: int | None = Field(default=None, ge=1)
+    """Prompts per optimizer step, over all devices; unset: all of a step, one optimizer step a
+    rollout."""
+
+    num_epochs: int = Field(default=1, ge=1)
+    """Passes over each rollout."""
+
+    parity: ParityConfig = ParityConfig()
+    """Agreement of engine and trainer, checked on the first step's samples."""

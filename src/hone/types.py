@@ -1,0 +1,345 @@
+"""The nouns of the system, and the two protocols that everything else is built around.
+
+A *prompt* is sampled `n` times by an *engine*; each answer is a *sample*; the answers to one
+prompt form a *group*. Scored groups become *trajectories* (a sample plus its advantages), which
+are packed into *micro-batches* for a *trainer*.
+
+A sample is tokens, never text: ids as sampled, with the behaviour log-probability and the weight
+version written where each token was sampled. Nothing downstream re-tokenises, and no mask is ever
+inferred from a padding id.
+
+This module imports torch for type checkers only, so planners and configuration stay light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineStats",
+    "FailureKind",
+    "Group",
+    "Message",
+    "MicroBatch",
+    "Prompt",
+    "Request",
+    "Reward",
+    "Sample",
+    "SamplingParams",
+    "StopReason",
+    "TensorRecord",
+    "Trainer",
+    "Trajectory",
+    "WeightManifest",
+]
+
+Message = dict[str, Any]
+"""One chat turn, `{"role": ..., "content": ...}`, as chat templates take it."""
+
+
+class StopReason(StrEnum):
+    """Why generation ended. Written by the engine, never guessed from ids."""
+
+    EOS = "eos"
+    """An end-of-sequence or stop id was sampled; it is the last token of the completion."""
+    STOP_STRING = "stop_string"
+    """The decoded completion contains one of the stop strings."""
+    LENGTH = "length"
+    """`max_tokens` or the context limit was reached: the completion is truncated."""
+    ABORT = "abort"
+    """The request was withdrawn; the completion is what had been sampled until then."""
+
+
+class FailureKind(StrEnum):
+    """Why a sample carries no reward. A failed sample never reaches an advantage or a loss."""
+
+    TIMEOUT = "timeout"
+    OUT_OF_MEMORY = "out_of_memory"
+    CRASH = "crash"
+    EXCEPTION = "exception"
+    INVALID = "invalid"
+    """The scorer returned something that is not a finite number."""
+    ENGINE = "engine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The distribution a request samples from, and when it ends."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    seed: int = 0
+    """Seed of this request alone: the same request gives the same tokens in any batch."""
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    """Sample to `max_tokens` whatever is drawn (benchmarks)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One question, rendered once; `token_ids` is what the engine sees."""
+
+    id: str
+    """Stable over epochs, shuffles and workers, unique in the data set: `<source>:<row>`."""
+    token_ids: tuple[int, ...]
+    text: str
+    """The rendered prompt, for people."""
+    answer: str | None = None
+    """Ground truth handed to the rewards."""
+    task: str = "default"
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The remaining columns of the row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to be generated."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    """Lower goes first; resumed samples are put before fresh ones."""
+    resumed: Completion | None = None
+    """Tokens sampled earlier (a partial rollout); generation goes on after them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled for one request. The three lists are parallel, one entry a token."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-probability of each token under the distribution it was drawn from."""
+    weight_versions: list[int]
+    """Version of the weights that sampled each token."""
+    stop_reason: StopReason
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were read from the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A score and the parts it is the weighted sum of."""
+
+    total: float
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One answer to a prompt.
+
+    `loss_mask` says which completion tokens the policy sampled (and may be trained on); tokens an
+    environment inserted are part of the episode but masked. `len(token_ids) == len(logprobs) ==
+    len(weight_versions) == len(loss_mask)` at all times.
+    """
+
+    id: str
+    prompt: Prompt
+    index: int
+    """Position in the group, 0 <= index < n."""
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+    loss_mask: list[bool]
+    stop_reason: StopReason
+    text: str = ""
+    """The decoded completion, for rewards and people; never re-encoded."""
+    reward: Reward | None = None
+    failure: FailureKind | None = None
+    failure_detail: str = ""
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason is StopReason.LENGTH
+
+    @property
+    def valid(self) -> bool:
+        """Scored without failure: may enter baselines, losses and reward means."""
+        return self.failure is None and self.reward is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """All samples of one prompt in one step. The baseline of an advantage is taken over these."""
+
+    id: str
+    prompt: Prompt
+    samples: list[Sample]
+
+    @property
+    def valid_samples(self) -> list[Sample]:
+        return [sample for sample in self.samples if sample.valid]
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """One row to train on: a token sequence and what the loss needs for each trained token.
+
+    Tensors are float32 on the CPU. `loss_mask` covers all `T` tokens; entry t says whether token t
+    is trained, so `loss_mask[0]` is always False. The others hold one value for each of the `N`
+    trained tokens, in order. Supervised rows leave them None.
+    """
+
+    id: str
+    token_ids: list[int]
+    loss_mask: list[bool]
+    rollout_logprobs: Tensor | None = None  # [N] under the engine, when sampled
+    old_logprobs: Tensor | None = None  # [N] under the trainer, before the update
+    ref_logprobs: Tensor | None = None  # [N] under the reference model
+    advantages: Tensor | None = None  # [N]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(self.loss_mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class MicroBatch:
+    """Several trajectories laid end to end: one forward pass, no padding anywhere.
+
+    T tokens, S sequences, N trained tokens. A trained token at position t is predicted by the
+    hidden state at t - 1, so `predict_index` holds t - 1 and `labels` the id at t.
+    """
+
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, restarting at 0 in each sequence
+    cu_seqlens: Tensor  # [S + 1] int32, sequence borders
+    max_seqlen: int
+    predict_index: Tensor  # [N] int64 into [T]
+    labels: Tensor  # [N] int64
+    sequence_index: Tensor  # [N] int64 into [S]
+    weights: Tensor  # [N] float32; over one optimizer step they carry the whole normalisation
+    advantages: Tensor | None = None  # [N]
+    rollout_logprobs: Tensor | None = None  # [N]
+    old_logprobs: Tensor | None = None  # [N]
+    ref_logprobs: Tensor | None = None  # [N]
+    ids: tuple[str, ...] = ()  # [S] trajectory ids
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot of an engine; counters run since the engine was made."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    """Share of KV blocks in use, 0 to 1."""
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens served from the prefix cache."""
+    num_generated_tokens: int
+    num_steps: int
+    busy_s: float
+    """Seconds spent inside `step`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One line of a weight manifest."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As exported to the engine, for example `bfloat16`."""
+    checksum: int
+    """Position-dependent 64-bit sum over the exported bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """Everything a weight sync must deliver: version and one record a tensor."""
+
+    version: int
+    tensors: Mapping[str, TensorRecord]
+
+
+class Engine(Protocol):
+    """Samples completions. `step` is driven by the caller; nothing runs behind its back."""
+
+    @property
+    def weight_version(self) -> int: ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises ValueError for one that can never fit."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Advance every running sequence by at least one token; return those that finished."""
+        ...
+
+    def abort(self, request_ids: Iterable[str]) -> list[Completion]:
+        """Withdraw requests and return what they had, with stop reason `abort`."""
+        ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def sleep(self) -> None:
+        """Free the KV cache. Legal only while nothing is running."""
+        ...
+
+    def wake(self) -> None:
+        """Allocate the KV cache again. Legal only while asleep."""
+        ...
+
+    def begin_sync(self) -> None:
+        """Refuse to sample until `finish_sync` has confirmed a manifest."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors the engine samples with, under Hugging Face names."""
+        ...
+
+    def finish_sync(self, manifest: WeightManifest) -> None:
+        """Compare the engine's own tensors with the manifest; adopt its version, drop stale KV.
+
+        Raises RuntimeError naming missing, unexpected and different tensors.
+        """
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class Trainer(Protocol):
+    """Holds the policy being trained."""
+
+    def logprobs(self, rows: Sequence[Trajectory], *, reference: bool = False) -> list[Tensor]:
+        """Log-probability of each row's trained tokens, [N_i] float32 on the CPU."""
+        ...
+
+    def update(self, rows: Sequence[Trajectory]) -> Mapping[str, Any]:
+        """Train on the rows: mini-batches and epochs as configured. Returns metrics."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights an engine must sample with, under Hugging Face names."""
+        ...
