@@ -1,0 +1,39 @@
+"""How token losses of one optimizer step become one number.
+
+An aggregation gives each sequence the weight that every one of its trained tokens carries. It is
+computed once for the optimizer step, over all sequences of all ranks; the loss is then a plain
+weighted sum, and no cut into micro-batches can change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+__all__ = ["AGGREGATIONS"]
+
+
+def token_mean(num_trained: Sequence[int], max_completion_tokens: int) -> list[float]:
+    """Every token counts the same: `1 / N` (DAPO, arXiv:2503.14476)."""
+    del max_completion_tokens
+    total = sum(num_trained)
+    return [1.0 / total if n else 0.0 for n in num_trained]
+
+
+def sequence_mean(num_trained: Sequence[int], max_completion_tokens: int) -> list[float]:
+    """Mean within each sequence, then over sequences: `1 / (S n_i)` (GRPO, arXiv:2402.03300)."""
+    del max_completion_tokens
+    num_sequences = sum(1 for n in num_trained if n)
+    return [1.0 / (num_sequences * n) if n else 0.0 for n in num_trained]
+
+
+def constant(num_trained: Sequence[int], max_completion_tokens: int) -> list[float]:
+    """Sum over a constant length: `1 / (S L)`, free of length bias (Dr.GRPO, arXiv:2503.20783)."""
+    num_sequences = sum(1 for n in num_trained if n)
+    return [1.0 / (num_sequences * max_completion_tokens) if n else 0.0 for n in num_trained]
+
+
+AGGREGATIONS: dict[str, Callable[[Sequence[int], int], list[float]]] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "constant": constant,
+}

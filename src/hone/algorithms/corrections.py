@@ -1,0 +1,71 @@
+"""Importance corrections for tokens that another policy sampled.
+
+The engine's policy and the trainer's never agree to the last bit, and under asynchrony the engine
+is a few versions behind. With `w_t = exp(trainer_logprob_t - engine_logprob_t)` a correction
+gives each token a factor on its loss; no gradient flows through it. It repairs a small gap and
+must not hide a broken sync: the parity gate comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.kl import MAX_LOG_RATIO
+from hone.algorithms.sequences import sequence_mean_to_tokens
+
+__all__ = ["CORRECTIONS", "importance_ratio"]
+
+Correction = Callable[[Tensor, Tensor, int, float, float], Tensor]
+"""(log_ratio [N], sequence_index [N], num_sequences, low, high) -> factors [N]"""
+
+
+def importance_ratio(log_ratio: Tensor) -> Tensor:
+    """`exp(log_ratio)`, clamped against overflow."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def none(
+    log_ratio: Tensor, sequence_index: Tensor, num_sequences: int, low: float, high: float
+) -> Tensor:
+    """No correction."""
+    del sequence_index, num_sequences, low, high
+    return torch.ones_like(log_ratio)
+
+
+def tis(
+    log_ratio: Tensor, sequence_index: Tensor, num_sequences: int, low: float, high: float
+) -> Tensor:
+    """Truncated importance sampling, `min(w, high)` (Yao et al., "Your efficient RL framework
+    secretly brings you off-policy RL training", 2025)."""
+    del sequence_index, num_sequences, low
+    return importance_ratio(log_ratio).clamp(max=high)
+
+
+def icepop(
+    log_ratio: Tensor, sequence_index: Tensor, num_sequences: int, low: float, high: float
+) -> Tensor:
+    """IcePop: `w` where it lies in [low, high], else 0: outliers are dropped, not truncated
+    (Ling team, "Small leak can sink a great ship", 2025)."""
+    del sequence_index, num_sequences
+    ratio = importance_ratio(log_ratio)
+    return torch.where((ratio >= low) & (ratio <= high), ratio, torch.zeros_like(ratio))
+
+
+def sequence_mask(
+    log_ratio: Tensor, sequence_index: Tensor, num_sequences: int, low: float, high: float
+) -> Tensor:
+    """1 for sequences whose geometric mean ratio lies in [low, high], 0 for the others."""
+    mean = sequence_mean_to_tokens(log_ratio, sequence_index, num_sequences)
+    ratio = importance_ratio(mean)
+    return ((ratio >= low) & (ratio <= high)).to(log_ratio.dtype)
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "none": none,
+    "tis": tis,
+    "icepop": icepop,
+    "sequence_mask": sequence_mask,
+}

@@ -1,0 +1,84 @@
+"""The whole objective of a micro-batch: loss, correction, KL and entropy, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hone.algorithms.corrections import CORRECTIONS, importance_ratio
+from hone.algorithms.kl import KL_ESTIMATORS, k1, k3
+from hone.algorithms.losses import LOSSES, LossInputs
+from hone.config.algorithm import AlgorithmConfig
+from hone.types import MicroBatch
+
+__all__ = ["Objective", "policy_objective"]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Values to be multiplied with the token weights and summed, and what to report of them."""
+
+    values: Tensor  # [N], carries the gradient
+    token_metrics: dict[str, Tensor]
+    """Detached, [N] each; the mean over trained tokens is the metric."""
+    log_ratio_engine: Tensor | None
+    """[N] old trainer log-probs less the engine's; None where the engine gave none."""
+
+
+def policy_objective(
+    logprobs: Tensor, entropy: Tensor | None, batch: MicroBatch, cfg: AlgorithmConfig
+) -> Objective:
+    """Per-token objective `correction * loss + kl.coef * KL - entropy_coef * entropy`.
+
+    `logprobs` and `entropy` are [N] float32 of the policy being trained. Where the batch has no
+    `old_logprobs`, the policy has not moved since the rollout and its own detached values stand
+    in: the ratio is 1 and the gradient is that of REINFORCE.
+    """
+    assert batch.advantages is not None, "a policy batch needs advantages"
+    current = logprobs.detach()
+    old = current if batch.old_logprobs is None else batch.old_logprobs
+    terms = LOSSES[cfg.loss](
+        LossInputs(
+            logprobs=logprobs,
+            old_logprobs=old,
+            advantages=batch.advantages,
+            sequence_index=batch.sequence_index,
+            num_sequences=batch.num_sequences,
+        ),
+        cfg,
+    )
+    values = terms.values
+    metrics = {
+        "policy/clip_fraction": terms.clipped.to(current.dtype),
+        "policy/approx_kl": k3(old, current),
+        "policy/ratio/mean": importance_ratio(current - old),
+    }
+
+    log_ratio_engine = None
+    if batch.rollout_logprobs is not None:
+        log_ratio_engine = old - batch.rollout_logprobs
+        metrics["off_policy/mismatch_kl"] = k3(batch.rollout_logprobs, old)
+        factors = CORRECTIONS[cfg.correction.kind](
+            log_ratio_engine,
+            batch.sequence_index,
+            batch.num_sequences,
+            cfg.correction.low,
+            cfg.correction.high,
+        )
+        if cfg.correction.kind != "none":
+            values = values * factors
+            metrics["off_policy/correction"] = factors
+
+    if batch.ref_logprobs is not None:
+        metrics["policy/ref_kl"] = k3(current, batch.ref_logprobs)
+        metrics["policy/ref_kl_k1"] = k1(current, batch.ref_logprobs)
+        if cfg.kl.placement == "loss":
+            penalty = KL_ESTIMATORS[cfg.kl.estimator](logprobs, batch.ref_logprobs)
+            values = values + cfg.kl.coef * penalty
+
+    if entropy is not None:
+        metrics["policy/entropy"] = entropy.detach()
+        if cfg.entropy_coef:
+            values = values - cfg.entropy_coef * entropy
+    return Objective(values, metrics, log_ratio_engine)
