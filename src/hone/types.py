@@ -198,6 +198,8 @@ class Trajectory:
     """
 
     id: str
+    group_id: str = ""
+    """Group the row came from; rows of one group share every mini-batch."""
     token_ids: list[int]
     loss_mask: list[bool]
     rollout_logprobs: Tensor | None = None  # [N] under the engine, when sampled
@@ -235,6 +237,7 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # [N]
     ref_logprobs: Tensor | None = None  # [N]
     ids: tuple[str, ...] = ()  # [S] trajectory ids
+    lengths: tuple[int, ...] = ()  # [S] host copy of the differences of cu_seqlens
 
     @property
     def num_sequences(self) -> int:

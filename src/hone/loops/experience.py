@@ -1,0 +1,85 @@
+"""Scored groups to trajectories: what the loss needs for each trained token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hone.algorithms.advantages import ADVANTAGES, GROUP_ESTIMATORS, ScoredSample
+from hone.algorithms.kl import KL_ESTIMATORS
+from hone.config.algorithm import AlgorithmConfig
+from hone.types import Group, Sample, Trainer, Trajectory
+
+__all__ = ["Experience"]
+
+
+@dataclass(slots=True)
+class Experience:
+    """Builds the rows of a step. Passes that the configuration does not need are not made.
+
+    With one optimizer step a rollout the policy that is trained is the policy that sampled, so the
+    update takes its own log-probabilities as the old ones and no extra forward is run.
+    """
+
+    trainer: Trainer
+    cfg: AlgorithmConfig
+    needs_old_logprobs: bool
+    """Several optimizer steps use the rows, so the policy before the first must be remembered."""
+    num_dropped_groups: int = 0
+    """Groups of the last `build` with too few valid samples for a baseline."""
+
+    def build(self, groups: Sequence[Group]) -> list[Trajectory]:
+        """One row for each valid sample, in order. Failed samples leave no trace in them."""
+        usable = [group for group in groups if self._has_baseline(group)]
+        self.num_dropped_groups = len(groups) - len(usable)
+        rows = [[_row(sample, group) for sample in group.valid_samples] for group in usable]
+        flat = [row for group in rows for row in group]
+        if not flat:
+            return []
+        self._score(flat)
+        scored = [
+            [self._scored(sample, row) for sample, row in zip(group.valid_samples, r, strict=True)]
+            for group, r in zip(usable, rows, strict=True)
+        ]
+        advantages = ADVANTAGES[self.cfg.advantage](scored)
+        for row, values in zip(flat, (a for group in advantages for a in group), strict=True):
+            row.advantages = values
+        return flat
+
+    def _has_baseline(self, group: Group) -> bool:
+        required = 2 if self.cfg.advantage in GROUP_ESTIMATORS else 1
+        return len(group.valid_samples) >= required
+
+    def _score(self, rows: list[Trajectory]) -> None:
+        """Fill in old and reference log-probabilities where they are used."""
+        penalised = self.cfg.kl.coef > 0 and self.cfg.kl.placement == "reward"
+        if self.needs_old_logprobs or penalised:
+            for row, logprobs in zip(rows, self.trainer.logprobs(rows), strict=True):
+                row.old_logprobs = logprobs
+        if self.cfg.kl.coef > 0:
+            references = self.trainer.logprobs(rows, reference=True)
+            for row, logprobs in zip(rows, references, strict=True):
+                row.ref_logprobs = logprobs
+
+    def _scored(self, sample: Sample, row: Trajectory) -> ScoredSample:
+        assert sample.reward is not None, sample.id
+        if self.cfg.kl.coef > 0 and self.cfg.kl.placement == "reward":
+            assert row.old_logprobs is not None, "the KL penalty needs the policy's log-probs"
+            assert row.ref_logprobs is not None, "the KL penalty needs the reference"
+            divergence = KL_ESTIMATORS[self.cfg.kl.estimator](row.old_logprobs, row.ref_logprobs)
+            return ScoredSample(sample.reward.total, self.cfg.kl.coef * divergence)
+        return ScoredSample(sample.reward.total, torch.zeros(row.num_trained))
+
+
+def _row(sample: Sample, group: Group) -> Trajectory:
+    """Token ids as they were sampled, the mask as it was recorded."""
+    logprobs = [p for p, trained in zip(sample.logprobs, sample.loss_mask, strict=True) if trained]
+    return Trajectory(
+        id=sample.id,
+        group_id=group.id,
+        token_ids=[*sample.prompt.token_ids, *sample.token_ids],
+        loss_mask=[False] * len(sample.prompt.token_ids) + sample.loss_mask,
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+    )

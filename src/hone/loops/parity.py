@@ -1,0 +1,92 @@
+"""The launch gate: engine and trainer must agree on log-probabilities.
+
+Corrections and clipping hide a broken sync, a wrong temperature or a shifted label, and the curves
+still look plausible for a while. So the first step of every launch re-scores what the engine
+sampled before anything is trained on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hone.algorithms.corrections import importance_ratio
+from hone.algorithms.kl import k3
+from hone.config.errors import UserError
+from hone.config.trainer import ParityConfig
+from hone.types import Trainer, Trajectory
+
+__all__ = ["MAX_ROWS", "ParityReport", "check_parity", "measure_parity"]
+
+MAX_ROWS = 256
+"""Samples that the gate re-scores."""
+
+_DEFAULT_MAX_KL = {"float32": 1e-6, "bfloat16": 2e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    """Agreement of two sets of log-probabilities over the same tokens."""
+
+    num_tokens: int
+    kl: float
+    """Mean k3 divergence of the trainer from the engine."""
+    share_outside: float
+    """Share of tokens whose ratio trainer / engine lies outside [0.9, 1.1]."""
+    max_difference: float
+    """Largest absolute difference of a token's log-probabilities, in nats."""
+    drift: float
+    """Mean absolute difference in the last quarter of the sequences over that in the first; a
+    large value means that the gap grows with the position (rope, cache, chunking)."""
+
+
+def measure_parity(rows: Sequence[Trajectory], trainer: Trainer) -> ParityReport:
+    """Re-score the first rows with the trainer and compare with what the engine recorded."""
+    chosen = [row for row in rows if row.num_trained][:MAX_ROWS]
+    differences: list[torch.Tensor] = []
+    for row, logprobs in zip(chosen, trainer.logprobs(chosen), strict=True):
+        assert row.rollout_logprobs is not None, f"row {row.id} was not sampled by an engine"
+        differences.append((logprobs - row.rollout_logprobs).double())
+    difference = torch.cat(differences)
+    ratio = importance_ratio(difference)
+    head = torch.cat([d[: max(len(d) // 4, 1)] for d in differences]).abs().mean()
+    tail = torch.cat([d[-max(len(d) // 4, 1) :] for d in differences]).abs().mean()
+    return ParityReport(
+        num_tokens=len(difference),
+        kl=float(k3(torch.zeros_like(difference), difference).mean()),
+        share_outside=float(((ratio < 0.9) | (ratio > 1.1)).double().mean()),
+        max_difference=float(difference.abs().max()),
+        drift=float(tail / head) if head > 0 else 1.0,
+    )
+
+
+def check_parity(
+    rows: Sequence[Trajectory],
+    trainer: Trainer,
+    cfg: ParityConfig,
+    *,
+    dtype: Literal["float32", "bfloat16"],
+) -> ParityReport | None:
+    """The report of a passed gate, or None where it is switched off or has nothing to compare.
+
+    Raises UserError when the limits of `trainer.parity` are exceeded.
+    """
+    if not cfg.enabled or not any(row.num_trained for row in rows):
+        return None
+    report = measure_parity(rows, trainer)
+    max_kl = _DEFAULT_MAX_KL[dtype] if cfg.max_kl is None else cfg.max_kl
+    if report.kl <= max_kl and report.share_outside <= cfg.max_outside:
+        return report
+    raise UserError(
+        f"engine and trainer disagree before the first update: over {report.num_tokens} tokens the "
+        f"mean k3 divergence is {report.kl:.2e} (trainer.parity.max_kl allows {max_kl:.0e}), "
+        f"{report.share_outside:.1%} of the ratios lie outside [0.9, 1.1] "
+        f"(trainer.parity.max_outside allows {cfg.max_outside:.0%}), the largest difference is "
+        f"{report.max_difference:.3f} nats, and the gap in the last quarter of the sequences is "
+        f"{report.drift:.1f} times that in the first. A gap from the start points to the sampling "
+        "distribution or the weights, a growing one to positions or the KV cache. Training on "
+        "such samples is not on-policy; raise the limits only if you know the cause."
+    )

@@ -1,0 +1,78 @@
+"""What a step's groups say about themselves: the metrics that are always on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hone.algorithms.advantages import has_spread
+from hone.observe.metrics import Distribution, Max, Mean, Metrics, Min, Sum
+from hone.rollout.rollout import RolloutCounts
+from hone.types import FailureKind, Group, Sample, StopReason
+
+__all__ = ["rollout_metrics"]
+
+
+def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
+    """Metrics under `rollout/` and `reward/`. Failed samples are counted and enter no mean."""
+    samples = [sample for group in groups for sample in group.samples]
+    valid = [sample for sample in samples if sample.valid]
+    return (
+        _reward_metrics(valid)
+        | _sample_metrics(samples, valid)
+        | _group_metrics(groups)
+        | {
+            "rollout/dropped_groups": Sum(counts.num_dropped_groups),
+            "rollout/refill_rounds": Sum(counts.num_refill_rounds),
+            "rollout/carried_samples": Sum(counts.num_carried_samples),
+            "rollout/cached_token_share": Mean(counts.num_cached_tokens, counts.num_prompt_tokens),
+        }
+    )
+
+
+def _reward_metrics(valid: Sequence[Sample]) -> Metrics:
+    rewards = [sample.reward for sample in valid if sample.reward is not None]
+    metrics: Metrics = {"reward": Distribution.of([reward.total for reward in rewards])}
+    for part in sorted({name for reward in rewards for name in reward.parts}):
+        values = [reward.parts[part] for reward in rewards if part in reward.parts]
+        metrics[f"reward/{part}/mean"] = Mean.of(values)
+    return metrics
+
+
+def _sample_metrics(samples: Sequence[Sample], valid: Sequence[Sample]) -> Metrics:
+    lengths = [float(len(sample.token_ids)) for sample in valid]
+    versions = [float(v) for sample in samples for v in sample.weight_versions]
+    stops = Counter(sample.stop_reason for sample in samples)
+    failures = Counter(sample.failure for sample in samples)
+    metrics: Metrics = {
+        "rollout/completion_tokens": Distribution.of(lengths),
+        "rollout/prompt_tokens/mean": Mean.of([float(len(s.prompt.token_ids)) for s in samples]),
+        "rollout/num_tokens": Sum(sum(lengths)),
+        "rollout/samples": Sum(len(samples)),
+        "rollout/valid": Sum(len(valid)),
+        "rollout/truncated_share": Mean.of([sample.truncated for sample in valid]),
+        "rollout/weight_version/min": Min.of(versions),
+        "rollout/weight_version/max": Max.of(versions),
+    }
+    for reason in StopReason:
+        metrics[f"rollout/stop/{reason}"] = Sum(stops[reason])
+    for kind in FailureKind:
+        metrics[f"rollout/failed/{kind}"] = Sum(failures[kind])
+    return metrics
+
+
+def _group_metrics(groups: Sequence[Group]) -> Metrics:
+    flat: list[bool] = []
+    duplicates = num_samples = 0
+    for group in groups:
+        rewards = [s.reward.total for s in group.valid_samples if s.reward is not None]
+        flat.append(len(rewards) < 2 or not has_spread(rewards))
+        distinct = {tuple(sample.token_ids) for sample in group.samples}
+        duplicates += len(group.samples) - len(distinct)
+        num_samples += len(group.samples)
+    return {
+        "rollout/groups": Sum(len(groups)),
+        "rollout/group_size/min": Min.of([float(len(g.valid_samples)) for g in groups]),
+        "rollout/zero_spread_share": Mean.of(flat),
+        "rollout/duplicate_share": Mean(duplicates, num_samples),
+    }

@@ -1,0 +1,68 @@
+"""Requests for an engine, and samples from what it returns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from hone.config.rollout import GenerationConfig
+from hone.types import Completion, Prompt, Request, Sample, SamplingParams
+
+__all__ = ["Decode", "request_seed", "requests_for", "sample_of"]
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens left out."""
+
+
+def request_seed(run_seed: int, purpose: str, step: int, prompt_id: str, index: int) -> int:
+    """Seed of one sample: 63 bits that depend on what it is, not on where or when it is drawn.
+
+    Computed before any splitting, so any number of workers draws the same samples.
+    """
+    key = f"{run_seed}/{purpose}/{step}/{prompt_id}/{index}"
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def requests_for(
+    prompt: Prompt,
+    cfg: GenerationConfig,
+    *,
+    group_id: str,
+    num_samples: int,
+    run_seed: int,
+    purpose: str,
+    step: int,
+) -> list[Request]:
+    """One request for each sample of a group, `<group id>/<index>`."""
+    return [
+        Request(
+            id=f"{group_id}/{index}",
+            prompt_ids=prompt.token_ids,
+            sampling=SamplingParams(
+                max_tokens=cfg.max_completion_tokens,
+                temperature=cfg.temperature,
+                top_p=cfg.top_p,
+                top_k=cfg.top_k,
+                min_p=cfg.min_p,
+                seed=request_seed(run_seed, purpose, step, prompt.id, index),
+                stop=cfg.stop,
+                stop_token_ids=cfg.stop_token_ids,
+            ),
+        )
+        for index in range(num_samples)
+    ]
+
+
+def sample_of(prompt: Prompt, index: int, completion: Completion, decode: Decode) -> Sample:
+    """The sample that a finished completion is. Every token of it was sampled by the policy."""
+    return Sample(
+        id=completion.request_id,
+        prompt=prompt,
+        index=index,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        weight_versions=completion.weight_versions,
+        loss_mask=[True] * len(completion.token_ids),
+        stop_reason=completion.stop_reason,
+        text=decode(completion.token_ids),
+    )

@@ -1,0 +1,140 @@
+"""A hand-written engine and scorer with the real protocols: one token a step, no model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from hone.types import (
+    Completion,
+    EngineStats,
+    FailureKind,
+    Prompt,
+    Request,
+    Reward,
+    Sample,
+    StopReason,
+    WeightManifest,
+)
+
+
+def draw(*key: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "big")
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(id=f"data:{number}", token_ids=(1, 2, number % 50), text=str(number))
+
+
+class CyclicPrompts:
+    """The part of a prompt stream that a rollout uses."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def take(self, num: int) -> list[Prompt]:
+        start, self.position = self.position, self.position + num
+        return [prompt(number) for number in range(start, start + num)]
+
+
+class FakeEngine:
+    """Token t of a request depends on (seed, t) alone; a third of the positions end it."""
+
+    def __init__(self, *, end_every: int = 6) -> None:
+        self.weight_version = 0
+        self.end_every = end_every
+        self.submitted: list[Request] = []
+        self._running: dict[str, tuple[Request, Completion]] = {}
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert request.id not in self._running
+            self.submitted.append(request)
+            earlier = request.resumed
+            self._running[request.id] = (
+                request,
+                Completion(
+                    request_id=request.id,
+                    token_ids=list(earlier.token_ids) if earlier else [],
+                    logprobs=list(earlier.logprobs) if earlier else [],
+                    weight_versions=list(earlier.weight_versions) if earlier else [],
+                    stop_reason=StopReason.ABORT,
+                ),
+            )
+
+    def step(self) -> list[Completion]:
+        finished = []
+        for request, completion in list(self._running.values()):
+            value = draw(request.sampling.seed, len(completion.token_ids))
+            completion.token_ids.append(value % 50)
+            completion.logprobs.append(-1.0 - value % 7 / 7)
+            completion.weight_versions.append(self.weight_version)
+            if value % self.end_every == 0:
+                completion.stop_reason = StopReason.EOS
+            elif len(completion.token_ids) == request.sampling.max_tokens:
+                completion.stop_reason = StopReason.LENGTH
+            else:
+                continue
+            finished.append(completion)
+            del self._running[request.id]
+        return finished
+
+    def abort(self, request_ids: Iterable[str]) -> list[Completion]:
+        return [self._running.pop(request_id)[1] for request_id in request_ids]
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._running)
+
+    def sleep(self) -> None:
+        assert not self._running
+
+    def wake(self) -> None: ...
+
+    def begin_sync(self) -> None: ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def finish_sync(self, manifest: WeightManifest) -> None:
+        self.weight_version = manifest.version
+
+    def stats(self) -> EngineStats:
+        raise AssertionError("a rollout does not need statistics")
+
+
+def by_first_token(sample: Sample) -> float:
+    return float(sample.token_ids[0] % 2)
+
+
+class FakeScorer:
+    """Scores at the n-th poll after submission, in an order of its own."""
+
+    def __init__(
+        self,
+        reward: Callable[[Sample], float] = by_first_token,
+        *,
+        delay: int = 0,
+        fails: Callable[[Sample], FailureKind | None] = lambda _: None,
+    ) -> None:
+        self.reward, self.delay, self.fails = reward, delay, fails
+        self._waiting: list[tuple[int, Sample]] = []
+
+    def submit(self, sample: Sample) -> None:
+        self._waiting.append((draw("delay", sample.id) % (self.delay + 1), sample))
+
+    def poll(self, timeout_s: float = 0.0) -> list[Sample]:
+        del timeout_s
+        ready = [sample for left, sample in self._waiting if left == 0]
+        self._waiting = [(left - 1, sample) for left, sample in self._waiting if left]
+        for sample in ready:
+            sample.failure = self.fails(sample)
+            if sample.failure is None:
+                sample.reward = Reward(total=self.reward(sample))
+        return sorted(ready, key=lambda sample: draw("order", sample.id))
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting)

@@ -1,0 +1,207 @@
+"""Collecting groups: membership, determinism, filters, carried-over samples."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.config.rollout import RolloutConfig
+from hone.rollout.requests import request_seed
+from hone.rollout.rollout import Rollout
+from hone.types import FailureKind, Group, Sample
+from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, draw
+
+
+def make(
+    scorer: FakeScorer | None = None, engine: FakeEngine | None = None, **options: Any
+) -> Rollout:
+    cfg = RolloutConfig.model_validate(
+        {"prompts_per_step": 4, "n_samples_per_prompt": 3, "max_completion_tokens": 12} | options
+    )
+    return Rollout(
+        engine=engine or FakeEngine(),
+        scorer=scorer or FakeScorer(),
+        prompts=CyclicPrompts(),
+        cfg=cfg,
+        decode=lambda ids: " ".join(map(str, ids)),
+        seed=7,
+    )
+
+
+def tokens(groups: list[Group]) -> list[tuple[str, list[list[int]]]]:
+    return [(group.prompt.id, [sample.token_ids for sample in group.samples]) for group in groups]
+
+
+def check_groups(groups: list[Group], *, size: int) -> None:
+    for group in groups:
+        assert [sample.index for sample in group.samples] == list(range(size))
+        for sample in group.samples:
+            assert sample.prompt is group.prompt
+            lengths = {
+                len(sample.token_ids),
+                len(sample.logprobs),
+                len(sample.weight_versions),
+                len(sample.loss_mask),
+            }
+            assert len(lengths) == 1, f"{sample.id}: {lengths}"
+
+
+def test_a_step_has_all_its_groups_in_prompt_order() -> None:
+    rollout = make()
+    for step in range(3):
+        groups = rollout.collect(step)
+        check_groups(groups, size=3)
+        assert [g.prompt.id for g in groups] == [f"data:{step * 4 + i}" for i in range(4)]
+
+
+@given(delay=st.integers(0, 5), oversample=st.integers(0, 5), dynamic=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_the_speed_of_scoring_changes_nothing(delay: int, oversample: int, dynamic: bool) -> None:
+    options = {"oversample_prompts": oversample, "dynamic_sampling": dynamic}
+    fast, slow = make(**options), make(FakeScorer(delay=delay), **options)
+    for step in range(4):
+        expected, actual = fast.collect(step), slow.collect(step)
+        assert tokens(actual) == tokens(expected)
+        check_groups(actual, size=3)
+
+
+def test_dynamic_sampling_keeps_only_groups_that_teach() -> None:
+    rollout = make(dynamic_sampling=True)
+    dropped = 0
+    for step in range(5):
+        groups = rollout.collect(step)
+        assert len(groups) == 4
+        for group in groups:
+            assert len({sample.reward.total for sample in group.samples if sample.reward}) > 1
+        dropped += rollout.counts.num_dropped_groups
+    assert dropped > 0
+
+
+def test_dynamic_sampling_gives_up_after_its_rounds() -> None:
+    rollout = make(FakeScorer(lambda _: 1.0), dynamic_sampling=True, max_refill_rounds=3)
+    assert rollout.collect(0) == []
+    assert rollout.counts.num_dropped_groups == 12
+    assert rollout.counts.num_refill_rounds == 2
+
+
+def test_unfinished_samples_go_on_from_their_tokens() -> None:
+    """Whatever is carried over ends as the same sample an uninterrupted run would have drawn."""
+    engine = FakeEngine(end_every=15)
+    rollout = make(engine=engine, oversample_prompts=4, max_completion_tokens=40)
+    seen: dict[str, list[list[int]]] = {}
+    carried = 0
+    for step in range(8):
+        engine.weight_version = step
+        groups = rollout.collect(step)
+        check_groups(groups, size=3)
+        assert len(groups) == 4
+        carried += rollout.counts.num_carried_samples
+        seen |= dict(tokens(groups))
+    assert carried > 0
+    seeds = {r.id: r.sampling.seed for r in engine.submitted}
+    prompts = {r.id: f"data:{r.id.split('/')[0].split('-')[1]}" for r in engine.submitted}
+    for request_id, seed in seeds.items():
+        if prompts[request_id] not in seen:
+            continue
+        sampled = seen[prompts[request_id]][int(request_id.rpartition("/")[2])]
+        assert sampled == [draw(seed, t) % 50 for t in range(len(sampled))]
+
+
+def test_each_prompt_is_used_once_when_samples_are_carried_over() -> None:
+    rollout = make(engine=FakeEngine(end_every=15), oversample_prompts=5, max_completion_tokens=40)
+    used = [group.prompt.id for step in range(10) for group in rollout.collect(step)]
+    waiting = [prompt.id for prompt in rollout.prompts_in_flight()]
+    assert len(set(used + waiting)) == len(used + waiting)
+    drawn = {f"data:{i}" for i in range(rollout.prompts.position)}
+    assert set(used + waiting) == drawn
+
+
+def test_a_sample_aborted_often_enough_is_waited_for() -> None:
+    engine = FakeEngine(end_every=60)
+    rollout = make(
+        engine=engine, oversample_prompts=4, max_completion_tokens=200, max_aborted_count=1
+    )
+    first = {prompt.id for prompt in _after(rollout, steps=1).prompts_in_flight()}
+    second = {prompt.id for prompt in _after(rollout, steps=1, start=1).prompts_in_flight()}
+    assert first
+    assert not first & second
+
+
+def _after(rollout: Rollout, *, steps: int, start: int = 0) -> Rollout:
+    for step in range(start, start + steps):
+        rollout.collect(step)
+    return rollout
+
+
+def test_old_tokens_are_masked_on_request() -> None:
+    engine = FakeEngine(end_every=15)
+    rollout = make(
+        engine=engine,
+        oversample_prompts=4,
+        max_completion_tokens=40,
+        mask_off_policy_tokens=True,
+    )
+    masked = 0
+    for step in range(6):
+        engine.weight_version = step
+        for group in rollout.collect(step):
+            for sample in group.samples:
+                assert sample.loss_mask == [v == step for v in sample.weight_versions]
+                masked += sample.loss_mask.count(False)
+    assert masked > 0
+
+
+@pytest.mark.parametrize("policy", ["train", "mask"])
+def test_R20_truncated_follows_the_stop_reason(policy: str) -> None:
+    rollout = make(max_completion_tokens=3, truncated_samples=policy)
+    samples = [sample for group in rollout.collect(0) for sample in group.samples]
+    assert {sample.truncated for sample in samples} == {True, False}
+    for sample in samples:
+        trained = policy == "train" or not sample.truncated
+        assert sample.loss_mask == [trained] * len(sample.token_ids)
+
+
+def test_R17_state_goes_through_json_and_back() -> None:
+    options: dict[str, Any] = {"oversample_prompts": 4, "max_completion_tokens": 40}
+    straight = make(engine=FakeEngine(end_every=15), **options)
+    expected = [tokens(straight.collect(step)) for step in range(6)]
+    first = make(engine=FakeEngine(end_every=15), **options)
+    actual = [tokens(first.collect(step)) for step in range(3)]
+    second = make(engine=FakeEngine(end_every=15), **options)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.prompts.position = first.prompts.position
+    actual += [tokens(second.collect(step)) for step in range(3, 6)]
+    assert actual == expected
+
+
+def test_R12_failed_samples_keep_their_place_but_no_reward() -> None:
+    def fails(sample: Sample) -> FailureKind | None:
+        return FailureKind.TIMEOUT if draw("fail", sample.id) % 4 == 0 else None
+
+    groups = make(FakeScorer(fails=fails)).collect(0)
+    samples = [sample for group in groups for sample in group.samples]
+    failed = [sample for sample in samples if sample.failure]
+    assert failed
+    assert all(sample.reward is None and not sample.valid for sample in failed)
+    assert sum(len(group.valid_samples) for group in groups) == len(samples) - len(failed)
+
+
+def test_R21_seeds_are_distinct_and_say_what_they_are() -> None:
+    keys = [(step, f"data:{p}", i) for step in range(10) for p in range(100) for i in range(10)]
+    seeds = [request_seed(1, "rollout", *key) for key in keys]
+    assert len(set(seeds)) == 10_000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    for workers in (1, 3, 4, 8):  # any split draws the same set
+        split = [request_seed(1, "rollout", *k) for w in range(workers) for k in keys[w::workers]]
+        assert set(split) == set(seeds)
+    assert not set(seeds) & {request_seed(2, "rollout", *key) for key in keys}
+    # The planted bug: an index that is local to a chunk of 25 prompts.
+    chunk_local = {
+        request_seed(1, "rollout", step, f"data:{int(prompt_id[5:]) % 25}", index)
+        for step, prompt_id, index in keys
+    }
+    assert len(chunk_local) < len(seeds)
