@@ -1,0 +1,249 @@
+"""From an example to token ids: the one place where text becomes tokens.
+
+A prompt is rendered once, by the chat template or the prompt template, and the ids that come out
+are the ids that are measured, stored and sent to the engine. Sampled ids never pass through here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from jinja2 import TemplateError
+
+from hone.config.data import DataConfig
+from hone.config.errors import UserError
+from hone.data.columns import Example, as_text
+from hone.data.sources import shorten
+from hone.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Demonstration", "Rendered", "Renderer"]
+
+FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
+"""`{name}` is filled in, `{{name}}` gives `{name}`; other braces, as in LaTeX, stay as they are."""
+
+ENCODE_BATCH = 1024
+"""Texts given to the tokenizer at a time: enough to use its threads, little enough memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt as text, for people, and as ids, for the engine."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A prompt with the answer to imitate; the first `num_prompt_tokens` ids are the prompt's."""
+
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+
+
+class Renderer:
+    """Renders the examples of a data set for one tokenizer.
+
+    With a chat template: the messages, then the header of the assistant's turn. Without: the
+    prompt template, after the tokenizer's begin-of-text token if it uses one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> None:
+        self.tokenizer = tokenizer
+        self.template = cfg.prompt_template
+        self.system_prompt = cfg.system_prompt
+        self.uses_chat = _uses_chat(tokenizer, cfg)
+        self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
+        if not any(match[2] for match in FIELD.finditer(self.template)):
+            raise UserError(
+                f"data.prompt_template {self.template!r} names no column, so all prompts would "
+                "be the same; put {prompt} into it"
+            )
+
+    def prompts(self, examples: Sequence[Example]) -> list[Rendered]:
+        """Each example's prompt, ready to be sampled from."""
+        texts = [self._prompt_text(example) for example in examples]
+        rendered = [
+            Rendered(text, (*self.start_ids, *ids))
+            for text, ids in zip(texts, self._encode(texts, examples), strict=True)
+        ]
+        for example, prompt in zip(examples, rendered, strict=True):
+            if not prompt.token_ids:
+                raise UserError(f"{example.location}: the prompt renders to no tokens at all")
+        return rendered
+
+    def demonstrations(self, examples: Sequence[Example]) -> list[Demonstration]:
+        """Each example's prompt and completion up to and with the end token.
+
+        The prompt's ids are those that `prompts` gives, and so those a model will be asked with.
+        """
+        end = self.tokenizer.eos_token_id
+        if not isinstance(end, int):
+            raise UserError(
+                "the tokenizer declares no end-of-sequence token, so a model could not learn "
+                "where an answer ends; set eos_token in its tokenizer_config.json"
+            )
+        prompts = self.prompts(examples)
+        pairs = list(zip(examples, prompts, strict=True))
+        texts = [self._whole_text(example, prompt) for example, prompt in pairs]
+        wholes = self._encode(texts, examples)
+        return [
+            self._demonstration(example, prompt, (*self.start_ids, *whole), end)
+            for (example, prompt), whole in zip(pairs, wholes, strict=True)
+        ]
+
+    def _demonstration(
+        self, example: Example, prompt: Rendered, whole: tuple[int, ...], end: int
+    ) -> Demonstration:
+        num_prompt = len(prompt.token_ids)
+        if whole[:num_prompt] == prompt.token_ids:
+            completion = whole[num_prompt:]
+        else:
+            # A template that rewrites history, or a token across the border: the prompt must
+            # stay what it is at sampling time, so the completion is rendered by itself.
+            completion = self._completion_alone(example)
+        if end in completion:
+            # What a template puts after the end token (a line break) is never sampled.
+            last = len(completion) - 1 - completion[::-1].index(end)
+            completion = completion[: last + 1]
+        else:
+            completion = (*completion, end)
+        return Demonstration((*prompt.token_ids, *completion), num_prompt)
+
+    def _completion_alone(self, example: Example) -> tuple[int, ...]:
+        assert example.completion is not None
+        others = example.completion.keys() - {"role", "content"}
+        if others:
+            raise UserError(
+                f"{example.location}: the chat template does not keep the prompt as it was once "
+                f"an answer follows, so the demonstration's {', '.join(sorted(others))} cannot be "
+                "rendered; put everything to be learned into its content"
+            )
+        return self._encode([example.completion["content"]], [example])[0]
+
+    def _prompt_text(self, example: Example) -> str:
+        messages = self._messages(example)
+        if self.uses_chat:
+            return self._apply_template(messages, example, add_generation_prompt=True)
+        return cast(str, messages[0]["content"])
+
+    def _whole_text(self, example: Example, prompt: Rendered) -> str:
+        assert example.completion is not None
+        if self.uses_chat:
+            messages = [*self._messages(example), example.completion]
+            return self._apply_template(messages, example, add_generation_prompt=False)
+        return prompt.text + example.completion["content"]
+
+    def _messages(self, example: Example) -> list[Message]:
+        if isinstance(example.prompt, str):
+            messages: list[Message] = [{"role": "user", "content": self._fill_template(example)}]
+        elif self.uses_chat:
+            messages = example.prompt
+        else:
+            raise UserError(
+                f"{example.location}: the prompt is a list of chat messages, but prompts are "
+                "rendered without chat template; use a tokenizer that has one with data.chat "
+                "'auto', or give the model's template in model.chat_template"
+            )
+        if self.system_prompt is None:
+            return messages
+        if messages[0]["role"] == "system":
+            raise UserError(
+                f"{example.location}: the row has a system message of its own, and "
+                "data.system_prompt gives another; remove one of them"
+            )
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _fill_template(self, example: Example) -> str:
+        values = {**example.columns, "prompt": example.prompt}
+
+        def fill(match: re.Match[str]) -> str:
+            literal, name = match[1], match[2]
+            if literal is not None:
+                return "{" + literal + "}"
+            if name not in values:
+                raise UserError(
+                    f"{example.location}: data.prompt_template names the column {name!r}; the row "
+                    f"has {', '.join(values)}. For literal braces write {{{{{name}}}}}."
+                )
+            return as_text(values[name])
+
+        return FIELD.sub(fill, self.template)
+
+    def _apply_template(
+        self, messages: list[Message], example: Example, *, add_generation_prompt: bool
+    ) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{example.location}: the chat template does not accept these messages: {error}"
+            ) from error
+        return cast(str, text)
+
+    def _encode(self, texts: Sequence[str], examples: Sequence[Example]) -> list[tuple[int, ...]]:
+        """Ids of each example's text; special tokens only where the text spells them."""
+        ids: list[tuple[int, ...]] = []
+        for start in range(0, len(texts), ENCODE_BATCH):
+            part = slice(start, start + ENCODE_BATCH)
+            try:
+                batch: Any = self.tokenizer(
+                    list(texts[part]),
+                    add_special_tokens=False,
+                    return_attention_mask=False,
+                    verbose=False,
+                )
+            except Exception as error:
+                # Of this very class is what `tokenizers` raises for text it has no token for.
+                if type(error) is not Exception:
+                    raise
+                raise self._unencodable(texts[part], examples[part], error) from error
+            ids.extend(map(tuple, batch["input_ids"]))
+        return ids
+
+    def _unencodable(
+        self, texts: Sequence[str], examples: Sequence[Example], error: Exception
+    ) -> Exception:
+        """A UserError naming the first row at fault, found by going through the batch again."""
+        if len(texts) > 1:
+            for text, example in zip(texts, examples, strict=True):
+                self._encode([text], [example])
+            return error
+        return UserError(
+            f"{examples[0].location}: the tokenizer cannot encode this text ({error}): "
+            f"{shorten(texts[0])}"
+        )
+
+
+def _uses_chat(tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> bool:
+    has_template = tokenizer.chat_template is not None
+    if cfg.chat == "always" and not has_template:
+        raise UserError(
+            "data.chat is 'always', but the tokenizer has no chat template; give one in "
+            "model.chat_template, or set data.chat to 'auto' or 'never'"
+        )
+    uses_chat = has_template and cfg.chat != "never"
+    if cfg.system_prompt is not None and not uses_chat:
+        raise UserError(
+            "data.system_prompt needs a chat template, and prompts are rendered without one "
+            f"(data.chat is {cfg.chat!r}, the tokenizer has {'a' if has_template else 'no'} "
+            "template); put the text into data.prompt_template instead"
+        )
+    return uses_chat
+
+
+def _start_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The begin-of-text token where the tokenizer puts one; an end token it adds is left out."""
+    start = tokenizer.bos_token_id
+    probe: Any = tokenizer("")
+    if isinstance(start, int) and probe["input_ids"][:1] == [start]:
+        return (start,)
+    return ()

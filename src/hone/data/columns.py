@@ -1,0 +1,249 @@
+"""From the columns of a row to a prompt, its answer, its demonstration and its task."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hone.config.data import SourceConfig
+from hone.config.errors import UserError
+from hone.data.sources import Row, short_name, shorten
+from hone.types import Message
+
+__all__ = ["Example", "as_text", "map_rows"]
+
+USUAL_NAMES = {
+    "prompt": ("prompt", "messages", "question", "problem", "input", "instruction"),
+    "answer": (
+        "answer",
+        "ground_truth",
+        "solution",
+        "label",
+        "target",
+        "reward_model.ground_truth",
+    ),
+    "completion": ("completion", "response", "output"),
+    "task": ("task", "data_source"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A row whose columns have found their meaning, not yet rendered."""
+
+    id: str
+    location: str
+    prompt: str | list[Message]
+    answer: str | None
+    completion: Message | None
+    """The demonstration as an assistant turn; None unless one was asked for."""
+    task: str
+    metadata: dict[str, Any]
+    columns: Mapping[str, Any]
+    """The whole row, for prompt templates."""
+
+
+def map_rows(
+    rows: Sequence[Row], source: SourceConfig, *, name: str, demonstrations: bool = False
+) -> list[Example]:
+    """Examples of a source, with ids `<name>:<row>` counted from 1.
+
+    With `demonstrations` the completion is required and the answer left alone; without, the
+    completion column, if any, stays in the metadata. Raises UserError naming row and remedy.
+    """
+    chosen = {
+        "prompt": _choose(rows, source, "prompt", required=True),
+        "answer": _choose(rows, source, "answer", required=source.answer_pattern is not None),
+        "completion": None,
+        "task": _choose(rows, source, "task") if source.task is None else None,
+    }
+    if demonstrations:
+        chosen["answer"] = None
+        # A dialogue may bring its demonstration along, as its last turn.
+        in_prompt = isinstance(_value(rows[0].columns, chosen["prompt"]), list)
+        chosen["completion"] = _choose(rows, source, "completion", required=not in_prompt)
+    reader = _RowReader(source, chosen, demonstrations=demonstrations)
+    kinds: dict[str, tuple[str, str]] = {}
+    examples: list[Example] = []
+    for number, row in enumerate(rows, start=1):
+        reader.check_kinds(row, kinds)
+        examples.append(reader.read(row, f"{name}:{number}"))
+    return examples
+
+
+def as_text(value: Any) -> str:
+    """Text as it is; numbers, lists and objects as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+class _RowReader:
+    """Reads single rows once the columns of a source are chosen."""
+
+    def __init__(
+        self, source: SourceConfig, chosen: dict[str, str | None], *, demonstrations: bool
+    ) -> None:
+        self.chosen = chosen
+        self.demonstrations = demonstrations
+        self.default_task = source.task or short_name(source)
+        self.pattern = _compile(source.answer_pattern)
+
+    def read(self, row: Row, row_id: str) -> Example:
+        prompt = self._prompt(row)
+        completion = None
+        if self.demonstrations:
+            prompt, completion = self._demonstration(row, prompt)
+        elif not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            raise UserError(
+                f"{row.location}: the prompt ends with an assistant message, so there is nothing "
+                "left to sample; remove that message"
+            )
+        task = self.default_task
+        if self.chosen["task"] is not None:
+            task = as_text(self._required(row, "task"))
+        return Example(
+            id=row_id,
+            location=row.location,
+            prompt=prompt,
+            answer=self._answer(row),
+            completion=completion,
+            task=task,
+            metadata={k: v for k, v in row.columns.items() if k not in self.chosen.values()},
+            columns=row.columns,
+        )
+
+    def check_kinds(self, row: Row, kinds: dict[str, tuple[str, str]]) -> None:
+        """Refuse a column that holds text in one row and a list in another."""
+        for role, column in self.chosen.items():
+            if column is None:
+                continue
+            kind = _kind(_value(row.columns, column))
+            first = kinds.setdefault(role, (kind, row.location))
+            if kind not in (first[0], "nothing"):
+                raise UserError(
+                    f"{row.location}: column {column!r} holds {kind}, but {first[0]} in "
+                    f"{first[1]}; all rows of a source must be of one kind"
+                )
+
+    def _required(self, row: Row, role: str) -> Any:
+        column = self.chosen[role]
+        value = _value(row.columns, column)
+        if value is None:
+            raise UserError(
+                f"{row.location}: nothing in column {column!r}, which was to give the {role}; "
+                f"the row has {_listed(row.columns)}"
+            )
+        return value
+
+    def _prompt(self, row: Row) -> str | list[Message]:
+        value = self._required(row, "prompt")
+        if isinstance(value, str) and value.strip():
+            return value
+        if isinstance(value, list) and value:
+            return [_message(turn, row) for turn in value]
+        raise UserError(
+            f"{row.location}: the prompt in column {self.chosen['prompt']!r} must be non-empty "
+            f"text or a list of chat messages, got {shorten(json.dumps(value, default=str))}"
+        )
+
+    def _answer(self, row: Row) -> str | None:
+        if self.chosen["answer"] is None:
+            return None
+        answer = as_text(self._required(row, "answer"))
+        if self.pattern is None:
+            return answer
+        match = self.pattern.search(answer)
+        found = match and (match[1] if self.pattern.groups else match[0])
+        if not found:
+            raise UserError(
+                f"{row.location}: answer_pattern {self.pattern.pattern!r} finds nothing in "
+                f"column {self.chosen['answer']!r}: {shorten(answer)}"
+            )
+        return found.strip()
+
+    def _demonstration(
+        self, row: Row, prompt: str | list[Message]
+    ) -> tuple[str | list[Message], Message]:
+        if self.chosen["completion"] is not None:
+            value = self._required(row, "completion")
+            turns = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
+        else:
+            assert isinstance(prompt, list)
+            prompt, turns = prompt[:-1], prompt[-1:]
+        is_turn = isinstance(turns, list) and len(turns) == 1
+        message = _message(turns[0], row) if is_turn else {"role": "", "content": ""}
+        content = message["content"]
+        if message["role"] != "assistant" or not isinstance(content, str) or not content:
+            shown = shorten(json.dumps(turns, default=str))
+            raise UserError(
+                f"{row.location}: a demonstration must be non-empty text, or one assistant "
+                f"message with text at the end of the dialogue, got {shown}"
+            )
+        if not prompt:
+            raise UserError(f"{row.location}: no message stands before the demonstration")
+        return prompt, message
+
+
+def _choose(
+    rows: Sequence[Row], source: SourceConfig, role: str, *, required: bool = False
+) -> str | None:
+    named: str | None = getattr(source.columns, role)
+    candidates = USUAL_NAMES[role] if named is None else (named,)
+    for name in candidates:
+        if any(_value(row.columns, name) is not None for row in rows):
+            return name
+    if named is None and not required:
+        return None
+    found = dict.fromkeys(name for row in rows for name in row.columns)
+    raise UserError(
+        f"{source.path}: no column for the {role}: looked for {', '.join(candidates)}; "
+        f"found {_listed(found)}. Name the right one in `columns.{role}` of this source."
+    )
+
+
+def _value(columns: Mapping[str, Any], name: str | None) -> Any:
+    """The value of a column, or of `outer.inner` where a column holds an object."""
+    if name is None or name in columns:
+        return columns.get(name) if name else None
+    value: Any = columns
+    for part in name.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value
+
+
+def _message(turn: Any, row: Row) -> Message:
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        shown = shorten(json.dumps(turn, default=str))
+        raise UserError(f"{row.location}: a chat message needs a role and content, got {shown}")
+    # Parquet fills absent fields with nulls, which chat templates would take for present.
+    message = {key: value for key, value in turn.items() if value is not None}
+    if "content" not in message and "tool_calls" not in message:
+        raise UserError(f"{row.location}: a {turn['role']!r} message has no content")
+    return {"content": "", **message}
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, list):
+        return "a list"
+    return "an object" if isinstance(value, dict) else "text or a number"
+
+
+def _listed(columns: Mapping[str, Any]) -> str:
+    return ", ".join(columns) or "no columns"
+
+
+def _compile(pattern: str | None) -> re.Pattern[str] | None:
+    if pattern is None:
+        return None
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise UserError(
+            f"answer_pattern {pattern!r} is not a regular expression: {error}"
+        ) from error

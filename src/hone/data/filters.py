@@ -1,0 +1,107 @@
+"""The length filter, which says what it dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from hone.config.errors import UserError
+from hone.data.columns import Example
+
+__all__ = ["DroppedRow", "FilterReport", "LengthLimit", "filter_length"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLimit(Generic[T]):
+    """The most tokens a row may have."""
+
+    name: str
+    """The setting it comes from, for messages."""
+    max_tokens: int
+    length: Callable[[T], int]
+    """What is measured of a rendered row."""
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.max_tokens}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedRow:
+    """A row that was too long."""
+
+    id: str
+    location: str
+    num_tokens: int
+    limit: str
+    """The limit it broke, for people."""
+
+
+@dataclass(slots=True)
+class FilterReport:
+    """What the length filter saw and dropped, over all sources."""
+
+    num_rows: int = 0
+    longest_tokens: int = 0
+    """The longest row that was kept."""
+    dropped: list[DroppedRow] = field(default_factory=list[DroppedRow])
+
+    @property
+    def num_kept(self) -> int:
+        return self.num_rows - len(self.dropped)
+
+    def summary(self, num_listed: int = 5) -> str:
+        """One line for people, naming the first dropped rows."""
+        text = f"{self.num_kept} of {self.num_rows} rows kept, longest {self.longest_tokens} tokens"
+        if not self.dropped:
+            return text
+        listed = [f"{row.location} ({row.num_tokens})" for row in self.dropped[:num_listed]]
+        if len(self.dropped) > num_listed:
+            listed.append("...")
+        return f"{text}; dropped as too long: {'; '.join(listed)}"
+
+
+def filter_length(
+    rows: Sequence[tuple[Example, T]],
+    limits: Sequence[LengthLimit[T]],
+    *,
+    overlong: Literal["drop", "error"],
+    report: FilterReport,
+) -> list[tuple[Example, T]]:
+    """The rows of one source that keep all limits; the others are listed in the report.
+
+    Raises UserError if a longer row is an error, or if no row is left.
+    """
+    kept: list[tuple[Example, T]] = []
+    dropped: list[DroppedRow] = []
+    for example, row in rows:
+        broken = next((limit for limit in limits if limit.length(row) > limit.max_tokens), None)
+        if broken is None:
+            kept.append((example, row))
+            report.longest_tokens = max(report.longest_tokens, limits[-1].length(row))
+            continue
+        num_tokens = broken.length(row)
+        if overlong == "error":
+            raise UserError(
+                f"{example.location}: {num_tokens} tokens, but {broken}; raise the limit, shorten "
+                "the row, or set data.overlong_prompts to 'drop'"
+            )
+        dropped.append(
+            DroppedRow(
+                id=example.id,
+                location=example.location,
+                num_tokens=num_tokens,
+                limit=str(broken),
+            )
+        )
+    if not kept:
+        shortest = min(dropped, key=lambda row: row.num_tokens)
+        raise UserError(
+            f"all {len(rows)} rows are too long; the shortest, {shortest.location}, has "
+            f"{shortest.num_tokens} tokens, but {shortest.limit}"
+        )
+    report.num_rows += len(rows)
+    report.dropped.extend(dropped)
+    return kept

@@ -1,0 +1,236 @@
+"""Reading rows from files, folders, saved data sets and the hub.
+
+A row is a dict of columns plus the place it came from, so that whatever is wrong with it can be
+reported as `train.jsonl, line 17`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from hone.config.data import SourceConfig
+from hone.config.errors import UserError
+
+__all__ = ["Row", "read_source", "short_name", "shorten", "source_names"]
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
+SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as it was read."""
+
+    columns: dict[str, Any]
+    location: str
+    """Where it stands, for messages: `data/train.jsonl, line 17`."""
+
+
+def read_source(source: SourceConfig) -> list[Row]:
+    """All rows of a source, at most `max_rows`.
+
+    Raises UserError for a source that is missing, unreadable or empty, and for a bad row.
+    """
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        rows = _read_file(path)
+    elif path.is_dir() and any((path / name).exists() for name in SAVED_DATASET_FILES):
+        rows = _read_saved(path, source.split)
+    elif path.is_dir():
+        files = _files_of_split(path, source.split)
+        rows = (row for file in files for row in _read_file(file))
+    elif _looks_like_path(source.path):
+        raise UserError(f"no such file or folder: {source.path}")
+    else:
+        rows = _read_hub(source)
+    read = list(islice(rows, source.max_rows))
+    if not read:
+        raise UserError(f"{source.path} holds no rows")
+    return read
+
+
+def source_names(sources: Sequence[SourceConfig]) -> list[str]:
+    """A short, unique name for each source: the first half of its row ids."""
+    counts: Counter[str] = Counter()
+    names: list[str] = []
+    for name in map(short_name, sources):
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name}~{counts[name]}")
+    return names
+
+
+def short_name(source: SourceConfig) -> str:
+    """The file's or folder's name without suffix, or the last part of a hub name."""
+    name = Path(source.path).expanduser().resolve().name
+    for suffix in SUFFIXES:
+        name = name.removesuffix(suffix)
+    return name
+
+
+def shorten(text: str, num_chars: int = 80) -> str:
+    """The beginning of a text, on one line, for messages."""
+    text = " ".join(text.split())
+    return text if len(text) <= num_chars else text[: num_chars - 3] + "..."
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    if path.suffix == ".json":
+        return _read_json(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise UserError(f"cannot read {path}: its suffix must be one of {', '.join(SUFFIXES)}")
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            location = f"{path}, line {number}"
+            # A byte-order mark may open the file; blank lines are no rows.
+            text = _decode(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, location)
+            if text.strip():
+                yield _row(_parse_json(text, location), location)
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    text = _decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))
+    if not text.lstrip().startswith("["):  # many `.json` data sets are JSON lines
+        yield from _read_jsonl(path)
+        return
+    for number, value in enumerate(_parse_json(text, str(path)), start=1):
+        location = f"{path}, row {number}"
+        yield _row(value, location)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        number = 0
+        for batch in file.iter_batches():
+            for columns in batch.to_pylist():
+                number += 1
+                yield Row(columns, f"{path}, row {number}")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"cannot read {path} as Parquet: {shorten(str(error), 200)}") from error
+
+
+def _decode(data: bytes, location: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        shown = shorten(data.decode(errors="replace"))
+        raise UserError(f"{location}: not UTF-8 text ({error.reason}): {shown}") from error
+
+
+def _parse_json(text: str, location: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, " if error.lineno > 1 else ""
+        begin = max(0, error.pos - 40)
+        raise UserError(
+            f"{location}: not valid JSON ({error.msg} at {place}column {error.colno}), "
+            f"near: {shorten(text[begin:])}"
+        ) from error
+
+
+def _row(value: Any, location: str) -> Row:
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{location}: a row must be a JSON object with named columns, "
+            f"got {type(value).__name__}: {shorten(json.dumps(value))}"
+        )
+    return Row(value, location)
+
+
+def _files_of_split(folder: Path, split: str) -> list[Path]:
+    """The data files of a folder; where file names speak of splits, those of `split` alone."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
+    if not files:
+        raise UserError(
+            f"{folder} holds no {', '.join(SUFFIXES)} files and is no data set saved by `datasets`"
+        )
+    splits = {file: re.split(r"[-_.]", file.stem)[0] for file in files}
+    if not any(name in SPLIT_NAMES for name in splits.values()):
+        return files
+    chosen = [file for file in files if splits[file] == split]
+    if not chosen:
+        names = ", ".join(file.name for file in files)
+        raise UserError(f"{folder} has no file for the split {split!r}; found: {names}")
+    if len(chosen) < len(files):
+        logger.info("%s: reading split %r: %s", folder, split, ", ".join(f.name for f in chosen))
+    return chosen
+
+
+def _looks_like_path(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in SUFFIXES
+
+
+def _import_datasets() -> Any:
+    """The optional `datasets` library, imported only where a source needs it."""
+    spec = importlib.util.find_spec("datasets")
+    # A folder called `datasets` in the working directory is found too, but has no origin.
+    if spec is None or spec.origin is None:
+        raise UserError(
+            "this source needs the `datasets` library, which is not installed: "
+            "pip install 'hone-rl[data]'"
+        )
+    try:
+        return importlib.import_module("datasets")
+    except (ImportError, AttributeError, OSError) as error:
+        raise UserError(
+            f"the `datasets` library is installed ({spec.origin}) but broken: {error}. "
+            "Install it anew: pip install --force-reinstall 'hone-rl[data]'"
+        ) from error
+
+
+def _read_saved(path: Path, split: str) -> Iterator[Row]:
+    datasets = _import_datasets()
+    try:
+        data = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise UserError(f"cannot read {path} as a saved data set: {error}") from error
+    if isinstance(data, dict):  # DatasetDict
+        if split not in data:
+            raise UserError(f"{path} has no split {split!r}; found: {', '.join(data)}")
+        data = data[split]
+    return _dataset_rows(data, str(path))
+
+
+def _read_hub(source: SourceConfig) -> Iterator[Row]:
+    try:
+        datasets = _import_datasets()
+    except UserError as error:
+        raise UserError(
+            f"no such file or folder: {source.path}. To read it as a hub name: {error}"
+        ) from error
+    try:
+        data = datasets.load_dataset(source.path, source.subset, split=source.split)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"{source.path} is no local file or folder, and loading split {source.split!r} of it "
+            f"from the hub failed: {shorten(str(error), 300)}"
+        ) from error
+    return _dataset_rows(data, source.path)
+
+
+def _dataset_rows(data: Any, name: str) -> Iterator[Row]:
+    for number, columns in enumerate(data, start=1):
+        yield Row(columns, f"{name}, row {number}")

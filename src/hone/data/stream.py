@@ -1,0 +1,181 @@
+"""An endless, ordered stream of rows that can be stopped and resumed anywhere.
+
+The order is a pure function of (seed, epoch, index): each epoch of each source sorts the row ids
+by a keyed hash. So the whole position is one counter a source, plus the rows that were handed
+out and given back unfinished.
+
+Several sources are interleaved by weight. The j-th row of a source with share w may come no
+earlier than draw floor(j / w) and no later than draw ceil((j + 1) / w) - 1; taking the earliest
+deadline among the rows allowed so far always meets these windows on a single stream (Baruah et
+al., Proportionate Progress, Algorithmica 1996). After k draws every source has then given more
+than k w - 1 and fewer than k w + 1 rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, Generic, Protocol, TypeVar
+
+from hone.config.errors import UserError
+
+__all__ = ["Item", "Stream", "epoch_order", "keyed_hash"]
+
+
+class Item(Protocol):
+    """What a stream needs to know of a row."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+T = TypeVar("T", bound=Item)
+
+
+def keyed_hash(*parts: int | str) -> int:
+    """64-bit hash of the parts; the same on every machine, platform and Python version."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest())
+
+
+def epoch_order(ids: Sequence[str], *, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+    """Indices into `ids` in the order in which epoch number `epoch` serves them."""
+    if not shuffle:
+        return list(range(len(ids)))
+    return sorted(range(len(ids)), key=lambda index: keyed_hash("order", seed, epoch, ids[index]))
+
+
+def _content(item: Item) -> object:
+    return item.id, item.token_ids
+
+
+class Stream(Generic[T]):
+    """Rows of one or several sources, epoch after epoch, without end.
+
+    `weights` are the relative shares of the sources (default: equal). `content` picks what of a
+    row enters the fingerprint by which `load_state_dict` recognises the data.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Sequence[T]],
+        *,
+        seed: int,
+        weights: Sequence[float] | None = None,
+        shuffle: bool = True,
+        content: Callable[[T], object] = _content,
+    ) -> None:
+        weights = [1.0] * len(sources) if weights is None else weights
+        assert len(weights) == len(sources), f"{len(weights)=} {len(sources)=}"
+        if not all(0 < weight < math.inf for weight in weights):
+            raise UserError(f"source weights must be positive and finite, got {list(weights)}")
+        self.sources = tuple(tuple(source) for source in sources)
+        self.seed = seed
+        self.shuffle = shuffle
+        exact = [Fraction(str(weight)) for weight in weights]
+        self.shares = tuple(weight / sum(exact) for weight in exact)
+        self._content = content
+        self._drawn = [0] * len(self.sources)
+        self._returned: deque[T] = deque()
+        self._orders: dict[int, tuple[int, list[int]]] = {}
+
+    def __len__(self) -> int:
+        """Rows over all sources."""
+        return sum(len(source) for source in self.sources)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far, all sources together; given-back rows do not count."""
+        return (sum(self._drawn) - len(self._returned)) / max(len(self), 1)
+
+    @property
+    def epochs(self) -> tuple[float, ...]:
+        """Passes over each source so far; with weights they differ."""
+        return tuple(
+            drawn / len(source) for drawn, source in zip(self._drawn, self.sources, strict=True)
+        )
+
+    def take(self, num: int) -> list[T]:
+        """The next `num` rows: those given back first, then fresh ones."""
+        if not all(self.sources) or not self.sources:
+            raise UserError("there are no rows to train on; name a data set in `data.train`")
+        taken = [self._returned.popleft() for _ in range(min(num, len(self._returned)))]
+        taken.extend(self._draw() for _ in range(num - len(taken)))
+        return taken
+
+    def give_back(self, items: Iterable[T]) -> None:
+        """Undo the taking of these rows: they come next, in this order, before all others."""
+        items = list(items)
+        unknown = [item.id for item in items if item.id not in self._by_id]
+        assert not unknown, f"rows of another stream: {unknown}"
+        self._returned.extendleft(reversed(items))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, small and JSON-able, with what is needed to recognise the data."""
+        return {
+            **self._identity,
+            "drawn": list(self._drawn),
+            "returned": [item.id for item in self._returned],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position. Raises UserError if it belongs to other data."""
+        for key, own in self._identity.items():
+            if state[key] != own:
+                raise UserError(
+                    f"the saved data position belongs to other data: {key} was {state[key]!r} "
+                    f"and is now {own!r}. Restore the data settings of that run, or start anew "
+                    "in another `run.dir`."
+                )
+        self._drawn = [int(drawn) for drawn in state["drawn"]]
+        self._returned = deque(self._by_id[row_id] for row_id in state["returned"])
+
+    def _draw(self) -> T:
+        number = self._next_source()
+        source = self.sources[number]
+        epoch, index = divmod(self._drawn[number], len(source))
+        self._drawn[number] += 1
+        return source[self._order(number, epoch)[index]]
+
+    def _next_source(self) -> int:
+        draws = sum(self._drawn) + 1
+        allowed = (
+            (Fraction(drawn + 1) / share, number)
+            for number, (drawn, share) in enumerate(zip(self._drawn, self.shares, strict=True))
+            if drawn < share * draws
+        )
+        return min(allowed)[1]
+
+    def _order(self, number: int, epoch: int) -> list[int]:
+        known = self._orders.get(number)
+        if known is None or known[0] != epoch:
+            ids = [item.id for item in self.sources[number]]
+            known = (epoch, epoch_order(ids, seed=self.seed, epoch=epoch, shuffle=self.shuffle))
+            self._orders[number] = known
+        return known[1]
+
+    @cached_property
+    def _by_id(self) -> dict[str, T]:
+        by_id = {item.id: item for source in self.sources for item in source}
+        assert len(by_id) == len(self), "row ids repeat"
+        return by_id
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        digest = blake2b(digest_size=16)
+        for source in self.sources:
+            for item in source:
+                digest.update(repr(self._content(item)).encode())
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "shares": [str(share) for share in self.shares],
+            "num_rows": [len(source) for source in self.sources],
+            "fingerprint": digest.hexdigest(),
+        }

@@ -1,0 +1,90 @@
+"""Small tokenizers, and rows on disk."""
+
+import json
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = ["<pad>", "<bos>", "<|im_start|>", "<|im_end|>"]
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""What Qwen's template does with plain turns."""
+
+SPELLS_BOS = "<bos>" + CHATML
+
+STRIPS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% set text = m['content'] %}"
+    "{% if m['role'] == 'assistant' and not loop.last and '</think>' in text %}"
+    "{% set text = text.split('</think>')[-1] %}{% endif %}"
+    "{{ text }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+REWRITES_HISTORY = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}"
+    "{% if messages[-1]['role'] == 'assistant' %} (answered){% endif %}\n"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A prompt that is no prefix of prompt plus answer."""
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def fast(tokenizer: Tokenizer, template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single="<bos> $A",
+                special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))],
+            ),
+        ]
+    )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<|im_end|>", pad_token="<pad>"
+    )
+    wrapped.chat_template = template
+    return wrapped
+
+
+def char_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token a printable ASCII character, a begin-of-text token in front of plain text."""
+    alphabet = ["\n", *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate([*SPECIAL, *alphabet])}))
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return fast(tokenizer, template)
+
+
+def bpe_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with merges, so that most id sequences do not survive decode and encode."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = ["what is the answer to the question", "12345 67890 11 22 33", "aabbab abab abba"] * 9
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return fast(tokenizer, template)
+
+
+def write_rows(path: Path, rows) -> str:
+    """A JSONL file; returns its name for a source."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)

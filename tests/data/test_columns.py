@@ -1,0 +1,154 @@
+"""Column mapping and detection."""
+
+import pytest
+
+from hone.config.data import ColumnsConfig, SourceConfig
+from hone.config.errors import UserError
+from hone.data.columns import map_rows
+from hone.data.sources import Row
+
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "hello"}
+
+
+def map_dicts(rows, *, demonstrations=False, named=None, **settings):
+    source = SourceConfig(path="d/f.jsonl", columns=ColumnsConfig(**(named or {})), **settings)
+    read = [Row(row, f"f, line {i}") for i, row in enumerate(rows, start=1)]
+    return map_rows(read, source, name="f", demonstrations=demonstrations)
+
+
+@pytest.mark.parametrize("name", ["prompt", "question", "problem", "input", "instruction"])
+@pytest.mark.parametrize("answer", ["answer", "ground_truth", "solution", "label", "target"])
+def test_usual_names_are_found(name, answer):
+    (example,) = map_dicts([{name: "2+2", answer: "4", "level": 3}])
+    assert (example.id, example.prompt, example.answer) == ("f:1", "2+2", "4")
+    assert (example.task, example.metadata) == ("f", {"level": 3})
+
+
+def test_rows_as_verl_writes_them():
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [USER],
+        "reward_model": {"style": "rule", "ground_truth": 42},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    (example,) = map_dicts([row])
+    assert (example.prompt, example.answer, example.task) == ([USER], "42", "openai/gsm8k")
+    assert example.metadata["extra_info"] == {"split": "train", "index": 0}
+    (example,) = map_dicts([row], named={"answer": "extra_info.split"}, task="mine")
+    assert (example.answer, example.task) == ("train", "mine")
+
+
+def test_named_columns_win_and_the_rest_is_metadata():
+    row = {"q.1": "two?", "prompt": "other", "gold": ["2", "two"], "kind": "easy"}
+    (example,) = map_dicts([row], named={"prompt": "q.1", "answer": "gold", "task": "kind"})
+    assert (example.prompt, example.answer, example.task) == ("two?", '["2", "two"]', "easy")
+    assert example.metadata == {"prompt": "other"}
+
+
+def test_no_answer_column_is_fine_and_completions_stay_for_the_rewards():
+    (example,) = map_dicts([{"prompt": "a", "response": "b"}])
+    assert example.answer is None
+    assert example.completion is None
+    assert example.metadata == {"response": "b"}
+
+
+def test_nulls_that_parquet_adds_to_messages_are_removed():
+    turn = {"role": "user", "content": "a", "tool_calls": None}
+    (example,) = map_dicts([{"messages": [turn]}])
+    assert example.prompt == [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "answer"),
+    [
+        (r"####\s*(.+)", "so 3+4=7\n#### 7 ", "7"),
+        (r"####\s*(.+)", "#### 1,234", "1,234"),
+        (r"-?\d+$", "it is -5", "-5"),
+    ],
+)
+def test_answer_pattern(pattern, text, answer):
+    (example,) = map_dicts([{"question": "a", "answer": text}], answer_pattern=pattern)
+    assert example.answer == answer
+
+
+def test_demonstrations():
+    (example,) = map_dicts([{"prompt": "a", "completion": "b"}], demonstrations=True)
+    assert (example.prompt, example.completion) == ("a", {"role": "assistant", "content": "b"})
+    (example,) = map_dicts([{"messages": [USER, ASSISTANT]}], demonstrations=True)
+    assert (example.prompt, example.completion) == ([USER], ASSISTANT)
+    (example,) = map_dicts([{"prompt": [USER], "completion": [ASSISTANT]}], demonstrations=True)
+    assert (example.prompt, example.completion) == ([USER], ASSISTANT)
+
+
+OK = {"prompt": "a", "answer": "1"}
+BAD_ROWS = {
+    "no prompt column": (
+        [{"text": "a", "n": 1}],
+        {},
+        r"no column for the prompt: looked for prompt, messages, question, .*; found text, n\. "
+        r"Name the right one in `columns.prompt`",
+    ),
+    "named column absent": (
+        [OK],
+        {"named": {"answer": "gold"}},
+        r"no column for the answer: looked for gold; found prompt, answer",
+    ),
+    "prompt missing": ([OK, OK, {"answer": "1"}], {}, r"f, line 3: nothing in column 'prompt'"),
+    "prompt null": ([OK, {**OK, "prompt": None}], {}, r"f, line 2: nothing in column 'prompt'"),
+    "answer missing": ([OK, {"prompt": "a"}], {}, r"f, line 2: nothing in column 'answer'"),
+    "prompt empty": ([OK, {**OK, "prompt": " "}], {}, r"f, line 2: the prompt in .* got \" \""),
+    "no messages": ([{"prompt": []}], {}, r"f, line 1: the prompt .* got \[\]"),
+    "prompt a number": ([OK, {**OK, "prompt": 5}], {}, r"f, line 2: the prompt .* text .* got 5"),
+    "kinds differ": (
+        [OK, {**OK, "prompt": [USER]}],
+        {},
+        r"f, line 2: column 'prompt' holds a list, but text or a number in f, line 1",
+    ),
+    "answer kinds differ": (
+        [OK, {**OK, "answer": ["1"]}],
+        {},
+        r"f, line 2: column 'answer' holds a list",
+    ),
+    "no role": ([{"prompt": [{"content": "a"}]}], {}, r"f, line 1: a chat message needs a role"),
+    "no content": (
+        [{"prompt": [{"role": "user"}]}],
+        {},
+        r"line 1: a 'user' message has no content",
+    ),
+    "nothing to sample": ([{"messages": [USER, ASSISTANT]}], {}, r"ends with an assistant message"),
+    "pattern without match": (
+        [{"prompt": "a", "answer": "#### 1"}, {"prompt": "a", "answer": "none " * 99}],
+        {"answer_pattern": r"####\s*(.+)"},
+        r"f, line 2: answer_pattern .* finds nothing in column 'answer': none none .*\.\.\.$",
+    ),
+    "pattern without answers": (
+        [{"prompt": "a"}],
+        {"answer_pattern": "x"},
+        r"no column for the answer",
+    ),
+    "bad pattern": ([OK], {"answer_pattern": "("}, r"'\(' is not a regular expression"),
+    "no completion": ([OK], {"demonstrations": True}, r"no column for the completion"),
+    "empty completion": (
+        [{"prompt": "a", "completion": ""}],
+        {"demonstrations": True},
+        r"f, line 1: a demonstration must be non-empty text",
+    ),
+    "dialogue without answer": (
+        [{"messages": [USER]}],
+        {"demonstrations": True},
+        r"f, line 1: a demonstration .* one assistant message",
+    ),
+    "dialogue of one answer": (
+        [{"messages": [ASSISTANT]}],
+        {"demonstrations": True},
+        r"f, line 1: no message stands before the demonstration",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_R22_a_bad_row_is_named_with_its_remedy(case):
+    rows, settings, message = BAD_ROWS[case]
+    with pytest.raises(UserError, match=message):
+        map_dicts(rows, **settings)

@@ -1,0 +1,325 @@
+"""R18, data part: each row once an epoch, in the same order, whatever happens in between."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.config.errors import UserError
+from hone.data.prompts import PromptStream
+from hone.data.stream import Stream, epoch_order
+from hone.types import Prompt
+
+
+def prompts(num: int, name: str = "a") -> list[Prompt]:
+    return [Prompt(id=f"{name}:{i}", token_ids=(i, i + 1), text=f"{i}") for i in range(num)]
+
+
+def ids(items) -> list[str]:
+    return [item.id for item in items]
+
+
+def two_sources() -> dict:
+    return {"sources": [prompts(7, "a"), prompts(4, "b")], "weights": [2, 1], "seed": 3}
+
+
+# --------------------------------------------------------------------------- the ledger (R18)
+
+Step = tuple[int, int, str]
+"""Rows taken, rows given back unfinished, and what follows: "", "save" or "kill"."""
+
+
+def run_ledger(kind: type[Stream], steps: list[Step], **arguments) -> tuple[list[str], list[str]]:
+    """Play a run that is saved and killed; return the rows consumed and those still owed.
+
+    A kill loses everything since the last save, as a real one does.
+    """
+    stream = kind(**arguments)
+    consumed: list[str] = []
+    saved = (json.dumps(stream.state_dict()), 0)
+    for num, num_unfinished, event in steps:
+        taken = stream.take(num)
+        num_done = max(0, num - num_unfinished)
+        consumed += ids(taken[:num_done])
+        stream.give_back(taken[num_done:])
+        if event == "save":
+            saved = (json.dumps(stream.state_dict()), len(consumed))
+        if event == "kill":
+            stream = kind(**arguments)
+            stream.load_state_dict(json.loads(saved[0]))
+            del consumed[saved[1] :]
+    return consumed, stream.state_dict()["returned"]
+
+
+def check_ledger(kind: type[Stream], steps: list[Step], **arguments) -> None:
+    """The rows of an interrupted run are those of an uninterrupted one, each once an epoch."""
+    consumed, owed = run_ledger(kind, steps, **arguments)
+    num_steps = sum(num for num, _, _ in steps)
+    uninterrupted = ids(Stream(**arguments).take(num_steps))
+    assert consumed + owed == uninterrupted[: len(consumed) + len(owed)]
+    for source in arguments["sources"]:
+        names = set(ids(source))
+        served = [name for name in consumed if name in names]
+        for start in range(0, len(served), len(names)):
+            epoch = served[start : start + len(names)]
+            assert len(epoch) == len(set(epoch)), "a row was served twice in one epoch"
+            assert len(epoch) == len(names) or start + len(names) > len(served)
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 3), st.sampled_from(["", "", "save", "kill"])),
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS, seed=st.integers(0, 2**40), shuffle=st.booleans(), sizes=st.data())
+def test_R18_ledger_survives_any_kills(steps, seed, shuffle, sizes):
+    num_sources = sizes.draw(st.integers(1, 3))
+    sources = [prompts(sizes.draw(st.integers(1, 12)), f"s{i}") for i in range(num_sources)]
+    weights = [sizes.draw(st.sampled_from([0.1, 1, 2.5])) for _ in sources]
+    check_ledger(PromptStream, steps, sources=sources, weights=weights, seed=seed, shuffle=shuffle)
+
+
+@pytest.mark.parametrize("num_resumes", [1, 2, 5])
+@pytest.mark.parametrize("batch", [1, 3, 7])
+def test_R18_resumes_at_every_place_of_three_epochs(num_resumes, batch):
+    arguments = {"sources": [prompts(7)], "seed": 11}
+    for start in range(21 // batch):
+        steps = [(batch, 0, "save")] * start + [(batch, 0, "save"), (2, 0, "kill")] * num_resumes
+        check_ledger(Stream, [*steps, (15, 0, "")], **arguments)
+
+
+class ReplaysFirstEpoch(Stream):
+    """The position is restored, but the order of the first epoch replayed."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        for number, source in enumerate(self.sources):
+            epoch = state["drawn"][number] // len(source)
+            first = epoch_order(ids(source), seed=self.seed, epoch=0, shuffle=self.shuffle)
+            self._orders[number] = (epoch, first)
+
+
+class SecondResumeShifts(Stream):
+    """The position within a session is added to a start that is not carried on."""
+
+    start = 0
+
+    def state_dict(self):
+        state = super().state_dict()
+        return {**state, "start": state["drawn"], "drawn": [n - self.start for n in state["drawn"]]}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.start = sum(state["drawn"])
+
+
+class ForgetsUnfinished(Stream):
+    """Rows in flight are not part of the state."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "returned": []}
+
+
+class ServesUnfinishedLast(Stream):
+    """Given-back rows wait until the fresh ones of a step are taken."""
+
+    def take(self, num):
+        waiting = list(self._returned)
+        self._returned.clear()
+        taken = super().take(max(0, num - len(waiting))) + waiting
+        self._returned.extend(taken[num:])
+        return taken[:num]
+
+
+class ReseedsEachStart(Stream):
+    """The order depends on how often the run was started."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.seed += 1
+
+
+class OneOrderForAll(Stream):
+    """Sampling with replacement: rows repeat within an epoch."""
+
+    def _draw(self):
+        item = super()._draw()
+        return random.Random(sum(self._drawn)).choice(self.sources[0]) if item else item
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        ReplaysFirstEpoch,
+        SecondResumeShifts,
+        ForgetsUnfinished,
+        ServesUnfinishedLast,
+        ReseedsEachStart,
+        OneOrderForAll,
+    ],
+)
+def test_R18_planted_bugs_turn_the_ledger_red(bug):
+    steps = [(5, 2, "save"), (3, 0, "kill")] * 4 + [(9, 0, "save"), (1, 0, "kill"), (12, 0, "")]
+    check_ledger(Stream, steps, **two_sources())
+    with pytest.raises(AssertionError):
+        check_ledger(bug, steps, **two_sources())
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_given_back_out_of_order_are_served_exactly_once_more(data):
+    stream = Stream(**two_sources())
+    consumed: list[str] = []
+    for _ in range(8):
+        taken = stream.take(data.draw(st.integers(0, 6)))
+        done = [data.draw(st.booleans()) for _ in taken]
+        consumed += [item.id for item, d in zip(taken, done, strict=True) if d]
+        stream.give_back(item for item, d in zip(taken, done, strict=True) if not d)
+        fresh = Stream(**two_sources())
+        fresh.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        stream = fresh
+    state = stream.state_dict()
+    everything = ids(Stream(**two_sources()).take(sum(state["drawn"])))
+    assert Counter(consumed + state["returned"]) == Counter(everything)
+
+
+# --------------------------------------------------------------------------- order and mixing
+
+
+def test_order_is_a_pure_function_of_seed_and_epoch():
+    names = [f"a:{i}" for i in range(50)]
+    first = epoch_order(names, seed=1, epoch=0)
+    assert sorted(first) == list(range(50))
+    assert first == epoch_order(names, seed=1, epoch=0)
+    assert first != epoch_order(names, seed=1, epoch=1)
+    assert first != epoch_order(names, seed=2, epoch=0)
+    assert epoch_order(names, seed=1, epoch=5, shuffle=False) == list(range(50))
+    # The order of two rows does not depend on the others, so a changed filter moves nothing else.
+    fewer = names[::2]
+    kept = [names[i] for i in first if names[i] in fewer]
+    assert kept == [fewer[i] for i in epoch_order(fewer, seed=1, epoch=0)]
+
+
+def test_order_is_the_same_on_every_machine():
+    assert epoch_order([f"a:{i}" for i in range(8)], seed=0, epoch=0) == GOLDEN_ORDER
+
+
+GOLDEN_ORDER = [2, 0, 3, 7, 5, 6, 1, 4]
+
+
+def test_orders_are_uniform():
+    counts = Counter(
+        tuple(epoch_order(["x", "y", "z"], seed=7, epoch=epoch)) for epoch in range(6000)
+    )
+    assert len(counts) == 6
+    assert max(abs(count - 1000) for count in counts.values()) < 150  # 5 standard deviations
+
+
+def check_mix(kind: type[Stream], weights: list[float], num: int) -> None:
+    """After every draw each source has given its share of the draws, to within one row."""
+    sources = [prompts(3 + i, f"s{i}") for i in range(len(weights))]
+    total = sum(Fraction(str(weight)) for weight in weights)
+    counts = Counter()
+    for k, item in enumerate(kind(sources, weights=weights, seed=0).take(num), start=1):
+        counts[item.id.split(":")[0]] += 1
+        for i, weight in enumerate(weights):
+            assert abs(counts[f"s{i}"] - Fraction(str(weight)) / total * k) < 1, (k, counts)
+
+
+WEIGHTS = st.lists(st.floats(0.01, 100).map(lambda w: round(w, 3)), min_size=1, max_size=6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(weights=WEIGHTS)
+def test_weights_hold_to_within_one_row_at_every_moment(weights):
+    check_mix(Stream, weights, 150)
+
+
+class RoundRobin(Stream):
+    def _next_source(self):
+        return sum(self._drawn) % len(self.sources)
+
+
+class RandomMix(Stream):
+    def _next_source(self):
+        weights = [float(share) for share in self.shares]
+        return random.Random(sum(self._drawn)).choices(range(len(weights)), weights)[0]
+
+
+class InBlocks(Stream):
+    def _next_source(self):
+        return 0 if sum(self._drawn) % 10 < 10 * self.shares[0] else 1
+
+
+@pytest.mark.parametrize("bug", [RoundRobin, RandomMix, InBlocks])
+def test_planted_mixes_turn_the_check_red(bug):
+    with pytest.raises(AssertionError):
+        check_mix(bug, [7, 3], 100)
+
+
+def test_each_source_has_its_own_epochs():
+    stream = Stream([prompts(2, "a"), prompts(8, "b")], weights=[1, 1], seed=0)
+    taken = ids(stream.take(16))
+    assert stream.epochs == (4.0, 1.0)
+    assert stream.epoch == 1.6
+    small = [name for name in taken if name.startswith("a")]
+    assert all(set(small[i : i + 2]) == {"a:0", "a:1"} for i in range(0, 8, 2))
+    assert len({name for name in taken if name.startswith("b")}) == 8
+
+
+def test_rows_given_back_do_not_count_as_progress():
+    stream = Stream([prompts(4)], seed=0)
+    stream.give_back(stream.take(3)[1:])
+    assert stream.epoch == 0.25
+
+
+# --------------------------------------------------------------------------- state
+
+
+def test_state_is_small_json():
+    stream = Stream([prompts(5000)], seed=0)
+    stream.give_back(stream.take(7000)[-3:])
+    assert len(json.dumps(stream.state_dict())) < 400
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 4}, "seed was 3 and is now 4"),
+        ({"shuffle": False}, "shuffle was True"),
+        ({"weights": [1, 1]}, "shares"),
+        ({"sources": [prompts(7, "a"), prompts(5, "b")]}, "num_rows"),
+        ({"sources": [prompts(7, "a"), prompts(4, "c")]}, "fingerprint"),
+        (
+            {"sources": [prompts(7, "a"), [replace(p, token_ids=(9,)) for p in prompts(4, "b")]]},
+            "fingerprint",
+        ),
+    ],
+)
+def test_state_of_other_data_is_refused(change, named):
+    state = Stream(**two_sources()).state_dict()
+    with pytest.raises(UserError, match=named):
+        Stream(**{**two_sources(), **change}).load_state_dict(state)
+
+
+def test_rows_of_another_stream_cannot_be_given_back():
+    with pytest.raises(AssertionError, match="z:0"):
+        Stream(**two_sources()).give_back(prompts(1, "z"))
+
+
+def test_nothing_to_train_on_is_an_error():
+    with pytest.raises(UserError, match="no rows to train on"):
+        Stream([], seed=0).take(1)
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("inf"), float("nan")])
+def test_weights_must_be_positive_and_finite(weight):
+    with pytest.raises(UserError, match="positive and finite"):
+        Stream([prompts(1), prompts(1, "b")], weights=[1, weight], seed=0)
