@@ -19,14 +19,13 @@ __all__ = ["Experience"]
 class Experience:
     """Builds the rows of a step. Passes that the configuration does not need are not made.
 
-    With one optimizer step a rollout the policy that is trained is the policy that sampled, so the
-    update takes its own log-probabilities as the old ones and no extra forward is run.
+    The policy's own log-probabilities are needed here only for a KL penalty in the reward. The
+    trainer takes them itself where several optimizer steps share a rollout, and with one step the
+    policy has not moved, so no extra forward is run at all.
     """
 
     trainer: Trainer
     cfg: AlgorithmConfig
-    needs_old_logprobs: bool
-    """Several optimizer steps use the rows, so the policy before the first must be remembered."""
     num_dropped_groups: int = 0
     """Groups of the last `build` with too few valid samples for a baseline."""
 
@@ -52,10 +51,13 @@ class Experience:
         required = 2 if self.cfg.advantage in GROUP_ESTIMATORS else 1
         return len(group.valid_samples) >= required
 
+    @property
+    def _penalised(self) -> bool:
+        return self.cfg.kl.coef > 0 and self.cfg.kl.placement == "reward"
+
     def _score(self, rows: list[Trajectory]) -> None:
         """Fill in old and reference log-probabilities where they are used."""
-        penalised = self.cfg.kl.coef > 0 and self.cfg.kl.placement == "reward"
-        if self.needs_old_logprobs or penalised:
+        if self._penalised:
             for row, logprobs in zip(rows, self.trainer.logprobs(rows), strict=True):
                 row.old_logprobs = logprobs
         if self.cfg.kl.coef > 0:
@@ -65,7 +67,7 @@ class Experience:
 
     def _scored(self, sample: Sample, row: Trajectory) -> ScoredSample:
         assert sample.reward is not None, sample.id
-        if self.cfg.kl.coef > 0 and self.cfg.kl.placement == "reward":
+        if self._penalised:
             assert row.old_logprobs is not None, "the KL penalty needs the policy's log-probs"
             assert row.ref_logprobs is not None, "the KL penalty needs the reference"
             divergence = KL_ESTIMATORS[self.cfg.kl.estimator](row.old_logprobs, row.ref_logprobs)

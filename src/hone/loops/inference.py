@@ -1,0 +1,98 @@
+"""Evaluation and generation with a model as it is: no trainer, no updates."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import TextIO
+
+from rich.progress import Progress
+
+from hone.config.errors import UserError
+from hone.config.tree import EvaluateConfig, GenerateConfig
+from hone.loops.parts import assemble_inference
+from hone.observe.loggers import sample_row
+from hone.observe.metrics import to_scalars
+from hone.rewards.scorer import Scorer, check_failure_rate
+from hone.rollout.evaluate import evaluate, summarise
+from hone.rollout.requests import requests_for, sample_of
+from hone.types import Prompt
+
+__all__ = ["run_evaluation", "run_generation"]
+
+
+def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
+    """Score the model on `data.eval`; write `eval.json` and `eval_samples.jsonl` to `run.dir`."""
+    limit = cfg.eval.max_completion_tokens
+    parts = assemble_inference(cfg, max_completion_tokens=limit)
+    if not parts.data.eval:
+        raise UserError("there is nothing to evaluate on: name data.eval, or set eval_fraction")
+    with Scorer(cfg.reward, max_completion_tokens=limit) as scorer, _counter() as progress:
+        samples = evaluate(
+            parts.data.eval,
+            engine=parts.engine,
+            scorer=scorer,
+            cfg=cfg.eval,
+            decode=parts.decode,
+            seed=cfg.run.seed,
+            progress=progress,
+        )
+    check_failure_rate(samples, cfg.reward.max_failure_rate)
+    scalars = to_scalars(summarise(samples, cfg.eval))
+    with _whole_file(cfg.run.dir / "eval_samples.jsonl") as file:
+        for sample in samples:
+            file.write(json.dumps(sample_row(sample), ensure_ascii=False) + "\n")
+    with _whole_file(cfg.run.dir / "eval.json") as file:
+        json.dump(scalars, file, indent=2)
+    return scalars
+
+
+def run_generation(cfg: GenerateConfig) -> int:
+    """Sample `n_samples_per_prompt` completions for each prompt into `output`; their number."""
+    limit = cfg.generation.max_completion_tokens
+    parts = assemble_inference(cfg, max_completion_tokens=limit)
+    owners: dict[str, tuple[Prompt, int]] = {}
+    for number, prompt in enumerate(chain(*parts.data.train.sources)):
+        requests = requests_for(
+            prompt,
+            cfg.generation,
+            group_id=f"{number}",
+            num_samples=cfg.n_samples_per_prompt,
+            run_seed=cfg.run.seed,
+            purpose="generate",
+            step=0,
+        )
+        parts.engine.submit(requests)
+        owners |= {request.id: (prompt, index) for index, request in enumerate(requests)}
+    rows: dict[str, str] = {}
+    with _counter() as progress:
+        while parts.engine.has_unfinished:
+            for completion in parts.engine.step():
+                sample = sample_of(*owners[completion.request_id], completion, parts.decode)
+                rows[sample.id] = json.dumps(sample_row(sample), ensure_ascii=False)
+            progress(len(rows), len(owners))
+    with _whole_file(cfg.output) as file:
+        file.writelines(f"{rows[request_id]}\n" for request_id in owners)
+    return len(owners)
+
+
+@contextmanager
+def _counter() -> Generator[Callable[[int, int], None]]:
+    """A bar of finished samples, shown on a terminal and gone at the end."""
+    with Progress(*Progress.get_default_columns(), transient=True) as bar:
+        task = bar.add_task("samples", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _whole_file(path: Path) -> Generator[TextIO]:
+    """A file that appears under its name only when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        yield file
+    os.replace(unfinished, path)

@@ -1,0 +1,97 @@
+"""What every run does before its first step: device, seeds, folder, the point to go on from."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hone.checkpoint.store import Checkpoint, CheckpointStore
+from hone.config.base import Section
+from hone.config.errors import UserError
+from hone.config.load import dump_config
+from hone.config.run import CheckpointConfig, RunConfig
+
+__all__ = ["Launch", "choose_device", "export_dtype", "launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Where a run lives and where it starts."""
+
+    device: torch.device
+    dir: Path
+    store: CheckpointStore
+    checkpoint: Checkpoint | None
+    """What to go on from; None starts afresh."""
+
+    @property
+    def steps_done(self) -> int:
+        """Updates that earlier launches made."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def resume_step(self) -> int | None:
+        """First step to be computed again; None where the run folder starts afresh."""
+        return None if self.checkpoint is None else self.checkpoint.step + 1
+
+
+def choose_device(cfg: RunConfig) -> torch.device:
+    """The device of `run.device`. Raises UserError where CUDA is asked for and there is none."""
+    if cfg.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if cfg.device == "cuda":
+        raise UserError(
+            "run.device is cuda, but torch sees no GPU "
+            f"(torch {torch.__version__}). Use run.device=cpu or auto, or install a CUDA build."
+        )
+    return torch.device("cpu")
+
+
+def launch(run: RunConfig, checkpoint: CheckpointConfig, tree: Section) -> Launch:
+    """Seed everything, prepare the run folder, save the resolved configuration in it.
+
+    Raises UserError where `run.resume` does not fit what the folder holds.
+    """
+    device = choose_device(run)
+    random.seed(run.seed)
+    np.random.seed(run.seed % 2**32)
+    torch.manual_seed(run.seed)
+    store = CheckpointStore(
+        run.dir / "checkpoints", keep_last=checkpoint.keep_last, keep_best=checkpoint.keep_best
+    )
+    checkpoint_found = _find(run, store)
+    run.dir.mkdir(parents=True, exist_ok=True)
+    (run.dir / "config.yaml").write_text(dump_config(tree), encoding="utf-8")
+    return Launch(device=device, dir=run.dir, store=store, checkpoint=checkpoint_found)
+
+
+def export_dtype(cfg: CheckpointConfig, model: PreTrainedModel) -> torch.dtype:
+    """Number format of the exported folder."""
+    names = {"auto": model.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    return names[cfg.export_dtype]
+
+
+def _find(run: RunConfig, store: CheckpointStore) -> Checkpoint | None:
+    latest = store.latest()
+    if run.resume == "auto":
+        return None if latest is None else store.load("latest")
+    if run.resume == "never":
+        if latest is not None:
+            raise UserError(
+                f"run.resume is never, but run.dir={str(run.dir)!r} holds a checkpoint of step "
+                f"{latest}. Choose another run.dir, or run.resume=auto to go on."
+            )
+        return None
+    if run.resume not in store.steps():
+        raise UserError(
+            f"run.resume={run.resume}, but {run.dir} has no complete checkpoint of that step; it "
+            f"has {store.steps() or 'none'}."
+        )
+    return store.load(run.resume)

@@ -1,0 +1,127 @@
+"""Turns a step into one row of metrics, one console line, alarms and a few samples on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from hone.observe.alarms import Alarms
+from hone.observe.console import Console
+from hone.observe.loggers import RunLog
+from hone.observe.metrics import Metrics, to_scalars
+from hone.observe.spans import Spans
+from hone.planner.hardware import Peaks
+from hone.planner.model_shape import ModelShape
+from hone.planner.roofline import generation_time_s, training_time_s
+from hone.types import Group, Trajectory
+
+__all__ = ["Limits", "Recorder", "alarms_for", "memory_scalars"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The roofline of this model on this device."""
+
+    shape: ModelShape
+    peaks: Peaks
+    bytes_per_value: int
+    max_num_seqs: int
+    passes: float
+    """Forward passes' worth of FLOPs in a training step: 3, and 1 for each scoring pass."""
+
+    def ratios(
+        self, groups: Sequence[Group], rows: Sequence[Trajectory], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """`R_gen`, `R_train`, `R_step`: limit over measured time, from the actual lengths."""
+        samples = [sample for group in groups for sample in group.samples if sample.token_ids]
+        if not samples or not rows:
+            return {}
+        generate_s = generation_time_s(
+            self.shape,
+            self.peaks,
+            [len(sample.prompt.token_ids) for sample in samples],
+            [len(sample.token_ids) for sample in samples],
+            max_num_seqs=self.max_num_seqs,
+            prefill_lengths=[len(group.prompt.token_ids) for group in groups],
+            bytes_per_value=self.bytes_per_value,
+        )
+        train_s = training_time_s(
+            self.shape,
+            self.peaks,
+            [row.num_tokens for row in rows],
+            passes=self.passes,
+            num_head_tokens=sum(row.num_trained for row in rows),
+        )
+        measured_train_s = seconds.get("train", 0.0) + seconds.get("experience", 0.0)
+        return {
+            "perf/R_gen": generate_s / max(seconds.get("generate", 0.0), 1e-9),
+            "perf/R_train": train_s / max(measured_train_s, 1e-9),
+            "perf/R_step": (generate_s + train_s) / max(seconds["step"], 1e-9),
+        }
+
+
+def memory_scalars(device: torch.device) -> dict[str, float]:
+    """Host and device memory now, in GiB."""
+    scalars = {"mem/rss_gib": psutil.Process().memory_info().rss / GIB}
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        scalars["mem/gpu_free_gib"] = free / GIB
+        scalars["mem/gpu_peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        torch.cuda.reset_peak_memory_stats(device)
+    return scalars
+
+
+def alarms_for(model: PreTrainedModel) -> Alarms:
+    """Alarms whose limit on the engine's mismatch fits the number format of the model."""
+    return Alarms(max_mismatch_kl=1e-4 if model.dtype == torch.float32 else 1e-2)
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Everything a person sees of a run goes through here."""
+
+    log: RunLog
+    console: Console
+    alarms: Alarms
+    spans: Spans
+    device: torch.device
+    limits: Limits | None = None
+
+    def record(
+        self,
+        step: int,
+        metrics: Metrics,
+        *,
+        groups: Sequence[Group] = (),
+        rows: Sequence[Trajectory] = (),
+    ) -> dict[str, float]:
+        """Write the row of `step`, the number of updates done, and return its scalars."""
+        seconds = self.spans.take()
+        scalars = to_scalars(metrics) | memory_scalars(self.device)
+        scalars |= {f"time/{name}_s": value for name, value in seconds.items()}
+        num_tokens = sum(row.num_tokens for row in rows)
+        scalars["perf/tokens_per_s"] = num_tokens / max(seconds["step"], 1e-9)
+        if groups:
+            sampled = sum(len(s.token_ids) for group in groups for s in group.samples)
+            scalars["perf/generated_tokens_per_s"] = sampled / max(seconds["generate"], 1e-9)
+        if self.limits is not None and groups:
+            scalars |= self.limits.ratios(groups, rows, seconds)
+        self.log.log(step, scalars)
+        if groups:
+            advantages = {
+                row.id: float(row.advantages[-1])
+                for row in rows
+                if row.advantages is not None and len(row.advantages)
+            }
+            self.log.samples(step, groups, advantages=advantages)
+        for alarm in self.alarms.check(step, scalars):
+            self.log.event("alarm", message=str(alarm), **alarm.fields())
+            self.console.warn(str(alarm))
+        self.console.step(step, scalars)
+        return scalars

@@ -1,0 +1,137 @@
+"""The synchronous loop: generate, score, train, sync, one after the other in one process.
+
+Every sample of a step is drawn with the weights of that step, so training is on-policy. `step`
+counts updates: the row and the checkpoint of step s describe the policy after s updates, which is
+weight version s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hone.checkpoint.export import export_hf
+from hone.config.tree import RLConfig
+from hone.loops.interrupt import Interrupt
+from hone.loops.launch import export_dtype
+from hone.loops.parity import check_parity
+from hone.loops.parts import RLParts, assemble
+from hone.models.load import compute_dtype
+from hone.observe.metrics import Last, Metrics, Sum, to_scalars
+from hone.observe.report import write_report
+from hone.rewards.scorer import check_failure_rate
+from hone.rollout.evaluate import evaluate, summarise
+from hone.rollout.metrics import rollout_metrics
+from hone.types import Group, Sample, Trajectory
+
+__all__ = ["Outcome", "due", "run", "train"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    """Updates done in all, earlier launches included."""
+    interrupted: bool
+    eval_scalars: dict[str, float]
+    """The newest evaluation; empty without one."""
+
+
+def run(cfg: RLConfig) -> Outcome:
+    """Assemble, train, export the policy to `<run.dir>/model`, write the report."""
+    with assemble(cfg) as parts:
+        outcome = train(parts)
+        dtype = export_dtype(cfg.checkpoint, parts.model)
+        export_hf(parts.model, parts.tokenizer, parts.launch.dir / "model", dtype)
+    if cfg.log.report:
+        write_report(cfg.run.dir)
+    return outcome
+
+
+def train(parts: RLParts) -> Outcome:
+    """The loop. Returns after `run.steps` updates or, on Ctrl-C, after the step in progress."""
+    cfg, first = parts.cfg, parts.launch.steps_done
+    span = parts.recorder.spans.span
+    evaluation: dict[str, float] = {}
+    done = saved = first
+
+    with Interrupt() as interrupt:
+        parts.weights.push(version=first)
+        if cfg.eval.at_start and first == 0:
+            metrics = _evaluate(parts)
+            evaluation = parts.recorder.record(0, metrics)
+
+        for step in range(first + 1, cfg.run.steps + 1):
+            with span("generate"):
+                groups = parts.rollout.collect(step, parts.recorder.console.progress)
+                check_failure_rate(_samples(groups), cfg.reward.max_failure_rate)
+            with parts.engine_asleep():
+                with span("experience"):
+                    rows = parts.experience.build(groups)
+                    metrics = _gate(parts, rows) if step == first + 1 else {}
+                with span("train"):
+                    metrics |= parts.trainer.update(rows)
+            with span("sync"):
+                sync = parts.weights.push(version=step)
+            done = step
+
+            metrics |= rollout_metrics(groups, parts.rollout.counts)
+            metrics["time/sync/proof_s"] = Last(sync.seconds)
+            metrics["rollout/groups_without_baseline"] = Sum(parts.experience.num_dropped_groups)
+            if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
+                with span("eval"):
+                    evaluated = _evaluate(parts)
+                evaluation = to_scalars(evaluated)
+                metrics |= evaluated
+            if due(cfg.checkpoint.every_n_steps, step) or step == cfg.run.steps:
+                with span("checkpoint"):
+                    _save(parts, step, evaluation)
+                saved = step
+            parts.recorder.record(step, metrics, groups=groups, rows=rows)
+            if interrupt.requested:
+                break
+
+        if saved < done:
+            _save(parts, done, evaluation)
+    return Outcome(done, interrupt.requested and done < cfg.run.steps, evaluation)
+
+
+def _samples(groups: list[Group]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
+
+
+def due(every_n_steps: int, step: int) -> bool:
+    """Whether something scheduled every so many steps happens at this one; 0 is never."""
+    return every_n_steps > 0 and step % every_n_steps == 0
+
+
+def _gate(parts: RLParts, rows: list[Trajectory]) -> Metrics:
+    """The launch gate's report as metrics; raises where engine and trainer disagree."""
+    dtype = compute_dtype(parts.cfg.model, parts.launch.device)
+    name = "bfloat16" if dtype.itemsize == 2 else "float32"
+    report = check_parity(rows, parts.trainer, parts.cfg.trainer.parity, dtype=name)
+    if report is None:
+        return {}
+    return {
+        "off_policy/parity/kl": Last(report.kl),
+        "off_policy/parity/share_outside": Last(report.share_outside),
+        "off_policy/parity/max_difference": Last(report.max_difference),
+    }
+
+
+def _evaluate(parts: RLParts) -> Metrics:
+    samples = evaluate(
+        parts.data.eval,
+        engine=parts.engine,
+        scorer=parts.scorer,
+        cfg=parts.cfg.eval,
+        decode=parts.decode,
+        seed=parts.cfg.run.seed,
+    )
+    return summarise(samples, parts.cfg.eval)
+
+
+def _save(parts: RLParts, step: int, evaluation: dict[str, float]) -> None:
+    metric = evaluation.get(parts.cfg.eval.metric)
+    parts.launch.store.save(step, parts.state(), metric=metric)
+    parts.recorder.log.event("checkpoint", step=step, metric=metric)

@@ -1,0 +1,255 @@
+"""Which curves a report shows, and their data in the form that the page's script draws.
+
+A chart appears when the run has at least one of its metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hone.observe.run_folder import RunFolder
+
+__all__ = ["chart_sections", "metric_table", "phase_chart"]
+
+MAX_POINTS = 800
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve."""
+
+    metric: str
+    label: str
+    sparse: bool = False
+    """Measured at some steps only: drawn with a dot at each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Curves that share their axes."""
+
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    band: tuple[str, str] | None = None
+    """Metrics of the lower and upper edge of a shaded band."""
+    scale: str = "linear"
+    """`linear`, `zero` (the axis starts at 0), `share` (0 to 100 %), `log`."""
+
+
+def _chart(
+    title: str,
+    unit: str,
+    *lines: tuple[str, str],
+    scale: str = "linear",
+    band: tuple[str, str] | None = None,
+    sparse: tuple[str, ...] = (),
+) -> Chart:
+    return Chart(
+        title=title,
+        unit=unit,
+        lines=tuple(Line(metric=m, label=name, sparse=m in sparse) for m, name in lines),
+        scale=scale,
+        band=band,
+    )
+
+
+SECTIONS: Mapping[str, tuple[Chart, ...]] = {
+    "Learning": (
+        _chart(
+            "Reward",
+            "",
+            ("reward/mean", "training"),
+            ("eval/reward/mean", "evaluation"),
+            sparse=("eval/reward/mean",),
+        ),
+        _chart(
+            "Loss", "", ("train/loss", "training"), ("eval/loss", "held out"), sparse=("eval/loss",)
+        ),
+        _chart(
+            "Completion length",
+            "tokens",
+            ("rollout/completion_tokens/mean", "mean"),
+            ("rollout/completion_tokens/p95", "95th percentile"),
+            scale="zero",
+        ),
+        _chart("Entropy", "nats per token", ("policy/entropy", "policy"), scale="zero"),
+        _chart("Gradient norm", "", ("train/grad_norm", "before clipping"), scale="zero"),
+        _chart("Learning rate", "", ("train/lr", "peak group"), scale="zero"),
+    ),
+    "Distance between policies": (
+        _chart(
+            "Engine and trainer",
+            "KL, nats per token",
+            ("off_policy/mismatch_kl", "mismatch"),
+            scale="log",
+        ),
+        _chart(
+            "Importance ratio",
+            "trainer / engine",
+            ("off_policy/ratio/mean", "mean"),
+            band=("off_policy/ratio/p05", "off_policy/ratio/p95"),
+        ),
+        _chart(
+            "Policy",
+            "KL, nats per token",
+            ("policy/approx_kl", "one update"),
+            ("policy/ref_kl", "from the reference"),
+            scale="zero",
+        ),
+        _chart("Clipped tokens", "share", ("policy/clip_fraction", "clipped"), scale="share"),
+    ),
+    "Samples": (
+        _chart(
+            "Groups and lengths",
+            "share",
+            ("rollout/truncated_share", "truncated"),
+            ("rollout/zero_spread_share", "groups of equal reward"),
+            ("rollout/duplicate_share", "duplicates in a group"),
+            scale="share",
+        ),
+    ),
+    "Speed and memory": (
+        _chart(
+            "Throughput",
+            "tokens/s",
+            ("perf/tokens_per_s", "whole step"),
+            ("perf/generated_tokens_per_s", "generation"),
+            scale="zero",
+        ),
+        _chart(
+            "Share of the hardware limit",
+            "limit / measured",
+            ("perf/R_gen", "generation"),
+            ("perf/R_train", "training"),
+            ("perf/R_step", "whole step"),
+            scale="share",
+        ),
+        _chart(
+            "Memory",
+            "GiB",
+            ("mem/rss_gib", "host"),
+            ("mem/gpu_peak_gib", "GPU peak"),
+            ("mem/gpu_free_gib", "GPU free"),
+            scale="zero",
+        ),
+    ),
+}
+
+
+def chart_sections(run: RunFolder) -> list[dict[str, Any]]:
+    """Sections of charts that have data: `{"title", "charts": [{"title", "unit", ...}]}`."""
+    names = set(run.metric_names)
+    parts = [
+        name
+        for name in run.metric_names
+        if name.startswith("reward/") and name.count("/") == 2 and name.endswith("/mean")
+    ]
+    sections: list[dict[str, Any]] = []
+    for title, charts in SECTIONS.items():
+        if title == "Samples" and len(parts) > 1:
+            lines = [(name, name.split("/")[1]) for name in parts]
+            charts = (_chart("Reward parts", "mean", *lines), *charts)
+        drawn = [
+            _chart_data(run, chart)
+            for chart in charts
+            if any(line.metric in names for line in chart.lines)
+        ]
+        if drawn:
+            sections.append({"title": title, "charts": drawn})
+    return sections
+
+
+def _chart_data(run: RunFolder, chart: Chart) -> dict[str, Any]:
+    names = set(run.metric_names)
+    lines = [line for line in chart.lines if line.metric in names]
+    columns = {line.metric: [row.get(line.metric) for row in run.rows] for line in lines}
+    if chart.band is not None and names.issuperset(chart.band):
+        columns |= {edge: [row.get(edge) for row in run.rows] for edge in chart.band}
+    steps, columns = _thin([int(row["step"]) for row in run.rows], columns)
+    edges = chart.band if chart.band is not None and chart.band[0] in columns else None
+    return {
+        "title": chart.title,
+        "unit": chart.unit,
+        "scale": chart.scale,
+        "steps": steps,
+        "lines": [
+            {"label": line.label, "sparse": line.sparse, "values": columns[line.metric]}
+            for line in lines
+        ],
+        "band": None if edges is None else [columns[edge] for edge in edges],
+    }
+
+
+def phase_chart(run: RunFolder) -> dict[str, Any] | None:
+    """Seconds by top-level phase and step, the largest phase first, the unattributed rest last."""
+    rest = "time/unattributed_s"
+    phases = [
+        name
+        for name in run.metric_names
+        if name.startswith("time/") and name.count("/") == 1 and name not in ("time/step_s", rest)
+    ]
+    if not phases:
+        return None
+    totals = {name: sum(run.values(name)) for name in [*phases, rest]}
+    phases.sort(key=lambda name: -totals[name])
+    ordered = [*phases, rest]
+    columns = {name: [row.get(name, 0.0) for row in run.rows] for name in ordered}
+    steps, columns = _thin([int(row["step"]) for row in run.rows], columns, max_points=120)
+    whole = sum(totals.values()) or 1.0
+    return {
+        "title": "Time by phase",
+        "unit": "seconds per step",
+        "steps": steps,
+        "lines": [
+            {
+                "label": name.removeprefix("time/").removesuffix("_s"),
+                "rest": name == rest,
+                "share": totals[name] / whole,
+                "values": columns[name],
+            }
+            for name in ordered
+            if totals[name] > 0
+        ],
+    }
+
+
+def metric_table(run: RunFolder) -> list[dict[str, Any]]:
+    """Every metric with its first, last, smallest and largest value."""
+    rows: list[dict[str, Any]] = []
+    for name in run.metric_names:
+        values = run.values(name)
+        if values:
+            rows.append(
+                {
+                    "name": name,
+                    "first": values[0],
+                    "last": values[-1],
+                    "min": min(values),
+                    "max": max(values),
+                }
+            )
+    return rows
+
+
+def _thin(
+    steps: Sequence[int],
+    columns: Mapping[str, Sequence[float | None]],
+    *,
+    max_points: int = MAX_POINTS,
+) -> tuple[list[int], dict[str, list[float | None]]]:
+    """At most `max_points` points: means over neighbouring steps, labelled by the last of them."""
+    width = math.ceil(len(steps) / max_points) or 1
+    cuts = range(0, len(steps), width)
+    thinned = {
+        name: [_mean(values[cut : cut + width]) for cut in cuts] for name, values in columns.items()
+    }
+    return [steps[min(cut + width, len(steps)) - 1] for cut in cuts], thinned
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    held = [value for value in values if value is not None]
+    return float(f"{sum(held) / len(held):.6g}") if held else None

@@ -1,0 +1,167 @@
+"""What a person sees while a run goes on: one line a step, and a bar on a terminal.
+
+      step    reward  length   entropy        KL     tok/s     time  R_step
+         1     0.125   212.0      1.84   3.1e-04     9,512    12.4s    0.41
+         2     0.141   208.3      1.83   2.9e-04    10,006    11.8s    0.43
+
+Without a terminal the same lines come without bar and colour, so that logs stay plain text.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from rich.console import Console as RichConsole
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+__all__ = ["RL_COLUMNS", "SFT_COLUMNS", "Column", "Console"]
+
+HEADER_EVERY = 40
+
+
+class Column(NamedTuple):
+    """A metric of the step line."""
+
+    title: str
+    metrics: tuple[str, ...]
+    """The first of these that a step has."""
+    width: int
+    format: Callable[[float], str]
+
+
+def _compact(value: float) -> str:
+    """At most seven characters with three significant digits."""
+    if value == 0 or 1e-2 <= abs(value) < 1e4:
+        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return f"{value:.1e}"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}s" if value < 10 else f"{value:,.1f}s"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.01 else f"{value:.4f}"
+
+
+_SPEED = (
+    Column("tok/s", ("perf/tokens_per_s",), 10, _whole),
+    Column("time", ("time/step_s",), 9, _seconds),
+    Column("R_step", ("perf/R_step", "perf/R_train"), 8, _ratio),
+)
+
+RL_COLUMNS = (
+    Column("reward", ("reward/mean",), 10, _compact),
+    Column("length", ("rollout/completion_tokens/mean",), 9, _compact),
+    Column("entropy", ("policy/entropy",), 10, _compact),
+    Column("KL", ("policy/ref_kl", "policy/approx_kl", "off_policy/mismatch_kl"), 10, _compact),
+    *_SPEED,
+)
+
+SFT_COLUMNS = (
+    Column("loss", ("train/loss",), 10, _compact),
+    Column("grad", ("train/grad_norm",), 10, _compact),
+    Column("lr", ("train/lr",), 10, _compact),
+    *_SPEED,
+)
+
+
+class Console:
+    """Prints step lines above a progress bar; a context manager.
+
+    `done` steps of `total_steps` lie behind a resumed run. A column whose metric a step lacks
+    shows a dot, so that columns never move; an evaluation's score stands at the end of its line.
+    """
+
+    def __init__(
+        self, total_steps: int, *, done: int = 0, output: RichConsole | None = None
+    ) -> None:
+        self._console = output or RichConsole(highlight=False, soft_wrap=True)
+        self._lines = 0
+        self._shown_at = 0.0
+        self._progress = Progress(
+            TextColumn("  "),
+            BarColumn(bar_width=28, complete_style="cyan", finished_style="cyan"),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left[/dim]"),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.fields[doing]}[/dim]"),
+            console=self._console,
+            refresh_per_second=4,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=done, doing="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def step(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Print the line of a finished step and move the bar."""
+        is_supervised = "train/loss" in scalars or "eval/loss" in scalars
+        is_supervised = is_supervised and "reward/mean" not in scalars
+        columns = SFT_COLUMNS if is_supervised else RL_COLUMNS
+        if self._lines % HEADER_EVERY == 0:
+            titles = "".join(f"{column.title:>{column.width}}" for column in columns)
+            self._print(Text(f"{'step':>6}{titles}", style="dim"))
+        self._lines += 1
+        line = Text(f"{step:>6}", style="bold")
+        for column in columns:
+            line.append(f"{_cell(column, scalars):>{column.width}}", style="not bold")
+        for metric in ("eval/reward/mean", "eval/loss"):
+            if metric in scalars:
+                line.append(f"   eval {_compact(scalars[metric])}", style="not bold cyan")
+        self._print(line)
+        self._progress.update(self._task, completed=step, doing="")
+
+    def progress(self, finished: int, total: int) -> None:
+        """Show how many samples of the current step are done; cheap enough for every token."""
+        now = time.monotonic()
+        if self._console.is_terminal and now - self._shown_at > 0.2:
+            self._shown_at = now
+            self._progress.update(self._task, doing=f"{finished:,} of {total:,} samples")
+
+    def note(self, message: str) -> None:
+        """Print a line of its own, such as an evaluation."""
+        self._print(Text(f"        {message}"))
+
+    def warn(self, message: str) -> None:
+        """Print a line that wants attention, such as an alarm."""
+        self._print(Text(f"      ! {message}", style="yellow"))
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=True)
+
+
+def _cell(column: Column, scalars: Mapping[str, float]) -> str:
+    for metric in column.metrics:
+        if metric in scalars:
+            value = scalars[metric]
+            return column.format(value) if math.isfinite(value) else str(value)
+    return "·"

@@ -1,0 +1,307 @@
+"""Where metrics, events and samples go. Everything lands in the run folder first.
+
+    with RunLog(run_dir, cfg.log, resume_step=start) as log:
+        log.log(step, to_scalars(metrics))
+        log.event("alarm", step=step, metric="train/grad_norm")
+        log.samples(step, groups)
+
+The run folder holds `metrics.jsonl` (one row a step), `events.jsonl` and `samples.jsonl`; each row
+is written and flushed at once, so that a killed run keeps every finished step. When a run resumes
+at step s, rows of steps >= s are cut off: they are about to be computed again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from hone.config.run import LogConfig
+from hone.types import Group, Sample
+
+__all__ = ["JsonlLogger", "Logger", "RunLog", "TensorBoardLogger", "sample_row"]
+
+
+class Logger(Protocol):
+    """A destination of scalars and events."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record the metrics of one step."""
+        ...
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Record something that happened: an alarm, a drop, a checkpoint."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release; the logger is not used afterwards."""
+        ...
+
+
+class _JsonLines:
+    """An append-only file of JSON rows; opening it may cut off the rows of a later life."""
+
+    def __init__(self, path: Path, resume_step: int | None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _cut(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _cut(path: Path, resume_step: int | None) -> None:
+    """Keep the rows of steps < `resume_step`, atomically. None keeps nothing.
+
+    A row without a step stays; a torn last line (the process died while writing) goes.
+    """
+    kept = path.with_suffix(".tmp")
+    with (
+        path.open(encoding="utf-8", errors="replace") as rows,
+        kept.open("w", encoding="utf-8") as out,
+    ):
+        for line in rows:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if resume_step is not None and row.get("step", -1) < resume_step:
+                out.write(line if line.endswith("\n") else line + "\n")
+    os.replace(kept, path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: both become null."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {key: _finite(held) for key, held in value.items()}
+        case list() | tuple():
+            return [_finite(held) for held in value]
+        case _:
+            return value
+
+
+class JsonlLogger:
+    """`metrics.jsonl` and `events.jsonl` of a run folder."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        self._metrics = _JsonLines(run_dir / "metrics.jsonl", resume_step)
+        self._events = _JsonLines(run_dir / "events.jsonl", resume_step)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._metrics.write({"step": step, "timestamp_s": time.time(), **scalars})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._events.write({"kind": kind, "timestamp_s": time.time(), **fields})
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+
+
+class _ScalarsOnly:
+    """A tracker that takes numbers; events stay in the run folder."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Leave it to `events.jsonl`."""
+
+
+class TensorBoardLogger(_ScalarsOnly):
+    """TensorBoard files in `<run_dir>/tensorboard`."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandbLogger(_ScalarsOnly):
+    """Weights & Biases; a resumed run goes on under the id kept in the run folder."""
+
+    def __init__(
+        self, run_dir: Path, project: str, config: Mapping[str, Any], resume_step: int | None
+    ) -> None:
+        id_file = run_dir / "wandb_id.txt"
+        if resume_step is None or not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex)
+        self._run = _tracker("wandb").init(
+            project=project,
+            name=run_dir.name,
+            id=id_file.read_text(),
+            resume="allow",
+            config=dict(config),
+            dir=str(run_dir),
+        )
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _TrackioLogger(_ScalarsOnly):
+    """Trackio; a resumed run goes on under its name."""
+
+    def __init__(
+        self, run_dir: Path, project: str, config: Mapping[str, Any], resume_step: int | None
+    ) -> None:
+        self._run = _tracker("trackio").init(
+            project=project,
+            name=run_dir.name,
+            resume="never" if resume_step is None else "allow",
+            config=dict(config),
+        )
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflowLogger(_ScalarsOnly):
+    """An MLflow run in the experiment `project`."""
+
+    def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
+        self._mlflow = _tracker("mlflow")
+        self._mlflow.set_experiment(project)
+        self._mlflow.start_run(run_name=run_dir.name)
+        self._mlflow.log_dict(dict(config), "config.json")
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        # MLflow names may hold letters, digits, and "_-. /:" only: pass@1 is not one.
+        rows = {name.replace("@", "_at_"): value for name, value in scalars.items()}
+        self._mlflow.log_metrics(rows, step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+def _tracker(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"log.{name} is on, but {name} cannot be imported ({error}). "
+            f'Install it with: pip install "hone-rl[{name}]", or set log.{name}=false.'
+        ) from error
+
+
+class RunLog:
+    """All destinations of a run as one `Logger`, and its sample file.
+
+    `resume_step` is the first step that will be computed; None starts the folder's files afresh.
+    `config` is the resolved configuration, shown by trackers. Raises ValueError where a tracker is
+    switched on whose package is missing.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        cfg: LogConfig,
+        *,
+        resume_step: int | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        settings = config or {}
+        self._loggers: list[Logger] = [JsonlLogger(run_dir, resume_step)]
+        if cfg.tensorboard:
+            self._loggers.append(TensorBoardLogger(run_dir, resume_step))
+        if cfg.wandb:
+            self._loggers.append(_WandbLogger(run_dir, cfg.project, settings, resume_step))
+        if cfg.trackio:
+            self._loggers.append(_TrackioLogger(run_dir, cfg.project, settings, resume_step))
+        if cfg.mlflow:
+            self._loggers.append(_MLflowLogger(run_dir, cfg.project, settings))
+        self._samples = _JsonLines(run_dir / "samples.jsonl", resume_step)
+        self._samples_per_step = cfg.samples_per_step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for logger in self._loggers:
+            logger.log(step, scalars)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        for logger in self._loggers:
+            logger.event(kind, **fields)
+
+    def samples(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        *,
+        advantages: Mapping[str, float] | None = None,
+        split: str = "train",
+    ) -> None:
+        """Write `log.samples_per_step` samples, spread evenly over the step's groups.
+
+        `advantages` maps sample ids to the advantage each was trained with.
+        """
+        held = [sample for group in groups for sample in group.samples]
+        count = min(self._samples_per_step, len(held))
+        for chosen in range(count):
+            sample = held[chosen * len(held) // count]
+            row = {"step": step, "split": split, **sample_row(sample)}
+            if advantages is not None:
+                row["advantage"] = advantages.get(sample.id)
+            self._samples.write(row)
+
+    def close(self) -> None:
+        for logger in self._loggers:
+            logger.close()
+        self._samples.close()
+
+
+def sample_row(sample: Sample) -> dict[str, Any]:
+    """Everything needed to find a sample again and to recompute its metrics, ready for JSON."""
+    return {
+        "id": sample.id,
+        "prompt_id": sample.prompt.id,
+        "task": sample.prompt.task,
+        "index": sample.index,
+        "prompt": sample.prompt.text,
+        "answer": sample.prompt.answer,
+        "text": sample.text,
+        "prompt_token_ids": list(sample.prompt.token_ids),
+        "token_ids": sample.token_ids,
+        "logprobs": sample.logprobs,
+        "weight_versions": sample.weight_versions,
+        "loss_mask": [int(trained) for trained in sample.loss_mask],
+        "stop_reason": str(sample.stop_reason),
+        "reward": None if sample.reward is None else sample.reward.total,
+        "reward_parts": {} if sample.reward is None else dict(sample.reward.parts),
+        "failure": None if sample.failure is None else str(sample.failure),
+        "failure_detail": sample.failure_detail,
+    }

@@ -1,0 +1,101 @@
+"""Where the time of a step went.
+
+    spans = Spans()
+    with spans.span("generate"):
+        with spans.span("reward"):      # counted as "generate/reward"
+            ...
+    spans.take()  # {"generate": 3.1, "generate/reward": 0.2, "unattributed": 0.01, "step": 3.11}
+
+Times are host wall time. A phase that leaves work queued on a GPU must end with something that
+waits for it (reading a loss does), or the next phase pays for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Spans", "attributed_share"]
+
+_RESERVED = ("unattributed", "step")
+
+
+class Spans:
+    """Nested timers of one thread. A span costs about a microsecond.
+
+    `clock` returns seconds; `max_trace_events` bounds the memory of the trace, oldest dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        max_trace_events: int = 100_000,
+    ) -> None:
+        self._clock = clock
+        self._origin = self._taken_at = clock()
+        self._open: list[tuple[str, float]] = []  # path, start; innermost last
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._trace: deque[tuple[str, float, float]] = deque(maxlen=max_trace_events)
+
+    @contextmanager
+    def span(self, name: str) -> Generator[None]:
+        """Count the time inside under `name`, prefixed by the enclosing spans' names."""
+        if name in _RESERVED:
+            raise ValueError(f"A span may not be called {name!r}: `take` reports that itself.")
+        path = f"{self._open[-1][0]}/{name}" if self._open else name
+        start = self._clock()
+        self._open.append((path, start))
+        try:
+            yield
+        finally:
+            self._open.pop()
+            end = self._clock()
+            self._seconds[path] += end - max(start, self._taken_at)
+            self._trace.append((path, start, end))
+
+    def take(self) -> dict[str, float]:
+        """Seconds by span path since the last call (or since construction).
+
+        `step` is the wall time, `unattributed` what no top-level span covers, so the top-level
+        spans and `unattributed` add up to `step`. Spans still open count up to now.
+        """
+        now = self._clock()
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        for path, start in self._open:
+            seconds[path] += now - max(start, self._taken_at)
+        wall, self._taken_at = now - self._taken_at, now
+        top_level = sum(value for path, value in seconds.items() if "/" not in path)
+        return {**seconds, "unattributed": max(wall - top_level, 0.0), "step": wall}
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        """Finished spans as Chrome trace events (complete events; microseconds)."""
+        pid, tid = os.getpid(), threading.get_ident()
+        return [
+            {
+                "name": path.rpartition("/")[2],
+                "cat": path,
+                "ph": "X",
+                "ts": (start - self._origin) * 1e6,
+                "dur": (end - start) * 1e6,
+                "pid": pid,
+                "tid": tid,
+            }
+            for path, start, end in self._trace
+        ]
+
+    def write_trace(self, path: Path) -> None:
+        """Write a file that https://ui.perfetto.dev and chrome://tracing open."""
+        path.write_text(json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ms"}))
+
+
+def attributed_share(seconds: Mapping[str, float]) -> float:
+    """Share of a step that its top-level spans cover, from what `Spans.take` returned; 0 to 1."""
+    return 1.0 - seconds["unattributed"] / seconds["step"] if seconds["step"] > 0 else 1.0

@@ -1,0 +1,67 @@
+"""Memory bandwidth and matrix rate of devices: the two walls of the roofline.
+
+Rates are dense bfloat16 with float32 accumulation. Numbers marked as measured come from a device
+copy (read and write counted) and an 8192-cubed matrix product; the others are data-sheet values,
+which no program reaches, so ratios against them come out 10 to 20 % lower.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["GPUS", "Peaks", "gpu_peaks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The best a device can do."""
+
+    name: str
+    bytes_per_s: float
+    flops_per_s: float
+    source: Literal["measured", "datasheet"]
+
+
+def _datasheet(name: str, tb_per_s: float, tflops: float) -> Peaks:
+    return Peaks(name, tb_per_s * 1e12, tflops * 1e12, "datasheet")
+
+
+GPUS: tuple[Peaks, ...] = (
+    Peaks("H200", 4.3e12, 790e12, "measured"),
+    _datasheet("B200", 8.0, 2250),
+    _datasheet("GH200", 4.0, 989),
+    _datasheet("H100 PCIe", 2.0, 756),
+    _datasheet("H100 NVL", 3.9, 835),
+    _datasheet("H100", 3.35, 989),
+    _datasheet("H20", 4.0, 148),
+    _datasheet("A100 40GB", 1.555, 312),
+    _datasheet("A100 80GB PCIe", 1.935, 312),
+    _datasheet("A100", 2.039, 312),
+    _datasheet("A40", 0.696, 150),
+    _datasheet("A10G", 0.6, 70),
+    _datasheet("A10", 0.6, 125),
+    _datasheet("RTX A6000", 0.768, 155),
+    _datasheet("L40S", 0.864, 362),
+    _datasheet("L4", 0.3, 121),
+    _datasheet("RTX 5090", 1.792, 209),
+    _datasheet("RTX 4090", 1.008, 165),
+    _datasheet("RTX 3090", 0.936, 71),
+)
+"""Where several match a device, the first with all its words does."""
+
+
+def gpu_peaks(device_name: str) -> Peaks | None:
+    """Peaks of a GPU by the name its driver gives, such as `NVIDIA A100-SXM4-80GB`; or None.
+
+    Whole words are compared, so an unknown `H2000` is not taken for an `H200`. Laptop parts share
+    the names of faster desktop parts and are not in the table.
+    """
+    words = set(re.split(r"[\s-]+", device_name.lower()))
+    if "laptop" in words:
+        return None
+    for peaks in GPUS:
+        if words.issuperset(peaks.name.lower().split()):
+            return peaks
+    return None

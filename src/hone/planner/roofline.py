@@ -1,0 +1,161 @@
+"""The shortest time a device can take for a step, from the step's actual lengths.
+
+One decode step of B sequences reads every weight once and every visible key and value once:
+
+    t = max(weight_bytes / bandwidth, 2 * params * B / flops) + kv_bytes * sum(context) / bandwidth
+
+Matrix products and attention follow each other, and attention of single queries is always bound by
+the KV cache. Generation is the sum of t over the decode steps while the batch shrinks, plus the
+FLOPs of the prefill; training is three forward passes' FLOPs. Measured times are divided into these
+limits as `perf/R_gen`, `perf/R_train` and `perf/R_step`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hone.planner.hardware import Peaks
+from hone.planner.model_shape import ModelShape
+
+__all__ = ["decode_step_s", "generation_time_s", "step_limit_s", "training_time_s"]
+
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+
+
+def decode_step_s(
+    shape: ModelShape,
+    peaks: Peaks,
+    num_seqs: Floats | float,
+    num_keys: Floats | float,
+    *,
+    bytes_per_value: int = 2,
+) -> Floats:
+    """Limit of decode steps in seconds; elementwise over steps.
+
+    `num_seqs` sequences advance by one token and read `num_keys` cached keys in all, averaged over
+    the layers. A step without sequences takes no time.
+    """
+    seqs = np.asarray(num_seqs, dtype=np.float64)
+    weights_s = shape.decode_bytes(bytes_per_value) / peaks.bytes_per_s
+    matmul_s = 2.0 * (shape.body_params + shape.head_params) * seqs / peaks.flops_per_s
+    kv_s = shape.kv_bytes_per_token(bytes_per_value) * np.asarray(num_keys) / peaks.bytes_per_s
+    return np.where(seqs > 0, np.maximum(weights_s, matmul_s) + kv_s, 0.0)
+
+
+def generation_time_s(
+    shape: ModelShape,
+    peaks: Peaks,
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    *,
+    max_num_seqs: int,
+    prefill_lengths: Sequence[int] | None = None,
+    bytes_per_value: int = 2,
+) -> float:
+    """Limit of generating these samples on one device, in seconds.
+
+    Samples start in the given order; when one ends, the next takes its place among the
+    `max_num_seqs`. The prefill yields each sample's first token. `prefill_lengths` are the prompts
+    that must be computed: give each shared prompt once; None prefills every sample's own.
+    """
+    prompts = np.asarray(prompt_lengths, dtype=np.int64)
+    num_decodes = np.asarray(completion_lengths, dtype=np.int64) - 1
+    prefills = prompts if prefill_lengths is None else np.asarray(prefill_lengths, dtype=np.int64)
+    prefill_flops = shape.forward_flops(prefills, num_head_tokens=len(prefills))
+    prompts, num_decodes = prompts[num_decodes > 0], num_decodes[num_decodes > 0]
+    if not len(prompts):
+        return prefill_flops / peaks.flops_per_s
+
+    starts = _start_steps(num_decodes, max_num_seqs)
+    seqs = _active_per_step(starts, starts + num_decodes)
+    keys = _keys_per_step(starts, num_decodes, prompts, window=None)
+    if shape.sliding_window is not None:
+        windowed = _keys_per_step(starts, num_decodes, prompts, window=shape.sliding_window)
+        keys = keys + shape.sliding_share * (windowed - keys)
+    decode_s = decode_step_s(shape, peaks, seqs, keys, bytes_per_value=bytes_per_value)
+    return prefill_flops / peaks.flops_per_s + float(decode_s.sum())
+
+
+def training_time_s(
+    shape: ModelShape,
+    peaks: Peaks,
+    lengths: Sequence[int],
+    *,
+    passes: float = 3.0,
+    num_head_tokens: int | None = None,
+) -> float:
+    """Limit of training on sequences of these lengths, in seconds, whatever their packing.
+
+    `passes` counts forwards: 3 is forward and backward, 4 adds old or reference log-probabilities.
+    Recomputed activations are the program's own choice and not part of a limit. `num_head_tokens`
+    are the tokens whose logits are needed; None: all.
+    """
+    flops = shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
+    return passes * flops / peaks.flops_per_s
+
+
+def step_limit_s(
+    shape: ModelShape,
+    peaks: Peaks,
+    prompt_lengths: Sequence[int],
+    completion_lengths: Sequence[int],
+    *,
+    max_num_seqs: int,
+    prefill_lengths: Sequence[int] | None = None,
+    passes: float = 3.0,
+    bytes_per_value: int = 2,
+) -> float:
+    """Limit of one RL step in seconds: generation, then training on the same samples, no gap."""
+    totals = np.asarray(prompt_lengths) + np.asarray(completion_lengths)
+    return generation_time_s(
+        shape,
+        peaks,
+        prompt_lengths,
+        completion_lengths,
+        max_num_seqs=max_num_seqs,
+        prefill_lengths=prefill_lengths,
+        bytes_per_value=bytes_per_value,
+    ) + training_time_s(shape, peaks, totals.tolist(), passes=passes)
+
+
+def _start_steps(durations: Ints, max_num_seqs: int) -> Ints:
+    """First step of each sequence when at most `max_num_seqs` run and a free place is refilled."""
+    starts = np.zeros(len(durations), dtype=np.int64)
+    free_at = durations[:max_num_seqs].tolist()
+    heapq.heapify(free_at)
+    for index in range(max_num_seqs, len(durations)):
+        starts[index] = free_at[0]
+        heapq.heapreplace(free_at, free_at[0] + int(durations[index]))
+    return starts
+
+
+def _active_per_step(starts: Ints, ends: Ints, values: Ints | None = None) -> Floats:
+    """Sum of `values` (default 1 each) over the sequences with starts <= step < ends. [steps]"""
+    size = int(ends.max()) + 1
+    change = np.bincount(starts, values, size) - np.bincount(ends, values, size)
+    return np.cumsum(change, dtype=np.float64)[:-1]
+
+
+def _keys_per_step(starts: Ints, durations: Ints, prompts: Ints, *, window: int | None) -> Floats:
+    """Keys read at each step: prompt, tokens before, and the token itself, at most `window` each.
+
+    A sequence at step t reads `prompts + 1 + (t - starts)` keys: a line until it meets the window.
+    """
+    ends = starts + durations
+    size = int(ends.max())
+    bends = ends
+    if window is not None:
+        bends = np.clip(starts + (window - prompts), starts, ends)
+    line = np.zeros(size)
+    offset = _active_per_step(starts, bends, prompts + 1 - starts)
+    slope = _active_per_step(starts, bends)
+    line[: len(offset)] = offset + slope * np.arange(len(offset))
+    if window is not None:
+        flat = _active_per_step(bends, ends)
+        line[: len(flat)] += window * flat
+    return line

@@ -1,0 +1,155 @@
+"""R24, third part: planted symptoms raise an alarm within 3 steps, healthy runs raise none."""
+
+import numpy as np
+import pytest
+
+from hone.observe.alarms import Alarm, Alarms
+from tests.observe.fake_run import Scalars, Symptom, healthy_step, supervised_step
+
+ONSET = 30
+
+
+def run(symptom: Symptom | None, *, seed: int, num_steps: int) -> list[Alarm]:
+    rng, alarms = np.random.default_rng(seed), Alarms()
+    raised: list[Alarm] = []
+    for step in range(1, num_steps + 1):
+        scalars = healthy_step(step, rng)
+        if symptom is not None and step >= ONSET:
+            symptom(scalars, step - ONSET)
+        raised += alarms.check(step, scalars)
+    return raised
+
+
+def set_to(**values: float) -> Symptom:
+    """Overwrite metrics; `a__b` stands for `a/b`."""
+    return lambda scalars, _: scalars.update(
+        {name.replace("__", "/"): value for name, value in values.items()}
+    )
+
+
+def times(factor: float, *names: str) -> Symptom:
+    return lambda scalars, _: scalars.update({name: factor * scalars[name] for name in names})
+
+
+def add_delay(phase: str, seconds: float) -> Symptom:
+    def symptom(scalars: Scalars, _: int) -> None:
+        scalars[f"time/{phase}_s"] += seconds
+        scalars["time/step_s"] += seconds
+
+    return symptom
+
+
+SYMPTOMS: dict[str, tuple[str, Symptom]] = {
+    # name: metric that the alarm must point at, planted symptom
+    "dropped tensor in the sync": ("off_policy/mismatch_kl", set_to(off_policy__mismatch_kl=3.0)),
+    "rope scaling lost": ("off_policy/mismatch_kl", set_to(off_policy__mismatch_kl=0.03)),
+    "gap grows 6-fold": ("off_policy/mismatch_kl", times(6, "off_policy/mismatch_kl")),
+    "top-p sampling": ("off_policy/ratio/mean", set_to(off_policy__ratio__mean=0.896)),
+    "engine holds base weights": ("off_policy/ratio/mean", set_to(off_policy__ratio__mean=0.029)),
+    "sync never arrives": (
+        "rollout/weight_version/max",
+        set_to(rollout__weight_version__max=ONSET, rollout__weight_version__min=ONSET),
+    ),
+    "reward is constant": ("rollout/zero_spread_share", set_to(rollout__zero_spread_share=1.0)),
+    "end of sequence missed": ("rollout/truncated_share", set_to(rollout__truncated_share=0.97)),
+    "one seed for a group": ("rollout/duplicate_share", set_to(rollout__duplicate_share=0.875)),
+    "scorers time out": (
+        "rollout/failed/timeout",
+        set_to(rollout__failed__timeout=60.0, rollout__valid=452.0),
+    ),
+    "no sample is valid": ("rollout/valid", set_to(rollout__valid=0.0)),
+    "entropy collapses": ("policy/entropy", times(0.02, "policy/entropy")),
+    "entropy is gone": ("policy/entropy", set_to(policy__entropy=0.001)),
+    "entropy explodes": ("policy/entropy", set_to(policy__entropy=9.0)),
+    "gradient spikes": ("train/grad_norm", times(40, "train/grad_norm")),
+    "everything masked": ("train/grad_norm", set_to(train__grad_norm=0.0)),
+    "updates are lost": ("train/share_unchanged", set_to(train__share_unchanged=1.0)),
+    "learning rate x 1e5": (
+        "train/update_to_weight_ratio",
+        times(1e5, "train/update_to_weight_ratio"),
+    ),
+    "update is clipped away": ("policy/clip_fraction", set_to(policy__clip_fraction=0.8)),
+    "loss is NaN": ("train/loss", set_to(train__loss=float("nan"))),
+    "reward is infinite": ("reward/mean", set_to(reward__mean=float("inf"))),
+    "steps are skipped": ("train/num_skipped_steps", set_to(train__num_skipped_steps=1.0)),
+    "host memory leaks": (
+        "mem/rss_gib",
+        lambda scalars, age: scalars.update({"mem/rss_gib": scalars["mem/rss_gib"] + 0.4 * age}),
+    ),
+    "time is lost between phases": ("time/unattributed_s", add_delay("unattributed", 2.0)),
+    "sync hangs": ("time/sync_s", add_delay("sync", 20.0)),
+    "generation stalls": ("time/generate_s", add_delay("generate", 25.0)),
+}
+
+
+def check_symptom(symptom: Symptom, metric: str, *, seed: int) -> None:
+    raised = [a for a in run(symptom, seed=seed, num_steps=ONSET + 3) if a.step >= ONSET]
+    assert metric in [alarm.metric for alarm in raised], raised
+    alarm = next(alarm for alarm in raised if alarm.metric == metric)
+    assert alarm.advice
+    assert metric in str(alarm)
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_R24_a_planted_symptom_raises_its_alarm_within_three_steps(name: str) -> None:
+    metric, symptom = SYMPTOMS[name]
+    for seed in range(3):
+        check_symptom(symptom, metric, seed=seed)
+
+
+def test_R24_an_alarm_that_sleeps_is_caught() -> None:
+    """The check itself turns red when the symptom is absent or another one."""
+    with pytest.raises(AssertionError):
+        check_symptom(lambda scalars, age: None, "train/grad_norm", seed=0)
+    with pytest.raises(AssertionError):
+        check_symptom(SYMPTOMS["gradient spikes"][1], "policy/entropy", seed=0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_R24_a_healthy_run_raises_nothing(seed: int) -> None:
+    assert run(None, seed=seed, num_steps=250) == []
+
+
+def test_R24_a_healthy_supervised_run_raises_nothing() -> None:
+    rng, alarms = np.random.default_rng(0), Alarms()
+    assert [
+        a for step in range(1, 200) for a in alarms.check(step, supervised_step(step, rng))
+    ] == []
+
+
+def test_a_slow_leak_is_found() -> None:
+    """A quarter of a percent of the memory each step, hidden from the rule for fast leaks."""
+
+    def symptom(scalars: Scalars, age: int) -> None:
+        scalars["mem/rss_gib"] += 0.012 * age
+
+    raised = run(symptom, seed=0, num_steps=ONSET + 110)
+    assert [alarm.metric for alarm in raised] == ["mem/rss_gib"]
+
+
+def test_a_lasting_symptom_speaks_once_and_a_returning_one_again() -> None:
+    lasting = [a.name for a in run(set_to(train__share_unchanged=1.0), seed=0, num_steps=120)]
+    assert lasting == ["weights_unchanged"]
+
+    def comes_back(scalars: Scalars, age: int) -> None:
+        if age in {0, 50}:
+            scalars["train/loss"] = float("nan")
+
+    assert [a.step for a in run(comes_back, seed=0, num_steps=120)] == [ONSET, ONSET + 50]
+
+
+def test_duplicates_of_short_answers_are_no_alarm() -> None:
+    short = set_to(rollout__duplicate_share=0.9, rollout__completion_tokens__mean=2.0)
+    assert run(short, seed=0, num_steps=60) == []
+
+
+def test_solved_groups_may_have_no_gradient() -> None:
+    alarms = Alarms()
+    scalars = {"train/grad_norm": 0.0, "train/num_tokens": 9.0, "rollout/zero_spread_share": 1.0}
+    assert [a.name for a in alarms.check(1, scalars)] == []
+
+
+def test_the_kl_limit_follows_the_number_format() -> None:
+    scalars = {"off_policy/mismatch_kl": 1e-3}
+    assert Alarms().check(1, scalars) == []
+    assert [a.limit for a in Alarms(max_mismatch_kl=1e-4).check(1, scalars)] == [1e-4]

@@ -1,0 +1,61 @@
+"""One aligned line a step, with or without a terminal."""
+
+import io
+
+from rich.console import Console as RichConsole
+
+from hone.observe.console import HEADER_EVERY, RL_COLUMNS, Console
+
+
+def lines_of(rows: list[dict[str, float]], *, terminal: bool = False) -> list[str]:
+    output = io.StringIO()
+    rich = RichConsole(file=output, width=100, force_terminal=terminal, color_system=None)
+    with Console(len(rows), output=rich) as console:
+        for step, scalars in enumerate(rows, start=1):
+            console.progress(3, 8)
+            console.step(step, scalars)
+    return output.getvalue().splitlines()
+
+
+ROW = {
+    "reward/mean": 0.125,
+    "rollout/completion_tokens/mean": 212.3,
+    "policy/entropy": 1.84,
+    "off_policy/mismatch_kl": 3.1e-4,
+    "perf/tokens_per_s": 9512.4,
+    "time/step_s": 12.44,
+    "perf/R_step": 0.412,
+}
+
+
+def test_one_aligned_line_a_step() -> None:
+    rows = [ROW, {**ROW, "policy/entropy": float("nan"), "reward/mean": -3.0}, {"reward/mean": 1.0}]
+    header, *lines = lines_of(rows)
+    assert header.split() == ["step", *(column.title for column in RL_COLUMNS)]
+    assert len(lines) == 3
+    assert {len(line) for line in (header, *lines)} == {len(header)}
+    assert lines[0].split() == ["1", "0.125", "212.3", "1.840", "3.1e-04", "9,512", "12.4s", "0.41"]
+    assert lines[1].split()[1:4] == ["-3.000", "212.3", "nan"]
+    assert lines[2].split()[2:] == ["·"] * 6
+
+
+def test_supervised_runs_show_their_loss() -> None:
+    header, line = lines_of([{"train/loss": 2.5, "train/grad_norm": 0.7, "eval/loss": 2.25}])
+    assert header.split()[1:4] == ["loss", "grad", "lr"]
+    assert line.split()[1:4] == ["2.500", "0.700", "·"]
+    assert line.endswith("eval 2.250")
+
+
+def test_the_header_returns() -> None:
+    lines = lines_of([ROW] * (HEADER_EVERY + 1))
+    assert sum("reward" in line for line in lines) == 2
+
+
+def test_plain_output_has_no_control_characters() -> None:
+    assert all(ord(character) >= 32 for line in lines_of([ROW] * 3) for character in line)
+
+
+def test_a_terminal_gets_a_bar_besides_the_lines() -> None:
+    text = "\n".join(lines_of([ROW] * 3, terminal=True))
+    assert text.count("212.3") == 3
+    assert "3/3" in text

@@ -1,0 +1,199 @@
+"""Limits against the published table for one H200 and against a step-by-step simulation."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.planner.hardware import GPUS, Peaks, gpu_peaks
+from hone.planner.model_shape import ModelShape
+from hone.planner.roofline import (
+    decode_step_s,
+    generation_time_s,
+    step_limit_s,
+    training_time_s,
+)
+
+H200 = GPUS[0]
+
+
+def qwen3(layers: int, hidden: int, heads: int, inter: int, *, tied: bool) -> ModelShape:
+    return ModelShape.from_config(
+        {
+            "model_type": "qwen3",
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": inter,
+            "vocab_size": 151_936,
+            "tie_word_embeddings": tied,
+        }
+    )
+
+
+QWEN3 = {
+    "0.6B": qwen3(28, 1024, 16, 3072, tied=True),
+    "1.7B": qwen3(28, 2048, 16, 6144, tied=True),
+    "4B": qwen3(36, 2560, 32, 9728, tied=True),
+    "8B": qwen3(36, 4096, 32, 12288, tied=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "batch", "tokens_per_s"),
+    [
+        ("0.6B", 1024, 32, 27_797),
+        ("0.6B", 8192, 1, 2_017),
+        ("1.7B", 512, 256, 55_519),
+        ("4B", 2048, 64, 10_054),
+        ("8B", 1024, 256, 18_424),
+        ("8B", 512, 512, 27_235),
+    ],
+)
+def test_decode_limit_of_the_table(model: str, context: int, batch: int, tokens_per_s: int) -> None:
+    step_s = float(decode_step_s(QWEN3[model], H200, batch, batch * context))
+    assert batch / step_s == pytest.approx(tokens_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "passes", "tokens_per_s"),
+    [
+        ("0.6B", 2560, 3, 177_231),
+        ("0.6B", 16384, 4, 64_306),
+        ("1.7B", 512, 3, 75_238),
+        ("4B", 8192, 3, 25_173),
+        ("8B", 2560, 3, 16_570),
+    ],
+)
+def test_training_limit_of_the_table(
+    model: str, length: int, passes: int, tokens_per_s: int
+) -> None:
+    seconds = training_time_s(QWEN3[model], H200, [length] * 5, passes=passes)
+    assert 5 * length / seconds == pytest.approx(tokens_per_s, rel=0.01)
+
+
+def test_sizes_of_the_table() -> None:
+    assert {name: round(shape.num_params / 1e6) for name, shape in QWEN3.items()} == {
+        "0.6B": 596,
+        "1.7B": 1721,
+        "4B": 4022,
+        "8B": 8191,
+    }
+    assert QWEN3["8B"].kv_bytes_per_token() == 147_456
+    assert QWEN3["8B"].decode_bytes() == pytest.approx(15.14e9, rel=1e-3)
+    assert QWEN3["8B"].weight_bytes(4) == QWEN3["8B"].num_params * 4
+
+
+def simulated_generation_s(
+    shape: ModelShape, peaks: Peaks, prompts: list[int], completions: list[int], max_num_seqs: int
+) -> float:
+    """One loop over steps, one over sequences; the prefill's token is not a decode step."""
+    waiting = [(p, n - 1) for p, n in zip(prompts, completions, strict=True) if n > 1]
+    running: list[tuple[int, int]] = []
+    total = (
+        sum(
+            2 * (shape.body_params * p + shape.head_params)
+            + shape.attention_flops_per_key * shape.visible_keys([p])
+            for p in prompts
+        )
+        / peaks.flops_per_s
+    )
+    while waiting or running:
+        while waiting and len(running) < max_num_seqs:
+            running.append(waiting.pop(0))
+        keys = sum(context + 1 for context, _ in running)
+        if shape.sliding_window is not None:
+            seen = sum(min(context + 1, shape.sliding_window) for context, _ in running)
+            keys = shape.sliding_share * seen + (1 - shape.sliding_share) * keys
+        total += float(decode_step_s(shape, peaks, len(running), keys))
+        running = [(context + 1, left - 1) for context, left in running if left > 1]
+    return total
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    pairs = draw(
+        st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=20)
+    )
+    return [prompt for prompt, _ in pairs], [completion for _, completion in pairs]
+
+
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 50,
+}
+KV_BOUND = Peaks("toy", 1e6, 1e9, "measured")
+FLOP_BOUND = Peaks("toy", 1e9, 1e6, "measured")
+
+
+@pytest.mark.parametrize("peaks", [KV_BOUND, FLOP_BOUND])
+@pytest.mark.parametrize("window", [None, 16])
+@settings(deadline=None)
+@given(lengths=samples(), max_num_seqs=st.integers(1, 24))
+def test_generation_equals_the_simulation(
+    peaks: Peaks, window: int | None, lengths: tuple[list[int], list[int]], max_num_seqs: int
+) -> None:
+    prompts, completions = lengths
+    shape = ModelShape.from_config({**TINY, "model_type": "gemma2", "sliding_window": window})
+    expected = simulated_generation_s(shape, peaks, prompts, completions, max_num_seqs)
+    got = generation_time_s(shape, peaks, prompts, completions, max_num_seqs=max_num_seqs)
+    assert got == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_shared_prompt_is_prefilled_once() -> None:
+    shape = QWEN3["0.6B"]
+    own = generation_time_s(shape, H200, [512] * 8, [64] * 8, max_num_seqs=8)
+    shared = generation_time_s(
+        shape, H200, [512] * 8, [64] * 8, max_num_seqs=8, prefill_lengths=[512]
+    )
+    one_prompt_s = shape.forward_flops([512], num_head_tokens=1) / H200.flops_per_s
+    assert own - shared == pytest.approx(7 * one_prompt_s)
+
+
+def test_step_limit_is_generation_and_training() -> None:
+    shape, prompts, completions = QWEN3["0.6B"], [100, 50], [10, 300]
+    expected = generation_time_s(
+        shape, H200, prompts, completions, max_num_seqs=2
+    ) + training_time_s(shape, H200, [110, 350], passes=4)
+    got = step_limit_s(shape, H200, prompts, completions, max_num_seqs=2, passes=4)
+    assert got == pytest.approx(expected)
+
+
+def test_a_large_step_is_cheap_to_price() -> None:
+    rng = np.random.default_rng(0)
+    completions = np.minimum(rng.lognormal(6.7, 0.7, 8192), 8192).astype(int).clip(1).tolist()
+    start = time.perf_counter()
+    generation_time_s(QWEN3["8B"], H200, [256] * 8192, completions, max_num_seqs=256)
+    assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_gpus_are_found_by_their_driver_name(device: str, name: str) -> None:
+    peaks = gpu_peaks(device)
+    assert peaks is not None
+    assert peaks.name == name
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H2000", "NVIDIA GeForce RTX 4090 Laptop GPU", "AMD"])
+def test_other_devices_are_not_guessed(device: str) -> None:
+    assert gpu_peaks(device) is None
