@@ -1,0 +1,282 @@
+"""The rewards that ship with hone. Each is a section of settings (`args` in a recipe) that can be
+called with what it needs of a sample.
+
+`isolated` ones run in worker processes like the code of users: what they do with a completion may
+take for ever. The others are a few string or number operations and run in the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from hone.config.base import Section
+from hone.rewards.resolve import did_you_mean
+
+__all__ = [
+    "BUILTINS",
+    "Builtin",
+    "ExactMatch",
+    "Format",
+    "Length",
+    "Math",
+    "Overlong",
+    "build",
+    "warm_up_math",
+]
+
+
+class Builtin(Section):
+    """A reward function with its settings; subclasses define `__call__`."""
+
+    @property
+    def isolated(self) -> bool:
+        """Must run in a worker process."""
+        return False
+
+    def check_limit(self, max_completion_tokens: int) -> None:
+        """Raise ValueError where the settings contradict the longest completion."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> float:
+        raise NotImplementedError
+
+
+class ExactMatch(Builtin):
+    """1 where the completion, or what `pattern` takes out of it, equals the answer; else 0."""
+
+    pattern: str | None = None
+    """Regular expression; the first group (or whole match) of its last match is compared. No match
+    scores 0."""
+
+    ignore_case: bool = False
+    """Compare without regard to case."""
+
+    @model_validator(mode="after")
+    def _compile(self) -> ExactMatch:
+        if self.pattern is not None:
+            _compile_regex(self.pattern)
+        return self
+
+    @property
+    def isolated(self) -> bool:
+        return self.pattern is not None  # a regular expression may backtrack for ever
+
+    def __call__(self, *, completion: str, answer: str | None) -> float:
+        given = completion
+        if self.pattern is not None:
+            matches = list(_compile_regex(self.pattern).finditer(completion))
+            if not matches:
+                return 0.0
+            given = matches[-1][1 if matches[-1].re.groups else 0] or ""
+        return float(self._normalise(given) == self._normalise(_required(answer)))
+
+    def _normalise(self, text: str) -> str:
+        return text.strip().casefold() if self.ignore_case else text.strip()
+
+
+class Format(Builtin):
+    """1 where the completion has the demanded form, else 0."""
+
+    pattern: str | None = None
+    """Regular expression that must be found; anchor it with `^` and `$` to cover the whole
+    completion. `.` matches line ends too."""
+
+    tags: tuple[str, ...] = ()
+    """Tags that must each open and close exactly once, one behind the other in this order:
+    `[think, answer]` wants `<think>..</think>..<answer>..</answer>`."""
+
+    @model_validator(mode="after")
+    def _demands_something(self) -> Format:
+        if self.pattern is None and not self.tags:
+            raise ValueError("set `pattern` or `tags`, else every completion passes")
+        if self.pattern is not None:
+            _compile_regex(self.pattern)
+        return self
+
+    @property
+    def isolated(self) -> bool:
+        return self.pattern is not None  # a regular expression may backtrack for ever
+
+    def __call__(self, *, completion: str) -> float:
+        if self.pattern is not None and not _compile_regex(self.pattern).search(completion):
+            return 0.0
+        marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
+        places = [completion.find(mark) for mark in marks]
+        once = all(completion.count(mark) == 1 for mark in marks)
+        return float(once and places == sorted(places))
+
+
+class Length(Builtin):
+    """Falls linearly from 1 at `target_tokens` to 0 at `width_tokens` away from it."""
+
+    target_tokens: int = Field(ge=1)
+    """Completion length that earns 1, in tokens."""
+
+    width_tokens: int | None = Field(default=None, ge=1)
+    """Distance from the target at which 0 is reached, in tokens; unset: `target_tokens`."""
+
+    def __call__(self, *, completion_ids: list[int]) -> float:
+        width = self.width_tokens or self.target_tokens
+        return max(0.0, 1.0 - abs(len(completion_ids) - self.target_tokens) / width)
+
+
+class Overlong(Builtin):
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), from 0 down to -1.
+
+    With n tokens, limit L and buffer C: 0 for n <= L - C, then (L - C - n) / C, and -1 for n > L.
+    """
+
+    buffer_tokens: int = Field(ge=0)
+    """Tokens before the limit over which the punishment grows; 0 leaves `truncation_penalty`."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """The limit, in tokens; unset: the longest completion that is sampled."""
+
+    truncation_penalty: float = Field(default=0.0, ge=0)
+    """Subtracted on top where the completion was cut at the length limit."""
+
+    def check_limit(self, max_completion_tokens: int) -> None:
+        limit = self.max_tokens or max_completion_tokens
+        if self.buffer_tokens > limit:
+            raise ValueError(
+                f"buffer_tokens is {self.buffer_tokens}, more than the {limit} tokens a completion "
+                f"may have; set it to at most that"
+            )
+
+    def __call__(
+        self, *, completion_ids: list[int], stop_reason: str, max_completion_tokens: int
+    ) -> float:
+        limit = self.max_tokens or max_completion_tokens
+        num_over = len(completion_ids) - (limit - self.buffer_tokens)
+        if num_over <= 0:
+            penalty = 0.0
+        elif num_over >= self.buffer_tokens:
+            penalty = 1.0
+        else:
+            penalty = num_over / self.buffer_tokens
+        return -penalty - (self.truncation_penalty if stop_reason == "length" else 0.0)
+
+
+class Math(Builtin):
+    """1 where the completion's final result equals the answer mathematically (math-verify), else 0.
+
+    The result is what stands behind the last `####`, else the last `\\boxed{}`, else what is
+    announced as the answer, else the last formula or number. A completion that cannot be read as
+    mathematics is wrong; an answer that cannot be read is an error.
+    """
+
+    @property
+    def isolated(self) -> bool:
+        return True  # 9^9^9^9 is a valid completion
+
+    def __call__(self, *, completion: str, answer: str | None) -> float:
+        gold = _gold(_required(answer))
+        _, marker, tail = completion.rpartition("####")
+        text = tail.strip().partition("\n")[0] if marker else completion
+        try:
+            return float(_equal(gold, _parse(text)))
+        except (ValueError, TypeError, ArithmeticError, RecursionError):
+            return 0.0  # sympy cannot make sense of what the model wrote
+
+
+def warm_up_math() -> None:
+    """Import math-verify and fill its pattern caches (0.4 s), and see that it works at all.
+
+    Unreadable completions score 0, so a broken installation would look like a model that is always
+    wrong. Raises RuntimeError.
+    """
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+    if Math()(completion="so $x = \\frac{2}{4}$", answer="0.5") != 1.0:
+        raise RuntimeError("math-verify does not find 2/4 equal to 0.5; reinstall it")
+
+
+@cache
+def _gold(answer: str) -> list[Any]:
+    """The answer as math-verify parses it: the value, and the text as a last resort."""
+    text = answer.strip()
+    if _GROUPED_NUMBER.fullmatch(text):
+        text = text.replace(",", "").replace(" ", "")
+    if not _DELIMITED.search(text):
+        text = rf"\boxed{{{text}}}"
+    gold = _parse(text)
+    if not gold:
+        raise ValueError(f"the answer {answer!r} cannot be read as mathematics; use `exact_match`")
+    return gold
+
+
+def _parse(text: str) -> list[Any]:
+    # Imported where it is used: it takes 0.4 s, and the driver only checks settings.
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    text = _LATEX_THOUSANDS.sub("", text.replace("\N{MINUS SIGN}", "-"))
+    targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    return parse(text, targets, parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType] - None is documented, the annotation is not
+
+
+def _equal(gold: list[Any], prediction: list[Any]) -> bool:
+    from math_verify import verify
+
+    # Signals cannot stop C loops; the worker's deadline can.
+    return verify(gold, prediction, timeout_seconds=None, raise_on_error=True)
+
+
+_GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
+_DELIMITED = re.compile(r"\\boxed|\\\(|\\\[|^\$.*\$$", re.DOTALL)
+_LATEX_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
+
+
+BUILTINS: Mapping[str, type[Builtin]] = {
+    "exact_match": ExactMatch,
+    "math": Math,
+    "format": Format,
+    "length": Length,
+    "overlong": Overlong,
+}
+
+
+def build(name: str, args: Mapping[str, Any]) -> Builtin:
+    """The built-in reward `name` with its settings.
+
+    Raises ValueError for an unknown name or setting, with the nearest known one.
+    """
+    if name not in BUILTINS:
+        raise ValueError(
+            f"no built-in reward of that name; there are {', '.join(BUILTINS)}, and your own are "
+            f"written `package.module:function` or `path/to/file.py:function`."
+            f"{did_you_mean(name, BUILTINS)}"
+        )
+    kind = BUILTINS[name]
+    try:
+        return kind(**args)
+    except ValidationError as error:
+        raise ValueError("; ".join(_explain(kind, problem) for problem in error.errors())) from None
+
+
+def _explain(kind: type[Builtin], problem: ErrorDetails) -> str:
+    setting = ".".join(str(part) for part in problem["loc"])
+    settings = list(kind.model_fields)
+    if problem["type"] == "extra_forbidden":
+        known = f" It has: {', '.join(settings)}." if settings else " It has none."
+        return f"no setting '{setting}'.{did_you_mean(setting, settings) or known}"
+    text = problem["msg"].removeprefix("Value error, ")
+    return f"args.{setting} is {problem['input']!r}: {text}" if setting else text
+
+
+def _required(answer: str | None) -> str:
+    if answer is None:
+        raise ValueError("this row has no answer; name its column in `data.*.columns.answer`")
+    return answer
+
+
+@cache
+def _compile_regex(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None

@@ -1,0 +1,155 @@
+"""From the name of a reward in a recipe to a function: `package.module:function` or
+`path/to/file.py:function`. Everything that can be wrong with it is a ValueError that says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["GIVEN", "check_signature", "did_you_mean", "error_location", "function_name", "resolve"]
+
+GIVEN = (
+    "completion",
+    "prompt",
+    "answer",
+    "completion_ids",
+    "task",
+    "stop_reason",
+    "metadata",
+    "messages",
+    "max_completion_tokens",
+)
+"""Names of the arguments every sample has."""
+
+
+def function_name(spec: str) -> str:
+    """The name a reward goes by in metrics: the part behind the colon, or the built-in's name."""
+    return spec.rpartition(":")[2]
+
+
+def resolve(spec: str) -> Callable[..., Any]:
+    """Import the function that `spec` names. Runs the user's module: call it in a worker only.
+
+    Raises ValueError saying what is missing, with the nearest name where there is one.
+    """
+    location, colon, name = spec.rpartition(":")
+    if not (colon and location and name):
+        raise ValueError(
+            f"'{spec}' does not name a reward function; write `package.module:function` or "
+            f"`path/to/file.py:function`"
+        )
+    is_file = location.endswith(".py") or "/" in location
+    module = _import_file(spec, Path(location)) if is_file else _import_module(spec, location)
+    try:
+        function = getattr(module, name)
+    except AttributeError:
+        own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        hint = did_you_mean(name, own) or f" Callables there: {', '.join(sorted(own)) or 'none'}."
+        raise ValueError(f"{location} has no function '{name}' (from '{spec}').{hint}") from None
+    if not callable(function):
+        raise ValueError(
+            f"'{spec}' is of type {type(function).__name__}, which cannot be called; name a "
+            f"function that returns a number"
+        )
+    return function
+
+
+def check_signature(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -> None:
+    """Raise ValueError unless `function` can be called with a sample's arguments and `args`.
+
+    A required parameter that is neither in `GIVEN` nor in `args` is taken for a column of the data.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"'{spec}' does not show its parameters (it is written in C?); wrap it in a Python "
+            f"function that names the arguments it needs"
+        ) from None
+    if "completions" in {parameter.name for parameter in parameters}:
+        raise ValueError(
+            f"'{spec}' takes a list, `completions`; a reward is called once a sample, so take "
+            f"`completion` and return one number"
+        )
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise ValueError(
+                f"'{spec}' takes '{parameter.name}' by position only; arguments are passed by "
+                f"name, so remove the `/` from its signature"
+            )
+    if clash := sorted(args.keys() & set(GIVEN)):
+        raise ValueError(f"args of '{spec}' set {clash}, which every sample brings; rename them")
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters]
+    if unknown := sorted(args.keys() - set(names)):
+        hint = did_you_mean(unknown[0], names) or f" It takes: {', '.join(names) or 'nothing'}."
+        raise ValueError(f"'{spec}' has no parameter '{unknown[0]}', which args set.{hint}")
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """A sentence that names the nearest of `known`, or nothing."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def error_location(error: BaseException) -> str:
+    """`file.py:12: ValueError: text` for the innermost frame of an error in foreign code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - foreign __str__ may do anything
+        text = "(its text cannot be shown)"
+    return f"{where}{type(error).__name__}: {text}"
+
+
+def _import_module(spec: str, location: str) -> ModuleType:
+    try:
+        return importlib.import_module(location)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{location}.".startswith(f"{error.name}."):
+            raise _import_error(spec, error) from error
+        raise ValueError(
+            f"no module '{error.name}' (from '{spec}'); it is looked for in the current folder and "
+            f"in the installed packages"
+        ) from None
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
+        raise _import_error(spec, error) from error
+
+
+def _import_file(spec: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        siblings = [file.name for file in path.parent.glob("*.py")]
+        hint = did_you_mean(path.name, siblings)
+        raise ValueError(f"no file '{path}' (from '{spec}').{hint}")
+    module_name = f"hone_reward_{path.stem}"
+    found = importlib.util.spec_from_file_location(module_name, path.resolve())
+    if found is None or found.loader is None:
+        raise ValueError(f"'{path}' is not a Python file (from '{spec}')")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # so that the file can import its neighbours
+    module = importlib.util.module_from_spec(found)
+    sys.modules[module_name] = module
+    try:
+        found.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
+        raise _import_error(spec, error) from error
+    return module
+
+
+def _import_error(spec: str, error: BaseException) -> ValueError:
+    text = f"importing '{spec}' failed: {error_location(error)}"
+    if isinstance(error, MemoryError) or "failed to map segment" in text:
+        text += " (it may take `reward.memory_limit_gib` of address space)"
+    return ValueError(text)

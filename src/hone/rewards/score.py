@@ -1,0 +1,216 @@
+"""Several named functions score one sample; their weighted sum is its reward.
+
+This is the whole of scoring, without processes: the same code runs in a worker (functions of the
+user, mathematics) and in the caller (trusted built-ins).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from numbers import Real
+from typing import Any
+
+from hone.rewards.resolve import error_location
+from hone.types import FailureKind, Reward, Sample
+
+__all__ = [
+    "InvalidScoreError",
+    "Part",
+    "RewardFunction",
+    "Verdict",
+    "arguments",
+    "read_part",
+    "score",
+    "unique_names",
+]
+
+MAX_DETAIL_CHARS = 2000
+
+
+class InvalidScoreError(Exception):
+    """A reward function returned something that is not a score."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one function said about one sample; None: it does not apply."""
+
+    score: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The outcome for one sample: a reward, or why there is none. Never both."""
+
+    reward: Reward | None = None
+    failure: FailureKind | None = None
+    detail: str = ""
+    seconds: float = 0.0
+
+
+class RewardFunction:
+    """A function with its name, weight and arguments, called with what its signature names."""
+
+    def __init__(
+        self, function: Callable[..., Any], *, name: str, weight: float, args: Mapping[str, Any]
+    ) -> None:
+        self.function = function
+        self.name = name
+        self.weight = weight
+        self.args = args
+        self._parameters = inspect.signature(function).parameters
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+
+    def __call__(self, given: Mapping[str, Any]) -> Part:
+        """Score one sample. Raises InvalidScoreError, or whatever the function raises."""
+        available = {**given["metadata"], **self.args, **given}
+        if self._takes_all:
+            chosen = {key: value for key, value in available.items() if key.isidentifier()}
+        else:
+            chosen = {name: available[name] for name in self._parameters if name in available}
+        for name, parameter in self._parameters.items():
+            required = parameter.default is parameter.empty
+            variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if required and not variable and name not in chosen:
+                columns = ", ".join(sorted(given["metadata"])) or "none"
+                raise TypeError(
+                    f"'{self.name}' needs '{name}', which is neither in its args nor a column of "
+                    f"this row (columns: {columns})"
+                )
+        value = self.function(**chosen)
+        if inspect.isawaitable(value):
+            value = _event_loop().run(_await(value))
+        return read_part(value)
+
+
+def arguments(sample: Sample, *, max_completion_tokens: int) -> dict[str, Any]:
+    """What reward functions may ask for by name: see `resolve.GIVEN`, in that order."""
+    metadata = dict(sample.prompt.metadata)
+    return {
+        "completion": sample.text,
+        "prompt": sample.prompt.text,
+        "answer": sample.prompt.answer,
+        "completion_ids": list(sample.token_ids),
+        "task": sample.prompt.task,
+        "stop_reason": str(sample.stop_reason),
+        "metadata": metadata,
+        "messages": metadata.get("messages"),
+        "max_completion_tokens": max_completion_tokens,
+    }
+
+
+def score(
+    functions: Sequence[RewardFunction],
+    given: Mapping[str, Any],
+    *,
+    on_call: Callable[[int], None] | None = None,
+) -> Verdict:
+    """Call every function and sum weight x score over those that apply.
+
+    `on_call` is told the index of each function just before it is called. An error in a function
+    becomes a failed verdict, never a score.
+    """
+    start = time.perf_counter()
+    parts: list[Part] = []
+    for index, function in enumerate(functions):
+        if on_call is not None:
+            on_call(index)
+        outcome = _attempt(function, given)
+        if isinstance(outcome, Part):
+            parts.append(outcome)
+            continue
+        kind, detail = outcome
+        detail = f"{function.name}: {detail}"[:MAX_DETAIL_CHARS]
+        return Verdict(failure=kind, detail=detail, seconds=time.perf_counter() - start)
+    return _combine(functions, parts, seconds=time.perf_counter() - start)
+
+
+def _attempt(function: RewardFunction, given: Mapping[str, Any]) -> Part | tuple[FailureKind, str]:
+    try:
+        return function(given)
+    except InvalidScoreError as error:
+        return FailureKind.INVALID, str(error)
+    except MemoryError:
+        return FailureKind.OUT_OF_MEMORY, "ran out of memory"
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
+        return FailureKind.EXCEPTION, error_location(error)
+
+
+def _combine(
+    functions: Sequence[RewardFunction], parts: Sequence[Part], *, seconds: float
+) -> Verdict:
+    total, named = 0.0, dict[str, float]()
+    for function, part in zip(functions, parts, strict=True):
+        if part.score is not None:
+            total += function.weight * part.score
+            named[function.name] = part.score
+            named |= {f"{function.name}/{key}": value for key, value in part.metrics.items()}
+    if not named:
+        detail = "every reward function returned None, so nothing scored this sample"
+    elif not math.isfinite(total):
+        detail = f"the weighted sum of {named} is {total}"
+    else:
+        return Verdict(reward=Reward(total=total, parts=named), seconds=seconds)
+    detail = detail[:MAX_DETAIL_CHARS]
+    return Verdict(failure=FailureKind.INVALID, detail=detail, seconds=seconds)
+
+
+def read_part(value: object) -> Part:
+    """Check what a function returned: a number, a bool, None, or a mapping with `score`.
+
+    Raises InvalidScoreError for anything else, and for a number that is not finite.
+    """
+    if not isinstance(value, Mapping):
+        return Part(None if value is None else _finite(value, "a score"))
+    if "score" not in value:
+        raise InvalidScoreError(f"returned a mapping without 'score': keys {list(value)[:20]}")
+    score = value["score"]
+    metrics = {
+        str(key): _finite(item, f"metric '{key}'") for key, item in value.items() if key != "score"
+    }
+    return Part(None if score is None else _finite(score, "a score"), metrics)
+
+
+def _finite(value: object, what: str) -> float:
+    if not isinstance(value, Real):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise InvalidScoreError(
+            f"returned {kind} as {what}; return a number, a bool, None (does not apply) or a dict "
+            f"with 'score' and further numbers"
+        )
+    try:
+        number = float(value)
+    except OverflowError:
+        raise InvalidScoreError(f"returned {what} too large for a float") from None
+    if not math.isfinite(number):
+        raise InvalidScoreError(f"returned {number} as {what}; it must be finite")
+    return number
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """The names in order, the second and later of equals with `_2`, `_3`, ... behind."""
+    unique: list[str] = []
+    for name in names:
+        candidate, number = name, 1
+        while candidate in unique:
+            number += 1
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
+    return unique
+
+
+@cache
+def _event_loop() -> asyncio.Runner:
+    """One event loop for all calls: clients that users keep in a module belong to a loop."""
+    return asyncio.Runner()
+
+
+async def _await(value: Coroutine[Any, Any, object] | Any) -> object:
+    return await value

@@ -1,0 +1,210 @@
+"""Rewards for samples, while the caller goes on with other things.
+
+    with Scorer(cfg.reward, max_completion_tokens=1024) as scorer:
+        scorer.submit(sample)
+        for sample in scorer.poll():
+            sample.reward or sample.failure
+
+Every sample comes back exactly once, with either a reward or a failure. No failure ever turns into
+a number.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from hone.config.reward import RewardConfig
+from hone.rewards.builtin import Builtin, build
+from hone.rewards.pool import Pool, default_num_workers
+from hone.rewards.resolve import function_name
+from hone.rewards.score import RewardFunction, Verdict, arguments, score, unique_names
+from hone.rewards.worker import FunctionSpec, Job
+from hone.types import FailureKind, Sample
+
+__all__ = ["FailureRateError", "Scorer", "ScorerStats", "check_failure_rate"]
+
+LOAD_TIMEOUT_S = 120.0
+"""Deadline of importing the user's modules, which may draw in large libraries from a cold disk."""
+_NUM_TIMES = 10_000
+
+
+class FailureRateError(ValueError):
+    """Too many samples of a step could not be scored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerStats:
+    """Counters since the scorer was made."""
+
+    num_scored: int
+    """Samples with a reward."""
+    num_failed: Mapping[FailureKind, int]
+    """Samples without one, by kind; kinds that never occurred are left out."""
+    num_pending: int
+    num_kills: int
+    """Workers killed at a deadline."""
+    num_restarts: int
+    """Workers started in place of one that ended."""
+    p99_s: float
+    """99th percentile of the time in reward functions, over the last 10,000 samples; nan: none."""
+
+
+class Scorer:
+    """Scores samples by the configured functions.
+
+    Where all of them are trusted built-ins they run here, in `submit`; otherwise all run in worker
+    processes. Raises ValueError for a function that cannot be found, loaded or called as it is
+    configured.
+    """
+
+    def __init__(self, cfg: RewardConfig, *, max_completion_tokens: int) -> None:
+        self._max_completion_tokens = max_completion_tokens
+        self._samples: dict[int, Sample] = {}  # by ticket
+        self._done: list[Sample] = []
+        self._num_submitted = 0
+        self._num_scored = 0
+        self._num_failed: Counter[FailureKind] = Counter()
+        self._times_s: deque[float] = deque(maxlen=_NUM_TIMES)
+        self._inline: list[RewardFunction] = []
+        self._pool: Pool | None = None
+        builtins = _builtins(cfg, max_completion_tokens)
+        names = unique_names([function_name(entry.fn) for entry in cfg.functions])
+        if any(builtin is None or builtin.isolated for builtin in builtins):
+            self._pool = Pool(
+                _job(cfg, names), num_workers=cfg.num_workers or default_num_workers()
+            )
+            return
+        for name, entry, builtin in zip(names, cfg.functions, builtins, strict=True):
+            assert builtin is not None
+            self._inline.append(RewardFunction(builtin, name=name, weight=entry.weight, args={}))
+
+    def submit(self, sample: Sample) -> None:
+        """Begin to score `sample`; `poll` returns it when it is done."""
+        assert sample.reward is None, f"{sample.id=} {sample.reward=}"
+        assert sample.failure is None, f"{sample.id=} {sample.failure=}"
+        given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
+        if self._pool is None:
+            self._finish(sample, score(self._inline, given))
+            return
+        ticket = self._num_submitted
+        self._num_submitted += 1
+        self._samples[ticket] = sample
+        self._pool.submit(ticket, given)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Sample]:
+        """Samples that have come to a verdict; waits at most `timeout_s` for the first one."""
+        if self._pool is not None:
+            for ticket, verdict in self._pool.poll(0.0 if self._done else timeout_s):
+                self._finish(self._samples.pop(ticket), verdict)
+        done, self._done = self._done, []
+        return done
+
+    def score(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Score all of `samples` and return them in the same order. Nothing else may be pending."""
+        assert self.pending == 0, f"{self.pending=}"
+        for sample in samples:
+            self.submit(sample)
+        while self.pending:
+            self.poll(timeout_s=1.0)
+        return list(samples)
+
+    @property
+    def pending(self) -> int:
+        """Samples submitted and not yet returned by `poll`."""
+        return len(self._samples) + len(self._done)
+
+    def stats(self) -> ScorerStats:
+        times = sorted(self._times_s)
+        return ScorerStats(
+            num_scored=self._num_scored,
+            num_failed=dict(self._num_failed),
+            num_pending=self.pending,
+            num_kills=self._pool.num_kills if self._pool else 0,
+            num_restarts=self._pool.num_restarts if self._pool else 0,
+            p99_s=times[math.ceil(0.99 * len(times)) - 1] if times else math.nan,
+        )
+
+    def close(self) -> None:
+        """End all workers and everything they started. Pending samples get no verdict."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _finish(self, sample: Sample, verdict: Verdict) -> None:
+        assert (verdict.reward is None) != (verdict.failure is None), f"{sample.id=} {verdict=}"
+        sample.reward = verdict.reward
+        sample.failure = verdict.failure
+        sample.failure_detail = verdict.detail
+        if verdict.failure is None:
+            self._num_scored += 1
+        else:
+            self._num_failed[verdict.failure] += 1
+        self._times_s.append(verdict.seconds)
+        self._done.append(sample)
+
+
+def check_failure_rate(samples: Sequence[Sample], limit: float) -> None:
+    """Raise FailureRateError where the share of failed samples exceeds `limit` (0 to 1).
+
+    Its text names the most frequent kind of failure, with one example.
+    """
+    failed = [sample for sample in samples if sample.failure is not None]
+    if not failed or len(failed) <= limit * len(samples):
+        return
+    kinds = Counter(sample.failure for sample in failed)
+    (kind, count), *others = kinds.most_common()
+    example = next(sample for sample in failed if sample.failure is kind)
+    also = "".join(f", {number} x {other}" for other, number in others)
+    raise FailureRateError(
+        f"{len(failed)} of {len(samples)} samples have no reward, more than the allowed "
+        f"{limit:.0%} (`reward.max_failure_rate`): {count} x {kind}{also}. For example sample "
+        f"{example.id}: {example.failure_detail or 'no detail'}"
+    )
+
+
+def _builtins(cfg: RewardConfig, max_completion_tokens: int) -> list[Builtin | None]:
+    """The built-in behind each function, None for the user's own, which are not touched here."""
+    if not cfg.functions:
+        raise ValueError("`reward.functions` is empty; name at least one, such as `exact_match`")
+    builtins: list[Builtin | None] = []
+    for index, entry in enumerate(cfg.functions):
+        builtin = None
+        if ":" not in entry.fn:
+            try:
+                builtin = build(entry.fn, entry.args)
+                builtin.check_limit(max_completion_tokens)
+            except ValueError as error:
+                raise ValueError(f"reward.functions[{index}] ({entry.fn}): {error}") from None
+        builtins.append(builtin)
+    return builtins
+
+
+def _job(cfg: RewardConfig, names: Sequence[str]) -> Job:
+    return Job(
+        functions=tuple(
+            FunctionSpec(name=name, spec=entry.fn, weight=entry.weight, args=dict(entry.args))
+            for name, entry in zip(names, cfg.functions, strict=True)
+        ),
+        timeout_s=cfg.timeout_s,
+        load_timeout_s=LOAD_TIMEOUT_S,
+        memory_limit_bytes=int(cfg.memory_limit_gib * 2**30),
+        driver_pid=os.getpid(),
+        import_path=tuple(sys.path),
+    )

@@ -1,0 +1,31 @@
+"""The nursery with one planted bug, named by the environment variable MUTANT."""
+
+import os
+
+from hone.rewards import nursery, score, worker
+
+MUTANTS = {
+    "": lambda: None,
+    "no deadline": lambda: setattr(nursery._Nursery, "_kill_overdue", lambda self: 0.1),
+    "no memory limit": lambda: setattr(worker.resource, "setrlimit", lambda *_: None),
+    "orphans live": lambda: (
+        setattr(nursery, "_kill", lambda child: None),
+        setattr(worker, "_kill_children", lambda *, keep: None),
+        setattr(nursery, "_SHUT_DOWN_S", 0.1),
+    ),
+    "stays behind": lambda: setattr(nursery._Nursery, "shut_down", lambda self: None),
+    "errors score 0": lambda: setattr(score, "_attempt", zero_for_errors(score._attempt)),
+}
+
+
+def zero_for_errors(attempt):
+    def mutant(function, given):
+        outcome = attempt(function, given)
+        return outcome if isinstance(outcome, score.Part) else score.Part(0.0)
+
+    return mutant
+
+
+if __name__ == "__main__":
+    MUTANTS[os.environ["MUTANT"]]()
+    nursery.main()

@@ -1,0 +1,250 @@
+"""Scoring code that loops, forks, eats memory or crashes costs one sample and nothing else."""
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hone.rewards.pool import Pool
+from hone.rewards.scorer import Scorer
+from hone.types import FailureKind
+from tests.rewards.misbehaving import CRASHING, GREEDY, HANGING, INVALID, LEAVING, RAISING
+from tests.rewards.scoring import LIMIT_S, Processes, config, make_sample, misbehaving_scorer, plant
+
+KINDS = {
+    FailureKind.TIMEOUT: HANGING,
+    FailureKind.OUT_OF_MEMORY: GREEDY,
+    FailureKind.CRASH: CRASHING,
+    FailureKind.EXCEPTION: RAISING,
+    FailureKind.INVALID: INVALID,
+}
+ACTIONS = [(action, kind) for kind, actions in KINDS.items() for action in actions]
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    return Processes(monkeypatch)
+
+
+def check_verdict(scorer, action, kind):
+    """The action costs its sample, in time, and the samples around it nothing."""
+    good = [make_sample("good", index=i) for i in range(4)]
+    bad = make_sample(action, index=4)
+    start = time.monotonic()
+    scorer.score([*good[:2], bad, *good[2:]])
+    assert time.monotonic() - start < LIMIT_S + 1.0
+    assert bad.failure is kind, bad.failure_detail
+    assert bad.reward is None
+    assert bad.failure_detail.startswith("score") or kind is FailureKind.INVALID
+    assert all(sample.valid and sample.reward.total == 1.0 for sample in good)
+
+
+def check_no_survivor(scorer, processes, actions):
+    """After the calls only the nursery and its two workers run."""
+    scorer.score([make_sample(action, index=i) for i, action in enumerate(actions)])
+    found = processes.wait_until(lambda found: len(found) <= 3, timeout_s=1.0)
+    assert len(found) <= 3, found
+    assert "sleep 1000" not in found.values()
+
+
+@pytest.fixture(scope="module")
+def shared_scorer():
+    with misbehaving_scorer() as scorer:
+        scorer.score([make_sample("good")])
+        yield scorer
+
+
+@pytest.mark.parametrize(("action", "kind"), ACTIONS, ids=[action for action, _ in ACTIONS])
+def test_R13_verdict_in_time_and_others_unaffected(shared_scorer, action, kind):
+    check_verdict(shared_scorer, action, kind)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "action", "kind"),
+    [
+        ("no deadline", "nap", FailureKind.TIMEOUT),
+        ("no memory limit", "reserve", FailureKind.OUT_OF_MEMORY),
+        ("errors score 0", "raise", FailureKind.EXCEPTION),
+    ],
+)
+def test_R13_verdict_check_catches(monkeypatch, shared_scorer, mutant, action, kind):
+    check_verdict(shared_scorer, action, kind)
+    plant(monkeypatch, mutant)
+    with misbehaving_scorer() as scorer, pytest.raises(AssertionError):
+        check_verdict(scorer, action, kind)
+
+
+def test_R13_no_survivor(processes):
+    with misbehaving_scorer() as scorer:
+        check_no_survivor(scorer, processes, [*LEAVING, "good"])
+        check_no_survivor(scorer, processes, ["daemon and hang", "fork and segfault"])
+        left_processes_behind = scorer.score([make_sample(action) for action in LEAVING])
+        assert [sample.reward.total for sample in left_processes_behind] == [1.0] * len(LEAVING)
+    assert processes.commands() == {}
+
+
+def test_R13_no_survivor_check_catches_orphans(monkeypatch, processes):
+    plant(monkeypatch, "orphans live")
+    with misbehaving_scorer() as scorer, pytest.raises(AssertionError):
+        check_no_survivor(scorer, processes, ["daemon", "background"])
+    processes.kill()
+
+
+def test_R13_close_ends_running_calls_and_their_children(processes):
+    scorer = misbehaving_scorer(timeout_s=100.0)
+    for action in ("daemon and hang", "subprocess session", "loop in C", "good"):
+        scorer.submit(make_sample(action))
+    assert scorer.poll(0.3) == []
+    assert len(processes.commands()) >= 5  # nursery, two workers, and what they started
+    start = time.monotonic()
+    scorer.close()
+    assert time.monotonic() - start < 1.0
+    assert processes.commands() == {}
+
+
+DRIVER = f"""
+    import sys, time
+    sys.path[:0] = [{str(Path(__file__).parents[2])!r}]
+    from tests.rewards.scoring import make_sample, misbehaving_scorer, pool
+    pool.NURSERY = sys.argv[1]
+    scorer = misbehaving_scorer(timeout_s=100.0)
+    scorer.submit(make_sample("daemon and hang"))
+    scorer.submit(make_sample("subprocess session"))
+    scorer.poll(0.3)
+    print("ready", flush=True)
+    time.sleep(100)
+"""
+
+
+def check_dies_with_driver(processes, nursery):
+    """kill -9 of the driver ends the nursery, the workers and what these started."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DRIVER), nursery], stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout.readline() == "ready\n"
+    assert len(processes.commands()) >= 6
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    assert processes.wait_until(lambda found: not found) == {}
+
+
+def test_R13_killing_the_driver_leaves_nothing(processes):
+    check_dies_with_driver(processes, "hone.rewards.nursery")
+
+
+def test_R13_driver_check_catches_a_nursery_that_leaves_things_behind(monkeypatch, processes):
+    plant(monkeypatch, "stays behind")
+    with pytest.raises(AssertionError):
+        check_dies_with_driver(processes, "tests.rewards.mutant_nursery")
+    processes.kill()
+
+
+def check_good_samples_do_not_wait():
+    """With 0.5 % stuck, the other worker does all others before the deadline strikes."""
+    with misbehaving_scorer("worker_id", timeout_s=1.5) as scorer:
+        scorer.score([make_sample("good", index=i) for i in range(100)])  # learns that it is fast
+        samples = [make_sample("good", index=i) for i in range(198)]
+        samples.insert(100, make_sample("loop in C", index=198))
+        for sample in samples:
+            scorer.submit(sample)
+        order = []
+        while scorer.pending:
+            order += scorer.poll(1.0)
+    assert len(order) == 199
+    assert order[-1].text == "loop in C"
+    assert order[-1].failure is FailureKind.TIMEOUT
+    pids = {sample.reward.parts["worker_id/pid"] for sample in order[:-1]}
+    assert len(pids) == 2  # the stuck worker's share until it got stuck, and the other worker's
+    assert scorer.stats().num_kills == 1
+
+
+def test_R13_good_samples_do_not_wait_for_a_stuck_one():
+    check_good_samples_do_not_wait()
+
+
+def test_R13_waiting_check_catches_samples_left_behind_a_stuck_one(monkeypatch):
+    monkeypatch.setattr(Pool, "_take_back_from_stalled", lambda self: None)
+    with pytest.raises(AssertionError):
+        check_good_samples_do_not_wait()
+
+
+def test_R13_deadline_holds_while_the_driver_is_away(processes):
+    with misbehaving_scorer() as scorer:
+        scorer.score([make_sample("good")])
+        scorer.submit(make_sample("subprocess"))
+        time.sleep(LIMIT_S + 0.3)  # an optimizer step, say: nobody polls
+        assert "sleep 1000" not in processes.commands().values()
+        (sample,) = scorer.poll(0.2)
+        assert sample.failure is FailureKind.TIMEOUT
+
+
+def test_R13_nursery_killed_by_someone_else(processes):
+    with misbehaving_scorer() as scorer:
+        scorer.submit(make_sample("sleep"))
+        nursery = psutil.Process(scorer._pool._process.pid)
+        nursery.kill()
+        with pytest.raises(RuntimeError, match="reward workers ended"):
+            scorer.poll(2.0)
+    assert processes.wait_until(lambda found: not found) == {}
+
+
+def test_async_functions_score_and_are_killed():
+    with misbehaving_scorer("asynchronous") as scorer:
+        good, wrong, hang = scorer.score([make_sample(t) for t in ("good", "wrong", "hang")])
+    assert (good.reward.total, wrong.reward.total) == (1.0, 0.0)
+    assert hang.failure is FailureKind.TIMEOUT
+
+
+def test_large_samples_pass_while_a_worker_is_stuck():
+    """Requests larger than a socket's buffer neither block the driver nor get lost."""
+    with misbehaving_scorer(num_workers=1) as scorer:
+        scorer.score([make_sample("good", index=i) for i in range(50)])
+        samples = [make_sample("good", index=i, blob="x" * 300_000) for i in range(20)]
+        start = time.monotonic()
+        scorer.submit(make_sample("sleep", blob="x" * 2_000_000))
+        for sample in samples:
+            scorer.submit(sample)
+        assert time.monotonic() - start < LIMIT_S
+        while scorer.pending:
+            scorer.poll(1.0)
+    assert all(sample.valid for sample in samples)
+
+
+PATHOLOGICAL = {
+    "power tower": r"\boxed{9^{9^{9^{9}}}}",
+    "power tower in Python": "The answer is 9**9**9**9",
+    "factorials": r"\boxed{((9!)!)!}",
+    "deep fraction": r"\boxed{" + r"\frac{1}{1+" * 300 + "x" + "}" * 301,
+    "deep roots": r"\boxed{" + r"\sqrt{" * 400 + "2" + "}" * 401,
+    "parentheses": r"\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}",
+    "open braces": r"\boxed{" * 3000,
+    "sum": r"\boxed{\sum_{n=1}^{10^{12}} \frac{1}{n^n}}",
+    "integral": r"\boxed{\int_0^1 \sin(\cos(x^x)) e^{x^3} dx}",
+    "digits": "9" * 200_000,
+}
+
+
+def test_R13_pathological_mathematics():
+    texts = PATHOLOGICAL.values()
+    samples = [make_sample(text, answer="42", index=i) for i, text in enumerate(texts)]
+    good = [make_sample(r"so it is \boxed{42}", answer="42", index=i) for i in range(100, 140)]
+    with Scorer(config("math"), max_completion_tokens=64) as scorer:
+        start = time.monotonic()
+        scorer.score([*samples, *good])
+        assert time.monotonic() - start < len(samples) * (LIMIT_S + 1.0) / 2
+    assert all(sample.reward.total == 1.0 for sample in good)
+    for sample in samples:
+        killed = sample.failure in (FailureKind.TIMEOUT, FailureKind.OUT_OF_MEMORY)
+        assert killed or sample.reward.total == 0.0, (sample.text[:40], sample.failure_detail)
+    assert sum(sample.failure is FailureKind.TIMEOUT for sample in samples) >= 5
+
+
+def test_no_torch_anywhere():
+    code = "import hone.rewards.scorer, hone.rewards.nursery, sys; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "False\n"
