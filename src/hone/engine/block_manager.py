@@ -1,0 +1,144 @@
+"""Who owns which KV block, and which blocks hold a prefix that others can reuse.
+
+A *full* block is published under the key (chain id of the block before it, its token ids). Every
+published block gets a chain id that is never used again, so a chain id stands for exactly one
+token prefix under one set of weights: the lookup is a walk down a trie and cannot collide. The root
+of the trie is replaced at every change of weights, so that a key of older weights can never match.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from itertools import count
+
+from hone.engine.sequence import Sequence
+
+__all__ = ["BlockManager"]
+
+Key = tuple[int, tuple[int, ...]]
+
+
+class BlockManager:
+    """Free list, reference counts and prefix cache of `num_blocks` blocks.
+
+    A block is in one of three places: in the tables of `refs > 0` sequences; *idle*, unreferenced
+    but still holding a published prefix, evicted least recently used first; or free.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._refs = [0] * num_blocks
+        self._keys: list[Key | None] = [None] * num_blocks
+        self._published: dict[Key, tuple[int, int]] = {}  # -> block, its chain id
+        self._chain_ids = count()
+        self._root = next(self._chain_ids)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now, idle ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks that sequences hold, 0 to 1."""
+        return 1.0 - self.num_available / self.num_blocks
+
+    def invalidate_prefixes(self) -> None:
+        """No block published until now can be found any more: its weights or its memory are gone.
+
+        Running sequences keep their blocks; what they publish later hangs below the old root.
+        """
+        self._root = next(self._chain_ids)
+
+    def allocate(self, sequence: Sequence, *, reserve: int) -> bool:
+        """Give a waiting sequence blocks for all its tokens, reusing cached ones.
+
+        Leaves at least one token to compute. Changes nothing and returns False when fewer than
+        `reserve` blocks would remain.
+        """
+        assert not sequence.block_table, f"{sequence.block_table=}"
+        blocks, chain = self._match(sequence.token_ids)
+        num_new = -(-len(sequence.token_ids) // self.block_size) - len(blocks)
+        num_idle = sum(self._refs[block] == 0 for block in blocks)
+        if self.num_available - num_idle - num_new < reserve:
+            return False
+        for block in blocks:
+            self._refs[block] += 1
+            self._idle.pop(block, None)
+        sequence.num_computed = len(blocks) * self.block_size
+        sequence.num_published = len(blocks)
+        sequence.chain = chain
+        sequence.block_table = blocks + [self._take() for _ in range(num_new)]
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Make room for a decoding sequence's pending token; False when no block is left."""
+        if len(sequence.token_ids) > len(sequence.block_table) * self.block_size:
+            if not self.num_available:
+                return False
+            sequence.block_table.append(self._take())
+        return True
+
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Offer the blocks that lie within the first `num_tokens` tokens to later sequences.
+
+        The caller warrants that these are written before any sequence admitted from now on reads
+        them: in an earlier step, or by the same forward, which writes before it attends.
+        """
+        if not self.enable_prefix_caching:
+            return
+        size = self.block_size
+        while (end := (sequence.num_published + 1) * size) <= num_tokens:
+            key = sequence.chain, tuple(sequence.token_ids[end - size : end])
+            found = self._published.get(key)
+            if found is None:
+                block = sequence.block_table[sequence.num_published]
+                found = self._published[key] = block, next(self._chain_ids)
+                self._keys[block] = key
+            sequence.chain = found[1]
+            sequence.num_published += 1
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks back; published ones stay findable until evicted."""
+        for block in reversed(sequence.block_table):  # so that chains are evicted from their end
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+        sequence.block_table = []
+        sequence.num_computed = sequence.num_published = 0
+
+    def _match(self, token_ids: Seq[int]) -> tuple[list[int], int]:
+        """The longest published prefix that leaves a token over: its blocks and chain id."""
+        blocks: list[int] = []
+        chain = self._root
+        if self.enable_prefix_caching:
+            for start in range(0, len(token_ids) - self.block_size, self.block_size):
+                found = self._published.get(
+                    (chain, tuple(token_ids[start : start + self.block_size]))
+                )
+                if found is None:
+                    break
+                blocks.append(found[0])
+                chain = found[1]
+        return blocks, chain
+
+    def _take(self) -> int:
+        """A block with one reference, evicting the idle block unused for longest if need be."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            key = self._keys[block]
+            assert key is not None, f"{block=}"
+            del self._published[key]
+            self._keys[block] = None
+        self._refs[block] = 1
+        return block

@@ -1,0 +1,160 @@
+"""From logits to tokens, with the log-probability of each under the distribution it was drawn from.
+
+The token of a request depends on its own logits, its seed and the number of tokens it has sampled,
+never on the batch: one uniform number is hashed from (seed, position) and put through the inverse
+cumulative distribution in vocabulary order. Letters: B sequences, V vocabulary.
+
+Filters are applied in the order temperature, min-p, top-k, top-p, each on what the ones before it
+left, as vLLM does. Greedy requests (temperature 0) report the log-probability without temperature
+or filters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hone.types import SamplingParams
+
+__all__ = ["SamplingBatch", "SamplingTable", "sample", "scale_and_filter", "uniforms"]
+
+_MASK = (1 << 64) - 1
+_UNIFORM_BITS = 48
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of the lowest 64 bits of `value`."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(bits: Tensor, by: int) -> Tensor:
+    return (bits >> by) & ((1 << (64 - by)) - 1)  # torch shifts int64 arithmetically
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele et al., OOPSLA 2014) on int64 tensors that wrap."""
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+    return bits ^ _shift_right(bits, 31)
+
+
+def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """One float64 in [0, 1) for each (seed, position), both int64: a multiple of 2**-48."""
+    stream = _mix(seeds_B + _GAMMA)  # neighbouring seeds must not give overlapping streams
+    bits = _mix(stream + (positions_B + 1) * _GAMMA)
+    return _shift_right(bits, 64 - _UNIFORM_BITS).double() * 2.0**-_UNIFORM_BITS
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """Sampling parameters of B sequences on the device; None where no sequence uses one."""
+
+    seeds: Tensor  # [B] int64
+    temperatures: Tensor | None  # [B, 1] float32; 1 for greedy sequences
+    greedy: Tensor | None  # [B] bool
+    min_ps: Tensor | None  # [B, 1] float32
+    top_ks: Tensor | None  # [B, 1] int64
+    top_ps: Tensor | None  # [B, 1] float32
+
+
+class SamplingTable:
+    """Sampling parameters by slot, on the host; written once when a sequence gets its slot."""
+
+    def __init__(self, num_slots: int, *, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._seeds = np.zeros(num_slots, np.int64)
+        self._temperatures = np.ones(num_slots, np.float32)
+        self._greedy = np.zeros(num_slots, np.bool_)
+        self._min_ps = np.zeros(num_slots, np.float32)
+        self._top_ks = np.full(num_slots, vocab_size, np.int64)
+        self._top_ps = np.ones(num_slots, np.float32)
+
+    def write(self, slot: int, params: SamplingParams) -> None:
+        """Store the parameters of the sequence in `slot`; filters cannot change a greedy choice."""
+        greedy = params.temperature == 0
+        self._seeds[slot] = _signed(params.seed)
+        self._greedy[slot] = greedy
+        self._temperatures[slot] = 1.0 if greedy else params.temperature
+        self._min_ps[slot] = 0.0 if greedy else params.min_p
+        keep_all = greedy or not 0 < params.top_k < self._vocab_size
+        self._top_ks[slot] = self._vocab_size if keep_all else params.top_k
+        self._top_ps[slot] = 1.0 if greedy else params.top_p
+
+    def select(self, slots: NDArray[np.int64]) -> SamplingBatch:
+        """The parameters of the sequences in `slots`, in that order."""
+
+        def put(values: NDArray[np.generic], *, used: bool) -> Tensor | None:
+            if not used:
+                return None
+            return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+        seeds = put(self._seeds[slots], used=True)
+        assert seeds is not None
+        greedy = self._greedy[slots]
+        temperatures = self._temperatures[slots, None]
+        min_ps, top_ks = self._min_ps[slots, None], self._top_ks[slots, None]
+        top_ps = self._top_ps[slots, None]
+        return SamplingBatch(
+            seeds=seeds,
+            temperatures=put(temperatures, used=bool((temperatures != 1).any())),
+            greedy=put(greedy, used=bool(greedy.any())),
+            min_ps=put(min_ps, used=bool((min_ps > 0).any())),
+            top_ks=put(top_ks, used=bool((top_ks < self._vocab_size).any())),
+            top_ps=put(top_ps, used=bool((top_ps < 1).any())),
+        )
+
+
+def scale_and_filter(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
+    """Logits of the distribution that is sampled from: tempered, dropped tokens at -inf.
+
+    The most probable token is always kept. Ties at a border go to the lower token id.
+    """
+    if params.temperatures is not None:
+        logits_BV = logits_BV / params.temperatures
+    if params.min_ps is not None:
+        least = logits_BV.amax(-1, keepdim=True) + params.min_ps.log()
+        logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
+    if params.top_ks is None and params.top_ps is None:
+        return logits_BV
+    sorted_BV, order_BV = torch.sort(logits_BV, stable=True, dim=-1, descending=True)
+    drop_BV = torch.zeros_like(sorted_BV, dtype=torch.bool)
+    if params.top_ks is not None:
+        drop_BV = torch.arange(sorted_BV.shape[-1], device=drop_BV.device) >= params.top_ks
+        sorted_BV = sorted_BV.masked_fill(drop_BV, -torch.inf)
+    if params.top_ps is not None:
+        probs_BV = sorted_BV.softmax(-1)
+        before_BV = probs_BV.cumsum(-1) - probs_BV  # mass of the more probable tokens
+        reached_BV = (before_BV >= params.top_ps) & (params.top_ps < 1)
+        reached_BV[:, 0] = False
+        drop_BV = drop_BV | reached_BV
+    return logits_BV.masked_fill(drop_BV.scatter(-1, order_BV, drop_BV), -torch.inf)
+
+
+def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token for each row of float32 logits.
+
+    `positions_B` (int64) counts the tokens each sequence has sampled before. Returns token ids
+    [B] int64 and their log-probabilities [B] float32.
+    """
+    logprobs_BV = scale_and_filter(logits_BV, params).log_softmax(-1)
+    # float64: the steps of a float32 sum over a large vocabulary would swallow improbable tokens.
+    cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
+    levels_B1 = uniforms(params.seeds, positions_B).unsqueeze(-1) * cumulative_BV[:, -1:]
+    token_ids_B1 = torch.searchsorted(cumulative_BV, levels_B1, right=True)
+    # Logits that are not numbers give no crossing; the log-probability then tells.
+    token_ids_B1 = token_ids_B1.clamp_(max=logits_BV.shape[-1] - 1)
+    if params.greedy is not None:
+        best_B1 = logits_BV.argmax(-1, keepdim=True)
+        token_ids_B1 = torch.where(params.greedy.unsqueeze(-1), best_B1, token_ids_B1)
+    return token_ids_B1.squeeze(-1), logprobs_BV.gather(-1, token_ids_B1).squeeze(-1)

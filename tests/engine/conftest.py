@@ -1,0 +1,65 @@
+from dataclasses import dataclass
+
+import pytest
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from hone.config.engine import EngineConfig
+from hone.config.model import ModelConfig
+from hone.engine import EmbeddedEngine
+from hone.models.load import load_model
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
+
+FAMILY_FIELDS = {
+    "qwen3": {},
+    "llama": {},
+    "gemma2": {"sliding_window": 9, "query_pre_attn_scalar": 16, "num_layers": 3},
+    "mistral": {"sliding_window": 7},
+}
+
+
+@dataclass(slots=True)
+class Models:
+    """The same weights twice: with our attention, and the stock model as a reference."""
+
+    hone: PreTrainedModel
+    plain: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def engine(self, *, eos_token_ids=(), with_tokenizer=False, **fields):
+        fields = {"block_size": 4, "max_num_seqs": 8, "max_model_len": 64, **fields}
+        return EmbeddedEngine(
+            self.hone,
+            EngineConfig(**fields),
+            eos_token_ids=eos_token_ids,
+            tokenizer=self.tokenizer if with_tokenizer else None,
+        )
+
+
+@pytest.fixture(scope="session")
+def make_models(tmp_path_factory):
+    made = {}
+
+    def make(family="qwen3"):
+        if family not in made:
+            tokenizer = make_char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789")
+            fields = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
+            fields |= {"head_dim": 8, "intermediate_size": 64, "initializer_range": 0.25}
+            folder = make_tiny_model(
+                tmp_path_factory.mktemp(family),
+                family=family,
+                tokenizer=tokenizer,
+                seed=5,
+                **fields | FAMILY_FIELDS[family],
+            )
+            plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+            made[family] = Models(
+                load_model(ModelConfig(path=str(folder)), device="cpu", seed=0), plain, tokenizer
+            )
+        return made[family]
+
+    return make
+
+
+@pytest.fixture
+def models(make_models):
+    return make_models("qwen3")

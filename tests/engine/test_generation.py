@@ -1,0 +1,211 @@
+"""What the engine samples, against generation by full recomputation with the stock model."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hone.engine import model_runner
+from hone.types import Request, SamplingParams, StopReason
+from tests.engine import reference
+from tests.engine.conftest import FAMILY_FIELDS
+
+PARAMS = [
+    SamplingParams(max_tokens=14, temperature=0),
+    SamplingParams(max_tokens=20, seed=1),
+    SamplingParams(max_tokens=20, seed=2),
+    SamplingParams(max_tokens=9, temperature=0.6, top_p=0.9, seed=3),
+    SamplingParams(max_tokens=16, temperature=1.4, top_k=5, seed=4),
+    SamplingParams(max_tokens=12, temperature=0.8, top_k=9, top_p=0.7, min_p=0.05, seed=5),
+]
+
+
+def make_requests(seed=0, params=PARAMS):
+    """Two groups of three with a common prompt beginning, then singles of other lengths."""
+    draw = random.Random(seed)
+    stem = draw.choices(range(3, 39), k=7)
+    prompts = [stem + draw.choices(range(3, 39), k=k) for k in (6, 3)]
+    prompts = [prompts[0]] * 3 + [prompts[1]] * 2 + [draw.choices(range(3, 39), k=1)]
+    return [
+        Request(id=str(i), prompt_ids=tuple(prompts[i % 6]), sampling=one)
+        for i, one in enumerate(params)
+    ]
+
+
+def run(engine, requests):
+    """Submit at once and drive to the end: completions by id."""
+    engine.submit(requests)
+    done = {}
+    while engine.has_unfinished:
+        for completion in engine.step():
+            done[completion.request_id] = completion
+    return done
+
+
+def check_against_recomputation(models, requests, done, eos_token_ids=()):
+    for request in requests:
+        completion = done[request.id]
+        tokens, logprobs = reference.generate(
+            models.plain, request.prompt_ids, request.sampling, eos_token_ids
+        )
+        assert completion.token_ids == tokens
+        np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILY_FIELDS)
+def test_R4_generation_equals_full_recomputation(make_models, family):
+    models = make_models(family)
+    requests = make_requests()
+    check_against_recomputation(models, requests, run(models.engine(), requests))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_num_batched_tokens": 5},
+        {"max_num_batched_tokens": 1},
+        {"max_num_seqs": 2},
+        {"block_size": 1},
+        {"block_size": 16},
+        {"block_size": 64},
+        {"enable_prefix_caching": False},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 7, "max_num_seqs": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_samples_do_not_depend_on_the_engine_settings(make_models, family, fields):
+    models = make_models(family)
+    requests = make_requests()
+    assert_equal(run(models.engine(), requests), run(models.engine(**fields), requests))
+
+
+def test_samples_do_not_depend_on_the_batch(models):
+    requests = make_requests()
+    together = run(models.engine(), requests)
+    engine = models.engine()
+    alone = {}
+    for request in reversed(requests):
+        alone |= run(engine, [request])
+    assert_equal(together, alone)
+
+
+def test_samples_do_not_depend_on_preemption(models):
+    requests = [
+        replace(request, sampling=replace(request.sampling, max_tokens=30))
+        for request in make_requests()
+    ]
+    tight = models.engine(kv_cache_gib=tight_cache_gib(models, num_blocks=17))
+    free = models.engine()
+    assert_equal(run(free, requests), run(tight, requests))
+    assert tight.stats().num_preemptions > 2
+    assert free.stats().num_preemptions == 0
+    assert tight.stats().num_prompt_tokens == free.stats().num_prompt_tokens
+
+
+def tight_cache_gib(models, *, num_blocks, block_size=4):
+    config = models.hone.config
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    return (num_blocks + 0.5) * block_size * token_bytes / 2**30
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name, completion in left.items():
+        other = right[name]
+        assert completion.token_ids == other.token_ids
+        assert completion.stop_reason == other.stop_reason
+        np.testing.assert_allclose(completion.logprobs, other.logprobs, atol=1e-4, rtol=0)
+
+
+def test_resumed_requests_go_on_as_if_never_interrupted(models):
+    requests = make_requests()
+    whole = run(models.engine(), requests)
+    engine = models.engine()
+    engine.submit(requests)
+    for _ in range(5):
+        engine.step()
+    parts = engine.abort([request.id for request in requests])
+    assert [part.stop_reason for part in parts] == [StopReason.ABORT] * len(requests)
+    assert all(len(part.token_ids) == 5 for part in parts)
+    assert not engine.has_unfinished
+    assert engine.stats().kv_cache_usage == 0
+    resumed = [
+        replace(request, resumed=part, priority=-1)
+        for request, part in zip(requests, parts, strict=True)
+    ]
+    assert_equal(whole, run(models.engine(), resumed))
+
+
+@pytest.mark.parametrize("params", PARAMS[3:], ids=str)
+def test_R4_planted_logprob_before_temperature_is_caught(models, monkeypatch, params):
+    def wrong(logits, sampling, positions):
+        tokens, _ = correct(logits, sampling, positions)
+        return tokens, logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+    correct = model_runner.sample
+    monkeypatch.setattr(model_runner, "sample", wrong)
+    requests = make_requests(params=[params])
+    with pytest.raises(AssertionError):
+        check_against_recomputation(models, requests, run(models.engine(), requests))
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_R4_planted_position_bugs_are_caught(models, monkeypatch, shift):
+    correct = model_runner.hidden_states
+
+    def wrong(model, input_ids, position_ids, context):
+        if context.is_decode:  # prefill right, decode off by one
+            position_ids = position_ids + shift
+        return correct(model, input_ids, position_ids, context)
+
+    monkeypatch.setattr(model_runner, "hidden_states", wrong)
+    requests = make_requests()
+    with pytest.raises(AssertionError):
+        check_against_recomputation(models, requests, run(models.engine(), requests))
+
+
+def test_a_step_that_fails_leaves_no_trace(models, monkeypatch):
+    requests = make_requests()
+    expected = run(models.engine(), requests)
+    correct = model_runner.hidden_states
+    calls = 0
+
+    def flaky(*args):
+        nonlocal calls
+        calls += 1
+        if calls in (1, 4, 5):
+            raise RuntimeError("out of memory")
+        return correct(*args)
+
+    monkeypatch.setattr(model_runner, "hidden_states", flaky)
+    engine = models.engine()
+    engine.submit(requests)
+    done, num_failures = {}, 0
+    while engine.has_unfinished:
+        try:
+            done |= {completion.request_id: completion for completion in engine.step()}
+        except RuntimeError:
+            num_failures += 1
+    assert num_failures == 3
+    assert_equal(expected, done)
+
+
+def test_counters(models):
+    engine = models.engine()
+    prompt = tuple(range(3, 16))
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    requests = [Request(id=str(i), prompt_ids=prompt, sampling=params) for i in range(3)]
+    engine.submit(requests)
+    assert engine.stats().num_waiting == 3
+    engine.step()
+    assert engine.stats().num_running == 3
+    assert engine.stats().kv_cache_usage > 0
+    done = run(engine, [])
+    stats = engine.stats()
+    assert [done[str(i)].num_cached_tokens for i in range(3)] == [0, 12, 12]
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens) == (39, 24)
+    assert (stats.num_generated_tokens, stats.num_steps) == (12, 4)
+    assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+    assert stats.busy_s > 0

@@ -1,0 +1,241 @@
+"""Weight versions, the prefix cache across them, and the order of sync, sleep and wake."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from hone.engine import EmbeddedEngine, EngineState
+from hone.engine.block_manager import BlockManager
+from hone.models import manifest
+from hone.models.decoder import alias_module
+from hone.types import Request, SamplingParams
+from tests.engine.test_generation import assert_equal, make_requests, run
+
+PROMPT = Request(
+    id="a", prompt_ids=tuple(range(3, 20)), sampling=SamplingParams(max_tokens=12, seed=3)
+)
+
+
+@pytest.fixture
+def own(make_models):
+    """Models whose weights a test may change: a copy that shares nothing."""
+    models = make_models("qwen3")
+    shared = {name: value.clone() for name, value in models.hone.state_dict().items()}
+    copied = alias_module(models.hone)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.data = parameter.data.clone()
+    assert all(torch.equal(value, shared[name]) for name, value in copied.state_dict().items())
+    return replace(models, hone=copied)
+
+
+def change_weights(model, seed=0, scale=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * parameter.std() * scale)
+
+
+def push(engine, version):
+    engine.begin_sync()
+    engine.finish_sync(manifest.build_manifest(engine.named_weights(), version))
+
+
+def check_new_weights_see_no_old_keys(models):
+    """The first requests under new weights equal those of an engine that never saw the old."""
+    engine = models.engine()
+    before = run(engine, [PROMPT])["a"]
+    assert run(engine, [replace(PROMPT, id="b")])["b"].num_cached_tokens == 16
+    change_weights(models.hone)
+    push(engine, 1)
+    requests = [PROMPT, *(replace(PROMPT, id=f"{i}") for i in range(2))]
+    after = run(engine, requests)
+    assert [after[name].num_cached_tokens for name in ("a", "0", "1")] == [0, 16, 16]
+    assert_equal(after, run(models.engine(), requests))
+    assert before.token_ids != after["a"].token_ids
+    assert after["a"].weight_versions == [1] * 12
+
+
+def test_R9_cached_keys_belong_to_a_weight_version(own):
+    check_new_weights_see_no_old_keys(own)
+
+
+def test_R9_planted_unversioned_key_is_caught(own, monkeypatch):
+    monkeypatch.setattr(BlockManager, "invalidate_prefixes", lambda self: None)
+    with pytest.raises(AssertionError):
+        check_new_weights_see_no_old_keys(own)
+
+
+def test_R9_versions_may_come_back(own):
+    """A version number that is pushed again with other weights is still another set of weights."""
+    engine = own.engine()
+    push(engine, 5)
+    run(engine, [PROMPT])
+    change_weights(own.hone)
+    push(engine, 5)
+    assert_equal(run(engine, [PROMPT]), run(own.engine(), [PROMPT]))
+
+
+def check_sequences_in_flight(models):
+    engine = models.engine()
+    engine.submit([PROMPT])
+    for _ in range(5):
+        engine.step()
+    change_weights(models.hone)
+    push(engine, 7)
+    done = run(engine, [replace(PROMPT, id="new")])
+    assert done["a"].weight_versions == [0] * 5 + [7] * 7
+    assert done["new"].weight_versions == [7] * 12
+    assert done["new"].num_cached_tokens == 0
+    # A block that was filled after the sync continues keys of the old weights: never reused.
+    longer = replace(PROMPT, id="z", prompt_ids=(*PROMPT.prompt_ids, *done["a"].token_ids))
+    later = run(engine, [longer])
+    assert later["z"].num_cached_tokens <= 16
+    assert_equal(later, run(models.engine(), [longer]))
+
+
+def test_R9_sequences_in_flight_record_both_versions_and_share_nothing(own):
+    check_sequences_in_flight(own)
+
+
+def test_R9_planted_sharing_of_mixed_blocks_is_caught(own, monkeypatch):
+    correct = BlockManager.publish
+
+    def publish(self, sequence, num_tokens):
+        if sequence.num_published == 0 or sequence.chain < self._root:
+            sequence.chain, sequence.num_published = self._root, 0
+        correct(self, sequence, num_tokens)
+
+    def invalidate(self):
+        self._root = next(self._chain_ids)
+
+    monkeypatch.setattr(BlockManager, "publish", publish)
+    monkeypatch.setattr(BlockManager, "invalidate_prefixes", invalidate)
+    with pytest.raises(AssertionError):
+        check_sequences_in_flight(own)
+
+
+def test_preempted_sequences_are_recomputed_under_the_new_weights(own):
+    """Recomputed from their tokens, they go on exactly like a resumed request."""
+    requests = make_requests()[:3]
+    engine = own.engine()
+    engine.submit(requests)
+    for _ in range(4):
+        engine.step()
+    engine._scheduler.preempt_all()
+    change_weights(own.hone)
+    push(engine, 2)
+    done = run(engine, [])
+
+    other = own.engine()
+    push(other, 2)
+    resumed = [replace(request, resumed=first_tokens(done[request.id], 4)) for request in requests]
+    assert_equal(done, run(other, resumed))
+    assert all(done[r.id].weight_versions[:5] == [0, 0, 0, 0, 2] for r in requests)
+
+
+def first_tokens(completion, count):
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
+        weight_versions=completion.weight_versions[:count],
+    )
+
+
+def test_finish_sync_names_what_is_wrong_and_stays_in_sync(own):
+    engine = own.engine()
+    good = manifest.build_manifest(engine.named_weights(), 1)
+    engine.begin_sync()
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = dict(good.tensors)
+    tensors["model.extra"] = tensors.pop("model.norm.weight")
+    tensors[name] = replace(tensors[name], checksum=1)
+    with pytest.raises(RuntimeError) as error:
+        engine.finish_sync(replace(good, tensors=tensors))
+    for text in ("model.extra", "model.norm.weight", name, "version 1"):
+        assert text in str(error.value)
+    assert engine.state is EngineState.SYNCING
+    assert engine.weight_version == 0
+    with pytest.raises(RuntimeError, match="syncing"):
+        engine.step()
+    engine.finish_sync(good)
+    assert engine.weight_version == 1
+    run(engine, [PROMPT])
+
+
+def test_named_weights_are_complete_and_tied_ones_have_all_their_names(models):
+    engine = models.engine()
+    names = dict(engine.named_weights())
+    assert names.keys() == dict(models.hone.named_parameters(remove_duplicate=False)).keys()
+    assert names["lm_head.weight"].data_ptr() == names["model.embed_tokens.weight"].data_ptr()
+
+
+# The state machine -------------------------------------------------------------------------------
+
+LEGAL = {
+    (EngineState.AWAKE, "step"): EngineState.AWAKE,
+    (EngineState.AWAKE, "sleep"): EngineState.ASLEEP,
+    (EngineState.AWAKE, "begin_sync"): EngineState.SYNCING,
+    (EngineState.SYNCING, "finish_sync"): EngineState.AWAKE,
+    (EngineState.ASLEEP, "wake"): EngineState.AWAKE,
+}
+CALLS = ("step", "sleep", "wake", "begin_sync", "finish_sync")
+
+
+def call(engine: EmbeddedEngine, name):
+    if name == "finish_sync":
+        engine.finish_sync(manifest.build_manifest(engine.named_weights(), 3))
+    else:
+        getattr(engine, name)()
+
+
+@pytest.mark.parametrize("order", list(product(CALLS, repeat=3)), ids="-".join)
+def test_every_order_of_calls_follows_the_state_machine(models, order):
+    engine = models.engine(max_num_seqs=1)
+    state = EngineState.AWAKE
+    for name in order:
+        if (state, name) in LEGAL:
+            call(engine, name)
+            state = LEGAL[state, name]
+        else:
+            with pytest.raises(RuntimeError, match=rf"{name}\(\).*{state}"):
+                call(engine, name)
+        assert engine.state is state
+
+
+def test_sleep_frees_the_cache_and_wake_brings_it_back_empty(models):
+    engine = models.engine()
+    expected = run(engine, [PROMPT])
+    engine.sleep()
+    assert engine._cache.layers == []
+    engine.submit([PROMPT])
+    assert engine.has_unfinished
+    engine.wake()
+    done = run(engine, [])
+    assert done["a"].num_cached_tokens == 0
+    assert_equal(expected, done)
+
+
+def test_sleep_is_refused_while_sequences_run(models):
+    engine = models.engine()
+    engine.submit([PROMPT])
+    engine.step()
+    with pytest.raises(RuntimeError, match="1 sequences run"):
+        engine.sleep()
+    run(engine, [])
+
+
+def test_wake_without_memory_says_both_sizes_and_stays_asleep(models, monkeypatch):
+    engine = models.engine(kv_cache_gib=0.25)
+    engine.sleep()
+    monkeypatch.setattr("hone.engine.kv_cache.available_bytes", lambda device: 2**26)
+    with pytest.raises(RuntimeError, match=r"0\.25 GiB.*0\.06 GiB"):
+        engine.wake()
+    assert engine.state is EngineState.ASLEEP
+    monkeypatch.undo()
+    engine.wake()
+    run(engine, [PROMPT])
