@@ -10,10 +10,14 @@ __all__ = ["Section"]
 class Section(BaseModel):
     """A group of settings.
 
-    Unknown keys are errors, values cannot change after loading, and the docstring under a field
-    is its help text.
+    Unknown keys are errors, numbers are finite, values cannot change after loading, and the
+    docstring under a field is its help text.
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )

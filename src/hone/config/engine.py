@@ -37,5 +37,8 @@ class EngineConfig(Section):
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion in tokens; unset: the model's context length."""
 
+    enable_sleep: bool = False
+    """Free the KV cache while the trainer works and allocate it again afterwards."""
+
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt beginnings, within a group above all."""

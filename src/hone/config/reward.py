@@ -8,7 +8,10 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["RewardConfig", "RewardFunctionConfig"]
+__all__ = ["BUILTIN_REWARDS", "RewardConfig", "RewardFunctionConfig"]
+
+BUILTIN_REWARDS = ("exact_match", "math", "format", "length", "overlong")
+"""Scoring functions that come with the package."""
 
 
 class RewardFunctionConfig(Section):

@@ -1,0 +1,67 @@
+# Each target sets up what it needs: an own virtual environment, with CPU torch where no GPU is.
+# PYTHON=/path/to/python3.12 picks the interpreter; otherwise the first fitting one is used.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint install clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
+help:
+	@echo "make quickstart   train a tiny model on this machine and open its report"
+	@echo "make test         run the tests"
+	@echo "make lint         run the linters and the type checker"
+	@echo "make install      set up $(VENV) only"
+	@echo "make clean        remove $(VENV) and caches; run folders stay"
+
+quickstart: $(VENV)/.installed
+	@$(BIN)/hone quickstart
+
+test: $(VENV)/.installed-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.installed-dev
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+
+install: $(VENV)/.installed
+
+clean:
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A step that fails shows the end of its log; a step that succeeds is silent.
+quietly = ( $(1) ) > $(VENV)/install.log 2>&1 || { tail -n 30 $(VENV)/install.log >&2; exit 1; }
+
+$(VENV)/bin/python:
+	@python=$$(for name in $(PYTHON) python3.12 python3.13 python3.11 python3 python; do \
+	  "$$name" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	    2> /dev/null && { echo "$$name"; break; }; done || true); \
+	if [ -z "$$python" ]; then \
+	  echo "No Python 3.11, 3.12 or 3.13 with venv found; install one (Debian: python3-venv)," \
+	    "or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
+	echo "Setting up $(VENV) with $$("$$python" --version); this takes a few minutes, once."; \
+	"$$python" -m venv $(VENV)
+
+# Without a GPU the CPU build is wanted, ten times smaller. It has its own index; where that cannot
+# be reached, or has no build for this system, whatever the configured indices offer is taken.
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	@$(call quietly, if nvidia-smi -L; then $(INSTALL) "torch==$(TORCH)"; else \
+	  $(INSTALL) --retries 1 --timeout 15 --extra-index-url $(CPU_INDEX) "torch==$(TORCH)+cpu" \
+	  || $(INSTALL) "torch==$(TORCH)"; fi)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	@$(call quietly, $(INSTALL) --editable .)
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@$(call quietly, $(INSTALL) --editable ".[dev]")
+	@touch $@

@@ -1,0 +1,131 @@
+"""Which implementation serves a call: torch on a CPU, flash and Triton kernels on CUDA.
+
+The two `choose_` functions are the whole rule, so that a run can print what it will use.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hone.attention import flash, reference
+from hone.attention.context import PackedContext, PagedContext
+
+__all__ = [
+    "choose_packed_backend",
+    "choose_paged_backend",
+    "packed_attention",
+    "paged_attention",
+    "write_kv",
+]
+
+
+def choose_packed_backend(
+    device: torch.device, dtype: torch.dtype, *, head_dim: int, softcap: float | None
+) -> Literal["flash", "reference"]:
+    """Backend of training and prefill.
+
+    FlashAttention takes 16-bit floats on CUDA and heads up to 256, and knows sliding windows
+    but no soft cap; everything else is plain torch.
+    """
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return "reference"
+    return "flash" if softcap is None and head_dim <= flash.MAX_HEAD_DIM else "reference"
+
+
+@lru_cache
+def choose_paged_backend(device: torch.device) -> Literal["triton", "reference"]:
+    """Backend of decode and of the KV write: Triton on CUDA where it is installed."""
+    return "triton" if device.type == "cuda" and find_spec("triton") else "reference"
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PackedContext,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention within each packed sequence; q [T, Hq, D], k and v [T, Hkv, D]."""
+    if _packed_backend(q, softcap) == "flash":
+        return flash.packed_attention(q, k, v, context, scale=scale, window=window)
+    return reference.packed_attention(
+        q, k, v, context.lengths, scale=scale, window=window, softcap=softcap
+    )
+
+
+def write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store keys and values [T, Hkv, D] at their slots of the cache; slot -1 stores nothing."""
+    if choose_paged_backend(k.device) == "triton":
+        from hone.attention import triton_decode  # needs triton, absent on CPUs
+
+        triton_decode.write_kv(k, v, kv_cache, slot_mapping)
+    else:
+        reference.write_kv(k, v, kv_cache, slot_mapping)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    context: PagedContext,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of the newest tokens against their paged keys, which are already written.
+
+    q is [T, Hq, D]; k and v [T, Hkv, D] are the newest keys, read directly where no earlier
+    ones exist. Returns [T, Hq, D].
+    """
+    if context.is_decode:
+        return _decode(q, kv_cache, context, scale=scale, window=window, softcap=softcap)
+    if _packed_backend(q, softcap) == "flash":
+        return flash.prefill_attention(q, k, v, kv_cache, context, scale=scale, window=window)
+    if not context.has_prefix:
+        return reference.packed_attention(
+            q, k, v, context.query_lens, scale=scale, window=window, softcap=softcap
+        )
+    return reference.paged_attention(
+        q, kv_cache, context, scale=scale, window=window, softcap=softcap
+    )
+
+
+def _decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    context: PagedContext,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    if choose_paged_backend(q.device) == "reference":
+        return reference.paged_attention(
+            q, kv_cache, context, scale=scale, window=window, softcap=softcap
+        )
+    from hone.attention import triton_decode  # needs triton, absent on CPUs
+
+    return triton_decode.decode_attention(
+        q.contiguous(),
+        kv_cache,
+        context.block_tables,
+        context.context_lens,
+        context.max_context_len,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def _packed_backend(q: Tensor, softcap: float | None) -> Literal["flash", "reference"]:
+    return choose_packed_backend(q.device, q.dtype, head_dim=q.shape[-1], softcap=softcap)

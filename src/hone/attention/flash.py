@@ -1,0 +1,121 @@
+"""Packed attention on CUDA through `torch.nn.attention.varlen.varlen_attn` (FlashAttention).
+
+FlashAttention aligns its causal mask at the bottom right: with fewer queries than keys the queries
+are a sequence's last tokens, which is what a chunked prefill needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from hone.attention.context import PackedContext, PagedContext
+
+__all__ = ["MAX_HEAD_DIM", "packed_attention", "prefill_attention"]
+
+MAX_HEAD_DIM = 256
+"""Largest head the kernels are built for."""
+
+_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether one key head may serve several query heads (torch 2.12 on); otherwise keys are copied."""
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, context: PackedContext, *, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention within each packed sequence, differentiable.
+
+    q is [T, Hq, D], k and v [T, Hkv, D], float16 or bfloat16. Returns [T, Hq, D].
+    """
+    borders, longest = context.cu_seqlens, context.max_seqlen
+    return _varlen(
+        q,
+        k,
+        v,
+        borders_q=borders,
+        borders_k=borders,
+        max_q=longest,
+        max_k=longest,
+        scale=scale,
+        window=window,
+    )
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    context: PagedContext,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Chunks of prompts, q [T, Hq, D], against all their keys.
+
+    Without a cached prefix the keys are the chunk's own, k and v [T, Hkv, D]; with one they are
+    gathered from the cache, where the chunk's own are already written. Returns [T, Hq, D].
+    """
+    borders_k = context.cu_seqlens_q
+    if context.has_prefix:
+        borders_k = _borders(context.key_lens, q.device)
+        slots = _key_slots(context, borders_k, block_size=kv_cache.shape[2])
+        k, v = kv_cache.view(2, -1, *kv_cache.shape[3:]).index_select(1, slots).unbind(0)
+    return _varlen(
+        q,
+        k,
+        v,
+        borders_q=context.cu_seqlens_q,
+        borders_k=borders_k,
+        max_q=context.max_seqlen_q,
+        max_k=context.max_context_len,
+        scale=scale,
+        window=window,
+    )
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    borders_q: Tensor,
+    borders_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    left = -1 if window is None or window >= max_k else window - 1  # the token itself not counted
+    shared = q.shape[1] // k.shape[1]
+    options = {}
+    if shared > 1 and _SHARED_HEADS:
+        options["enable_gqa"] = True
+    elif shared > 1:
+        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    output = varlen_attn(
+        q, k, v, borders_q, borders_k, max_q, max_k, scale=scale, window_size=(left, 0), **options
+    )
+    assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
+    return output
+
+
+def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return borders.to(device, non_blocking=True)
+
+
+def _key_slots(context: PagedContext, borders_k: Tensor, *, block_size: int) -> Tensor:
+    """Slot of every key of every sequence, in order: int64, one for each of sum(key_lens)."""
+    device, total = borders_k.device, sum(context.key_lens)
+    lengths = context.context_lens.long()
+    sequence = torch.arange(len(context.key_lens), device=device).repeat_interleave(
+        lengths, output_size=total
+    )
+    position = torch.arange(total, device=device) - borders_k.long()[sequence]
+    block = context.block_tables[sequence, position // block_size].long()
+    return block * block_size + position % block_size

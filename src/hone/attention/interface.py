@@ -1,0 +1,107 @@
+"""The attention function registered with transformers under the name `hone`.
+
+Every decoder of transformers that uses the attention interface calls `attention` with its queries,
+keys and values; the context in the forward's keyword arguments says whether this is training
+(packed) or generation (paged). There is no default: a forward without a context is an error,
+since plain causal attention over packed rows would silently mix the samples.
+
+No mask function is registered for `hone`. Transformers then builds no mask at all, which also
+spares it the search for packed sequences in `position_ids`, a wait for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from hone.attention.backends import packed_attention, paged_attention, write_kv
+from hone.attention.context import PackedContext, PagedContext
+
+__all__ = ["ATTENTION_NAME", "attention"]
+
+ATTENTION_NAME = "hone"
+"""Value of `attn_implementation` that selects `attention`."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    attention_context: PackedContext | PagedContext | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of packed tokens, within each sequence or against its paged keys.
+
+    query is [1, Hq, T, D], key and value [1, Hkv, T, D]. Returns [1, T, Hq, D] and no weights.
+    Raises ValueError where the context is missing or a feature is asked for that is not served.
+    """
+    if not isinstance(attention_context, PackedContext | PagedContext):
+        raise ValueError(
+            "attention needs attention_context=PackedContext(...) or PagedContext(...) among the "
+            f"forward's arguments, got {type(attention_context).__name__}; "
+            "use hone.models.decoder.hidden_states"
+        )
+    _refuse_unserved(query, attention_mask, dropout=dropout, sinks=sinks)
+    _check_tokens(query.shape[2], attention_context)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    if isinstance(attention_context, PackedContext):
+        output = packed_attention(
+            q, k, v, attention_context, scale=scaling, window=sliding_window, softcap=softcap
+        )
+    else:
+        if q.requires_grad:
+            raise ValueError("paged attention has no gradient: run it under torch.inference_mode()")
+        kv_cache = attention_context.kv_caches[_layer_index(module)]
+        write_kv(k, v, kv_cache, attention_context.slot_mapping)
+        output = paged_attention(
+            q,
+            k,
+            v,
+            kv_cache,
+            attention_context,
+            scale=scaling,
+            window=sliding_window,
+            softcap=softcap,
+        )
+    return output.unsqueeze(0), None
+
+
+def _refuse_unserved(
+    query: Tensor, attention_mask: Tensor | None, *, dropout: float, sinks: Tensor | None
+) -> None:
+    if attention_mask is not None:
+        raise ValueError("packed attention takes no attention mask; borders come from the context")
+    if query.shape[0] != 1:
+        raise ValueError(f"sequences are packed into one row, got a batch of {query.shape[0]}")
+    if dropout:
+        raise ValueError(f"attention dropout is not served, got {dropout}; call model.eval()")
+    if sinks is not None:
+        raise ValueError("attention sinks are not served")
+
+
+def _check_tokens(num_tokens: int, context: PackedContext | PagedContext) -> None:
+    if num_tokens != context.num_tokens:
+        raise ValueError(
+            f"the {type(context).__name__} describes {context.num_tokens} tokens, "
+            f"the forward has {num_tokens}"
+        )
+
+
+def _layer_index(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int):
+        raise ValueError(f"{type(module).__name__} has no layer_idx: its KV cache is unknown")
+    return index
+
+
+AttentionInterface.register(ATTENTION_NAME, attention)

@@ -1,0 +1,239 @@
+"""Attention in plain torch: what runs on a CPU, and the yardstick of the CUDA kernels.
+
+Small sequences are cheap to compute and dear to launch, so sequences are padded *at their end* into
+few batches. Causality hides a sequence's padding from all its real tokens, hence no mask is needed
+and no sample can see another. Letters: T packed tokens, B sequences, L tokens of one, H heads,
+D head size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.attention.context import PagedContext
+
+__all__ = ["packed_attention", "paged_attention", "write_kv"]
+
+MAX_PADDING = 1.15
+"""Sequences share a batch while the longest has at most this many times the shortest's tokens.
+Measured on one CPU core, forward and backward of 64 sequences of 30 to 60 tokens, 4 heads of 32:
+11 ms, against 15 ms one sequence at a time and 13 ms in a single batch."""
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention within each packed sequence, differentiable.
+
+    q is [T, Hq, D], k and v are [T, Hkv, D], `lengths` sums to T. With `window` w a token sees
+    itself and the w - 1 before it; with `softcap` c a score s becomes c * tanh(s / c). Returns
+    [T, Hq, D].
+    """
+    layout = _padded_layout(lengths, q.device)
+    sizes = [count * length for count, length in layout.groups]
+    q_rows, k_rows, v_rows = (
+        x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, layout.rows, x).split(sizes)
+        for x in (q, k, v)
+    )
+    outputs: list[Tensor] = []
+    for group, *qkv in zip(layout.groups, q_rows, k_rows, v_rows, strict=True):
+        q_g, k_g, v_g = (x.unflatten(0, group).transpose(1, 2) for x in qkv)  # [B, H, L, D]
+        visible = None
+        if softcap is not None or (window is not None and window < group[1]):
+            positions = torch.arange(group[1], device=q.device)
+            visible = _visible(positions, positions, window)
+        output = _attend(q_g, k_g, v_g, visible, scale=scale, softcap=softcap)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, layout.rows)
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    context: PagedContext,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of each sequence's newest tokens against all its keys in the cache.
+
+    q is [T, Hq, D], kv_cache [2, num_blocks, block_size, Hkv, D] with the keys of q's own tokens
+    already written. Sequences with equally many queries are computed together; a decode step is
+    a single batch. Returns [T, Hq, D].
+    """
+    if context.is_decode:
+        output = _attend_blocks(
+            q.unsqueeze(1),
+            kv_cache,
+            context.block_tables,
+            context.context_lens,
+            context.max_context_len,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+        return output.squeeze(1)
+    output = torch.empty_like(q)
+    for group in _query_groups(context.query_lens, q.device):
+        queries = q.index_select(0, group.tokens).unflatten(0, (len(group.members), -1))
+        attended = _attend_blocks(
+            queries,
+            kv_cache,
+            context.block_tables.index_select(0, group.sequences),
+            context.context_lens.index_select(0, group.sequences),
+            max(context.key_lens[i] for i in group.members),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+        output.index_copy_(0, group.tokens, attended.flatten(0, 1))
+    return output
+
+
+def write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store k and v, [T, Hkv, D], at slots [T] of kv_cache; slot -1 stores nothing."""
+    if bool((slot_mapping < 0).any()):
+        written = (slot_mapping >= 0).nonzero().squeeze(1)
+        k, v, slot_mapping = (x.index_select(0, written) for x in (k, v, slot_mapping))
+    slots = kv_cache.view(2, -1, *kv_cache.shape[3:])
+    slots[0].index_copy_(0, slot_mapping, k)
+    slots[1].index_copy_(0, slot_mapping, v)
+
+
+@dataclass(frozen=True, slots=True)
+class _PaddedLayout:
+    """Sequences laid out in batches `(count, length)`, each padded to its longest."""
+
+    rows: Tensor  # [T] int64: where each packed token lies
+    groups: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _QueryGroup:
+    """Sequences with equally many queries."""
+
+    members: tuple[int, ...]
+    sequences: Tensor  # [B] int64, the members
+    tokens: Tensor  # [B * L] int64, their queries in the packed row
+
+
+@lru_cache(maxsize=16)
+def _padded_layout(lengths: tuple[int, ...], device: torch.device) -> _PaddedLayout:
+    """The layout is the same for all layers of a forward, hence the cache."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    batches: list[list[int]] = []
+    for i in order:
+        if not batches or lengths[batches[-1][0]] > MAX_PADDING * lengths[i]:
+            batches.append([])
+        batches[-1].append(i)
+    first_row = [0] * len(lengths)
+    num_rows = 0
+    for batch in batches:
+        for i in batch:
+            first_row[i] = num_rows
+            num_rows += lengths[batch[0]]
+    return _PaddedLayout(
+        rows=_ranges(first_row, lengths, device),
+        groups=tuple((len(batch), lengths[batch[0]]) for batch in batches),
+    )
+
+
+@lru_cache(maxsize=16)
+def _query_groups(query_lens: tuple[int, ...], device: torch.device) -> tuple[_QueryGroup, ...]:
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    for i, length in enumerate(query_lens):
+        members[length].append(i)
+    starts = [0, *accumulate(query_lens)]
+    return tuple(
+        _QueryGroup(
+            members=tuple(group),
+            sequences=torch.tensor(group, device=device),
+            tokens=_ranges([starts[i] for i in group], [length] * len(group), device),
+        )
+        for length, group in members.items()
+    )
+
+
+def _ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The numbers start .. start + length - 1 of each pair, one after the other, int64."""
+    # A tensor born in inference mode could not be saved for a later backward.
+    with torch.inference_mode(False):
+        return torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]).to(
+            device
+        )
+
+
+def _attend_blocks(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    max_context_len: int,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """The last L tokens of each sequence, q [B, L, Hq, D], against its blocks; [B, L, Hq, D]."""
+    batch, num_queries = q.shape[:2]
+    num_blocks = -(-max_context_len // kv_cache.shape[2])
+    blocks = block_tables[:, :num_blocks].reshape(-1)
+    kv = kv_cache.index_select(1, blocks).view(2, batch, -1, *kv_cache.shape[3:])
+    k, v = kv.transpose(2, 3).unbind(0)  # [B, Hkv, K, D]
+    keys = torch.arange(kv.shape[2], device=q.device)
+    newest = torch.arange(-num_queries, 0, device=q.device)
+    positions = context_lens.unsqueeze(1) + newest  # [B, L]
+    visible = _visible(positions, keys, window).unsqueeze(1)  # [B, 1, L, K]
+    output = _attend(q.transpose(1, 2), k, v, visible, scale=scale, softcap=softcap)
+    return output.transpose(1, 2)
+
+
+def _visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Which keys [K] the queries [..., L] see, by position: bool [..., L, K]."""
+    distance = queries.unsqueeze(-1) - keys
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """q [B, Hq, L, D] on k and v [B, Hkv, K, D]; `visible` None is causal with L = K."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=True
+        )
+    assert visible is not None
+    num_kv_heads, num_queries = k.shape[1], q.shape[2]
+    # The queries that share a key head lie in one matrix, so that keys are never copied.
+    grouped = q.unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # [B, Hkv, G * L, D]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = grouped.to(exact) @ k.to(exact).transpose(2, 3)
+    scores = ((scores * (scale / softcap)).tanh() * softcap).unflatten(
+        2, (-1, num_queries)
+    )  # [B, Hkv, G, L, K]
+    hidden = ~(visible.unsqueeze(1) if visible.dim() == 4 else visible)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
+    return (weights.flatten(2, 3) @ v).unflatten(2, (-1, num_queries)).flatten(1, 2)

@@ -1,0 +1,103 @@
+"""`hone check [rl|sft|eval|generate] RECIPE [flags]`: everything that can be known before a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hone.cli.command import load_arguments
+from hone.cli.help import TREES, print_help
+from hone.config.base import Section
+from hone.config.checks import Finding, check_eval, check_generate, check_rl, check_sft
+from hone.config.derived import (
+    Derived,
+    derived_eval,
+    derived_generate,
+    derived_rl,
+    derived_sft,
+)
+from hone.config.recipe import to_yaml
+from hone.planner.model_shape import ModelShape
+
+__all__ = ["run"]
+
+_USAGE = """\
+usage: hone check [rl|sft|eval|generate] RECIPE [--section.key VALUE ...] [--json]
+
+Resolves and checks a recipe (of `hone rl` unless another command is named), and prints what is
+wrong, what was set, and the numbers that follow. Loads no model; needs no GPU. Exit code: 2 with
+errors, else 0. `hone check COMMAND --help` explains the keys.
+"""
+
+_CHECKS: dict[str, tuple[Callable[[Any], list[Finding]], Callable[..., list[Derived]]]] = {
+    "rl": (check_rl, derived_rl),
+    "sft": (check_sft, derived_sft),
+    "eval": (check_eval, derived_eval),
+    "generate": (check_generate, derived_generate),
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Check a recipe and print the outcome; 2 where it has errors."""
+    words = list(argv)
+    command = words.pop(0) if words and words[0] in TREES else None
+    if not words or "--help" in words or "-h" in words:
+        if command is not None and words:
+            return print_help(command, [word for word in words if not word.startswith("-")])
+        sys.stdout.write(_USAGE)
+        return 0
+    as_json = "--json" in words
+    cfg = load_arguments(TREES[command or "rl"], [word for word in words if word != "--json"])
+    check, derive = _CHECKS[command or "rl"]
+    findings = check(cfg)
+    derived = derive(cfg, num_params=_num_params(cfg))
+    if as_json:
+        _print_json(cfg, findings, derived)
+    else:
+        _print_tables(cfg, findings, derived)
+    return 2 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _num_params(cfg: Any) -> int | None:
+    """Parameters of a model whose `config.json` is here; None for others."""
+    try:
+        return ModelShape.from_config(cfg.model.path).num_params
+    except (OSError, ValueError):
+        return None
+
+
+def _print_json(cfg: Section, findings: list[Finding], derived: list[Derived]) -> None:
+    outcome = {
+        "findings": [asdict(finding) for finding in findings],
+        "derived": {row.name: row.value for row in derived},
+        "config": cfg.model_dump(mode="json"),
+    }
+    sys.stdout.write(json.dumps(outcome, indent=2) + "\n")
+
+
+def _print_tables(cfg: Section, findings: list[Finding], derived: list[Derived]) -> None:
+    console = Console(highlight=False)
+    console.print(Text("What was set (the rest is default)", style="bold"))
+    console.print(to_yaml(cfg.model_dump(mode="json", exclude_defaults=True)), markup=False)
+    table = Table(title="Derived numbers", title_justify="left", title_style="bold", box=None)
+    table.add_column("name", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("from")
+    for row in derived:
+        value = f"{row.value:,}" if isinstance(row.value, int) else str(row.value)
+        table.add_row(row.name, value, row.how)
+    console.print(table)
+    console.print()
+    for finding in findings:
+        style = "bold red" if finding.level == "error" else "yellow"
+        console.print(Text.assemble((f"{finding.level}: ", style), finding.message))
+    num_errors = sum(finding.level == "error" for finding in findings)
+    summary = f"errors: {num_errors}, warnings: {len(findings) - num_errors}"
+    console.print(Text(summary, style="bold red" if num_errors else "bold green"))

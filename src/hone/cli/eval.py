@@ -1,0 +1,27 @@
+"""`hone eval RECIPE [flags]`: score a model on a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from hone.cli.command import load_checked
+from hone.config.checks import check_eval
+from hone.config.tree import EvaluateConfig
+
+__all__ = ["run"]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Check, sample, score; print the metrics as a table."""
+    cfg = load_checked(EvaluateConfig, argv, check_eval)
+    from hone.loops.inference import run_evaluation
+
+    scalars = run_evaluation(cfg)
+    table = Table("metric", "value", title=f"{cfg.model.path}: {cfg.run.dir / 'eval.json'}")
+    for name, value in sorted(scalars.items()):
+        table.add_row(name, f"{value:.4g}")
+    Console().print(table)
+    return 0

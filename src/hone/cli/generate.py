@@ -1,0 +1,23 @@
+"""`hone generate RECIPE [flags]`: sample completions for prompts from a file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from hone.cli.command import load_checked
+from hone.config.checks import check_generate
+from hone.config.tree import GenerateConfig
+
+__all__ = ["run"]
+
+_log = logging.getLogger(__name__)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Check, sample, write one row a completion."""
+    cfg = load_checked(GenerateConfig, argv, check_generate)
+    from hone.loops.inference import run_generation
+
+    _log.info("%d completions written to %s", run_generation(cfg), cfg.output)
+    return 0

@@ -1,0 +1,234 @@
+"""Every cross-field check of a configuration, in one place and without torch.
+
+    for finding in check_rl(cfg): ...
+
+Findings with level `error` come first and stop a run before it starts; warnings are told. Files
+are looked at as far as they are on this machine; nothing of the user's is imported or run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from hone.config.checks.files import check_data, check_log, check_model
+from hone.config.checks.finding import Finding, differs, error, warning
+from hone.config.checks.generation import (
+    check_context,
+    check_engine,
+    check_filters,
+    check_kv_cache,
+    check_sampling,
+    check_training_distribution,
+    samples_key,
+)
+from hone.config.checks.learning import (
+    check_algorithm,
+    check_batches,
+    check_budget,
+    check_kl,
+    check_optimizer,
+)
+from hone.config.checks.rewards import check_reward
+from hone.config.checks.schedule import (
+    check_checkpoints,
+    check_evaluation,
+    check_passing,
+    check_run,
+    evaluates,
+)
+from hone.config.derived import compute_dtype, optimizer_steps_per_rollout
+from hone.config.model_facts import ModelFacts
+from hone.config.rollout import GenerationConfig
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+
+__all__ = ["Finding", "check_eval", "check_generate", "check_rl", "check_sft"]
+
+
+def check_rl(cfg: RLConfig) -> list[Finding]:
+    """Findings for `hone rl`."""
+    facts = ModelFacts.read(cfg.model.path)
+    rollout, num_samples = cfg.rollout, cfg.rollout.n_samples_per_prompt
+    steps_per_rollout = optimizer_steps_per_rollout(cfg)
+    mini_prompts = cfg.trainer.prompts_per_minibatch or rollout.prompts_per_step
+    findings = [
+        *_generating(cfg, rollout, "rollout", num_samples, facts),
+        check_reward(cfg.reward),
+        check_training_distribution(rollout),
+        check_filters(rollout),
+        _concurrency(cfg),
+        check_budget(
+            cfg.trainer,
+            longest=cfg.data.max_prompt_tokens + rollout.max_completion_tokens,
+            longest_of="data.max_prompt_tokens + rollout.max_completion_tokens",
+            sequences_per_step=mini_prompts * num_samples,
+        ),
+        check_batches(rollout, cfg.trainer),
+        check_algorithm(cfg.algorithm, rollout, steps_per_rollout=steps_per_rollout),
+        check_kl(cfg.algorithm),
+        check_optimizer(
+            cfg.trainer.optimizer,
+            total_steps=cfg.run.steps * steps_per_rollout,
+            fine_tunes=False,
+        ),
+        check_run(cfg.run),
+        check_evaluation(cfg.eval, cfg.data, cfg.run),
+        check_checkpoints(cfg.checkpoint, cfg.eval, cfg.run),
+        check_log(cfg.log),
+    ]
+    if evaluates(cfg.eval):
+        findings += [
+            check_context(
+                cfg.data, cfg.eval, "eval", engine=cfg.engine, model=cfg.model, facts=facts
+            ),
+            check_sampling(
+                cfg.eval, "eval", num_samples=cfg.eval.n_samples_per_prompt, facts=facts
+            ),
+            check_passing(cfg.eval, cfg.reward),
+            _eval_length(cfg),
+        ]
+    return _unique(findings)
+
+
+def check_sft(cfg: SFTConfig) -> list[Finding]:
+    """Findings for `hone sft`."""
+    return _unique(
+        [
+            check_model(cfg.model, device=cfg.run.device),
+            check_data(cfg.data, cfg.model),
+            _sft_context(cfg),
+            check_budget(
+                cfg.trainer,
+                longest=cfg.data.max_tokens,
+                longest_of="data.max_tokens",
+                sequences_per_step=cfg.data.examples_per_step,
+            ),
+            check_optimizer(cfg.trainer.optimizer, total_steps=cfg.run.steps, fine_tunes=True),
+            check_run(cfg.run),
+            check_evaluation(cfg.eval, cfg.data, cfg.run),
+            check_log(cfg.log),
+        ]
+    )
+
+
+def check_eval(cfg: EvaluateConfig) -> list[Finding]:
+    """Findings for `hone eval`."""
+    scheduled = differs(cfg.eval, "every_n_steps", "at_start", "at_end")
+    facts = ModelFacts.read(cfg.model.path)
+    return _unique(
+        [
+            *_generating(cfg, cfg.eval, "eval", cfg.eval.n_samples_per_prompt, facts),
+            check_reward(cfg.reward),
+            check_passing(cfg.eval, cfg.reward),
+            [
+                warning(f"eval.{x} schedules a training run; `hone eval` runs once.", f"eval.{x}")
+                for x in scheduled
+            ],
+        ]
+    )
+
+
+def check_generate(cfg: GenerateConfig) -> list[Finding]:
+    """Findings for `hone generate`."""
+    facts = ModelFacts.read(cfg.model.path)
+    overwritten = [
+        error(
+            f"output '{cfg.output}' is also read as data.train.{index}.path; name another output.",
+            "output",
+            f"data.train.{index}.path",
+        )
+        for index, source in enumerate(cfg.data.train)
+        if source.path == str(cfg.output)
+    ]
+    return _unique(
+        [
+            *_generating(cfg, cfg.generation, "generation", cfg.n_samples_per_prompt, facts),
+            overwritten,
+        ]
+    )
+
+
+def _generating(
+    cfg: RLConfig | EvaluateConfig | GenerateConfig,
+    generation: GenerationConfig,
+    section: str,
+    num_samples: int,
+    facts: ModelFacts | None,
+) -> list[Iterable[Finding]]:
+    """What every command that samples shares."""
+    device = cfg.run.device
+    return [
+        check_model(cfg.model, device=device),
+        check_data(cfg.data, cfg.model),
+        check_context(
+            cfg.data, generation, section, engine=cfg.engine, model=cfg.model, facts=facts
+        ),
+        check_sampling(generation, section, num_samples=num_samples, facts=facts),
+        check_engine(
+            cfg.engine,
+            device=device,
+            num_samples=num_samples,
+            samples_key=samples_key(section),
+            trains=section == "rollout",
+        ),
+        check_kv_cache(
+            cfg.engine,
+            longest=cfg.data.max_prompt_tokens + generation.max_completion_tokens,
+            longest_of=f"data.max_prompt_tokens + {section}.max_completion_tokens",
+            dtype=compute_dtype(cfg.model, device),
+            facts=facts,
+        ),
+    ]
+
+
+def _concurrency(cfg: RLConfig) -> list[Finding]:
+    rollout, engine = cfg.rollout, cfg.engine
+    groups = rollout.prompts_per_step + rollout.oversample_prompts
+    samples = groups * rollout.n_samples_per_prompt
+    if not differs(engine, "max_num_seqs") or engine.max_num_seqs <= samples:
+        return []
+    return [
+        warning(
+            f"engine.max_num_seqs is {engine.max_num_seqs}, but a step has only {samples} samples: "
+            f"{groups} groups (rollout.prompts_per_step and rollout.oversample_prompts) of "
+            f"rollout.n_samples_per_prompt = {rollout.n_samples_per_prompt}. The rest is not used.",
+            "engine.max_num_seqs",
+            "rollout.prompts_per_step",
+            "rollout.n_samples_per_prompt",
+        )
+    ]
+
+
+def _eval_length(cfg: RLConfig) -> list[Finding]:
+    allowed, measured = cfg.rollout.max_completion_tokens, cfg.eval.max_completion_tokens
+    if measured >= allowed:
+        return []
+    return [
+        warning(
+            f"eval.max_completion_tokens is {measured}, less than rollout.max_completion_tokens = "
+            f"{allowed}: evaluation cuts answers that training lets finish.",
+            "eval.max_completion_tokens",
+            "rollout.max_completion_tokens",
+        )
+    ]
+
+
+def _sft_context(cfg: SFTConfig) -> list[Finding]:
+    facts = ModelFacts.read(cfg.model.path)
+    context = facts.context_length if facts else None
+    if context is None or cfg.data.max_tokens <= context:
+        return []
+    return [
+        error(
+            f"data.max_tokens is {cfg.data.max_tokens}, but the model at model.path "
+            f"('{cfg.model.path}') has a context of {context} tokens. Lower data.max_tokens.",
+            "data.max_tokens",
+            "model.path",
+        )
+    ]
+
+
+def _unique(findings: Sequence[Iterable[Finding]]) -> list[Finding]:
+    """Errors first, each finding once: evaluation may repeat what training already said."""
+    found = dict.fromkeys(chain.from_iterable(findings))
+    return sorted(found, key=lambda finding: finding.level)

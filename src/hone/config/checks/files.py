@@ -1,0 +1,185 @@
+"""Checks on files: data, model folders, trackers' packages. Nothing is imported or run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from string import Formatter
+
+from hone.config.checks.finding import Finding, error, warning
+from hone.config.data import DataConfig, SourceConfig
+from hone.config.model import ModelConfig
+from hone.config.run import LogConfig
+
+__all__ = ["check_data", "check_log", "check_model"]
+
+_DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def check_model(model: ModelConfig, *, device: str) -> Iterator[Finding]:
+    """The model and tokenizer folders, as far as they are on this machine."""
+    folder = Path(model.path)
+    if folder.is_file():
+        yield error(
+            f"model.path is a file, '{model.path}'; give the folder it is in.", "model.path"
+        )
+    elif folder.is_dir():
+        yield from _model_folder(model, folder)
+    elif _must_be_local(model.path):
+        yield error(
+            f"model.path '{model.path}' does not exist. Give a folder with config.json, or a hub "
+            "name such as Qwen/Qwen3-0.6B.",
+            "model.path",
+        )
+    tokenizer = model.tokenizer
+    if tokenizer is not None and _must_be_local(tokenizer) and not Path(tokenizer).exists():
+        yield error(f"model.tokenizer '{tokenizer}' does not exist.", "model.tokenizer")
+    if model.chat_template is not None and not model.chat_template.is_file():
+        yield error(
+            f"model.chat_template '{model.chat_template}' is no file.", "model.chat_template"
+        )
+    if model.dtype == "bfloat16" and device == "cpu":
+        yield warning(
+            "model.dtype is bfloat16 with run.device cpu, where it is slow and imprecise; "
+            "leave model.dtype at auto.",
+            "model.dtype",
+            "run.device",
+        )
+
+
+def _model_folder(model: ModelConfig, folder: Path) -> Iterator[Finding]:
+    if not (folder / "config.json").is_file():
+        yield error(f"model.path '{folder}' holds no config.json.", "model.path")
+        return
+    if model.init == "pretrained" and not any(
+        any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")
+    ):
+        yield error(
+            f"model.init is pretrained, but model.path '{folder}' holds no weights "
+            "(*.safetensors). Set model.init to random to draw them from the seed.",
+            "model.init",
+            "model.path",
+        )
+    if model.tokenizer is None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield error(
+            f"model.path '{folder}' holds no tokenizer and model.tokenizer is not set; "
+            "set model.tokenizer to a folder or hub name.",
+            "model.path",
+            "model.tokenizer",
+        )
+
+
+def check_data(data: DataConfig, model: ModelConfig) -> Iterator[Finding]:
+    """Sources, templates and the split; no data file is opened."""
+    if not data.train:
+        yield error("data.train is empty; name at least one source.", "data.train")
+    for section in ("train", "eval"):
+        for index, source in enumerate(getattr(data, section)):
+            yield from _source(source, f"data.{section}.{index}")
+    identities = [_identity(source) for source in data.train]
+    for index, source in enumerate(data.train):
+        if _identity(source) in identities[:index]:
+            first = identities.index(_identity(source))
+            yield warning(
+                f"data.train.{index}.path repeats data.train.{first}.path ('{source.path}'); to "
+                "draw a source more often raise its weight.",
+                f"data.train.{first}.path",
+                f"data.train.{index}.path",
+            )
+    for index, source in enumerate(data.eval):
+        if _identity(source) in identities:
+            first = identities.index(_identity(source))
+            yield warning(
+                f"data.eval.{index}.path and data.train.{first}.path read the same rows "
+                f"('{source.path}'): evaluation would measure what was trained on. Use another "
+                "split, or leave data.eval empty and set data.eval_fraction.",
+                f"data.eval.{index}.path",
+                f"data.train.{first}.path",
+            )
+    if data.eval and data.eval_fraction:
+        yield warning(
+            f"data.eval_fraction is {data.eval_fraction:g} and data.eval names sources: nothing "
+            "is held out of the training rows. Remove one of the two.",
+            "data.eval_fraction",
+            "data.eval",
+        )
+    yield from _rendering(data, model)
+
+
+def _identity(source: SourceConfig) -> tuple[str, str, str | None]:
+    return source.path, source.split, source.subset
+
+
+def _source(source: SourceConfig, key: str) -> Iterator[Finding]:
+    path = Path(source.path)
+    if _must_be_local(source.path) and not path.exists():
+        present = sorted(x.name for x in path.parent.glob("*") if x.suffix in _DATA_SUFFIXES)
+        there = f" '{path.parent}' holds {', '.join(present[:5])}." if present else ""
+        yield error(f"{key}.path: there is no '{source.path}'.{there}", f"{key}.path")
+    elif path.is_file() and path.suffix not in _DATA_SUFFIXES:
+        yield error(
+            f"{key}.path '{source.path}' ends in '{path.suffix}'; allowed are "
+            f"{', '.join(_DATA_SUFFIXES)}.",
+            f"{key}.path",
+        )
+    if source.answer_pattern is not None:
+        try:
+            re.compile(source.answer_pattern)
+        except re.error as problem:
+            yield error(
+                f"{key}.answer_pattern '{source.answer_pattern}' is no regular expression: "
+                f"{problem}.",
+                f"{key}.answer_pattern",
+            )
+
+
+def _rendering(data: DataConfig, model: ModelConfig) -> Iterator[Finding]:
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(data.prompt_template) if name]
+    except ValueError as problem:
+        yield error(
+            f"data.prompt_template is malformed: {problem}. Write a literal brace twice: {{{{.",
+            "data.prompt_template",
+        )
+        return
+    if not names:
+        yield error(
+            f"data.prompt_template is '{data.prompt_template}', the same text for every row; "
+            "it must name a column, as in '{prompt}'.",
+            "data.prompt_template",
+        )
+    if data.chat == "never":
+        for key, value in (
+            ("data.system_prompt", data.system_prompt),
+            ("model.chat_template", model.chat_template),
+        ):
+            if value is not None:
+                yield warning(
+                    f"{key} is set but data.chat is never, so it is not used; set data.chat to "
+                    f"auto or always, or remove {key}.",
+                    key,
+                    "data.chat",
+                )
+
+
+def check_log(log: LogConfig) -> Iterator[Finding]:
+    """Whether the trackers that are switched on are installed."""
+    for name in ("wandb", "mlflow", "trackio"):
+        if getattr(log, name) and find_spec(name) is None:
+            yield error(
+                f"log.{name} is on but the package is not installed; run "
+                f"`pip install 'hone-rl[{name}]'`, or switch log.{name} off.",
+                f"log.{name}",
+            )
+
+
+def _must_be_local(path: str) -> bool:
+    """Whether a path cannot be a hub name, which is `name` or `owner/name`."""
+    return (
+        path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+        or path.endswith(("/", *_DATA_SUFFIXES))
+    )

@@ -1,0 +1,284 @@
+"""Checks on batches, the learning rule and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.checks.finding import Finding, differs, error, warning
+from hone.config.rollout import RolloutConfig
+from hone.config.trainer import OptimizerConfig, SFTTrainerConfig, TrainerConfig
+
+__all__ = ["check_algorithm", "check_batches", "check_budget", "check_kl", "check_optimizer"]
+
+_GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+_BUDGET = "trainer.max_tokens_per_microbatch"
+
+
+def check_budget(
+    trainer: SFTTrainerConfig, *, longest: int, longest_of: str, sequences_per_step: int
+) -> Iterator[Finding]:
+    """Token budgets against the longest sequence, and micro-batches against the step."""
+    longest_keys = longest_of.split(" + ")
+    budget, forward = trainer.max_tokens_per_microbatch, trainer.max_tokens_per_forward
+    if trainer.micro_batch_size is not None:
+        if differs(trainer, "max_tokens_per_microbatch", "max_tokens_per_forward"):
+            yield warning(
+                f"trainer.micro_batch_size ({trainer.micro_batch_size} sequences) and {_BUDGET} "
+                f"({budget} tokens) or trainer.max_tokens_per_forward are both set: "
+                "trainer.micro_batch_size is used and the token budgets are not. Remove one.",
+                "trainer.micro_batch_size",
+                _BUDGET,
+                "trainer.max_tokens_per_forward",
+            )
+        if trainer.micro_batch_size > sequences_per_step:
+            yield warning(
+                f"trainer.micro_batch_size is {trainer.micro_batch_size}, more than the "
+                f"{sequences_per_step} sequences of an optimizer step; it acts as "
+                f"{sequences_per_step}.",
+                "trainer.micro_batch_size",
+            )
+        return
+    total = f"{longest_of} = {longest}"
+    if budget < longest:
+        yield error(
+            f"{_BUDGET} is {budget}, but a sequence may have {longest} tokens ({total}) and is "
+            f"never cut. Raise {_BUDGET} to at least {longest}; {2 * longest} or more packs well.",
+            _BUDGET,
+            *longest_keys,
+        )
+    elif budget < 2 * longest:
+        yield warning(
+            f"{_BUDGET} is {budget}, less than twice the longest sequence ({total}): micro-batches "
+            f"of long sequences stay half empty. Use {2 * longest} or more where memory allows.",
+            _BUDGET,
+            *longest_keys,
+        )
+    if forward is not None and forward < longest:
+        yield error(
+            f"trainer.max_tokens_per_forward is {forward}, but a sequence may have {longest} "
+            f"tokens ({total}). Raise it to at least {longest} or leave it unset.",
+            "trainer.max_tokens_per_forward",
+            *longest_keys,
+        )
+    elif forward is not None and forward < budget:
+        yield warning(
+            f"trainer.max_tokens_per_forward is {forward}, less than {_BUDGET} = {budget}, though "
+            "a pass without backward needs less memory; leave it unset for twice that budget.",
+            "trainer.max_tokens_per_forward",
+            _BUDGET,
+        )
+
+
+def check_batches(rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[Finding]:
+    """Mini-batches cut a step into equal parts."""
+    prompts, mini = rollout.prompts_per_step, trainer.prompts_per_minibatch
+    if mini is not None and prompts % mini:
+        below = max(d for d in range(1, prompts + 1) if prompts % d == 0 and d <= mini)
+        yield error(
+            f"trainer.prompts_per_minibatch is {mini}, which does not divide "
+            f"rollout.prompts_per_step = {prompts}; optimizer steps would differ in size. "
+            f"Use {below}, or another divisor.",
+            "trainer.prompts_per_minibatch",
+            "rollout.prompts_per_step",
+        )
+
+
+def check_algorithm(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, *, steps_per_rollout: int
+) -> Iterator[Finding]:
+    """Advantages, losses, clipping and corrections."""
+    if algorithm.advantage in _GROUP_ESTIMATORS and rollout.n_samples_per_prompt == 1:
+        yield error(
+            f"algorithm.advantage {algorithm.advantage} compares the samples of a prompt, but "
+            "rollout.n_samples_per_prompt is 1, so every advantage would be 0. Raise "
+            "rollout.n_samples_per_prompt, or use reinforce_pp.",
+            "algorithm.advantage",
+            "rollout.n_samples_per_prompt",
+        )
+    if algorithm.advantage == "dr_grpo" and algorithm.aggregation == "sequence_mean":
+        yield warning(
+            "algorithm.advantage is dr_grpo, but algorithm.aggregation sequence_mean brings back "
+            "the length bias it removes; use constant.",
+            "algorithm.advantage",
+            "algorithm.aggregation",
+        )
+    yield from _clipping(algorithm, steps_per_rollout)
+    yield from _correction(algorithm, rollout)
+    if algorithm.entropy_coef < 0:
+        yield warning(
+            f"algorithm.entropy_coef is {algorithm.entropy_coef:g}: a negative bonus drives the "
+            "policy towards one answer; use 0 or above.",
+            "algorithm.entropy_coef",
+        )
+
+
+def _clipping(algorithm: AlgorithmConfig, steps_per_rollout: int) -> Iterator[Finding]:
+    low, high, loss = algorithm.clip_low, algorithm.clip_high, algorithm.loss
+    if algorithm.dual_clip is not None and loss != "ppo_clip":
+        yield error(
+            f"algorithm.dual_clip is set, but algorithm.loss {loss} does not use it. Remove "
+            "algorithm.dual_clip, or set algorithm.loss to ppo_clip.",
+            "algorithm.dual_clip",
+            "algorithm.loss",
+        )
+    if loss == "gspo" and min(low, high) > 0.05:
+        yield warning(
+            f"algorithm.loss gspo clips the mean ratio of a sequence, which stays within a few "
+            f"thousandths of 1; algorithm.clip_low {low:g} and algorithm.clip_high {high:g} never "
+            "act. The paper uses 3e-4 and 4e-4.",
+            "algorithm.loss",
+            "algorithm.clip_low",
+            "algorithm.clip_high",
+        )
+    if loss == "gspo" and algorithm.aggregation != "sequence_mean":
+        yield warning(
+            f"algorithm.loss gspo is defined on whole sequences; algorithm.aggregation "
+            f"{algorithm.aggregation} weighs long ones more. Use sequence_mean.",
+            "algorithm.loss",
+            "algorithm.aggregation",
+        )
+    if high < low:
+        yield warning(
+            f"algorithm.clip_high ({high:g}) is below algorithm.clip_low ({low:g}): unlikely "
+            "tokens can fall faster than they can rise. Are the two swapped?",
+            "algorithm.clip_high",
+            "algorithm.clip_low",
+        )
+    if low >= 1 and loss == "ppo_clip":
+        yield warning(
+            f"algorithm.clip_low is {low:g}: ratios are never below 0, so nothing is clipped from "
+            "below; 0.2 is usual.",
+            "algorithm.clip_low",
+        )
+    if steps_per_rollout > 1 and high >= 1:
+        yield warning(
+            f"one rollout is used for {steps_per_rollout} optimizer steps "
+            "(trainer.prompts_per_minibatch, trainer.num_epochs), but algorithm.clip_high "
+            f"{high:g} hardly clips; the policy may run away from its samples; use 0.2 to 0.3.",
+            "algorithm.clip_high",
+            "trainer.prompts_per_minibatch",
+            "trainer.num_epochs",
+        )
+
+
+def _correction(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[Finding]:
+    correction = algorithm.correction
+    low, high, kind = correction.low, correction.high, correction.kind
+    key = "algorithm.correction"
+    if kind == "none":
+        unused = [f"{key}.{name}" for name in differs(correction, "low", "high")]
+        if unused:
+            yield warning(
+                f"{' and '.join(unused)} set, but {key}.kind is none: nothing is corrected. Set "
+                f"{key}.kind, or remove {' and '.join(unused)}.",
+                f"{key}.kind",
+                *unused,
+            )
+        if rollout.oversample_prompts and not rollout.mask_off_policy_tokens:
+            yield warning(
+                "rollout.oversample_prompts carries samples over to newer weights, but "
+                f"{key}.kind is none and rollout.mask_off_policy_tokens is off; set {key}.kind to "
+                "tis or icepop, or mask those tokens.",
+                "rollout.oversample_prompts",
+                f"{key}.kind",
+                "rollout.mask_off_policy_tokens",
+            )
+        return
+    if kind == "tis" and differs(correction, "low"):
+        yield warning(
+            f"{key}.low is {low:g}, but {key}.kind tis only cuts at {key}.high; use icepop or "
+            "sequence_mask for a lower end.",
+            f"{key}.low",
+            f"{key}.kind",
+        )
+    if kind != "tis" and low >= high:
+        yield error(
+            f"{key}.low ({low:g}) must be below {key}.high ({high:g}); no ratio lies between.",
+            f"{key}.low",
+            f"{key}.high",
+        )
+    elif high < 1 or (kind != "tis" and low > 1):
+        yield error(
+            f"{key}.low {low:g} and {key}.high {high:g} exclude 1, the ratio of samples that are "
+            "exactly on-policy. Use a range around 1, such as 0.5 to 2.",
+            f"{key}.low",
+            f"{key}.high",
+        )
+
+
+def check_kl(algorithm: AlgorithmConfig) -> Iterator[Finding]:
+    """The distance to the reference model."""
+    kl = algorithm.kl
+    if kl.coef == 0:
+        for name in differs(kl, "placement", "estimator"):
+            yield warning(
+                f"algorithm.kl.{name} is {getattr(kl, name)}, but algorithm.kl.coef is 0: no KL "
+                f"term is computed. Set algorithm.kl.coef, or remove algorithm.kl.{name}.",
+                f"algorithm.kl.{name}",
+                "algorithm.kl.coef",
+            )
+    elif kl.placement == "loss" and kl.estimator == "k1":
+        yield error(
+            "algorithm.kl.estimator k1 with algorithm.kl.placement loss has an expected gradient "
+            "of zero: it would cost a reference pass and do nothing. Use k2 or k3, or set "
+            "algorithm.kl.placement to reward.",
+            "algorithm.kl.estimator",
+            "algorithm.kl.placement",
+        )
+    elif kl.placement == "reward" and kl.estimator != "k1":
+        yield warning(
+            f"algorithm.kl.placement reward with algorithm.kl.estimator {kl.estimator} biases the "
+            "gradient; in the reward k1 is the estimator of the reverse KL.",
+            "algorithm.kl.placement",
+            "algorithm.kl.estimator",
+        )
+
+
+def check_optimizer(
+    optimizer: OptimizerConfig, *, total_steps: int, fine_tunes: bool
+) -> Iterator[Finding]:
+    """Learning rates and their course over `total_steps` optimizer steps."""
+    key = "trainer.optimizer"
+    if optimizer.lr == 0:
+        yield warning(f"{key}.lr is 0: nothing is learnt; 1e-6 is usual for RL.", f"{key}.lr")
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield error(
+            f"{key}.betas is {list(optimizer.betas)}; both must be at least 0 and below 1.",
+            f"{key}.betas",
+        )
+    if optimizer.name == "muon" and not differs(optimizer, "muon_lr"):
+        yield warning(
+            f"{key}.name is muon with the default {key}.muon_lr of {optimizer.muon_lr:g}, a rate "
+            "for pre-training; fine-tuning usually takes 1e-4 to 1e-3. Set it.",
+            f"{key}.name",
+            f"{key}.muon_lr",
+        )
+    if optimizer.name != "muon":
+        for name in differs(optimizer, "muon_lr", "muon_momentum"):
+            yield warning(
+                f"{key}.{name} is set, but {key}.name is {optimizer.name}; set {key}.name to muon, "
+                f"or remove {key}.{name}.",
+                f"{key}.{name}",
+                f"{key}.name",
+            )
+    if fine_tunes and not differs(optimizer, "lr"):
+        yield warning(
+            f"{key}.lr is at its default of {optimizer.lr:g}, a rate for RL; supervised "
+            "fine-tuning usually takes 1e-5 to 1e-4.",
+            f"{key}.lr",
+        )
+    if optimizer.warmup_steps > total_steps:
+        yield error(
+            f"{key}.warmup_steps is {optimizer.warmup_steps}, but the run has {total_steps} "
+            f"optimizer steps (run.steps): {key}.lr is never reached. Lower {key}.warmup_steps.",
+            f"{key}.warmup_steps",
+            "run.steps",
+        )
+    if optimizer.schedule == "constant" and differs(optimizer, "min_lr_ratio"):
+        yield warning(
+            f"{key}.min_lr_ratio is the end of a falling schedule, but {key}.schedule is constant; "
+            "use linear or cosine.",
+            f"{key}.min_lr_ratio",
+            f"{key}.schedule",
+        )

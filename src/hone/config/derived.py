@@ -1,0 +1,245 @@
+"""Numbers that follow from a configuration: what a step really does, and what it takes.
+
+Algorithmic batch sizes are global, so they do not change with the number of devices; micro-batches
+are local. Their link is `mini = micro x accumulation x data-parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hone.config.engine import EngineConfig
+from hone.config.model import ModelConfig
+from hone.config.model_facts import ModelFacts
+from hone.config.rollout import GenerationConfig
+from hone.config.trainer import SFTTrainerConfig
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+
+__all__ = [
+    "Derived",
+    "compute_dtype",
+    "derived_eval",
+    "derived_generate",
+    "derived_rl",
+    "derived_sft",
+    "optimizer_steps_per_rollout",
+]
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """One number, and how it comes about."""
+
+    name: str
+    value: int | float | str
+    how: str
+
+
+def compute_dtype(model: ModelConfig, device: str) -> str:
+    """The number format of forward and backward; `auto` follows the device."""
+    if model.dtype != "auto":
+        return model.dtype
+    return {"cpu": "float32", "cuda": "bfloat16"}.get(device, "auto")
+
+
+def optimizer_steps_per_rollout(cfg: RLConfig) -> int:
+    """Optimizer steps that one rollout is used for, over all its epochs."""
+    prompts = cfg.rollout.prompts_per_step
+    return _ceil(prompts, cfg.trainer.prompts_per_minibatch or prompts) * cfg.trainer.num_epochs
+
+
+def derived_rl(
+    cfg: RLConfig, *, world_size: int = 1, num_params: int | None = None
+) -> list[Derived]:
+    """What one step of `hone rl` does on `world_size` devices.
+
+    `num_params` adds the memory of weights and optimizer; the KV cache is sized where the model's
+    `config.json` is at hand.
+    """
+    rollout = cfg.rollout
+    prompts, num_samples = rollout.prompts_per_step, rollout.n_samples_per_prompt
+    samples = prompts * num_samples
+    mini_prompts = min(cfg.trainer.prompts_per_minibatch or prompts, prompts)
+    mini = mini_prompts * num_samples
+    per_rollout = optimizer_steps_per_rollout(cfg)
+    longest = cfg.data.max_prompt_tokens + rollout.max_completion_tokens
+    return [
+        Derived("prompts_per_step", prompts, "rollout.prompts_per_step"),
+        Derived("samples_per_step", samples, f"{prompts} prompts x {num_samples} samples"),
+        Derived(
+            "optimizer_steps_per_rollout",
+            per_rollout,
+            f"{_ceil(prompts, mini_prompts)} mini-batches x {cfg.trainer.num_epochs} epochs",
+        ),
+        Derived("samples_per_optimizer_step", mini, f"{mini_prompts} prompts x {num_samples}"),
+        Derived(
+            "optimizer_steps",
+            cfg.run.steps * per_rollout,
+            f"{cfg.run.steps} steps x {per_rollout} a rollout",
+        ),
+        Derived(
+            "max_sequence_tokens",
+            longest,
+            f"prompt {cfg.data.max_prompt_tokens} + completion {rollout.max_completion_tokens}",
+        ),
+        Derived("max_tokens_per_step", samples * longest, f"{samples} samples x {longest}"),
+        *_micro_batches(cfg.trainer, mini, longest, world_size),
+        *_engine(cfg.engine, cfg.model, cfg.run.device, longest),
+        *_training_memory(
+            cfg.model, cfg.run.device, num_params, reference=cfg.algorithm.kl.coef > 0
+        ),
+    ]
+
+
+def derived_sft(
+    cfg: SFTConfig, *, world_size: int = 1, num_params: int | None = None
+) -> list[Derived]:
+    """What one optimizer step of `hone sft` does on `world_size` devices."""
+    rows, longest = cfg.data.examples_per_step, cfg.data.max_tokens
+    return [
+        Derived("samples_per_optimizer_step", rows, "data.examples_per_step"),
+        Derived("optimizer_steps", cfg.run.steps, "run.steps"),
+        Derived("max_sequence_tokens", longest, "data.max_tokens"),
+        Derived("max_tokens_per_step", rows * longest, f"{rows} rows x {longest}"),
+        *_micro_batches(cfg.trainer, rows, longest, world_size),
+        *_training_memory(cfg.model, cfg.run.device, num_params, reference=False),
+    ]
+
+
+def derived_eval(
+    cfg: EvaluateConfig, *, world_size: int = 1, num_params: int | None = None
+) -> list[Derived]:
+    """What `hone eval` generates."""
+    return _generation(cfg, cfg.eval, cfg.eval.n_samples_per_prompt, num_params)
+
+
+def derived_generate(
+    cfg: GenerateConfig, *, world_size: int = 1, num_params: int | None = None
+) -> list[Derived]:
+    """What `hone generate` generates."""
+    return _generation(cfg, cfg.generation, cfg.n_samples_per_prompt, num_params)
+
+
+def _generation(
+    cfg: EvaluateConfig | GenerateConfig,
+    generation: GenerationConfig,
+    num_samples: int,
+    num_params: int | None,
+) -> list[Derived]:
+    longest = cfg.data.max_prompt_tokens + generation.max_completion_tokens
+    dtype = compute_dtype(cfg.model, cfg.run.device)
+    rows = [
+        Derived("samples_per_prompt", num_samples, "n_samples_per_prompt"),
+        Derived(
+            "max_sequence_tokens",
+            longest,
+            f"prompt {cfg.data.max_prompt_tokens} + completion {generation.max_completion_tokens}",
+        ),
+        *_engine(cfg.engine, cfg.model, cfg.run.device, longest),
+    ]
+    if num_params is not None:
+        rows.append(Derived("parameters", num_params, "from config.json"))
+        rows.append(_gib("weights_gib", num_params, _num_bytes(dtype), dtype))
+    return rows
+
+
+def _micro_batches(
+    trainer: SFTTrainerConfig, mini: int, longest: int, world_size: int
+) -> Iterator[Derived]:
+    """The micro-batch identity, and the token budgets where they are what cuts."""
+    local = _ceil(mini, world_size)
+    if trainer.micro_batch_size is not None:
+        micro = min(trainer.micro_batch_size, local)
+        accumulation = _ceil(local, micro)
+        yield Derived("micro_batch_size", micro, "trainer.micro_batch_size; token budgets unused")
+        yield Derived(
+            "accumulation",
+            accumulation,
+            f"{mini} <= {micro} micro x {accumulation} accumulation x {world_size} devices",
+        )
+        return
+    budget = trainer.max_tokens_per_microbatch
+    forward = trainer.max_tokens_per_forward or 2 * budget
+    micro = max(min(budget // longest, local), 1)
+    most = _ceil(local, micro)
+    yield Derived("tokens_per_microbatch", budget, "forward and backward, on one device")
+    yield Derived("tokens_per_forward", forward, "forward only, on one device")
+    yield Derived("min_micro_batch_size", micro, f"sequences of {longest} tokens that fit {budget}")
+    yield Derived(
+        "max_accumulation",
+        most,
+        f"{mini} <= {micro} micro x {most} accumulation x {world_size} devices, "
+        "if all samples are of full length",
+    )
+
+
+def _engine(
+    engine: EngineConfig, model: ModelConfig, device: str, longest: int
+) -> Iterator[Derived]:
+    facts = ModelFacts.read(model.path)
+    context = facts.context_length if facts else None
+    if context is not None:
+        yield Derived("model_context_tokens", context, "config.json of model.path")
+    length = min(engine.max_model_len or context or longest, max(longest, 1))
+    per_sequence = _ceil(length, engine.block_size)
+    blocks = per_sequence * engine.max_num_seqs
+    yield Derived(
+        "kv_blocks_per_sequence", per_sequence, f"{length} tokens / {engine.block_size} a block"
+    )
+    yield Derived(
+        "kv_blocks_at_full_load",
+        blocks,
+        f"{per_sequence} x engine.max_num_seqs {engine.max_num_seqs}",
+    )
+    dtype = compute_dtype(model, device)
+    per_token = facts.kv_bytes_per_token(dtype) if facts else None
+    if per_token is not None:
+        held = "bfloat16" if dtype == "auto" else dtype
+        yield Derived("kv_bytes_per_token", per_token, f"keys and values of all layers, {held}")
+        yield Derived(
+            "kv_gib_at_full_load",
+            round(blocks * engine.block_size * per_token / _GIB, 3),
+            f"{blocks} blocks x {engine.block_size} tokens",
+        )
+
+
+def _training_memory(
+    model: ModelConfig, device: str, num_params: int | None, *, reference: bool
+) -> Iterator[Derived]:
+    """Memory that does not depend on the batch, in GiB."""
+    if num_params is None:
+        return
+    dtype = compute_dtype(model, device)
+    held = "bfloat16" if dtype == "auto" else dtype
+    mixed = held != "float32"
+    yield Derived("parameters", num_params, "from config.json")
+    parts = [
+        _gib("weights_gib", num_params, _num_bytes(held), f"{held}, shared with the engine"),
+        _gib(
+            "masters_gib", num_params, 4 * mixed, "float32" if mixed else "the weights themselves"
+        ),
+        _gib("gradients_gib", num_params, 4, "float32"),
+        _gib("optimizer_gib", num_params, 8, "two float32 moments; Muon keeps one for matrices"),
+    ]
+    if reference:
+        parts.append(
+            _gib("reference_gib", num_params, _num_bytes(held), f"{held}, for the KL term")
+        )
+    yield from parts
+    total = round(sum(float(part.value) for part in parts), 3)
+    yield Derived("total_gib", total, "before activations and KV cache")
+
+
+def _gib(name: str, num_params: int, num_bytes: int, how: str) -> Derived:
+    return Derived(name, round(num_params * num_bytes / _GIB, 3), f"{num_bytes} bytes each, {how}")
+
+
+def _num_bytes(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _ceil(total: int, part: int) -> int:
+    return -(-total // part)

@@ -1,0 +1,241 @@
+"""A recipe and flags become one frozen tree.
+
+`load_config(RLConfig, Path("recipe.yaml"), ["--rollout.n_samples_per_prompt", "8"])`
+
+Flags win over the recipe, later flags over earlier ones. Everything that is wrong is reported at
+once: each line names the key, what was got and from where, and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from hone.config.base import Section
+from hone.config.errors import UserError
+from hone.config.flags import Flag, parse_flags
+from hone.config.recipe import Key, read_recipe, resolve_recipe, to_yaml
+from hone.config.schema import Field, fields, is_section, locate, members, nearest
+
+__all__ = ["dump_config", "load_config", "resolve_recipe"]
+
+T = TypeVar("T", bound=Section)
+
+
+def load_config(tree: type[T], recipe: Path | None, flags: Sequence[str]) -> T:
+    """Build a tree from a recipe file and dotted flags.
+
+    Relative paths stay relative to the working directory. Raises UserError naming every unknown,
+    missing and ill-typed key.
+    """
+    draft = _Draft(tree)
+    if recipe is not None:
+        read = read_recipe(recipe)
+        draft.origins.update(read.origins)
+        draft.values = read.values
+    parsed, problems = parse_flags(tree, flags)
+    draft.problems.update(problems)
+    for flag in parsed:
+        draft.assign(flag)
+    draft.drop_empty_sections()
+    draft.refuse_booleans_as_numbers()
+    try:
+        config = tree.model_validate(draft.values)
+    except ValidationError as error:
+        draft.explain(error)
+        config = None
+    if config is None or draft.problems:
+        raise UserError(_report(draft.problems))
+    return config
+
+
+def dump_config(config: Section) -> str:
+    """The whole tree as YAML, defaults included; loading it gives an equal tree."""
+    return to_yaml(config.model_dump(mode="json"))
+
+
+def _report(problems: dict[str, str]) -> str:
+    lines = [f"{key}: {text}" if key else text for key, text in problems.items()]
+    if len(lines) == 1:
+        return lines[0]
+    return f"{len(lines)} problems in the configuration:\n" + "\n".join(f"  {x}" for x in lines)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(slots=True)
+class _Draft:
+    """Values on their way into a tree, where each came from, and what is wrong with them."""
+
+    tree: type[Section]
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    origins: dict[Key, str] = field(default_factory=dict[Key, str])
+    problems: dict[str, str] = field(default_factory=dict[str, str])
+    """Text by dotted key; the first problem of a key is the one that is told."""
+
+    def assign(self, flag: Flag) -> None:
+        """Put a flag's value in place, making the sections and entries above it."""
+        self._assign(flag.path, flag.value, flag.origin)
+
+    def _assign(self, path: Sequence[str], value: Any, origin: str) -> None:
+        target = locate(self.tree, path)
+        if isinstance(value, dict) and target is not None and is_section(target.annotation):
+            for name, part in value.items():
+                self._assign((*path, name), part, origin)
+            return
+        container: Any = self.values
+        keys: list[str | int] = []
+        for position, part in enumerate(path):
+            if keys:
+                container = container[keys[-1]]
+            try:
+                keys.append(self._enter(container, path[:position], part))
+            except ValueError as error:
+                self._problem(path, f"{error} ({origin})")
+                return
+        container[keys[-1]] = value
+        at = tuple(keys)
+        for known in [known for known in self.origins if known[: len(at)] == at]:
+            del self.origins[known]
+        self.origins[at] = origin
+
+    def _enter(self, container: Any, above: Sequence[str], part: str) -> str | int:
+        """The key of `part` in its container, which is filled up so that the key exists."""
+        child = locate(self.tree, (*above, part))
+        fresh = _fresh(child)
+        if isinstance(container, dict):
+            if container.get(part) is None:
+                container[part] = fresh
+            return part
+        if not isinstance(container, list) or not part.isdecimal():
+            raise ValueError(f"'{'.'.join(above)}' is {_show(container)}, which has no '{part}'")
+        index = int(part)
+        if index > len(container):
+            raise ValueError(
+                f"entry {index} of '{'.'.join(above)}', which has {len(container)} entries: "
+                f"the next is {len(container)}"
+            )
+        if index == len(container):
+            container.append(fresh)
+        return index
+
+    def drop_empty_sections(self) -> None:
+        """A section whose keys are all commented out reads as null; it means the defaults."""
+        for entry in fields(self.tree):
+            if is_section(entry.annotation):
+                above = _dig(self.values, entry.path[:-1])
+                if isinstance(above, dict) and above.get(entry.path[-1], 0) is None:
+                    above[entry.path[-1]] = {}
+
+    def refuse_booleans_as_numbers(self) -> None:
+        """True is not 1: a switch that lost its value must not set a number."""
+        for at in _leaves(self.values):
+            target = locate(self.tree, [str(part) for part in at])
+            if target is None or not isinstance(_dig(self.values, at), bool):
+                continue
+            if {int, float} & set(members(target.annotation)):
+                self._problem(at, self._wrong(at, target))
+
+    def explain(self, error: ValidationError) -> None:
+        """Turn pydantic's findings into text for people."""
+        for detail in error.errors(include_url=False):
+            path = _schema_path(self.tree, detail["loc"])
+            match detail["type"]:
+                case "extra_forbidden":
+                    self._unknown(detail["loc"])
+                case "missing":
+                    self._missing(path)
+                case _:
+                    self._invalid(path, detail)
+
+    def _unknown(self, at: Key) -> None:
+        path = [str(part) for part in at]
+        near = nearest(self.tree, path)
+        hint = f"did you mean {' or '.join(near)}?" if near else _keys_of(self.tree, path[:-1])
+        self._problem(at, f"unknown key ({self._origin(at)}); {hint}")
+
+    def _missing(self, at: Key) -> None:
+        """Name the required keys at or under a path that is not there."""
+        target = locate(self.tree, [str(part) for part in at])
+        assert target is not None, f"{at=}"
+        needed = [target]
+        if is_section(target.annotation):
+            content = fields(target.annotation, target.path)
+            needed = [x for x in content if x.required and "0" not in x.path[len(at) :]]
+        for entry in needed:
+            key = ".".join([*map(str, at), *entry.path[len(at) :]])
+            self.problems.setdefault(
+                key, f"required. {entry.help} Set it in the recipe or with --{key} VALUE"
+            )
+
+    def _invalid(self, at: Key, detail: ErrorDetails) -> None:
+        target = locate(self.tree, [str(part) for part in at])
+        if target is None:
+            self._problem(at, detail["msg"])
+        else:
+            self._problem(at, self._wrong(at, target))
+
+    def _wrong(self, at: Key, target: Field) -> str:
+        got = _show(_dig(self.values, at))
+        return f"got {got} ({self._origin(at)}); allowed: {target.allowed}"
+
+    def _origin(self, at: Key) -> str:
+        for length in range(len(at), -1, -1):
+            if at[:length] in self.origins:
+                return self.origins[at[:length]]
+        return "default"
+
+    def _problem(self, at: Sequence[str | int], text: str) -> None:
+        self.problems.setdefault(".".join(map(str, at)), text)
+
+
+def _fresh(target: Field | None) -> Any:
+    """What a container starts from when a flag reaches into it: its default, or nothing."""
+    if target is None:
+        return None
+    if get_origin(target.annotation) is tuple:
+        default = target.default or ()
+        return [x.model_dump(mode="json") if isinstance(x, Section) else x for x in default]
+    if is_section(target.annotation) or get_origin(target.annotation) is dict:
+        return {}
+    return None
+
+
+def _keys_of(tree: type[Section], path: Sequence[str]) -> str:
+    above = locate(tree, path) if path else None
+    section = tree if above is None else above.annotation
+    return f"allowed here: {', '.join(section.model_fields)}" if is_section(section) else ""
+
+
+def _schema_path(tree: type[Section], loc: Key) -> Key:
+    """The part of pydantic's location that is a path; it appends the tried union members."""
+    length = len(loc)
+    while length and locate(tree, [str(part) for part in loc[:length]]) is None:
+        length -= 1
+    return loc[:length]
+
+
+def _dig(values: Any, at: Sequence[str | int]) -> Any:
+    for part in at:
+        try:
+            values = values[int(part)] if isinstance(values, list) else values[part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return None
+    return values
+
+
+def _leaves(values: Any, at: Key = ()) -> list[Key]:
+    items = values.items() if isinstance(values, dict) else enumerate(values)
+    found: list[Key] = []
+    for key, value in items:
+        nested = isinstance(value, dict | list)
+        found.extend(_leaves(value, (*at, key)) if nested else [(*at, key)])
+    return found

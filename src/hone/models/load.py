@@ -1,0 +1,100 @@
+"""Loading the policy: pretrained, or with random weights in a given shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hone.attention import ATTENTION_NAME
+from hone.config.errors import UserError
+from hone.config.model import ModelConfig
+from hone.models.support import check_supported
+
+__all__ = ["compute_dtype", "load_config", "load_model"]
+
+
+def compute_dtype(cfg: ModelConfig, device: torch.device | str) -> torch.dtype:
+    """Format of forward and backward: as configured; `auto` is bfloat16 on CUDA, else float32."""
+    if cfg.dtype == "auto":
+        return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.dtype]
+
+
+def load_model(cfg: ModelConfig, *, device: torch.device | str, seed: int) -> PreTrainedModel:
+    """The model of `cfg` on `device` in its compute dtype, in eval mode, with our attention.
+
+    `seed` draws the weights under `init: random`. Raises FileNotFoundError where the folder or the
+    weights are missing, UserError where the model is not supported or its weights are incomplete.
+    """
+    config = load_config(cfg)
+    device = torch.device(device)
+    options: dict[str, Any] = {
+        "dtype": compute_dtype(cfg, device),
+        "attn_implementation": ATTENTION_NAME,
+        "trust_remote_code": cfg.trust_remote_code,
+    }
+    if cfg.init == "random":
+        model = _random(config, device, seed, options)
+    else:
+        model = _pretrained(cfg.path, config, options)
+        torch.nn.Module.to(model, device)  # the override in transformers has no usable type
+    return model.eval()
+
+
+def load_config(cfg: ModelConfig) -> PreTrainedConfig:
+    """The checked `config.json` of `cfg.path`; raises as `load_model` does."""
+    _check_folder(cfg.path)
+    try:
+        config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"model.path={cfg.path!r} holds no usable config.json: {error}"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"model.path={cfg.path!r} is of no known family: {error}") from error
+    check_supported(config)
+    return config
+
+
+def _check_folder(path: str) -> None:
+    """A path that exists must be a folder; one that does not must at least look like a hub name."""
+    found = Path(path)
+    if found.exists():
+        if not found.is_dir():
+            raise UserError(f"model.path={path!r} is a file; give the folder with config.json")
+        if not (found / "config.json").is_file():
+            raise FileNotFoundError(f"model.path={path!r} holds no config.json")
+    elif path.startswith((".", "~", "/")) or path.count("/") > 1:
+        raise FileNotFoundError(f"model.path={path!r}: no such folder")
+
+
+def _random(
+    config: PreTrainedConfig, device: torch.device, seed: int, options: dict[str, Any]
+) -> PreTrainedModel:
+    """Weights drawn directly in dtype on the device, leaving the global random state as it was."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+def _pretrained(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, output_loading_info=True, **options
+        )
+    except OSError as error:
+        raise FileNotFoundError(
+            f"model.path={path!r} holds no loadable weights: {error} "
+            "For untrained weights in this shape set model.init=random"
+        ) from error
+    model, info = loaded
+    if absent := sorted(info["missing_keys"]):
+        raise UserError(
+            f"model.path={path!r} lacks {len(absent)} weights, among them {absent[:3]}: "
+            "the checkpoint does not belong to its config.json"
+        )
+    return model

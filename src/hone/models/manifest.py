@@ -1,0 +1,221 @@
+"""What a model's weights are, in a form that two holders of them can compare.
+
+A manifest has one record for each exported tensor: shape, dtype, tie and a 64-bit checksum. The
+trainer writes one of what it exports, the engine writes one of what it samples with, and a sync is
+complete when `compare` finds no difference.
+
+The checksum is a multilinear hash in two levels. A tensor's bits, as 32-bit words `w`, are cut into
+rows of `ROW_WORDS`; row r gives `s_r = sum_i w_ri * table_i mod 2**64` with fixed random 64-bit
+multipliers (Lemire and Kaser, arXiv:1202.4961: two different rows agree with probability at most
+2**-32), and the checksum is `sum_r mix(s_r + mix(r)) mod 2**64`. Integer sums do not depend on
+their order, so every device and every grouping gives the same value; a 32-bit word under a 64-bit
+multiplier keeps at least 33 bits of each difference, so that sign flips do not cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hone.types import TensorRecord, WeightManifest
+
+__all__ = ["ManifestDiff", "build_manifest", "compare", "export_weights"]
+
+ROW_WORDS = 16384
+GROUP_WORDS = 1 << 26
+
+
+def export_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and persistent buffer, detached, under its Hugging Face name.
+
+    A tied parameter appears under each of its names. Values are the module's own storage, not
+    copies.
+    """
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):  # not the opaque extra state that a module may add
+            yield name, value
+
+
+@torch.no_grad()
+def build_manifest(
+    named: Iterable[tuple[str, Tensor]],
+    version: int,
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> WeightManifest:
+    """Describe weights: one record a name, with the checksum of the exact bits.
+
+    Names whose tensors are one and the same memory are tied: later ones point to the first by
+    `tied_to`, so a change of tie state is a difference even where the values agree.
+
+    `dtypes` casts a tensor before it is described, as the sync that exports it does. The work stays
+    on the tensors' device (one device for all); the host waits for it once, at the end.
+    """
+    tensors = dict(named)
+    dtype_of = {name: tensor.dtype for name, tensor in tensors.items()} | dict(dtypes or {})
+    first_names: dict[object, str] = {}
+    owner_of = {
+        name: first_names.setdefault(memory_of(tensor), name) for name, tensor in tensors.items()
+    }
+    owners = list(first_names.values())
+    values = checksums(tensors[name].to(dtype_of[name]) for name in owners)
+    checksum_of = dict(zip(owners, values, strict=True))
+    records = {
+        name: TensorRecord(
+            shape=tuple(tensor.shape),
+            dtype=str(dtype_of[name]).removeprefix("torch."),
+            checksum=checksum_of[owner_of[name]],
+            tied_to=None if owner_of[name] == name else owner_of[name],
+        )
+        for name, tensor in tensors.items()
+    }
+    return WeightManifest(version=version, tensors=records)
+
+
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """A key that is equal for two tensors exactly when they are the same elements in memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestDiff:
+    """How the weights found differ from the weights expected. False when they do not."""
+
+    missing: tuple[str, ...] = ()
+    """Expected names that are not there."""
+    unexpected: tuple[str, ...] = ()
+    """Names that are there and were not expected."""
+    different: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Names on both sides, and in what their tensors differ."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.different)
+
+    def describe(self, limit: int = 8) -> str:
+        """The counts, then up to `limit` names of each kind; for error messages."""
+        lines = [
+            f"{len(self.missing)} tensors missing, {len(self.unexpected)} unexpected, "
+            f"{len(self.different)} different"
+        ]
+        entries = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "different": tuple(f"{name}: {what}" for name, what in self.different.items()),
+        }
+        for kind, items in entries.items():
+            lines += [f"  {kind}: {item}" for item in items[:limit]]
+            if len(items) > limit:
+                lines.append(f"  {kind}: and {len(items) - limit} more")
+        return "\n".join(lines)
+
+
+def compare(expected: WeightManifest, actual: WeightManifest) -> ManifestDiff:
+    """Compare names, shapes, dtypes, ties and checksums; versions are the caller's business."""
+    pairs = {
+        name: (record, actual.tensors[name])
+        for name, record in expected.tensors.items()
+        if name in actual.tensors
+    }
+    return ManifestDiff(
+        missing=tuple(name for name in expected.tensors if name not in actual.tensors),
+        unexpected=tuple(name for name in actual.tensors if name not in expected.tensors),
+        different={name: _difference(*pair) for name, pair in pairs.items() if pair[0] != pair[1]},
+    )
+
+
+def _difference(expected: TensorRecord, actual: TensorRecord) -> str:
+    if expected.shape != actual.shape:
+        return f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    if expected.dtype != actual.dtype:
+        return f"dtype {actual.dtype}, expected {expected.dtype}"
+    if expected.checksum != actual.checksum:
+        return f"values (checksum {actual.checksum:016x}, expected {expected.checksum:016x})"
+    found, wanted = actual.tied_to or "no other name", expected.tied_to or "no other name"
+    return f"tied to {found}, expected tied to {wanted}"
+
+
+def checksums(tensors: Iterable[Tensor], *, group_words: int = GROUP_WORDS) -> list[int]:
+    """The checksum of each tensor's bits in row-major order; strides do not matter.
+
+    Tensors are taken in groups of about `group_words`, so that ones made on the fly need not all
+    exist at once. Grouping changes no value.
+    """
+    num_rows: list[int] = []
+    sums: list[Tensor] = []
+    group: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        words = _words(tensor)
+        num_rows.append(-(-words.numel() // ROW_WORDS))
+        group.append(words)
+        size += words.numel()
+        if size >= group_words:
+            sums.append(_row_sums(group))
+            group, size = [], 0
+    if group:
+        sums.append(_row_sums(group))
+    return _combine(sums, num_rows)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor as a flat int32 tensor, zero-padded to whole words."""
+    flat = tensor.contiguous().view(-1)
+    if flat.nbytes % 4:
+        flat = nn.functional.pad(flat.view(torch.uint8), (0, -flat.nbytes % 4))
+    elif flat.storage_offset() * flat.element_size() % 4:  # a view may not start inside a word
+        flat = flat.clone()
+    return flat.view(torch.int32)
+
+
+def _row_sums(group: list[Tensor]) -> Tensor:
+    """`row @ table` in wrapping int64 arithmetic for all rows of flat tensors, in order: [R]."""
+    table = _table(group[0].device)
+    if table.is_cuda:
+        from hone.models.manifest_kernel import row_sums
+
+        return row_sums(group, table)
+    multipliers = table.numpy()
+    sums: list[NDArray[np.int64]] = []
+    for words in map(Tensor.numpy, group):
+        size = len(words) // ROW_WORDS * ROW_WORDS
+        # einsum fuses the cast, the product and the sum: there are no temporaries.
+        if size:
+            full = words[:size].reshape(-1, ROW_WORDS)
+            sums.append(np.einsum("rw,w->r", full, multipliers))
+        if size < len(words):
+            rest = words[size:].reshape(1, -1)
+            sums.append(np.einsum("rw,w->r", rest, multipliers[: rest.size]))
+    return torch.from_numpy(np.concatenate([*sums, np.empty(0, np.int64)]))
+
+
+def _combine(sums: list[Tensor], num_rows: list[int]) -> list[int]:
+    """The checksum of each tensor, from the row sums of all; tensor i has `num_rows[i]` rows."""
+    if not sums:
+        return []
+    ends = np.cumsum([0, *num_rows])
+    index = np.arange(ends[-1]) - np.repeat(ends[:-1], num_rows)
+    mixed = _mix(torch.cat(sums).cpu().numpy().view(np.uint64) + _mix(index.astype(np.uint64)))
+    totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed)])[ends]
+    return np.diff(totals).tolist()
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    """The multipliers: [ROW_WORDS] int64, fixed for ever."""
+    # Offset so that the table shares no value with the row indices mixed in `_combine`.
+    values = _mix(np.arange(ROW_WORDS, dtype=np.uint64) + np.uint64(1 << 63))
+    return torch.from_numpy(values.view(np.int64)).to(device)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection that spreads every bit."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,172 @@
+"""Small models and tokenizers made on the spot, and the shapes of public ones.
+
+The quick start, the tests and the benchmarks run on these: no download, any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+__all__ = [
+    "SHAPES",
+    "make_bpe_tokenizer",
+    "make_char_tokenizer",
+    "make_model_folder",
+    "make_tiny_model",
+]
+
+PAD_TOKEN, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PRINTABLE = "\n" + "".join(chr(code) for code in range(32, 127))
+
+CHAR_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+"""Turns without role names: at one token a letter, `assistant` would outweigh the answer."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _qwen3(
+    num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int, *, tied: bool
+) -> dict[str, Any]:
+    return {
+        "family": "qwen3",
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_heads": num_heads,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": tied,
+    }
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, tied=False),
+}
+"""Shapes of public models, as keyword arguments of `make_tiny_model`."""
+
+
+def make_char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token a character of `alphabet`; a character outside it cannot be encoded.
+
+    `<|im_end|>` ends a turn and is the end of sequence, `<|endoftext|>` pads.
+    """
+    letters = sorted(set(alphabet))
+    vocab = {token: i for i, token in enumerate([PAD_TOKEN, TURN_START, TURN_END, *letters])}
+    tokenizer = Tokenizer(models.WordLevel(vocab))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _fast(tokenizer, CHAR_CHAT_TEMPLATE)
+
+
+def make_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on `texts`; every string round-trips. At least 259 tokens."""
+    if vocab_size < 259:
+        raise ValueError(f"{vocab_size=}: 256 bytes and 3 special tokens need at least 259")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD_TOKEN, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _fast(tokenizer, CHAT_TEMPLATE)
+
+
+def make_tiny_model(
+    folder: Path | str,
+    *,
+    family: str = "qwen3",
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    vocab_size: int | None = None,
+    hidden_size: int = 128,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    intermediate_size: int = 384,
+    max_position_embeddings: int = 512,
+    tie_word_embeddings: bool = True,
+    seed: int = 0,
+    weights: bool = True,
+    **config_fields: Any,
+) -> Path:
+    """Write a Hugging Face folder: config, float32 weights drawn from `seed`, tokenizer.
+
+    `tokenizer` unset: one token a printable ASCII character. `vocab_size` unset: the tokenizer's.
+    `weights` off leaves them out, for `model.init=random`. `config_fields` are further fields of
+    the family's config.json, such as `sliding_window`. Returns the folder.
+    """
+    folder = Path(folder)
+    tokenizer = tokenizer or make_char_tokenizer(PRINTABLE)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **config_fields,
+    )
+    if weights:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder)
+    else:
+        config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_model_folder(
+    folder: Path | str,
+    shape: str,
+    *,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    weights: bool = False,
+    seed: int = 0,
+) -> Path:
+    """Write a Hugging Face folder with a shape of `SHAPES`, by default without weights."""
+    if shape not in SHAPES:
+        raise ValueError(f"unknown model shape {shape!r}; known: {', '.join(SHAPES)}")
+    return make_tiny_model(folder, **SHAPES[shape], tokenizer=tokenizer, weights=weights, seed=seed)
+
+
+def _fast(tokenizer: Tokenizer, chat_template: str) -> PreTrainedTokenizerFast:
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PAD_TOKEN,
+        additional_special_tokens=[TURN_START],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = chat_template
+    return fast

@@ -1,0 +1,30 @@
+"""Loading a tokenizer."""
+
+from __future__ import annotations
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hone.config.model import ModelConfig
+
+__all__ = ["load_tokenizer"]
+
+
+def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of `cfg`, with `cfg.chat_template` in place of its own where that is set.
+
+    Raises FileNotFoundError where the tokenizer or the template file cannot be found.
+    """
+    source = cfg.tokenizer or cfg.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError) as error:
+        key = "model.tokenizer" if cfg.tokenizer else "model.path"
+        raise FileNotFoundError(
+            f"no tokenizer found at {key}={source!r}: {error}. Set model.tokenizer to a folder or "
+            "hub name that holds one"
+        ) from error
+    if cfg.chat_template is not None:
+        if not cfg.chat_template.is_file():
+            raise FileNotFoundError(f"model.chat_template={str(cfg.chat_template)!r}: no such file")
+        tokenizer.chat_template = cfg.chat_template.read_text(encoding="utf-8")
+    return tokenizer

@@ -1,0 +1,91 @@
+"""A forward whose attention context is missing or wrong says so; it never attends silently."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from transformers.masking_utils import AttentionMaskInterface
+
+from hone.attention import ATTENTION_NAME, PackedContext
+from hone.attention.backends import choose_packed_backend, choose_paged_backend
+from hone.attention.interface import attention
+from tests.attention.twin import Pages, attend_packed
+
+LENGTHS = (3, 4)
+TOTAL = 7
+
+
+def layer(index: int | None = 0) -> nn.Module:
+    module = nn.Module()
+    if index is not None:
+        module.layer_idx = index
+    return module
+
+
+def call(module=None, *, batch=1, tokens=TOTAL, mask=None, **kwargs):
+    q, k, v = (torch.randn(batch, h, tokens, 8) for h in (4, 2, 2))
+    return attention(module or layer(), q, k, v, mask, scaling=0.5, **kwargs), (q, k, v)
+
+
+def test_packed_call_returns_tokens_before_heads():
+    (output, weights), qkv = call(attention_context=PackedContext.from_lengths(LENGTHS))
+    expected = attend_packed(*(x[0].transpose(0, 1) for x in qkv), LENGTHS, scale=0.5)
+    torch.testing.assert_close(output[0].double(), expected, rtol=1e-5, atol=1e-5)
+    assert weights is None
+
+
+PACKED = {"attention_context": PackedContext.from_lengths(LENGTHS)}
+REFUSED = {
+    "no context": ({}, "needs attention_context"),
+    "another object": ({"attention_context": object()}, "got object"),
+    "a mask": ({**PACKED, "mask": torch.zeros(1, 1, 7, 7)}, "no attention mask"),
+    "two rows": ({**PACKED, "batch": 2}, "a batch of 2"),
+    "other tokens": ({**PACKED, "tokens": 9}, "describes 7 tokens, the forward has 9"),
+    "dropout": ({**PACKED, "dropout": 0.1}, "dropout is not served, got 0.1"),
+    "sinks": ({**PACKED, "sinks": torch.zeros(4)}, "sinks are not served"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case):
+    arguments, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        call(**arguments)
+
+
+def test_refuses_a_layer_without_index_and_gradients_through_pages():
+    context = Pages([1, 1], [4, 5]).context
+    with pytest.raises(ValueError, match="no layer_idx"):
+        call(layer(None), tokens=2, attention_context=context)
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    k = torch.randn(1, 2, 2, 8)
+    with pytest.raises(ValueError, match="no gradient"):
+        attention(layer(), q, k, k, None, scaling=0.5, attention_context=context)
+
+
+def test_contexts_refuse_what_cannot_be():
+    with pytest.raises(ValueError, match="at least one token"):
+        PackedContext.from_lengths((3, 0))
+    context = Pages([3, 2], [4, 5]).context
+    with pytest.raises(ValueError, match="query_lens and key_lens"):
+        dataclasses.replace(context, key_lens=())
+    with pytest.raises(ValueError, match="add up to 6"):
+        dataclasses.replace(context, query_lens=(3, 3))
+
+
+def test_no_mask_is_ever_built():
+    assert ATTENTION_NAME not in AttentionMaskInterface._global_mapping
+
+
+def test_backend_rule():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert choose_packed_backend(cuda, bf16, head_dim=128, softcap=None) == "flash"
+    assert choose_packed_backend(cuda, fp32, head_dim=128, softcap=None) == "reference"
+    assert choose_packed_backend(cuda, bf16, head_dim=128, softcap=50.0) == "reference"
+    assert choose_packed_backend(cuda, bf16, head_dim=512, softcap=None) == "reference"
+    assert choose_packed_backend(cpu, bf16, head_dim=128, softcap=None) == "reference"
+    assert choose_paged_backend(cpu) == "reference"

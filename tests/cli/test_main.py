@@ -1,0 +1,258 @@
+"""The command line: help, exit codes, messages, and no torch before it is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import hone
+from hone.cli.help import TREES
+from hone.cli.main import COMMANDS, main
+from hone.config import UserError, schema
+from hone.config.recipe import recipe_names
+from tests.config import workspace as files
+from tests.config.test_checks import ROWS
+from tests.config.workspace import BASE
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    files.fill(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    assert main(argv) == code
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def raising(error: BaseException) -> ModuleType:
+    """A command that ends with this error."""
+
+    def run(argv: Sequence[str]) -> int:
+        raise error
+
+    module = ModuleType("hone.cli.rl")
+    module.run = run  # type: ignore[attr-defined]
+    return module
+
+
+# -- help ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_hone_alone_teaches(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, *argv)
+    for command in COMMANDS:
+        assert f"  {command} " in text
+    assert "hone quickstart" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def check_help(command: str, text: str) -> None:
+    """Every key of the tree, with its allowed values, default and help text."""
+    flat = " ".join(text.split())
+    for field in schema.fields(TREES[command]):
+        assert field.key in flat, field.key
+        assert field.help in flat, field.key
+        if not schema.is_section(field.annotation):
+            assert f"--{field.key} {field.allowed}" in flat, field.key
+
+
+@pytest.mark.parametrize("command", TREES)
+def test_R22_help_explains_every_key(
+    command: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output(capsys, command, "--help")
+    check_help(command, text)
+    assert "default: 64]" in text or command in ("eval", "generate")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_R22_help_planted(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hone.cli.help.fields", lambda tree: list(schema.fields(tree))[:-1])
+    text = output(capsys, "generate", "--help")
+    with pytest.raises(AssertionError):
+        check_help("generate", text)
+
+
+def test_help_of_one_section(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "rl", "--help", "algorithm.kl")
+    assert "--algorithm.kl.estimator  one of k1, k2, k3  [default: k3]" in text
+    assert "--algorithm.loss" not in text
+    assert "no section 'algoritm'" in output(capsys, "rl", "--help", "algoritm", code=2)
+    assert "--model.path  text  [required]" in output(capsys, "check", "rl", "--help")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "--version") == f"hone {hone.__version__}\n"
+
+
+# -- exit codes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (UserError("too bad"), "error: too bad\n"),
+        (ValueError("odd"), "error: odd\n(HONE_TRACEBACK=1 shows where)\n"),
+        (FileNotFoundError(2, "No such file", "x"), "error: [Errno 2] No such file: 'x'"),
+    ],
+)
+def test_mistakes_exit_with_2_and_no_traceback(
+    error: Exception, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "hone.cli.rl", raising(error))
+    monkeypatch.delenv("HONE_TRACEBACK", raising=False)
+    found = output(capsys, "rl", code=2)
+    assert found.startswith(text)
+    assert "Traceback" not in found
+    monkeypatch.setenv("HONE_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        main(["rl"])
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hone.cli.rl", raising(KeyError("x")))
+    with pytest.raises(KeyError):
+        main(["rl"])
+
+
+def test_ctrl_c_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "hone.cli.rl", raising(KeyboardInterrupt()))
+    assert output(capsys, "rl", code=130) == "interrupted\n"
+
+
+def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean `hone generate`?" in output(capsys, "generat", code=2)
+    assert "Commands: quickstart, rl" in output(capsys, "xyz", code=2)
+    assert "no such file" in output(capsys, "check", "no_such_recipe", code=2)
+
+
+def test_a_closed_pipe_is_silent(workspace: Path) -> None:
+    program = "from hone.cli.main import main; raise SystemExit(main())"
+    command = f"{sys.executable} -c '{program}' rl --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+# -- hone check ---------------------------------------------------------------------------------
+
+
+def test_check_prints_settings_numbers_and_findings(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output(capsys, "check", *BASE["rl"], "--trainer.prompts-per-minibatch=16")
+    flat = " ".join(text.split())
+    assert "prompts_per_minibatch: 16" in flat
+    assert "max_completion_tokens:" not in flat
+    assert "samples_per_step 512 64 prompts x 8 samples" in flat
+    assert "parameters" in flat
+    assert "errors: 0, warnings: 0" in flat
+    assert max(map(len, text.splitlines())) <= 80
+    text = output(capsys, "check", "rl", *BASE["rl"], "--rollout.top_p=0.9", code=2)
+    assert "error: rollout.top_p is 0.9" in text
+
+
+@pytest.mark.parametrize("command", TREES)
+def test_check_as_json(command: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = json.loads(output(capsys, "check", command, *BASE[command], "--json"))
+    assert outcome["findings"] == []
+    assert outcome["derived"]["max_sequence_tokens"] > 0
+    assert outcome["config"]["model"]["path"] == "model"
+
+
+def test_check_reads_recipes_and_usage(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workspace / "r.yaml").write_text("model: {path: model}\ndata: {train: [{path: train.jsonl}]}")
+    assert "warnings: 1" in output(capsys, "check", "r.yaml")
+    assert "warnings: 1" in output(capsys, "check", "rl", "r.yaml")
+    assert "usage: hone check" in output(capsys, "check")
+    assert "unknown key (r.yaml, line" not in output(capsys, "check", "sft", "r.yaml")
+    text = output(capsys, "check", "sft", "r.yaml", "--model=3", code=2)
+    assert "model: got 3 (flag --model=3)" in text
+
+
+def run_hone(*argv: str) -> tuple[int, str, float]:
+    """Run a command in a fresh interpreter that reports torch, and how long it took."""
+    script = (
+        "import atexit, sys\nfrom hone.cli.main import main\n"
+        "heavy = {'torch', 'transformers'}\n"
+        "atexit.register(lambda: print('HEAVY', sorted(heavy & set(sys.modules))))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", script, *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    return done.returncode, done.stdout + done.stderr, time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["rl", "--help"],
+        ["report", "--help"],
+        ["quickstart", "--help"],
+        ["check", "BASE"],
+    ],
+)
+def test_nothing_heavy_is_imported(argv: list[str], workspace: Path) -> None:
+    arguments = [x for word in argv for x in (BASE["rl"] if word == "BASE" else [word])]
+    code, text, seconds = run_hone(*arguments)
+    assert (code, "HEAVY []" in text) == (0, True), text
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("row", ROWS[:: max(1, len(ROWS) // 4)])
+def test_R22_errors_come_within_5_s_without_torch(row: tuple[str, ...], workspace: Path) -> None:
+    command, flags, level, _ = row
+    code, text, seconds = run_hone("check", command, *BASE[command], *flags.split())
+    assert code == (2 if level == "error" else 0)
+    assert f"{level}: " in text
+    assert "HEAVY []" in text
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("command", ["rl", "sft", "eval", "generate"])
+def test_commands_refuse_before_they_load_torch(command: str, workspace: Path) -> None:
+    code, text, _ = run_hone(command, *BASE[command], "--data.train=[]")
+    assert code == 2
+    assert "error: data.train is empty" in text
+    assert "HEAVY []" in text
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipes_load(name: str) -> None:
+    """Every recipe in the package fills the tree of at least one command."""
+    from hone.config.load import load_config, resolve_recipe
+
+    path = resolve_recipe(name)
+    loaded: list[str] = []
+    problems: list[str] = []
+    for command, tree in TREES.items():
+        try:
+            load_config(tree, path, ["--model.path=m"])
+            loaded.append(command)
+        except UserError as error:
+            problems.append(f"{command}: {error}")
+    assert loaded, "\n".join(problems)

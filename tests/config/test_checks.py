@@ -1,0 +1,347 @@
+"""The table of bad combinations: each is found, at its level, with its keys, before a run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from hone.config import UserError, checks
+from hone.config.checks import Finding
+from hone.config.load import load_config
+from hone.config.reward import BUILTIN_REWARDS
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from tests.config.workspace import BASE
+
+CHECKS: dict[str, tuple[Any, Callable[[Any], list[Finding]]]] = {
+    "rl": (RLConfig, lambda cfg: checks.check_rl(cfg)),
+    "sft": (SFTConfig, lambda cfg: checks.check_sft(cfg)),
+    "eval": (EvaluateConfig, lambda cfg: checks.check_eval(cfg)),
+    "generate": (GenerateConfig, lambda cfg: checks.check_generate(cfg)),
+}
+
+Level = Literal["error", "warning"]
+Row = tuple[str, str, Level, str]
+"""Command, flags, level, and the keys that the message must name (without their section where
+that is clear)."""
+
+ROWS: list[Row] = [
+    # budgets (G9, G12)
+    ("rl", "trainer.max_tokens_per_microbatch=2047", "error",
+     "trainer.max_tokens_per_microbatch data.max_prompt_tokens rollout.max_completion_tokens"),
+    ("rl", "trainer.max_tokens_per_microbatch=4095", "warning",
+     "trainer.max_tokens_per_microbatch data.max_prompt_tokens rollout.max_completion_tokens"),
+    ("rl", "trainer.max_tokens_per_forward=2047", "error",
+     "trainer.max_tokens_per_forward data.max_prompt_tokens rollout.max_completion_tokens"),
+    ("rl", "trainer.max_tokens_per_forward=16000", "warning",
+     "trainer.max_tokens_per_forward trainer.max_tokens_per_microbatch"),
+    ("rl", "trainer.micro_batch_size=4 trainer.max_tokens_per_microbatch=9000", "warning",
+     "trainer.micro_batch_size trainer.max_tokens_per_microbatch"),
+    ("rl", "trainer.micro_batch_size=600", "warning", "trainer.micro_batch_size"),
+    ("sft", "trainer.max_tokens_per_microbatch=2000", "error",
+     "trainer.max_tokens_per_microbatch data.max_tokens"),
+    ("sft", "trainer.micro_batch_size=65", "warning", "trainer.micro_batch_size"),
+    # batches
+    ("rl", "trainer.prompts_per_minibatch=7", "error",
+     "trainer.prompts_per_minibatch rollout.prompts_per_step"),
+    ("rl", "trainer.prompts_per_minibatch=128", "error",
+     "trainer.prompts_per_minibatch rollout.prompts_per_step"),
+    # lengths
+    ("rl", "engine.max_model_len=2047", "error",
+     "engine.max_model_len data.max_prompt_tokens rollout.max_completion_tokens"),
+    ("rl", "engine.max_model_len=5000", "error", "engine.max_model_len model.path"),
+    ("rl", "rollout.max_completion_tokens=3073", "error",
+     "rollout.max_completion_tokens data.max_prompt_tokens model.path"),
+    ("rl", "data.max_prompt_tokens=4096", "error", "data.max_prompt_tokens model.path"),
+    ("rl", "eval.at_end=true data.eval_fraction=0.1 eval.max_completion_tokens=3500", "error",
+     "eval.max_completion_tokens data.max_prompt_tokens model.path"),
+    ("rl", "eval.at_end=true data.eval_fraction=0.1 eval.max_completion_tokens=512", "warning",
+     "eval.max_completion_tokens rollout.max_completion_tokens"),
+    ("sft", "data.max_tokens=4097", "error", "data.max_tokens model.path"),
+    ("generate", "generation.max_completion_tokens=4000", "error",
+     "generation.max_completion_tokens data.max_prompt_tokens model.path"),
+    # sampling (R5, R20)
+    ("rl", "rollout.top_p=0.9", "error", "rollout.top_p"),
+    ("rl", "rollout.top_k=50", "error", "rollout.top_k"),
+    ("rl", "rollout.min_p=0.05", "error", "rollout.min_p"),
+    ("rl", "rollout.temperature=0", "error", "rollout.temperature"),
+    ("rl", "rollout.temperature=0.01", "warning", "rollout.temperature"),
+    ("rl", "rollout.stop=['']", "error", "rollout.stop"),
+    ("rl", "rollout.stop_token_ids=[1000]", "error", "rollout.stop_token_ids"),
+    ("rl", "rollout.stop_token_ids=[-1]", "error", "rollout.stop_token_ids"),
+    ("eval", "eval.temperature=0 eval.n_samples_per_prompt=4", "warning",
+     "eval.temperature eval.n_samples_per_prompt"),
+    ("generate", "generation.temperature=0 n_samples_per_prompt=4", "warning",
+     "generation.temperature n_samples_per_prompt"),
+    ("eval", "eval.temperature=0 eval.top_p=0.9", "warning", "eval.temperature eval.top_p"),
+    # groups and filters (G3, G13, G15)
+    *[("rl", f"rollout.n_samples_per_prompt=1 algorithm.advantage={name}", "error",
+       "algorithm.advantage rollout.n_samples_per_prompt")
+      for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")],
+    ("rl", "rollout.n_samples_per_prompt=1 algorithm.advantage=reinforce_pp", "warning",
+     "engine.enable_prefix_caching rollout.n_samples_per_prompt"),
+    ("rl", "no-engine.enable_prefix_caching=true", "warning",
+     "engine.enable_prefix_caching rollout.n_samples_per_prompt"),
+    ("rl", "rollout.dynamic_sampling=true rollout.n_samples_per_prompt=1", "error",
+     "rollout.dynamic_sampling rollout.n_samples_per_prompt"),
+    ("rl", "rollout.max_refill_rounds=3", "warning",
+     "rollout.max_refill_rounds rollout.dynamic_sampling"),
+    ("rl", "rollout.max_aborted_count=3", "warning",
+     "rollout.max_aborted_count rollout.oversample_prompts"),
+    ("rl", "rollout.mask_off_policy_tokens=true", "warning",
+     "rollout.mask_off_policy_tokens rollout.oversample_prompts"),
+    ("rl", "rollout.oversample_prompts=8 rollout.max_aborted_count=0", "warning",
+     "rollout.max_aborted_count rollout.oversample_prompts"),
+    ("rl", "rollout.oversample_prompts=65", "warning",
+     "rollout.oversample_prompts rollout.prompts_per_step"),
+    ("rl", "rollout.oversample_prompts=8", "warning",
+     "rollout.oversample_prompts algorithm.correction.kind rollout.mask_off_policy_tokens"),
+    # engine (G8, E3)
+    ("rl", "engine.max_num_seqs=4", "warning", "engine.max_num_seqs rollout.n_samples_per_prompt"),
+    ("rl", "engine.max_num_seqs=1024", "warning",
+     "engine.max_num_seqs rollout.prompts_per_step rollout.n_samples_per_prompt"),
+    ("rl", "engine.max_num_batched_tokens=128", "warning",
+     "engine.max_num_batched_tokens engine.max_num_seqs"),
+    ("rl", "engine.max_num_batched_tokens=1024 run.device=cuda", "warning",
+     "engine.max_num_batched_tokens run.device"),
+    ("rl", "engine.gpu_memory_utilization=0.9", "warning",
+     "engine.gpu_memory_utilization engine.kv_cache_gib"),
+    ("rl", "engine.gpu_memory_utilization=0.6 engine.kv_cache_gib=1", "warning",
+     "engine.gpu_memory_utilization engine.kv_cache_gib"),
+    ("rl", "engine.gpu_memory_utilization=0.6 run.device=cpu", "warning",
+     "engine.gpu_memory_utilization run.device"),
+    ("rl", "engine.kv_cache_gib=0.0004", "error",
+     "engine.kv_cache_gib data.max_prompt_tokens rollout.max_completion_tokens"),
+    ("rl", "engine.block_size=4096", "warning", "engine.block_size"),
+    # the learning rule
+    ("rl", "algorithm.kl.coef=0.01 algorithm.kl.estimator=k1", "error",
+     "algorithm.kl.estimator algorithm.kl.placement"),
+    ("rl", "algorithm.kl.coef=0.01 algorithm.kl.placement=reward", "warning",
+     "algorithm.kl.estimator algorithm.kl.placement"),
+    ("rl", "algorithm.kl.placement=reward", "warning", "algorithm.kl.placement algorithm.kl.coef"),
+    ("rl", "algorithm.kl.estimator=k2", "warning", "algorithm.kl.estimator algorithm.kl.coef"),
+    ("rl", "algorithm.dual_clip=3 algorithm.loss=cispo", "error",
+     "algorithm.dual_clip algorithm.loss"),
+    ("rl", "algorithm.loss=gspo algorithm.aggregation=sequence_mean", "warning",
+     "algorithm.loss algorithm.clip_low algorithm.clip_high"),
+    ("rl", "algorithm.loss=gspo", "warning", "algorithm.loss algorithm.aggregation"),
+    ("rl", "algorithm.advantage=dr_grpo algorithm.aggregation=sequence_mean", "warning",
+     "algorithm.advantage algorithm.aggregation"),
+    ("rl", "algorithm.clip_high=0.1", "warning", "algorithm.clip_high algorithm.clip_low"),
+    ("rl", "algorithm.clip_low=1 algorithm.clip_high=1", "warning", "algorithm.clip_low"),
+    ("rl", "trainer.num_epochs=2 algorithm.clip_high=1.5", "warning",
+     "algorithm.clip_high trainer.prompts_per_minibatch trainer.num_epochs"),
+    ("rl", "algorithm.entropy_coef=-0.01", "warning", "algorithm.entropy_coef"),
+    ("rl", "algorithm.correction.kind=icepop algorithm.correction.low=2", "error",
+     "algorithm.correction.low algorithm.correction.high"),
+    ("rl", "algorithm.correction.kind=tis algorithm.correction.high=0.9", "error",
+     "algorithm.correction.low algorithm.correction.high"),
+    ("rl", "algorithm.correction.kind=tis algorithm.correction.low=0.1", "warning",
+     "algorithm.correction.low algorithm.correction.kind"),
+    ("rl", "algorithm.correction.high=5", "warning",
+     "algorithm.correction.high algorithm.correction.kind"),
+    # the optimizer
+    ("rl", "trainer.optimizer.lr=0", "warning", "trainer.optimizer.lr"),
+    ("rl", "trainer.optimizer.betas=[0.9,1.0]", "error", "trainer.optimizer.betas"),
+    ("rl", "trainer.optimizer.name=muon", "warning",
+     "trainer.optimizer.name trainer.optimizer.muon_lr"),
+    ("rl", "trainer.optimizer.muon_lr=0.01", "warning",
+     "trainer.optimizer.name trainer.optimizer.muon_lr"),
+    ("rl", "trainer.optimizer.warmup_steps=101", "error",
+     "trainer.optimizer.warmup_steps run.steps"),
+    ("rl", "trainer.optimizer.min_lr_ratio=0.1", "warning",
+     "trainer.optimizer.min_lr_ratio trainer.optimizer.schedule"),
+    ("sft", "trainer.optimizer.lr=1e-6", "warning", "trainer.optimizer.lr"),
+    # rewards
+    ("rl", "reward.functions=[]", "error", "reward.functions"),
+    ("rl", "reward.functions.0.weight=0", "error", "reward.functions"),
+    ("rl", "reward.functions.0.fn=exact_mach", "error", "reward.functions.0.fn"),
+    ("rl", "reward.functions.0.fn=scores.py:", "error", "reward.functions.0.fn"),
+    ("rl", "reward.functions.0.fn=nowhere.py:score", "error", "reward.functions.0.fn"),
+    ("rl", "reward.functions.0.fn=scores.py:scroe", "error", "reward.functions.0.fn"),
+    ("rl", "reward.functions.0.fn=broken.py:score", "error", "reward.functions.0.fn"),
+    ("rl", "reward.functions.0.fn=no_such_module.x:score", "error", "reward.functions.0.fn"),
+    ("rl", "reward.functions.0.fn=scores/py:score", "error", "reward.functions.0.fn"),
+    ("rl", "reward.num_workers=100000", "warning", "reward.num_workers"),
+    ("rl", "reward.max_failure_rate=1", "warning", "reward.max_failure_rate"),
+    ("eval", "eval.pass_threshold=2", "warning", "eval.pass_threshold reward.functions"),
+    # files
+    ("rl", "model.path=runs/none/model", "error", "model.path"),
+    ("rl", "model.path=train.jsonl", "error", "model.path"),
+    ("rl", "model.path=empty", "error", "model.path"),
+    ("rl", "model.path=bare", "error", "model.init model.path"),
+    ("rl", "model.path=mute", "error", "model.tokenizer model.path"),
+    ("rl", "model.tokenizer=./none", "error", "model.tokenizer"),
+    ("rl", "model.chat_template=none.jinja", "error", "model.chat_template"),
+    ("rl", "model.dtype=bfloat16 run.device=cpu", "warning", "model.dtype run.device"),
+    ("rl", "data.train=[]", "error", "data.train"),
+    ("rl", "data.train.0.path=tran.jsonl", "error", "data.train.0.path"),
+    ("rl", "data.train.0.path=notes.txt", "error", "data.train.0.path"),
+    ("rl", "data.train.1.path=train.jsonl", "warning", "data.train.0.path data.train.1.path"),
+    ("rl", "data.train.0.answer_pattern=(", "error", "data.train.0.answer_pattern"),
+    ("rl", "data.eval.0.path=train.jsonl eval.at_end=true", "warning",
+     "data.eval.0.path data.train.0.path"),
+    ("rl", "data.eval.0.path=train.jsonl data.eval_fraction=0.1 eval.at_end=true", "warning",
+     "data.eval data.eval_fraction"),
+    ("rl", "data.prompt_template=hello", "error", "data.prompt_template"),
+    ("rl", "data.prompt_template={prompt", "error", "data.prompt_template"),
+    ("rl", "data.chat=never data.system_prompt=x", "warning", "data.chat data.system_prompt"),
+    ("generate", "output=train.jsonl", "error", "output data.train.0.path"),
+    ("rl", "log.mlflow=true", "error", "log.mlflow"),
+    # the course of a run
+    ("rl", "eval.every_n_steps=5", "error", "eval.every_n_steps data.eval data.eval_fraction"),
+    ("sft", "eval.at_end=true", "error", "eval.at_end data.eval data.eval_fraction"),
+    ("rl", "data.eval_fraction=0.1", "warning", "data.eval_fraction eval.every_n_steps"),
+    ("rl", "data.eval_fraction=0.1 eval.every_n_steps=200", "warning",
+     "eval.every_n_steps run.steps"),
+    ("rl", "data.eval_fraction=0.1 eval.at_end=true eval.metric=reward/mean", "error",
+     "eval.metric"),
+    ("eval", "eval.at_start=true", "warning", "eval.at_start"),
+    ("rl", "checkpoint.keep_best=true", "warning", "checkpoint.keep_best eval.every_n_steps"),
+    ("rl", "checkpoint.every_n_steps=200", "warning", "checkpoint.every_n_steps run.steps"),
+    ("rl", "run.resume=-1", "error", "run.resume"),
+    ("rl", "run.resume=100", "error", "run.resume run.steps"),
+    ("rl", "run.dir=train.jsonl", "error", "run.dir"),
+]  # fmt: skip
+
+
+def findings(command: str, flags: str) -> list[Finding]:
+    tree, check = CHECKS[command]
+    return check(load_config(tree, None, [*BASE[command], *flags.split()]))
+
+
+def assert_found(row: Row) -> None:
+    """The row's problem is reported once, at its level, and its text names all its keys."""
+    command, flags, level, keys = row
+    found = [
+        x for x in findings(command, flags) if x.level == level and set(keys.split()) <= set(x.keys)
+    ]
+    assert len(found) == 1, f"{flags=} {found=}"
+    for key in found[0].keys:
+        assert key in found[0].message, f"{key=} {found[0].message=}"
+    assert len(found[0].message) > len(keys) + 20
+
+
+def assert_table() -> None:
+    for row in ROWS:
+        assert_found(row)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+def test_R22_bad_combinations_are_found(row: Row, workspace: Path) -> None:
+    assert_found(row)
+
+
+@pytest.mark.parametrize("command", CHECKS)
+def test_a_sound_configuration_has_no_finding(command: str, workspace: Path) -> None:
+    assert findings(command, "") == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "trainer.max_tokens_per_microbatch=4096",
+        "rollout.max_completion_tokens=3072 engine.max_model_len=4096",
+        "algorithm.kl.coef=0.01",
+        "algorithm.kl.coef=0.01 algorithm.kl.placement=reward algorithm.kl.estimator=k1",
+        "algorithm.advantage=dr_grpo algorithm.aggregation=constant",
+        "algorithm.loss=cispo algorithm.clip_low=1 algorithm.clip_high=4",
+        "algorithm.clip_high=0.28 algorithm.dual_clip=3",
+        "rollout.oversample_prompts=16 rollout.mask_off_policy_tokens=true",
+        "rollout.oversample_prompts=16 algorithm.correction.kind=tis",
+        "rollout.dynamic_sampling=true rollout.max_refill_rounds=3",
+        "trainer.optimizer.warmup_steps=100 trainer.prompts_per_minibatch=16",
+        "trainer.micro_batch_size=4",
+        "reward.functions.0.fn=scores.py:score",
+        "reward.functions.0.fn=json:loads",
+        "engine.kv_cache_gib=1",
+        "data.eval_fraction=0.1 eval.every_n_steps=10 checkpoint.keep_best=true",
+        "model.path=bare model.init=random",
+        "model.path=Qwen/Qwen3-0.6B",
+        "data.train.0.path=openai/gsm8k data.train.0.subset=main",
+        "run.resume=99",
+    ],
+)
+def test_sound_settings_have_no_finding(flags: str, workspace: Path) -> None:
+    assert findings("rl", flags) == []
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len({row[:2] for row in ROWS}) >= 100
+
+
+def _topics() -> list[str]:
+    """Names of the checks that the four commands are put together from."""
+    imported = ast.parse(Path(checks.__file__).read_text())
+    names = [
+        alias.name for x in imported.body if isinstance(x, ast.ImportFrom) for alias in x.names
+    ]
+    return [name for name in names if name.startswith("check_")]
+
+
+@pytest.mark.parametrize("topic", _topics())
+def test_R22_planted_a_check_that_finds_nothing(
+    topic: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, topic, lambda *args, **kwargs: [])
+    with pytest.raises(AssertionError):
+        assert_table()
+
+
+def test_R22_planted_a_message_without_its_keys(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        checks, "check_kl", lambda cfg: [Finding("error", ("algorithm.kl.coef",), "wrong value")]
+    )
+    with pytest.raises(AssertionError):
+        assert_found(("rl", "", "error", "algorithm.kl.coef"))
+
+
+def test_R5_truncating_options_are_refused_one_by_one(workspace: Path) -> None:
+    flags = "rollout.top_p=0.8 rollout.top_k=20 rollout.min_p=0.1"
+    errors = [x.keys for x in findings("rl", flags) if x.level == "error"]
+    assert errors == [("rollout.top_p",), ("rollout.top_k",), ("rollout.min_p",)]
+    assert findings("eval", "eval.top_p=0.8 eval.top_k=20 eval.min_p=0.1") == []
+
+
+def test_the_kv_cache_limit_is_exact(workspace: Path) -> None:
+    """2 layers x 2 heads x 16 values x keys and values x 4 bytes = 512 bytes a token."""
+    exact = 2048 * 512 / 2**30
+    assert findings("rl", f"run.device=cpu engine.kv_cache_gib={exact!r}") == []
+    assert findings("rl", f"run.device=cpu engine.kv_cache_gib={exact * 0.999!r}")
+    assert findings("rl", f"run.device=cuda engine.kv_cache_gib={exact / 2!r}") == []
+
+
+def test_errors_come_first_and_once(workspace: Path) -> None:
+    flags = (
+        "data.eval_fraction=0.1 eval.at_end=true trainer.optimizer.lr=0 data.max_prompt_tokens=5000"
+    )
+    found = findings("rl", flags)
+    assert [x.level for x in found] == sorted(x.level for x in found)
+    assert len({x.message for x in found}) == len(found)
+
+
+def test_rewards_are_parsed_not_run(workspace: Path) -> None:
+    (workspace / "loud.py").write_text("raise RuntimeError('imported')\nscore = print\n")
+    assert findings("rl", "reward.functions.0.fn=loud.py:score") == []
+    (workspace / "star.py").write_text("from os.path import *\n")
+    assert findings("rl", "reward.functions.0.fn=star.py:join") == []
+
+
+def test_a_broken_config_json_is_left_to_the_loader(workspace: Path) -> None:
+    (workspace / "model" / "config.json").write_text("[]")
+    assert findings("rl", "") == []
+
+
+def test_float16_is_refused_by_its_type() -> None:
+    with pytest.raises(UserError, match=r"model\.dtype: got 'float16'"):
+        load_config(RLConfig, None, [*BASE["rl"], "--model.dtype=float16"])
+
+
+def test_built_in_rewards_are_those_that_exist() -> None:
+    builtin = pytest.importorskip("hone.rewards.builtin")
+    assert set(builtin.BUILTINS) == set(BUILTIN_REWARDS)

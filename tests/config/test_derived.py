@@ -1,0 +1,188 @@
+"""Golden configurations: the batch words mean what the table says, on any number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.config import derived
+from hone.config.derived import derived_eval, derived_generate, derived_rl, derived_sft
+from hone.config.load import load_config
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from tests.config.workspace import BASE, CONTEXT
+
+# Columns: prompts, n, prompts a mini-batch, epochs, run steps, prompt tokens, completion tokens ->
+# samples a step, optimizer steps a rollout, samples an optimizer step, optimizer steps, tokens.
+GLOBAL = [
+    ((64, 8, None, 1, 100, 1024, 1024), (512, 1, 512, 100, 1048576)),
+    ((64, 8, 64, 1, 100, 1024, 1024), (512, 1, 512, 100, 1048576)),
+    ((64, 8, 32, 1, 100, 1024, 1024), (512, 2, 256, 200, 1048576)),
+    ((64, 8, 16, 1, 100, 1024, 1024), (512, 4, 128, 400, 1048576)),
+    ((64, 8, 1, 1, 100, 1024, 1024), (512, 64, 8, 6400, 1048576)),
+    ((64, 8, None, 2, 100, 1024, 1024), (512, 2, 512, 200, 1048576)),
+    ((64, 8, 16, 3, 10, 1024, 1024), (512, 12, 128, 120, 1048576)),
+    ((1, 1, None, 1, 1, 1, 1), (1, 1, 1, 1, 2)),
+    ((1, 16, None, 1, 1, 10, 22), (16, 1, 16, 1, 512)),
+    ((8, 1, 4, 1, 5, 100, 28), (8, 2, 4, 10, 1024)),
+    ((16, 4, 8, 1, 20, 256, 256), (64, 2, 32, 40, 32768)),
+    ((16, 4, 8, 4, 20, 256, 256), (64, 8, 32, 160, 32768)),
+    ((32, 16, 8, 1, 500, 512, 3584), (512, 4, 128, 2000, 2097152)),
+    ((128, 8, 32, 1, 1000, 1024, 7168), (1024, 4, 256, 4000, 8388608)),
+    ((128, 16, 128, 1, 200, 2048, 14336), (2048, 1, 2048, 200, 33554432)),
+    ((256, 8, 64, 1, 50, 1024, 3072), (2048, 4, 512, 200, 8388608)),
+    ((512, 16, 32, 1, 10, 2048, 20480), (8192, 16, 512, 160, 184549376)),
+    ((1024, 5, 256, 1, 15, 512, 512), (5120, 4, 1280, 60, 5242880)),
+    ((24, 5, 6, 1, 7, 50, 50), (120, 4, 30, 28, 12000)),
+    ((24, 5, 12, 2, 7, 50, 50), (120, 4, 60, 28, 12000)),
+    ((10, 3, 5, 1, 3, 7, 13), (30, 2, 15, 6, 600)),
+]
+
+# Columns: prompts, n, mini-batch, prompt, completion, budget, micro-batch size, devices ->
+# sequences of a micro-batch (at least), accumulation (at most).
+LOCAL = [
+    ((64, 8, None, 1024, 1024, 16384, None, 1), (8, 64)),
+    ((64, 8, None, 1024, 1024, 16384, None, 2), (8, 32)),
+    ((64, 8, None, 1024, 1024, 16384, None, 8), (8, 8)),
+    ((64, 8, 16, 1024, 1024, 16384, None, 1), (8, 16)),
+    ((64, 8, 16, 1024, 1024, 2048, None, 1), (1, 128)),
+    ((64, 8, 16, 1024, 1024, 5000, None, 1), (2, 64)),
+    ((64, 8, 1, 1024, 1024, 65536, None, 1), (8, 1)),
+    ((64, 8, None, 1024, 1024, 16384, 4, 1), (4, 128)),
+    ((64, 8, None, 1024, 1024, 16384, 4, 8), (4, 16)),
+    ((64, 8, 16, 1024, 1024, 16384, 3, 1), (3, 43)),
+    ((64, 8, 1, 1024, 1024, 16384, 100, 1), (8, 1)),
+    ((10, 3, 5, 7, 13, 100, None, 2), (5, 2)),
+]
+
+
+def rows(cfg: RLConfig, **options: Any) -> dict[str, Any]:
+    return {row.name: row.value for row in derived.derived_rl(cfg, **options)}
+
+
+def configured(**values: Any) -> RLConfig:
+    names = {
+        "prompts": "rollout.prompts_per_step",
+        "n": "rollout.n_samples_per_prompt",
+        "mini": "trainer.prompts_per_minibatch",
+        "epochs": "trainer.num_epochs",
+        "steps": "run.steps",
+        "prompt": "data.max_prompt_tokens",
+        "completion": "rollout.max_completion_tokens",
+        "budget": "trainer.max_tokens_per_microbatch",
+        "micro": "trainer.micro_batch_size",
+    }
+    flags = [f"--{names[k]}={'null' if v is None else v}" for k, v in values.items()]
+    return load_config(RLConfig, None, [*BASE["rl"], *flags])
+
+
+def check_global(case: tuple[Any, Any]) -> None:
+    keys = ("prompts", "n", "mini", "epochs", "steps", "prompt", "completion")
+    cfg = configured(**dict(zip(keys, case[0], strict=True)))
+    for world_size in (1, 2, 8):
+        found = rows(cfg, world_size=world_size)
+        assert (
+            found["samples_per_step"],
+            found["optimizer_steps_per_rollout"],
+            found["samples_per_optimizer_step"],
+            found["optimizer_steps"],
+            found["max_tokens_per_step"],
+        ) == case[1], f"{case=}"
+
+
+def check_local(case: tuple[Any, Any]) -> None:
+    *numbers, world_size = case[0]
+    keys = ("prompts", "n", "mini", "prompt", "completion", "budget", "micro")
+    cfg = configured(**dict(zip(keys, numbers, strict=True)))
+    found = rows(cfg, world_size=world_size)
+    micro = found.get("micro_batch_size", found.get("min_micro_batch_size"))
+    accumulation = found.get("accumulation", found.get("max_accumulation"))
+    assert (micro, accumulation) == case[1], f"{case=}"
+    assert micro * accumulation * world_size >= found["samples_per_optimizer_step"]
+
+
+def check_golden() -> None:
+    for case in GLOBAL:
+        check_global(case)
+    for case in LOCAL:
+        check_local(case)
+
+
+@pytest.mark.parametrize("case", GLOBAL)
+def test_R22_golden_global_counts(case: tuple[Any, Any]) -> None:
+    check_global(case)
+
+
+@pytest.mark.parametrize("case", LOCAL)
+def test_R22_golden_micro_batches(case: tuple[Any, Any]) -> None:
+    check_local(case)
+
+
+def test_there_are_thirty_golden_configurations() -> None:
+    assert len(GLOBAL) + len(LOCAL) >= 30
+
+
+def _epochs_forgotten(cfg: RLConfig) -> int:
+    return cfg.rollout.prompts_per_step // (cfg.trainer.prompts_per_minibatch or 1)
+
+
+def _mini_batch_in_samples(cfg: RLConfig) -> int:
+    samples = cfg.rollout.prompts_per_step * cfg.rollout.n_samples_per_prompt
+    return samples // (cfg.trainer.prompts_per_minibatch or samples) * cfg.trainer.num_epochs
+
+
+def _rounded_down(total: int, part: int) -> int:
+    return total // part
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("optimizer_steps_per_rollout", _epochs_forgotten),
+        ("optimizer_steps_per_rollout", _mini_batch_in_samples),
+        ("_ceil", _rounded_down),
+    ],
+)
+def test_R22_planted_batch_words(
+    name: str, bug: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(derived, name, bug)
+    with pytest.raises(AssertionError):
+        check_golden()
+
+
+def test_memory_of_a_model(workspace: Path) -> None:
+    """One billion parameters: 2 + 4 + 4 + 8 bytes each in bfloat16, 4 + 0 + 4 + 8 in float32."""
+    cfg = load_config(RLConfig, None, [*BASE["rl"], "--run.device=cuda"])
+    found = rows(cfg, num_params=2**30)
+    names = ("weights_gib", "masters_gib", "gradients_gib", "optimizer_gib", "total_gib")
+    assert [found[name] for name in names] == [2, 4, 4, 8, 18]
+    cfg = load_config(RLConfig, None, [*BASE["rl"], "--run.device=cpu", "--algorithm.kl.coef=1"])
+    found = rows(cfg, num_params=2**30)
+    assert [found[name] for name in names] == [4, 0, 4, 8, 20]
+    assert found["reference_gib"] == 4
+
+
+def test_the_kv_cache_of_a_model(workspace: Path) -> None:
+    cfg = load_config(RLConfig, None, [*BASE["rl"], "--run.device=cpu", "--engine.block_size=100"])
+    found = rows(cfg)
+    assert found["model_context_tokens"] == CONTEXT
+    assert found["kv_blocks_per_sequence"] == 21
+    assert found["kv_blocks_at_full_load"] == 21 * 256
+    assert found["kv_bytes_per_token"] == 512
+    assert found["kv_gib_at_full_load"] == round(21 * 256 * 100 * 512 / 2**30, 3)
+
+
+def test_the_other_commands(workspace: Path) -> None:
+    sft = load_config(SFTConfig, None, [*BASE["sft"], "--data.examples_per_step=10"])
+    found = {row.name: row.value for row in derived_sft(sft, num_params=10)}
+    assert (found["samples_per_optimizer_step"], found["optimizer_steps"]) == (10, 100)
+    assert (found["min_micro_batch_size"], found["max_accumulation"]) == (8, 2)
+    evaluate = load_config(EvaluateConfig, None, BASE["eval"])
+    assert {row.name for row in derived_eval(evaluate, num_params=10)} >= {"weights_gib"}
+    generate = load_config(GenerateConfig, None, [*BASE["generate"], "--n_samples_per_prompt=4"])
+    found = {row.name: row.value for row in derived_generate(generate)}
+    assert found["samples_per_prompt"] == 4
+    assert {row.name for row in derived_rl(configured())}.isdisjoint({"weights_gib"})

@@ -1,0 +1,52 @@
+"""A folder with a small model and data set in it, and flags that use them without a finding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+CONTEXT = 4096
+VOCAB_SIZE = 1000
+MODEL_CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": True,
+}
+
+BASE: dict[str, list[str]] = {
+    "rl": ["--model.path=model", "--data.train=[{path: train.jsonl}]", "--no-checkpoint.keep_best"],
+    "sft": [
+        "--model.path=model",
+        "--data.train=[{path: train.jsonl}]",
+        "--trainer.optimizer.lr=1e-5",
+    ],
+    "eval": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
+    "generate": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
+}
+
+
+def fill(folder: Path) -> None:
+    """Write the files that `BASE` names, and reward files good and bad."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (folder / "notes.txt").write_text("no data set")
+    (folder / "bare").mkdir()
+    (folder / "bare" / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    (folder / "bare" / "tokenizer.json").write_text("{}")
+    (folder / "mute").mkdir()
+    (folder / "mute" / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    (folder / "mute" / "model.safetensors").write_bytes(b"")
+    (folder / "empty").mkdir()
+    (folder / "scores.py").write_text("def score(completion, answer):\n    return 1.0\n")
+    (folder / "broken.py").write_text("def score(:\n")

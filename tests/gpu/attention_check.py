@@ -1,0 +1,231 @@
+"""Checks the CUDA attention against float64 and times decode.
+
+`python -m tests.gpu.attention_check` prints one row a case with the largest relative error, then
+the time and the achieved memory traffic of decode steps. Exits with 1 where an error is above its
+limit. Outputs are compared token by token (the largest error of a token over its largest value),
+gradients as a whole.
+"""
+
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import sys
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from hone.attention import PackedContext, PagedContext
+from hone.attention.backends import (
+    choose_packed_backend,
+    choose_paged_backend,
+    packed_attention,
+    paged_attention,
+    write_kv,
+)
+
+DEVICE = torch.device("cuda")
+HEADS = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 4, 256), (20, 1, 80)]
+OPTIONS = [{}, {"window": 100}, {"softcap": 5.0}, {"softcap": 5.0, "window": 100}]
+LENGTHS = (1, 257, 64, 513, 16, 1, 300)
+LIMITS = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    draw = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=draw, device=DEVICE).to(dtype)
+
+
+def attend(q, k, v, *, scale, window=None, softcap=None) -> Tensor:
+    """Float64 reference of one sequence: queries [L, Hq, D] are the last tokens of K keys."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    scores = q @ k.transpose(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    num_queries, num_keys = scores.shape[1:]
+    rows = torch.arange(num_keys - num_queries, num_keys, device=q.device)
+    distance = rows[:, None] - torch.arange(num_keys, device=q.device)
+    hidden = (distance < 0) | (distance >= (window or num_keys))
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+def token_error(actual: Tensor, expected: Tensor) -> float:
+    worst = (actual.double() - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2))
+    return worst.max().item()
+
+
+def check_packed(heads, dtype, options) -> dict[str, float]:
+    num_heads, num_kv_heads, head_dim = heads
+    total, scale = sum(LENGTHS), head_dim**-0.5
+    q = normal(total, num_heads, head_dim, dtype=dtype, seed=0)
+    k = normal(total, num_kv_heads, head_dim, dtype=dtype, seed=1)
+    v = normal(total, num_kv_heads, head_dim, dtype=dtype, seed=2)
+    cotangent = normal(total, num_heads, head_dim, dtype=dtype, seed=3)
+    ours = [x.clone().requires_grad_() for x in (q, k, v)]
+    context = PackedContext.from_lengths(LENGTHS, device=DEVICE)
+    actual = packed_attention(*ours, context, scale=scale, **options)
+    grads = torch.autograd.grad(actual, ours, cotangent)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    pieces = zip(*(x.split(LENGTHS) for x in exact), strict=True)
+    expected = torch.cat([attend(*piece, scale=scale, **options) for piece in pieces])
+    exact_grads = torch.autograd.grad(expected, exact, cotangent.double())
+    names = ("dq", "dk", "dv")
+    return {
+        "forward": token_error(actual, expected),
+        **{n: error(a, e) for n, a, e in zip(names, grads, exact_grads, strict=True)},
+    }
+
+
+def paged(query_lens, key_lens, heads, dtype, *, block_size=16):
+    """Queries, newest keys and values, a cache without the newest, the context, all keys."""
+    num_heads, num_kv_heads, head_dim = heads
+    total = sum(query_lens)
+    keys, values = (
+        [
+            normal(n, num_kv_heads, head_dim, dtype=dtype, seed=97 * i + j)
+            for i, n in enumerate(key_lens)
+        ]
+        for j in (1, 2)
+    )
+    num_blocks = [-(-n // block_size) for n in key_lens]
+    order = torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(0))
+    tables = torch.zeros(len(key_lens), max(num_blocks), dtype=torch.int32)
+    kv_cache = normal(2, sum(num_blocks), block_size, num_kv_heads, head_dim, dtype=dtype, seed=5)
+    slots, flat = [], kv_cache.view(2, -1, num_kv_heads, head_dim)
+    for i, blocks in enumerate(order.split(num_blocks)):
+        tables[i, : len(blocks)] = blocks
+        where = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
+        old, n = key_lens[i] - query_lens[i], key_lens[i]
+        flat[0, where[:old].to(DEVICE)] = keys[i][:old]
+        flat[1, where[:old].to(DEVICE)] = values[i][:old]
+        slots.append(where[old:n])
+    k, v = (
+        torch.cat([x[-m:] for x, m in zip(rows, query_lens, strict=True)])
+        for rows in (keys, values)
+    )
+    context = PagedContext(
+        kv_caches=[kv_cache],
+        block_tables=tables.to(DEVICE),
+        slot_mapping=torch.cat(slots).to(DEVICE),
+        cu_seqlens_q=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=DEVICE),
+        context_lens=torch.tensor(key_lens, dtype=torch.int32, device=DEVICE),
+        max_seqlen_q=max(query_lens),
+        max_context_len=max(key_lens),
+        query_lens=tuple(query_lens),
+        key_lens=tuple(key_lens),
+    )
+    return (
+        normal(total, num_heads, head_dim, dtype=dtype, seed=9),
+        k,
+        v,
+        kv_cache,
+        context,
+        keys,
+        values,
+    )
+
+
+def check_paged(query_lens, key_lens, heads, dtype, options) -> float:
+    scale = heads[2] ** -0.5
+    q, k, v, kv_cache, context, keys, values = paged(query_lens, key_lens, heads, dtype)
+    write_kv(k, v, kv_cache, context.slot_mapping)
+    actual = paged_attention(q, k, v, kv_cache, context, scale=scale, **options)
+    rows = zip(q.split(list(query_lens)), keys, values, strict=True)
+    return token_error(actual, torch.cat([attend(*row, scale=scale, **options) for row in rows]))
+
+
+def check_graph(heads, dtype) -> float:
+    """A captured decode step, replayed after all lengths have grown."""
+    scale, long = heads[2] ** -0.5, [700, 64, 333, 512]
+    q, k, v, kv_cache, context, keys, values = paged([1] * 4, long, heads, dtype)
+    write_kv(k, v, kv_cache, context.slot_mapping)
+    final = context.context_lens.clone()
+    context.context_lens.fill_(5)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        paged_attention(q, k, v, kv_cache, context, scale=scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = paged_attention(q, k, v, kv_cache, context, scale=scale)
+    context.context_lens.copy_(final)
+    graph.replay()
+    rows = zip(q.split([1] * 4), keys, values, strict=True)
+    return token_error(actual, torch.cat([attend(*row, scale=scale) for row in rows]))
+
+
+def time_decode(batch: int, length: int, heads, dtype) -> tuple[float, float, float]:
+    """Seconds of attention, of the KV write, and bytes per second that attention reads."""
+    q, k, v, kv_cache, context, *_ = paged([1] * batch, [length] * batch, heads, dtype)
+    scale = heads[2] ** -0.5
+    attention_s = seconds(lambda: paged_attention(q, k, v, kv_cache, context, scale=scale))
+    write_s = seconds(lambda: write_kv(k, v, kv_cache, context.slot_mapping))
+    traffic = 2 * batch * length * heads[1] * heads[2] * kv_cache.element_size()
+    return attention_s, write_s, traffic / attention_s
+
+
+def seconds(call, repeats: int = 50) -> float:
+    """Median device time, the L2 cache emptied before each call."""
+    flush = torch.empty(256 * 2**20, dtype=torch.int8, device=DEVICE)
+    times = []
+    for _ in range(repeats + 5):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times[5:])[repeats // 2]
+
+
+def main() -> int:
+    failures = 0
+
+    def report(name: str, heads, dtype, options, value: float) -> None:
+        nonlocal failures
+        good = value <= LIMITS[dtype]
+        failures += not good
+        kind = str(dtype).removeprefix("torch.")
+        verdict = "ok  " if good else "FAIL"
+        print(f"{verdict} {name:22} {heads!s:14} {kind:9} {options!s:32} {value:.1e}")
+
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    print(f"decode: {choose_paged_backend(DEVICE)}; packed bfloat16:", end=" ")
+    print(choose_packed_backend(DEVICE, torch.bfloat16, head_dim=128, softcap=None))
+    for heads in HEADS:
+        for dtype in LIMITS:
+            for options in OPTIONS:
+                for name, value in check_packed(heads, dtype, options).items():
+                    report(f"packed {name}", heads, dtype, options, value)
+                cases = {
+                    "prefill": ([65, 7, 300], [65, 7, 300]),
+                    "prefill with prefix": ([65, 1, 200, 7], [1000, 64, 200, 135]),
+                    "decode": ([1] * 6, [1, 16, 17, 700, 2049, 128]),
+                    "decode of 300": ([1] * 300, [33 + i for i in range(300)]),
+                }
+                for name, (query_lens, key_lens) in cases.items():
+                    value = check_paged(query_lens, key_lens, heads, dtype, options)
+                    report(name, heads, dtype, options, value)
+        report("decode in a graph", heads, torch.bfloat16, {}, check_graph(heads, torch.bfloat16))
+    print("\ndecode, bfloat16:  batch  context  heads           attention    write    read")
+    for heads in HEADS[:3]:
+        for batch, length in ((256, 1024), (256, 256), (16, 8192), (1, 8192)):
+            attention_s, write_s, rate = time_decode(batch, length, heads, torch.bfloat16)
+            print(
+                f"{batch:23} {length:8}  {heads!s:14} {attention_s * 1e6:8.1f} us "
+                f"{write_s * 1e6:6.1f} us {rate / 1e12:5.2f} TB/s"
+            )
+    print("all within limits" if not failures else f"{failures} above their limit")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

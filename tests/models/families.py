@@ -1,0 +1,79 @@
+"""One tiny model of every family, with the features that set the family apart switched on."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+from torch import Tensor
+
+from hone.attention import PackedContext
+from hone.config.model import ModelConfig
+from hone.models.decoder import head_logits, hidden_states
+from hone.models.load import load_model
+from hone.models.tiny import make_tiny_model
+
+VOCAB = 64
+MIXED_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+
+FAMILY_FIELDS = {
+    "llama": {"attention_bias": True},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "gemma": {},
+    "gemma2": {
+        **MIXED_LAYERS,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 16,
+    },
+    "gemma3_text": {**MIXED_LAYERS, "query_pre_attn_scalar": 16},
+}
+
+
+@lru_cache
+def family_folder(family: str) -> Path:
+    """Weights large enough that attention is far from uniform and logits far from equal."""
+    return make_tiny_model(
+        Path(mkdtemp(prefix=f"hone-{family}-")),
+        family=family,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        tie_word_embeddings=family in ("qwen3", "gemma", "gemma2", "gemma3_text"),
+        initializer_range=0.15,
+        seed=3,
+        **FAMILY_FIELDS[family],
+    )
+
+
+def family_model(family: str, dtype: torch.dtype = torch.float32):
+    model = load_model(ModelConfig(path=str(family_folder(family))), device="cpu", seed=0)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def random_samples(lengths, seed=0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (length,), generator=draw) for length in lengths]
+
+
+def restarting_positions(lengths) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def packed_logprobs(model, samples, *, lengths=None, positions=None) -> list[Tensor]:
+    """Log-probabilities [T_i, V] of each sample, all computed in one packed forward."""
+    sizes = [len(sample) for sample in samples]
+    positions = restarting_positions(sizes) if positions is None else positions
+    context = PackedContext.from_lengths(lengths or sizes)
+    hidden = hidden_states(model, torch.cat(samples), positions, context)
+    return list(head_logits(model, hidden).log_softmax(-1).split(sizes))
