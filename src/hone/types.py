@@ -203,6 +203,7 @@ class Trajectory:
     token_ids: list[int]
     loss_mask: list[bool]
     rollout_logprobs: Tensor | None = None  # [N] under the engine, when sampled
+    staleness: Tensor | None = None  # [N] int32 updates between sampling and training
     old_logprobs: Tensor | None = None  # [N] under the trainer, before the update
     ref_logprobs: Tensor | None = None  # [N] under the reference model
     advantages: Tensor | None = None  # [N]
@@ -275,6 +276,8 @@ class TensorRecord:
     """As exported to the engine, for example `bfloat16`."""
     checksum: int
     """Position-dependent 64-bit sum over the exported bits."""
+    tied_to: str | None = None
+    """First name of the same storage, where several names share one parameter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,14 @@ class Experience:
     num_dropped_groups: int = 0
     """Groups of the last `build` with too few valid samples for a baseline."""
 
-    def build(self, groups: Sequence[Group]) -> list[Trajectory]:
-        """One row for each valid sample, in order. Failed samples leave no trace in them."""
+    def build(self, groups: Sequence[Group], *, version: int) -> list[Trajectory]:
+        """One row for each valid sample, in order. Failed samples leave no trace in them.
+
+        `version` is that of the policy which is about to be trained.
+        """
         usable = [group for group in groups if self._has_baseline(group)]
         self.num_dropped_groups = len(groups) - len(usable)
-        rows = [[_row(sample, group) for sample in group.valid_samples] for group in usable]
+        rows = [[_row(sample, group, version) for sample in group.valid_samples] for group in usable]
         flat = [row for group in rows for row in group]
         if not flat:
             return []
@@ -75,13 +78,16 @@ class Experience:
         return ScoredSample(sample.reward.total, torch.zeros(row.num_trained))
 
 
-def _row(sample: Sample, group: Group) -> Trajectory:
+def _row(sample: Sample, group: Group, version: int) -> Trajectory:
     """Token ids as they were sampled, the mask as it was recorded."""
-    logprobs = [p for p, trained in zip(sample.logprobs, sample.loss_mask, strict=True) if trained]
+    trained = [t for t, is_trained in enumerate(sample.loss_mask) if is_trained]
+    logprobs = [sample.logprobs[t] for t in trained]
+    staleness = [version - sample.weight_versions[t] for t in trained]
     return Trajectory(
         id=sample.id,
         group_id=group.id,
         token_ids=[*sample.prompt.token_ids, *sample.token_ids],
         loss_mask=[False] * len(sample.prompt.token_ids) + sample.loss_mask,
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        staleness=torch.tensor(staleness, dtype=torch.int32),
     )

@@ -79,19 +79,15 @@ def export_dtype(cfg: CheckpointConfig, model: PreTrainedModel) -> torch.dtype:
 
 
 def _find(run: RunConfig, store: CheckpointStore) -> Checkpoint | None:
-    latest = store.latest()
-    if run.resume == "auto":
-        return None if latest is None else store.load("latest")
-    if run.resume == "never":
-        if latest is not None:
-            raise UserError(
-                f"run.resume is never, but run.dir={str(run.dir)!r} holds a checkpoint of step "
-                f"{latest}. Choose another run.dir, or run.resume=auto to go on."
-            )
+    """The checkpoint that `run.resume` asks for. A folder with damaged ones only is an error: to
+    start afresh beside them would look like going on."""
+    if isinstance(run.resume, int):
+        return store.load(run.resume)
+    if store.is_empty:
         return None
-    if run.resume not in store.steps():
+    if run.resume == "never":
         raise UserError(
-            f"run.resume={run.resume}, but {run.dir} has no complete checkpoint of that step; it "
-            f"has {store.steps() or 'none'}."
+            f"run.resume is never, but run.dir={str(run.dir)!r} holds checkpoints. Choose another "
+            "run.dir, or run.resume=auto to go on from them."
         )
-    return store.load(run.resume)
+    return store.load("latest")

@@ -44,12 +44,16 @@ class ParityReport:
 
 
 def measure_parity(rows: Sequence[Trajectory], trainer: Trainer) -> ParityReport:
-    """Re-score the first rows with the trainer and compare with what the engine recorded."""
-    chosen = [row for row in rows if row.num_trained][:MAX_ROWS]
+    """Re-score the first rows with the trainer and compare with what the engine recorded.
+
+    Only tokens of the present weights are compared: a carried-over sample may hold older ones.
+    """
+    chosen = [row for row in rows if _num_fresh(row)][:MAX_ROWS]
     differences: list[torch.Tensor] = []
     for row, logprobs in zip(chosen, trainer.logprobs(chosen), strict=True):
         assert row.rollout_logprobs is not None, f"row {row.id} was not sampled by an engine"
-        differences.append((logprobs - row.rollout_logprobs).double())
+        assert row.staleness is not None
+        differences.append((logprobs - row.rollout_logprobs).double()[row.staleness == 0])
     difference = torch.cat(differences)
     ratio = importance_ratio(difference)
     head = torch.cat([d[: max(len(d) // 4, 1)] for d in differences]).abs().mean()
@@ -63,6 +67,11 @@ def measure_parity(rows: Sequence[Trajectory], trainer: Trainer) -> ParityReport
     )
 
 
+def _num_fresh(row: Trajectory) -> int:
+    assert row.staleness is not None, f"row {row.id} does not say which weights sampled it"
+    return int((row.staleness == 0).sum())
+
+
 def check_parity(
     rows: Sequence[Trajectory],
     trainer: Trainer,
@@ -74,7 +83,7 @@ def check_parity(
 
     Raises UserError when the limits of `trainer.parity` are exceeded.
     """
-    if not cfg.enabled or not any(row.num_trained for row in rows):
+    if not cfg.enabled or not any(map(_num_fresh, rows)):
         return None
     report = measure_parity(rows, trainer)
     max_kl = _DEFAULT_MAX_KL[dtype] if cfg.max_kl is None else cfg.max_kl

@@ -63,6 +63,7 @@ def run(cfg: SFTConfig) -> Outcome:
         if cfg.eval.at_start and first == 0:
             evaluation = recorder.record(0, trainer.evaluate(data.eval))
 
+        recorder.spans.take()  # start-up is no part of the first step
         for step in range(first + 1, cfg.run.steps + 1):
             with recorder.spans.span("data"):
                 rows = data.train.take(cfg.data.examples_per_step)

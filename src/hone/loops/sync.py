@@ -61,13 +61,14 @@ def train(parts: RLParts) -> Outcome:
             metrics = _evaluate(parts)
             evaluation = parts.recorder.record(0, metrics)
 
+        parts.recorder.spans.take()  # start-up is no part of the first step
         for step in range(first + 1, cfg.run.steps + 1):
             with span("generate"):
                 groups = parts.rollout.collect(step, parts.recorder.console.progress)
                 check_failure_rate(_samples(groups), cfg.reward.max_failure_rate)
             with parts.engine_asleep():
                 with span("experience"):
-                    rows = parts.experience.build(groups)
+                    rows = parts.experience.build(groups, version=step - 1)
                     metrics = _gate(parts, rows) if step == first + 1 else {}
                 with span("train"):
                     metrics |= parts.trainer.update(rows)

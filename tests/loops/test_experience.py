@@ -1,0 +1,160 @@
+"""Groups to trajectories: what reaches the loss, and what must not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tests.loops.conftest import MakeConfig
+from torch import Tensor
+
+from hone.config.algorithm import AlgorithmConfig, KLConfig
+from hone.config.tree import RLConfig
+from hone.loops.experience import Experience
+from hone.loops.parts import RLParts, assemble
+from hone.types import FailureKind, Group, Reward, Sample, Trajectory
+
+KINDS = list(FailureKind)
+
+
+def collected(cfg: RLConfig) -> tuple[RLParts, list[Group]]:
+    with assemble(cfg) as parts:
+        parts.weights.push(0)
+        return parts, parts.rollout.collect(1)
+
+
+def gradient(parts: RLParts, rows: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """Weights after one update of a fresh copy of the trainer's state."""
+    tensors, metadata = parts.trainer.state_dict()
+    saved = {name: tensor.clone() for name, tensor in tensors.items()}
+    parts.trainer.update(rows)
+    after = {n: t.clone() for n, t in parts.trainer.state_dict()[0].items()}
+    parts.trainer.load_state_dict(
+        saved | {n: torch.zeros_like(t) for n, t in after.items() if n not in saved},
+        metadata | {"num_tensors": len(after)},
+    )
+    return {n: t for n, t in after.items() if n.startswith("weights/")}
+
+
+def drop(groups: Sequence[Group]) -> list[Group]:
+    """The groups without their failed samples."""
+    return [
+        Group(id=g.id, prompt=g.prompt, samples=[s for s in g.samples if s.failure is None])
+        for g in groups
+    ]
+
+
+def fail_some(groups: list[Group]) -> int:
+    """Every fifth sample fails, each kind in turn; returns how many."""
+    samples = [sample for group in groups for sample in group.samples]
+    failed = samples[::5]
+    for number, sample in enumerate(failed):
+        sample.reward, sample.failure = None, KINDS[number % len(KINDS)]
+    return len(failed)
+
+
+def as_zero_reward(groups: list[Group]) -> None:
+    """The planted bug: a failure becomes a reward of 0."""
+    for sample in (s for group in groups for s in group.samples if s.failure):
+        sample.failure, sample.reward = None, Reward(total=0.0)
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp_baseline"])
+def test_R12_failed_samples_leave_no_trace(make_config: MakeConfig, advantage: str) -> None:
+    cfg = make_config(rollout={"prompts_per_step": 8}, algorithm={"advantage": advantage})
+    parts, groups = collected(cfg)
+    assert fail_some(groups) == 7
+    with_failures = gradient(parts, parts.experience.build(groups, version=0))
+    assert_equal(with_failures, gradient(parts, parts.experience.build(drop(groups), version=0)))
+    poisoned = copy.deepcopy(groups)
+    as_zero_reward(poisoned)
+    wrong = gradient(parts, parts.experience.build(poisoned, version=0))
+    with pytest.raises(AssertionError):
+        assert_equal(with_failures, wrong)
+
+
+def test_a_group_with_one_valid_sample_has_no_baseline(make_config: MakeConfig) -> None:
+    parts, groups = collected(make_config())
+    for sample in groups[0].samples[1:]:
+        sample.reward, sample.failure = None, FailureKind.TIMEOUT
+    rows = parts.experience.build(groups, version=0)
+    assert parts.experience.num_dropped_groups == 1
+    assert {row.group_id for row in rows} == {group.id for group in groups[1:]}
+
+
+def test_R20_rows_hold_the_sampled_ids_and_their_mask(make_config: MakeConfig) -> None:
+    parts, groups = collected(make_config())
+    samples: list[Sample] = [s for group in groups for s in group.samples]
+    samples[0].loss_mask[0] = False  # an environment's token
+    samples[1].weight_versions[0] = -2
+    rows = parts.experience.build(groups, version=0)
+    for sample, row in zip(samples, rows, strict=True):
+        assert row.token_ids == [*sample.prompt.token_ids, *sample.token_ids]
+        assert row.loss_mask == [False] * len(sample.prompt.token_ids) + sample.loss_mask
+        assert row.rollout_logprobs is not None
+        assert row.advantages is not None
+        assert row.staleness is not None
+        kept = [
+            lp for lp, trained in zip(sample.logprobs, sample.loss_mask, strict=True) if trained
+        ]
+        assert row.rollout_logprobs.tolist() == pytest.approx(kept)
+        assert len(row.rollout_logprobs) == len(row.advantages) == row.num_trained
+    assert rows[1].staleness is not None
+    assert rows[1].staleness.tolist()[:2] == [2, 0]
+
+
+class CountingTrainer:
+    """Scores token t of a row as -t / 10, the reference as -t / 5; counts its passes."""
+
+    def __init__(self) -> None:
+        self.passes: list[bool] = []
+
+    def logprobs(self, rows: Sequence[Trajectory], *, reference: bool = False) -> list[Tensor]:
+        self.passes.append(reference)
+        scale = 5.0 if reference else 10.0
+        return [-torch.arange(row.num_trained) / scale for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("kl", "passes"),
+    [
+        (KLConfig(), []),
+        (KLConfig(coef=0.1), [True]),
+        (KLConfig(coef=0.1, placement="reward", estimator="k1"), [False, True]),
+    ],
+)
+def test_only_the_needed_passes_are_made(
+    make_config: MakeConfig, kl: KLConfig, passes: list[bool]
+) -> None:
+    _, groups = collected(make_config())
+    trainer = CountingTrainer()
+    cfg = AlgorithmConfig(kl=kl, advantage="reinforce_pp")
+    rows = Experience(trainer, cfg).build(groups, version=0)
+    assert trainer.passes == passes
+    assert all((row.ref_logprobs is not None) == (kl.coef > 0) for row in rows)
+
+
+def test_a_kl_penalty_in_the_reward_lowers_it(make_config: MakeConfig) -> None:
+    """By hand: return of token t is r - 0.1 * sum over later tokens of (t/5 - t/10)."""
+    _, groups = collected(make_config())
+    cfg = AlgorithmConfig(
+        kl=KLConfig(coef=0.1, placement="reward", estimator="k1"), advantage="reinforce_pp"
+    )
+    rows = Experience(CountingTrainer(), cfg).build(groups, version=0)
+    samples = [s for group in groups for s in group.samples]
+    returns = [
+        [sample.reward.total - 0.1 * sum(u / 10 for u in range(t, len(sample.token_ids)))]
+        for sample in samples
+        if sample.reward
+        for t in range(len(sample.token_ids))
+    ]
+    flat = torch.tensor(returns, dtype=torch.float64).flatten()
+    expected = (flat - flat.mean()) / flat.std()
+    actual = torch.cat([row.advantages for row in rows if row.advantages is not None])
+    torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,294 @@
+"""The whole loop in one process: repeatable, resumable, stoppable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.loops.conftest import MakeConfig
+
+from hone.checkpoint.store import CheckpointStore
+from hone.config.load import dump_config
+from hone.config.tree import RLConfig
+from hone.loops import sync
+from hone.loops.parts import assemble
+
+OF_THE_LAUNCH = ("time/", "perf/", "mem/", "timestamp_s", "off_policy/parity/")
+"""What the clock says, and the gate that every launch passes anew."""
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run, without what differs from launch to launch."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    return [{k: v for k, v in row.items() if not k.startswith(OF_THE_LAUNCH)} for row in rows]
+
+
+def samples(run_dir: Path) -> list[tuple[str, list[int], list[float]]]:
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
+    return [(row["id"], row["token_ids"], row["logprobs"]) for row in rows]
+
+
+def weights_hash(run_dir: Path) -> str:
+    tensors = load_file(run_dir / "model" / "model.safetensors")
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def state_of(run_dir: Path, step: int) -> dict[str, Any]:
+    return dict(CheckpointStore(run_dir / "checkpoints").load(step).parts)
+
+
+def assert_same(a: Any, b: Any, path: str = "") -> None:
+    """Bitwise equality of nested states."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}/{i}")
+    else:
+        assert a == b, path
+
+
+def test_R25_the_same_run_twice_is_the_same_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    dirs = [tmp_path / "first", tmp_path / "second"]
+    for run_dir in dirs:
+        sync.run(make_config(run={"dir": run_dir, "steps": 4}, log={"samples_per_step": 99}))
+    assert metrics(dirs[0]) == metrics(dirs[1])
+    assert samples(dirs[0]) == samples(dirs[1])
+    assert weights_hash(dirs[0]) == weights_hash(dirs[1])
+    other = tmp_path / "other"
+    sync.run(make_config(run={"dir": other, "steps": 4, "seed": 1}))
+    assert weights_hash(other) != weights_hash(dirs[0])
+
+
+def test_R24_the_time_is_accounted_for(make_config: MakeConfig) -> None:
+    cfg = make_config(run={"steps": 5}, eval={"every_n_steps": 2}, checkpoint={"every_n_steps": 2})
+    sync.run(cfg)
+    for row in map(json.loads, (cfg.run.dir / "metrics.jsonl").open()):
+        assert row["time/unattributed_s"] <= 0.05 * row["time/step_s"] + 0.01, row["step"]
+
+
+def test_on_policy_metrics_say_so(make_config: MakeConfig) -> None:
+    """With one process, one version and float32 there is no mismatch to speak of."""
+    cfg = make_config()
+    sync.run(cfg)
+    for step, row in enumerate(metrics(cfg.run.dir), start=1):
+        assert row["step"] == step
+        assert row["rollout/weight_version/min"] == row["rollout/weight_version/max"] == step - 1
+        assert row["off_policy/mismatch_kl"] < 1e-9
+        assert row["policy/ratio/mean"] == 1.0
+        assert row["policy/clip_fraction"] == 0.0
+
+
+@dataclass
+class Life:
+    """One launch of a run: how many steps, and how it ends."""
+
+    steps: int
+    kill_after: int | None = None
+
+
+def run_life(cfg: RLConfig, life: Life, folder: Path) -> None:
+    """Run `hone rl` in a process of its own; kill it -9 once a step has been recorded."""
+    tree = cfg.model_copy(update={"run": cfg.run.model_copy(update={"steps": life.steps})})
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(dump_config(tree))
+    command = [sys.executable, "-m", "hone", "rl", str(recipe)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ
+    )
+    metrics_file = cfg.run.dir / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while process.poll() is None and time.monotonic() < deadline:
+        if life.kill_after is not None and metrics_file.exists():
+            rows = metrics_file.read_text().splitlines()
+            if rows and json.loads(rows[-1])["step"] >= life.kill_after:
+                process.kill()
+        time.sleep(0.005)
+    _, stderr = process.communicate(timeout=90)
+    expected = 0 if life.kill_after is None else -signal.SIGKILL
+    assert process.returncode == expected, stderr.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_R17_resume_after_kill_is_exact(make_config: MakeConfig, tmp_path: Path) -> None:
+    """12 steps straight against 5, kill -9, 9, kill -9, 12: every bit of the state is equal.
+
+    Over-sampling is on, so partial rollouts are part of what must survive.
+    """
+    sections: dict[str, Any] = {
+        "rollout": {"oversample_prompts": 3, "max_completion_tokens": 12},
+        "checkpoint": {"every_n_steps": 1, "keep_last": 20},
+        "algorithm": {"kl": {"coef": 0.01}},
+        "log": {"samples_per_step": 99},
+    }
+    straight = make_config(run={"dir": tmp_path / "straight", "steps": 12}, **sections)
+    sync.run(straight)
+    broken = make_config(run={"dir": tmp_path / "broken"}, **sections)
+    for life in (Life(12, kill_after=4), Life(12, kill_after=8), Life(12)):
+        run_life(broken, life, tmp_path)
+    assert_same(state_of(straight.run.dir, 12), state_of(broken.run.dir, 12))
+    assert metrics(straight.run.dir) == metrics(broken.run.dir)
+    assert samples(straight.run.dir) == samples(broken.run.dir)
+    assert weights_hash(straight.run.dir) == weights_hash(broken.run.dir)
+    for row in metrics(broken.run.dir)[8:]:
+        assert row["policy/ref_kl"] > 0, "the reference stays the original, not the resumed policy"
+
+
+@pytest.mark.parametrize("part", ["trainer", "trainer_metadata", "data", "rollout", "random"])
+def test_R17_a_checkpoint_without_a_part_is_refused(make_config: MakeConfig, part: str) -> None:
+    cfg = make_config(run={"steps": 1})
+    sync.run(cfg)
+    for file in (cfg.run.dir / "checkpoints" / "step_1").glob(f"{part}.*"):
+        file.unlink()
+    with pytest.raises((ValueError, OSError), match=part):
+        sync.run(make_config(run={"steps": 2, "resume": 1}))
+
+
+@pytest.mark.parametrize("bug", ["moments", "data", "rollout"])
+def test_R17_planted_a_forgotten_part_is_seen(
+    make_config: MakeConfig, tmp_path: Path, bug: str
+) -> None:
+    """The comparison above must turn red when a resume skips a part of the state."""
+    sections: dict[str, Any] = {"checkpoint": {"every_n_steps": 1, "keep_last": 20}}
+    if bug == "rollout":
+        sections["rollout"] = {"oversample_prompts": 3, "max_completion_tokens": 12}
+    straight = make_config(run={"dir": tmp_path / "straight", "steps": 4}, **sections)
+    sync.run(straight)
+    broken = make_config(run={"dir": tmp_path / "broken", "steps": 2}, **sections)
+    sync.run(broken)
+    resumed = make_config(run={"dir": tmp_path / "broken", "steps": 4}, **sections)
+    with assemble(resumed) as parts:
+        fresh = make_config(run={"dir": tmp_path / "fresh"}, **sections)
+        with assemble(fresh) as unresumed:
+            if bug == "moments":
+                tensors, metadata = parts.trainer.state_dict()
+                untrained = unresumed.trainer.state_dict()[0]
+                for name in tensors:
+                    if name.startswith("optimizer/") and name in untrained:
+                        tensors[name] = untrained[name]
+                    elif name.startswith("optimizer/"):
+                        tensors[name] = torch.zeros_like(tensors[name])
+                parts.trainer.load_state_dict(tensors, metadata)
+            elif bug == "data":
+                parts.data.train.load_state_dict(unresumed.data.train.state_dict())
+            else:
+                parts.rollout.load_state_dict(unresumed.rollout.state_dict())
+        sync.train(parts)
+    with pytest.raises(AssertionError):
+        assert_same(state_of(straight.run.dir, 4), state_of(broken.run.dir, 4))
+
+
+@contextmanager
+def running(cfg: RLConfig, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`hone rl` in a session of its own, past its first recorded step."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(dump_config(cfg))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hone", "rl", str(recipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (cfg.run.dir / "metrics.jsonl").exists() or not metrics(cfg.run.dir):
+            assert process.poll() is None, process.communicate()[0].decode()
+            assert time.monotonic() < deadline, "no step within a minute"
+            time.sleep(0.01)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def members(session: int) -> list[int]:
+    """Living processes of a session, and orphans that it left."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+@dataclass
+class Ending:
+    number: signal.Signals
+    code: int
+    saves: bool
+    descendants: list[int] = field(default_factory=list)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "ending",
+    [
+        Ending(signal.SIGINT, 130, saves=True),
+        Ending(signal.SIGTERM, 130, saves=True),
+        Ending(signal.SIGKILL, -9, saves=False),
+    ],
+    ids=lambda ending: ending.number.name,
+)
+def test_R25_any_end_leaves_nothing_running(
+    make_config: MakeConfig, tmp_path: Path, ending: Ending
+) -> None:
+    cfg = make_config(run={"steps": 100_000})
+    with running(cfg, tmp_path) as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children, "the reward workers"
+        process.send_signal(ending.number)
+        output = process.communicate(timeout=30)[0].decode()
+        assert process.returncode == ending.code, output
+    deadline = time.monotonic() + 15
+    while any(child.is_running() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [child for child in children if child.is_running()]
+    assert not members(process.pid)
+    steps = CheckpointStore(cfg.run.dir / "checkpoints").steps()
+    assert bool(steps) == ending.saves
+    assert "Traceback" not in output
+    if ending.saves:
+        assert metrics(cfg.run.dir)[-1]["step"] == steps[-1], "the step in progress is kept"
+
+
+def test_a_second_launch_has_nothing_left_to_do(make_config: MakeConfig) -> None:
+    cfg = make_config()
+    first = sync.run(cfg)
+    before = metrics(cfg.run.dir)
+    second = sync.run(cfg)
+    assert (first.steps, second.steps) == (3, 3)
+    assert metrics(cfg.run.dir) == before
+
+
+def test_reward_rises(make_config: MakeConfig) -> None:
+    """Even digits pay: 40 steps are enough to see it (R25's tiny task)."""
+    cfg = make_config(run={"steps": 40}, rollout={"prompts_per_step": 8})
+    sync.run(cfg)
+    rewards = [row["reward/mean"] for row in metrics(cfg.run.dir)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.25
