@@ -1,0 +1,397 @@
+"""Folders that exist whole or not at all, under every crash and damage that can be staged."""
+
+import builtins
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hone.checkpoint import atomic
+from hone.checkpoint import store as store_module
+from hone.checkpoint.atomic import (
+    MANIFEST_NAME,
+    CheckpointError,
+    FolderManifest,
+    publish_folder,
+    read_manifest,
+)
+from hone.checkpoint.store import CheckpointStore
+from hone.checkpoint.tree import split_tree, write_tree
+
+PARTS = ("model", "optimizer")
+
+
+def parts_of(step: int) -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.full((64,), float(step)), "bias": torch.arange(5) + step},
+        "optimizer": {"step": step, "moments": [torch.full((64,), -float(step))]},
+    }
+
+
+def assert_loads(store: CheckpointStore, step: int) -> None:
+    """The newest checkpoint is exactly that of `step`."""
+    checkpoint = store.load("latest", required=PARTS)
+    assert checkpoint.step == step == store.latest()
+    wanted = parts_of(step)
+    model, optimizer = checkpoint.parts["model"], checkpoint.parts["optimizer"]
+    assert all(torch.equal(model[name], wanted["model"][name]) for name in wanted["model"])
+    assert optimizer["step"] == step
+    assert torch.equal(optimizer["moments"][0], wanted["optimizer"]["moments"][0])
+
+
+def no_leftovers(folder: Path) -> bool:
+    return not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_folder_is_published_with_its_manifest(tmp_path: Path) -> None:
+    with publish_folder(tmp_path / "a", metadata={"x": [1, None]}) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b.bin").write_bytes(b"12345")
+        assert not (tmp_path / "a").exists()
+    manifest = read_manifest(tmp_path / "a")
+    assert manifest.metadata == {"x": [1, None]}
+    assert manifest.files["sub/b.bin"].size == 5
+    assert no_leftovers(tmp_path)
+
+
+def test_only_own_folders_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match="not ours to replace"), publish_folder(tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
+
+
+def test_an_error_in_the_writer_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with publish_folder(tmp_path / "a") as folder:
+            (folder / "b").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- crashes: every file system call, and real kills ----------------------------------------
+
+
+class Crash(BaseException):
+    """The process dies here: nothing after it runs."""
+
+
+CALLS: list[tuple[Any, str]] = [
+    (os, "fsync"),
+    (os, "open"),
+    (os, "rename"),
+    (os, "mkdir"),
+    (os, "unlink"),
+    (os, "rmdir"),
+    (builtins, "open"),
+    (atomic, "_sha256_of_file"),
+    (Path, "write_text"),
+    (Path, "mkdir"),
+    (Path, "rename"),
+    (shutil, "rmtree"),
+]
+
+
+def crash_at(number: int, patch: pytest.MonkeyPatch, *, after: bool) -> Callable[[], int]:
+    """Die before or after the n-th file system call; all later calls do nothing either."""
+    count = 0
+
+    def wrap(call: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > number or (count == number and not after):
+                raise Crash
+            result = call(*args, **kwargs)
+            if count >= number:
+                count = number  # inner calls of a composite one were part of it
+                raise Crash
+            return result
+
+        return wrapped
+
+    for owner, name in CALLS:
+        patch.setattr(owner, name, wrap(getattr(owner, name)))
+    return lambda: count
+
+
+def crashed_save(store: CheckpointStore, step: int, number: int, *, after: bool) -> bool:
+    """Save and die at the n-th call. False when the save had fewer calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        count = crash_at(number, patch, after=after)
+        try:
+            store.save(step, parts_of(step))
+        except Crash:
+            return True
+        assert count() < number
+        return False
+
+
+def check_every_crash_point(folder: Path, step: int, *, after: bool) -> None:
+    template = CheckpointStore(folder / "template", keep_last=2)
+    for earlier in (1, 2):
+        template.save(earlier, parts_of(earlier))
+    crashed, number, outcomes = True, 0, set[int]()
+    while crashed:
+        number += 1
+        store = CheckpointStore(folder / str(number), keep_last=2)
+        shutil.copytree(template.folder, store.folder)
+        crashed = crashed_save(store, step, number, after=after)
+        latest = store.latest()
+        assert latest in (2, step)
+        assert_loads(store, latest)
+        outcomes.add(latest)
+        store.save(4, parts_of(4))
+        assert_loads(store, 4)
+        assert no_leftovers(store.folder)
+    assert number > 20
+    assert outcomes == {2, step}
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here cuts the power, so nothing has to wait for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.mark.usefixtures("quick_disk")
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", [3, 2], ids=["new", "same step again"])
+def test_R18_crash_at_every_call(tmp_path: Path, step: int, after: bool) -> None:
+    check_every_crash_point(tmp_path, step, after=after)
+
+
+def save_in_place(store: CheckpointStore, step: int, parts: dict[str, Any]) -> None:
+    """The planted bug: the folder has its final name from the start."""
+    path = store.folder / f"step_{step}"
+    path.mkdir(parents=True)
+    atomic._write_manifest(path, {"step": step, "order": step, "metric": None, "parts": [*parts]})
+    for name, tree in parts.items():
+        write_tree(path, name, split_tree(tree, name))
+
+
+def skip_manifest(path: Path) -> FolderManifest:
+    """The planted bug: any folder with the right name is trusted."""
+    step = int(path.name.removeprefix("step_"))
+    metadata = {"step": step, "order": step, "metric": None, "parts": PARTS}
+    return FolderManifest(files={}, metadata=metadata)
+
+
+def rename_early(partial: Path, path: Path) -> None:
+    """The planted bug: the old folder goes before the new one is there."""
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+
+
+PLANTED = {
+    "in place": (CheckpointStore, "save", save_in_place, 3),
+    "in place, any folder": (store_module, "read_manifest", skip_manifest, 3),
+    "rename early": (atomic, "_swap_in", rename_early, 2),
+}
+
+
+@pytest.mark.usefixtures("quick_disk")
+@pytest.mark.parametrize("planted", PLANTED)
+def test_R18_planted_crash_bugs_turn_red(
+    tmp_path: Path, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, replacement, step = PLANTED[planted]
+    monkeypatch.setattr(owner, name, replacement)
+    if planted == "in place, any folder":
+        monkeypatch.setattr(CheckpointStore, "save", save_in_place)
+    with pytest.raises((AssertionError, OSError, ValueError)):
+        check_every_crash_point(tmp_path, step, after=True)
+
+
+KILLED_CHILD = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from test_atomic import CheckpointStore, parts_of
+
+for _ in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        store = CheckpointStore({folder!r}, keep_last=2)
+        step = (store.latest() or 0) + 1
+        print(os.getpid(), flush=True)
+        while True:
+            store.save(step, parts_of(step))
+            step += 1
+    os.waitpid(pid, 0)
+    print("dead", flush=True)
+"""
+
+
+def test_R18_kill_9_at_random_points(tmp_path: Path) -> None:
+    """A process saves in a loop; it is killed 40 times, and each time what is there loads."""
+    kills, seen = 40, list[int]()
+    script = KILLED_CHILD.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as parent:
+        assert parent.stdin
+        assert parent.stdout
+        for _ in range(kills):
+            parent.stdin.write("go\n")
+            pid = int(parent.stdout.readline())
+            time.sleep(random.uniform(0, 0.08))
+            os.kill(pid, signal.SIGKILL)
+            assert parent.stdout.readline() == "dead\n"
+            store = CheckpointStore(tmp_path, keep_last=2)
+            if (latest := store.latest()) is not None:
+                assert_loads(store, latest)
+                assert latest >= (seen[-1] if seen else 0)
+                seen.append(latest)
+        parent.stdin.close()
+    assert parent.returncode == 0
+    assert len(set(seen)) > 5
+    store.save(seen[-1] + 1, parts_of(seen[-1] + 1))
+    assert no_leftovers(tmp_path)
+
+
+# --- a disk that is full, files that are damaged -------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(1, 60, 4))
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_R18_disk_error_at_any_call_leaves_the_last_good_one(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=3)
+    store.save(1, parts_of(1))
+    count, text = 0, ""
+
+    def failing(call: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count >= number and call.__name__ not in ("rmtree", "unlink", "rmdir"):
+                raise OSError(code, os.strerror(code))
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in [(os, "fsync"), (Path, "mkdir"), (Path, "write_text")]:
+            patch.setattr(owner, name, failing(getattr(owner, name)))
+        try:
+            store.save(2, parts_of(2))
+        except CheckpointError as error:
+            text = str(error)
+    if count >= number:
+        assert str(tmp_path / "step_2") in text
+        assert os.strerror(code) in text
+        assert "it needs 0.000 GiB" in text
+        assert "GiB are free" in text
+    assert no_leftovers(tmp_path)
+    latest = store.latest()
+    assert latest in (1, 2)
+    assert_loads(store, latest)
+
+
+FULL_CHILD = """
+import resource, signal, sys
+sys.path.insert(0, {tests!r})
+import torch
+from test_atomic import CheckpointStore, parts_of
+store = CheckpointStore({folder!r})
+store.save(1, parts_of(1))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    store.save(2, {{"model": {{"weight": torch.zeros(100_000)}}}})
+except OSError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_R18_the_real_write_fails_in_the_middle(tmp_path: Path) -> None:
+    script = FULL_CHILD.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert done.stdout.startswith(f"CheckpointError Could not write {tmp_path / 'step_2'}")
+    assert "File too large" in done.stdout
+    assert no_leftovers(tmp_path)
+    assert_loads(CheckpointStore(tmp_path), 1)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+
+
+DAMAGE = {"missing": Path.unlink, "truncated": truncate, "flipped": flip_byte}
+FILES = ["model.safetensors", "model.json", "optimizer.safetensors", "optimizer.json"]
+
+
+def check_damage_is_skipped(folder: Path, damage: str, file: str) -> None:
+    store = CheckpointStore(folder, keep_last=3)
+    for step in (1, 2, 3):
+        store.save(step, parts_of(step))
+    DAMAGE[damage](folder / "step_3" / file)
+    checkpoint = store.load("latest", required=PARTS)
+    assert checkpoint.step == 2
+    assert len(checkpoint.skipped) == 1
+    assert "step_3" in checkpoint.skipped[0]
+    assert file in checkpoint.skipped[0]
+    with pytest.raises(CheckpointError, match=file):
+        store.load(3)
+    store.save(3, parts_of(3))
+    assert_loads(store, 3)
+
+
+@pytest.mark.parametrize("file", [*FILES, MANIFEST_NAME])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_R18_damage_is_skipped_and_named(tmp_path: Path, damage: str, file: str) -> None:
+    check_damage_is_skipped(tmp_path, damage, file)
+
+
+@pytest.mark.parametrize(("planted", "damage"), [("no hashes", "flipped"), ("no sizes", "missing")])
+def test_R18_unverified_reading_turns_red(
+    tmp_path: Path, planted: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if planted == "no hashes":
+        monkeypatch.setattr(store_module, "verify_file", lambda folder, name, manifest: None)
+    else:
+        monkeypatch.setattr(Path, "stat", lambda self, **_: os.stat(__file__))
+    with pytest.raises((AssertionError, CheckpointError, OSError)):
+        check_damage_is_skipped(tmp_path, damage, "model.safetensors")
+
+
+@pytest.mark.parametrize("position", range(0, 400, 23))
+def test_R18_any_flipped_byte_of_the_manifest_is_seen(tmp_path: Path, position: int) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(1, parts_of(1))
+    file = tmp_path / "step_1" / MANIFEST_NAME
+    data = bytearray(file.read_bytes())
+    before = read_manifest(file.parent)
+    data[position % len(data)] ^= 0x04
+    file.write_bytes(data)
+    try:
+        after = read_manifest(file.parent)
+    except CheckpointError:
+        return
+    assert after == before  # white space
