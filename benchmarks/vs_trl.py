@@ -55,6 +55,7 @@ def run_hone(folder: Path, steps: int) -> list[float]:
         "model.path": folder / "model",
         "data.train": json.dumps([{"path": str(folder / "prompts.jsonl")}]),
         "data.chat": "never",
+        "data.max_prompt_tokens": 16,
         "rollout.prompts_per_step": NUM_PROMPTS,
         "rollout.n_samples_per_prompt": GROUP,
         "rollout.max_completion_tokens": MAX_TOKENS,

@@ -190,8 +190,11 @@ class EmbeddedEngine:
         self.state = EngineState.AWAKE
 
     def begin_sync(self) -> None:
-        """Refuse to sample until `finish_sync` has confirmed a manifest."""
-        self._require(EngineState.AWAKE, call="begin_sync")
+        """Refuse to sample until `finish_sync` has confirmed a manifest.
+
+        Legal again after a delivery that failed, so that it can be repeated.
+        """
+        self._require(EngineState.AWAKE, EngineState.SYNCING, call="begin_sync")
         self.state = EngineState.SYNCING
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -252,10 +255,10 @@ class EmbeddedEngine:
                 del self._sequences[done.request.id]
         return [done.completion(reason) for done, reason in ended.items()]
 
-    def _require(self, state: EngineState, *, call: str) -> None:
-        if self.state is not state:
+    def _require(self, *states: EngineState, call: str) -> None:
+        if self.state not in states:
             raise RuntimeError(
-                f"{call}() needs an engine that is {state}; this one is {self.state}"
+                f"{call}() needs an engine that is {' or '.join(states)}; this one is {self.state}"
             )
 
 

@@ -1,1 +1,1 @@
-
+"""Training: packed rows to gradients, gradients to weights."""

@@ -1,0 +1,119 @@
+"""Small models and uneven rows that the trainer's tests share."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hone.attention import ATTENTION_NAME
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.trainer import TrainerConfig
+from hone.trainer.trainer import PolicyTrainer
+from hone.types import Trajectory
+
+VOCAB = 48
+
+
+def tiny_model(
+    family: str = "qwen3", *, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any
+) -> PreTrainedModel:
+    """Two layers, 32 wide; weights large enough for distributions that are far from uniform."""
+    config = AutoConfig.for_model(
+        family,
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 64,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.2,
+            **fields,
+        },
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=ATTENTION_NAME
+        )
+    return model.to(dtype).eval()
+
+
+def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in float64 with transformers' own eager attention, no packing."""
+    config = copy.deepcopy(model.config)
+    twin = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float64, attn_implementation="eager"
+    )
+    twin.load_state_dict(model.state_dict())
+    return twin.double().eval()
+
+
+def random_rows(
+    num_rows: int, *, seed: int = 0, max_completion: int = 24, group_size: int = 4
+) -> list[Trajectory]:
+    """Uneven rows with environment tokens in the middle and all log-probs set."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[Trajectory] = []
+    for index in range(num_rows):
+        num_prompt, num_completion = rng.randint(1, 9), rng.randint(1, max_completion)
+        mask = [False] * num_prompt + [rng.random() < 0.8 for _ in range(num_completion)]
+        mask[rng.randrange(num_prompt, len(mask))] = True
+        num_trained = sum(mask)
+        old = -2.5 + 0.8 * torch.randn(num_trained, generator=generator)
+        rows.append(
+            Trajectory(
+                id=f"r{index}",
+                group_id=f"g{index // group_size}",
+                token_ids=[rng.randrange(VOCAB) for _ in mask],
+                loss_mask=mask,
+                rollout_logprobs=old + 0.3 * torch.randn(num_trained, generator=generator),
+                old_logprobs=old,
+                ref_logprobs=old + 0.3 * torch.randn(num_trained, generator=generator),
+                advantages=torch.randn(1, generator=generator).expand(num_trained).clone(),
+            )
+        )
+    return rows
+
+
+def near_policy(rows: list[Trajectory], trainer: PolicyTrainer, *, seed: int = 0) -> None:
+    """Move the rows' log-probs near the policy's own, so that ratios lie around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for row, logprobs in zip(rows, trainer.logprobs(rows), strict=True):
+        for name, spread in (("old_logprobs", 0.2), ("rollout_logprobs", 0.3), ("ref_logprobs", 1)):
+            noise = spread * torch.randn(logprobs.shape, generator=generator)
+            setattr(row, name, logprobs + noise)
+
+
+def make_trainer(
+    model: PreTrainedModel,
+    algorithm: AlgorithmConfig | None = None,
+    *,
+    trainer_class: type[PolicyTrainer] = PolicyTrainer,
+    **settings: Any,
+) -> PolicyTrainer:
+    return trainer_class(
+        model,
+        TrainerConfig.model_validate(settings),
+        algorithm or AlgorithmConfig(),
+        temperature=1.0,
+        max_completion_tokens=24,
+        total_steps=100,
+    )
+
+
+def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    """The gradients the masters hold, which are then dropped."""
+    result = {
+        n: p.grad.double().clone() for n, p in trainer.policy.masters.items() if p.grad is not None
+    }
+    trainer.policy.drop_gradient()
+    return result

@@ -1,0 +1,182 @@
+"""R23: degenerate numbers stop or do nothing; they never spread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.trainer import SFTTrainerConfig, TrainerConfig
+from hone.observe.metrics import to_scalars
+from hone.trainer.policy import NonFiniteError
+from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+from hone.types import Trajectory
+from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
+
+
+def state(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in trainer.state_dict()[0].items()}
+
+
+def assert_unchanged(trainer: PolicyTrainer, before: dict[str, torch.Tensor]) -> None:
+    after = state(trainer)
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    assert all(p.grad is None for p in trainer.policy.masters.values())
+
+
+def mask_all(rows: list[Trajectory]) -> None:
+    for row in rows:
+        row.loss_mask = [False] * row.num_tokens
+        row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = torch.empty(0)
+
+
+def warm_trainer(**settings: Any) -> PolicyTrainer:
+    """A trainer whose optimizer has momentum, which a zero gradient would still spend."""
+    trainer = make_trainer(tiny_model(), optimizer={"lr": 0.01}, **settings)
+    trainer.update(random_rows(8, seed=9))
+    return trainer
+
+
+def test_R23_a_step_without_trained_tokens_is_a_counted_no_op():
+    trainer = warm_trainer()
+    before, steps = state(trainer), trainer.num_steps
+    rows = random_rows(4)
+    mask_all(rows)
+    assert to_scalars(trainer.update(rows)) == {"train/num_skipped_steps": 1.0}
+    assert to_scalars(trainer.update([])) == {"train/num_skipped_steps": 1.0}
+    assert_unchanged(trainer, before)
+    assert trainer.num_steps == steps
+    assert [len(v) for v in trainer.logprobs(rows)] == [0] * 4
+
+
+def test_R23_masked_rows_beside_trained_ones_change_nothing():
+    results = []
+    for extra in (0, 3):
+        trainer = make_trainer(tiny_model(), AlgorithmConfig(aggregation="sequence_mean"))
+        masked = random_rows(3, seed=4)
+        mask_all(masked)
+        trainer.forward_backward(random_rows(5) + masked[:extra])
+        results.append(gradients(trainer))
+    for name, want in results[0].items():
+        assert torch.equal(results[1][name], want), name
+
+
+def test_R23_one_trained_token():
+    row = Trajectory(id="a", token_ids=[1, 2], loss_mask=[False, True], advantages=torch.ones(1))
+    metrics = to_scalars(make_trainer(tiny_model()).update([row]))
+    assert metrics["train/num_tokens"] == 1
+    assert 0 < metrics["train/grad_norm"] < float("inf")
+    assert metrics["policy/ratio/mean"] == 1.0
+
+
+def test_R23_constant_rewards_give_a_zero_gradient():
+    trainer = make_trainer(tiny_model(), optimizer={"lr": 0.01})
+    before = {n: p.detach().clone() for n, p in trainer.policy.masters.items()}
+    rows = random_rows(8)
+    for row in rows:
+        row.advantages = torch.zeros(row.num_trained)
+    metrics = to_scalars(trainer.update(rows))
+    assert metrics["train/grad_norm"] == 0
+    assert metrics["train/share_with_gradient"] == 0
+    assert all(torch.equal(p, before[n]) for n, p in trainer.policy.masters.items())
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("field", ["advantages", "rollout_logprobs", "old_logprobs"])
+def test_R23_non_finite_inputs_stop_before_anything_is_touched(
+    field: str, value: float, tmp_path: Path
+):
+    trainer = PolicyTrainer(
+        tiny_model(),
+        TrainerConfig(prompts_per_minibatch=1),
+        AlgorithmConfig(),
+        temperature=1.0,
+        max_completion_tokens=24,
+        total_steps=10,
+        dump_dir=tmp_path,
+    )
+    trainer.update(random_rows(8, seed=9))
+    before, steps = state(trainer), trainer.num_steps
+    rows = random_rows(8)
+    getattr(rows[6], field)[-1] = value
+    with pytest.raises(NonFiniteError, match=rf"{field} of sequence 'r6' is not finite"):
+        trainer.update(rows)
+    assert_unchanged(trainer, before)
+    dumped = torch.load(tmp_path / f"non_finite_step_{steps}.pt", weights_only=True)
+    assert [row["token_ids"] for row in dumped] == [row.token_ids for row in rows]
+    assert not dumped[6][field].isfinite().all()
+
+
+def test_R23_non_finite_gradient_stops_and_is_named():
+    trainer = warm_trainer()
+    before = state(trainer)
+    broken = trainer.policy.masters["model.layers.1.mlp.down_proj.weight"]
+
+    def overflow(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.view(-1)[5] = float("inf")
+
+    hook = broken.register_post_accumulate_grad_hook(overflow)
+    expected = r"gradient of model\.layers\.1\.mlp\.down_proj\.weight is not finite"
+    with pytest.raises(NonFiniteError, match=expected):
+        trainer.update(random_rows(8))
+    assert_unchanged(trainer, before)
+    hook.remove()
+    trainer.update(random_rows(8))
+
+
+def test_R23_planted_missing_check_spreads(monkeypatch: pytest.MonkeyPatch):
+    trainer = warm_trainer()
+    before = state(trainer)
+    monkeypatch.setattr(PolicyTrainer, "_check", lambda self, rows: None)
+    monkeypatch.setattr(PolicyTrainer, "_stop", lambda self, culprit, rows: None)
+    rows = random_rows(8)
+    assert rows[0].advantages is not None
+    rows[0].advantages[0] = float("nan")
+    with pytest.raises(NonFiniteError, match="the optimizer produced weights"):
+        trainer.update(rows)
+    with pytest.raises(AssertionError):
+        assert_unchanged(trainer, before)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo"])
+def test_R23_a_huge_log_ratio_stays_finite(loss: str):
+    rows = random_rows(8)
+    assert rows[0].old_logprobs is not None
+    assert rows[1].rollout_logprobs is not None
+    rows[0].old_logprobs[:] = -1e4
+    rows[1].rollout_logprobs[:] = -1e30
+    cfg = AlgorithmConfig.model_validate({"loss": loss, "correction": {"kind": "tis"}})
+    trainer = make_trainer(tiny_model(), cfg, optimizer={"lr": 0.01})
+    metrics = to_scalars(trainer.update(rows))
+    assert 0 < metrics["train/grad_norm"] < float("inf")
+    assert all(w.isfinite().all() for _, w in trainer.named_weights())
+
+
+def test_supervised_steps_share_the_rules():
+    trainer = SupervisedTrainer(tiny_model(), SFTTrainerConfig(), total_steps=10)
+    rows = random_rows(4)
+    for row in rows:
+        row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = None
+    before = to_scalars(trainer.evaluate(rows))["eval/loss"]
+    assert to_scalars(trainer.update(rows))["train/loss"] == pytest.approx(before, rel=1e-5)
+    for row in rows:
+        row.loss_mask = [False] * row.num_tokens
+    assert to_scalars(trainer.update(rows)) == {"train/num_skipped_steps": 1.0}
+
+
+def test_greedy_temperature_is_refused():
+    with pytest.raises(ValueError, match="temperature=0"):
+        PolicyTrainer(
+            tiny_model(),
+            TrainerConfig(),
+            AlgorithmConfig(),
+            temperature=0,
+            max_completion_tokens=8,
+            total_steps=1,
+        )

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hone.models.decoder import head_weight
+from hone.trainer.logprobs import token_logprobs
+from tests.trainer.examples import VOCAB, tiny_model
+
+Scores = tuple[Tensor, Tensor, Tensor, Tensor]
+"""log-probs, entropies, gradient of the hidden states, gradient of the head"""
+
+
+def inputs(num_tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    hidden = 2 * torch.randn(num_tokens, 32, generator=generator, dtype=torch.float64)
+    labels = torch.randint(VOCAB, (num_tokens,), generator=generator)
+    return hidden.to(dtype), labels, torch.randn(2, num_tokens, generator=generator)
+
+
+def scores(model: Any, num_tokens: int, chunk: int, temperature: float) -> Scores:
+    hidden, labels, factors = inputs(num_tokens, model.dtype)
+    hidden.requires_grad_()
+    logprobs, entropy = token_logprobs(
+        model, hidden, labels, temperature=temperature, chunk_tokens=chunk, with_entropy=True
+    )
+    assert entropy is not None
+    loss = (factors[0] * logprobs + factors[1] * entropy).sum()
+    gradients = torch.autograd.grad(loss, [hidden, head_weight(model)])
+    return logprobs.detach(), entropy.detach(), *gradients
+
+
+def slow_scores(model: Any, num_tokens: int, temperature: float, cap: float | None) -> Scores:
+    """The definition, token by token in float64."""
+    hidden, labels, factors = inputs(num_tokens, torch.float64)
+    hidden.requires_grad_()
+    weight = head_weight(model).detach().double().requires_grad_()
+    logprobs, entropies = [], []
+    for state, label in zip(hidden, labels, strict=True):
+        logits = weight @ state
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        p = (logits / temperature).exp() / (logits / temperature).exp().sum()
+        logprobs.append(p[label].log())
+        entropies.append(-(p * p.log()).sum())
+    logprobs, entropy = torch.stack(logprobs), torch.stack(entropies)
+    loss = (factors[0] * logprobs + factors[1] * entropy).sum()
+    return logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, [hidden, weight])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_R15_chunked_values_and_gradients_equal_the_definition(
+    family: str, temperature: float, chunk: int
+):
+    fields = {"final_logit_softcapping": 3.0} if family == "gemma2" else {}
+    model = tiny_model(family, **fields)
+    expected = slow_scores(model, 37, temperature, fields.get("final_logit_softcapping"))
+    for got, want in zip(scores(model, 37, chunk, temperature), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_or_logprobs_alone_have_the_right_gradient():
+    model = tiny_model(dtype=torch.float64)
+    for used in (0, 1):
+        results = []
+        for chunk in (8, 100):
+            hidden, labels, factors = inputs(37, torch.float64)
+            hidden.requires_grad_()
+            values = token_logprobs(
+                model, hidden, labels, temperature=0.7, chunk_tokens=chunk, with_entropy=True
+            )
+            results.append(torch.autograd.grad((factors[used] * values[used]).sum(), hidden)[0])
+        torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
+
+
+def test_no_entropy_is_none_in_every_path():
+    model = tiny_model()
+    hidden, labels, _ = inputs(10)
+    for chunk in (4, 100):
+        logprobs, entropy = token_logprobs(
+            model, hidden, labels, temperature=1.0, chunk_tokens=chunk, with_entropy=False
+        )
+        assert entropy is None
+        assert logprobs.requires_grad
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation produced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.numel = max(self.numel, *sizes, 0)
+        return result
+
+
+def check_memory(num_tokens: int, chunk: int, *, used_chunk: int) -> None:
+    vocabulary = 4096
+    model = tiny_model(vocab_size=vocabulary)
+    hidden, labels, _ = inputs(num_tokens)
+    hidden.requires_grad_()
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with LargestTensor() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        logprobs, entropy = token_logprobs(
+            model, hidden, labels, temperature=0.9, chunk_tokens=used_chunk, with_entropy=True
+        )
+        assert entropy is not None
+        saved = max(kept)
+        (logprobs - 0.1 * entropy).sum().backward()
+    limit = max(chunk * vocabulary, vocabulary * 32)
+    assert largest.numel <= limit, f"{largest.numel=} {limit=}"
+    assert saved <= vocabulary * 32, f"{saved=} outlives the forward pass"
+
+
+@pytest.mark.parametrize("num_tokens", [64, 1024])
+def test_R15_no_more_than_a_chunk_of_logits_exists(num_tokens: int):
+    check_memory(num_tokens, 32, used_chunk=32)
+
+
+def test_R15_planted_unchunked_head_is_caught():
+    with pytest.raises(AssertionError, match="largest"):
+        check_memory(1024, 32, used_chunk=1024)
+
+
+def test_bfloat16_head_adds_chunks_in_float32():
+    """Equal contributions of 1 from 600 chunks: bfloat16 would stop counting at 256."""
+    model = tiny_model(dtype=torch.bfloat16)
+    with torch.no_grad():
+        head_weight(model).zero_()
+    hidden = torch.zeros(600, 32, dtype=torch.bfloat16)
+    hidden[:, 0] = 1.0
+    labels = torch.zeros(600, dtype=torch.int64)
+    logprobs, _ = token_logprobs(
+        model, hidden, labels, temperature=1.0, chunk_tokens=1, with_entropy=False
+    )
+    (gradient,) = torch.autograd.grad(logprobs.sum(), head_weight(model))
+    assert float(gradient[0, 0]) == pytest.approx(600 * (1 - 1 / VOCAB), rel=1e-2)

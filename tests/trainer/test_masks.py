@@ -1,0 +1,146 @@
+"""R20: what is trained is data, not a guess."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hone.algorithms.objective import policy_objective
+from hone.config.algorithm import AlgorithmConfig
+from hone.trainer.packing import collate
+from hone.trainer.trainer import PolicyTrainer
+from hone.types import MicroBatch, Trajectory
+from tests.trainer.examples import VOCAB, make_trainer, random_rows, tiny_model
+
+Tokens = set[tuple[str, int]]
+"""(row id, position of the token)"""
+
+
+def tokens_with_gradient(trainer: PolicyTrainer, rows: list[Trajectory]) -> Tokens:
+    """Tokens whose prediction carries gradient, read off the backbone's output: the hidden state
+    at t - 1 predicts token t."""
+    found: Tokens = set()
+    seen: list[Tensor] = []
+    order: list[MicroBatch] = []
+    original = trainer._micro_batches
+
+    def recording(*args: Any) -> Iterator[MicroBatch]:
+        for batch in original(*args):
+            order.append(batch)
+            yield batch
+
+    def retain(module: Any, args: Any, output: Tensor) -> None:
+        output.retain_grad()
+        seen.append(output)
+
+    trainer._micro_batches = recording
+    hook = trainer.policy.model.base_model.norm.register_forward_hook(retain)
+    trainer.forward_backward(rows)
+    hook.remove()
+    for batch, hidden in zip(order, seen, strict=True):
+        assert hidden.grad is not None
+        positions = hidden.grad[0].abs().sum(-1).nonzero().squeeze(-1)
+        for position in positions.tolist():
+            sequence = int((batch.cu_seqlens <= position).sum()) - 1
+            found.add((batch.ids[sequence], position - int(batch.cu_seqlens[sequence]) + 1))
+    return found
+
+
+def sampled_tokens(rows: list[Trajectory]) -> Tokens:
+    return {(row.id, t) for row in rows for t, sampled in enumerate(row.loss_mask) if sampled}
+
+
+def check_tokens(rows: list[Trajectory], given: list[Trajectory]) -> None:
+    trainer = make_trainer(tiny_model(), AlgorithmConfig(loss="cispo"), micro_batch_size=5)
+    assert tokens_with_gradient(trainer, given) == sampled_tokens(rows)
+
+
+def test_R20_gradient_tokens_are_the_sampled_tokens():
+    rows = random_rows(12, seed=8)
+    check_tokens(rows, rows)
+
+
+def shifted(mask: list[bool]) -> list[bool]:
+    return [False, *mask[:-1]]
+
+
+def inverted(mask: list[bool]) -> list[bool]:
+    return [False, *(not trained for trained in mask[1:])]
+
+
+def whole_completion(mask: list[bool]) -> list[bool]:
+    first = mask.index(True)
+    return [t >= first for t in range(len(mask))]
+
+
+@pytest.mark.parametrize("bug", [shifted, inverted, whole_completion])
+def test_R20_planted_masks_are_caught(bug: Callable[[list[bool]], list[bool]]):
+    rows, given = random_rows(12, seed=8), random_rows(12, seed=8)
+    for row in given:
+        row.loss_mask = bug(row.loss_mask)
+        num_trained = sum(row.loss_mask)
+        row.advantages = torch.ones(num_trained)
+        row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = -torch.ones(num_trained)
+    with pytest.raises(AssertionError):
+        check_tokens(rows, given)
+
+
+def loss_terms(rows: list[Trajectory]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Labels, loss and metrics with the trained tokens' log-probs held fixed."""
+    batch = collate(rows, [0.25] * len(rows), "cpu")
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -2.5 + torch.randn(len(batch.labels), generator=generator)
+    cfg = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}, "entropy_coef": 0.1})
+    objective = policy_objective(logprobs, -logprobs, batch, cfg)
+    return batch.labels, objective.values * batch.weights, objective.token_metrics
+
+
+def check_environment_tokens_do_not_matter(bug: Callable[[list[bool]], list[bool]] | None) -> None:
+    rows, other = random_rows(12, seed=8), random_rows(12, seed=8)
+    rng = random.Random(1)
+    for row in other:
+        row.token_ids = [
+            token if sampled else (token + rng.randrange(1, VOCAB)) % VOCAB
+            for token, sampled in zip(row.token_ids, row.loss_mask, strict=True)
+        ]
+    for row in (*rows, *other) if bug else ():
+        row.loss_mask = bug(row.loss_mask) if bug else row.loss_mask
+        row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = -torch.ones(
+            row.num_trained
+        )
+    (labels, loss, metrics), (other_labels, other_loss, other_metrics) = map(
+        loss_terms, (rows, other)
+    )
+    assert torch.equal(labels, other_labels)
+    assert torch.equal(loss, other_loss)
+    assert all(torch.equal(metrics[name], other_metrics[name]) for name in metrics)
+
+
+def test_R20_environment_tokens_enter_no_loss_term():
+    check_environment_tokens_do_not_matter(None)
+
+
+@pytest.mark.parametrize("bug", [shifted, inverted, whole_completion])
+def test_R20_planted_masks_let_environment_tokens_in(bug: Callable[[list[bool]], list[bool]]):
+    with pytest.raises(AssertionError):
+        check_environment_tokens_do_not_matter(bug)
+
+
+def test_R20_logprobs_are_those_of_the_labels():
+    """Against the whole logits of each sequence alone; a shift by one token would differ."""
+    trainer = make_trainer(tiny_model())
+    rows = random_rows(6, seed=3)
+    for row, got in zip(rows, trainer.logprobs(rows), strict=True):
+        alone = Trajectory(
+            id="alone", token_ids=row.token_ids, loss_mask=[False] + [True] * (row.num_tokens - 1)
+        )
+        every = trainer.logprobs([alone])[0]
+        mask = torch.tensor(row.loss_mask[1:])
+        torch.testing.assert_close(got, every[mask], rtol=1e-5, atol=1e-5)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(got, every.roll(1)[mask], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hone.config.trainer import OptimizerConfig
+from hone.models.decoder import alias_module
+from hone.observe.metrics import to_scalars
+from hone.trainer.optimizers import ParameterOptimizer
+from hone.trainer.policy import NonFiniteError, Policy
+from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
+
+LR, STEPS = 1e-6, 1000
+
+
+def moved_by_constant_gradient(policy: Policy, masters: dict[str, nn.Parameter]) -> Tensor:
+    """Elements' movement under AdamW at LR with gradient 1 in every step; analytically LR a step,
+    as both moments, corrected for their start, are 1."""
+    optimizer = ParameterOptimizer(masters, OptimizerConfig(lr=LR), set())
+    before = [p.detach().double().clone() for p in masters.values()]
+    for _ in range(STEPS):
+        for parameter in masters.values():
+            parameter.grad = torch.ones_like(parameter)
+        policy.apply(lambda: optimizer.step(1.0))
+    after = [p.detach().double() for p in masters.values()]
+    return torch.cat([(b - a).flatten() for b, a in zip(before, after, strict=True)])
+
+
+def check_analytic_movement(moved: Tensor) -> None:
+    error = (moved / (LR * STEPS) - 1).abs()
+    assert float(error.mean()) < 0.01
+    # A step of 1e-6 is 16.8 units in the last place of a float32 just below 1, and rounds to 17.
+    assert float(error.max()) < 0.02
+
+
+def test_R23_small_steps_move_bfloat16_models_by_the_analytic_amount():
+    policy = Policy(tiny_model(dtype=torch.bfloat16, num_hidden_layers=1))
+    start = {n: w.detach().clone() for n, w in policy.parameters.items()}
+    check_analytic_movement(moved_by_constant_gradient(policy, policy.masters))
+    for name, weight in policy.parameters.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, policy.masters[name].detach().bfloat16()), name
+        # Weights below 0.1 are spaced finer than 1e-3 and must have moved in bfloat16 too.
+        fine = start[name].abs() < 0.1
+        assert bool((weight != start[name])[fine].all()), name
+
+
+def test_R23_planted_bfloat16_masters_are_caught():
+    policy = Policy(tiny_model(dtype=torch.bfloat16, num_hidden_layers=1))
+    parameters = dict(policy.model.named_parameters())
+    with pytest.raises(AssertionError):
+        check_analytic_movement(moved_by_constant_gradient(policy, parameters))
+
+
+def test_bfloat16_gradients_add_up_in_float32():
+    """Micro-batch gradients g_1 ... g_k: the master's is their float32 sum, to the bit."""
+    rows = random_rows(6, seed=1)
+    alone: list[dict[str, Tensor]] = []
+    for row in rows:
+        trainer = make_trainer(tiny_model(dtype=torch.bfloat16))
+        batches = trainer._micro_batches([row], [1.0])
+        for batch in batches:
+            trainer._backward(batch)
+        alone.append(gradients(trainer))
+    trainer = make_trainer(tiny_model(dtype=torch.bfloat16), micro_batch_size=1)
+    for batch in trainer._micro_batches(rows, [1.0] * len(rows)):
+        trainer._backward(batch)
+    assert all(p.grad is None for p in trainer.policy.model.parameters())
+    for name, got in gradients(trainer).items():
+        total = torch.zeros_like(got, dtype=torch.float32)
+        for gradient in alone:
+            total += gradient[name].float()
+        assert torch.equal(got.float(), total), name
+
+
+def test_tied_weights_have_one_master_and_both_ends_are_named():
+    tied = Policy(tiny_model(dtype=torch.bfloat16))
+    assert tied.embedding_names == {"model.embed_tokens.weight"}
+    assert "lm_head.weight" not in tied.masters
+    untied = Policy(tiny_model(tie_word_embeddings=False))
+    assert untied.embedding_names == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_aliased_module_sees_each_step(dtype: torch.dtype):
+    model = tiny_model(dtype=dtype)
+    alias = alias_module(model)
+    trainer = make_trainer(model, optimizer={"lr": 0.01})
+    before = {n: p.clone() for n, p in alias.state_dict().items()}
+    trainer.update(random_rows(8))
+    for name, weight in trainer.named_weights():
+        seen = alias.state_dict()[name]
+        assert seen.data_ptr() == weight.data_ptr()
+        assert not torch.equal(seen, before[name]), name
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.01, 100.0])
+def test_gradient_norm_and_clipping(max_norm: float):
+    trainer = make_trainer(tiny_model())
+    rows = random_rows(8)
+    trainer.forward_backward(rows)
+    free = gradients(trainer)
+    exact = float(torch.cat([g.flatten() for g in free.values()]).norm())
+    trainer.forward_backward(rows)
+    norm = trainer.policy.gradient_norm()
+    trainer.policy.clip_gradient(max_norm, norm)
+    assert float(norm) == pytest.approx(exact, rel=1e-6)
+    factor = min(1.0, max_norm / exact) if max_norm else 1.0
+    for name, got in gradients(trainer).items():
+        torch.testing.assert_close(got, factor * free[name], rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_update_statistics_equal_a_recount(dtype: torch.dtype):
+    policy = Policy(tiny_model(dtype=dtype))
+    generator = torch.Generator().manual_seed(0)
+    old = {n: p.detach().double().clone() for n, p in policy.masters.items()}
+    weights = {n: w.detach().clone() for n, w in policy.parameters.items()}
+
+    def update() -> None:
+        for parameter in policy.masters.values():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(1e-3 * noise * (noise > 0))
+
+    scalars = to_scalars(policy.apply(update))
+    change = sum(
+        float((p.detach().double() - old[n]).square().sum()) for n, p in policy.masters.items()
+    )
+    size = sum(float(w.square().sum()) for w in old.values())
+    kept = sum(int((w == weights[n]).sum()) for n, w in policy.parameters.items())
+    total = sum(w.numel() for w in weights.values())
+    assert scalars["train/update_to_weight_ratio"] == pytest.approx(
+        (change / size) ** 0.5, rel=1e-4
+    )
+    assert scalars["train/share_unchanged"] == pytest.approx(kept / total, rel=1e-9)
+    assert 0.4 < kept / total < 1.0
+
+
+def test_weights_that_become_non_finite_stop_the_run():
+    policy = Policy(tiny_model())
+    with pytest.raises(NonFiniteError, match="weights that are not finite"):
+        policy.apply(lambda: policy.masters["model.norm.weight"].fill_(float("nan")))
+
+
+def test_compiled_layers_keep_their_names():
+    model = tiny_model()
+    names = [n for n, _ in model.named_parameters()]
+    assert list(Policy(model, compile=True).parameters) == names

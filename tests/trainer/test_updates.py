@@ -1,0 +1,227 @@
+"""Mini-batches, epochs, old log-probabilities and resuming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.trainer import SFTTrainerConfig
+from hone.observe.metrics import to_scalars
+from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+from hone.types import Trajectory
+from tests.trainer.examples import make_trainer, random_rows, tiny_model
+
+
+def schedule(trainer: PolicyTrainer, rows: list[Trajectory]) -> list[str]:
+    return [
+        " ".join(dict.fromkeys(row.group_id for row in minibatch))
+        for minibatch in trainer._minibatches(rows)
+    ]
+
+
+GOLDEN = (
+    ["g3 g0", "g1 g2", "g4", "g1 g4", "g3 g2", "g0"],
+    ["g3 g2", "g1 g0", "g4", "g4 g2", "g1 g0", "g3"],
+)
+
+
+def test_golden_schedule_of_minibatches_and_epochs():
+    rows = random_rows(20)
+    trainer = make_trainer(tiny_model(), prompts_per_minibatch=2, num_epochs=2)
+    assert schedule(trainer, rows) == GOLDEN[0]
+    trainer.num_updates = 1
+    assert schedule(trainer, rows) == GOLDEN[1]
+
+
+def test_minibatches_hold_whole_groups_and_each_row_once_an_epoch():
+    rows = random_rows(22)
+    trainer = make_trainer(tiny_model(), prompts_per_minibatch=2, num_epochs=3)
+    minibatches = list(trainer._minibatches(rows))
+    assert [len({row.group_id for row in m}) for m in minibatches] == [2, 2, 2] * 3
+    for epoch in range(3):
+        seen = [row.id for m in minibatches[3 * epoch : 3 * epoch + 3] for row in m]
+        assert sorted(seen) == sorted(row.id for row in rows)
+    assert len(list(make_trainer(tiny_model())._minibatches(rows))) == 1
+
+
+def on_policy_rows(num_rows: int) -> list[Trajectory]:
+    rows = random_rows(num_rows)
+    for row in rows:
+        row.old_logprobs = row.ref_logprobs = None
+    return rows
+
+
+def test_a_single_step_takes_its_own_logprobs_as_the_old_ones():
+    metrics = to_scalars(make_trainer(tiny_model()).update(on_policy_rows(16)))
+    assert metrics["policy/ratio/mean"] == 1.0
+    assert metrics["policy/approx_kl"] == 0.0
+    assert metrics["train/num_optimizer_steps"] == 1
+
+
+def test_several_steps_remember_the_policy_before_the_first():
+    settings: dict[str, Any] = {"prompts_per_minibatch": 2, "optimizer": {"lr": 0.01}}
+    rows = on_policy_rows(16)
+    trainer = make_trainer(tiny_model(), **settings)
+    before = trainer.logprobs(rows)
+    metrics = to_scalars(trainer.update(rows))
+    assert metrics["train/num_optimizer_steps"] == 2
+    assert metrics["policy/approx_kl"] > 0
+    assert all(row.old_logprobs is None for row in rows), "the caller's rows are left alone"
+
+    given = on_policy_rows(16)
+    for row, logprobs in zip(given, before, strict=True):
+        row.old_logprobs = logprobs
+    other = make_trainer(tiny_model(), **settings)
+    other.update(given)
+    for (name, a), (_, b) in zip(trainer.named_weights(), other.named_weights(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_updates_raise_the_probability_of_what_was_good():
+    trainer = make_trainer(tiny_model(), optimizer={"lr": 0.003})
+    rows = on_policy_rows(8)
+    for i, row in enumerate(rows):
+        row.advantages = torch.full((row.num_trained,), 1.0 if i % 2 else -1.0)
+        row.rollout_logprobs = None
+    before = trainer.logprobs(rows)
+    for _ in range(3):
+        trainer.update(rows)
+    moved = [float((a - b).mean()) for a, b in zip(trainer.logprobs(rows), before, strict=True)]
+    assert min(moved[1::2]) > 0 > max(moved[0::2])
+
+
+def test_metrics_equal_a_recount_over_all_tokens():
+    rows = random_rows(16, seed=3)
+    cfg = AlgorithmConfig(clip_high=0.1)
+    results = [
+        to_scalars(make_trainer(tiny_model(), cfg, micro_batch_size=size).update(rows))
+        for size in (3, 16)
+    ]
+    trainer = make_trainer(tiny_model(), cfg)
+    current = torch.cat(trainer.logprobs(rows))
+    old, engine = (
+        torch.cat([getattr(row, name) for row in rows])
+        for name in ("old_logprobs", "rollout_logprobs")
+    )
+    log_ratio = current.double() - old.double()
+    gap = (old.double() - engine.double()).exp()
+    for metrics in results:
+        assert metrics["policy/ratio/mean"] == pytest.approx(
+            float(log_ratio.exp().mean()), rel=1e-5
+        )
+        assert metrics["off_policy/ratio/p95"] == pytest.approx(float(gap.quantile(0.95)), rel=1e-5)
+        assert metrics["train/num_tokens"] == len(current)
+        for name in ("policy/entropy", "policy/clip_fraction", "train/share_with_gradient"):
+            assert metrics[name] == pytest.approx(results[0][name], rel=1e-5)
+    assert [m["train/num_micro_batches"] for m in results] == [6, 1]
+
+
+def test_missing_values_are_named():
+    trainer = make_trainer(tiny_model(), AlgorithmConfig.model_validate({"kl": {"coef": 0.1}}))
+    with pytest.raises(ValueError, match="'r0' has no ref_logprobs"):
+        trainer.update(on_policy_rows(4))
+    with pytest.raises(ValueError, match="no reference model"):
+        trainer.logprobs(on_policy_rows(4), reference=True)
+
+
+def test_the_reference_scores_with_its_own_weights():
+    reference = tiny_model(seed=1)
+    cfg = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}})
+    trainer = make_trainer(tiny_model(), cfg)
+    trainer.reference = reference
+    rows = random_rows(5)
+    expected = make_trainer(reference).logprobs(rows)
+    for got, want in zip(trainer.logprobs(rows, reference=True), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def resumable(dtype: torch.dtype, rule: str) -> PolicyTrainer:
+    return make_trainer(
+        tiny_model(dtype=dtype),
+        AlgorithmConfig(entropy_coef=0.01),
+        prompts_per_minibatch=2,
+        optimizer={
+            "name": rule,
+            "lr": 0.01,
+            "schedule": "cosine",
+            "warmup_steps": 3,
+            "weight_decay": 0.1,
+        },
+    )
+
+
+def states(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    weights = {f"module/{n}": w for n, w in trainer.named_weights()}
+    return {n: t.clone() for n, t in (trainer.state_dict()[0] | weights).items()}
+
+
+def check_resume(dtype: torch.dtype, rule: str, *, broken: str = "") -> None:
+    straight, first = resumable(dtype, rule), resumable(dtype, rule)
+    for step in range(5):
+        straight.update(random_rows(12, seed=step))
+    for step in range(3):
+        first.update(random_rows(12, seed=step))
+    tensors, metadata = first.state_dict()
+    tensors = {n: t.clone() for n, t in tensors.items()}
+    if broken in metadata:
+        metadata[broken] = 0
+    elif broken:
+        tensors = {n: t.zero_() if broken in n else t for n, t in tensors.items()}
+    second = resumable(dtype, rule)
+    second.load_state_dict(tensors, metadata)
+    for step in range(3, 5):
+        second.update(random_rows(12, seed=step))
+    for name, want in states(straight).items():
+        assert torch.equal(states(second)[name], want), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_R17_resume_is_bit_exact(dtype: torch.dtype, rule: str):
+    check_resume(dtype, rule)
+
+
+@pytest.mark.parametrize("part", ["exp_avg", "/step/", "num_steps", "num_updates", "weights/"])
+def test_R17_planted_losses_of_state_are_caught(part: str):
+    with pytest.raises(AssertionError):
+        check_resume(torch.float32, "adamw", broken=part)
+
+
+def test_R17_incomplete_or_foreign_state_is_refused():
+    trainer = resumable(torch.float32, "adamw")
+    trainer.update(random_rows(8))
+    tensors, metadata = trainer.state_dict()
+    lacking = dict(list(tensors.items())[:-1])
+    with pytest.raises(ValueError, match="tensors"):
+        resumable(torch.float32, "adamw").load_state_dict(lacking, metadata)
+    other = make_trainer(tiny_model(intermediate_size=48))
+    with pytest.raises(ValueError, match=r"not this model's.*mlp"):
+        other.load_state_dict(tensors, metadata)
+
+
+def test_supervised_training_learns_and_resumes():
+    rows = random_rows(8)
+    for row in rows:
+        row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = None
+    cfg = SFTTrainerConfig.model_validate({"optimizer": {"lr": 0.01}, "micro_batch_size": 3})
+
+    def trainer() -> SupervisedTrainer:
+        return SupervisedTrainer(tiny_model(), cfg, total_steps=20)
+
+    straight = trainer()
+    before = to_scalars(straight.evaluate(rows))["eval/loss"]
+    for _ in range(10):
+        straight.update(rows)
+    saved = {n: t.clone() for n, t in straight.state_dict()[0].items()}, straight.state_dict()[1]
+    for _ in range(10):
+        straight.update(rows)
+    assert to_scalars(straight.evaluate(rows))["eval/loss"] < 0.5 * before
+    resumed = trainer()
+    resumed.load_state_dict(*saved)
+    for _ in range(10):
+        resumed.update(rows)
+    for (name, a), (_, b) in zip(straight.named_weights(), resumed.named_weights(), strict=True):
+        assert torch.equal(a, b), name
