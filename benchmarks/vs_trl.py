@@ -4,10 +4,10 @@
     python benchmarks/vs_trl.py
 
 Both train the same tiny Qwen3 (128 wide, 4 layers, random weights, float32) on the same prompts
-with the same reward: 64 completions of at most 64 tokens in groups of 8, one optimizer step a batch,
-no KL term, AdamW. TRL samples with its own `generate`. The two alternate in rounds, so that a slow
-moment of the machine hits both; the median step of each is reported. The first steps of a round are
-warm-up and left out.
+with the same reward: 64 completions of at most 64 tokens in groups of 8, one optimizer step a
+batch, no KL term, AdamW. TRL samples with its own `generate`. The two alternate in rounds, so that
+a slow moment of the machine hits both; the median step of each is reported. The first steps of a
+round are warm-up and left out.
 """
 
 from __future__ import annotations

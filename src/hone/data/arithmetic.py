@@ -19,7 +19,7 @@ from typing import Any
 
 from hone.config.errors import UserError
 
-__all__ = ["ALPHABET", "generate", "write_jsonl"]
+__all__ = ["ALPHABET", "generate", "two_teachers", "write_jsonl"]
 
 ALPHABET = "0123456789+-*="
 """Every character a prompt or completion can hold."""
@@ -60,6 +60,22 @@ def generate(
         answer = str(_evaluate(operands, chosen))
         rows[prompt] = {"prompt": prompt, "completion": answer, "answer": answer}
     return list(rows.values())
+
+
+def two_teachers(
+    rows: Iterable[Mapping[str, str]], seed: int, *, num_copies: int, backwards: float
+) -> list[dict[str, str]]:
+    """`num_copies` demonstrations of each problem, a share of which writes the answer backwards.
+
+    What a model learns from them is to answer either way; which of the two is wanted, only a
+    reward tells. `answer` stays right in every row.
+    """
+    generator = random.Random(f"two teachers {seed}")
+    return [
+        {**row, "completion": row["answer"][:: -1 if generator.random() < backwards else 1]}
+        for row in rows
+        for _ in range(num_copies)
+    ]
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

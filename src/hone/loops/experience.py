@@ -36,7 +36,9 @@ class Experience:
         """
         usable = [group for group in groups if self._has_baseline(group)]
         self.num_dropped_groups = len(groups) - len(usable)
-        rows = [[_row(sample, group, version) for sample in group.valid_samples] for group in usable]
+        rows = [
+            [_row(sample, group, version) for sample in group.valid_samples] for group in usable
+        ]
         flat = [row for group in rows for row in group]
         if not flat:
             return []

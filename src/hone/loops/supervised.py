@@ -79,12 +79,14 @@ def run(cfg: SFTConfig) -> Outcome:
                 with recorder.spans.span("checkpoint"):
                     begin.store.save(step, state_parts(), metric=_rank(evaluation))
                 saved = step
-            recorder.record(step, metrics, rows=rows)
+            with recorder.spans.span("record"):
+                recorder.record(step, metrics, rows=rows)
             if interrupt.requested:
                 break
 
         if saved < done:
             begin.store.save(done, state_parts(), metric=_rank(evaluation))
+    recorder.spans.write_trace(begin.dir / "trace.json")
     export_hf(model, tokenizer, begin.dir / "model", export_dtype(cfg.checkpoint, model))
     if cfg.log.report:
         write_report(begin.dir)

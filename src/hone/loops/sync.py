@@ -76,9 +76,6 @@ def train(parts: RLParts) -> Outcome:
                 sync = parts.weights.push(version=step)
             done = step
 
-            metrics |= rollout_metrics(groups, parts.rollout.counts)
-            metrics["time/sync/proof_s"] = Last(sync.seconds)
-            metrics["rollout/groups_without_baseline"] = Sum(parts.experience.num_dropped_groups)
             if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
                 with span("eval"):
                     evaluated = _evaluate(parts)
@@ -88,12 +85,19 @@ def train(parts: RLParts) -> Outcome:
                 with span("checkpoint"):
                     _save(parts, step, evaluation)
                 saved = step
-            parts.recorder.record(step, metrics, groups=groups, rows=rows)
+            with span("record"):
+                metrics |= rollout_metrics(groups, parts.rollout.counts)
+                metrics |= {
+                    "time/sync/proof_s": Last(sync.seconds),
+                    "rollout/groups_without_baseline": Sum(parts.experience.num_dropped_groups),
+                }
+                parts.recorder.record(step, metrics, groups=groups, rows=rows)
             if interrupt.requested:
                 break
 
         if saved < done:
             _save(parts, done, evaluation)
+    parts.recorder.spans.write_trace(parts.launch.dir / "trace.json")
     return Outcome(done, interrupt.requested and done < cfg.run.steps, evaluation)
 
 

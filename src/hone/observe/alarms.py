@@ -276,12 +276,13 @@ def unattributed(history: History) -> Breach | None:
 def slow_phase(history: History) -> Breach | None:
     """A phase takes longer than usual by more than a whole usual step; names the worst one.
 
-    Evaluations and checkpoints come and go: phases that many steps lack are not judged.
+    Evaluations and checkpoints come and go: phases that many steps lack are not judged. Delays
+    under a second are the machine's own.
     """
     *usual_steps, _ = history.series("time/step_s") or [0.0]
     if len(usual_steps) < 5:
         return None
-    usual_step_s = max(statistics.median(usual_steps[-20:]), 0.05)
+    usual_step_s = max(statistics.median(usual_steps[-20:]), 1.0)
     found: list[tuple[float, Breach]] = []
     for metric in history.now:
         *earlier, value = history.series(metric) or [0.0]
@@ -414,7 +415,7 @@ _LEARNING = (
     Rule(
         "skipped_steps",
         above("train/num_skipped_steps", 0),
-        "Optimizer steps were skipped because the gradient was not finite.",
+        "Optimizer steps were skipped because no token was left to train on.",
     ),
 )
 
