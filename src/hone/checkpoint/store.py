@@ -130,6 +130,11 @@ class CheckpointStore:
         best = _best(self._scan()[0])
         return best.step if best else None
 
+    def best_metric(self) -> float:
+        """The largest metric of the complete checkpoints; -inf when none has one."""
+        best = _best(self._scan()[0])
+        return -math.inf if best is None or best.metric is None else best.metric
+
     def load(
         self, step: int | Literal["latest"] = "latest", *, required: Iterable[str] | None = None
     ) -> Checkpoint:

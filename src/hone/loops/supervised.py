@@ -12,7 +12,8 @@ from hone.data.sft import load_sft
 from hone.loops.interrupt import Interrupt
 from hone.loops.launch import export_dtype, launch
 from hone.loops.recorder import Recorder, alarms_for
-from hone.loops.sync import Outcome, due
+from hone.loops.saving import Saver, due
+from hone.loops.sync import Outcome
 from hone.models.load import load_model
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.console import Console
@@ -51,8 +52,9 @@ def run(cfg: SFTConfig) -> Outcome:
             "random": capture_random_state(),
         }
 
+    saver = Saver(begin.store, cfg.checkpoint, state_parts)
     evaluation: dict[str, float] = {}
-    done = saved = first = begin.steps_done
+    done = first = begin.steps_done
     settings = cfg.model_dump(mode="json")
     with (
         RunLog(begin.dir, cfg.log, resume_step=begin.resume_step, config=settings) as log,
@@ -69,31 +71,25 @@ def run(cfg: SFTConfig) -> Outcome:
                 rows = data.train.take(cfg.data.examples_per_step)
             with recorder.spans.span("train"):
                 metrics: Metrics = dict(trainer.update(rows))
-            done = step
+            done, rank = step, None
             if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
                 with recorder.spans.span("eval"):
                     evaluated = trainer.evaluate(data.eval)
                 evaluation = to_scalars(evaluated)
+                rank = -evaluation["eval/loss"]
                 metrics |= evaluated
-            if due(cfg.checkpoint.every_n_steps, step) or step == cfg.run.steps:
-                with recorder.spans.span("checkpoint"):
-                    begin.store.save(step, state_parts(), metric=_rank(evaluation))
-                saved = step
             with recorder.spans.span("record"):
                 recorder.record(step, metrics, rows=rows)
-            if interrupt.requested:
+            with recorder.spans.span("checkpoint"):
+                stop = interrupt.requested
+                is_last = stop or step == cfg.run.steps
+                if saver.after(step, rank, is_last=is_last):
+                    log.event("checkpoint", step=step, metric=rank)
+            if stop:
                 break
 
-        if saved < done:
-            begin.store.save(done, state_parts(), metric=_rank(evaluation))
     recorder.spans.write_trace(begin.dir / "trace.json")
     export_hf(model, tokenizer, begin.dir / "model", export_dtype(cfg.checkpoint, model))
     if cfg.log.report:
         write_report(begin.dir)
     return Outcome(done, interrupt.requested and done < cfg.run.steps, evaluation)
-
-
-def _rank(evaluation: dict[str, float]) -> float | None:
-    """Checkpoints are ranked by a value of which more is better."""
-    loss = evaluation.get("eval/loss")
-    return None if loss is None else -loss

@@ -15,6 +15,7 @@ from hone.loops.interrupt import Interrupt
 from hone.loops.launch import export_dtype
 from hone.loops.parity import check_parity
 from hone.loops.parts import RLParts, assemble
+from hone.loops.saving import Saver, due
 from hone.models.load import compute_dtype
 from hone.observe.metrics import Last, Metrics, Sum, to_scalars
 from hone.observe.report import write_report
@@ -23,7 +24,7 @@ from hone.rollout.evaluate import evaluate, summarise
 from hone.rollout.metrics import rollout_metrics
 from hone.types import Group, Sample, Trajectory
 
-__all__ = ["Outcome", "due", "run", "train"]
+__all__ = ["Outcome", "run", "train"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,9 @@ def train(parts: RLParts) -> Outcome:
     """The loop. Returns after `run.steps` updates or, on Ctrl-C, after the step in progress."""
     cfg, first = parts.cfg, parts.launch.steps_done
     span = parts.recorder.spans.span
+    saver = Saver(parts.launch.store, cfg.checkpoint, parts.state)
     evaluation: dict[str, float] = {}
-    done = saved = first
+    done = first
 
     with Interrupt() as interrupt:
         parts.weights.push(version=first)
@@ -74,17 +76,14 @@ def train(parts: RLParts) -> Outcome:
                     metrics |= parts.trainer.update(rows)
             with span("sync"):
                 sync = parts.weights.push(version=step)
-            done = step
+            done, rank = step, None
 
             if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
                 with span("eval"):
                     evaluated = _evaluate(parts)
                 evaluation = to_scalars(evaluated)
+                rank = evaluation.get(cfg.eval.metric)
                 metrics |= evaluated
-            if due(cfg.checkpoint.every_n_steps, step) or step == cfg.run.steps:
-                with span("checkpoint"):
-                    _save(parts, step, evaluation)
-                saved = step
             with span("record"):
                 metrics |= rollout_metrics(groups, parts.rollout.counts)
                 metrics |= {
@@ -92,22 +91,21 @@ def train(parts: RLParts) -> Outcome:
                     "rollout/groups_without_baseline": Sum(parts.experience.num_dropped_groups),
                 }
                 parts.recorder.record(step, metrics, groups=groups, rows=rows)
-            if interrupt.requested:
+            # After the row is written: a run that dies in between computes the step again.
+            with span("checkpoint"):
+                stop = interrupt.requested
+                is_last = stop or step == cfg.run.steps
+                if saver.after(step, rank, is_last=is_last):
+                    parts.recorder.log.event("checkpoint", step=step, metric=rank)
+            if stop:
                 break
 
-        if saved < done:
-            _save(parts, done, evaluation)
     parts.recorder.spans.write_trace(parts.launch.dir / "trace.json")
     return Outcome(done, interrupt.requested and done < cfg.run.steps, evaluation)
 
 
 def _samples(groups: list[Group]) -> list[Sample]:
     return [sample for group in groups for sample in group.samples]
-
-
-def due(every_n_steps: int, step: int) -> bool:
-    """Whether something scheduled every so many steps happens at this one; 0 is never."""
-    return every_n_steps > 0 and step % every_n_steps == 0
 
 
 def _gate(parts: RLParts, rows: list[Trajectory]) -> Metrics:
@@ -134,9 +132,3 @@ def _evaluate(parts: RLParts) -> Metrics:
         seed=parts.cfg.run.seed,
     )
     return summarise(samples, parts.cfg.eval)
-
-
-def _save(parts: RLParts, step: int, evaluation: dict[str, float]) -> None:
-    metric = evaluation.get(parts.cfg.eval.metric)
-    parts.launch.store.save(step, parts.state(), metric=metric)
-    parts.recorder.log.event("checkpoint", step=step, metric=metric)

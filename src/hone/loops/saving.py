@@ -1,0 +1,47 @@
+"""Which steps of a run are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.checkpoint.store import CheckpointStore
+from hone.config.run import CheckpointConfig
+
+__all__ = ["Saver", "due"]
+
+
+def due(every_n_steps: int, step: int) -> bool:
+    """Whether something scheduled every so many steps happens at this one; 0 is never."""
+    return every_n_steps > 0 and step % every_n_steps == 0
+
+
+@dataclass(slots=True)
+class Saver:
+    """Saves on schedule, at the end, and whenever an evaluation is the best so far.
+
+    A checkpoint is ranked only by an evaluation of its own step, never by an older one.
+    """
+
+    store: CheckpointStore
+    cfg: CheckpointConfig
+    state: Callable[[], Mapping[str, Any]]
+    """Everything a checkpoint must hold, by part."""
+    _best: float = field(default=float("-inf"))
+
+    def __post_init__(self) -> None:
+        self._best = self.store.best_metric()
+
+    def after(self, step: int, rank: float | None, *, is_last: bool) -> bool:
+        """Save `step` if it is due; `rank` is its evaluation, larger is better, None without one.
+
+        Returns whether it was saved. Raises CheckpointError where it cannot be written.
+        """
+        is_best = self.cfg.keep_best and rank is not None and rank > self._best
+        if not (is_best or is_last or due(self.cfg.every_n_steps, step)):
+            return False
+        self.store.save(step, self.state(), metric=rank)
+        if rank is not None:
+            self._best = max(self._best, rank)
+        return True
