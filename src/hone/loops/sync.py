@@ -65,7 +65,7 @@ def train(parts: RLParts) -> Outcome:
 
         parts.recorder.spans.take()  # start-up is no part of the first step
         for step in range(first + 1, cfg.run.steps + 1):
-            with span("generate"):
+            with span("generate"), parts.core_for_rewards():
                 groups = parts.rollout.collect(step, parts.recorder.console.progress)
                 check_failure_rate(_samples(groups), cfg.reward.max_failure_rate)
             with parts.engine_asleep():
@@ -123,12 +123,13 @@ def _gate(parts: RLParts, rows: list[Trajectory]) -> Metrics:
 
 
 def _evaluate(parts: RLParts) -> Metrics:
-    samples = evaluate(
-        parts.data.eval,
-        engine=parts.engine,
-        scorer=parts.scorer,
-        cfg=parts.cfg.eval,
-        decode=parts.decode,
-        seed=parts.cfg.run.seed,
-    )
+    with parts.core_for_rewards():
+        samples = evaluate(
+            parts.data.eval,
+            engine=parts.engine,
+            scorer=parts.scorer,
+            cfg=parts.cfg.eval,
+            decode=parts.decode,
+            seed=parts.cfg.run.seed,
+        )
     return summarise(samples, parts.cfg.eval)

@@ -116,6 +116,11 @@ class Scorer:
         return list(samples)
 
     @property
+    def uses_workers(self) -> bool:
+        """Scoring takes CPU time of other processes, beside whatever the caller does."""
+        return self._pool is not None
+
+    @property
     def pending(self) -> int:
         """Samples submitted and not yet returned by `poll`."""
         return len(self._samples) + len(self._done)
