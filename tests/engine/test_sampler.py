@@ -164,3 +164,20 @@ def test_logits_that_are_not_numbers_show_in_the_logprob():
     token, logprob = sample(logits, batch_of([SamplingParams(max_tokens=1)], 7), torch.tensor([0]))
     assert 0 <= token.item() < 7
     assert logprob.isnan().item()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 128, 300, 1000])
+def test_tokens_equal_those_of_one_running_sum(vocab_size):
+    """And one of probability 0 is never drawn, wherever it lies in its block."""
+    draw = torch.Generator().manual_seed(vocab_size)
+    probs = torch.rand(200, vocab_size, generator=draw).pow(8)
+    probs[torch.rand(200, vocab_size, generator=draw) < 0.7] = 0
+    probs[:, vocab_size // 2] = 1e-3
+    probs /= probs.sum(-1, keepdim=True)
+    levels = torch.rand(200, 1, generator=draw, dtype=torch.float64)
+    levels[:50], levels[50:100] = 0, 1 - 2.0**-48
+    running = probs.double().cumsum(-1)
+    expected = torch.searchsorted(running, levels * running[:, -1:], right=True)
+    tokens = sampler._invert(probs, levels)
+    assert (tokens == expected).double().mean() > 0.98  # a level between two tokens may fall either
+    assert (probs.gather(-1, tokens) > 0).all()

@@ -180,6 +180,7 @@ LEGAL = {
     (EngineState.AWAKE, "step"): EngineState.AWAKE,
     (EngineState.AWAKE, "sleep"): EngineState.ASLEEP,
     (EngineState.AWAKE, "begin_sync"): EngineState.SYNCING,
+    (EngineState.SYNCING, "begin_sync"): EngineState.SYNCING,
     (EngineState.SYNCING, "finish_sync"): EngineState.AWAKE,
     (EngineState.ASLEEP, "wake"): EngineState.AWAKE,
 }
