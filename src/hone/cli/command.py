@@ -12,7 +12,7 @@ from hone.config.base import Section
 from hone.config.checks import Finding
 from hone.config.load import load_config, resolve_recipe
 
-__all__ = ["load_arguments", "load_checked"]
+__all__ = ["exit_code", "load_arguments", "load_checked"]
 
 T = TypeVar("T", bound=Section)
 _log = logging.getLogger(__name__)
@@ -41,3 +41,15 @@ def load_checked(tree: type[T], argv: Sequence[str], check: Callable[[T], list[F
     if errors:
         raise UserError("\n".join(errors))
     return cfg
+
+
+def exit_code(steps: int, total_steps: int, *, interrupted: bool) -> int:
+    """0 for a finished run; 130, and a word on how to go on, for one that Ctrl-C ended."""
+    if not interrupted:
+        return 0
+    _log.warning(
+        "stopped and saved after step %d of %d; the same command goes on from there",
+        steps,
+        total_steps,
+    )
+    return 130

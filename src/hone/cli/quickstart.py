@@ -33,12 +33,10 @@ def run(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     folder: Path = arguments.dir
-    if folder.exists():
-        raise UserError(
-            f"{folder} exists: it holds an earlier quick start. Look at "
-            f"{folder / 'rl' / 'report.html'}, remove the folder, or choose another --dir."
-        )
-    _make_inputs(folder, arguments.seed)
+    if _inputs_are_made(folder, arguments.seed):
+        _say(f"Going on with the quick start in {folder}; remove the folder to start afresh")
+    else:
+        _make_inputs(folder, arguments.seed)
     shared = ["--run.seed", str(arguments.seed)]
     code = _call("sft", ["quickstart-sft", *_paths(folder, "sft"), *shared])
     if code == 0:
@@ -46,6 +44,21 @@ def run(argv: Sequence[str]) -> int:
     if code == 0:
         _conclude(folder / "rl")
     return code
+
+
+def _inputs_are_made(folder: Path, seed: int) -> bool:
+    """Whether the folder holds the inputs of this seed. Raises UserError where it holds others."""
+    if not folder.exists():
+        return False
+    marker = folder / "quickstart.json"
+    held = json.loads(marker.read_text()) if marker.exists() else None
+    if held == {"seed": seed}:
+        return True
+    raise UserError(
+        f"{folder} exists and "
+        + (f"holds a quick start of seed {held['seed']}" if held else "is not a whole quick start")
+        + ". Remove the folder, or choose another --dir."
+    )
 
 
 def _make_inputs(folder: Path, seed: int) -> None:
@@ -63,6 +76,7 @@ def _make_inputs(folder: Path, seed: int) -> None:
     write_jsonl(folder / "eval.jsonl", held_out)
     demonstrations = two_teachers(train, seed, num_copies=4, backwards=0.8)
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
+    (folder / "quickstart.json").write_text(json.dumps({"seed": seed}))  # last: all is there
 
 
 def _paths(folder: Path, command: str) -> list[str]:

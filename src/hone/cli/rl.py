@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.cli.command import load_checked
+from hone.cli.command import exit_code, load_checked
 from hone.config.checks import check_rl
 from hone.config.tree import RLConfig
 
@@ -16,4 +16,5 @@ def run(argv: Sequence[str]) -> int:
     cfg = load_checked(RLConfig, argv, check_rl)
     from hone.loops import sync
 
-    return 130 if sync.run(cfg).interrupted else 0
+    outcome = sync.run(cfg)
+    return exit_code(outcome.steps, cfg.run.steps, interrupted=outcome.interrupted)
