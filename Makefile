@@ -13,7 +13,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 help:
-	@echo "make quickstart   train a tiny model on this machine and open its report"
+	@echo "make quickstart   train a tiny model on this machine and draw its report"
 	@echo "make test         run the tests"
 	@echo "make lint         run the linters and the type checker"
 	@echo "make install      set up $(VENV) only"

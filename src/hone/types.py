@@ -235,6 +235,7 @@ class MicroBatch:
     weights: Tensor  # [N] float32; over one optimizer step they carry the whole normalisation
     advantages: Tensor | None = None  # [N]
     rollout_logprobs: Tensor | None = None  # [N]
+    staleness: Tensor | None = None  # [N] float32 updates between sampling and training
     old_logprobs: Tensor | None = None  # [N]
     ref_logprobs: Tensor | None = None  # [N]
     ids: tuple[str, ...] = ()  # [S] trajectory ids

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from transformers.masking_utils import AttentionMaskInterface
 
 from hone.attention import ATTENTION_NAME, PackedContext
@@ -89,3 +90,22 @@ def test_backend_rule():
     assert choose_packed_backend(cuda, bf16, head_dim=512, softcap=None) == "reference"
     assert choose_packed_backend(cpu, bf16, head_dim=128, softcap=None) == "reference"
     assert choose_paged_backend(cpu) == "reference"
+
+
+def test_a_compiled_layer_takes_new_lengths_without_compiling_again():
+    counter = CompileCounter()
+    module = layer()
+
+    @torch.compile(backend=counter, dynamic=True)
+    def compiled(q, k, v, context):
+        output, _ = attention(module, q * 2, k, v, None, scaling=0.5, attention_context=context)
+        return output + 1
+
+    counts = []
+    for lengths in ((3, 5), (4, 7, 2), (6, 6), (2, 2, 9, 4), (12,)):
+        q, k, v = (torch.randn(1, h, sum(lengths), 8) for h in (4, 2, 2))
+        output = compiled(q, k, v, PackedContext.from_lengths(lengths))
+        expected = attend_packed(*(x[0].transpose(0, 1) for x in (q * 2, k, v)), lengths, scale=0.5)
+        torch.testing.assert_close(output[0].double(), expected + 1, rtol=1e-5, atol=1e-5)
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[1], f"{counts=}"

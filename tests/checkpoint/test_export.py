@@ -120,17 +120,17 @@ def test_R18_a_failed_export_leaves_the_former_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
-def untie(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def untie(model: PreTrainedModel, dtype: torch.dtype, _masters: object) -> dict[str, Tensor]:
     return {name: tensor.to(dtype).clone() + 1 for name, tensor in model.state_dict().items()}
 
 
-def drop_norm(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def drop_norm(model: PreTrainedModel, dtype: torch.dtype, _masters: object) -> dict[str, Tensor]:
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     del state["model.norm.weight"]
     return state
 
 
-def no_cast(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def no_cast(model: PreTrainedModel, dtype: torch.dtype, _masters: object) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 

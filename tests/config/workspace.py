@@ -21,13 +21,13 @@ MODEL_CONFIG = {
 }
 
 BASE: dict[str, list[str]] = {
-    "rl": ["--model.path=model", "--data.train=[{path: train.jsonl}]", "--no-checkpoint.keep_best"],
+    "rl": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
     "sft": [
         "--model.path=model",
         "--data.train=[{path: train.jsonl}]",
         "--trainer.optimizer.lr=1e-5",
     ],
-    "eval": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
+    "eval": ["--model.path=model", "--data.eval=[{path: train.jsonl}]"],
     "generate": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
 }
 

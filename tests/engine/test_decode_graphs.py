@@ -29,6 +29,9 @@ class CPUGraphs(DecodeGraphs):
     def __init__(self, model, *, max_rows):
         self._model, self._max_rows, self._recorded = model, max_rows, {}
 
+    def clear(self):
+        self._recorded.clear()
+
     def _record(self, *inputs):
         output = torch.zeros(len(inputs[0]), self._model.config.hidden_size)
         recording = Recording(self._model, inputs, output)

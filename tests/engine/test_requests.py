@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hone.config.errors import UserError
 from hone.types import Completion, Request, SamplingParams, StopReason
 from tests.engine.test_generation import run, tight_cache_gib
 
@@ -84,5 +85,5 @@ def test_without_a_size_the_cpu_cache_holds_all_sequences_at_full_length(models)
 
 
 def test_a_cache_larger_than_memory_is_refused(models):
-    with pytest.raises(RuntimeError, match=r"needs 1000000\.00 GiB"):
+    with pytest.raises(UserError, match=r"needs 1000000\.00 GiB"):
         models.engine(kv_cache_gib=1e6)

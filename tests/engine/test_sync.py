@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from hone.config.errors import UserError
 from hone.engine import EmbeddedEngine, EngineState
 from hone.engine.block_manager import BlockManager
 from hone.models import manifest
@@ -234,7 +235,7 @@ def test_wake_without_memory_says_both_sizes_and_stays_asleep(models, monkeypatc
     engine = models.engine(kv_cache_gib=0.25)
     engine.sleep()
     monkeypatch.setattr("hone.engine.kv_cache.available_bytes", lambda device: 2**26)
-    with pytest.raises(RuntimeError, match=r"0\.25 GiB.*0\.06 GiB"):
+    with pytest.raises(UserError, match=r"0\.25 GiB.*0\.06 GiB"):
         engine.wake()
     assert engine.state is EngineState.ASLEEP
     monkeypatch.undo()

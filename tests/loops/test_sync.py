@@ -292,3 +292,50 @@ def test_reward_rises(make_config: MakeConfig) -> None:
     sync.run(cfg)
     rewards = [row["reward/mean"] for row in metrics(cfg.run.dir)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.25
+
+
+def alarms(run_dir: Path) -> set[str]:
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").open()]
+    return {event["name"] for event in events if event["kind"] == "alarm"}
+
+
+def test_R24_older_weights_are_no_mismatch_of_engine_and_trainer(make_config: MakeConfig) -> None:
+    """Tokens that older weights sampled differ by the update, which is no fault of the sync."""
+    cfg = make_config(
+        run={"steps": 5}, rollout={"oversample_prompts": 3, "max_completion_tokens": 12}
+    )
+    sync.run(cfg)
+    rows = metrics(cfg.run.dir)
+    mixed = [r for r in rows if r["rollout/weight_version/min"] < r["rollout/weight_version/max"]]
+    assert mixed, "the run must carry samples over"
+    for row in rows:
+        assert row["off_policy/mismatch_kl"] < 1e-9
+    for row in mixed:
+        assert row["off_policy/kl"] > 1e-6
+    assert not alarms(cfg.run.dir) & {"mismatch_kl", "mismatch_kl_growing"}
+
+
+def test_R24_a_single_sample_has_no_spread_to_miss(make_config: MakeConfig) -> None:
+    """Without a group baseline, one sample a prompt is a healthy setting."""
+    cfg = make_config(
+        rollout={"prompts_per_step": 8, "n_samples_per_prompt": 1},
+        algorithm={"advantage": "reinforce_pp"},
+    )
+    sync.run(cfg)
+    assert all(row["train/grad_norm"] > 0 for row in metrics(cfg.run.dir))
+    assert "zero_spread" not in alarms(cfg.run.dir)
+
+
+def test_a_float32_export_of_a_bfloat16_run_keeps_the_masters(
+    make_config: MakeConfig, inputs: Path
+) -> None:
+    """What the optimizer reached must not be lost to the format that the module computes in."""
+    cfg = make_config(
+        model={"path": str(inputs / "model"), "dtype": "bfloat16"},
+        checkpoint={"every_n_steps": 0, "export_dtype": "float32"},
+    )
+    sync.run(cfg)
+    saved = state_of(cfg.run.dir, 3)["trainer"]
+    exported = load_file(cfg.run.dir / "model" / "model.safetensors")
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, saved[f"weights/{name}"]), name

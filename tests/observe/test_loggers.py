@@ -111,7 +111,7 @@ def test_a_missing_tracker_names_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     cfg = LogConfig.model_validate({"tensorboard": False, name: True})
-    with pytest.raises(ValueError, match=rf"log\.{name} is on.*hone-rl\[{name}\]"):
+    with pytest.raises(ValueError, match=rf"log\.{name} needs .*hone-rl\[{name}\]"):
         RunLog(tmp_path, cfg)
 
 

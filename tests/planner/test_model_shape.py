@@ -109,10 +109,10 @@ def test_visible_keys_equal_counting_up_to_half_a_key_a_token(
     assert abs(shape.visible_keys(lengths) - counted) <= 0.5 * sum(lengths)
 
 
-def test_cost_is_the_cost_of_a_sequence_alone() -> None:
+def test_sequences_cost_what_they_cost_alone() -> None:
     shape = ModelShape.from_config(CONFIGS["qwen3"].to_dict())
     lengths = [1, 30, 500]
-    assert np.isclose(sum(map(shape.cost_of, lengths)), shape.forward_flops(lengths))
+    assert np.isclose(sum(shape.forward_flops([n]) for n in lengths), shape.forward_flops(lengths))
     assert shape.forward_flops(lengths, num_head_tokens=0) == pytest.approx(
         shape.forward_flops(lengths) - 2 * shape.head_params * sum(lengths)
     )

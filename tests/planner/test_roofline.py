@@ -13,7 +13,6 @@ from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import (
     decode_step_s,
     generation_time_s,
-    step_limit_s,
     training_time_s,
 )
 
@@ -156,15 +155,6 @@ def test_a_shared_prompt_is_prefilled_once() -> None:
     )
     one_prompt_s = shape.forward_flops([512], num_head_tokens=1) / H200.flops_per_s
     assert own - shared == pytest.approx(7 * one_prompt_s)
-
-
-def test_step_limit_is_generation_and_training() -> None:
-    shape, prompts, completions = QWEN3["0.6B"], [100, 50], [10, 300]
-    expected = generation_time_s(
-        shape, H200, prompts, completions, max_num_seqs=2
-    ) + training_time_s(shape, H200, [110, 350], passes=4)
-    got = step_limit_s(shape, H200, prompts, completions, max_num_seqs=2, passes=4)
-    assert got == pytest.approx(expected)
 
 
 def test_a_large_step_is_cheap_to_price() -> None:

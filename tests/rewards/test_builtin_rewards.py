@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hone.config.errors import UserError
+from hone.config.reward import RewardConfig, RewardFunctionConfig
 from hone.rewards.builtin import ExactMatch, Format, Length, Math, Overlong, warm_up_math
+from hone.rewards.scorer import Scorer
 
 MATH_TABLE = [
     # GSM8K style
@@ -83,11 +86,19 @@ def test_math_without_an_answer_is_an_error():
         Math()(completion="42", answer="")
 
 
+def test_R25_a_broken_math_verify_is_an_error_not_a_zero(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('lib.so')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    cfg = RewardConfig(functions=(RewardFunctionConfig(fn="math"),), num_workers=1)
+    with pytest.raises(ValueError, match=r"`math_verify` library, .* broken: lib\.so"):
+        Scorer(cfg, max_completion_tokens=8)
+
+
 def test_math_stops_where_math_verify_is_broken(monkeypatch):
     import math_verify
 
     monkeypatch.setattr(math_verify, "verify", lambda *_, **__: False)
-    with pytest.raises(RuntimeError, match="reinstall"):
+    with pytest.raises(UserError, match="reinstall"):
         warm_up_math()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
+from hone.rewards.scorer import ScorerStats
 from hone.types import (
     Completion,
     EngineStats,
@@ -46,6 +48,7 @@ class FakeEngine:
         self.weight_version = 0
         self.end_every = end_every
         self.submitted: list[Request] = []
+        self.num_steps = self.num_generated_tokens = 0
         self._running: dict[str, tuple[Request, Completion]] = {}
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -66,6 +69,8 @@ class FakeEngine:
 
     def step(self) -> list[Completion]:
         finished = []
+        self.num_steps += 1
+        self.num_generated_tokens += len(self._running)
         for request, completion in list(self._running.values()):
             value = draw(request.sampling.seed, len(completion.token_ids))
             completion.token_ids.append(value % 50)
@@ -102,7 +107,17 @@ class FakeEngine:
         self.weight_version = manifest.version
 
     def stats(self) -> EngineStats:
-        raise AssertionError("a rollout does not need statistics")
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=0,
+            kv_cache_usage=min(len(self._running) / 100, 1.0),
+            num_preemptions=0,
+            num_prompt_tokens=0,
+            num_cached_tokens=0,
+            num_generated_tokens=self.num_generated_tokens,
+            num_steps=self.num_steps,
+            busy_s=float(self.num_steps),
+        )
 
 
 def by_first_token(sample: Sample) -> float:
@@ -138,3 +153,13 @@ class FakeScorer:
     @property
     def pending(self) -> int:
         return len(self._waiting)
+
+    def stats(self) -> ScorerStats:
+        return ScorerStats(
+            num_scored=0,
+            num_failed={},
+            num_pending=self.pending,
+            num_kills=0,
+            num_restarts=0,
+            p99_s=math.nan,
+        )

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.config.rollout import RolloutConfig
+from hone.observe.metrics import to_scalars
+from hone.rollout.metrics import rollout_metrics
 from hone.rollout.requests import request_seed
 from hone.rollout.rollout import Rollout
 from hone.types import FailureKind, Group, Sample
@@ -111,10 +113,32 @@ def test_unfinished_samples_go_on_from_their_tokens() -> None:
         assert sampled == [draw(seed, t) % 50 for t in range(len(sampled))]
 
 
+def test_the_engine_is_counted_step_by_step() -> None:
+    engine = FakeEngine()
+    rollout = make(engine=engine)
+    seen = 0
+    for step in range(3):
+        groups = rollout.collect(step)
+        counts = rollout.counts
+        sampled = sum(len(sample.token_ids) for group in groups for sample in group.samples)
+        assert counts.num_generated_tokens == sampled
+        seen += counts.num_engine_steps
+        assert seen == engine.num_steps
+        assert 0 < counts.max_kv_cache_usage <= 1
+        scalars = to_scalars(rollout_metrics(groups, counts))
+        assert scalars["perf/engine_tokens_per_s"] == sampled / counts.num_engine_steps
+        assert "time/reward/p99_s" not in scalars
+
+
+def in_flight(rollout: Rollout) -> list[str]:
+    """Prompts that were drawn but are not part of any step yet."""
+    return [entry["group"]["prompt"]["id"] for entry in rollout.state_dict()["open"]]
+
+
 def test_each_prompt_is_used_once_when_samples_are_carried_over() -> None:
     rollout = make(engine=FakeEngine(end_every=15), oversample_prompts=5, max_completion_tokens=40)
     used = [group.prompt.id for step in range(10) for group in rollout.collect(step)]
-    waiting = [prompt.id for prompt in rollout.prompts_in_flight()]
+    waiting = in_flight(rollout)
     assert len(set(used + waiting)) == len(used + waiting)
     drawn = {f"data:{i}" for i in range(rollout.prompts.position)}
     assert set(used + waiting) == drawn
@@ -125,8 +149,8 @@ def test_a_sample_aborted_often_enough_is_waited_for() -> None:
     rollout = make(
         engine=engine, oversample_prompts=4, max_completion_tokens=200, max_aborted_count=1
     )
-    first = {prompt.id for prompt in _after(rollout, steps=1).prompts_in_flight()}
-    second = {prompt.id for prompt in _after(rollout, steps=1, start=1).prompts_in_flight()}
+    first = set(in_flight(_after(rollout, steps=1)))
+    second = set(in_flight(_after(rollout, steps=1, start=1)))
     assert first
     assert not first & second
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ADVANTAGES", "GROUP_ESTIMATORS", "ScoredSample", "has_spread"]
+__all__ = ["ADVANTAGES", "ScoredSample", "has_spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,6 @@ class ScoredSample:
 
 Groups = Sequence[Sequence[ScoredSample]]
 Advantages = list[list[Tensor]]
-
-GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
-"""Estimators whose baseline is the group: they need at least two valid samples in each."""
 
 _STD_EPS = 1e-6
 

@@ -58,7 +58,7 @@ def policy_objective(
     log_ratio_engine = None
     if batch.rollout_logprobs is not None:
         log_ratio_engine = old - batch.rollout_logprobs
-        metrics["off_policy/mismatch_kl"] = k3(batch.rollout_logprobs, old)
+        metrics["off_policy/kl"] = k3(batch.rollout_logprobs, old)
         factors = CORRECTIONS[cfg.correction.kind](
             log_ratio_engine,
             batch.sequence_index,

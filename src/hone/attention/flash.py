@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ __all__ = ["MAX_HEAD_DIM", "packed_attention", "prefill_attention"]
 MAX_HEAD_DIM = 256
 """Largest head the kernels are built for."""
 
-_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether one key head may serve several query heads (torch 2.12 on); otherwise keys are copied."""
+_ASKS_FOR_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether one key head serves several query heads only on request (torch 2.12 on) or always."""
 
 
 def packed_attention(
@@ -91,12 +92,8 @@ def _varlen(
     window: int | None,
 ) -> Tensor:
     left = -1 if window is None or window >= max_k else window - 1  # the token itself not counted
-    shared = q.shape[1] // k.shape[1]
-    options = {}
-    if shared > 1 and _SHARED_HEADS:
-        options["enable_gqa"] = True
-    elif shared > 1:
-        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    is_shared = q.shape[1] > k.shape[1]
+    options: dict[str, Any] = {"enable_gqa": True} if is_shared and _ASKS_FOR_SHARED_HEADS else {}
     output = varlen_attn(
         q, k, v, borders_q, borders_k, max_q, max_k, scale=scale, window_size=(left, 0), **options
     )

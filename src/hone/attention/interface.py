@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -25,6 +26,9 @@ ATTENTION_NAME = "hone"
 """Value of `attn_implementation` that selects `attention`."""
 
 
+# A compiled layer leaves the compiler here: tracing would specialise on the sequence lengths and
+# compile again for every batch.
+@torch.compiler.disable
 def attention(
     module: nn.Module,
     query: Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,15 +21,18 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path | str,
     dtype: torch.dtype,
+    *,
+    masters: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write config, generation config, weights in `dtype`, tokenizer and chat template.
 
+    `masters` are finer copies of the model's parameters, by name, and are written in their place.
     The folder appears whole or not at all; a former export there is replaced. Tied weights are
     saved once. `AutoModelForCausalLM.from_pretrained(folder)` loads it without this package.
 
     Raises CheckpointError when it cannot be written, ValueError when `folder` holds something else.
     """
-    weights = _cast(model, dtype)
+    weights = _cast(model, dtype, masters or {})
     num_bytes = sum({memory_of(t): t.nbytes for t in weights.values()}.values())
     config = model.config
     model.config = copy.deepcopy(config)  # save_pretrained writes the model's own dtype into it
@@ -43,11 +47,18 @@ def export_hf(
     return Path(folder)
 
 
-def _cast(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights in `dtype`; names that share memory share it still."""
+def _cast(
+    model: PreTrainedModel, dtype: torch.dtype, masters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The weights in `dtype`, from the masters where there are; names that share memory share it
+    still."""
+    sources = {memory_of(p): masters.get(name, p) for name, p in model.named_parameters()}
     casts: dict[object, Tensor] = {}
     weights: dict[str, Tensor] = {}
     for name, tensor in export_weights(model):
         target = dtype if tensor.is_floating_point() else tensor.dtype
-        weights[name] = casts.setdefault(memory_of(tensor), tensor.to(target))
+        memory = memory_of(tensor)
+        if memory not in casts:
+            casts[memory] = sources.get(memory, tensor).detach().to(target)
+        weights[name] = casts[memory]
     return weights

@@ -8,7 +8,10 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["AlgorithmConfig", "CorrectionConfig", "KLConfig"]
+__all__ = ["GROUP_ESTIMATORS", "AlgorithmConfig", "CorrectionConfig", "KLConfig"]
+
+GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
+"""Advantages whose baseline is the group: they need at least two samples in each."""
 
 
 class KLConfig(Section):

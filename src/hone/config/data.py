@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["ColumnsConfig", "DataConfig", "SourceConfig"]
+__all__ = ["TEMPLATE_FIELD", "ColumnsConfig", "DataConfig", "SourceConfig"]
+
+TEMPLATE_FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
+"""In `prompt_template`, `{name}` is filled in and `{{name}}` gives `{name}`; other braces, as in
+LaTeX, stay as they are."""
 
 
 class ColumnsConfig(Section):

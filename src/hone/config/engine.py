@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from hone.config.base import Section
@@ -14,12 +12,10 @@ __all__ = ["EngineConfig"]
 class EngineConfig(Section):
     """The embedded engine: paged KV cache and continuous batching in the trainer's process."""
 
-    kind: Literal["embedded"] = "embedded"
-    """Engine implementation."""
-
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Fraction of the device's total memory that weights, activations and KV cache of generation
-    may take together. On a CPU the cache is sized by `kv_cache_gib`."""
+    """Fraction of the device's total memory that the KV cache and the activations of generation may
+    take together, and in `hone eval` and `hone generate` the weights too; in training the weights
+    are the trainer's. On a CPU the cache is sized by `kv_cache_gib`."""
 
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Size of the KV cache in GiB; unset: from `gpu_memory_utilization` on CUDA; on a CPU what
@@ -42,3 +38,11 @@ class EngineConfig(Section):
 
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt beginnings, within a group above all."""
+
+    cuda_graphs: bool = True
+    """Replay decode steps from CUDA graphs, which spares the host the launch of every kernel; off
+    only to look for faults. No effect on a CPU."""
+
+    compile: bool = True
+    """Compile the decoder layers of those graphs with torch.compile: some seconds at the start, a
+    fifth less time in every decode step."""

@@ -10,17 +10,37 @@ from pydantic import Field
 from hone.config.base import Section
 from hone.config.rollout import GenerationConfig
 
-__all__ = ["CheckpointConfig", "EvalConfig", "LogConfig", "RunConfig", "SFTEvalConfig"]
+__all__ = [
+    "CheckpointConfig",
+    "EvalConfig",
+    "EvaluateRunConfig",
+    "EvaluationConfig",
+    "GenerateRunConfig",
+    "LogConfig",
+    "RunConfig",
+    "SFTEvalConfig",
+]
 
 
-class RunConfig(Section):
-    """Identity and length of a run."""
-
-    dir: Path = Path("runs/hone")
-    """Folder that receives metrics, checkpoints, samples and the report."""
+class GenerateRunConfig(Section):
+    """Seed and device."""
 
     seed: int = 0
     """Seed of everything random in the run."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; `auto` is CUDA where a GPU is found."""
+
+
+class EvaluateRunConfig(GenerateRunConfig):
+    """Folder, seed and device."""
+
+    dir: Path = Path("runs/hone")
+    """Folder that receives metrics and samples; of training also checkpoints and the report."""
+
+
+class RunConfig(EvaluateRunConfig):
+    """Identity and length of a run."""
 
     steps: int = Field(default=100, ge=1)
     """Training steps (RL: rollouts; SFT: optimizer steps)."""
@@ -28,9 +48,6 @@ class RunConfig(Section):
     resume: Literal["auto", "never"] | int = "auto"
     """`auto` goes on from the newest complete checkpoint in `dir`, `never` refuses a folder that
     holds one, a number names a step."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; `auto` is CUDA where a GPU is found."""
 
 
 class CheckpointConfig(Section):
@@ -43,7 +60,7 @@ class CheckpointConfig(Section):
     """Newest checkpoints that are kept."""
 
     keep_best: bool = True
-    """Also keep the checkpoint with the best evaluation."""
+    """Also keep the checkpoint with the best evaluation, where there is any."""
 
     export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the exported Hugging Face folder; `auto` is the model's compute format."""
@@ -62,8 +79,8 @@ class SFTEvalConfig(Section):
     """Evaluate after the last step."""
 
 
-class EvalConfig(SFTEvalConfig, GenerationConfig):
-    """Evaluation by sampling on held-out prompts."""
+class EvaluationConfig(GenerationConfig):
+    """How held-out prompts are sampled and judged."""
 
     n_samples_per_prompt: int = Field(default=1, ge=1)
     """Samples per prompt; more than 1 gives pass@k for every power of two up to it."""
@@ -73,6 +90,10 @@ class EvalConfig(SFTEvalConfig, GenerationConfig):
 
     pass_threshold: float = 0.5
     """Total reward from which a sample counts as passed."""
+
+
+class EvalConfig(SFTEvalConfig, EvaluationConfig):
+    """Evaluation by sampling on held-out prompts, and when it takes place."""
 
     metric: str = "eval/reward/mean"
     """Metric that ranks checkpoints; larger is better."""

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from hone.config.base import Section
 
-__all__ = ["Field", "all_keys", "describe", "fields", "is_section", "locate", "members", "nearest"]
+__all__ = ["Field", "describe", "fields", "is_section", "locate", "members", "nearest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,6 @@ def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
                 yield f"< {value},"
             case _:
                 pass
-
-
-def all_keys(tree: type[Section]) -> list[str]:
-    """Every dotted key of a tree, sections included."""
-    return [field.key for field in fields(tree)]
 
 
 def nearest(tree: type[Section], path: Sequence[str]) -> list[str]:

@@ -78,8 +78,9 @@ class SFTTrainerConfig(Section):
     recompute: bool = False
     """Recompute activations in backward: less memory for about a third more time."""
 
-    compile: bool = False
-    """Compile each decoder layer with torch.compile."""
+    compile: bool | None = None
+    """Compile decoder layers and head with torch.compile: half the time and two thirds of the
+    memory on a GPU, for ten to twenty seconds in the first step; unset: on CUDA only."""
 
     logits_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time; bounds memory at this many times the vocabulary."""

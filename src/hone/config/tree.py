@@ -8,15 +8,31 @@ from pydantic import Field
 
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.base import Section
-from hone.config.data import DataConfig
+from hone.config.data import DataConfig, SourceConfig
 from hone.config.engine import EngineConfig
 from hone.config.model import ModelConfig
 from hone.config.reward import RewardConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
-from hone.config.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig, SFTEvalConfig
+from hone.config.run import (
+    CheckpointConfig,
+    EvalConfig,
+    EvaluateRunConfig,
+    EvaluationConfig,
+    GenerateRunConfig,
+    LogConfig,
+    RunConfig,
+    SFTEvalConfig,
+)
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 
-__all__ = ["EvaluateConfig", "GenerateConfig", "RLConfig", "SFTConfig", "SFTDataConfig"]
+__all__ = [
+    "EvaluateConfig",
+    "EvaluateDataConfig",
+    "GenerateConfig",
+    "RLConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+]
 
 
 class RLConfig(Section):
@@ -60,21 +76,28 @@ class SFTConfig(Section):
     log: LogConfig = LogConfig()
 
 
+class EvaluateDataConfig(DataConfig):
+    """Data of `hone eval`."""
+
+    train: tuple[SourceConfig, ...] = ()
+    """Sources that `eval_fraction` holds rows out of, where `eval` is empty."""
+
+
 class EvaluateConfig(Section):
     """`hone eval`: score a model on a data set."""
 
-    run: RunConfig = RunConfig()
+    run: EvaluateRunConfig = EvaluateRunConfig()
     model: ModelConfig
-    data: DataConfig
+    data: EvaluateDataConfig
     engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
-    eval: EvalConfig = EvalConfig()
+    eval: EvaluationConfig = EvaluationConfig()
 
 
 class GenerateConfig(Section):
     """`hone generate`: sample completions for prompts from a file."""
 
-    run: RunConfig = RunConfig()
+    run: GenerateRunConfig = GenerateRunConfig()
     model: ModelConfig
     data: DataConfig
     engine: EngineConfig = EngineConfig()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
-from hone.config.data import DataConfig
+from hone.config.data import TEMPLATE_FIELD, DataConfig
 from hone.config.errors import UserError
 from hone.data.columns import Example, as_text
 from hone.data.sources import shorten
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Demonstration", "Rendered", "Renderer"]
-
-FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
-"""`{name}` is filled in, `{{name}}` gives `{name}`; other braces, as in LaTeX, stay as they are."""
 
 ENCODE_BATCH = 1024
 """Texts given to the tokenizer at a time: enough to use its threads, little enough memory."""
@@ -60,7 +57,7 @@ class Renderer:
         self.system_prompt = cfg.system_prompt
         self.uses_chat = _uses_chat(tokenizer, cfg)
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
-        if not any(match[2] for match in FIELD.finditer(self.template)):
+        if not any(match[2] for match in TEMPLATE_FIELD.finditer(self.template)):
             raise UserError(
                 f"data.prompt_template {self.template!r} names no column, so all prompts would "
                 "be the same; put {prompt} into it"
@@ -174,7 +171,7 @@ class Renderer:
                 )
             return as_text(values[name])
 
-        return FIELD.sub(fill, self.template)
+        return TEMPLATE_FIELD.sub(fill, self.template)
 
     def _apply_template(
         self, messages: list[Message], example: Example, *, add_generation_prompt: bool

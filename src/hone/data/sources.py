@@ -6,8 +6,6 @@ reported as `train.jsonl, line 17`.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import logging
 import re
@@ -18,17 +16,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from hone.config.data import SourceConfig
 from hone.config.errors import UserError
+from hone.config.extras import import_extra
+from hone.config.paths import DATA_SUFFIXES, must_be_local
 
 __all__ = ["Row", "read_source", "short_name", "shorten", "source_names"]
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
 SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
@@ -55,7 +51,7 @@ def read_source(source: SourceConfig) -> list[Row]:
     elif path.is_dir():
         files = _files_of_split(path, source.split)
         rows = (row for file in files for row in _read_file(file))
-    elif _looks_like_path(source.path):
+    elif must_be_local(source.path):
         raise UserError(f"no such file or folder: {source.path}")
     else:
         rows = _read_hub(source)
@@ -78,7 +74,7 @@ def source_names(sources: Sequence[SourceConfig]) -> list[str]:
 def short_name(source: SourceConfig) -> str:
     """The file's or folder's name without suffix, or the last part of a hub name."""
     name = Path(source.path).expanduser().resolve().name
-    for suffix in SUFFIXES:
+    for suffix in DATA_SUFFIXES:
         name = name.removesuffix(suffix)
     return name
 
@@ -96,7 +92,7 @@ def _read_file(path: Path) -> Iterator[Row]:
         return _read_json(path)
     if path.suffix == ".parquet":
         return _read_parquet(path)
-    raise UserError(f"cannot read {path}: its suffix must be one of {', '.join(SUFFIXES)}")
+    raise UserError(f"cannot read {path}: its suffix must be one of {', '.join(DATA_SUFFIXES)}")
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -120,6 +116,7 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
+    pyarrow = _import_pyarrow()
     try:
         file = pyarrow.parquet.ParquetFile(path)
         number = 0
@@ -162,10 +159,11 @@ def _row(value: Any, location: str) -> Row:
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     """The data files of a folder; where file names speak of splits, those of `split` alone."""
-    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
+    files = sorted(file for file in folder.iterdir() if file.suffix in DATA_SUFFIXES)
     if not files:
         raise UserError(
-            f"{folder} holds no {', '.join(SUFFIXES)} files and is no data set saved by `datasets`"
+            f"{folder} holds no {', '.join(DATA_SUFFIXES)} files and is no data set saved by "
+            "`datasets`"
         )
     splits = {file: re.split(r"[-_.]", file.stem)[0] for file in files}
     if not any(name in SPLIT_NAMES for name in splits.values()):
@@ -179,30 +177,21 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-def _looks_like_path(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in SUFFIXES
+def _import_pyarrow() -> Any:
+    """pyarrow with its Parquet reader; JSON files do without it."""
+    import_extra("pyarrow", module="pyarrow.parquet", install="pyarrow", needed_by="this source")
+    import pyarrow
+
+    return pyarrow
 
 
 def _import_datasets() -> Any:
-    """The optional `datasets` library, imported only where a source needs it."""
-    spec = importlib.util.find_spec("datasets")
-    # A folder called `datasets` in the working directory is found too, but has no origin.
-    if spec is None or spec.origin is None:
-        raise UserError(
-            "this source needs the `datasets` library, which is not installed: "
-            "pip install 'hone-rl[data]'"
-        )
-    try:
-        return importlib.import_module("datasets")
-    except (ImportError, AttributeError, OSError) as error:
-        raise UserError(
-            f"the `datasets` library is installed ({spec.origin}) but broken: {error}. "
-            "Install it anew: pip install --force-reinstall 'hone-rl[data]'"
-        ) from error
+    """The optional `datasets` library."""
+    return import_extra("datasets", install="hone-rl[data]", needed_by="this source")
 
 
 def _read_saved(path: Path, split: str) -> Iterator[Row]:
-    datasets = _import_datasets()
+    datasets, pyarrow = _import_datasets(), _import_pyarrow()
     try:
         data = datasets.load_from_disk(str(path))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
@@ -216,7 +205,7 @@ def _read_saved(path: Path, split: str) -> Iterator[Row]:
 
 def _read_hub(source: SourceConfig) -> Iterator[Row]:
     try:
-        datasets = _import_datasets()
+        datasets, pyarrow = _import_datasets(), _import_pyarrow()
     except UserError as error:
         raise UserError(
             f"no such file or folder: {source.path}. To read it as a hub name: {error}"

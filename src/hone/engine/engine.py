@@ -79,6 +79,8 @@ class EmbeddedEngine:
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            cuda_graphs=cfg.cuda_graphs,
+            compile=cfg.compile,
         )
         reserved = 0
         if model.device.type == "cuda" and cfg.kv_cache_gib is None:
@@ -176,14 +178,14 @@ class EmbeddedEngine:
                 f"sleep() while {len(self._scheduler.running)} sequences run; "
                 "finish or abort them first"
             )
-        self._cache.free()
+        self._runner.free_cache()
         self._blocks.invalidate_prefixes()
         self.state = EngineState.ASLEEP
 
     def wake(self) -> None:
         """Allocate the KV cache again.
 
-        Raises RuntimeError with both sizes, and stays asleep, where the memory is not there.
+        Raises UserError with both sizes, and stays asleep, where the memory is not there.
         """
         self._require(EngineState.ASLEEP, call="wake")
         self._cache.allocate(self._blocks.num_blocks)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.config.engine import EngineConfig
+from hone.config.errors import UserError
 
 __all__ = ["KVCache", "available_bytes", "blocks_for", "choose_num_blocks"]
 
@@ -48,13 +49,13 @@ class KVCache:
         return self.num_layers * per_layer
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the tensors. Raises RuntimeError with both sizes where memory is lacking.
+        """Make the tensors. Raises UserError with both sizes where memory is lacking.
 
         Filled with zeros: masked keys are multiplied by zero, which only finite values survive.
         """
         needed, available = num_blocks * self.block_bytes, available_bytes(self.device)
         if needed > available:
-            raise RuntimeError(
+            raise UserError(
                 f"the KV cache needs {needed / _GIB:.2f} GiB and {available / _GIB:.2f} GiB are "
                 f"available on {self.device}; lower engine.kv_cache_gib or "
                 "engine.gpu_memory_utilization, or free memory first"

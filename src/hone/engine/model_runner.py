@@ -1,7 +1,8 @@
 """One engine step on the device: inputs, forward, sampling.
 
 All inputs lie in buffers that are made once, and nothing between the first upload and the sampled
-tokens depends on values in them, so that a decode step can be captured in a CUDA graph.
+tokens depends on values in them, so that the forward of a decode step can be replayed from a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.attention import PagedContext
+from hone.engine.decode_graphs import DecodeGraphs
 from hone.engine.kv_cache import KVCache, blocks_for
 from hone.engine.sampler import SamplingBatch, SamplingTable, sample
 from hone.engine.scheduler import Batch
@@ -34,14 +36,18 @@ class InputBuffer:
         self._device = self._host.to(device) if self._is_cuda else self._host
         self._array: NDArray[np.generic] = self._host.numpy()
 
-    def upload(self, values: NDArray[np.generic]) -> Tensor:
-        """Fill the leading corner with `values`; returns the device view of that corner."""
-        corner = tuple(slice(size) for size in values.shape)
-        self._array[corner] = values
-        view = self._device[corner]
+    def upload(self, values: NDArray[np.generic], *, padding: int = 0, fill: int = 0) -> Tensor:
+        """Fill the leading corner with `values` and `padding` rows below it with `fill`.
+
+        Returns the device view of these rows in their full width, always at the same address.
+        """
+        size, *widths = values.shape
+        self._array[:size, *(slice(width) for width in widths)] = values
+        self._array[size : size + padding] = fill
+        rows = slice(size + padding)
         if self._is_cuda:
-            view.copy_(self._host[corner], non_blocking=True)
-        return view
+            self._device[rows].copy_(self._host[rows], non_blocking=True)
+        return self._device[rows]
 
 
 class ModelRunner:
@@ -55,7 +61,11 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        cuda_graphs: bool = True,
+        compile: bool = True,
     ) -> None:
+        """`cuda_graphs` replays decode steps from graphs where the device is CUDA, `compile` fuses
+        the kernels in them."""
         self.model = model
         self.cache = cache
         self.device = cache.device
@@ -82,6 +92,10 @@ class ModelRunner:
         self._sampling = SamplingTable(
             max_num_seqs, vocab_size=model.config.vocab_size, device=self.device
         )
+        self._graphs: DecodeGraphs | None = None
+        if cuda_graphs and self.device.type == "cuda":
+            max_rows = min(max_num_seqs, max_num_batched_tokens)
+            self._graphs = DecodeGraphs(model, max_rows=max_rows, compile=compile)
         self._sampling_of: list[Sequence] = []
         self._sampling_batch: SamplingBatch | None = None
 
@@ -93,7 +107,10 @@ class ModelRunner:
         sequence: counting tokens as computed and appending new ones is left to the caller.
         """
         input_ids, position_ids, context = self._prepare(batch)
-        hidden = hidden_states(self.model, input_ids, position_ids, context)
+        if context.is_decode and self._graphs is not None:
+            hidden = self._graphs.hidden_states(input_ids, position_ids, context)
+        else:
+            hidden = hidden_states(self.model, input_ids, position_ids, context)
         sampling, rows = self._sampling_rows(batch)
         if not sampling:
             if self.device.type == "cuda":  # before the host buffers are filled again
@@ -109,6 +126,12 @@ class ModelRunner:
         # float64 holds both exactly, so that there is one copy; the host waits for it.
         token_ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
         return sampling, list(map(int, token_ids)), values
+
+    def free_cache(self) -> None:
+        """Give the KV cache back, and with it the graphs that hold on to its memory."""
+        if self._graphs is not None:
+            self._graphs.clear()
+        self.cache.free()
 
     def measure_activations(self) -> int:
         """Peak bytes that a step of the largest size takes on CUDA besides weights and KV cache."""
@@ -129,7 +152,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(batch)
         peak = torch.cuda.max_memory_allocated(self.device)
-        self.cache.free()
+        self.free_cache()
         return peak - before
 
     def _prepare(self, batch: Batch) -> tuple[Tensor, Tensor, PagedContext]:
@@ -153,20 +176,29 @@ class ModelRunner:
         )
         input_ids = np.fromiter(chain.from_iterable(pending), np.int64, len(rows))
         max_context_len, max_seqlen_q = int(ends.max()), int(sizes.max())
-        max_blocks = blocks_for(max_context_len, block_size)
+        tables = self._tables[slots, : blocks_for(max_context_len, block_size)]
+        token_slots = pages * block_size + positions % block_size
         is_decode = max_seqlen_q == 1
+        padding = 0
+        if is_decode and self._graphs is not None:
+            padding = self._graphs.num_rows(len(sizes)) - len(sizes)
+            max_context_len = self.max_model_len
         context = PagedContext(
             kv_caches=self.cache.layers,
-            block_tables=self._block_tables.upload(self._tables[slots, :max_blocks]),
-            slot_mapping=self._slot_mapping.upload(pages * block_size + positions % block_size),
+            block_tables=self._block_tables.upload(tables, padding=padding),
+            slot_mapping=self._slot_mapping.upload(token_slots, padding=padding, fill=-1),
             cu_seqlens_q=self._cu_seqlens.upload(borders),
-            context_lens=self._context_lens.upload(ends),
+            context_lens=self._context_lens.upload(ends, padding=padding),
             max_seqlen_q=max_seqlen_q,
             max_context_len=max_context_len,
             query_lens=() if is_decode else tuple(batch.num_tokens),
             key_lens=() if is_decode else tuple(ends.tolist()),
         )
-        return self._input_ids.upload(input_ids), self._position_ids.upload(positions), context
+        return (
+            self._input_ids.upload(input_ids, padding=padding),
+            self._position_ids.upload(positions, padding=padding),
+            context,
+        )
 
     def _copy_new_state(self, batch: Batch) -> None:
         """Bring the by-slot buffers up to date: new sequences, and blocks they got since."""

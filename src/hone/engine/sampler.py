@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,6 +25,7 @@ __all__ = ["SamplingBatch", "SamplingTable", "sample", "scale_and_filter", "unif
 
 _MASK = (1 << 64) - 1
 _UNIFORM_BITS = 48
+_BLOCK_TOKENS = 128
 
 
 def _signed(value: int) -> int:
@@ -148,13 +150,36 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
     [B] int64 and their log-probabilities [B] float32.
     """
     logprobs_BV = scale_and_filter(logits_BV, params).log_softmax(-1)
-    # float64: the steps of a float32 sum over a large vocabulary would swallow improbable tokens.
-    cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
-    levels_B1 = uniforms(params.seeds, positions_B).unsqueeze(-1) * cumulative_BV[:, -1:]
-    token_ids_B1 = torch.searchsorted(cumulative_BV, levels_B1, right=True)
-    # Logits that are not numbers give no crossing; the log-probability then tells.
-    token_ids_B1 = token_ids_B1.clamp_(max=logits_BV.shape[-1] - 1)
+    token_ids_B1 = _invert(logprobs_BV.exp(), uniforms(params.seeds, positions_B).unsqueeze(-1))
     if params.greedy is not None:
         best_B1 = logits_BV.argmax(-1, keepdim=True)
         token_ids_B1 = torch.where(params.greedy.unsqueeze(-1), best_B1, token_ids_B1)
     return token_ids_B1.squeeze(-1), logprobs_BV.gather(-1, token_ids_B1).squeeze(-1)
+
+
+def _invert(probs_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
+    """Inverse cumulative distribution: the token [B, 1] at each uniform number; never one of
+    probability 0.
+
+    In two levels: the masses of blocks of the vocabulary tell the block, and only its own tokens
+    are added up one by one. Running sums are float64, since the steps of a float32 sum over a large
+    vocabulary would swallow improbable tokens. C tokens a block, K blocks.
+    """
+    vocab_size = probs_BV.shape[-1]
+    if vocab_size % _BLOCK_TOKENS:
+        probs_BV = F.pad(probs_BV, (0, -vocab_size % _BLOCK_TOKENS))
+    probs_BKC = probs_BV.unflatten(-1, (-1, _BLOCK_TOKENS))
+    masses_BK = probs_BKC.sum(-1).double()
+    ends_BK = masses_BK.cumsum(-1)
+    levels_B1 = uniforms_B1 * ends_BK[:, -1:]
+    # Probabilities that are not numbers give no crossing; the log-probability then tells.
+    blocks_B1 = torch.searchsorted(ends_BK, levels_B1, right=True).clamp_(max=ends_BK.shape[-1] - 1)
+    inside_BC = probs_BKC.take_along_dim(blocks_B1.unsqueeze(-1), 1).squeeze(1).double().cumsum(-1)
+    left_B1 = ends_BK.gather(-1, blocks_B1) - levels_B1
+    total_B1 = inside_BC[:, -1:]
+    levels_B1 = total_B1 * (1 - left_B1 / masses_BK.gather(-1, blocks_B1))
+    # Rounding must not push the level out of the block, past its last possible token.
+    zero_B1 = torch.zeros_like(total_B1)
+    levels_B1 = levels_B1.clamp(zero_B1, torch.nextafter(total_B1, zero_B1))
+    token_ids_B1 = torch.searchsorted(inside_BC, levels_B1, right=True)
+    return (blocks_B1 * _BLOCK_TOKENS + token_ids_B1).clamp_(max=vocab_size - 1)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hone.algorithms.advantages import ADVANTAGES, GROUP_ESTIMATORS, ScoredSample
+from hone.algorithms.advantages import ADVANTAGES, ScoredSample
 from hone.algorithms.kl import KL_ESTIMATORS
-from hone.config.algorithm import AlgorithmConfig
+from hone.config.algorithm import GROUP_ESTIMATORS, AlgorithmConfig
 from hone.types import Group, Sample, Trainer, Trajectory
 
 __all__ = ["Experience"]

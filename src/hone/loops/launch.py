@@ -14,7 +14,7 @@ from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.load import dump_config
-from hone.config.run import CheckpointConfig, RunConfig
+from hone.config.run import CheckpointConfig, GenerateRunConfig, RunConfig
 
 __all__ = ["Launch", "choose_device", "export_dtype", "launch"]
 
@@ -40,7 +40,7 @@ class Launch:
         return None if self.checkpoint is None else self.checkpoint.step + 1
 
 
-def choose_device(cfg: RunConfig) -> torch.device:
+def choose_device(cfg: GenerateRunConfig) -> torch.device:
     """The device of `run.device`. Raises UserError where CUDA is asked for and there is none."""
     if cfg.device == "cpu":
         return torch.device("cpu")

@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
+from hone.config.checks.schedule import evaluates
+from hone.config.derived import optimizer_steps_per_rollout
 from hone.config.model import ModelConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
@@ -77,7 +79,6 @@ class RLParts:
         """The KV cache is free inside, where `engine.enable_sleep` asks for it."""
         return _asleep(self.engine) if self.cfg.engine.enable_sleep else nullcontext()
 
-
     def core_for_rewards(self) -> AbstractContextManager[None]:
         """Inside, a CPU that generates leaves one core to reward workers.
 
@@ -118,22 +119,16 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return decode
 
 
-def _optimizer_steps(cfg: RLConfig) -> int:
-    per_rollout = 1
-    if cfg.trainer.prompts_per_minibatch is not None:
-        per_rollout = cfg.rollout.prompts_per_step // cfg.trainer.prompts_per_minibatch
-    return cfg.run.steps * per_rollout * cfg.trainer.num_epochs
-
-
 def _limits(cfg: RLConfig, model: PreTrainedModel, device: torch.device) -> Limits:
     dtype = compute_dtype(cfg.model, device)
-    scoring_passes = int(cfg.algorithm.kl.coef > 0)
+    kl, steps = cfg.algorithm.kl, optimizer_steps_per_rollout(cfg)
+    scores_policy = steps > 1 or (kl.coef > 0 and kl.placement == "reward")
     return Limits(
         shape=ModelShape.from_config(model.config.to_dict()),
         peaks=device_peaks(device, dtype),
         bytes_per_value=dtype.itemsize,
         max_num_seqs=cfg.engine.max_num_seqs,
-        passes=3.0 + scoring_passes,
+        passes=3.0 * cfg.trainer.num_epochs + scores_policy + (kl.coef > 0),
     )
 
 
@@ -141,6 +136,8 @@ def _engine(
     cfg: RLConfig | EvaluateConfig | GenerateConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    owns_weights: bool,
 ) -> EmbeddedEngine:
     return EmbeddedEngine(
         model,
@@ -148,12 +145,19 @@ def _engine(
         eos_token_ids=eos_token_ids(model, tokenizer),
         tokenizer=tokenizer,
         max_model_len=cfg.engine.max_model_len or context_length(model.config),
+        owns_weights=owns_weights,
     )
 
 
 def _room_for_prompt(cfg: ModelConfig, max_model_len: int | None, completion_tokens: int) -> int:
     """Longest prompt that leaves the completion its full length."""
     return (max_model_len or context_length(load_config(cfg))) - completion_tokens
+
+
+def _longest_completion(cfg: RLConfig) -> int:
+    """Of training and, where the run evaluates, of evaluation: both must fit behind a prompt."""
+    measured = cfg.eval.max_completion_tokens if evaluates(cfg.eval) else 0
+    return max(cfg.rollout.max_completion_tokens, measured)
 
 
 @contextmanager
@@ -170,7 +174,7 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
         tokenizer,
         seed=cfg.run.seed,
         max_prompt_tokens=_room_for_prompt(
-            cfg.model, cfg.engine.max_model_len, cfg.rollout.max_completion_tokens
+            cfg.model, cfg.engine.max_model_len, _longest_completion(cfg)
         ),
     )
     with ExitStack() as stack:
@@ -185,12 +189,12 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
             cfg.algorithm,
             temperature=cfg.rollout.temperature,
             max_completion_tokens=cfg.rollout.max_completion_tokens,
-            total_steps=_optimizer_steps(cfg),
+            total_steps=cfg.run.steps * optimizer_steps_per_rollout(cfg),
             seed=cfg.run.seed,
             reference=load() if cfg.algorithm.kl.coef > 0 else None,
             dump_dir=begin.dir,
         )
-        engine = _engine(cfg, alias_module(model), tokenizer)
+        engine = _engine(cfg, alias_module(model), tokenizer, owns_weights=False)
         log = stack.enter_context(
             RunLog(
                 begin.dir,
@@ -261,5 +265,5 @@ def assemble_inference(
         ),
     )
     model = load_model(cfg.model, device=device, seed=cfg.run.seed)
-    engine = _engine(cfg, model, tokenizer)
+    engine = _engine(cfg, model, tokenizer, owns_weights=True)
     return InferenceParts(tokenizer, data, engine, decoder(tokenizer))

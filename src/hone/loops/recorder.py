@@ -33,7 +33,7 @@ class Limits:
     bytes_per_value: int
     max_num_seqs: int
     passes: float
-    """Forward passes' worth of FLOPs in a training step: 3, and 1 for each scoring pass."""
+    """Forward passes' worth of FLOPs in a training step: 3 an epoch, 1 for each scoring pass."""
 
     def ratios(
         self, groups: Sequence[Group], rows: Sequence[Trajectory], seconds: Mapping[str, float]

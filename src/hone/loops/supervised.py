@@ -89,7 +89,8 @@ def run(cfg: SFTConfig) -> Outcome:
                 break
 
     recorder.spans.write_trace(begin.dir / "trace.json")
-    export_hf(model, tokenizer, begin.dir / "model", export_dtype(cfg.checkpoint, model))
+    dtype = export_dtype(cfg.checkpoint, model)
+    export_hf(model, tokenizer, begin.dir / "model", dtype, masters=trainer.policy.masters)
     if cfg.log.report:
         write_report(begin.dir)
     return Outcome(done, interrupt.requested and done < cfg.run.steps, evaluation)

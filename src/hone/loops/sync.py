@@ -43,7 +43,8 @@ def run(cfg: RLConfig) -> Outcome:
     with assemble(cfg) as parts:
         outcome = train(parts)
         dtype = export_dtype(cfg.checkpoint, parts.model)
-        export_hf(parts.model, parts.tokenizer, parts.launch.dir / "model", dtype)
+        masters = parts.trainer.policy.masters
+        export_hf(parts.model, parts.tokenizer, parts.launch.dir / "model", dtype, masters=masters)
     if cfg.log.report:
         write_report(cfg.run.dir)
     return outcome

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from hone.attention import ATTENTION_NAME
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
+from hone.config.paths import must_be_local
 from hone.models.support import check_supported
 
 __all__ = ["compute_dtype", "load_config", "load_model"]
@@ -67,7 +68,7 @@ def _check_folder(path: str) -> None:
             raise UserError(f"model.path={path!r} is a file; give the folder with config.json")
         if not (found / "config.json").is_file():
             raise FileNotFoundError(f"model.path={path!r} holds no config.json")
-    elif path.startswith((".", "~", "/")) or path.count("/") > 1:
+    elif must_be_local(path):
         raise FileNotFoundError(f"model.path={path!r}: no such folder")
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
+from hone.planner.model_shape import SUPPORTED_FAMILIES
 
 __all__ = ["FAMILIES", "check_supported", "context_length", "eos_token_ids"]
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+FAMILIES = tuple(SUPPORTED_FAMILIES)
 """Values of `model_type` that are served and tested."""
 
 SOFTCAPPED_FAMILIES = ("gemma2", "gemma3_text")

@@ -198,9 +198,9 @@ def only_when(condition: Callable[[Mapping[str, float]], bool], test: Test) -> T
 
 
 def not_finite(history: History) -> Breach | None:
-    """A metric is NaN or infinite, or a counter of such numbers is not zero."""
+    """A metric is NaN or infinite."""
     for metric, value in history.now.items():
-        if not math.isfinite(value) or (value > 0 and metric.endswith("num_nonfinite")):
+        if not math.isfinite(value):
             return Breach(metric, value, 0.0)
     return None
 
@@ -359,11 +359,15 @@ _SAMPLING = (
     ),
 )
 
-_TRAINED: Callable[[Mapping[str, float]], bool] = lambda now: (  # noqa: E731
-    now.get("train/num_tokens", 0) > 0
-    and now.get("train/lr", 1) > 0
-    and now.get("rollout/zero_spread_share", 0) < 1
-)
+
+def has_trained(now: Mapping[str, float]) -> bool:
+    """Whether this step's metrics show a reason and a rate for the weights to move."""
+    return (
+        now.get("train/num_tokens", 0) > 0
+        and now.get("train/lr", 1) > 0
+        and now.get("rollout/zero_spread_share", 0) < 1
+    )
+
 
 _LEARNING = (
     Rule(
@@ -397,13 +401,13 @@ _LEARNING = (
     ),
     Rule(
         "grad_norm_zero",
-        only_when(_TRAINED, below("train/grad_norm", 1e-12)),
+        only_when(has_trained, below("train/grad_norm", 1e-12)),
         "Tokens were trained and rewards differ, but the gradient is zero: check loss masks, "
         "advantages and frozen parameters.",
     ),
     Rule(
         "weights_unchanged",
-        only_when(_TRAINED, above("train/share_unchanged", 0.9999, steps=2)),
+        only_when(has_trained, above("train/share_unchanged", 0.9999, steps=2)),
         "The optimizer steps, but the weights keep their values: the learning rate is too small "
         "for the number format, or updates are not written back.",
     ),

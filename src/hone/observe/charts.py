@@ -85,6 +85,7 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
             "Engine and trainer",
             "KL, nats per token",
             ("off_policy/mismatch_kl", "mismatch"),
+            ("off_policy/kl", "with staleness"),
             scale="log",
         ),
         _chart(

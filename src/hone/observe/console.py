@@ -147,10 +147,6 @@ class Console:
             self._shown_at = now
             self._progress.update(self._task, doing=f"{finished:,} of {total:,} samples")
 
-    def note(self, message: str) -> None:
-        """Print a line of its own, such as an evaluation."""
-        self._print(Text(f"        {message}"))
-
     def warn(self, message: str) -> None:
         """Print a line that wants attention, such as an alarm."""
         self._print(Text(f"      ! {message}", style="yellow"))

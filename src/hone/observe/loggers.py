@@ -12,7 +12,6 @@ at step s, rows of steps >= s are cut off: they are about to be computed again.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from hone.config.extras import import_extra
 from hone.config.run import LogConfig
 from hone.types import Group, Sample
 
@@ -124,9 +124,15 @@ class TensorBoardLogger(_ScalarsOnly):
     """TensorBoard files in `<run_dir>/tensorboard`."""
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step)
+        tensorboard = import_extra(
+            "tensorboard",
+            module="torch.utils.tensorboard",
+            install="tensorboard",
+            needed_by="log.tensorboard",
+        )
+        self._writer = tensorboard.SummaryWriter(
+            str(run_dir / "tensorboard"), purge_step=resume_step
+        )
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
@@ -200,21 +206,15 @@ class _MLflowLogger(_ScalarsOnly):
 
 
 def _tracker(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(
-            f"log.{name} is on, but {name} cannot be imported ({error}). "
-            f'Install it with: pip install "hone-rl[{name}]", or set log.{name}=false.'
-        ) from error
+    return import_extra(name, install=f"hone-rl[{name}]", needed_by=f"log.{name}")
 
 
 class RunLog:
     """All destinations of a run as one `Logger`, and its sample file.
 
     `resume_step` is the first step that will be computed; None starts the folder's files afresh.
-    `config` is the resolved configuration, shown by trackers. Raises ValueError where a tracker is
-    switched on whose package is missing.
+    `config` is the resolved configuration, shown by trackers. Raises UserError where a tracker is
+    switched on whose package is missing or broken.
     """
 
     def __init__(

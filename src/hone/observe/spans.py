@@ -17,12 +17,12 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Spans", "attributed_share"]
+__all__ = ["Spans"]
 
 _RESERVED = ("unattributed", "step")
 
@@ -94,8 +94,3 @@ class Spans:
     def write_trace(self, path: Path) -> None:
         """Write a file that https://ui.perfetto.dev and chrome://tracing open."""
         path.write_text(json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ms"}))
-
-
-def attributed_share(seconds: Mapping[str, float]) -> float:
-    """Share of a step that its top-level spans cover, from what `Spans.take` returned; 0 to 1."""
-    return 1.0 - seconds["unattributed"] / seconds["step"] if seconds["step"] > 0 else 1.0

@@ -19,7 +19,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def transcripts(run: RunFolder, *, num_steps: int = 5, per_step: int = 4) -> list[dict[str, Any]]:
-    """Rows of `samples.jsonl` with `pieces`, one `(text, id, logprob, version, shade)` a token.
+    """Rows of `samples.jsonl` with `pieces`, one `(text, id, logprob, version, shade,
+    trained)` a token.
 
     Texts come from the tokenizer in the run's folder or in the configured model folder. Without
     one, each token shows its id.

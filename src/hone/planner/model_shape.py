@@ -176,10 +176,6 @@ class ModelShape:
         linear = 2.0 * (self.body_params * num_tokens + self.head_params * head_tokens)
         return linear + self.attention_flops_per_key * self.visible_keys(lengths)
 
-    def cost_of(self, num_tokens: int) -> float:
-        """Forward FLOPs of one sequence: the cost by which packing balances micro-batches."""
-        return self.forward_flops(num_tokens)
-
 
 def _num_sliding_layers(family: str, config: Mapping[str, Any]) -> int:
     """How many layers attend within `sliding_window`, for configurations of any age."""

@@ -21,7 +21,7 @@ import numpy as np
 from hone.planner.hardware import Peaks
 from hone.planner.model_shape import ModelShape
 
-__all__ = ["decode_step_s", "generation_time_s", "step_limit_s", "training_time_s"]
+__all__ = ["decode_step_s", "generation_time_s", "training_time_s"]
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -97,30 +97,6 @@ def training_time_s(
     """
     flops = shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
     return passes * flops / peaks.flops_per_s
-
-
-def step_limit_s(
-    shape: ModelShape,
-    peaks: Peaks,
-    prompt_lengths: Sequence[int],
-    completion_lengths: Sequence[int],
-    *,
-    max_num_seqs: int,
-    prefill_lengths: Sequence[int] | None = None,
-    passes: float = 3.0,
-    bytes_per_value: int = 2,
-) -> float:
-    """Limit of one RL step in seconds: generation, then training on the same samples, no gap."""
-    totals = np.asarray(prompt_lengths) + np.asarray(completion_lengths)
-    return generation_time_s(
-        shape,
-        peaks,
-        prompt_lengths,
-        completion_lengths,
-        max_num_seqs=max_num_seqs,
-        prefill_lengths=prefill_lengths,
-        bytes_per_value=bytes_per_value,
-    ) + training_time_s(shape, peaks, totals.tolist(), passes=passes)
 
 
 def _start_steps(durations: Ints, max_num_seqs: int) -> Ints:

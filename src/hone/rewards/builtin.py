@@ -17,6 +17,8 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from hone.config.base import Section
+from hone.config.errors import UserError
+from hone.config.extras import import_extra
 from hone.rewards.resolve import did_you_mean
 
 __all__ = [
@@ -189,11 +191,15 @@ def warm_up_math() -> None:
     """Import math-verify and fill its pattern caches (0.4 s), and see that it works at all.
 
     Unreadable completions score 0, so a broken installation would look like a model that is always
-    wrong. Raises RuntimeError.
+    wrong. Raises UserError where it is missing or broken.
     """
+    import_extra("math_verify", install="math-verify", needed_by="the reward `math`")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
     if Math()(completion="so $x = \\frac{2}{4}$", answer="0.5") != 1.0:
-        raise RuntimeError("math-verify does not find 2/4 equal to 0.5; reinstall it")
+        raise UserError(
+            "math-verify does not find 2/4 equal to 0.5; reinstall it: "
+            "pip install --force-reinstall math-verify"
+        )
 
 
 @cache

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 import psutil
 
+from hone.config.errors import UserError
 from hone.rewards import wire
 from hone.rewards.builtin import warm_up_math
 from hone.rewards.worker import LOADING, Job, Progress, become_subreaper, work
@@ -213,8 +214,14 @@ def main() -> None:
         return
     job: Job = pickle.loads(greeting)
     become_subreaper()
-    if any(function.spec == "math" for function in job.functions):
-        warm_up_math()
+    try:
+        if any(function.spec == "math" for function in job.functions):
+            warm_up_math()
+    except UserError as error:
+        wire.send(control, json.dumps({"error": str(error)}).encode())
+        while control.recv(1 << 12):  # the driver closes once it has read this
+            pass
+        return
     gc.freeze()  # forks then share these pages
     nursery = _Nursery(control, job)
     try:

@@ -136,7 +136,10 @@ class Pool:
 
     def _read_control(self) -> None:
         for body in self._control.take():
-            self._worker_ended(json.loads(body))
+            message = json.loads(body)
+            if error := message.get("error"):
+                raise ValueError(error)  # the nursery cannot serve this job
+            self._worker_ended(message)
         if self._control.ended:
             raise self._nursery_ended()
 

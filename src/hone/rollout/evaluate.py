@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from hone.config.run import EvalConfig
+from hone.config.run import EvaluationConfig
 from hone.observe.metrics import Mean, Metrics
 from hone.rollout.requests import Decode, requests_for, sample_of
 from hone.rollout.rollout import SampleScorer
@@ -20,7 +20,7 @@ def evaluate(
     *,
     engine: Engine,
     scorer: SampleScorer,
-    cfg: EvalConfig,
+    cfg: EvaluationConfig,
     decode: Decode,
     seed: int,
     progress: Callable[[int, int], None] | None = None,
@@ -65,7 +65,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
-def summarise(samples: Sequence[Sample], cfg: EvalConfig) -> Metrics:
+def summarise(samples: Sequence[Sample], cfg: EvaluationConfig) -> Metrics:
     """Metrics under `eval/`, and under `eval/<task>/` where there are several tasks.
 
     Failed samples are counted and left out; a prompt without any valid sample does not enter.
@@ -80,7 +80,7 @@ def summarise(samples: Sequence[Sample], cfg: EvalConfig) -> Metrics:
     return metrics
 
 
-def _summary(samples: Sequence[Sample], cfg: EvalConfig, prefix: str) -> Metrics:
+def _summary(samples: Sequence[Sample], cfg: EvaluationConfig, prefix: str) -> Metrics:
     valid = [sample for sample in samples if sample.valid]
     rewards = [sample.reward.total for sample in valid if sample.reward]
     metrics: Metrics = {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from hone.algorithms.advantages import has_spread
-from hone.observe.metrics import Distribution, Max, Mean, Metrics, Min, Sum
+from hone.observe.metrics import Distribution, Last, Max, Mean, Metrics, Min, Sum
 from hone.rollout.rollout import RolloutCounts
 from hone.types import FailureKind, Group, Sample, StopReason
 
@@ -21,6 +22,7 @@ def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
         _reward_metrics(valid)
         | _sample_metrics(samples, valid)
         | _group_metrics(groups)
+        | _machine_metrics(counts)
         | {
             "rollout/dropped_groups": Sum(counts.num_dropped_groups),
             "rollout/refill_rounds": Sum(counts.num_refill_rounds),
@@ -28,6 +30,20 @@ def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
             "rollout/cached_token_share": Mean(counts.num_cached_tokens, counts.num_prompt_tokens),
         }
     )
+
+
+def _machine_metrics(counts: RolloutCounts) -> Metrics:
+    """How engine and reward workers fared."""
+    metrics: Metrics = {
+        "engine/preemptions": Sum(counts.num_preemptions),
+        "engine/steps": Sum(counts.num_engine_steps),
+        "engine/kv_cache_usage/max": Max(counts.max_kv_cache_usage),
+        "perf/engine_tokens_per_s": Mean(counts.num_generated_tokens, counts.engine_busy_s),
+        "rollout/killed_reward_workers": Sum(counts.num_kills),
+    }
+    if not math.isnan(counts.reward_p99_s):
+        metrics["time/reward/p99_s"] = Last(counts.reward_p99_s)
+    return metrics
 
 
 def _reward_metrics(valid: Sequence[Sample]) -> Metrics:
@@ -66,7 +82,8 @@ def _group_metrics(groups: Sequence[Group]) -> Metrics:
     duplicates = num_samples = 0
     for group in groups:
         rewards = [s.reward.total for s in group.valid_samples if s.reward is not None]
-        flat.append(len(rewards) < 2 or not has_spread(rewards))
+        if len(group.samples) > 1:  # a lone sample is not compared within its group
+            flat.append(len(rewards) < 2 or not has_spread(rewards))
         distinct = {tuple(sample.token_ids) for sample in group.samples}
         duplicates += len(group.samples) - len(distinct)
         num_samples += len(group.samples)

@@ -12,15 +12,17 @@ so the same seed gives the same run. Scoring overlaps generation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hone.algorithms.advantages import has_spread
 from hone.config.rollout import RolloutConfig
+from hone.rewards.scorer import ScorerStats
 from hone.rollout.requests import Decode, requests_for, sample_of
 from hone.rollout.state import group_from_dict, group_to_dict, request_from_dict, request_to_dict
-from hone.types import Completion, Engine, Group, Prompt, Request, Sample
+from hone.types import Completion, Engine, EngineStats, Group, Prompt, Request, Sample
 
 __all__ = ["PromptSource", "Rollout", "RolloutCounts", "SampleScorer"]
 
@@ -41,6 +43,7 @@ class SampleScorer(Protocol):
     def poll(self, timeout_s: float = 0.0) -> list[Sample]: ...
     @property
     def pending(self) -> int: ...
+    def stats(self) -> ScorerStats: ...
 
 
 @dataclass(slots=True)
@@ -54,6 +57,16 @@ class RolloutCounts:
     """Unfinished samples handed to the next step."""
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
+    num_preemptions: int = 0
+    num_engine_steps: int = 0
+    num_generated_tokens: int = 0
+    engine_busy_s: float = 0.0
+    max_kv_cache_usage: float = 0.0
+    """Largest share of KV blocks in use, 0 to 1."""
+    num_kills: int = 0
+    """Reward workers killed at their deadline."""
+    reward_p99_s: float = math.nan
+    """99th percentile of the time in reward functions; nan where nothing was scored."""
 
 
 @dataclass(slots=True)
@@ -97,6 +110,7 @@ class Rollout:
         Fewer than `prompts_per_step` come back only when dynamic sampling has used up its rounds.
         """
         self.counts = RolloutCounts()
+        engine, scorer = self.engine.stats(), self.scorer.stats()
         target = self.cfg.prompts_per_step
         kept: list[_OpenGroup] = []
         self._resume()
@@ -112,9 +126,21 @@ class Rollout:
                 spare = self.cfg.oversample_prompts
                 self._start(missing + spare - len(self._open), step)
         self._suspend()
+        self._count_since(engine, scorer)
         groups = [entry.group for entry in sorted(kept, key=lambda entry: entry.order)]
         self._apply_masks(groups)
         return groups
+
+    def _count_since(self, engine: EngineStats, scorer: ScorerStats) -> None:
+        """Take over what engine and scorer have counted since these snapshots."""
+        counts, now = self.counts, self.engine.stats()
+        counts.num_preemptions = now.num_preemptions - engine.num_preemptions
+        counts.num_engine_steps = now.num_steps - engine.num_steps
+        counts.num_generated_tokens = now.num_generated_tokens - engine.num_generated_tokens
+        counts.engine_busy_s = now.busy_s - engine.busy_s
+        scored = self.scorer.stats()
+        counts.num_kills = scored.num_kills - scorer.num_kills
+        counts.reward_p99_s = scored.p99_s
 
     # -- one round ---------------------------------------------------------------------------
 
@@ -145,6 +171,8 @@ class Rollout:
         while not self._enough(num_groups) and self.engine.has_unfinished:
             for completion in self.engine.step():
                 self._finish(completion)
+            usage = self.engine.stats().kv_cache_usage
+            self.counts.max_kv_cache_usage = max(self.counts.max_kv_cache_usage, usage)
             self._take_scores(0.0)
             if progress is not None:
                 finished = sum(len(e.group.samples) + e.unscored for e in self._open.values())
@@ -258,10 +286,6 @@ class Rollout:
             )
             for entry in state["open"]
         }
-
-    def prompts_in_flight(self) -> list[Prompt]:
-        """Prompts that were drawn but are not part of any step yet."""
-        return [entry.group.prompt for entry in self._open.values()]
 
 
 def _teaches(group: Group) -> bool:

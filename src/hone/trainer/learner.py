@@ -50,7 +50,8 @@ class Learner(ABC):
                 f"temperature={temperature}: log-probabilities are trained at the temperature that "
                 "samples, which must be above 0"
             )
-        self.policy = Policy(model, recompute=cfg.recompute, compile=cfg.compile)
+        self._compile = model.device.type == "cuda" if cfg.compile is None else cfg.compile
+        self.policy = Policy(model, recompute=cfg.recompute, compile=self._compile)
         self.num_steps = 0
         self._shared_cfg = cfg
         self._total_steps = total_steps
@@ -113,7 +114,7 @@ class Learner(ABC):
             temperature=self._temperature,
             chunk_tokens=self._shared_cfg.logits_chunk_tokens,
             with_entropy=with_entropy,
-            compile=self._shared_cfg.compile,
+            compile=self._compile,
         )
 
     def _score_rows(self, model: PreTrainedModel, rows: Sequence[Trajectory]) -> list[Tensor]:

@@ -142,6 +142,7 @@ def collate(
         weights=to_device(np.repeat(np.asarray(weights, dtype=np.float32), num_trained)),
         advantages=per_token("advantages"),
         rollout_logprobs=per_token("rollout_logprobs"),
+        staleness=per_token("staleness"),
         old_logprobs=per_token("old_logprobs"),
         ref_logprobs=per_token("ref_logprobs"),
         ids=tuple(row.id for row in rows),

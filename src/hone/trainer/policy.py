@@ -25,7 +25,7 @@ __all__ = ["NonFiniteError", "Policy"]
 _MAX_SAMPLED_ELEMENTS = 1 << 22
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(ValueError):
     """A loss, gradient or weight is infinite or not a number. Training must not go on."""
 
 
@@ -54,7 +54,7 @@ class Policy:
             _recompute_layers(model)
         if compile:
             for layer in _decoder_layers(model):
-                layer.compile()
+                layer.compile(dynamic=True)  # no two micro-batches have the same shape
 
     @property
     def embedding_names(self) -> set[str]:
@@ -102,7 +102,10 @@ class Policy:
                 parameter.copy_(self.masters[name])
         ratio = (after - before).norm() / before.norm().clamp(min=1e-30)
         if not bool(ratio.isfinite()):
-            raise NonFiniteError("the optimizer produced weights that are not finite")
+            raise NonFiniteError(
+                "the optimizer produced weights that are not finite: lower trainer.optimizer.lr "
+                "and go on from the last checkpoint"
+            )
         unchanged = before.to(self.dtype) == after.to(self.dtype)
         return {
             "train/update_to_weight_ratio": Mean.of(ratio[None]),

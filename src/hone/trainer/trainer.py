@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from hone.algorithms.aggregation import AGGREGATIONS
 from hone.algorithms.corrections import importance_ratio
+from hone.algorithms.kl import k3
 from hone.algorithms.objective import Objective, policy_objective
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
@@ -100,16 +101,20 @@ class PolicyTrainer(Learner):
         loss = torch.zeros((), device=self.policy.device)
         shards: list[Metrics] = []
         log_ratios: list[Tensor] = []
+        fresh: list[Tensor] = []
         for batch in self._micro_batches(rows, weights):
             objective, batch_loss = self._backward(batch)
             loss += batch_loss
             shards.append({key: Mean.of(value) for key, value in objective.token_metrics.items()})
             if objective.log_ratio_engine is not None:
                 log_ratios.append(objective.log_ratio_engine)
+                fresh.append(_is_fresh(batch))
         metrics = merge(*shards, {"train/num_micro_batches": Sum(len(shards))})
         if log_ratios:
-            ratios = importance_ratio(torch.cat(log_ratios))
-            metrics["off_policy/ratio"] = Distribution.of(ratios)
+            log_ratio = torch.cat(log_ratios)
+            mismatch = log_ratio[torch.cat(fresh)]
+            metrics["off_policy/ratio"] = Distribution.of(importance_ratio(log_ratio))
+            metrics["off_policy/mismatch_kl"] = Mean.of(k3(torch.zeros_like(mismatch), mismatch))
         return loss, metrics
 
     def _backward(self, batch: MicroBatch) -> tuple[Objective, Tensor]:
@@ -158,6 +163,16 @@ class PolicyTrainer(Learner):
             if values and not bool(torch.cat(values).isfinite().all()):
                 culprit = next(r for r in rows if not getattr(r, name).isfinite().all())
                 self._stop(f"{name} of sequence {culprit.id!r}", rows)
+
+
+def _is_fresh(batch: MicroBatch) -> Tensor:
+    """Tokens sampled by the very weights that the rollout is trained from, [N] bool.
+
+    Only these tell how well engine and trainer agree: others also differ by the updates since.
+    """
+    if batch.staleness is None:
+        return torch.ones_like(batch.labels, dtype=torch.bool)
+    return batch.staleness == 0
 
 
 class SupervisedTrainer(Learner):

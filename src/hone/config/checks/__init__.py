@@ -34,6 +34,7 @@ from hone.config.checks.schedule import (
     check_checkpoints,
     check_evaluation,
     check_passing,
+    check_ranking,
     check_run,
     evaluates,
 )
@@ -73,7 +74,7 @@ def check_rl(cfg: RLConfig) -> list[Finding]:
         ),
         check_run(cfg.run),
         check_evaluation(cfg.eval, cfg.data, cfg.run),
-        check_checkpoints(cfg.checkpoint, cfg.eval, cfg.run),
+        check_checkpoints(cfg.checkpoint, cfg.run),
         check_log(cfg.log),
     ]
     if evaluates(cfg.eval):
@@ -84,6 +85,7 @@ def check_rl(cfg: RLConfig) -> list[Finding]:
             check_sampling(
                 cfg.eval, "eval", num_samples=cfg.eval.n_samples_per_prompt, facts=facts
             ),
+            check_ranking(cfg.eval),
             check_passing(cfg.eval, cfg.reward),
             _eval_length(cfg),
         ]
@@ -106,6 +108,7 @@ def check_sft(cfg: SFTConfig) -> list[Finding]:
             check_optimizer(cfg.trainer.optimizer, total_steps=cfg.run.steps, fine_tunes=True),
             check_run(cfg.run),
             check_evaluation(cfg.eval, cfg.data, cfg.run),
+            check_checkpoints(cfg.checkpoint, cfg.run),
             check_log(cfg.log),
         ]
     )
@@ -113,17 +116,12 @@ def check_sft(cfg: SFTConfig) -> list[Finding]:
 
 def check_eval(cfg: EvaluateConfig) -> list[Finding]:
     """Findings for `hone eval`."""
-    scheduled = differs(cfg.eval, "every_n_steps", "at_start", "at_end")
     facts = ModelFacts.read(cfg.model.path)
     return _unique(
         [
             *_generating(cfg, cfg.eval, "eval", cfg.eval.n_samples_per_prompt, facts),
             check_reward(cfg.reward),
             check_passing(cfg.eval, cfg.reward),
-            [
-                warning(f"eval.{x} schedules a training run; `hone eval` runs once.", f"eval.{x}")
-                for x in scheduled
-            ],
         ]
     )
 
@@ -140,10 +138,20 @@ def check_generate(cfg: GenerateConfig) -> list[Finding]:
         for index, source in enumerate(cfg.data.train)
         if source.path == str(cfg.output)
     ]
+    unused = [
+        warning(
+            f"data.{name} is set, but `hone generate` answers the prompts of data.train that are "
+            f"not held out. Remove data.{name}.",
+            f"data.{name}",
+            "data.train",
+        )
+        for name in differs(cfg.data, "eval", "eval_fraction")
+    ]
     return _unique(
         [
             *_generating(cfg, cfg.generation, "generation", cfg.n_samples_per_prompt, facts),
             overwritten,
+            unused,
         ]
     )
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from string import Formatter
 
 from hone.config.checks.finding import Finding, error, warning
-from hone.config.data import DataConfig, SourceConfig
+from hone.config.data import TEMPLATE_FIELD, DataConfig, SourceConfig
+from hone.config.extras import is_installed
 from hone.config.model import ModelConfig
+from hone.config.paths import DATA_SUFFIXES, must_be_local
 from hone.config.run import LogConfig
+from hone.config.tree import EvaluateDataConfig
 
 __all__ = ["check_data", "check_log", "check_model"]
 
-_DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -28,14 +28,14 @@ def check_model(model: ModelConfig, *, device: str) -> Iterator[Finding]:
         )
     elif folder.is_dir():
         yield from _model_folder(model, folder)
-    elif _must_be_local(model.path):
+    elif must_be_local(model.path):
         yield error(
             f"model.path '{model.path}' does not exist. Give a folder with config.json, or a hub "
             "name such as Qwen/Qwen3-0.6B.",
             "model.path",
         )
     tokenizer = model.tokenizer
-    if tokenizer is not None and _must_be_local(tokenizer) and not Path(tokenizer).exists():
+    if tokenizer is not None and must_be_local(tokenizer) and not Path(tokenizer).exists():
         yield error(f"model.tokenizer '{tokenizer}' does not exist.", "model.tokenizer")
     if model.chat_template is not None and not model.chat_template.is_file():
         yield error(
@@ -74,7 +74,16 @@ def _model_folder(model: ModelConfig, folder: Path) -> Iterator[Finding]:
 
 def check_data(data: DataConfig, model: ModelConfig) -> Iterator[Finding]:
     """Sources, templates and the split; no data file is opened."""
-    if not data.train:
+    if isinstance(data, EvaluateDataConfig):
+        if not data.eval and not (data.train and data.eval_fraction):
+            yield error(
+                "there is nothing to evaluate on: name a source in data.eval, or one in "
+                "data.train and the share of it to hold out in data.eval_fraction.",
+                "data.eval",
+                "data.train",
+                "data.eval_fraction",
+            )
+    elif not data.train:
         yield error("data.train is empty; name at least one source.", "data.train")
     for section in ("train", "eval"):
         for index, source in enumerate(getattr(data, section)):
@@ -115,14 +124,14 @@ def _identity(source: SourceConfig) -> tuple[str, str, str | None]:
 
 def _source(source: SourceConfig, key: str) -> Iterator[Finding]:
     path = Path(source.path)
-    if _must_be_local(source.path) and not path.exists():
-        present = sorted(x.name for x in path.parent.glob("*") if x.suffix in _DATA_SUFFIXES)
+    if must_be_local(source.path) and not path.exists():
+        present = sorted(x.name for x in path.parent.glob("*") if x.suffix in DATA_SUFFIXES)
         there = f" '{path.parent}' holds {', '.join(present[:5])}." if present else ""
         yield error(f"{key}.path: there is no '{source.path}'.{there}", f"{key}.path")
-    elif path.is_file() and path.suffix not in _DATA_SUFFIXES:
+    elif path.is_file() and path.suffix not in DATA_SUFFIXES:
         yield error(
             f"{key}.path '{source.path}' ends in '{path.suffix}'; allowed are "
-            f"{', '.join(_DATA_SUFFIXES)}.",
+            f"{', '.join(DATA_SUFFIXES)}.",
             f"{key}.path",
         )
     if source.answer_pattern is not None:
@@ -137,15 +146,7 @@ def _source(source: SourceConfig, key: str) -> Iterator[Finding]:
 
 
 def _rendering(data: DataConfig, model: ModelConfig) -> Iterator[Finding]:
-    try:
-        names = [name for _, name, _, _ in Formatter().parse(data.prompt_template) if name]
-    except ValueError as problem:
-        yield error(
-            f"data.prompt_template is malformed: {problem}. Write a literal brace twice: {{{{.",
-            "data.prompt_template",
-        )
-        return
-    if not names:
+    if not any(match[2] for match in TEMPLATE_FIELD.finditer(data.prompt_template)):
         yield error(
             f"data.prompt_template is '{data.prompt_template}', the same text for every row; "
             "it must name a column, as in '{prompt}'.",
@@ -168,18 +169,9 @@ def _rendering(data: DataConfig, model: ModelConfig) -> Iterator[Finding]:
 def check_log(log: LogConfig) -> Iterator[Finding]:
     """Whether the trackers that are switched on are installed."""
     for name in ("wandb", "mlflow", "trackio"):
-        if getattr(log, name) and find_spec(name) is None:
+        if getattr(log, name) and not is_installed(name):
             yield error(
                 f"log.{name} is on but the package is not installed; run "
                 f"`pip install 'hone-rl[{name}]'`, or switch log.{name} off.",
                 f"log.{name}",
             )
-
-
-def _must_be_local(path: str) -> bool:
-    """Whether a path cannot be a hub name, which is `name` or `owner/name`."""
-    return (
-        path.startswith((".", "/", "~"))
-        or path.count("/") > 1
-        or path.endswith(("/", *_DATA_SUFFIXES))
-    )

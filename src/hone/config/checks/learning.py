@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hone.config.algorithm import AlgorithmConfig
+from hone.config.algorithm import GROUP_ESTIMATORS, AlgorithmConfig
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.rollout import RolloutConfig
 from hone.config.trainer import OptimizerConfig, SFTTrainerConfig, TrainerConfig
 
 __all__ = ["check_algorithm", "check_batches", "check_budget", "check_kl", "check_optimizer"]
 
-_GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
 _BUDGET = "trainer.max_tokens_per_microbatch"
 
 
@@ -88,7 +87,7 @@ def check_algorithm(
     algorithm: AlgorithmConfig, rollout: RolloutConfig, *, steps_per_rollout: int
 ) -> Iterator[Finding]:
     """Advantages, losses, clipping and corrections."""
-    if algorithm.advantage in _GROUP_ESTIMATORS and rollout.n_samples_per_prompt == 1:
+    if algorithm.advantage in GROUP_ESTIMATORS and rollout.n_samples_per_prompt == 1:
         yield error(
             f"algorithm.advantage {algorithm.advantage} compares the samples of a prompt, but "
             "rollout.n_samples_per_prompt is 1, so every advantage would be 0. Raise "
@@ -105,6 +104,7 @@ def check_algorithm(
         )
     yield from _clipping(algorithm, steps_per_rollout)
     yield from _correction(algorithm, rollout)
+    yield from _penalty(algorithm, rollout)
     if algorithm.entropy_coef < 0:
         yield warning(
             f"algorithm.entropy_coef is {algorithm.entropy_coef:g}: a negative bonus drives the "
@@ -204,6 +204,27 @@ def _correction(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[
             "exactly on-policy. Use a range around 1, such as 0.5 to 2.",
             f"{key}.low",
             f"{key}.high",
+        )
+
+
+def _penalty(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[Finding]:
+    """A masked token pays no penalty, so sequences would be compared by how much is masked."""
+    kl, masks = algorithm.kl, list[str]()
+    if rollout.truncated_samples == "mask":
+        masks.append("truncated_samples")
+    if rollout.mask_off_policy_tokens and rollout.oversample_prompts:
+        masks.append("mask_off_policy_tokens")
+    whole_sequences = algorithm.advantage in ("grpo", "dr_grpo", "rloo")
+    if kl.coef == 0 or kl.placement != "reward" or not whole_sequences:
+        return
+    for name in masks:
+        yield error(
+            f"rollout.{name} is {getattr(rollout, name)}, and masked tokens pay no KL penalty: "
+            f"algorithm.advantage {algorithm.advantage} would compare penalised samples with "
+            "spared ones. Set algorithm.kl.placement to loss, or use reinforce_pp_baseline.",
+            "algorithm.kl.placement",
+            "algorithm.advantage",
+            f"rollout.{name}",
         )
 
 

@@ -7,9 +7,22 @@ from collections.abc import Iterator
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.data import DataConfig
 from hone.config.reward import BUILTIN_REWARDS, RewardConfig
-from hone.config.run import CheckpointConfig, EvalConfig, RunConfig, SFTEvalConfig
+from hone.config.run import (
+    CheckpointConfig,
+    EvalConfig,
+    EvaluationConfig,
+    RunConfig,
+    SFTEvalConfig,
+)
 
-__all__ = ["check_checkpoints", "check_evaluation", "check_passing", "check_run", "evaluates"]
+__all__ = [
+    "check_checkpoints",
+    "check_evaluation",
+    "check_passing",
+    "check_ranking",
+    "check_run",
+    "evaluates",
+]
 
 
 def evaluates(evaluation: SFTEvalConfig) -> bool:
@@ -71,14 +84,18 @@ def check_evaluation(
         )
 
 
-def check_passing(evaluation: EvalConfig, reward: RewardConfig) -> Iterator[Finding]:
-    """The metric that ranks checkpoints, and whether a sample can pass at all."""
+def check_ranking(evaluation: EvalConfig) -> Iterator[Finding]:
+    """The metric that ranks checkpoints."""
     if not evaluation.metric.startswith("eval/"):
         yield error(
             f"eval.metric is '{evaluation.metric}'; metrics of an evaluation begin with 'eval/', "
             "for example eval/reward/mean.",
             "eval.metric",
         )
+
+
+def check_passing(evaluation: EvaluationConfig, reward: RewardConfig) -> Iterator[Finding]:
+    """Whether a sample can pass at all."""
     if all(function.fn in BUILTIN_REWARDS for function in reward.functions):
         highest = sum(max(function.weight, 0.0) for function in reward.functions)
         if highest < evaluation.pass_threshold:
@@ -91,21 +108,12 @@ def check_passing(evaluation: EvalConfig, reward: RewardConfig) -> Iterator[Find
             )
 
 
-def check_checkpoints(
-    checkpoint: CheckpointConfig, evaluation: SFTEvalConfig, run: RunConfig
-) -> Iterator[Finding]:
-    """When state is saved and which checkpoint is the best."""
+def check_checkpoints(checkpoint: CheckpointConfig, run: RunConfig) -> Iterator[Finding]:
+    """When state is saved."""
     if checkpoint.every_n_steps > run.steps and differs(checkpoint, "every_n_steps"):
         yield warning(
             f"checkpoint.every_n_steps is {checkpoint.every_n_steps}, more than run.steps = "
             f"{run.steps}: only the end is saved, and a crash loses everything.",
             "checkpoint.every_n_steps",
             "run.steps",
-        )
-    if checkpoint.keep_best and not evaluates(evaluation):
-        yield warning(
-            "checkpoint.keep_best is on but nothing evaluates, so no checkpoint is best; set "
-            "eval.every_n_steps, or switch checkpoint.keep_best off.",
-            "checkpoint.keep_best",
-            "eval.every_n_steps",
         )

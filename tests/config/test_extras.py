@@ -1,0 +1,54 @@
+"""Packages that only some settings need: absent, broken, or shadowed by a folder (R25)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hone.config.errors import UserError
+from hone.config.extras import import_extra, is_installed
+
+
+def check_told(words: str) -> None:
+    with pytest.raises(UserError, match=rf"log\.x needs the `extra_x` .*{words}.*'hone-rl\[x\]'"):
+        import_extra("extra_x", install="hone-rl[x]", needed_by="log.x")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the import path; what is imported from it is forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("extra_x", "extra_x.part"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_R25_an_absent_package_is_named(site: Path) -> None:
+    assert not is_installed("extra_x")
+    check_told("not installed")
+
+
+def test_R25_a_folder_of_that_name_is_no_package(site: Path) -> None:
+    (site / "extra_x").mkdir()
+    assert not is_installed("extra_x")
+    check_told("not installed")
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import a_module_that_is_missing", "import sys; sys.nothing", "raise OSError('lib.so')"],
+)
+def test_R25_a_broken_package_is_not_called_absent(site: Path, code: str) -> None:
+    (site / "extra_x.py").write_text(code)
+    assert is_installed("extra_x")
+    check_told("broken: .*--force-reinstall")
+
+
+def test_a_module_inside_a_package(site: Path) -> None:
+    (site / "extra_x").mkdir()
+    (site / "extra_x" / "__init__.py").touch()
+    (site / "extra_x" / "part.py").write_text("value = 3")
+    part = import_extra("extra_x", module="extra_x.part", install="extra-x", needed_by="this")
+    assert part.value == 3
