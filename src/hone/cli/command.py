@@ -11,8 +11,9 @@ from hone.config import UserError
 from hone.config.base import Section
 from hone.config.checks import Finding
 from hone.config.load import load_config, resolve_recipe
+from hone.config.run import RunConfig
 
-__all__ = ["exit_code", "load_arguments", "load_checked"]
+__all__ = ["conclude", "load_arguments", "load_checked"]
 
 T = TypeVar("T", bound=Section)
 _log = logging.getLogger(__name__)
@@ -43,13 +44,14 @@ def load_checked(tree: type[T], argv: Sequence[str], check: Callable[[T], list[F
     return cfg
 
 
-def exit_code(steps: int, total_steps: int, *, interrupted: bool) -> int:
-    """0 for a finished run; 130, and a word on how to go on, for one that Ctrl-C ended."""
-    if not interrupted:
-        return 0
-    _log.warning(
-        "stopped and saved after step %d of %d; the same command goes on from there",
-        steps,
-        total_steps,
-    )
-    return 130
+def conclude(cfg: RunConfig, *, steps: int, interrupted: bool) -> int:
+    """Say where things are; 0 for a finished run, 130 for one that Ctrl-C ended."""
+    if interrupted:
+        _log.warning(
+            "stopped and saved after step %d of %d; the same command goes on from there",
+            steps,
+            cfg.steps,
+        )
+        return 130
+    _log.info("done after step %d: the model and all records are in %s", steps, cfg.dir)
+    return 0

@@ -42,6 +42,11 @@ examples:
 """
 
 
+_MEMORY_ADVICE = """\
+In this order: switch trainer.recompute on; lower trainer.max_tokens_per_microbatch; lower
+engine.gpu_memory_utilization, or switch engine.enable_sleep on."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 2 for a user's mistake, 130 after Ctrl-C.
 
@@ -61,6 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = "" if isinstance(error, UserError) else "\n(HONE_TRACEBACK=1 shows where)"
         _say(f"error: {error}{where}")
         return 2
+    except RuntimeError as error:
+        # By name: this file must not load torch.
+        if type(error).__name__ != "OutOfMemoryError" or os.environ.get("HONE_TRACEBACK"):
+            raise
+        _say(f"error: out of GPU memory. {error}\n{_MEMORY_ADVICE}")
+        return 1
     except KeyboardInterrupt:
         _say("interrupted")
         return 130

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.cli.command import exit_code, load_checked
+from hone.cli.command import conclude, load_checked
 from hone.config.checks import check_rl
 from hone.config.tree import RLConfig
 
@@ -17,4 +17,4 @@ def run(argv: Sequence[str]) -> int:
     from hone.loops import sync
 
     outcome = sync.run(cfg)
-    return exit_code(outcome.steps, cfg.run.steps, interrupted=outcome.interrupted)
+    return conclude(cfg.run, steps=outcome.steps, interrupted=outcome.interrupted)

@@ -64,7 +64,7 @@ def run_generation(cfg: GenerateConfig) -> int:
             num_samples=cfg.n_samples_per_prompt,
             run_seed=cfg.run.seed,
             purpose="generate",
-            step=0,
+            number=0,
         )
         parts.engine.submit(requests)
         owners |= {request.id: (prompt, index) for index, request in enumerate(requests)}

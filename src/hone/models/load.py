@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from hone.config.paths import must_be_local
 from hone.models.support import check_supported
 
 __all__ = ["compute_dtype", "load_config", "load_model"]
+
+logger = logging.getLogger(__name__)
 
 
 def compute_dtype(cfg: ModelConfig, device: torch.device | str) -> torch.dtype:
@@ -48,6 +51,8 @@ def load_model(cfg: ModelConfig, *, device: torch.device | str, seed: int) -> Pr
 def load_config(cfg: ModelConfig) -> PreTrainedConfig:
     """The checked `config.json` of `cfg.path`; raises as `load_model` does."""
     _check_folder(cfg.path)
+    if not Path(cfg.path).exists():
+        logger.info("%s comes from the Hugging Face hub; a first download may take long", cfg.path)
     try:
         config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
     except OSError as error:

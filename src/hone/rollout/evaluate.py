@@ -39,7 +39,7 @@ def evaluate(
             num_samples=cfg.n_samples_per_prompt,
             run_seed=seed,
             purpose="eval",
-            step=0,
+            number=0,
         )
         engine.submit(requests)
         owners |= {request.id: (prompt, index) for index, request in enumerate(requests)}

@@ -14,12 +14,14 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out."""
 
 
-def request_seed(run_seed: int, purpose: str, step: int, prompt_id: str, index: int) -> int:
+def request_seed(run_seed: int, purpose: str, number: int, prompt_id: str, index: int) -> int:
     """Seed of one sample: 63 bits that depend on what it is, not on where or when it is drawn.
+
+    `number` tells apart the times that one prompt is sampled in a run.
 
     Computed before any splitting, so any number of workers draws the same samples.
     """
-    key = f"{run_seed}/{purpose}/{step}/{prompt_id}/{index}"
+    key = f"{run_seed}/{purpose}/{number}/{prompt_id}/{index}"
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -31,7 +33,7 @@ def requests_for(
     num_samples: int,
     run_seed: int,
     purpose: str,
-    step: int,
+    number: int,
 ) -> list[Request]:
     """One request for each sample of a group, `<group id>/<index>`."""
     return [
@@ -44,7 +46,7 @@ def requests_for(
                 top_p=cfg.top_p,
                 top_k=cfg.top_k,
                 min_p=cfg.min_p,
-                seed=request_seed(run_seed, purpose, step, prompt.id, index),
+                seed=request_seed(run_seed, purpose, number, prompt.id, index),
                 stop=cfg.stop,
                 stop_token_ids=cfg.stop_token_ids,
             ),

@@ -155,7 +155,7 @@ class Rollout:
                 num_samples=self.cfg.n_samples_per_prompt,
                 run_seed=self.seed,
                 purpose="rollout",
-                step=self._num_started,
+                number=self._num_started,
             )
             self._open[group_id] = _OpenGroup(
                 group=Group(id=group_id, prompt=prompt, samples=[]),
