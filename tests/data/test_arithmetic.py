@@ -85,3 +85,4 @@ def test_rows_are_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         write_jsonl(path, breaks_off())
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    assert list(path.parent.iterdir()) == [path]

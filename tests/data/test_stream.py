@@ -30,38 +30,34 @@ def two_sources() -> dict:
 
 # --------------------------------------------------------------------------- the ledger (R18)
 
-Step = tuple[int, int, str]
-"""Rows taken, rows given back unfinished, and what follows: "", "save" or "kill"."""
+Step = tuple[int, str]
+"""Rows taken, and what follows: "", "save" or "kill"."""
 
 
-def run_ledger(kind: type[Stream], steps: list[Step], **arguments) -> tuple[list[str], list[str]]:
-    """Play a run that is saved and killed; return the rows consumed and those still owed.
+def run_ledger(kind: type[Stream], steps: list[Step], **arguments) -> list[str]:
+    """Play a run that is saved and killed; return the rows consumed.
 
     A kill loses everything since the last save, as a real one does.
     """
     stream = kind(**arguments)
     consumed: list[str] = []
     saved = (json.dumps(stream.state_dict()), 0)
-    for num, num_unfinished, event in steps:
-        taken = stream.take(num)
-        num_done = max(0, num - num_unfinished)
-        consumed += ids(taken[:num_done])
-        stream.give_back(taken[num_done:])
+    for num, event in steps:
+        consumed += ids(stream.take(num))
         if event == "save":
             saved = (json.dumps(stream.state_dict()), len(consumed))
         if event == "kill":
             stream = kind(**arguments)
             stream.load_state_dict(json.loads(saved[0]))
             del consumed[saved[1] :]
-    return consumed, stream.state_dict()["returned"]
+    return consumed
 
 
 def check_ledger(kind: type[Stream], steps: list[Step], **arguments) -> None:
     """The rows of an interrupted run are those of an uninterrupted one, each once an epoch."""
-    consumed, owed = run_ledger(kind, steps, **arguments)
-    num_steps = sum(num for num, _, _ in steps)
-    uninterrupted = ids(Stream(**arguments).take(num_steps))
-    assert consumed + owed == uninterrupted[: len(consumed) + len(owed)]
+    consumed = run_ledger(kind, steps, **arguments)
+    uninterrupted = ids(Stream(**arguments).take(len(consumed)))
+    assert consumed == uninterrupted
     for source in arguments["sources"]:
         names = set(ids(source))
         served = [name for name in consumed if name in names]
@@ -72,7 +68,7 @@ def check_ledger(kind: type[Stream], steps: list[Step], **arguments) -> None:
 
 
 STEPS = st.lists(
-    st.tuples(st.integers(0, 9), st.integers(0, 3), st.sampled_from(["", "", "save", "kill"])),
+    st.tuples(st.integers(0, 9), st.sampled_from(["", "", "save", "kill"])),
     max_size=25,
 )
 
@@ -91,8 +87,8 @@ def test_R18_ledger_survives_any_kills(steps, seed, shuffle, sizes):
 def test_R18_resumes_at_every_place_of_three_epochs(num_resumes, batch):
     arguments = {"sources": [prompts(7)], "seed": 11}
     for start in range(21 // batch):
-        steps = [(batch, 0, "save")] * start + [(batch, 0, "save"), (2, 0, "kill")] * num_resumes
-        check_ledger(Stream, [*steps, (15, 0, "")], **arguments)
+        steps = [(batch, "save")] * start + [(batch, "save"), (2, "kill")] * num_resumes
+        check_ledger(Stream, [*steps, (15, "")], **arguments)
 
 
 class ReplaysFirstEpoch(Stream):
@@ -120,24 +116,6 @@ class SecondResumeShifts(Stream):
         self.start = sum(state["drawn"])
 
 
-class ForgetsUnfinished(Stream):
-    """Rows in flight are not part of the state."""
-
-    def state_dict(self):
-        return {**super().state_dict(), "returned": []}
-
-
-class ServesUnfinishedLast(Stream):
-    """Given-back rows wait until the fresh ones of a step are taken."""
-
-    def take(self, num):
-        waiting = list(self._returned)
-        self._returned.clear()
-        taken = super().take(max(0, num - len(waiting))) + waiting
-        self._returned.extend(taken[num:])
-        return taken[:num]
-
-
 class ReseedsEachStart(Stream):
     """The order depends on how often the run was started."""
 
@@ -159,35 +137,15 @@ class OneOrderForAll(Stream):
     [
         ReplaysFirstEpoch,
         SecondResumeShifts,
-        ForgetsUnfinished,
-        ServesUnfinishedLast,
         ReseedsEachStart,
         OneOrderForAll,
     ],
 )
 def test_R18_planted_bugs_turn_the_ledger_red(bug):
-    steps = [(5, 2, "save"), (3, 0, "kill")] * 4 + [(9, 0, "save"), (1, 0, "kill"), (12, 0, "")]
+    steps = [(5, "save"), (3, "kill")] * 4 + [(9, "save"), (1, "kill"), (12, "")]
     check_ledger(Stream, steps, **two_sources())
     with pytest.raises(AssertionError):
         check_ledger(bug, steps, **two_sources())
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_rows_given_back_out_of_order_are_served_exactly_once_more(data):
-    stream = Stream(**two_sources())
-    consumed: list[str] = []
-    for _ in range(8):
-        taken = stream.take(data.draw(st.integers(0, 6)))
-        done = [data.draw(st.booleans()) for _ in taken]
-        consumed += [item.id for item, d in zip(taken, done, strict=True) if d]
-        stream.give_back(item for item, d in zip(taken, done, strict=True) if not d)
-        fresh = Stream(**two_sources())
-        fresh.load_state_dict(json.loads(json.dumps(stream.state_dict())))
-        stream = fresh
-    state = stream.state_dict()
-    everything = ids(Stream(**two_sources()).take(sum(state["drawn"])))
-    assert Counter(consumed + state["returned"]) == Counter(everything)
 
 
 # --------------------------------------------------------------------------- order and mixing
@@ -274,18 +232,12 @@ def test_each_source_has_its_own_epochs():
     assert len({name for name in taken if name.startswith("b")}) == 8
 
 
-def test_rows_given_back_do_not_count_as_progress():
-    stream = Stream([prompts(4)], seed=0)
-    stream.give_back(stream.take(3)[1:])
-    assert stream.epoch == 0.25
-
-
 # --------------------------------------------------------------------------- state
 
 
 def test_state_is_small_json():
     stream = Stream([prompts(5000)], seed=0)
-    stream.give_back(stream.take(7000)[-3:])
+    stream.take(7000)
     assert len(json.dumps(stream.state_dict())) < 400
 
 
@@ -307,11 +259,6 @@ def test_state_of_other_data_is_refused(change, named):
     state = Stream(**two_sources()).state_dict()
     with pytest.raises(UserError, match=named):
         Stream(**{**two_sources(), **change}).load_state_dict(state)
-
-
-def test_rows_of_another_stream_cannot_be_given_back():
-    with pytest.raises(AssertionError, match="z:0"):
-        Stream(**two_sources()).give_back(prompts(1, "z"))
 
 
 def test_nothing_to_train_on_is_an_error():

@@ -10,7 +10,6 @@ The rows are distinct, so any two slices are disjoint.
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.errors import UserError
+from hone.observe.whole_file import whole_file
 
 __all__ = ["ALPHABET", "generate", "two_teachers", "write_jsonl"]
 
@@ -80,11 +80,8 @@ def two_teachers(
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object a line. The file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
+    with whole_file(path) as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    os.replace(unfinished, path)
 
 
 def _evaluate(operands: list[int], operators: list[str]) -> int:

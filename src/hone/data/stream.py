@@ -1,8 +1,7 @@
 """An endless, ordered stream of rows that can be stopped and resumed anywhere.
 
 The order is a pure function of (seed, epoch, index): each epoch of each source sorts the row ids
-by a keyed hash. So the whole position is one counter a source, plus the rows that were handed
-out and given back unfinished.
+by a keyed hash. So the whole position is one counter a source.
 
 Several sources are interleaved by weight. The j-th row of a source with share w may come no
 earlier than draw floor(j / w) and no later than draw ceil((j + 1) / w) - 1; taking the earliest
@@ -14,8 +13,7 @@ than k w - 1 and fewer than k w + 1 rows.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from hashlib import blake2b
@@ -82,7 +80,6 @@ class Stream(Generic[T]):
         self.shares = tuple(weight / sum(exact) for weight in exact)
         self._content = content
         self._drawn = [0] * len(self.sources)
-        self._returned: deque[T] = deque()
         self._orders: dict[int, tuple[int, list[int]]] = {}
 
     def __len__(self) -> int:
@@ -91,8 +88,8 @@ class Stream(Generic[T]):
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far, all sources together; given-back rows do not count."""
-        return (sum(self._drawn) - len(self._returned)) / max(len(self), 1)
+        """Passes over the data so far, all sources together."""
+        return sum(self._drawn) / max(len(self), 1)
 
     @property
     def epochs(self) -> tuple[float, ...]:
@@ -102,27 +99,14 @@ class Stream(Generic[T]):
         )
 
     def take(self, num: int) -> list[T]:
-        """The next `num` rows: those given back first, then fresh ones."""
+        """The next `num` rows."""
         if not all(self.sources) or not self.sources:
             raise UserError("there are no rows to train on; name a data set in `data.train`")
-        taken = [self._returned.popleft() for _ in range(min(num, len(self._returned)))]
-        taken.extend(self._draw() for _ in range(num - len(taken)))
-        return taken
-
-    def give_back(self, items: Iterable[T]) -> None:
-        """Undo the taking of these rows: they come next, in this order, before all others."""
-        items = list(items)
-        unknown = [item.id for item in items if item.id not in self._by_id]
-        assert not unknown, f"rows of another stream: {unknown}"
-        self._returned.extendleft(reversed(items))
+        return [self._draw() for _ in range(num)]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, small and JSON-able, with what is needed to recognise the data."""
-        return {
-            **self._identity,
-            "drawn": list(self._drawn),
-            "returned": [item.id for item in self._returned],
-        }
+        return {**self._identity, "drawn": list(self._drawn)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position. Raises UserError if it belongs to other data."""
@@ -134,7 +118,6 @@ class Stream(Generic[T]):
                     "in another `run.dir`."
                 )
         self._drawn = [int(drawn) for drawn in state["drawn"]]
-        self._returned = deque(self._by_id[row_id] for row_id in state["returned"])
 
     def _draw(self) -> T:
         number = self._next_source()
@@ -159,12 +142,6 @@ class Stream(Generic[T]):
             known = (epoch, epoch_order(ids, seed=self.seed, epoch=epoch, shuffle=self.shuffle))
             self._orders[number] = known
         return known[1]
-
-    @cached_property
-    def _by_id(self) -> dict[str, T]:
-        by_id = {item.id: item for source in self.sources for item in source}
-        assert len(by_id) == len(self), "row ids repeat"
-        return by_id
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

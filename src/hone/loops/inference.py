@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
-from typing import TextIO
 
 from rich.progress import Progress
 
@@ -17,6 +14,7 @@ from hone.config.tree import EvaluateConfig, GenerateConfig
 from hone.loops.parts import assemble_inference
 from hone.observe.loggers import sample_row
 from hone.observe.metrics import to_scalars
+from hone.observe.whole_file import whole_file
 from hone.rewards.scorer import Scorer, check_failure_rate
 from hone.rollout.evaluate import evaluate, summarise
 from hone.rollout.requests import requests_for, sample_of
@@ -43,10 +41,10 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
         )
     check_failure_rate(samples, cfg.reward.max_failure_rate)
     scalars = to_scalars(summarise(samples, cfg.eval))
-    with _whole_file(cfg.run.dir / "eval_samples.jsonl") as file:
+    with whole_file(cfg.run.dir / "eval_samples.jsonl") as file:
         for sample in samples:
             file.write(json.dumps(sample_row(sample), ensure_ascii=False) + "\n")
-    with _whole_file(cfg.run.dir / "eval.json") as file:
+    with whole_file(cfg.run.dir / "eval.json") as file:
         json.dump(scalars, file, indent=2)
     return scalars
 
@@ -75,7 +73,7 @@ def run_generation(cfg: GenerateConfig) -> int:
                 sample = sample_of(*owners[completion.request_id], completion, parts.decode)
                 rows[sample.id] = json.dumps(sample_row(sample), ensure_ascii=False)
             progress(len(rows), len(owners))
-    with _whole_file(cfg.output) as file:
+    with whole_file(cfg.output) as file:
         file.writelines(f"{rows[request_id]}\n" for request_id in owners)
     return len(owners)
 
@@ -86,13 +84,3 @@ def _counter() -> Generator[Callable[[int, int], None]]:
     with Progress(*Progress.get_default_columns(), transient=True) as bar:
         task = bar.add_task("samples", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def _whole_file(path: Path) -> Generator[TextIO]:
-    """A file that appears under its name only when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
-        yield file
-    os.replace(unfinished, path)

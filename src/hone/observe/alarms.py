@@ -12,19 +12,32 @@ A metric that a run does not have is not checked.
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
+from hone.observe.symptoms import (
+    History,
+    Test,
+    above,
+    below,
+    either,
+    falls,
+    has_trained,
+    jumps,
+    leaks,
+    many_failures,
+    not_finite,
+    only_when,
+    slow_phase,
+    stuck,
+    unattributed,
+    unlikely_duplicates,
+)
 
 __all__ = ["Alarm", "Alarms"]
 
 QUIET_STEPS = 20
-HISTORY_STEPS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,41 +58,6 @@ class Alarm:
     def fields(self) -> dict[str, Any]:
         """Everything, for `Logger.event`."""
         return asdict(self)
-
-
-class Breach(NamedTuple):
-    """A measured value and the limit it broke."""
-
-    metric: str
-    value: float
-    limit: float
-
-
-class History:
-    """The newest steps' scalars, newest last."""
-
-    def __init__(self) -> None:
-        self._rows: deque[Mapping[str, float]] = deque(maxlen=HISTORY_STEPS)
-
-    def append(self, scalars: Mapping[str, float]) -> None:
-        self._rows.append(scalars)
-
-    @property
-    def now(self) -> Mapping[str, float]:
-        """The newest step."""
-        return self._rows[-1]
-
-    def values(self, metric: str) -> list[float]:
-        """The metric's finite values over the steps that have it."""
-        held = (row[metric] for row in self._rows if metric in row)
-        return [value for value in held if math.isfinite(value)]
-
-    def series(self, metric: str) -> list[float]:
-        """As `values`, but empty unless the newest step has the metric."""
-        return self.values(metric) if math.isfinite(self.now.get(metric, math.nan)) else []
-
-
-Test: TypeAlias = Callable[[History], Breach | None]
 
 
 class Rule(NamedTuple):
@@ -125,174 +103,6 @@ class Alarms:
                     )
                 )
         return raised
-
-
-# -- Tests: how a symptom is recognised ----------------------------------------------------------
-
-
-def above(metric: str, limit: float, *, steps: int = 1) -> Test:
-    """Each of the newest `steps` values exceeds the limit."""
-
-    def test(history: History) -> Breach | None:
-        newest = history.series(metric)[-steps:]
-        if len(newest) == steps and min(newest) > limit:
-            return Breach(metric, newest[-1], limit)
-        return None
-
-    return test
-
-
-def below(metric: str, limit: float, *, steps: int = 1) -> Test:
-    """Each of the newest `steps` values is under the limit."""
-
-    def test(history: History) -> Breach | None:
-        newest = history.series(metric)[-steps:]
-        if len(newest) == steps and max(newest) < limit:
-            return Breach(metric, newest[-1], limit)
-        return None
-
-    return test
-
-
-def jumps(metric: str, factor: float, *, floor: float = 0.0, before: int = 5) -> Test:
-    """The newest value exceeds `floor` and `factor` times the median of the 20 values before.
-
-    Against a median and a floor of 0 nothing is a jump.
-    """
-
-    def test(history: History) -> Breach | None:
-        *earlier, value = history.series(metric) or [0.0]
-        if len(earlier) < before:
-            return None
-        limit = max(factor * statistics.median(earlier[-20:]), floor)
-        return Breach(metric, value, limit) if value > limit > 0 else None
-
-    return test
-
-
-def falls(metric: str, factor: float, *, before: int = 5) -> Test:
-    """The newest value is under `factor` times the median of the 20 values before."""
-
-    def test(history: History) -> Breach | None:
-        *earlier, value = history.series(metric) or [0.0]
-        if len(earlier) < before:
-            return None
-        limit = factor * statistics.median(earlier[-20:])
-        return Breach(metric, value, limit) if value < limit else None
-
-    return test
-
-
-def either(*tests: Test) -> Test:
-    """The first breach that one of the tests finds."""
-
-    def test(history: History) -> Breach | None:
-        return next((breach for one in tests if (breach := one(history))), None)
-
-    return test
-
-
-def only_when(condition: Callable[[Mapping[str, float]], bool], test: Test) -> Test:
-    """The test, on steps whose metrics meet the condition."""
-    return lambda history: test(history) if condition(history.now) else None
-
-
-def not_finite(history: History) -> Breach | None:
-    """A metric is NaN or infinite."""
-    for metric, value in history.now.items():
-        if not math.isfinite(value):
-            return Breach(metric, value, 0.0)
-    return None
-
-
-def many_failures(history: History) -> Breach | None:
-    """More than 3 % of the samples carry no reward; names the most frequent kind."""
-    failed = {key: held for key, held in history.now.items() if key.startswith("rollout/failed/")}
-    total = sum(failed.values()) + history.now.get("rollout/valid", 0.0)
-    if total == 0 or sum(failed.values()) / total <= 0.03:
-        return None
-    worst = max(failed, key=lambda key: failed[key])
-    return Breach(worst, failed[worst], 0.03 * total)
-
-
-def unlikely_duplicates(history: History) -> Breach | None:
-    """Half of the answers repeat another of their group although chance would not do that.
-
-    Two answers of n tokens with entropy h a token coincide with probability of about exp(-n h).
-    """
-    metric, now = "rollout/duplicate_share", history.now
-    nats = now.get("policy/entropy", 0.0) * now.get("rollout/completion_tokens/mean", 0.0)
-    value = now.get(metric, 0.0)
-    return Breach(metric, value, 0.5) if value >= 0.5 and nats > 10 else None
-
-
-def stuck(metric: str, *, steps: int) -> Test:
-    """The value has not moved for `steps` steps, all of which trained something."""
-
-    def test(history: History) -> Breach | None:
-        newest = history.series(metric)[-steps:]
-        trained = history.series("train/num_tokens")[-steps:]
-        if len(newest) < steps or len(trained) < steps or min(trained) == 0:
-            return None
-        return Breach(metric, newest[-1], newest[0] + 1) if len(set(newest)) == 1 else None
-
-    return test
-
-
-def leaks(metric: str) -> Test:
-    """Memory in GiB grows steadily: fast over 3 steps, or slowly along a line over many.
-
-    The first 5 steps allocate what a run keeps and are not judged.
-    """
-
-    def test(history: History) -> Breach | None:
-        values = history.series(metric)[5:]
-        if len(values) >= 4:
-            growth = np.diff(values[-4:])
-            limit = max(0.0625, 0.01 * values[-4])
-            if growth.min() > limit:
-                return Breach(metric, values[-1], values[-4] + limit)
-        if len(values) >= 60:
-            steps = np.arange(len(values))
-            slope, start = np.polyfit(steps, values, 1)
-            rise, spread = slope * len(values), np.std(values - (slope * steps + start))
-            if rise > max(0.1, 0.02 * start) and rise > 10 * spread:
-                return Breach(metric, values[-1], float(start))
-        return None
-
-    return test
-
-
-def unattributed(history: History) -> Breach | None:
-    """More than 5 % of a step's time belongs to no phase, two steps running."""
-    rests, steps = history.series("time/unattributed_s")[-2:], history.series("time/step_s")[-2:]
-    if len(rests) < 2 or len(steps) < 2:
-        return None
-    if all(rest > max(0.05 * step, 0.02) for rest, step in zip(rests, steps, strict=True)):
-        return Breach("time/unattributed_s", rests[-1], 0.05 * steps[-1])
-    return None
-
-
-def slow_phase(history: History) -> Breach | None:
-    """A phase takes longer than usual by more than a whole usual step; names the worst one.
-
-    Evaluations and checkpoints come and go: phases that many steps lack are not judged. Delays
-    under a second are the machine's own.
-    """
-    *usual_steps, _ = history.series("time/step_s") or [0.0]
-    if len(usual_steps) < 5:
-        return None
-    usual_step_s = max(statistics.median(usual_steps[-20:]), 1.0)
-    found: list[tuple[float, Breach]] = []
-    for metric in history.now:
-        *earlier, value = history.series(metric) or [0.0]
-        is_phase = metric.startswith("time/") and metric.count("/") == 1
-        if not is_phase or metric == "time/step_s" or len(earlier) < len(usual_steps) - 1:
-            continue
-        limit = statistics.median(earlier[-20:]) + usual_step_s
-        if value > limit:
-            found.append((value - limit, Breach(metric, value, limit)))
-    return max(found)[1] if found else None
 
 
 # -- Rules: what is watched by default -----------------------------------------------------------
@@ -358,15 +168,6 @@ _SAMPLING = (
         "share a seed, or the engine samples greedily.",
     ),
 )
-
-
-def has_trained(now: Mapping[str, float]) -> bool:
-    """Whether this step's metrics show a reason and a rate for the weights to move."""
-    return (
-        now.get("train/num_tokens", 0) > 0
-        and now.get("train/lr", 1) > 0
-        and now.get("rollout/zero_spread_share", 0) < 1
-    )
 
 
 _LEARNING = (

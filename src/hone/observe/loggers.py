@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any, Protocol, Self
 
 from hone.config.extras import import_extra
 from hone.config.run import LogConfig
+from hone.observe.whole_file import whole_file
 from hone.types import Group, Sample
 
 __all__ = ["JsonlLogger", "Logger", "RunLog", "TensorBoardLogger", "sample_row"]
@@ -67,19 +67,14 @@ def _cut(path: Path, resume_step: int | None) -> None:
 
     A row without a step stays; a torn last line (the process died while writing) goes.
     """
-    kept = path.with_suffix(".tmp")
-    with (
-        path.open(encoding="utf-8", errors="replace") as rows,
-        kept.open("w", encoding="utf-8") as out,
-    ):
+    with whole_file(path) as kept, path.open(encoding="utf-8", errors="replace") as rows:
         for line in rows:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
                 continue
             if resume_step is not None and row.get("step", -1) < resume_step:
-                out.write(line if line.endswith("\n") else line + "\n")
-    os.replace(kept, path)
+                kept.write(line if line.endswith("\n") else line + "\n")
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,27 @@
+"""Text files that exist whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+__all__ = ["whole_file"]
+
+
+@contextmanager
+def whole_file(path: Path) -> Generator[TextIO]:
+    """A UTF-8 file that appears at `path`, in place of any other, when the block ends well.
+
+    After an error `path` is as it was, and nothing lies beside it. Missing folders are made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            yield file
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
