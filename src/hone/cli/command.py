@@ -13,7 +13,7 @@ from hone.config.checks import Finding
 from hone.config.load import load_config, resolve_recipe
 from hone.config.run import RunConfig
 
-__all__ = ["conclude", "load_arguments", "load_checked"]
+__all__ = ["conclude", "load_arguments", "load_checked", "quiet_transformers"]
 
 T = TypeVar("T", bound=Section)
 _log = logging.getLogger(__name__)
@@ -42,6 +42,14 @@ def load_checked(tree: type[T], argv: Sequence[str], check: Callable[[T], list[F
     if errors:
         raise UserError("\n".join(errors))
     return cfg
+
+
+def quiet_transformers() -> None:
+    """Switch off the bars that transformers draws for reading and writing weights: they would cut
+    through ours. Downloads from the hub keep theirs."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
 
 def conclude(cfg: RunConfig, *, steps: int, interrupted: bool) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from hone.cli.command import load_checked
+from hone.cli.command import load_checked, quiet_transformers
 from hone.config.checks import check_eval
 from hone.config.tree import EvaluateConfig
 
@@ -19,6 +19,7 @@ def run(argv: Sequence[str]) -> int:
     cfg = load_checked(EvaluateConfig, argv, check_eval)
     from hone.loops.inference import run_evaluation
 
+    quiet_transformers()
     scalars = run_evaluation(cfg)
     table = Table("metric", "value", title=f"{cfg.model.path}: {cfg.run.dir / 'eval.json'}")
     for name, value in sorted(scalars.items()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from hone.cli.command import load_checked
+from hone.cli.command import load_checked, quiet_transformers
 from hone.config.checks import check_generate
 from hone.config.tree import GenerateConfig
 
@@ -19,5 +19,6 @@ def run(argv: Sequence[str]) -> int:
     cfg = load_checked(GenerateConfig, argv, check_generate)
     from hone.loops.inference import run_generation
 
+    quiet_transformers()
     _log.info("%d completions written to %s", run_generation(cfg), cfg.output)
     return 0

@@ -107,8 +107,6 @@ def _set_up_logging() -> None:
     """Our own messages from level info on, others' from warning on, as plain lines on stderr."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("hone").setLevel(logging.INFO)
-    # Bars of other libraries would cut through ours. They read this when they are imported.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _say(text: str) -> None:

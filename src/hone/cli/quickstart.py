@@ -12,6 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from hone.cli.command import quiet_transformers
 from hone.config import UserError
 
 __all__ = ["run"]
@@ -66,6 +67,7 @@ def _make_inputs(folder: Path, seed: int) -> None:
     from hone.data.arithmetic import ALPHABET, generate, two_teachers, write_jsonl
     from hone.models.tiny import make_char_tokenizer, make_tiny_model
 
+    quiet_transformers()
     _say(f"Making a model of 0.4 M random weights and {NUM_PROBLEMS} sums in {folder}")
     make_tiny_model(
         folder / "model", tokenizer=make_char_tokenizer(ALPHABET), num_layers=2, seed=seed

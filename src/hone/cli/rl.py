@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.cli.command import conclude, load_checked
+from hone.cli.command import conclude, load_checked, quiet_transformers
 from hone.config.checks import check_rl
 from hone.config.tree import RLConfig
 
@@ -16,5 +16,6 @@ def run(argv: Sequence[str]) -> int:
     cfg = load_checked(RLConfig, argv, check_rl)
     from hone.loops import sync
 
+    quiet_transformers()
     outcome = sync.run(cfg)
     return conclude(cfg.run, steps=outcome.steps, interrupted=outcome.interrupted)

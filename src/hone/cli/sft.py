@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.cli.command import conclude, load_checked
+from hone.cli.command import conclude, load_checked, quiet_transformers
 from hone.config.checks import check_sft
 from hone.config.tree import SFTConfig
 
@@ -16,5 +16,6 @@ def run(argv: Sequence[str]) -> int:
     cfg = load_checked(SFTConfig, argv, check_sft)
     from hone.loops import supervised
 
+    quiet_transformers()
     outcome = supervised.run(cfg)
     return conclude(cfg.run, steps=outcome.steps, interrupted=outcome.interrupted)
