@@ -100,8 +100,8 @@ class Recorder:
         *,
         groups: Sequence[Group] = (),
         rows: Sequence[Trajectory] = (),
-    ) -> dict[str, float]:
-        """Write the row of `step`, the number of updates done, and return its scalars."""
+    ) -> None:
+        """Write the row of `step`, the number of updates done."""
         seconds = self.spans.take()
         scalars = to_scalars(metrics) | memory_scalars(self.device)
         scalars |= {f"time/{name}_s": value for name, value in seconds.items()}
@@ -124,4 +124,3 @@ class Recorder:
             self.log.event("alarm", message=str(alarm), **alarm.fields())
             self.console.warn(str(alarm))
         self.console.step(step, scalars)
-        return scalars

@@ -53,7 +53,6 @@ def run(cfg: SFTConfig) -> Outcome:
         }
 
     saver = Saver(begin.store, cfg.checkpoint, state_parts)
-    evaluation: dict[str, float] = {}
     done = first = begin.steps_done
     settings = cfg.model_dump(mode="json")
     with (
@@ -63,7 +62,7 @@ def run(cfg: SFTConfig) -> Outcome:
     ):
         recorder = Recorder(log, console, alarms_for(model), Spans(), begin.device)
         if cfg.eval.at_start and first == 0:
-            evaluation = recorder.record(0, trainer.evaluate(data.eval))
+            recorder.record(0, trainer.evaluate(data.eval))
 
         recorder.spans.take()  # start-up is no part of the first step
         for step in range(first + 1, cfg.run.steps + 1):
@@ -75,8 +74,7 @@ def run(cfg: SFTConfig) -> Outcome:
             if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
                 with recorder.spans.span("eval"):
                     evaluated = trainer.evaluate(data.eval)
-                evaluation = to_scalars(evaluated)
-                rank = -evaluation["eval/loss"]
+                rank = -to_scalars(evaluated)["eval/loss"]
                 metrics |= evaluated
             with recorder.spans.span("record"):
                 recorder.record(step, metrics, rows=rows)
@@ -93,4 +91,4 @@ def run(cfg: SFTConfig) -> Outcome:
     export_hf(model, tokenizer, begin.dir / "model", dtype, masters=trainer.policy.masters)
     if cfg.log.report:
         write_report(begin.dir)
-    return Outcome(done, interrupt.requested and done < cfg.run.steps, evaluation)
+    return Outcome(done, interrupt.requested and done < cfg.run.steps)

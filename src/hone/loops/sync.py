@@ -34,8 +34,6 @@ class Outcome:
     steps: int
     """Updates done in all, earlier launches included."""
     interrupted: bool
-    eval_scalars: dict[str, float]
-    """The newest evaluation; empty without one."""
 
 
 def run(cfg: RLConfig) -> Outcome:
@@ -55,14 +53,12 @@ def train(parts: RLParts) -> Outcome:
     cfg, first = parts.cfg, parts.launch.steps_done
     span = parts.recorder.spans.span
     saver = Saver(parts.launch.store, cfg.checkpoint, parts.state)
-    evaluation: dict[str, float] = {}
     done = first
 
     with Interrupt() as interrupt:
         parts.weights.push(version=first)
         if cfg.eval.at_start and first == 0:
-            metrics = _evaluate(parts)
-            evaluation = parts.recorder.record(0, metrics)
+            parts.recorder.record(0, _evaluate(parts))
 
         parts.recorder.spans.take()  # start-up is no part of the first step
         for step in range(first + 1, cfg.run.steps + 1):
@@ -82,8 +78,7 @@ def train(parts: RLParts) -> Outcome:
             if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
                 with span("eval"):
                     evaluated = _evaluate(parts)
-                evaluation = to_scalars(evaluated)
-                rank = evaluation.get(cfg.eval.metric)
+                rank = to_scalars(evaluated).get(cfg.eval.metric)
                 metrics |= evaluated
             with span("record"):
                 metrics |= rollout_metrics(groups, parts.rollout.counts)
@@ -102,7 +97,7 @@ def train(parts: RLParts) -> Outcome:
                 break
 
     parts.recorder.spans.write_trace(parts.launch.dir / "trace.json")
-    return Outcome(done, interrupt.requested and done < cfg.run.steps, evaluation)
+    return Outcome(done, interrupt.requested and done < cfg.run.steps)
 
 
 def _samples(groups: list[Group]) -> list[Sample]:

@@ -86,10 +86,6 @@ class Pool:
             self.close()
             raise
 
-    @property
-    def num_pending(self) -> int:
-        return len(self._requests)
-
     def submit(self, ticket: int, given: Mapping[str, Any]) -> None:
         """Queue one sample, to be scored from `given` (see `score.arguments`)."""
         assert ticket not in self._requests, f"{ticket=}"
