@@ -25,7 +25,8 @@ def score_with_injections(num_samples=100, rate=0.05):
     texts = [text for text in INJECTED.values() for _ in range(count)]
     texts += ["good"] * (num_samples - len(texts))
     random.Random(7).shuffle(texts)
-    with misbehaving_scorer(timeout_s=0.3) as scorer:
+    # The counts below are exact, so a crash must not look like a timeout because a core stalled.
+    with misbehaving_scorer(timeout_s=1.0) as scorer:
         samples = scorer.score([make_sample(text, index=i) for i, text in enumerate(texts)])
         return samples, scorer.stats(), count
 
