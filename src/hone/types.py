@@ -266,6 +266,11 @@ class EngineStats:
     num_steps: int
     busy_s: float
     """Seconds spent inside `step`."""
+    num_first_tokens: int
+    """Requests whose first token is known."""
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+    """Of the drafted tokens, those that sampling confirmed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +329,10 @@ class Engine(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors the engine samples with, under Hugging Face names."""
+        ...
+
+    def shard(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of a full weight that this engine holds: a view, or the tensor itself."""
         ...
 
     def finish_sync(self, manifest: WeightManifest) -> None:

@@ -1,23 +1,151 @@
-"""Shapes that the decode kernel is tested with: key lengths, heads, options, splits."""
+"""Shapes that the decode kernel is tested with."""
+
+from __future__ import annotations
 
 HEADS_2 = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block_size": 16}
 HEADS_1 = {"num_heads": 6, "num_kv_heads": 1, "head_dim": 16, "block_size": 32}
+HEADS_3 = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 16, "block_size": 32}
 HEADS_8 = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
 HEADS_20 = {"num_heads": 20, "num_kv_heads": 1, "head_dim": 24, "block_size": 16}
 
 DTYPES = {"float32": 2e-6, "float16": 2e-3}
 """Largest error allowed, relative to the largest output."""
+FP8_LIMIT = 2e-3
+"""The same with a quantised cache: the kernel multiplies float16 numbers then."""
 
+# Arguments: key lengths, heads; then by name what is not as usual: queries a sequence, lanes a key
+# head, tile, groups with their shared keys and members a group, options of the layer.
 DECODE_CASES = {
-    "one tile": ([1, 17, 64], HEADS_2, {}, 1),
-    "several tiles": ([65, 128, 200], HEADS_2, {}, 1),
-    "splits": ([70, 3, 200], HEADS_2, {}, 4),
-    "more splits than tiles": ([20, 130], HEADS_1, {}, 8),
-    "own choice of splits": ([33, 300], HEADS_1, {}, None),
-    "window": ([10, 150, 41], HEADS_2, {"window": 40}, 1),
-    "window in splits": ([300], HEADS_1, {"window": 140}, 2),
-    "softcap": ([77], HEADS_2, {"softcap": 0.8}, 2),
-    "softcap and window": ([90, 31], HEADS_1, {"softcap": 0.8, "window": 33}, 1),
-    "wide heads": ([90], HEADS_8, {}, 2),
-    "group of 20, head of 24": ([90], HEADS_20, {}, 2),
+    "one lane": {"keys": [1, 17, 64], "heads": HEADS_2, "lanes": 1},
+    "several tiles": {"keys": [65, 128, 200], "heads": HEADS_2, "lanes": 1},
+    "lanes within sequences": {"keys": [70, 3, 200], "heads": HEADS_2, "lanes": 5},
+    "more lanes than tiles": {"keys": [20, 130], "heads": HEADS_1, "lanes": 16},
+    "own choice of lanes": {"keys": [33, 300], "heads": HEADS_1},
+    "short in a long graph": {"keys": [40, 90], "heads": HEADS_2, "lanes": 6, "longest": 4000},
+    "uneven": {"keys": [5, 400, 1, 30, 90, 2, 2, 250], "heads": HEADS_1, "lanes": 7},
+    "270 sequences": {
+        "keys": [1 + i % 40 for i in range(270)],
+        "heads": HEADS_3,
+        "lanes": 9,
+        "tile": 32,
+    },
+    "window": {"keys": [10, 150, 41], "heads": HEADS_2, "window": 40, "lanes": 1},
+    "window over lanes": {"keys": [300], "heads": HEADS_1, "window": 140, "lanes": 4},
+    "window of one": {"keys": [30, 64], "heads": HEADS_1, "window": 1, "lanes": 2},
+    "window longer than all": {"keys": [30, 64], "heads": HEADS_1, "window": 64, "lanes": 2},
+    "softcap": {"keys": [77], "heads": HEADS_2, "softcap": 0.8, "lanes": 3},
+    "softcap and window": {
+        "keys": [90, 31],
+        "heads": HEADS_1,
+        "softcap": 0.8,
+        "window": 33,
+        "lanes": 3,
+    },
+    "wide heads": {"keys": [90], "heads": HEADS_8, "lanes": 2},
+    "group of 20, head of 24": {"keys": [90], "heads": HEADS_20, "lanes": 2},
+    "four queries": {"keys": [4, 70, 33, 6], "heads": HEADS_2, "queries": 4, "lanes": 4},
+    "eight queries": {"keys": [100, 40], "heads": HEADS_1, "queries": 8, "lanes": 6},
+    "three queries and a window": {
+        "keys": [3, 90, 31],
+        "heads": HEADS_1,
+        "queries": 3,
+        "window": 20,
+        "lanes": 3,
+    },
+    "three queries and a softcap": {
+        "keys": [9, 50],
+        "heads": HEADS_2,
+        "queries": 3,
+        "softcap": 0.8,
+    },
+    "shared": {
+        "keys": [100, 70, 65, 9, 80],
+        "heads": HEADS_2,
+        "lanes": 3,
+        "groups": [((0, 1, 2), 64)],
+        "members": 4,
+    },
+    "shared over many lanes": {
+        "keys": [100, 33, 70, 101, 9, 80, 34],
+        "heads": HEADS_1,
+        "lanes": 14,
+        "groups": [((3, 0, 5), 64), ((6, 1), 32)],
+        "members": 3,
+    },
+    "shared in one lane": {
+        "keys": [100, 33, 70, 101, 9, 80, 34],
+        "heads": HEADS_1,
+        "lanes": 1,
+        "groups": [((3, 0, 5), 64), ((6, 1), 32)],
+        "members": 3,
+    },
+    "shared, a member in two lanes": {
+        "keys": [100, 70, 101, 90, 9, 80, 34],
+        "heads": HEADS_1,
+        "lanes": 2,
+        "groups": [((3, 6), 32), ((2, 0, 5), 64)],
+        "members": 3,
+    },
+    "shared by less than a tile": {
+        "keys": [20, 40, 17],
+        "heads": HEADS_2,
+        "lanes": 3,
+        "tile": 32,
+        "groups": [((1, 0, 2), 16)],
+        "members": 8,
+    },
+    "shared, four queries": {
+        "keys": [70, 64, 36, 68],
+        "heads": HEADS_2,
+        "queries": 4,
+        "lanes": 5,
+        "groups": [((3, 0), 64), ((2, 1), 32)],
+        "members": 2,
+    },
+    "shared and a window": {
+        "keys": [100, 70, 65],
+        "heads": HEADS_2,
+        "window": 50,
+        "groups": [((0, 1, 2), 64)],
+        "members": 4,
+    },
+    "shared and a long window": {
+        "keys": [100, 70, 65],
+        "heads": HEADS_2,
+        "window": 100,
+        "groups": [((0, 1, 2), 64)],
+        "members": 4,
+    },
+    "shared and a softcap": {
+        "keys": [100, 70],
+        "heads": HEADS_2,
+        "softcap": 0.8,
+        "lanes": 4,
+        "groups": [((0, 1), 64)],
+        "members": 2,
+    },
 }
+
+HALF_CASES = (
+    "lanes within sequences",
+    "softcap and window",
+    "wide heads",
+    "four queries",
+    "shared over many lanes",
+)
+"""What is run with float16 too; with float32 all are."""
+
+FP8_CASES = (
+    "lanes within sequences",
+    "four queries",
+    "softcap and window",
+    "shared over many lanes",
+    "group of 20, head of 24",
+)
+
+BUGS = {
+    "tables swapped": "lanes within sequences",
+    "context one short": "lanes within sequences",
+    "shared too far": "shared over many lanes",
+}
+"""Planted bugs, and the case that must show them."""

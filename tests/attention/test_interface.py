@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hone.attention import ATTENTION_NAME, PackedContext
 from hone.attention.backends import choose_packed_backend, choose_paged_backend
-from hone.attention.interface import attention
+from hone.attention.interface import attend_paged, attention
 from tests.attention.twin import Pages, attend_packed
 
 LENGTHS = (3, 4)
@@ -71,10 +71,63 @@ def test_contexts_refuse_what_cannot_be():
     with pytest.raises(ValueError, match="at least one token"):
         PackedContext.from_lengths((3, 0))
     context = Pages([3, 2], [4, 5]).context
+    with pytest.raises(ValueError, match="max_seqlen_q times the batch is 6, slot_mapping has 5"):
+        dataclasses.replace(context, query_lens=(), key_lens=())
+    with pytest.raises(ValueError, match="kv_scales belong to a cache of float8_e4m3fn"):
+        dataclasses.replace(context, kv_scales=torch.ones(1, 2, 2))
+    with pytest.raises(ValueError, match="calibrate belongs to a prefill step with an FP8"):
+        dataclasses.replace(context, calibrate=True)
+    shared = Pages([1, 1], [8, 8], groups=[((0, 1), 4)]).decode_context(num_groups=1, members=2)
+    with pytest.raises(ValueError, match="shared belongs to a decode step"):
+        dataclasses.replace(context, shared=shared.shared)
     with pytest.raises(ValueError, match="query_lens and key_lens"):
         dataclasses.replace(context, key_lens=())
     with pytest.raises(ValueError, match="add up to 6"):
         dataclasses.replace(context, query_lens=(3, 3))
+
+
+def attend(pages, context, **options):
+    return attend_paged(pages.q, pages.k, pages.v, 0, context, scale=0.5, **options)
+
+
+def test_attend_paged_writes_and_attends():
+    pages = Pages([3, 2], [4, 5], dtype=torch.float64)
+    torch.testing.assert_close(attend(pages, pages.context), pages.expected(scale=0.5))
+    again = pages.kv_cache.clone()
+    pages.k = pages.v = torch.full_like(pages.k, float("nan"))  # in the cache already
+    output = attend(pages, pages.context, write=False)
+    torch.testing.assert_close(output, pages.expected(scale=0.5))
+    assert torch.equal(pages.kv_cache, again)
+
+
+def test_chunks_of_one_token_are_a_prefill_too():
+    pages = Pages([1, 1], [1, 5], dtype=torch.float64)
+    assert not pages.context.is_decode
+    torch.testing.assert_close(attend(pages, pages.context), pages.expected(scale=0.5))
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 300.0])
+def test_calibration_leaves_room_and_keeps_precision(spread):
+    pages = Pages([6, 3], [6, 3], fp8=True)
+    pages.k, pages.v = pages.k * spread, pages.v * spread * 7
+    context = dataclasses.replace(pages.context, calibrate=True)
+    attend(pages, context)
+    for j, x in enumerate((pages.k, pages.v)):
+        expected = 4 * x.abs().amax((0, 2)) / 448
+        torch.testing.assert_close(context.kv_scales[0, j], expected)
+        slots = pages.kv_cache[j].flatten(0, 1)[context.slot_mapping]
+        stored = slots.float() * context.kv_scales[0, j][:, None]
+        assert ((stored - x).abs() <= x.abs() / 16 + expected[:, None] * 2**-9).all()
+
+
+def test_calibration_on_zeros_and_after_the_write():
+    pages = Pages([2], [2], fp8=True)
+    pages.k.zero_()
+    context = dataclasses.replace(pages.context, calibrate=True)
+    attend(pages, context)
+    assert (context.kv_scales[0, 0] == 1).all()
+    with pytest.raises(ValueError, match="sets the scales before it writes"):
+        attend(pages, context, write=False)
 
 
 def test_no_mask_is_ever_built():

@@ -149,3 +149,33 @@ def test_slot_minus_one_stores_nothing():
         assert torch.equal(row[4], rows[0])
         assert torch.equal(row[1], rows[2])
         assert row.count_nonzero() == 2 * 8
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_decode_equals_twin(options, fp8, queries):
+    pages = Pages([queries] * 4, [3, 9, 4, 17], groups=[((1, 3), 8)], dtype=torch.float64, fp8=fp8)
+    context = pages.decode_context(num_groups=1, members=2)
+    reference.write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping, pages.scales)
+    actual = reference.paged_attention(
+        pages.q, pages.kv_cache, context, pages.scales, scale=SCALE, **options
+    )
+    torch.testing.assert_close(actual, pages.expected(scale=SCALE, **options), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("query_lens", [[4, 7], [3, 1]], ids=["whole", "chunks"])
+def test_fp8_prefill_equals_twin(query_lens):
+    pages = Pages(query_lens, [14, 9], dtype=torch.float64, fp8=True)
+    context = pages.context
+    reference.write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping, pages.scales)
+    actual = reference.paged_attention(pages.q, pages.kv_cache, context, pages.scales, scale=SCALE)
+    torch.testing.assert_close(actual, pages.expected(scale=SCALE), rtol=1e-5, atol=1e-6)
+
+
+def test_fp8_values_saturate_and_minus_one_stores_nothing():
+    k = torch.tensor([[[1e6, -1e6]], [[1.0, 2.0]]])
+    kv_cache = torch.zeros(2, 1, 2, 1, 2).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[0.5], [2.0]])
+    reference.write_kv(k, k, kv_cache, torch.tensor([1, -1]), scales)
+    assert kv_cache.float().flatten(1).tolist() == [[0, 0, 448, -448], [0, 0, 448, -448]]

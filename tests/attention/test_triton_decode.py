@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.attention.cases import DECODE_CASES, DTYPES
+from tests.attention.cases import BUGS, DECODE_CASES, DTYPES, FP8_CASES, FP8_LIMIT, HALF_CASES
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
 
@@ -24,10 +25,14 @@ def results():
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", DECODE_CASES)
-def test_decode_equals_twin(results, dtype, case):
-    assert results[f"{dtype} {case}"] < DTYPES[dtype]
+def test_decode_equals_twin(results, case):
+    assert results[f"float32 {case}"] < DTYPES["float32"]
+
+
+@pytest.mark.parametrize("case", HALF_CASES)
+def test_decode_of_float16_equals_twin(results, case):
+    assert results[f"float16 {case}"] < DTYPES["float16"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,14 +40,37 @@ def test_write_is_exact(results, dtype):
     assert results[f"{dtype} write"]
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_empty_sequence_gives_zeros(results, num_splits):
-    assert results[f"empty {num_splits}"]
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_decode_from_fp8_equals_twin(results, case):
+    assert results[f"fp8 {case}"] < FP8_LIMIT
 
 
-@pytest.mark.parametrize("bug", ["tables swapped", "context one short"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_write_is_exact(results, dtype):
+    assert results[f"{dtype} fp8 write"]
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_empty_sequence_gives_zeros(results, lanes, queries):
+    assert results[f"empty {lanes} {queries}"]
+
+
+@pytest.mark.parametrize("bug", BUGS)
 def test_decode_check_catches(results, bug):
     assert not results[bug] < DTYPES["float32"]
+
+
+def test_lanes_follow_shapes_not_lengths():
+    from hone.attention import triton_decode as kernels
+
+    tuning = kernels.choose_tuning(2, 128, is_fp8=False)
+    cpu = torch.device("cpu")
+    filling = kernels._num_processors(cpu) * tuning.programs_per_processor // 2
+    assert kernels._num_lanes(tuning, 1, 1, 2, cpu) == 1
+    assert kernels._num_lanes(tuning, 1, 2 * tuning.tile + 1, 2, cpu) == 3
+    assert kernels._num_lanes(tuning, 64, 8192, 2, cpu) == filling
+    assert kernels._num_lanes(tuning, 64, 8192, 1000, cpu) == 1
 
 
 def compile_for_hopper(kernel, pointers, constants, **options):
@@ -55,25 +83,41 @@ def compile_for_hopper(kernel, pointers, constants, **options):
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
 
 
-def test_kernels_compile_for_hopper(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "window", "shared"])
+def test_decode_compiles_for_hopper(tmp_path, monkeypatch, kind, is_fp8):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.9 warns where it is unset
     from hone.attention import triton_decode as kernels
 
     half, single, number = "*bf16", "*fp32", "*i32"
-    heads = {"HEAD_DIM": 128, "BLOCK_D": 128, "SPLITS": 8}
-    scratch = {"output_ptr": half, "partial_ptr": single, "log_sums_ptr": single}
-    tables = {"block_tables_ptr": number, "context_lens_ptr": number}
-    assert compile_for_hopper(
-        kernels._decode_kernel,
-        {**scratch, **tables, "q_ptr": half, "cache_ptr": half, "scale": "fp32"},
-        {**heads, "NUM_KV_HEADS": 8, "GROUP": 2, "PAGE": 16, "ROWS": 16, "TILE": 64}
-        | {"WINDOW": 512, "SOFTCAP": 50.0},
-        num_warps=4,
-    )
-    assert compile_for_hopper(kernels._merge_kernel, scratch, heads)
-    assert compile_for_hopper(
-        kernels._write_kernel,
-        {"k_ptr": half, "v_ptr": half, "cache_ptr": half, "slots_ptr": "*i64"},
-        {"HEAD_DIM": 128, "WIDTH": 1024, "BLOCK": 1024},
-    )
+    types = {"output_ptr": half, "partial_ptr": single, "log_sums_ptr": single, "q_ptr": half}
+    types |= {"counters_ptr": number, "block_tables_ptr": number, "context_lens_ptr": number}
+    types |= {"cache_ptr": "*fp8e4nv" if is_fp8 else half, "scale": "fp32"}
+    types |= dict.fromkeys(("batch", "groups", "q_token_stride", "q_head_stride"), "i32")
+    constants = {"QUERIES": 1, "NUM_KV_HEADS": 8, "HEADS_PER_KEY": 2, "HEAD_DIM": 128, "PAGE": 16}
+    constants |= {"BLOCK_D": 128, "TILE": 64, "IS_FP8": is_fp8, "IS_SHARED": kind == "shared"}
+    constants |= {"MEMBERS": 8, "WINDOW": 512 if kind == "window" else 0}
+    constants |= {"SOFTCAP": 50.0 if kind == "window" else 0.0}
+    absent = () if is_fp8 else ("scales_ptr",)
+    types |= {"scales_ptr": single} if is_fp8 else {}
+    groups = ("places_ptr", "members_ptr", "shared_lens_ptr", "starts_ptr")
+    if kind == "shared":
+        types |= dict.fromkeys(groups, number)
+    else:
+        absent += groups
+    constants |= dict.fromkeys(absent)
+    assert compile_for_hopper(kernels._decode_kernel, types, constants, num_warps=2)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_write_compiles_for_hopper(tmp_path, monkeypatch, is_fp8):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    from hone.attention import triton_decode as kernels
+
+    types = {"k_ptr": "*bf16", "v_ptr": "*bf16", "slots_ptr": "*i64"}
+    types |= {"cache_ptr": "*fp8e4nv", "scales_ptr": "*fp32"} if is_fp8 else {"cache_ptr": "*bf16"}
+    constants = {"HEAD_DIM": 128, "NUM_HEADS": 8, "BLOCK": 1024}
+    constants |= {} if is_fp8 else {"scales_ptr": None}
+    assert compile_for_hopper(kernels._write_kernel, types, constants)

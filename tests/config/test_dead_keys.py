@@ -11,9 +11,15 @@ from pydantic import Field
 import hone
 from hone.config import schema
 from hone.config.base import Section
-from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.config.tree import (
+    BenchEngineConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    SFTConfig,
+)
 
-TREES = [RLConfig, SFTConfig, EvaluateConfig, GenerateConfig]
+TREES = [RLConfig, SFTConfig, EvaluateConfig, GenerateConfig, BenchEngineConfig]
 BY_NAME = {"prompt", "answer", "completion", "task"}
 """Keys of `columns`, which `data/columns.py` reads with `getattr`, one for each role."""
 HOLDERS = {"cfg", "config", "source", "entry", "run", "checkpoint"}

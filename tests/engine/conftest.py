@@ -7,6 +7,7 @@ from hone.config.engine import EngineConfig
 from hone.config.model import ModelConfig
 from hone.engine import EmbeddedEngine
 from hone.models.load import load_model
+from hone.models.manifest import build_manifest
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 
 FAMILY_FIELDS = {
@@ -25,14 +26,22 @@ class Models:
     plain: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
-    def engine(self, *, eos_token_ids=(), with_tokenizer=False, **fields):
+    def engine(self, *, eos_token_ids=(), with_tokenizer=False, in_flight=0, **fields):
+        """`in_flight` 1 lets the host learn tokens a step late, as on CUDA."""
         fields = {"block_size": 4, "max_num_seqs": 8, "max_model_len": 64, **fields}
-        return EmbeddedEngine(
+        engine = EmbeddedEngine(
             self.hone,
             EngineConfig(**fields),
             eos_token_ids=eos_token_ids,
             tokenizer=self.tokenizer if with_tokenizer else None,
         )
+        engine._max_in_flight = in_flight
+        return engine
+
+    @staticmethod
+    def manifest(engine, *, version):
+        """The manifest that confirms the engine's weights as they are."""
+        return build_manifest(engine.named_weights(), version)
 
 
 @pytest.fixture(scope="session")

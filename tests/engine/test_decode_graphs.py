@@ -1,41 +1,28 @@
 """Replayed decode steps, with a recorder that a CPU can run in the place of CUDA graphs."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hone.engine import model_runner
-from hone.engine.decode_graphs import DecodeGraphs
-from hone.models.decoder import hidden_states
+from hone.engine.decode_graphs import DecodeGraphs, bucket_of
+from hone.engine.slots import Slots
 from hone.types import Request, SamplingParams
 from tests.engine.test_generation import check_against_recomputation, run
 
 
-@dataclass
-class Recording:
-    """Like a graph: computes from the memory it was recorded with, into the same memory."""
-
-    model: Any
-    inputs: Any
-    output: torch.Tensor
-
-    def replay(self):
-        self.output.copy_(hidden_states(self.model, *self.inputs))
-
-
 class CPUGraphs(DecodeGraphs):
-    def __init__(self, model, *, max_rows):
-        self._model, self._max_rows, self._recorded = model, max_rows, {}
+    """Like graphs: a replay computes from the memory it was recorded with, into the same memory."""
 
-    def clear(self):
-        self._recorded.clear()
+    def __init__(self):
+        self._recorded = {}
 
-    def _record(self, *inputs):
-        output = torch.zeros(len(inputs[0]), self._model.config.hidden_size)
-        recording = Recording(self._model, inputs, output)
-        return recording, output
+    def record(self, key, compute):
+        self._recorded[key] = compute, compute()
+
+    def replay(self, key):
+        compute, output = self._recorded[key]
+        return output.copy_(compute()).clone()  # a copy to the host comes before the next replay
 
 
 def make_requests(count):
@@ -50,52 +37,64 @@ def make_requests(count):
     ]
 
 
-def check_replays(models):
+def check_replays(models, in_flight=0):
     # Without prefix caching the blocks of a finished sequence are at once those of others.
-    engine = models.engine(max_num_seqs=11, enable_prefix_caching=False)
-    engine._runner._graphs = graphs = CPUGraphs(models.hone, max_rows=11)
+    engine = models.engine(max_num_seqs=11, enable_prefix_caching=False, in_flight=in_flight)
+    graphs = engine._runner._decode._graphs = CPUGraphs()
+    # What a recorded step gathers on the device a CPU selects on the host.
+    engine._runner._sampling.rows = lambda rows, filtered: engine._runner._sampling.select(
+        rows.numpy().clip(max=10)
+    )
     requests = make_requests(11)
     check_against_recomputation(models, requests, run(engine, requests))
-    assert set(graphs._recorded) == {1, 2, 4, 8, 11}
-    engine.sleep()
-    assert not graphs._recorded  # they would hold on to the memory of the cache
-    engine.wake()
+    sizes = {key[0] for key in graphs._recorded}
+    assert sizes == {1, 2, 4, 8, 11}
     again = [replace(request, id=f"{request.id} again") for request in requests]
     check_against_recomputation(models, again, run(engine, again))
 
 
-def test_R4_padded_and_replayed_decode_equals_full_recomputation(models):
-    check_replays(models)
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_R4_padded_and_replayed_decode_equals_full_recomputation(models, in_flight):
+    check_replays(models, in_flight)
 
 
-def _padding_writes_to_block_0(correct):
-    return lambda buffer, values, **pad: correct(buffer, values, **pad | {"fill": 0})
+def _padding_is_a_sequence(monkeypatch):
+    correct = Slots.__init__
+
+    def init(self, num_slots, **fields):
+        correct(self, num_slots, **fields)
+        self.padding = 0
+
+    monkeypatch.setattr(Slots, "__init__", init)
 
 
-def _padding_keeps_what_lay_there(correct):
-    def upload(buffer, values, *, padding=0, fill=0):
-        correct(buffer, values)
-        return buffer._device[: len(values) + padding]
+def _rows_move(monkeypatch):
+    correct = torch.Tensor.index_copy_
 
-    return upload
+    def index_copy_(self, dim, index, source):
+        return correct(self.clone() if self.dtype == torch.int64 else self, dim, index, source)
 
-
-def _a_new_buffer_each_time(correct):
-    return lambda buffer, values, **pad: correct(buffer, values, **pad).clone()
+    monkeypatch.setattr(torch.Tensor, "index_copy_", index_copy_)
 
 
-@pytest.mark.parametrize(
-    "plant", [_padding_writes_to_block_0, _padding_keeps_what_lay_there, _a_new_buffer_each_time]
-)
+def _recording_advances(monkeypatch):
+    def record(self, key, compute):
+        compute()
+        self._recorded[key] = compute, compute()
+        rows = compute.args[0]
+        compute.func.__self__.slots.num_tokens[:rows] += 1
+
+    monkeypatch.setattr(CPUGraphs, "record", record)
+
+
+@pytest.mark.parametrize("plant", [_padding_is_a_sequence, _rows_move, _recording_advances])
 def test_R4_planted_bugs_are_caught(models, monkeypatch, plant):
-    buffer = model_runner.InputBuffer
-    monkeypatch.setattr(buffer, "upload", plant(buffer.upload))
-    with pytest.raises(AssertionError):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
         check_replays(models)
 
 
 def test_sizes_grow_in_steps_of_at_most_32():
-    graphs = CPUGraphs(None, max_rows=200)
-    sizes = [graphs.num_rows(n) for n in range(1, 201)]
+    sizes = [bucket_of(n, 200) for n in range(1, 201)]
     assert all(n <= size < n + 32 for n, size in enumerate(sizes, start=1))
     assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 200]

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hone.engine import model_runner
+from hone.engine import decode_step
+from hone.models.generation import GenerationModel
 from hone.types import Request, SamplingParams, StopReason
 from tests.engine import reference
 from tests.engine.conftest import FAMILY_FIELDS
@@ -144,8 +145,8 @@ def test_R4_planted_logprob_before_temperature_is_caught(models, monkeypatch, pa
         tokens, _ = correct(logits, sampling, positions)
         return tokens, logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
-    correct = model_runner.sample
-    monkeypatch.setattr(model_runner, "sample", wrong)
+    correct = decode_step.sample
+    monkeypatch.setattr(decode_step, "sample", wrong)
     requests = make_requests(params=[params])
     with pytest.raises(AssertionError):
         check_against_recomputation(models, requests, run(models.engine(), requests))
@@ -153,14 +154,14 @@ def test_R4_planted_logprob_before_temperature_is_caught(models, monkeypatch, pa
 
 @pytest.mark.parametrize("shift", [1, -1])
 def test_R4_planted_position_bugs_are_caught(models, monkeypatch, shift):
-    correct = model_runner.hidden_states
+    correct = GenerationModel.hidden_states
 
     def wrong(model, input_ids, position_ids, context):
         if context.is_decode:  # prefill right, decode off by one
             position_ids = position_ids + shift
         return correct(model, input_ids, position_ids, context)
 
-    monkeypatch.setattr(model_runner, "hidden_states", wrong)
+    monkeypatch.setattr(GenerationModel, "hidden_states", wrong)
     requests = make_requests()
     with pytest.raises(AssertionError):
         check_against_recomputation(models, requests, run(models.engine(), requests))
@@ -169,7 +170,7 @@ def test_R4_planted_position_bugs_are_caught(models, monkeypatch, shift):
 def test_a_step_that_fails_leaves_no_trace(models, monkeypatch):
     requests = make_requests()
     expected = run(models.engine(), requests)
-    correct = model_runner.hidden_states
+    correct = GenerationModel.hidden_states
     calls = 0
 
     def flaky(*args):
@@ -179,7 +180,7 @@ def test_a_step_that_fails_leaves_no_trace(models, monkeypatch):
             raise RuntimeError("out of memory")
         return correct(*args)
 
-    monkeypatch.setattr(model_runner, "hidden_states", flaky)
+    monkeypatch.setattr(GenerationModel, "hidden_states", flaky)
     engine = models.engine()
     engine.submit(requests)
     done, num_failures = {}, 0

@@ -133,6 +133,46 @@ def test_a_row_does_not_depend_on_its_batch():
         assert logprob.item() == logprobs[i].item()
 
 
+def test_rows_of_the_table_equal_selected_ones():
+    """Gathered rows carry every parameter; with them comes the same, in filtered batches too."""
+    params = [replace(one, seed=3 * i) for i, one in enumerate(GRID)]
+    params.append(SamplingParams(max_tokens=1, temperature=0, top_k=3))
+    table = SamplingTable(len(params), vocab_size=50, device=torch.device("cpu"))
+    for slot, one in enumerate(params):
+        table.write(slot, one)
+    table.flush()
+    slots = np.arange(len(params))[::-1].copy()
+    logits = torch.randn(len(params), 50, generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(len(params))
+    expected = sample(logits, table.select(slots), positions)
+    assert table.is_filtered(slots)
+    actual = sample(logits, table.rows(torch.from_numpy(slots), filtered=True), positions)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    plain = np.array([i for i, one in enumerate(params) if not table.is_filtered(np.array([i]))])
+    assert {params[i].top_k for i in plain} == {0, 3}  # a greedy choice has no filters
+    rows = table.rows(torch.from_numpy(plain), filtered=False)
+    assert rows.min_ps is rows.top_ks is rows.top_ps is None
+    actual = sample(logits[: len(plain)], rows, positions[: len(plain)])
+    expected = sample(logits[: len(plain)], table.select(plain), positions[: len(plain)])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_the_slot_behind_the_last_is_neutral():
+    table = SamplingTable(2, vocab_size=30, device=torch.device("cpu"))
+    for slot in range(2):
+        table.write(slot, SamplingParams(max_tokens=1, temperature=0.3, top_p=0.1, min_p=0.2))
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(4))
+    padding, positions = torch.full((4,), 2), torch.arange(4)
+    assert not table.is_filtered(np.array([2]))
+    plain = batch_of([SamplingParams(max_tokens=1)] * 4, 30)
+    torch.testing.assert_close(
+        sample(logits, table.rows(padding, filtered=True), positions),
+        sample(logits, plain, positions),
+        rtol=0,
+        atol=0,
+    )
+
+
 def test_greedy_takes_the_best_token_and_its_plain_logprob():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
     greedy = SamplingParams(max_tokens=1, temperature=0, top_p=0.1, top_k=2, min_p=0.5)

@@ -21,9 +21,12 @@ MAX_LEN = 40
 
 
 class Simulation:
-    """Drives a scheduler as the engine does, with symbols in place of keys and values."""
+    """Drives a scheduler as the engine does, with symbols in place of keys and values.
 
-    def __init__(self, seed, *, num_blocks=14, max_num_seqs=5, budget=13, caching=True):
+    `tokens` is what the device knows: with `depth` 1 the host learns a token one step later.
+    """
+
+    def __init__(self, seed, *, num_blocks=14, max_num_seqs=5, budget=13, caching=True, depth=0):
         self.random = random.Random(seed)
         self.blocks = BlockManager(
             num_blocks=num_blocks, block_size=BLOCK_SIZE, enable_prefix_caching=caching
@@ -32,9 +35,12 @@ class Simulation:
             self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
         )
         self.budget = budget
+        self.depth = depth
         self.memory = {}  # (block, offset) -> (epoch, prefix)
         self.epoch = 0
         self.alive = {}  # sequence -> epoch of its admission
+        self.tokens = {}  # sequence -> its tokens, those in flight included
+        self.in_flight = []  # steps, each a list of (sequence, sampled token)
         self.num_submitted = 0
 
     def submit(self):
@@ -65,57 +71,90 @@ class Simulation:
             del self.alive[sequence]
 
     def sync(self):
+        self.collect(0)
         self.epoch += 1
         self.blocks.invalidate_prefixes()
 
     def fail(self):
         """A step whose forward raises before anything is written."""
         self.scheduler.schedule()
+        self.in_flight.clear()
         self.scheduler.preempt_all()
+        for sequence in self.alive:
+            sequence.num_in_flight = 0
 
     def step(self):
         running_before = list(self.scheduler.running)
-        batch = self.scheduler.schedule()
-        assert bool(batch.sequences) == bool(self.alive)
-        for sequence in batch.admitted:
+        decoding_before = [s for s in running_before if s.is_decoding]
+        plan = self.scheduler.schedule()
+        assert plan or self.in_flight or not self.alive
+        for sequence in plan.admitted:
             self.alive[sequence] = self.epoch
-        self.check_batch(batch, running_before)
-        for sequence, size in zip(batch.sequences, batch.num_tokens, strict=True):
-            self.write(sequence, size)
-        for sequence, size in zip(batch.sequences, batch.num_tokens, strict=True):
-            self.read(sequence, sequence.num_computed + size)
-        ended = []
-        for sequence, size in zip(batch.sequences, batch.num_tokens, strict=True):
-            sequence.num_computed += size
-            if sequence.num_computed == len(sequence.token_ids):
-                reason = sequence.append(self.random.choice((1, 2)), -0.5, self.epoch)
-                if reason is StopReason.LENGTH:
-                    ended.append(sequence)
-        self.scheduler.remove(ended)
-        for sequence in ended:
-            del self.alive[sequence]
+            assert sequence.num_in_flight <= 1
+            self.tokens[sequence] = list(sequence.token_ids)
+        self.check_plan(plan, decoding_before)
+        sampled = []
+        for sequence in plan.decodes:
+            self.write(sequence, sequence.num_computed - 1, 1)
+        for sequence in plan.decodes:
+            self.read(sequence, sequence.num_computed)
+            sampled.append((sequence, self.draw(sequence)))
+        for sequence, start, size, _ in plan.chunks:
+            self.write(sequence, start, size)
+        for sequence, start, size, samples in plan.chunks:
+            self.read(sequence, start + size)
+            if samples:
+                sampled.append((sequence, self.draw(sequence)))
+        if plan:
+            self.in_flight.append(sampled)
+        self.collect(self.depth if plan else 0)
 
-    def write(self, sequence, size):
-        for position in range(sequence.num_computed, sequence.num_computed + size):
+    def draw(self, sequence):
+        token = self.random.choice((1, 2))
+        self.tokens[sequence].append(token)
+        return token
+
+    def collect(self, depth):
+        while len(self.in_flight) > depth:
+            ended = []
+            for sequence, token in self.in_flight.pop(0):
+                if sequence.has_ended:
+                    continue
+                sequence.num_in_flight -= 1
+                stops = self.random.random() < 0.1  # a stop string, say
+                if sequence.append(token, -0.5, self.epoch) is StopReason.LENGTH or stops:
+                    ended.append(sequence)
+            self.scheduler.remove(ended)
+            for sequence in ended:
+                del self.alive[sequence]
+
+    def write(self, sequence, start, size):
+        for position in range(start, start + size):
             slot = sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
-            self.memory[slot] = self.epoch, tuple(sequence.token_ids[: position + 1])
+            self.memory[slot] = self.epoch, tuple(self.tokens[sequence][: position + 1])
 
     def read(self, sequence, end):
         for position in range(end):
             slot = sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
             epoch, prefix = self.memory[slot]
-            assert prefix == tuple(sequence.token_ids[: position + 1]), f"{slot=} {position=}"
+            assert prefix == tuple(self.tokens[sequence][: position + 1]), f"{slot=} {position=}"
             assert epoch >= self.alive[sequence], f"stale {slot=}: {epoch=}"
 
-    def check_batch(self, batch, running_before):
-        assert sum(batch.num_tokens) <= self.budget
-        assert len(set(batch.sequences)) == len(batch.sequences)
-        for sequence, size in zip(batch.sequences, batch.num_tokens, strict=True):
-            pending = len(sequence.token_ids) - sequence.num_computed
-            assert 1 <= size <= pending
-        for sequence in running_before:  # decodes are never left out for prefills
-            decoding = len(sequence.token_ids) - sequence.num_computed == 1
-            assert sequence in batch.sequences or sequence.slot < 0 or not decoding
+    def check_plan(self, plan, decoding_before):
+        assert len(plan.decodes) + sum(chunk.size for chunk in plan.chunks) <= self.budget
+        planned = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
+        assert len(set(planned)) == len(planned)
+        for sequence, start, size, samples in plan.chunks:
+            assert size >= 1
+            assert samples == (start + size == len(sequence.token_ids))
+            assert sequence.num_computed == start + size <= len(self.tokens[sequence])
+        for sequence in decoding_before:  # decodes are never left out for prefills
+            is_last = sequence not in plan.decodes and sequence.num_left == 0
+            assert sequence in plan.decodes or sequence.slot < 0 or is_last
+        for sequence in planned:
+            assert sequence.num_left >= 0
+        for sequence in plan.decodes:  # their only pending token was sampled by an earlier step
+            assert sequence in decoding_before
 
     def check_ownership(self):
         """Each block is free, idle or held, and the counts are those of the tables."""
@@ -150,19 +189,18 @@ class Simulation:
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
-    num_blocks=st.integers(MAX_LEN // BLOCK_SIZE, 30),
-    max_num_seqs=st.integers(1, 6),
-    budget=st.integers(1, 30),
-    caching=st.booleans(),
+    fields=st.fixed_dictionaries(
+        {
+            "num_blocks": st.integers(MAX_LEN // BLOCK_SIZE, 30),
+            "max_num_seqs": st.integers(1, 6),
+            "budget": st.integers(1, 30),
+            "caching": st.booleans(),
+            "depth": st.integers(0, 1),
+        }
+    ),
 )
-def test_invariants_hold_over_random_events(seed, num_blocks, max_num_seqs, budget, caching):
-    Simulation(
-        seed,
-        num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-        budget=budget,
-        caching=caching,
-    ).run(60)
+def test_invariants_hold_over_random_events(seed, fields):
+    Simulation(seed, **fields).run(60)
 
 
 def _publish_all_at_once(correct):
@@ -190,8 +228,8 @@ def _key_by_tokens_alone(correct):
 
 
 def simulate_many():
-    for seed in range(30):
-        Simulation(seed, budget=6).run(80)
+    for seed in range(40):
+        Simulation(seed, budget=6, depth=seed % 2).run(80)
 
 
 def test_correct_simulation_passes():
@@ -232,22 +270,25 @@ def scheduler_of(*, num_blocks=100, max_num_seqs=8, budget=64):
     return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
 
 
-def finish_step(batch):
-    for sequence, size in zip(batch.sequences, batch.num_tokens, strict=True):
-        sequence.num_computed += size
-        if sequence.num_computed == len(sequence.token_ids):
-            sequence.append(7, -1.0, 0)
+def finish_step(plan):
+    for sequence in [*plan.decodes, *(chunk.sequence for chunk in plan.chunks if chunk.samples)]:
+        sequence.num_in_flight -= 1
+        sequence.append(7, -1.0, 0)
+
+
+def sizes_of(plan):
+    return [1] * len(plan.decodes) + [chunk.size for chunk in plan.chunks]
 
 
 def test_a_group_computes_its_prompt_once_in_one_step():
     scheduler = scheduler_of()
     for arrival in range(4):
         scheduler.add(sequence_of(11, arrival=arrival))
-    batch = scheduler.schedule()
-    assert batch.num_tokens == [11, 3, 3, 3]
-    assert len({tuple(s.block_table[:2]) for s in batch.sequences}) == 1
-    assert len({s.block_table[2] for s in batch.sequences}) == 4
-    assert [s.num_cached_tokens for s in batch.sequences] == [0, 8, 8, 8]
+    plan = scheduler.schedule()
+    assert sizes_of(plan) == [11, 3, 3, 3]
+    assert len({tuple(s.block_table[:2]) for s in plan.admitted}) == 1
+    assert len({s.block_table[2] for s in plan.admitted}) == 4
+    assert [s.num_cached_tokens for s in plan.admitted] == [0, 8, 8, 8]
     assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (44, 24)
 
 
@@ -255,7 +296,7 @@ def test_a_fully_cached_prompt_still_computes_a_token():
     scheduler = scheduler_of()
     scheduler.add(sequence_of(8, arrival=0))
     scheduler.add(sequence_of(8, arrival=1))
-    assert scheduler.schedule().num_tokens == [8, 4]
+    assert sizes_of(scheduler.schedule()) == [8, 4]
 
 
 def test_prefill_is_chunked_and_decodes_go_first():
@@ -265,17 +306,53 @@ def test_prefill_is_chunked_and_decodes_go_first():
     scheduler.add(sequence_of(25, arrival=1))
     sizes = []
     for _ in range(3):
-        batch = scheduler.schedule()
-        sizes.append(batch.num_tokens)
-        finish_step(batch)
+        plan = scheduler.schedule()
+        sizes.append(sizes_of(plan))
+        finish_step(plan)
     assert sizes == [[1, 9], [1, 9], [1, 7]]
+
+
+def test_a_step_is_planned_before_the_tokens_of_the_last_are_known():
+    scheduler = scheduler_of()
+    sequence = sequence_of(3, arrival=0)  # eight tokens may be sampled
+    scheduler.add(sequence)
+    assert sizes_of(scheduler.schedule()) == [3]
+    assert [len(scheduler.schedule().decodes) for _ in range(8)] == [1] * 7 + [0]
+    assert (sequence.num_in_flight, sequence.num_left, len(sequence.token_ids)) == (8, 0, 3)
+
+
+def test_drafts_get_blocks_only_as_far_as_tokens_may_be_sampled():
+    scheduler = scheduler_of()
+    sequence = sequence_of(3, arrival=0)
+    scheduler.add(sequence)
+    finish_step(scheduler.schedule())  # four tokens, seven more may come
+    scheduler.schedule(num_drafts=4)
+    assert len(sequence.block_table) == 2
+    sequence.num_in_flight -= 1
+    for _ in range(6):
+        sequence.append(7, -1.0, 0)
+    sequence.num_computed = 9
+    scheduler.schedule(num_drafts=4)  # one token is left: no room for a draft is needed
+    assert len(sequence.block_table) == 3
+
+
+def test_a_full_engine_waits_for_several_free_slots():
+    scheduler = scheduler_of(num_blocks=500, max_num_seqs=64, budget=500)
+    for arrival in range(80):
+        scheduler.add(sequence_of(2, arrival=arrival))
+    first = scheduler.schedule().admitted
+    assert len(first) == 64
+    scheduler.remove(first[:1])
+    assert not scheduler.schedule().admitted
+    scheduler.remove(first[1:2])
+    assert len(scheduler.schedule().admitted) == 2
 
 
 def test_priority_then_arrival():
     scheduler = scheduler_of(max_num_seqs=2)
     for arrival, priority in enumerate((1, 0, 1, 0)):
         scheduler.add(sequence_of(3, arrival=arrival, priority=priority))
-    assert [s.arrival for s in scheduler.schedule().sequences] == [1, 3]
+    assert [s.arrival for s in scheduler.schedule().admitted] == [1, 3]
 
 
 def test_the_last_served_is_preempted_and_keeps_its_tokens():
@@ -286,8 +363,8 @@ def test_the_last_served_is_preempted_and_keeps_its_tokens():
     finish_step(scheduler.schedule())  # two blocks, one token of room
     scheduler.add(first)
     finish_step(scheduler.schedule())  # two more blocks, full
-    batch = scheduler.schedule()  # both need a block now, one is left
-    assert batch.sequences == [second]
+    plan = scheduler.schedule()  # both need a block now, one is left
+    assert plan.decodes == [second]
     assert scheduler.num_preemptions == 1
     assert scheduler.num_waiting == 1
     assert first.token_ids[-1] == 7

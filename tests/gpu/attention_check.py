@@ -110,6 +110,7 @@ def paged(query_lens, key_lens, heads, dtype, *, block_size=16):
         torch.cat([x[-m:] for x, m in zip(rows, query_lens, strict=True)])
         for rows in (keys, values)
     )
+    is_decode = max(query_lens) == 1
     context = PagedContext(
         kv_caches=[kv_cache],
         block_tables=tables.to(DEVICE),
@@ -118,8 +119,8 @@ def paged(query_lens, key_lens, heads, dtype, *, block_size=16):
         context_lens=torch.tensor(key_lens, dtype=torch.int32, device=DEVICE),
         max_seqlen_q=max(query_lens),
         max_context_len=max(key_lens),
-        query_lens=tuple(query_lens),
-        key_lens=tuple(key_lens),
+        query_lens=() if is_decode else tuple(query_lens),
+        key_lens=() if is_decode else tuple(key_lens),
     )
     return (
         normal(total, num_heads, head_dim, dtype=dtype, seed=9),

@@ -150,18 +150,22 @@ def main():
         model, engine, batch=args.batch, context=args.context, num_steps=args.num_steps
     )
     ideal_s = ideal_step_s(model, batch=args.batch, context=args.context)
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.mem_get_info()[0]
+    started_s = perf_counter()
     engine.sleep()
-    freed = before - torch.cuda.memory_allocated()
+    sleep_s = perf_counter() - started_s
+    freed = torch.cuda.mem_get_info()[0] - before
     started_s = perf_counter()
     engine.wake()
+    wake_s = perf_counter() - started_s
     rows += [
         ("prefill, tokens/s", f"{prefill:,.0f}", ""),
         (f"decode step, B={args.batch}, context {args.context}, ms", f"{step_s * 1e3:.2f}", ""),
         ("decode, tokens/s", f"{args.batch / step_s:,.0f}", ""),
         ("share of the bandwidth limit", f"{ideal_s / step_s:.0%}", ""),
         ("freed by sleep, GiB", f"{freed / GIB:.1f}", ""),
-        ("wake, ms", f"{(perf_counter() - started_s) * 1e3:.1f}", ""),
+        ("sleep, ms", f"{sleep_s * 1e3:.1f}", ""),
+        ("wake, ms", f"{wake_s * 1e3:.1f}", ""),
     ]
     device = torch.cuda.get_device_name()
     sys.stdout.write(f"{args.shape} bf16 random weights, {device}, torch {torch.__version__}\n")

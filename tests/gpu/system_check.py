@@ -232,13 +232,15 @@ def check_sleep(model) -> None:
     engine = make_engine(alias_module(model))
     before = tokens(rollout(engine, 16))
     gc.collect()
-    held = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    held = torch.cuda.mem_get_info()[0]
     engine.sleep()
-    freed = (held - torch.cuda.memory_allocated()) / GIB
+    freed = (torch.cuda.mem_get_info()[0] - held) / GIB
     torch.cuda.empty_cache()  # as training in between does, and recording a graph
     engine.wake()
     again = tokens(rollout(engine, 16))
-    back = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    back = torch.cuda.mem_get_info()[0]
     report("sleep frees, GiB of 4 GiB", f"{freed:.2f}", ">= 3.99", freed >= 3.99)
     difference = abs(back - held) / 2**20
     report("memory after waking, MiB of difference", f"{difference:.1f}", "<= 64", difference <= 64)

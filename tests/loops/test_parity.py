@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
 from tests.loops.conftest import MakeConfig
+from tests.models.exact_fakes import use_torch
+from transformers import PreTrainedModel
 
 from hone.config import UserError
 from hone.loops import sync
 from hone.loops.parity import check_parity, measure_parity
 from hone.loops.parts import RLParts, assemble
 from hone.models.decoder import alias_module
+from hone.models.generation import generation_model
 from hone.types import Trajectory
 
 
@@ -31,12 +35,18 @@ def test_R4_engine_and_trainer_agree(make_config: MakeConfig) -> None:
     assert report.share_outside == 0.0
 
 
+def sample_with(parts: RLParts, model: PreTrainedModel) -> None:
+    """Let the engine sample from another model than the trainer's."""
+    runner = parts.engine._runner
+    runner.model = runner._decode.model = generation_model(model, compile=False)
+
+
 def stale_layer(parts: RLParts) -> None:
     """One matrix of the engine is not the trainer's."""
     engine_model = alias_module(parts.model)
     layer = engine_model.base_model.layers[1].mlp.down_proj
     layer.weight = torch.nn.Parameter(layer.weight + 0.1 * torch.randn_like(layer.weight))
-    parts.engine._runner.model = engine_model
+    sample_with(parts, engine_model)
 
 
 def wrong_temperature(parts: RLParts) -> None:
@@ -48,7 +58,7 @@ def wrong_rope(parts: RLParts) -> None:
     engine_model = alias_module(parts.model)
     rotary = engine_model.base_model.rotary_emb
     rotary.inv_freq = rotary.inv_freq * 3.0
-    parts.engine._runner.model = engine_model
+    sample_with(parts, engine_model)
 
 
 @pytest.mark.parametrize("bug", [stale_layer, wrong_temperature, wrong_rope])
@@ -74,6 +84,44 @@ def test_R4_shifted_labels_are_caught(make_config: MakeConfig) -> None:
             row.rollout_logprobs = row.rollout_logprobs.roll(1)
         with pytest.raises(UserError, match="disagree"):
             check_parity(rows, parts.trainer, parts.cfg.trainer.parity, dtype="float32")
+
+
+def test_R4_exact_gate_demands_equal_bits(make_config: MakeConfig) -> None:
+    with assemble(make_config(rollout={"prompts_per_step": 8})) as parts:
+        parts.weights.push(0)
+        rows = first_rows(parts)
+        cfg = parts.cfg.trainer.parity
+        for row, logprobs in zip(rows, parts.trainer.logprobs(rows), strict=True):
+            row.rollout_logprobs = logprobs
+        report = check_parity(rows, parts.trainer, cfg, dtype="bfloat16", exact=True)
+        assert report is not None
+        assert report.max_difference == 0.0
+        one = rows[3].rollout_logprobs
+        assert one is not None
+        one[-1] = torch.nextafter(one[-1], torch.tensor(0.0))
+        check_parity(rows, parts.trainer, cfg, dtype="bfloat16")
+        with pytest.raises(UserError, match=r"model\.exact is on, but .* differ by up to"):
+            check_parity(rows, parts.trainer, cfg, dtype="bfloat16", exact=True)
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
+def test_model_exact_reaches_engine_trainer_and_gate(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch in place of the kernels, whose bits depend on the batch: the gate must say so."""
+    products = use_torch(monkeypatch)
+    cfg = make_config(run={"steps": 1}, rollout={"prompts_per_step": 8}, model={"exact": True})
+    with assemble(cfg) as parts:
+        _sharpen(parts)
+        parts.weights.push(0)
+        rows = first_rows(parts)
+        assert products, "the engine"
+        products.clear()
+        assert measure_parity(rows, parts.trainer).max_difference < 1e-3
+        assert products, "the trainer"
+        wrong_rope(parts)
+        with pytest.raises(UserError, match=r"model\.exact is on, but"):
+            sync.train(parts)
 
 
 def test_the_gate_can_be_opened(make_config: MakeConfig) -> None:

@@ -1,6 +1,6 @@
 """The one attention function that training and generation share, and its kernels."""
 
-from hone.attention.context import AttentionContext, PackedContext, PagedContext
+from hone.attention.context import AttentionContext, PackedContext, PagedContext, SharedPrefix
 from hone.attention.interface import ATTENTION_NAME
 
-__all__ = ["ATTENTION_NAME", "AttentionContext", "PackedContext", "PagedContext"]
+__all__ = ["ATTENTION_NAME", "AttentionContext", "PackedContext", "PagedContext", "SharedPrefix"]

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hone.attention import flash, reference
-from hone.attention.context import PackedContext, PagedContext
+from hone.attention.context import FP8_DTYPE, PackedContext, PagedContext
 
 __all__ = [
+    "calibrate_scales",
     "choose_packed_backend",
     "choose_paged_backend",
     "packed_attention",
     "paged_attention",
     "write_kv",
 ]
+
+CALIBRATION_HEADROOM = 4.0
+"""How far values may grow beyond those of the first prompts under a weight version. Precision is
+the same over four orders of magnitude below the largest value, so it costs none."""
 
 
 def choose_packed_backend(
@@ -61,14 +66,30 @@ def packed_attention(
     )
 
 
-def write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store keys and values [T, Hkv, D] at their slots of the cache; slot -1 stores nothing."""
+def calibrate_scales(k: Tensor, v: Tensor, scales: Tensor) -> None:
+    """Set scales [2, Hkv] for keys and values like k and v, [T, Hkv, D].
+
+    The largest magnitude of a head takes up a quarter of the FP8 range: later tokens may be
+    four times as large before they saturate. A head of zeros gets scale 1.
+    """
+    largest = torch.stack([x.abs().amax((0, 2)) for x in (k, v)]).float()
+    scale = largest * (CALIBRATION_HEADROOM / torch.finfo(FP8_DTYPE).max)
+    scales.copy_(torch.where(scale > 0, scale, 1.0))
+
+
+def write_kv(
+    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scales: Tensor | None = None
+) -> None:
+    """Store keys and values [T, Hkv, D] at their slots of the cache; slot -1 stores nothing.
+
+    With `scales` [2, Hkv] they are divided by their head's and saturate at the FP8 range.
+    """
     if choose_paged_backend(k.device) == "triton":
         from hone.attention import triton_decode  # needs triton, absent on CPUs
 
-        triton_decode.write_kv(k, v, kv_cache, slot_mapping)
+        triton_decode.write_kv(k, v, kv_cache, slot_mapping, scales)
     else:
-        reference.write_kv(k, v, kv_cache, slot_mapping)
+        reference.write_kv(k, v, kv_cache, slot_mapping, scales)
 
 
 def paged_attention(
@@ -79,31 +100,32 @@ def paged_attention(
     context: PagedContext,
     *,
     scale: float,
+    scales: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Attention of the newest tokens against their paged keys, which are already written.
 
     q is [T, Hq, D]; k and v [T, Hkv, D] are the newest keys, read directly where no earlier
-    ones exist. Returns [T, Hq, D].
+    ones exist; scales [2, Hkv] are those of an FP8 cache. Returns [T, Hq, D].
     """
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if context.is_decode:
-        return _decode(q, kv_cache, context, scale=scale, window=window, softcap=softcap)
+        return _decode(q, kv_cache, context, scales, **options)
     if _packed_backend(q, softcap) == "flash":
-        return flash.prefill_attention(q, k, v, kv_cache, context, scale=scale, window=window)
-    if not context.has_prefix:
-        return reference.packed_attention(
-            q, k, v, context.query_lens, scale=scale, window=window, softcap=softcap
+        return flash.prefill_attention(
+            q, k, v, kv_cache, context, scale=scale, scales=scales, window=window
         )
-    return reference.paged_attention(
-        q, kv_cache, context, scale=scale, window=window, softcap=softcap
-    )
+    if not context.has_prefix:
+        return reference.packed_attention(q, k, v, context.query_lens, **options)
+    return reference.paged_attention(q, kv_cache, context, scales, **options)
 
 
 def _decode(
     q: Tensor,
     kv_cache: Tensor,
     context: PagedContext,
+    scales: Tensor | None,
     *,
     scale: float,
     window: int | None,
@@ -111,16 +133,19 @@ def _decode(
 ) -> Tensor:
     if choose_paged_backend(q.device) == "reference":
         return reference.paged_attention(
-            q, kv_cache, context, scale=scale, window=window, softcap=softcap
+            q, kv_cache, context, scales, scale=scale, window=window, softcap=softcap
         )
     from hone.attention import triton_decode  # needs triton, absent on CPUs
 
     return triton_decode.decode_attention(
-        q.contiguous(),
+        q,
         kv_cache,
         context.block_tables,
         context.context_lens,
         context.max_context_len,
+        num_queries=context.max_seqlen_q,
+        scales=scales,
+        shared=context.shared,
         scale=scale,
         window=window,
         softcap=softcap,

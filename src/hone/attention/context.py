@@ -17,7 +17,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionContext", "PackedContext", "PagedContext"]
+__all__ = [
+    "FP8_DTYPE",
+    "SHARED_PREFIX_MEMBERS",
+    "AttentionContext",
+    "PackedContext",
+    "PagedContext",
+    "SharedPrefix",
+]
+
+FP8_DTYPE = torch.float8_e4m3fn
+"""Element type of a quantised KV cache."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,16 +57,39 @@ class PackedContext:
         return sum(self.lengths)
 
 
+SHARED_PREFIX_MEMBERS = 8
+"""Sequences that read shared keys together. Every entry costs what M members would: their queries
+are the rows of a tile of 16 at least, so 8 sequences of 2 query heads a key head fill the smallest,
+and of 4 heads the next. On an H200 a group of 16 is read as fast by two eights as at once."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SharedPrefix:
+    """Groups of sequences whose first keys lie in the same blocks, so that decode reads them once.
+
+    M is `SHARED_PREFIX_MEMBERS`; a larger group takes several entries, which each read the keys.
+    The shared blocks are those at the head of the block table of a group's first member. A
+    sequence belongs to one group at most. The shapes are those of a captured graph, the contents
+    may change between replays.
+    """
+
+    rows: Tensor  # [G, M] int32: batch rows of the members, the first ones set; -1 is no member
+    lens: Tensor  # [G] int32: leading keys they share, a multiple of block_size; 0 unused group
+    starts: Tensor  # [B] int32: where each row's own keys begin, its group's `lens`, else 0
+
+
 @dataclass(slots=True, kw_only=True)
 class PagedContext:
     """Generation: the newest tokens of B sequences against a paged KV cache.
 
     The queries of a sequence are its last tokens, so query i of n sees keys
-    `0 .. context_len - n + i` (a chunk of a prompt, or with n = 1 a decode step). The forward first
-    writes the keys and values of all T tokens, then attends.
+    `0 .. context_len - n + i`. The forward first writes the keys and values of all T tokens, then
+    attends.
 
-    A pure decode step (`max_seqlen_q == 1`) reads tensors and the two maxima only, never the
-    host tuples: replaying it from a captured graph needs nothing but new tensor contents.
+    A prefill step has chunks of prompts and tells their lengths to the host (`query_lens`,
+    `key_lens`). A decode step leaves them out: every sequence brings `max_seqlen_q` queries, one
+    or, to verify drafts, several, and T = B * max_seqlen_q. It reads tensors and the two maxima
+    only, so that replaying it from a captured graph needs nothing but new tensor contents.
     """
 
     kv_caches: Sequence[Tensor]  # per layer [2, num_blocks, block_size, num_kv_heads, head_dim]
@@ -66,20 +99,35 @@ class PagedContext:
     context_lens: Tensor  # [B] int32: keys visible to the last query of each sequence
     max_seqlen_q: int
     max_context_len: int
-    query_lens: tuple[int, ...] = ()  # [B] host copy; required when max_seqlen_q > 1
-    key_lens: tuple[int, ...] = ()  # [B] host copy of context_lens; required likewise
+    query_lens: tuple[int, ...] = ()  # [B] host copy; a decode step has none
+    key_lens: tuple[int, ...] = ()  # [B] host copy of context_lens; likewise
+    kv_scales: Tensor | None = None  # [num_layers, 2, num_kv_heads] float32: value = stored * scale
+    calibrate: bool = False  # prefill: set each layer's scales from this chunk before writing
+    shared: SharedPrefix | None = None  # decode: read these keys once for each group
 
     def __post_init__(self) -> None:
         batch = self.block_tables.shape[0]
-        if self.max_seqlen_q > 1 and not (len(self.query_lens) == len(self.key_lens) == batch):
+        if not self.is_decode and not len(self.query_lens) == len(self.key_lens) == batch:
             raise ValueError(
-                "a prefill step (max_seqlen_q > 1) needs query_lens and key_lens as host integers, "
-                f"one a sequence: got {len(self.query_lens)} and {len(self.key_lens)} for {batch}"
+                "a prefill step needs query_lens and key_lens as host integers, one a sequence: "
+                f"got {len(self.query_lens)} and {len(self.key_lens)} for {batch}"
             )
-        if self.query_lens and sum(self.query_lens) != self.num_tokens:
+        expected = batch * self.max_seqlen_q if self.is_decode else sum(self.query_lens)
+        if expected != self.num_tokens:
+            described = (
+                "max_seqlen_q times the batch is" if self.is_decode else "query_lens add up to"
+            )
+            raise ValueError(f"{described} {expected}, slot_mapping has {self.num_tokens}")
+        is_quantised = self.kv_caches[0].dtype == FP8_DTYPE
+        if is_quantised != (self.kv_scales is not None):
             raise ValueError(
-                f"query_lens add up to {sum(self.query_lens)}, slot_mapping has {self.num_tokens}"
+                "kv_scales belong to a cache of float8_e4m3fn and to no other: got "
+                f"{'no scales' if is_quantised else 'scales'} for {self.kv_caches[0].dtype}"
             )
+        if self.calibrate and (self.is_decode or not is_quantised):
+            raise ValueError("calibrate belongs to a prefill step with an FP8 cache")
+        if self.shared is not None and not self.is_decode:
+            raise ValueError("shared belongs to a decode step")
 
     @property
     def num_tokens(self) -> int:
@@ -87,8 +135,8 @@ class PagedContext:
 
     @property
     def is_decode(self) -> bool:
-        """Every sequence brings exactly one query."""
-        return self.max_seqlen_q == 1
+        """Every sequence brings equally many queries, and the host knows no lengths."""
+        return not self.query_lens and not self.key_lens
 
     @property
     def has_prefix(self) -> bool:

@@ -7,21 +7,30 @@ are a sequence's last tokens, which is what a chunked prefill needs.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from hone.attention.context import PackedContext, PagedContext
+from hone.attention.context import FP8_DTYPE, PackedContext, PagedContext
+from hone.attention.reference import gather_kv
 
 __all__ = ["MAX_HEAD_DIM", "packed_attention", "prefill_attention"]
 
 MAX_HEAD_DIM = 256
 """Largest head the kernels are built for."""
 
-_ASKS_FOR_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+PAGE_MULTIPLE = 256
+"""FlashAttention 2 reads paged keys only from blocks of a multiple of so many."""
+
+_PARAMETERS = inspect.signature(varlen_attn).parameters
+_TAKES_BLOCK_TABLES = "block_table" in _PARAMETERS
+"""Whether keys can be read from pages (torch 2.13 on)."""
+_ASKS_FOR_SHARED_HEADS = "enable_gqa" in _PARAMETERS
 """Whether one key head serves several query heads only on request (torch 2.12 on) or always."""
 
 
@@ -54,18 +63,27 @@ def prefill_attention(
     context: PagedContext,
     *,
     scale: float,
+    scales: Tensor | None = None,
     window: int | None,
 ) -> Tensor:
     """Chunks of prompts, q [T, Hq, D], against all their keys.
 
-    Without a cached prefix the keys are the chunk's own, k and v [T, Hkv, D]; with one they are
-    gathered from the cache, where the chunk's own are already written. Returns [T, Hq, D].
+    Without a cached prefix the keys are the chunk's own, k and v [T, Hkv, D]. With one, the chunk's
+    own lie in the cache as well, and all are read from there: through the block tables if the
+    kernel can (`PAGE_MULTIPLE`), else gathered, and dequantised with scales [2, Hkv] where it is
+    FP8. Returns [T, Hq, D].
     """
     borders_k = context.cu_seqlens_q
+    pages: dict[str, Any] = {}
     if context.has_prefix:
         borders_k = _borders(context.key_lens, q.device)
+    if context.has_prefix and _reads_pages(kv_cache):
+        k, v = kv_cache.unbind(0)
+        pages = {"block_table": context.block_tables, "seqused_k": context.context_lens}
+    elif context.has_prefix:
         slots = _key_slots(context, borders_k, block_size=kv_cache.shape[2])
-        k, v = kv_cache.view(2, -1, *kv_cache.shape[3:]).index_select(1, slots).unbind(0)
+        flat = kv_cache.view(2, -1, *kv_cache.shape[3:])
+        k, v = gather_kv(flat, 1, slots, scales, q.dtype).unbind(0)
     return _varlen(
         q,
         k,
@@ -76,7 +94,14 @@ def prefill_attention(
         max_k=context.max_context_len,
         scale=scale,
         window=window,
+        pages=pages,
     )
+
+
+def _reads_pages(kv_cache: Tensor) -> bool:
+    """Whether the kernel takes the cache as it is: it reads whole large blocks, not FP8."""
+    is_aligned = kv_cache.shape[2] % PAGE_MULTIPLE == 0
+    return _TAKES_BLOCK_TABLES and is_aligned and kv_cache.dtype != FP8_DTYPE
 
 
 def _varlen(
@@ -90,12 +115,23 @@ def _varlen(
     max_k: int,
     scale: float,
     window: int | None,
+    pages: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
     left = -1 if window is None or window >= max_k else window - 1  # the token itself not counted
-    is_shared = q.shape[1] > k.shape[1]
+    is_shared = q.shape[1] > k.shape[-2]
     options: dict[str, Any] = {"enable_gqa": True} if is_shared and _ASKS_FOR_SHARED_HEADS else {}
     output = varlen_attn(
-        q, k, v, borders_q, borders_k, max_q, max_k, scale=scale, window_size=(left, 0), **options
+        q,
+        k,
+        v,
+        borders_q,
+        borders_k,
+        max_q,
+        max_k,
+        scale=scale,
+        window_size=(left, 0),
+        **options,
+        **pages,
     )
     assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
     return output

@@ -17,10 +17,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from hone.attention.backends import packed_attention, paged_attention, write_kv
+from hone.attention.backends import (
+    calibrate_scales,
+    packed_attention,
+    paged_attention,
+    write_kv,
+)
 from hone.attention.context import PackedContext, PagedContext
 
-__all__ = ["ATTENTION_NAME", "attention"]
+__all__ = ["ATTENTION_NAME", "attend_paged", "attention"]
 
 ATTENTION_NAME = "hone"
 """Value of `attn_implementation` that selects `attention`."""
@@ -65,19 +70,51 @@ def attention(
     else:
         if q.requires_grad:
             raise ValueError("paged attention has no gradient: run it under torch.inference_mode()")
-        kv_cache = attention_context.kv_caches[_layer_index(module)]
-        write_kv(k, v, kv_cache, attention_context.slot_mapping)
-        output = paged_attention(
+        output = attend_paged(
             q,
             k,
             v,
-            kv_cache,
+            _layer_index(module),
             attention_context,
             scale=scaling,
             window=sliding_window,
             softcap=softcap,
         )
     return output.unsqueeze(0), None
+
+
+def attend_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_index: int,
+    context: PagedContext,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    write: bool = True,
+) -> Tensor:
+    """One layer of generation: store the newest keys and values, then attend.
+
+    q is [T, Hq, D], k and v [T, Hkv, D], each with contiguous heads. With `write` False the cache
+    already holds k and v, quantised with the layer's `kv_scales` where it is FP8; k and v are then
+    read where no earlier keys exist. Returns [T, Hq, D]. Raises ValueError where the context
+    calibrates scales and the keys are already written.
+    """
+    if context.calibrate and not write:
+        raise ValueError(
+            "a calibrating step sets the scales before it writes: call with write=True"
+        )
+    kv_cache = context.kv_caches[layer_index]
+    scales = None if context.kv_scales is None else context.kv_scales[layer_index]
+    if scales is not None and context.calibrate:
+        calibrate_scales(k, v, scales)
+    if write:
+        write_kv(k, v, kv_cache, context.slot_mapping, scales)
+    return paged_attention(
+        q, k, v, kv_cache, context, scale=scale, scales=scales, window=window, softcap=softcap
+    )
 
 
 def _refuse_unserved(

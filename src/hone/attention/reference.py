@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.attention.context import PagedContext
+from hone.attention.context import FP8_DTYPE, PagedContext
 
-__all__ = ["packed_attention", "paged_attention", "write_kv"]
+__all__ = ["gather_kv", "packed_attention", "paged_attention", "write_kv"]
 
 MAX_PADDING = 1.15
 """Sequences share a batch while the longest has at most this many times the shortest's tokens.
@@ -66,6 +66,7 @@ def paged_attention(
     q: Tensor,
     kv_cache: Tensor,
     context: PagedContext,
+    scales: Tensor | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -74,21 +75,23 @@ def paged_attention(
     """Attention of each sequence's newest tokens against all its keys in the cache.
 
     q is [T, Hq, D], kv_cache [2, num_blocks, block_size, Hkv, D] with the keys of q's own tokens
-    already written. Sequences with equally many queries are computed together; a decode step is
-    a single batch. Returns [T, Hq, D].
+    already written, scales [2, Hkv] those of an FP8 cache. Sequences with equally many queries are
+    computed together; a decode step is a single batch, and reads a shared prefix once for each
+    member. Returns [T, Hq, D].
     """
     if context.is_decode:
         output = _attend_blocks(
-            q.unsqueeze(1),
+            q.unflatten(0, (-1, context.max_seqlen_q)),
             kv_cache,
             context.block_tables,
             context.context_lens,
             context.max_context_len,
             scale=scale,
+            scales=scales,
             window=window,
             softcap=softcap,
         )
-        return output.squeeze(1)
+        return output.flatten(0, 1)
     output = torch.empty_like(q)
     for group in _query_groups(context.query_lens, q.device):
         queries = q.index_select(0, group.tokens).unflatten(0, (len(group.members), -1))
@@ -99,6 +102,7 @@ def paged_attention(
             context.context_lens.index_select(0, group.sequences),
             max(context.key_lens[i] for i in group.members),
             scale=scale,
+            scales=scales,
             window=window,
             softcap=softcap,
         )
@@ -106,14 +110,41 @@ def paged_attention(
     return output
 
 
-def write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store k and v, [T, Hkv, D], at slots [T] of kv_cache; slot -1 stores nothing."""
+def write_kv(
+    k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, scales: Tensor | None = None
+) -> None:
+    """Store k and v, [T, Hkv, D], at slots [T] of kv_cache; slot -1 stores nothing.
+
+    With `scales` [2, Hkv] the cache is FP8: values are divided by their head's scale, and
+    saturate.
+    """
     if bool((slot_mapping < 0).any()):
         written = (slot_mapping >= 0).nonzero().squeeze(1)
         k, v, slot_mapping = (x.index_select(0, written) for x in (k, v, slot_mapping))
+    if scales is not None:
+        k, v = (_quantise(x, s) for x, s in zip((k, v), scales, strict=True))
+        kv_cache = kv_cache.view(torch.uint8)
     slots = kv_cache.view(2, -1, *kv_cache.shape[3:])
     slots[0].index_copy_(0, slot_mapping, k)
     slots[1].index_copy_(0, slot_mapping, v)
+
+
+def gather_kv(
+    kv_cache: Tensor, dim: int, indices: Tensor, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`kv_cache.index_select(dim, indices)`, [2, ..., Hkv, D], dequantised to `dtype` if FP8."""
+    if scales is None:
+        return kv_cache.index_select(dim, indices)
+    stored = kv_cache.view(torch.uint8).index_select(dim, indices).view(FP8_DTYPE)
+    scales = scales.view(2, *(1,) * (kv_cache.dim() - 3), -1, 1)
+    return (stored.float() * scales).to(dtype)
+
+
+def _quantise(x: Tensor, scales: Tensor) -> Tensor:
+    """x [T, H, D] over scales [H] as the bytes of FP8 numbers."""
+    limit = torch.finfo(FP8_DTYPE).max
+    scaled = (x.float() / scales.unsqueeze(1)).clamp(-limit, limit)
+    return scaled.to(FP8_DTYPE).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +218,7 @@ def _attend_blocks(
     max_context_len: int,
     *,
     scale: float,
+    scales: Tensor | None,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
@@ -194,7 +226,7 @@ def _attend_blocks(
     batch, num_queries = q.shape[:2]
     num_blocks = -(-max_context_len // kv_cache.shape[2])
     blocks = block_tables[:, :num_blocks].reshape(-1)
-    kv = kv_cache.index_select(1, blocks).view(2, batch, -1, *kv_cache.shape[3:])
+    kv = gather_kv(kv_cache, 1, blocks, scales, q.dtype).view(2, batch, -1, *kv_cache.shape[3:])
     k, v = kv.transpose(2, 3).unbind(0)  # [B, Hkv, K, D]
     keys = torch.arange(kv.shape[2], device=q.device)
     newest = torch.arange(-num_queries, 0, device=q.device)

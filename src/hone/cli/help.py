@@ -14,7 +14,13 @@ from rich.text import Text
 from hone.config import UserError
 from hone.config.base import Section
 from hone.config.schema import Field, fields, is_section
-from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.config.tree import (
+    BenchEngineConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    SFTConfig,
+)
 
 __all__ = ["TREES", "print_help"]
 
@@ -24,13 +30,16 @@ TREES: dict[str, type[Section]] = {
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
 }
+"""Trees of the commands that `hone check` checks."""
+
+_PAGES: dict[str, type[Section]] = {**TREES, "bench engine": BenchEngineConfig}
 
 _MAX_WIDTH = 100
 
 
 def print_help(command: str, sections: Sequence[str]) -> int:
     """Print the keys of a command's tree, or those of the named sections."""
-    tree = TREES[command]
+    tree = _PAGES[command]
     shown = [field for field in fields(tree) if _selected(field, sections)]
     if not shown:
         raise UserError(

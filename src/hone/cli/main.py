@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "sample completions for prompts from a file",
     "eval": "score a model on a data set",
     "report": "draw the report of a run folder",
+    "bench": "measure the speed of the engine, beside vLLM where wanted",
     "check": "check a recipe and print its derived numbers; needs no GPU",
 }
 

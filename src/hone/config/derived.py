@@ -23,6 +23,7 @@ __all__ = [
     "derived_generate",
     "derived_rl",
     "derived_sft",
+    "kv_dtype",
     "optimizer_steps_per_rollout",
 ]
 
@@ -43,6 +44,11 @@ def compute_dtype(model: ModelConfig, device: str) -> str:
     if model.dtype != "auto":
         return model.dtype
     return {"cpu": "float32", "cuda": "bfloat16"}.get(device, "auto")
+
+
+def kv_dtype(engine: EngineConfig, model: ModelConfig, device: str) -> str:
+    """The number format of the KV cache."""
+    return "fp8" if engine.kv_cache_dtype == "fp8" else compute_dtype(model, device)
 
 
 def optimizer_steps_per_rollout(cfg: RLConfig) -> int:
@@ -194,7 +200,7 @@ def _engine(
         blocks,
         f"{per_sequence} x engine.max_num_seqs {engine.max_num_seqs}",
     )
-    dtype = compute_dtype(model, device)
+    dtype = kv_dtype(engine, model, device)
     per_token = facts.kv_bytes_per_token(dtype) if facts else None
     if per_token is not None:
         held = "bfloat16" if dtype == "auto" else dtype

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from hone.config.base import Section
@@ -13,13 +15,24 @@ class EngineConfig(Section):
     """The embedded engine: paged KV cache and continuous batching in the trainer's process."""
 
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Fraction of the device's total memory that the KV cache and the activations of generation may
-    take together, and in `hone eval` and `hone generate` the weights too; in training the weights
-    are the trainer's. On a CPU the cache is sized by `kv_cache_gib`."""
+    """Fraction of the device's total memory that the engine may take: KV cache and activations, and
+    in `hone eval`, `hone generate` and `hone bench engine` the weights too; in training the weights
+    are the trainer's. The cache never takes more than what is free after a profiling run. On a CPU
+    it is sized by `kv_cache_gib`."""
 
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Size of the KV cache in GiB; unset: from `gpu_memory_utilization` on CUDA; on a CPU what
     `max_num_seqs` sequences of full length need, at most 1 GiB."""
+
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Format of keys and values: `auto` is the model's, `fp8` (e4m3, a scale for each head, set
+    anew for each weight version) halves the memory they take and the time to read them.
+    Log-probabilities then differ from the trainer's by the rounding: keep `algorithm.correction`
+    on."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that hold the model's weights together, each a part, one process each as torchrun
+    starts them; a multiple of so many processes gives replicas. Families with fused layers only."""
 
     block_size: int = Field(default=16, ge=1)
     """Tokens in one KV block (page)."""
@@ -39,10 +52,14 @@ class EngineConfig(Section):
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt beginnings, within a group above all."""
 
+    speculation: bool = False
+    """Draft the next tokens from what the group and earlier rollouts of the same prompt wrote, and
+    verify several in one step, where measuring shows that this pays. Samples stay the same."""
+
     cuda_graphs: bool = True
     """Replay decode steps from CUDA graphs, which spares the host the launch of every kernel; off
     only to look for faults. No effect on a CPU."""
 
     compile: bool = True
-    """Compile the decoder layers of those graphs with torch.compile: some seconds at the start, a
-    fifth less time in every decode step."""
+    """Compile the decoder layers of families that have no fused layers of ours (Gemma) with
+    torch.compile: some seconds at the start, a fifth less time in every decode step."""

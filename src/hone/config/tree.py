@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.base import Section
+from hone.config.bench import BenchModelConfig, DecodeConfig
 from hone.config.data import DataConfig, SourceConfig
 from hone.config.engine import EngineConfig
 from hone.config.model import ModelConfig
@@ -26,6 +28,7 @@ from hone.config.run import (
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 
 __all__ = [
+    "BenchEngineConfig",
     "EvaluateConfig",
     "EvaluateDataConfig",
     "GenerateConfig",
@@ -106,3 +109,26 @@ class GenerateConfig(Section):
     """Samples drawn for each prompt."""
     output: Path = Path("completions.jsonl")
     """JSONL file that receives one row a sample."""
+
+
+class BenchEngineConfig(Section):
+    """`hone bench engine`: the engine's speed on a workload, with log-probabilities, against what
+    the device allows and, where asked for, against vLLM on the same requests."""
+
+    run: GenerateRunConfig = GenerateRunConfig()
+    model: BenchModelConfig = BenchModelConfig()
+    engine: EngineConfig = EngineConfig()
+    """The embedded engine; `max_model_len` unset: made for the longest request of the workload."""
+    workload: str = "uniform"
+    """`decode`: a full batch at one context, for the time of a step. `uniform`: 256 requests,
+    prompt and output 100 to 1,024 tokens each. `groups`: 64 prompts of 256 tokens, 8 samples each,
+    lengths log-normal (median 800, sigma 0.7, at most 3,800). Or a JSONL file; a line has
+    `prompt_tokens` (a number) or `prompt_ids`, `max_tokens`, and where wanted `n`, `temperature`,
+    `top_p`, `top_k`, `min_p`. All are submitted at once and sampled to their `max_tokens`."""
+    decode: DecodeConfig = DecodeConfig()
+    against: Literal["vllm"] | None = None
+    """Also run the installed vLLM on the same requests, first and in a process of its own, with the
+    same formats, memory, `engine.max_num_seqs` and prefix caching."""
+    output: Path = Path("bench.json")
+    """JSON file that receives all numbers; the plot lies beside it as `.svg`, what vLLM says as
+    `.vllm.log`."""

@@ -8,25 +8,34 @@ while engine.has_unfinished:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from enum import StrEnum
 from itertools import count
 from time import perf_counter
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.engine import EngineConfig
+from hone.config.errors import UserError
 from hone.engine.block_manager import BlockManager
 from hone.engine.detokenizer import StopStringWatcher
-from hone.engine.kv_cache import KVCache, choose_num_blocks
-from hone.engine.model_runner import ModelRunner
+from hone.engine.drafting import Drafting
+from hone.engine.kv_cache import KVCache, check_max_num_seqs, choose_num_blocks
+from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
 from hone.engine.requests import check_request
-from hone.engine.scheduler import Batch, Scheduler
+from hone.engine.scheduler import Plan, Scheduler
 from hone.engine.sequence import Sequence
+from hone.engine.slots import MAX_DRAFTS
+from hone.models.generation import generation_model
 from hone.models.manifest import build_manifest, compare, export_weights
 from hone.models.support import context_length
+from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.types import Completion, EngineStats, Request, StopReason, WeightManifest
 
 __all__ = ["EmbeddedEngine", "EngineState"]
@@ -52,6 +61,13 @@ class EmbeddedEngine:
     `eos_token_ids` end every request that does not ignore them. `tokenizer` serves stop strings
     alone. `max_model_len`, in tokens, overrides the configured one. Raises ValueError where the
     cache cannot hold one sequence of that length.
+
+    With `tensor_parallel`, `model` is this rank's, from `shard_model`. All ranks of the group make
+    an engine and then the same calls in the same order; what they return is the same, too.
+
+    With `exact`, the log-probability of a token is the same bits in every batch, and those of a
+    trainer in exact mode. Raises UserError where the model is not served, ValueError with an FP8
+    cache or tensor parallelism.
     """
 
     def __init__(
@@ -63,33 +79,64 @@ class EmbeddedEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_model_len: int | None = None,
         owns_weights: bool = False,
+        tensor_parallel: TensorParallel | None = None,
+        exact: bool = False,
     ) -> None:
+        tp = tensor_parallel or TensorParallel(rank=0, size=1, device=model.device)
+        _check_group(tp, cfg)
+        if exact and (cfg.kv_cache_dtype == "fp8" or tp.size > 1):
+            raise ValueError(
+                "exact mode has neither FP8 keys and values nor tensor parallelism: got "
+                f"engine.kv_cache_dtype={cfg.kv_cache_dtype}, "
+                f"engine.tensor_parallel_size={tp.size}; use auto and 1"
+            )
+        self._tensor_parallel = tp
         self.model = model
         self.max_model_len = _model_len(model, max_model_len or cfg.max_model_len)
         self.state = EngineState.AWAKE
         self._eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
         self._vocab_size = int(model.config.vocab_size)
+        is_fp8 = cfg.kv_cache_dtype == "fp8"
+        if is_fp8:
+            _require_fp8(model.device)
         self._cache = KVCache(
-            model.config, block_size=cfg.block_size, dtype=model.dtype, device=model.device
+            model.config,
+            block_size=cfg.block_size,
+            dtype=torch.float8_e4m3fn if is_fp8 else model.dtype,
+            device=model.device,
+        )
+        resident = sum(tensor.nbytes for tensor in model.parameters()) if owns_weights else 0
+        check_max_num_seqs(
+            self._cache,
+            cfg,
+            max_model_len=self.max_model_len,
+            bytes_per_sequence=_bytes_per_sequence(self._vocab_size, self.max_model_len, cfg),
+            resident_bytes=resident,
         )
         self._runner = ModelRunner(
-            model,
+            generation_model(model, compile=cfg.compile, tp=tp, exact=exact),
             self._cache,
+            vocab_size=self._vocab_size,
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            max_drafts=MAX_DRAFTS if cfg.speculation else 0,
             cuda_graphs=cfg.cuda_graphs,
-            compile=cfg.compile,
         )
-        reserved = 0
+        activations = 0
         if model.device.type == "cuda" and cfg.kv_cache_gib is None:
-            reserved = self._runner.measure_activations()
-            if owns_weights:
-                reserved += sum(tensor.nbytes for tensor in model.parameters())
+            self._cache.allocate(num_blocks=1)
+            activations = self._runner.measure_activations()
+            self._cache.free()
         num_blocks = choose_num_blocks(
-            self._cache, cfg, max_model_len=self.max_model_len, reserved_bytes=reserved
+            self._cache,
+            cfg,
+            max_model_len=self.max_model_len,
+            reserved_bytes=activations,
+            resident_bytes=resident + self._runner.state_bytes,
         )
+        num_blocks = tp.smallest(num_blocks)  # what each finds free may differ
         self._cache.allocate(num_blocks)
         self._blocks = BlockManager(
             num_blocks=num_blocks,
@@ -102,9 +149,18 @@ class EmbeddedEngine:
             max_num_batched_tokens=cfg.max_num_batched_tokens,
         )
         self._sequences: dict[str, Sequence] = {}
+        self._in_flight: deque[LaunchedStep] = deque()
+        # A CPU has computed a step when its launch returns.
+        self._max_in_flight = 1 if model.device.type == "cuda" else 0
+        self._finished: list[Completion] = []
+        self._drafting: Drafting | None = None
+        self._has_verified = False
+        if cfg.speculation:
+            self._drafting = Drafting(cfg.max_num_seqs, block_size=cfg.block_size)
         self._arrivals = count()
         self._weight_version = 0
         self._num_generated_tokens = 0
+        self._num_first_tokens = 0
         self._num_steps = 0
         self._busy_s = 0.0
 
@@ -115,8 +171,8 @@ class EmbeddedEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is queued or running."""
-        return bool(self._sequences)
+        """Whether any request is queued, running, or finished and not returned yet."""
+        return bool(self._sequences or self._finished)
 
     def submit(self, requests: Seq[Request]) -> None:
         """Queue requests, all or none. Legal in any state.
@@ -124,8 +180,9 @@ class EmbeddedEngine:
         Raises ValueError for one that can never fit, is malformed, or reuses an unfinished id.
         """
         added: dict[str, Sequence] = {}
+        taken = self._sequences.keys() | {done.request_id for done in self._finished}
         for request in requests:
-            if request.id in self._sequences or request.id in added:
+            if request.id in taken or request.id in added:
                 raise ValueError(f"request id {request.id!r} is already in use")
             params = request.sampling
             stop_ids = self._eos_token_ids.union(params.stop_token_ids)
@@ -149,46 +206,71 @@ class EmbeddedEngine:
             self._scheduler.add(new)
 
     def step(self) -> list[Completion]:
-        """Advance every running sequence by at least one token; return those that finished.
+        """Launch the next token of every running sequence; return what has finished since.
 
-        A prompt longer than `max_num_batched_tokens` takes several steps to its first token. When
-        the model raises, everything returns to the queue with what it has sampled.
+        On CUDA one step is in flight: tokens become known, and completions are returned, one call
+        after their launch. A prompt longer than `max_num_batched_tokens` takes several steps to its
+        first token. When the model raises, everything returns to the queue with what is known.
         """
         self._require(EngineState.AWAKE, call="step")
         started_s = perf_counter()
-        batch = self._scheduler.schedule()
-        finished = self._run(batch) if batch.sequences else []
+        try:
+            if self._drafting is None:
+                plan = self._scheduler.schedule()
+                self._launch(plan, None)
+                self._collect(self._max_in_flight if plan else 0)
+            else:
+                self._step_with_drafts(self._drafting)
+        except BaseException:
+            self._in_flight.clear()
+            self._scheduler.preempt_all()
+            for sequence in self._sequences.values():
+                sequence.num_in_flight = 0
+            raise
         self._busy_s += perf_counter() - started_s
+        finished, self._finished = self._finished, []
         return finished
 
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:
         """Withdraw requests and return what they had, with stop reason `abort`.
 
-        Ids that are not queued or running are passed over: they may just have finished.
+        Ids that are not queued or running are passed over: they may just have finished. A token in
+        flight is dropped; resumed with the same seed, the request samples it again.
         """
         aborted = [self._sequences.pop(name) for name in request_ids if name in self._sequences]
         self._scheduler.remove(aborted)
         return [sequence.completion(StopReason.ABORT) for sequence in aborted]
 
     def sleep(self) -> None:
-        """Free the KV cache. Raises RuntimeError while sequences run or the engine is not awake."""
+        """Give the KV cache back; what it held is lost.
+
+        Raises RuntimeError while sequences run or the engine is not awake.
+        """
         self._require(EngineState.AWAKE, call="sleep")
+        self._collect(0)
         if self._scheduler.running:
             raise RuntimeError(
                 f"sleep() while {len(self._scheduler.running)} sequences run; "
                 "finish or abort them first"
             )
-        self._runner.free_cache()
+        self._cache.sleep()
         self._blocks.invalidate_prefixes()
         self.state = EngineState.ASLEEP
 
     def wake(self) -> None:
-        """Allocate the KV cache again.
+        """Take the KV cache again, at its old addresses.
 
         Raises UserError with both sizes, and stays asleep, where the memory is not there.
         """
         self._require(EngineState.ASLEEP, call="wake")
-        self._cache.allocate(self._blocks.num_blocks)
+        try:
+            self._cache.wake()
+        except UserError:
+            self._tensor_parallel.smallest(0)
+            raise
+        if not self._tensor_parallel.smallest(1):
+            self._cache.sleep()
+            raise UserError("another rank lacks the memory to wake its KV cache and says how much")
         self.state = EngineState.AWAKE
 
     def begin_sync(self) -> None:
@@ -197,33 +279,43 @@ class EmbeddedEngine:
         Legal again after a delivery that failed, so that it can be repeated.
         """
         self._require(EngineState.AWAKE, EngineState.SYNCING, call="begin_sync")
+        self._collect(0)
         self.state = EngineState.SYNCING
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, tied ones under each of their names, and persistent buffers."""
         return export_weights(self.model)
 
+    def shard(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of a full weight that this engine's rank holds: a view, or the tensor itself."""
+        return shard_of(name, tensor, self._tensor_parallel)
+
     def finish_sync(self, manifest: WeightManifest) -> None:
         """Compare the engine's own tensors with the manifest and adopt its version.
 
-        From then on no cached prefix of older weights is used. Sequences in flight go on with the
-        keys and values they have; `weight_versions` tells their tokens apart. Raises RuntimeError
-        naming missing, unexpected and different tensors, and stays in sync: the weights can be
-        delivered again.
+        From then on no cached prefix of older weights is used. Running sequences go on with the
+        keys and values they have; `weight_versions` tells their tokens apart. With an FP8 cache,
+        whose scales are chosen anew, they are computed again. Raises RuntimeError naming missing,
+        unexpected and different tensors, and stays in sync: the weights can be delivered again.
         """
         self._require(EngineState.SYNCING, call="finish_sync")
         diff = compare(manifest, build_manifest(self.named_weights(), manifest.version))
-        if diff:
+        is_complete = self._tensor_parallel.smallest(not diff)
+        if not is_complete:
             raise RuntimeError(
-                f"weight sync to version {manifest.version} is incomplete: {diff.describe()}"
+                f"weight sync to version {manifest.version} is incomplete: "
+                + (diff.describe() if diff else "on another rank")
             )
         self._weight_version = manifest.version
+        if self._runner.recalibrate():
+            self._scheduler.preempt_all()
         self._blocks.invalidate_prefixes()
         self.state = EngineState.AWAKE
 
     def stats(self) -> EngineStats:
         """A snapshot; counters run since the engine was made."""
         scheduler = self._scheduler
+        drafts = self._drafting.counters if self._drafting is not None else None
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
@@ -234,34 +326,116 @@ class EmbeddedEngine:
             num_generated_tokens=self._num_generated_tokens,
             num_steps=self._num_steps,
             busy_s=self._busy_s,
+            num_first_tokens=self._num_first_tokens,
+            num_drafted_tokens=drafts.num_drafted_tokens if drafts else 0,
+            num_accepted_tokens=drafts.num_accepted_tokens if drafts else 0,
         )
 
-    def _run(self, batch: Batch) -> list[Completion]:
-        try:
-            sampled, token_ids, logprobs = self._runner.run(batch)
-        except BaseException:
-            self._scheduler.preempt_all()
-            raise
-        for running, size in zip(batch.sequences, batch.num_tokens, strict=True):
-            running.num_computed += size
-        ended: dict[Sequence, StopReason] = {}
-        for running, token_id, logprob in zip(sampled, token_ids, logprobs, strict=True):
-            reason = running.append(token_id, logprob, self._weight_version)
-            if reason is not None:
-                ended[running] = reason
-        self._num_steps += 1
-        self._num_generated_tokens += len(token_ids)
+    def _launch(self, plan: Plan, drafts_BK: NDArray[np.int64] | None) -> None:
+        if plan:
+            self._in_flight.append(self._runner.launch(plan, self._weight_version, drafts_BK))
+            self._num_steps += 1
+
+    def _step_with_drafts(self, drafting: Drafting) -> None:
+        """As `step`, but for drafts: they follow tokens that the host knows, so nothing is in
+        flight while one is verified."""
+        if length := drafting.length(self._scheduler.running):
+            self._collect(0)
+        is_idle = not self._in_flight
+        started_s = perf_counter()
+        plan = self._scheduler.schedule(num_drafts=length)
+        drafting.start(plan.admitted)
+        drafts_BK = drafting.propose(plan.decodes, length) if length and plan.decodes else None
+        num_graphs = self._runner.num_graphs
+        self._launch(plan, drafts_BK)
+        drafting.learn()
+        # A plain step after a verified one is measured by itself: the next may verify again.
+        waits = drafts_BK is not None or self._has_verified or not plan
+        sampled = self._collect(0 if waits else self._max_in_flight)
+        self._has_verified = drafts_BK is not None
+        is_measure = bool(plan.decodes) and not plan.chunks and (waits or not is_idle)
+        if is_measure and num_graphs == self._runner.num_graphs:
+            drafting.record(drafts_BK, sampled, perf_counter() - started_s)
+
+    def _collect(self, max_in_flight: int) -> list[Sampled]:
+        """Take the tokens of the oldest steps until at most `max_in_flight` are on their way.
+
+        Returns what the last of them sampled.
+        """
+        collected: list[Sampled] = []
+        while len(self._in_flight) > max_in_flight:
+            step = self._in_flight.popleft()
+            collected = step.results()
+            if self._drafting is not None:
+                self._drafting.extend(collected)
+            ended: dict[Sequence, StopReason] = {}
+            try:
+                for sampled in collected:
+                    if not sampled.sequence.has_ended:
+                        self._append(sampled, step.weight_version, ended)
+            finally:  # a tokenizer that raises must not send those back that have ended
+                self._finish(ended)
+        return collected
+
+    def _finish(self, ended: dict[Sequence, StopReason]) -> None:
         if ended:
             self._scheduler.remove(ended)
-            for done in ended:
-                del self._sequences[done.request.id]
-        return [done.completion(reason) for done, reason in ended.items()]
+        for sequence, reason in ended.items():
+            del self._sequences[sequence.request.id]
+            self._finished.append(sequence.completion(reason))
+
+    def _append(
+        self, sampled: Sampled, weight_version: int, ended: dict[Sequence, StopReason]
+    ) -> None:
+        """Give a sequence its sampled tokens, up to one that ends it."""
+        sequence = sampled.sequence
+        sequence.num_in_flight -= 1
+        self._num_first_tokens += not sequence.logprobs
+        sequence.num_computed += len(sampled.token_ids) - 1  # drafted tokens that hold
+        for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
+            reason = sequence.append(token_id, logprob, weight_version)
+            self._num_generated_tokens += 1
+            if reason is not None:
+                ended[sequence] = reason
+                return
 
     def _require(self, *states: EngineState, call: str) -> None:
         if self.state not in states:
             raise RuntimeError(
                 f"{call}() needs an engine that is {' or '.join(states)}; this one is {self.state}"
             )
+
+
+def _check_group(tp: TensorParallel, cfg: EngineConfig) -> None:
+    if tp.size != cfg.tensor_parallel_size:
+        raise ValueError(
+            f"engine.tensor_parallel_size={cfg.tensor_parallel_size}, but the engine was given a "
+            f"group of {tp.size}: pass tensor_parallel=TensorParallel.from_environment(...) and "
+            "the model that shard_model makes for it"
+        )
+    if tp.size > 1 and cfg.speculation:
+        raise ValueError(
+            f"engine.speculation with engine.tensor_parallel_size={tp.size}: it drafts by measured "
+            "times, in which ranks differ; switch one of them off"
+        )
+
+
+def _require_fp8(device: torch.device) -> None:
+    """Raise UserError where a GPU has no eight-bit floats."""
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        raise UserError(
+            f"engine.kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or more, {device} "
+            f"({torch.cuda.get_device_name(device)}) has {major}.{minor}; use auto"
+        )
+
+
+def _bytes_per_sequence(vocab_size: int, max_model_len: int, cfg: EngineConfig) -> int:
+    """Device memory of a running sequence besides keys and values: float32 logits, block table."""
+    rows = 1 + (MAX_DRAFTS if cfg.speculation else 0)
+    return 4 * vocab_size * rows + 4 * (max_model_len // cfg.block_size + 1)
 
 
 def _model_len(model: PreTrainedModel, asked: int | None) -> int:

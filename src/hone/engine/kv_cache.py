@@ -1,7 +1,8 @@
-"""The memory that holds keys and values: its size, allocation and release."""
+"""The memory that holds keys and values: its size, allocation, release and return."""
 
 from __future__ import annotations
 
+import logging
 import math
 
 import numpy as np
@@ -12,17 +13,33 @@ from transformers import PreTrainedConfig
 
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
+from hone.engine.arena import Arena
 
-__all__ = ["KVCache", "available_bytes", "blocks_for", "choose_num_blocks"]
+__all__ = ["KVCache", "available_bytes", "blocks_for", "check_max_num_seqs", "choose_num_blocks"]
+
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _CPU_DEFAULT_BYTES = _GIB
+_MARGIN_BYTES = _GIB // 2
+"""Device memory left to what no profiling run has seen: CUDA graphs, kernels that are loaded later,
+fragmentation of torch's allocator."""
+_ALIGNMENT = 512
+"""Every layer begins at a multiple of this many bytes, as torch's own tensors do."""
 
 
 class KVCache:
     """One tensor a layer, [2, num_blocks, block_size, num_kv_heads, head_dim]: keys, then values.
 
-    Its size is fixed; the tensors exist between `allocate` and `free`.
+    `layers` is empty until `allocate`, while the cache sleeps and after `free`. On CUDA all layers
+    lie in one arena: the tensors keep their addresses across `sleep` and `wake`, and with them
+    CUDA graphs stay valid. torch's allocator does not know this memory, so
+    `torch.cuda.memory_allocated`, its peaks and everything made of them leave the cache out;
+    `torch.cuda.mem_get_info` counts it while it is awake.
+
+    `dtype` float8_e4m3fn halves the bytes of a token; `scales`, float32 [num_layers, 2,
+    num_kv_heads], then holds what stored keys and values are multiplied with, ones at first, and
+    is None with any other dtype. It outlives `sleep`.
     """
 
     def __init__(
@@ -41,6 +58,13 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         self.layers: list[Tensor] = []
+        self.scales: Tensor | None = None
+        if dtype == torch.float8_e4m3fn:
+            self.scales = torch.ones(self.num_layers, 2, self.num_kv_heads, device=device)
+        self.is_asleep = False
+        self._num_blocks = 0
+        self._arena: Arena | None = None
+        self._arena_layers: list[Tensor] = []
 
     @property
     def block_bytes(self) -> int:
@@ -49,39 +73,115 @@ class KVCache:
         return self.num_layers * per_layer
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the tensors. Raises UserError with both sizes where memory is lacking.
+        """Make the tensors, filled with zeros.
 
-        Filled with zeros: masked keys are multiplied by zero, which only finite values survive.
+        Attention in plain torch multiplies masked keys and values by zero, which only finite values
+        survive. Raises UserError with both sizes where memory is lacking, RuntimeError unless
+        nothing is allocated.
         """
-        needed, available = num_blocks * self.block_bytes, available_bytes(self.device)
-        if needed > available:
-            raise UserError(
-                f"the KV cache needs {needed / _GIB:.2f} GiB and {available / _GIB:.2f} GiB are "
-                f"available on {self.device}; lower engine.kv_cache_gib or "
-                "engine.gpu_memory_utilization, or free memory first"
-            )
-        shape = (2, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
-        self.layers = [self._zeros(shape) for _ in range(self.num_layers)]
+        if self.layers or self.is_asleep:
+            raise RuntimeError("allocate() of a KV cache that is allocated; call free() first")
+        self._num_blocks = num_blocks
+        self._require_memory()
+        if self.device.type == "cpu":
+            self.layers = self._host_layers()
+            return
+        try:
+            arena = Arena(self.num_layers * self._layer_stride, self.device)
+        except torch.OutOfMemoryError as error:
+            raise self._lack_of_memory() from error
+        self._arena = arena
+        self._arena_layers = [
+            arena.tensor(self._shape, self.dtype, offset=layer * self._layer_stride)
+            for layer in range(self.num_layers)
+        ]
+        self.layers = self._arena_layers
 
     def free(self) -> None:
-        """Give the tensors back to the process."""
-        self.layers = []
+        """Give up tensors and addresses, in any state; the cache can be allocated anew.
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        What still refers to them, graphs above all, must not be used again.
+        """
+        self.layers, self._arena_layers, self.is_asleep = [], [], False
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def sleep(self) -> None:
+        """Give the memory back, on CUDA to the driver; what was stored is lost.
+
+        Waits for the device. Raises RuntimeError unless the cache is allocated and awake.
+        """
+        if not self.layers:
+            raise RuntimeError("sleep() of a KV cache that is not awake")
+        self.layers = []
+        self.is_asleep = True
+        if self._arena is not None:
+            self._arena.unmap()
+
+    def wake(self) -> None:
+        """Take the memory again, filled with zeros; on CUDA `layers` are the very same tensors.
+
+        Where the driver has too little, torch first returns the cached blocks that it does not
+        use. Raises UserError with both sizes where that is not enough: the cache then still sleeps,
+        holds no memory, and `wake` can be called again. Raises RuntimeError unless asleep.
+        """
+        if not self.is_asleep:
+            raise RuntimeError("wake() of a KV cache that does not sleep")
+        self._require_memory()
+        if self._arena is None:
+            self.layers = self._host_layers()
+        else:
+            try:
+                self._arena.map()
+            except torch.OutOfMemoryError as error:
+                raise self._lack_of_memory() from error
+            self.layers = self._arena_layers
+        self.is_asleep = False
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (2, self._num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def _layer_stride(self) -> int:
+        """Bytes from one layer to the next in the arena."""
+        num_bytes = math.prod(self._shape) * self.dtype.itemsize
+        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def _require_memory(self) -> None:
+        needed = self.num_layers * self._layer_stride
+        if needed > available_bytes(self.device) and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if needed > available_bytes(self.device):
+            raise self._lack_of_memory()
+
+    def _lack_of_memory(self) -> UserError:
+        needed, available = self.num_layers * self._layer_stride, available_bytes(self.device)
+        holder = ""
+        if self.device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(self.device)
+            holder = f", where torch's tensors of this process hold {allocated / _GIB:.2f} GiB"
+        return UserError(
+            f"the KV cache needs {needed / _GIB:.2f} GiB and {available / _GIB:.2f} GiB are "
+            f"available on {self.device}{holder}; lower engine.kv_cache_gib or "
+            "engine.gpu_memory_utilization, or free memory first"
+        )
+
+    def _host_layers(self) -> list[Tensor]:
         # numpy leaves the zeroing to the operating system, page by page at the first touch.
-        num_bytes = math.prod(shape) * self.dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(shape)
+        num_bytes = math.prod(self._shape) * self.dtype.itemsize
+        return [
+            torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(self._shape)
+            for _ in range(self.num_layers)
+        ]
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that this process can still take, what its allocator has cached included."""
+    """Memory that can be taken now; on CUDA the driver's, without what torch has cached."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + cached
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -89,35 +189,127 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+def check_max_num_seqs(
+    cache: KVCache,
+    cfg: EngineConfig,
+    *,
+    max_model_len: int,
+    bytes_per_sequence: int,
+    resident_bytes: int = 0,
+) -> None:
+    """Raise ValueError where `max_num_seqs` sequences can never run beside the smallest cache.
+
+    `bytes_per_sequence` of memory go to one running sequence besides keys and values: its state and
+    its row of logits. The smallest cache holds one sequence of `max_model_len` tokens. To be called
+    before any of this is taken; `resident_bytes` as in `choose_num_blocks`.
+    """
+    smallest = blocks_for(max_model_len, cache.block_size) * cache.block_bytes
+    budget = available_bytes(cache.device)
+    source = f"{budget / _GIB:.2f} GiB available on {cache.device}"
+    if cache.device.type == "cuda":
+        total, budget = _cuda_memory(cache.device)
+        source = f"{budget / _GIB:.2f} GiB free on {cache.device}"
+        share = int(total * cfg.gpu_memory_utilization) - resident_bytes
+        if cfg.kv_cache_gib is None and share < budget:
+            budget, source = share, _share_in_words(total, cfg, resident_bytes)
+    most = (budget - smallest) // bytes_per_sequence
+    if cfg.max_num_seqs <= most:
+        return
+    remedy = f"at most {most} would; lower engine.max_num_seqs"
+    if most < 1:
+        remedy = "not even one does; free memory or lower engine.max_model_len"
+    raise ValueError(
+        f"engine.max_num_seqs={cfg.max_num_seqs} sequences do not fit: besides keys and values "
+        f"each takes {bytes_per_sequence / 2**20:.2f} MiB, "
+        f"{cfg.max_num_seqs * bytes_per_sequence / _GIB:.2f} GiB in all, and the smallest KV cache "
+        f"for max_model_len={max_model_len} {smallest / _GIB:.3f} GiB, of {source}; {remedy}"
+    )
+
+
 def choose_num_blocks(
-    cache: KVCache, cfg: EngineConfig, *, max_model_len: int, reserved_bytes: int
+    cache: KVCache,
+    cfg: EngineConfig,
+    *,
+    max_model_len: int,
+    reserved_bytes: int,
+    resident_bytes: int = 0,
 ) -> int:
     """Blocks in the cache, by `EngineConfig.kv_cache_gib` or `gpu_memory_utilization`.
 
-    `reserved_bytes` of the CUDA share are needed for activations and weights. Sized automatically,
-    the cache never exceeds what `max_num_seqs` sequences of full length use. Raises ValueError for
-    a cache that cannot hold one such sequence.
+    To be called after a profiling run, when all that the engine holds for good is there. On CUDA
+    the cache gets the smallest of
+
+    * its share: `gpu_memory_utilization` of the total memory, less the `resident_bytes` that the
+      engine holds already (weights it owns, state of its sequences) and the `reserved_bytes` that
+      one step takes (activations),
+    * what is really free once torch has returned its unused blocks, whoever holds the rest, less
+      `reserved_bytes` and a margin of 512 MiB for graphs and kernels that are loaded later,
+    * what `max_num_seqs` sequences of `max_model_len` tokens use.
+
+    Logs the choice and what decided it. That fewer sequences of full length fit than may run is
+    normal: the scheduler preempts. Raises ValueError with all numbers for a cache that cannot hold
+    one such sequence.
     """
     per_sequence = blocks_for(max_model_len, cache.block_size)
     if cfg.kv_cache_gib is not None:
-        source = f"engine.kv_cache_gib={cfg.kv_cache_gib}"
-        num_blocks = int(cfg.kv_cache_gib * _GIB) // cache.block_bytes
+        limits = [(int(cfg.kv_cache_gib * _GIB), f"engine.kv_cache_gib={cfg.kv_cache_gib}")]
+    elif cache.device.type == "cuda":
+        limits = _cuda_limits(cache.device, cfg, reserved_bytes, resident_bytes)
     else:
-        if cache.device.type == "cuda":
-            total = torch.cuda.get_device_properties(cache.device).total_memory
-            source = (
-                f"engine.gpu_memory_utilization={cfg.gpu_memory_utilization} of "
-                f"{total / _GIB:.1f} GiB, less {reserved_bytes / _GIB:.2f} GiB for one step,"
-            )
-            share = int(total * cfg.gpu_memory_utilization) - reserved_bytes
-        else:
-            source, share = "the default of 1 GiB (engine.kv_cache_gib)", _CPU_DEFAULT_BYTES
-        num_blocks = min(max(share, 0) // cache.block_bytes, cfg.max_num_seqs * per_sequence)
+        limits = [(_CPU_DEFAULT_BYTES, "the default of 1 GiB (engine.kv_cache_gib)")]
+    (size, source), *others = sorted(limits)
+    num_blocks = max(size, 0) // cache.block_bytes
     if num_blocks < per_sequence:
         raise ValueError(
             f"the KV cache is too small: {source} holds {num_blocks * cache.block_size} tokens, "
             f"and one sequence of max_model_len={max_model_len} needs {per_sequence} blocks of "
             f"{cache.block_size} ({per_sequence * cache.block_bytes / _GIB:.3f} GiB); "
-            "enlarge the cache or lower engine.max_model_len"
+            + "".join(f"{other} would be {left / _GIB:.3f} GiB; " for left, other in others)
+            + "enlarge the cache or lower engine.max_model_len"
         )
+    if cfg.kv_cache_gib is None and num_blocks > cfg.max_num_seqs * per_sequence:
+        num_blocks = cfg.max_num_seqs * per_sequence
+        source = f"all that engine.max_num_seqs={cfg.max_num_seqs} sequences can use"
+    logger.info(
+        "KV cache: %d blocks, %d tokens, %.2f GiB: %s; %d sequences of max_model_len=%d fit at "
+        "once, %d may run",
+        num_blocks,
+        num_blocks * cache.block_size,
+        num_blocks * cache.block_bytes / _GIB,
+        source,
+        num_blocks // per_sequence,
+        max_model_len,
+        cfg.max_num_seqs,
+    )
     return num_blocks
+
+
+def _cuda_limits(
+    device: torch.device, cfg: EngineConfig, reserved_bytes: int, resident_bytes: int
+) -> list[tuple[int, str]]:
+    """Bytes that the cache may take by each limit, and the limit in words."""
+    total, free = _cuda_memory(device)
+    share = int(total * cfg.gpu_memory_utilization) - resident_bytes
+    step = f"{reserved_bytes / _GIB:.2f} GiB for one step"
+    margin = f"a margin of {_MARGIN_BYTES / _GIB:.2f} GiB"
+    return [
+        (share - reserved_bytes, f"{_share_in_words(total, cfg, resident_bytes)}, less {step}"),
+        (
+            free - reserved_bytes - _MARGIN_BYTES,
+            f"{free / _GIB:.2f} GiB free on {device}, less {step} and {margin}",
+        ),
+    ]
+
+
+def _share_in_words(total: int, cfg: EngineConfig, resident_bytes: int) -> str:
+    return (
+        f"engine.gpu_memory_utilization={cfg.gpu_memory_utilization} of {total / _GIB:.1f} GiB, "
+        f"less {resident_bytes / _GIB:.2f} GiB that the engine holds"
+    )
+
+
+def _cuda_memory(device: torch.device) -> tuple[int, int]:
+    """Total bytes, and those free once torch has returned the cached blocks it does not use."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free

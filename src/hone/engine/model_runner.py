@@ -1,231 +1,260 @@
-"""One engine step on the device: inputs, forward, sampling.
+"""A planned step on the device: inputs, forward, sampling, and the one copy back.
 
-All inputs lie in buffers that are made once, and nothing between the first upload and the sampled
-tokens depends on values in them, so that the forward of a decode step can be replayed from a CUDA
-graph.
+A step is at most two launches: all decoding sequences, in a CUDA graph where there is one, then
+the chunks of prompts. Letters: T tokens, B sequences, Q queries a sequence.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, starmap
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hone.attention import PagedContext
 from hone.engine.decode_graphs import DecodeGraphs
+from hone.engine.decode_step import DecodeStep, pack
 from hone.engine.kv_cache import KVCache, blocks_for
 from hone.engine.sampler import SamplingBatch, SamplingTable, sample
-from hone.engine.scheduler import Batch
+from hone.engine.scheduler import Chunk, Plan
 from hone.engine.sequence import Sequence
-from hone.models.decoder import head_logits, hidden_states
-from hone.types import Request, SamplingParams
+from hone.engine.slots import Slots, upload
+from hone.engine.speculation import accept
+from hone.models.generation import GenerationModel
 
-__all__ = ["ModelRunner"]
+__all__ = ["LaunchedStep", "ModelRunner", "Sampled"]
 
 
-class InputBuffer:
-    """A static device tensor and the host array it is filled from; on a CPU they share memory."""
+@dataclass(slots=True)
+class Sampled:
+    """What a step sampled for one sequence: one token, or the drafted ones that hold and one."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=self._is_cuda)
-        self._device = self._host.to(device) if self._is_cuda else self._host
-        self._array: NDArray[np.generic] = self._host.numpy()
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[float]
 
-    def upload(self, values: NDArray[np.generic], *, padding: int = 0, fill: int = 0) -> Tensor:
-        """Fill the leading corner with `values` and `padding` rows below it with `fill`.
 
-        Returns the device view of these rows in their full width, always at the same address.
-        """
-        size, *widths = values.shape
-        self._array[:size, *(slice(width) for width in widths)] = values
-        self._array[size : size + padding] = fill
-        rows = slice(size + padding)
-        if self._is_cuda:
-            self._device[rows].copy_(self._host[rows], non_blocking=True)
-        return self._device[rows]
+@dataclass(frozen=True, slots=True)
+class LaunchedPart:
+    """What one launch samples: [2, B, Q] as `pack` makes it, on the host once it is done."""
+
+    sequences: list[Sequence]
+    output: Tensor
+    drafts_BK: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step on its way; `results` waits for it."""
+
+    weight_version: int
+    parts: list[LaunchedPart]
+    done: torch.cuda.Event | None
+
+    def results(self) -> list[Sampled]:
+        """The sampled tokens of every sequence that sampled."""
+        if self.done is not None:
+            self.done.synchronize()
+        found: list[Sampled] = []
+        for part in self.parts:
+            token_ids_BQ, logprobs_BQ = part.output[0], part.output[1].view(torch.float32)
+            rows = zip(part.sequences, token_ids_BQ.tolist(), logprobs_BQ.tolist(), strict=True)
+            if part.drafts_BK is None:
+                found += starmap(Sampled, rows)
+                continue
+            num_new_B = accept(part.drafts_BK, token_ids_BQ.numpy()) + 1
+            for (sequence, token_ids, logprobs), num_new in zip(rows, num_new_B, strict=True):
+                found.append(Sampled(sequence, token_ids[:num_new], logprobs[:num_new]))
+        return found
 
 
 class ModelRunner:
-    """Runs batches of the scheduler through the model. Holds everything that lies on the device."""
+    """Launches the scheduler's plans. Holds everything that lies on the device."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: GenerationModel,
         cache: KVCache,
         *,
+        vocab_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_drafts: int = 0,
         cuda_graphs: bool = True,
-        compile: bool = True,
     ) -> None:
-        """`cuda_graphs` replays decode steps from graphs where the device is CUDA, `compile` fuses
-        the kernels in them."""
+        """`cuda_graphs` replays decode steps from graphs where the device is CUDA."""
+        self.max_drafts = max_drafts
         self.model = model
         self.cache = cache
         self.device = cache.device
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        max_blocks = blocks_for(max_model_len, cache.block_size)
-
-        def buffer(*shape: int, dtype: torch.dtype) -> InputBuffer:
-            return InputBuffer(shape, dtype, self.device)
-
-        self._input_ids = buffer(max_num_batched_tokens, dtype=torch.int64)
-        self._position_ids = buffer(max_num_batched_tokens, dtype=torch.int64)
-        self._slot_mapping = buffer(max_num_batched_tokens, dtype=torch.int64)
-        self._block_tables = buffer(max_num_seqs, max_blocks, dtype=torch.int32)
-        self._cu_seqlens = buffer(max_num_seqs + 1, dtype=torch.int32)
-        self._context_lens = buffer(max_num_seqs, dtype=torch.int32)
-        self._logit_rows = buffer(max_num_seqs, dtype=torch.int64)
-        self._num_sampled = buffer(max_num_seqs, dtype=torch.int64)
-
-        # By slot, on the host: block tables and how much of each has been copied here.
-        self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self._table_sizes = [0] * max_num_seqs
-        self._sampling = SamplingTable(
-            max_num_seqs, vocab_size=model.config.vocab_size, device=self.device
+        self._slots = Slots(
+            self.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=cache.block_size,
+            device=self.device,
         )
-        self._graphs: DecodeGraphs | None = None
-        if cuda_graphs and self.device.type == "cuda":
-            max_rows = min(max_num_seqs, max_num_batched_tokens)
-            self._graphs = DecodeGraphs(model, max_rows=max_rows, compile=compile)
-        self._sampling_of: list[Sequence] = []
-        self._sampling_batch: SamplingBatch | None = None
+        self._sampling = SamplingTable(self.max_num_seqs, vocab_size=vocab_size, device=self.device)
+        use_graphs = cuda_graphs and self.device.type == "cuda"
+        self._graphs = DecodeGraphs() if use_graphs else None
+        self._decode = DecodeStep(
+            model,
+            cache,
+            self._slots,
+            self._sampling,
+            max_model_len=max_model_len,
+            graphs=self._graphs,
+        )
+        self._calibrates_next = False
+        self.recalibrate()
+
+    @property
+    def state_bytes(self) -> int:
+        """Device memory that the state of sequences takes, most of it block tables."""
+        return self._slots.block_tables.nbytes
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs recorded so far."""
+        return 0 if self._graphs is None else len(self._graphs)
+
+    def recalibrate(self) -> bool:
+        """Let the next prefill choose the scales of an FP8 cache, which makes all that is in it
+        void. Returns whether it is one."""
+        self._calibrates_next = self.cache.scales is not None
+        return self._calibrates_next
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> tuple[list[Sequence], list[int], list[float]]:
-        """Compute the batch's pending tokens and sample where no token remains pending.
+    def launch(
+        self, plan: Plan, weight_version: int, drafts_BK: NDArray[np.int64] | None = None
+    ) -> LaunchedStep:
+        """Enqueue a step; `drafts_BK` has tokens to verify for each decoding sequence, -1 after the
+        last, at most `MAX_DRAFTS`, for which the sequences have blocks."""
+        if plan.admitted:
+            for sequence in plan.admitted:
+                self._sampling.write(sequence.slot, sequence.request.sampling)
+            self._sampling.flush()
+            self._decode.forget_batch()
+        chunked = (chunk.sequence for chunk in plan.chunks)
+        self._slots.bring_up_to_date(chain(plan.decodes, chunked), plan.admitted)
+        parts: list[LaunchedPart] = []
+        # Chunks may read blocks that a decoding sequence completes in this very step.
+        if plan.decodes:
+            output = self._decode.run(plan.decodes, drafts_BK)
+            parts.append(LaunchedPart(plan.decodes, output, drafts_BK))
+        if plan.chunks:
+            parts += self._prefill(plan.chunks)
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return LaunchedStep(weight_version, parts, done)
 
-        Returns the sequences that sampled, their new token ids and log-probabilities. Changes no
-        sequence: counting tokens as computed and appending new ones is left to the caller.
-        """
-        input_ids, position_ids, context = self._prepare(batch)
-        if context.is_decode and self._graphs is not None:
-            hidden = self._graphs.hidden_states(input_ids, position_ids, context)
-        else:
-            hidden = hidden_states(self.model, input_ids, position_ids, context)
-        sampling, rows = self._sampling_rows(batch)
-        if not sampling:
-            if self.device.type == "cuda":  # before the host buffers are filled again
-                torch.cuda.current_stream(self.device).synchronize()
-            return [], [], []
-        if len(rows) < len(input_ids):
-            hidden = hidden[self._logit_rows.upload(rows)]
-        tokens, logprobs = sample(
-            head_logits(self.model, hidden).float(),
-            self._sampling_params(sampling),
-            self._num_sampled.upload(np.array([len(seq.logprobs) for seq in sampling])),
-        )
-        # float64 holds both exactly, so that there is one copy; the host waits for it.
-        token_ids, values = torch.stack((tokens.double(), logprobs.double())).tolist()
-        return sampling, list(map(int, token_ids)), values
-
-    def free_cache(self) -> None:
-        """Give the KV cache back, and with it the graphs that hold on to its memory."""
-        if self._graphs is not None:
-            self._graphs.clear()
-        self.cache.free()
-
+    @torch.inference_mode()
     def measure_activations(self) -> int:
-        """Peak bytes that a step of the largest size takes on CUDA besides weights and KV cache."""
-        num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
-        size = min(self.max_num_batched_tokens // num_seqs, self.max_model_len)
-        blocks = list(range(blocks_for(size, self.cache.block_size)))
-        params = SamplingParams(max_tokens=1, temperature=0.5, top_p=0.5)
-        request = Request(id="", prompt_ids=(0,) * size, sampling=params)
-        batch = Batch(num_tokens=[size] * num_seqs)
-        for slot in range(num_seqs):  # they overwrite each other's blocks, which no one reads
-            sequence = Sequence(request=request, arrival=slot, stop_ids=frozenset(), slot=slot)
-            sequence.block_table = blocks
-            batch.sequences.append(sequence)
-        batch.admitted = batch.sequences
+        """Bytes that steps of the largest size take on CUDA besides weights and KV cache.
 
-        self.cache.allocate(len(blocks))
+        Decode and prefill count both where graphs keep the memory of decode to themselves.
+        """
+        count = self.max_num_seqs
+        longest = self.max_model_len + self.max_drafts
+        decode = self._peak_of(
+            lambda: self._decode.compute(
+                count, max_context_len=longest, num_drafts=self.max_drafts, filtered=True
+            )
+        )
+        prefill = self._peak_of(self._largest_prefill)
+        return max(decode, prefill) if self._graphs is None else decode + prefill
+
+    def _peak_of(self, compute: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.run(batch)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        self.free_cache()
-        return peak - before
+        compute()
+        return torch.cuda.max_memory_allocated(self.device) - before
 
-    def _prepare(self, batch: Batch) -> tuple[Tensor, Tensor, PagedContext]:
-        """Upload the step's inputs: ids and positions [T] and the attention context."""
-        self._copy_new_state(batch)
-        sequences = batch.sequences
-        block_size = self.cache.block_size
-        slots = np.array([seq.slot for seq in sequences])
-        starts = np.array([seq.num_computed for seq in sequences])
-        sizes = np.array(batch.num_tokens)
-        ends = starts + sizes
-        borders = np.zeros(len(sizes) + 1, np.int64)
-        np.cumsum(sizes, out=borders[1:])
-
-        rows = np.repeat(np.arange(len(sizes)), sizes)  # [T] sequence of each token
-        positions = np.arange(borders[-1]) + (starts - borders[:-1])[rows]
-        pages = self._tables[slots[rows], positions // block_size].astype(np.int64)
-        pending = (
-            seq.token_ids[seq.num_computed : seq.num_computed + size]
-            for seq, size in zip(sequences, batch.num_tokens, strict=True)
+    def _largest_prefill(self) -> None:
+        count = self.max_num_seqs
+        size = min(self.max_num_batched_tokens // count, self.max_model_len)
+        slots = np.full(count, self._slots.padding)
+        sizes = np.full(count, size)
+        # The padding slot writes nothing, and without a prefix nothing is read from the cache.
+        hidden = self._forward(
+            np.zeros(count * size, np.int64), slots, sizes - size, sizes, calibrate=False
         )
-        input_ids = np.fromiter(chain.from_iterable(pending), np.int64, len(rows))
-        max_context_len, max_seqlen_q = int(ends.max()), int(sizes.max())
-        tables = self._tables[slots, : blocks_for(max_context_len, block_size)]
-        token_slots = pages * block_size + positions % block_size
-        is_decode = max_seqlen_q == 1
-        padding = 0
-        if is_decode and self._graphs is not None:
-            padding = self._graphs.num_rows(len(sizes)) - len(sizes)
-            max_context_len = self.max_model_len
+        self._sample(hidden[:count], self._sampling.select(slots), np.zeros(count, np.int64))
+
+    def _prefill(self, chunks: list[Chunk]) -> list[LaunchedPart]:
+        """Process chunks of prompts; sample where a prompt ends."""
+        slots = np.array([chunk.sequence.slot for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        sizes = np.array([chunk.size for chunk in chunks])
+        pending = (seq.token_ids[start : start + size] for seq, start, size, _ in chunks)
+        input_ids = np.fromiter(chain.from_iterable(pending), np.int64, sizes.sum())
+        hidden = self._forward(input_ids, slots, starts, sizes, calibrate=self._calibrates_next)
+        self._calibrates_next = False
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        if not sampling:
+            return []
+        samples = np.array([chunk.samples for chunk in chunks])
+        last_rows = sizes.cumsum()[samples] - 1
+        if len(last_rows) < len(hidden):
+            hidden = hidden[upload(last_rows, self.device)]
+        num_sampled = np.array([len(sequence.logprobs) for sequence in sampling])
+        slots = slots[samples]
+        tokens, logprobs = self._sample(hidden, self._sampling.select(slots), num_sampled)
+        num_tokens = (starts + sizes)[samples] + 1
+        self._slots.start(upload(slots, self.device), tokens, num_tokens, num_sampled + 1)
+        output = pack(tokens, logprobs, len(sampling)).to("cpu", non_blocking=True)
+        return [LaunchedPart(sampling, output)]
+
+    def _forward(
+        self,
+        input_ids_T: NDArray[np.int64],
+        slots_B: NDArray[np.int64],
+        starts_B: NDArray[np.int64],
+        sizes_B: NDArray[np.int64],
+        *,
+        calibrate: bool,
+    ) -> Tensor:
+        """Hidden states [T, D] of chunks laid end to end."""
+        block_size = self.cache.block_size
+        ends = starts_B + sizes_B
+        borders = np.zeros(len(sizes_B) + 1, np.int32)
+        np.cumsum(sizes_B, out=borders[1:])
+        rows = np.repeat(np.arange(len(sizes_B)), sizes_B)  # [T] chunk of each token
+        positions = np.arange(borders[-1]) + (starts_B - borders[:-1])[rows]
+        pages = self._slots.host_tables[slots_B[rows], positions // block_size].astype(np.int64)
+        kv_slots = pages * block_size + positions % block_size
+        kv_slots[slots_B[rows] == self._slots.padding] = -1
+        max_context_len = int(ends.max())
+        tables = self._slots.host_tables[slots_B, : blocks_for(max_context_len, block_size)]
+        ids, positions_T, slot_mapping = upload(
+            np.stack((input_ids_T, positions, kv_slots)), self.device
+        )
         context = PagedContext(
             kv_caches=self.cache.layers,
-            block_tables=self._block_tables.upload(tables, padding=padding),
-            slot_mapping=self._slot_mapping.upload(token_slots, padding=padding, fill=-1),
-            cu_seqlens_q=self._cu_seqlens.upload(borders),
-            context_lens=self._context_lens.upload(ends, padding=padding),
-            max_seqlen_q=max_seqlen_q,
+            kv_scales=self.cache.scales,
+            calibrate=calibrate,
+            block_tables=upload(tables, self.device),
+            slot_mapping=slot_mapping,
+            cu_seqlens_q=upload(borders, self.device),
+            context_lens=upload(ends.astype(np.int32), self.device),
+            max_seqlen_q=int(sizes_B.max()),
             max_context_len=max_context_len,
-            query_lens=() if is_decode else tuple(batch.num_tokens),
-            key_lens=() if is_decode else tuple(ends.tolist()),
+            query_lens=tuple(sizes_B.tolist()),
+            key_lens=tuple(ends.tolist()),
         )
-        return (
-            self._input_ids.upload(input_ids, padding=padding),
-            self._position_ids.upload(positions, padding=padding),
-            context,
-        )
+        return self.model.hidden_states(ids, positions_T, context)
 
-    def _copy_new_state(self, batch: Batch) -> None:
-        """Bring the by-slot buffers up to date: new sequences, and blocks they got since."""
-        for seq in batch.admitted:
-            self._sampling.write(seq.slot, seq.request.sampling)
-            self._table_sizes[seq.slot] = 0
-        for seq in batch.sequences:
-            known = self._table_sizes[seq.slot]
-            if len(seq.block_table) > known:
-                self._tables[seq.slot, known : len(seq.block_table)] = seq.block_table[known:]
-                self._table_sizes[seq.slot] = len(seq.block_table)
-
-    def _sampling_rows(self, batch: Batch) -> tuple[list[Sequence], NDArray[np.int64]]:
-        """The sequences with nothing pending after this step, and their last rows in it."""
-        sampling: list[Sequence] = []
-        rows: list[int] = []
-        end = 0
-        for seq, size in zip(batch.sequences, batch.num_tokens, strict=True):
-            end += size
-            if seq.num_computed + size == len(seq.token_ids):
-                sampling.append(seq)
-                rows.append(end - 1)
-        return sampling, np.array(rows, np.int64)
-
-    def _sampling_params(self, sampling: list[Sequence]) -> SamplingBatch:
-        """Parameters of the sequences; kept while they stay the same, which most steps they do."""
-        if self._sampling_batch is None or self._sampling_of != sampling:
-            self._sampling_of = sampling
-            self._sampling_batch = self._sampling.select(np.array([seq.slot for seq in sampling]))
-        return self._sampling_batch
+    def _sample(
+        self, hidden_BD: Tensor, sampling: SamplingBatch, num_sampled_B: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        positions = upload(num_sampled_B, self.device)
+        return sample(self.model.logits(hidden_BD), sampling, positions)

@@ -50,8 +50,9 @@ def check_request(
 def _check_params(params: SamplingParams, name: str) -> None:
     checks = {
         f"max_tokens={params.max_tokens}, needed: at least 1": params.max_tokens >= 1,
-        f"temperature={params.temperature}, needed: 0 (greedy) or more, finite": (
-            params.temperature >= 0 and math.isfinite(params.temperature)
+        f"temperature={params.temperature}, needed: 0 (greedy), or 1e-6 or more, finite": (
+            params.temperature == 0
+            or (params.temperature >= 1e-6 and math.isfinite(params.temperature))
         ),
         f"top_p={params.top_p}, needed: above 0, at most 1": 0 < params.top_p <= 1,
         f"top_k={params.top_k}, needed: 0 (all) or more": params.top_k >= 0,

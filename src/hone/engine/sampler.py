@@ -7,6 +7,9 @@ cumulative distribution in vocabulary order. Letters: B sequences, V vocabulary.
 Filters are applied in the order temperature, min-p, top-k, top-p, each on what the ones before it
 left, as vLLM does. Greedy requests (temperature 0) report the log-probability without temperature
 or filters.
+
+What is here in torch serves CPUs and is the yardstick of the fused kernels that serve CUDA
+(`sampling_kernels.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.engine.slots import upload
 from hone.types import SamplingParams
 
 __all__ = ["SamplingBatch", "SamplingTable", "sample", "scale_and_filter", "uniforms"]
@@ -69,51 +73,103 @@ class SamplingBatch:
     top_ps: Tensor | None  # [B, 1] float32
 
 
+_RECORD = np.dtype(
+    [
+        ("seed", np.int64),
+        ("top_k", np.int64),
+        ("temperature", np.float32),
+        ("min_p", np.float32),
+        ("top_p", np.float32),
+        ("greedy", np.bool_),
+    ],
+    align=True,
+)
+_RECORD_WORDS = _RECORD.itemsize // 8
+_OFFSETS = {name: int(field[1]) for name, field in (_RECORD.fields or {}).items()}
+
+
 class SamplingTable:
-    """Sampling parameters by slot, on the host; written once when a sequence gets its slot."""
+    """Sampling parameters by slot, written once when a sequence gets its slot.
+
+    The host holds them, and CUDA a copy that `flush` brings up to date, so that a captured graph
+    finds there what its slots sample with. Slot `num_slots` is for padding rows: temperature 1, no
+    filters.
+    """
 
     def __init__(self, num_slots: int, *, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._seeds = np.zeros(num_slots, np.int64)
-        self._temperatures = np.ones(num_slots, np.float32)
-        self._greedy = np.zeros(num_slots, np.bool_)
-        self._min_ps = np.zeros(num_slots, np.float32)
-        self._top_ks = np.full(num_slots, vocab_size, np.int64)
-        self._top_ps = np.ones(num_slots, np.float32)
+        self._records = np.zeros(num_slots + 1, _RECORD)
+        self._records["top_k"] = vocab_size
+        self._records["temperature"] = 1
+        self._records["top_p"] = 1
+        self._filtered = np.zeros(num_slots + 1, np.bool_)
+        self._words = self._records.view(np.int64).reshape(-1, _RECORD_WORDS)
+        self._on_device = torch.from_numpy(self._words).to(device)  # a CPU shares the memory
+        self._is_flushed = True
 
     def write(self, slot: int, params: SamplingParams) -> None:
         """Store the parameters of the sequence in `slot`; filters cannot change a greedy choice."""
         greedy = params.temperature == 0
-        self._seeds[slot] = _signed(params.seed)
-        self._greedy[slot] = greedy
-        self._temperatures[slot] = 1.0 if greedy else params.temperature
-        self._min_ps[slot] = 0.0 if greedy else params.min_p
         keep_all = greedy or not 0 < params.top_k < self._vocab_size
-        self._top_ks[slot] = self._vocab_size if keep_all else params.top_k
-        self._top_ps[slot] = 1.0 if greedy else params.top_p
+        top_k = self._vocab_size if keep_all else params.top_k
+        temperature = 1.0 if greedy else params.temperature
+        min_p, top_p = (0.0, 1.0) if greedy else (params.min_p, params.top_p)
+        self._records[slot] = (_signed(params.seed), top_k, temperature, min_p, top_p, greedy)
+        self._filtered[slot] = min_p > 0 or top_p < 1 or not keep_all
+        self._is_flushed = False
+
+    def flush(self) -> None:
+        """Upload what was written since the last call, in the order of the current stream."""
+        if not self._is_flushed and self._device.type == "cuda":
+            # The allocator of pinned memory keeps the copy's source untouched until it was read.
+            words = torch.from_numpy(self._words).pin_memory()
+            self._on_device.copy_(words, non_blocking=True)
+        self._is_flushed = True
+
+    def is_filtered(self, slots: NDArray[np.int64]) -> bool:
+        """Whether a sequence in `slots` uses min-p, top-k or top-p."""
+        return bool(self._filtered[slots].any())
+
+    def rows(self, slots_B: Tensor, *, filtered: bool) -> SamplingBatch:
+        """The parameters in `slots_B`, [B] int on the device, as they were flushed.
+
+        One gather that a CUDA graph can capture. `filtered` must be true where `is_filtered` is.
+        """
+        records = self._on_device.index_select(0, slots_B)
+
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            start = _OFFSETS[name] // dtype.itemsize
+            return records.view(dtype)[:, start : start + 1]
+
+        return SamplingBatch(
+            seeds=column("seed", torch.int64).squeeze(1),
+            temperatures=column("temperature", torch.float32),
+            greedy=column("greedy", torch.bool).squeeze(1),
+            min_ps=column("min_p", torch.float32) if filtered else None,
+            top_ks=column("top_k", torch.int64) if filtered else None,
+            top_ps=column("top_p", torch.float32) if filtered else None,
+        )
 
     def select(self, slots: NDArray[np.int64]) -> SamplingBatch:
-        """The parameters of the sequences in `slots`, in that order."""
+        """The parameters of the sequences in `slots`, in that order; flushes where it must."""
+        if self._device.type == "cuda":
+            self.flush()
+            return self.rows(upload(slots, self._device), filtered=self.is_filtered(slots))
+        records = self._words[slots].view(_RECORD).squeeze(1)
+        greedy = records["greedy"]
 
-        def put(values: NDArray[np.generic], *, used: bool) -> Tensor | None:
-            if not used:
-                return None
-            return torch.from_numpy(values).to(self._device, non_blocking=True)
+        def column(name: str, neutral: float) -> Tensor | None:
+            values = records[name]
+            return torch.from_numpy(values[:, None]) if (values != neutral).any() else None
 
-        seeds = put(self._seeds[slots], used=True)
-        assert seeds is not None
-        greedy = self._greedy[slots]
-        temperatures = self._temperatures[slots, None]
-        min_ps, top_ks = self._min_ps[slots, None], self._top_ks[slots, None]
-        top_ps = self._top_ps[slots, None]
         return SamplingBatch(
-            seeds=seeds,
-            temperatures=put(temperatures, used=bool((temperatures != 1).any())),
-            greedy=put(greedy, used=bool(greedy.any())),
-            min_ps=put(min_ps, used=bool((min_ps > 0).any())),
-            top_ks=put(top_ks, used=bool((top_ks < self._vocab_size).any())),
-            top_ps=put(top_ps, used=bool((top_ps < 1).any())),
+            seeds=torch.from_numpy(records["seed"]),
+            temperatures=column("temperature", 1),
+            greedy=torch.from_numpy(greedy) if greedy.any() else None,
+            min_ps=column("min_p", 0),
+            top_ks=column("top_k", self._vocab_size),
+            top_ps=column("top_p", 1),
         )
 
 
@@ -144,11 +200,16 @@ def scale_and_filter(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
 
 
 def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token for each row of float32 logits.
+    """Draw one token for each row of float logits: by fused kernels on CUDA, else by torch.
 
     `positions_B` (int64) counts the tokens each sequence has sampled before. Returns token ids
-    [B] int64 and their log-probabilities [B] float32.
+    [B] int64 and their log-probabilities [B] float32, NaN where logits are not numbers.
     """
+    if logits_BV.is_cuda:
+        from hone.engine import sampling_kernels
+
+        return sampling_kernels.sample(logits_BV, params, positions_B)
+    logits_BV = logits_BV.float()
     logprobs_BV = scale_and_filter(logits_BV, params).log_softmax(-1)
     token_ids_B1 = _invert(logprobs_BV.exp(), uniforms(params.seeds, positions_B).unsqueeze(-1))
     if params.greedy is not None:

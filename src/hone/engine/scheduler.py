@@ -5,21 +5,39 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hone.engine.block_manager import BlockManager
 from hone.engine.sequence import Sequence
 
-__all__ = ["Batch", "Scheduler"]
+__all__ = ["Chunk", "Plan", "Scheduler"]
+
+_SLOTS_PER_ADMISSION = 32
+"""A full engine admits again when one in this many of its slots is free. A prefill stops all others
+for some milliseconds, so one for every sequence that ends would cost more than idle slots do."""
+
+
+class Chunk(NamedTuple):
+    """Pending tokens `start .. start + size` of a sequence."""
+
+    sequence: Sequence
+    start: int
+    size: int
+    samples: bool
+    """It ends with the sequence's last token, so that the next one is sampled."""
 
 
 @dataclass(slots=True)
-class Batch:
-    """The work of one step: `num_tokens[i]` pending tokens of `sequences[i]`."""
+class Plan:
+    """The work of one step: one token of each of `decodes`, then the chunks of prompts."""
 
-    sequences: list[Sequence] = field(default_factory=list[Sequence])
-    num_tokens: list[int] = field(default_factory=list[int])
+    decodes: list[Sequence] = field(default_factory=list[Sequence])
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
     admitted: list[Sequence] = field(default_factory=list[Sequence])
-    """Those of `sequences` that have just got a slot."""
+    """Those among the chunks that have just got a slot."""
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.chunks)
 
 
 class Scheduler:
@@ -27,6 +45,9 @@ class Scheduler:
 
     Sequences are served by priority, then arrival. When blocks run out, the running sequence that
     would be served last gives up its blocks and waits to be recomputed, keeping all it sampled.
+
+    Planned work counts as done: `schedule` advances `num_computed` and `num_in_flight`, so that the
+    next step can be planned while this one runs.
     """
 
     def __init__(
@@ -40,8 +61,9 @@ class Scheduler:
         self.num_cached_tokens = 0
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap
         # Every running sequence must be able to decode in every step.
-        self._free_slots = list(range(min(max_num_seqs, max_num_batched_tokens)))
-        heapq.heapify(self._free_slots)
+        num_slots = min(max_num_seqs, max_num_batched_tokens)
+        self._free_slots = list(range(num_slots))
+        self._enough_slots = max(1, num_slots // _SLOTS_PER_ADMISSION)
 
     @property
     def num_waiting(self) -> int:
@@ -56,9 +78,14 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def remove(self, sequences: Collection[Sequence]) -> None:
-        """Forget finished or aborted sequences and take their blocks and slots back."""
-        gone = set(sequences)
+        """Forget finished or aborted sequences and take their blocks and slots back.
+
+        Steps in flight may still write to these blocks: whoever gets them writes later.
+        """
+        # In their order, not a set's: with tensor parallelism all ranks must free blocks alike.
+        gone = dict.fromkeys(sequences)
         for sequence in gone:
+            sequence.has_ended = True
             if sequence.slot >= 0:
                 self._vacate(sequence)
         self.running = [sequence for sequence in self.running if sequence not in gone]
@@ -66,17 +93,17 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if entry[1] not in gone]
             heapq.heapify(self._waiting)
 
-    def schedule(self) -> Batch:
-        """Plan one step. Empty only when nothing is queued or running."""
-        batch = Batch()
+    def schedule(self, *, num_drafts: int = 0) -> Plan:
+        """Plan one step, with room for `num_drafts` drafted tokens in each decode where blocks are
+        free. Empty when every sequence has its last token in flight, or none is left."""
+        plan = Plan()
         num_preemptions = self.num_preemptions
-        self._grow_running()
-        budget = self._schedule_running(batch)
+        self._grow_running(num_drafts)
+        budget = self._schedule_running(plan)
         # Blocks that were just taken back must not be handed out to the sequence that lost them.
         if num_preemptions == self.num_preemptions:
-            self._admit(batch, budget)
-        assert batch.sequences or not self.has_unfinished, f"{len(self._waiting)=}"
-        return batch
+            self._admit(plan, budget)
+        return plan
 
     def preempt_all(self) -> None:
         """Back to waiting with everything that runs, after a step that failed half-way.
@@ -87,49 +114,62 @@ class Scheduler:
             self._preempt(sequence)
         self.blocks.invalidate_prefixes()
 
-    def _grow_running(self) -> None:
+    def _grow_running(self, num_drafts: int) -> None:
         """Room for one token in every running sequence, by preempting the last served if need be.
 
         Done before anything is scheduled or published, so that no block can be taken away from a
         sequence that others in the same step read from.
         """
         for sequence in self.running.copy():
+            if sequence.num_left == 0:  # its last token is in flight and needs no keys
+                continue
             while sequence.slot >= 0 and not self.blocks.grow(sequence):
                 self._preempt(max(self.running, key=lambda running: running.order))
+        if num_drafts:
+            for sequence in self.running:
+                self.blocks.grow(sequence, spare=min(num_drafts, sequence.num_left - 1))
 
-    def _schedule_running(self, batch: Batch) -> int:
+    def _schedule_running(self, plan: Plan) -> int:
         """Decodes first, then prefills under way. Returns the token budget that is left."""
         block_size = self.blocks.block_size
         prefilling: list[Sequence] = []
         for sequence in self.running:
-            num_tokens = len(sequence.token_ids)
-            if num_tokens - sequence.num_computed > 1:
+            if not sequence.is_decoding:
                 prefilling.append(sequence)
-                continue
-            batch.sequences.append(sequence)
-            if num_tokens - sequence.num_published * block_size >= block_size:
-                self.blocks.publish(sequence, num_tokens)
-        batch.num_tokens = [1] * len(batch.sequences)
-        budget = self.max_num_batched_tokens - len(batch.sequences)
+            elif sequence.num_left > 0:
+                # Only tokens that the host knows can be published; they are computed.
+                num_known = min(sequence.num_computed, len(sequence.token_ids))
+                if num_known - sequence.num_published * block_size >= block_size:
+                    self.blocks.publish(sequence, num_known)
+                sequence.num_computed += 1
+                sequence.num_in_flight += 1
+                plan.decodes.append(sequence)
+        budget = self.max_num_batched_tokens - len(plan.decodes)
         for sequence in sorted(prefilling, key=lambda prefill: prefill.order):
-            budget -= self._schedule_prefill(batch, sequence, budget)
+            budget -= self._schedule_prefill(plan, sequence, budget)
         return budget
 
-    def _schedule_prefill(self, batch: Batch, sequence: Sequence, budget: int) -> int:
+    def _schedule_prefill(self, plan: Plan, sequence: Sequence, budget: int) -> int:
         """Add the next chunk of a prefill; returns its size."""
-        size = min(len(sequence.token_ids) - sequence.num_computed, budget)
+        start = sequence.num_computed
+        size = min(len(sequence.token_ids) - start, budget)
         if size:
-            batch.sequences.append(sequence)
-            batch.num_tokens.append(size)
-            self.blocks.publish(sequence, sequence.num_computed + size)
+            samples = start + size == len(sequence.token_ids)
+            plan.chunks.append(Chunk(sequence, start, size, samples))
+            sequence.num_computed += size
+            sequence.num_in_flight += samples
+            sequence.is_decoding = samples
+            self.blocks.publish(sequence, sequence.num_computed)
         return size
 
-    def _admit(self, batch: Batch, budget: int) -> None:
+    def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting sequences while slots, blocks and budget last.
 
         Each may reuse blocks that an earlier one writes in this very step. One block for every
         running sequence stays free, lest an admission cause a preemption right away.
         """
+        if self.running and len(self._free_slots) < min(self._enough_slots, len(self._waiting)):
+            return
         while self._waiting and self._free_slots and budget:
             sequence = self._waiting[0][1]
             if not self.blocks.allocate(sequence, reserve=len(self.running)):
@@ -137,13 +177,13 @@ class Scheduler:
             heapq.heappop(self._waiting)
             sequence.slot = heapq.heappop(self._free_slots)
             self.running.append(sequence)
-            batch.admitted.append(sequence)
+            plan.admitted.append(sequence)
             if sequence.num_cached_tokens < 0:
                 num_prompt = len(sequence.request.prompt_ids)
                 sequence.num_cached_tokens = min(sequence.num_computed, num_prompt)
                 self.num_prompt_tokens += num_prompt
                 self.num_cached_tokens += sequence.num_cached_tokens
-            budget -= self._schedule_prefill(batch, sequence, budget)
+            budget -= self._schedule_prefill(plan, sequence, budget)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._vacate(sequence)
@@ -155,3 +195,4 @@ class Scheduler:
         self.blocks.release(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
+        sequence.is_decoding = False

@@ -14,9 +14,10 @@ __all__ = ["Sequence"]
 class Sequence:
     """Tokens, sampled values and KV blocks of one request.
 
-    The first `num_computed` tokens have keys and values in the cache; the rest are pending. A
-    running sequence whose pending part is processed gets one more sampled token, which is then
-    pending itself, so a decoding sequence always has exactly one pending token.
+    Of the first `num_computed` tokens keys and values are in the cache, or will be once the steps
+    that were launched are through; the rest are pending. A running sequence whose pending part is
+    processed gets one more sampled token, which is then pending itself. The host learns its id a
+    step later: until then it is *in flight*, counted but not in `token_ids`.
     """
 
     request: Request
@@ -26,18 +27,24 @@ class Sequence:
     watcher: StopStringWatcher | None = None
 
     token_ids: list[int] = field(default_factory=list[int])
-    """Prompt and sampled tokens."""
+    """Prompt and sampled tokens, as far as the host knows them."""
     logprobs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])
 
     num_computed: int = 0
+    num_in_flight: int = 0
+    """Tokens that are being sampled."""
+    is_decoding: bool = False
+    """The prefill is through: the only pending token is the one sampled last."""
     block_table: list[int] = field(default_factory=list[int])
     num_published: int = 0
     """Leading blocks that have been offered to the prefix cache."""
     chain: int = -1
     """Chain id of the last published block, see `BlockManager`."""
     slot: int = -1
-    """Row of the runner's per-sequence buffers; -1 while waiting."""
+    """Row of the device state; -1 while waiting."""
+    has_ended: bool = False
+    """Finished or aborted: tokens still in flight are dropped."""
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache on first admission; -1 before it."""
 
@@ -57,18 +64,29 @@ class Sequence:
         """Sort key: who is served first."""
         return self.request.priority, self.arrival
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, those in flight included."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be sampled after those in flight."""
+        return self.request.sampling.max_tokens - len(self.logprobs) - self.num_in_flight
+
     def append(self, token_id: int, logprob: float, weight_version: int) -> StopReason | None:
         """Take a sampled token; returns why the sequence ends with it, if it does."""
+        reason = None
+        if token_id in self.stop_ids:
+            reason = StopReason.EOS
+        elif self.watcher is not None and self.watcher.push(token_id):  # which may raise
+            reason = StopReason.STOP_STRING
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.weight_versions.append(weight_version)
-        if token_id in self.stop_ids:
-            return StopReason.EOS
-        if self.watcher is not None and self.watcher.push(token_id):
-            return StopReason.STOP_STRING
-        if len(self.logprobs) == self.request.sampling.max_tokens:
-            return StopReason.LENGTH
-        return None
+        if reason is None and len(self.logprobs) == self.request.sampling.max_tokens:
+            reason = StopReason.LENGTH
+        return reason
 
     def completion(self, stop_reason: StopReason) -> Completion:
         """What was sampled so far, the resumed part included."""

@@ -11,6 +11,7 @@ from rich.progress import Progress
 
 from hone.config.errors import UserError
 from hone.config.tree import EvaluateConfig, GenerateConfig
+from hone.loops.launch import is_first_process, require_one_process
 from hone.loops.parts import assemble_inference
 from hone.observe.loggers import sample_row
 from hone.observe.metrics import to_scalars
@@ -25,6 +26,7 @@ __all__ = ["run_evaluation", "run_generation"]
 
 def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
     """Score the model on `data.eval`; write `eval.json` and `eval_samples.jsonl` to `run.dir`."""
+    require_one_process()
     limit = cfg.eval.max_completion_tokens
     parts = assemble_inference(cfg, max_completion_tokens=limit)
     if not parts.data.eval:
@@ -54,7 +56,10 @@ def run_generation(cfg: GenerateConfig) -> int:
     limit = cfg.generation.max_completion_tokens
     parts = assemble_inference(cfg, max_completion_tokens=limit)
     owners: dict[str, tuple[Prompt, int]] = {}
+    tp = parts.tensor_parallel
     for number, prompt in enumerate(chain(*parts.data.train.sources)):
+        if number % tp.num_replicas != tp.replica:
+            continue
         requests = requests_for(
             prompt,
             cfg.generation,
@@ -73,9 +78,11 @@ def run_generation(cfg: GenerateConfig) -> int:
                 sample = sample_of(*owners[completion.request_id], completion, parts.decode)
                 rows[sample.id] = json.dumps(sample_row(sample), ensure_ascii=False)
             progress(len(rows), len(owners))
-    with whole_file(cfg.output) as file:
-        file.writelines(f"{rows[request_id]}\n" for request_id in owners)
-    return len(owners)
+    replicas = tp.gather_objects({name: rows[name] for name in owners})
+    if is_first_process():
+        with whole_file(cfg.output) as file:
+            file.writelines(f"{row}\n" for rows in replicas for row in rows.values())
+    return sum(map(len, replicas))
 
 
 @contextmanager

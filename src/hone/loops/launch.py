@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,14 @@ from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.config.run import CheckpointConfig, GenerateRunConfig, RunConfig
 
-__all__ = ["Launch", "choose_device", "export_dtype", "launch"]
+__all__ = [
+    "Launch",
+    "choose_device",
+    "export_dtype",
+    "is_first_process",
+    "launch",
+    "require_one_process",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +49,16 @@ class Launch:
 
 
 def choose_device(cfg: GenerateRunConfig) -> torch.device:
-    """The device of `run.device`. Raises UserError where CUDA is asked for and there is none."""
+    """The device of `run.device`: under torchrun, of this process.
+
+    Raises UserError where CUDA is asked for and there is none.
+    """
     if cfg.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        return device
     if cfg.device == "cuda":
         raise UserError(
             "run.device is cuda, but torch sees no GPU "
@@ -54,11 +67,27 @@ def choose_device(cfg: GenerateRunConfig) -> torch.device:
     return torch.device("cpu")
 
 
+def is_first_process() -> bool:
+    """Whether this is the one of torchrun's processes that writes files."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def require_one_process() -> None:
+    """Raise UserError under torchrun with several processes: they would write the same folder."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        raise UserError(
+            f"torchrun started {world_size} processes, but this command runs in one; only `hone "
+            "generate` and `hone bench engine` use several. Start it without torchrun."
+        )
+
+
 def launch(run: RunConfig, checkpoint: CheckpointConfig, tree: Section) -> Launch:
     """Seed everything, prepare the run folder, save the resolved configuration in it.
 
     Raises UserError where `run.resume` does not fit what the folder holds.
     """
+    require_one_process()
     device = choose_device(run)
     random.seed(run.seed)
     np.random.seed(run.seed % 2**32)

@@ -78,14 +78,23 @@ def check_parity(
     cfg: ParityConfig,
     *,
     dtype: Literal["float32", "bfloat16"],
+    exact: bool = False,
 ) -> ParityReport | None:
     """The report of a passed gate, or None where it is switched off or has nothing to compare.
 
-    Raises UserError when the limits of `trainer.parity` are exceeded.
+    Raises UserError when the limits of `trainer.parity` are exceeded, and with `exact` where any
+    token differs at all.
     """
     if not cfg.enabled or not any(map(_num_fresh, rows)):
         return None
     report = measure_parity(rows, trainer)
+    if exact and report.max_difference != 0:
+        raise UserError(
+            f"model.exact is on, but over {report.num_tokens} tokens engine and trainer differ by "
+            f"up to {report.max_difference:.3g} nats (mean k3 divergence {report.kl:.2e}) before "
+            "the first update: a kernel depends on the batch on this device, or weights differ. "
+            "Set model.exact=false to go on without the guarantee."
+        )
     max_kl = _DEFAULT_MAX_KL[dtype] if cfg.max_kl is None else cfg.max_kl
     if report.kl <= max_kl and report.share_outside <= cfg.max_outside:
         return report

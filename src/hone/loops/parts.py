@@ -24,6 +24,7 @@ from hone.loops.recorder import Limits, Recorder, alarms_for
 from hone.models.decoder import alias_module
 from hone.models.load import compute_dtype, load_config, load_model
 from hone.models.support import context_length, eos_token_ids
+from hone.models.tensor_parallel import TensorParallel, shard_model
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.console import Console
 from hone.observe.loggers import RunLog
@@ -127,6 +128,7 @@ def _limits(cfg: RLConfig, model: PreTrainedModel, device: torch.device) -> Limi
         shape=ModelShape.from_config(model.config.to_dict()),
         peaks=device_peaks(device, dtype),
         bytes_per_value=dtype.itemsize,
+        kv_bytes_per_value=1 if cfg.engine.kv_cache_dtype == "fp8" else dtype.itemsize,
         max_num_seqs=cfg.engine.max_num_seqs,
         passes=3.0 * cfg.trainer.num_epochs + scores_policy + (kl.coef > 0),
     )
@@ -138,6 +140,7 @@ def _engine(
     tokenizer: PreTrainedTokenizerBase,
     *,
     owns_weights: bool,
+    tensor_parallel: TensorParallel | None = None,
 ) -> EmbeddedEngine:
     return EmbeddedEngine(
         model,
@@ -146,6 +149,8 @@ def _engine(
         tokenizer=tokenizer,
         max_model_len=cfg.engine.max_model_len or context_length(model.config),
         owns_weights=owns_weights,
+        tensor_parallel=tensor_parallel,
+        exact=cfg.model.exact,
     )
 
 
@@ -193,6 +198,7 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
             seed=cfg.run.seed,
             reference=load() if cfg.algorithm.kl.coef > 0 else None,
             dump_dir=begin.dir,
+            exact=cfg.model.exact,
         )
         engine = _engine(cfg, alias_module(model), tokenizer, owns_weights=False)
         log = stack.enter_context(
@@ -247,6 +253,7 @@ class InferenceParts:
     data: PromptData
     engine: EmbeddedEngine
     decode: Decode
+    tensor_parallel: TensorParallel
 
 
 def assemble_inference(
@@ -264,6 +271,7 @@ def assemble_inference(
             cfg.model, cfg.engine.max_model_len, max_completion_tokens
         ),
     )
-    model = load_model(cfg.model, device=device, seed=cfg.run.seed)
-    engine = _engine(cfg, model, tokenizer, owns_weights=True)
-    return InferenceParts(tokenizer, data, engine, decoder(tokenizer))
+    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
+    model = shard_model(load_model(cfg.model, device=device, seed=cfg.run.seed), tp)
+    engine = _engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)
+    return InferenceParts(tokenizer, data, engine, decoder(tokenizer), tp)

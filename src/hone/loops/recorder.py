@@ -31,6 +31,7 @@ class Limits:
     shape: ModelShape
     peaks: Peaks
     bytes_per_value: int
+    kv_bytes_per_value: int
     max_num_seqs: int
     passes: float
     """Forward passes' worth of FLOPs in a training step: 3 an epoch, 1 for each scoring pass."""
@@ -50,6 +51,7 @@ class Limits:
             max_num_seqs=self.max_num_seqs,
             prefill_lengths=[len(group.prompt.token_ids) for group in groups],
             bytes_per_value=self.bytes_per_value,
+            kv_bytes_per_value=self.kv_bytes_per_value,
         )
         train_s = training_time_s(
             self.shape,
@@ -67,12 +69,17 @@ class Limits:
 
 
 def memory_scalars(device: torch.device) -> dict[str, float]:
-    """Host and device memory now, in GiB."""
+    """Host and device memory, in GiB, and the device's peak since the last call.
+
+    The peak is that of torch's tensors and what else is taken now, the KV cache above all; with a
+    cache that sleeps while the trainer works it is an upper bound.
+    """
     scalars = {"mem/rss_gib": psutil.Process().memory_info().rss / GIB}
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
+        elsewhere = total - free - torch.cuda.memory_reserved(device)
         scalars["mem/gpu_free_gib"] = free / GIB
-        scalars["mem/gpu_peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        scalars["mem/gpu_peak_gib"] = (torch.cuda.max_memory_allocated(device) + elsewhere) / GIB
         torch.cuda.reset_peak_memory_stats(device)
     return scalars
 

@@ -108,7 +108,13 @@ def _gate(parts: RLParts, rows: list[Trajectory]) -> Metrics:
     """The launch gate's report as metrics; raises where engine and trainer disagree."""
     dtype = compute_dtype(parts.cfg.model, parts.launch.device)
     name = "bfloat16" if dtype.itemsize == 2 else "float32"
-    report = check_parity(rows, parts.trainer, parts.cfg.trainer.parity, dtype=name)
+    report = check_parity(
+        rows,
+        parts.trainer,
+        parts.cfg.trainer.parity,
+        dtype=name,
+        exact=parts.cfg.model.exact,
+    )
     if report is None:
         return {}
     return {

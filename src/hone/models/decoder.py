@@ -8,13 +8,14 @@ of a whole batch never have to exist. Letters: T packed tokens, N chosen rows, D
 from __future__ import annotations
 
 import copy
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.attention import AttentionContext
+from hone.models.exact import linear
 
 __all__ = ["alias_module", "head_logits", "head_weight", "hidden_states", "logit_softcap"]
 
@@ -32,11 +33,40 @@ def hidden_states(
     return output.last_hidden_state.squeeze(0)
 
 
-def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits [N, V] of hidden states [N, D], in the model's dtype, final soft cap included."""
-    logits = hidden @ head_weight(model).T
+def head_logits(model: PreTrainedModel, hidden: Tensor, *, exact: bool = False) -> Tensor:
+    """Logits [N, V] of hidden states [N, D], final soft cap included; differentiable.
+
+    Of the model's dtype or wider: on CUDA sums of 16-bit products stay in float32, since rounding
+    them would shift log-probabilities by up to a percent where logits are large. With `exact` they
+    are float32 in any case, and a row's bits do not depend on the others.
+    """
+    if exact:
+        logits = linear(hidden, head_weight(model), dtype=torch.float32)
+    else:
+        logits = _product(hidden, head_weight(model))
     cap = logit_softcap(model)
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _product(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+    if hidden_ND.is_cuda and hidden_ND.dtype in (torch.bfloat16, torch.float16):
+        return _WideProduct.apply(hidden_ND, weight_VD)
+    return hidden_ND @ weight_VD.T
+
+
+class _WideProduct(torch.autograd.Function):
+    """16-bit matrices to their float32 product; its gradient is rounded to their format first."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_ND, weight_VD)
+        return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_ND, weight_VD = ctx.saved_tensors
+        grad_NV = grads[0].to(hidden_ND.dtype)
+        return grad_NV @ weight_VD, grad_NV.T @ hidden_ND
 
 
 def head_weight(model: PreTrainedModel) -> nn.Parameter:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 __all__ = [
     "SHAPES",
@@ -135,6 +136,8 @@ def make_tiny_model(
         pad_token_id=tokenizer.pad_token_id,
         **config_fields,
     )
+    # As every published model names it; vLLM takes a model without it for one that embeds.
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     if weights:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

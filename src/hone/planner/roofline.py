@@ -34,16 +34,19 @@ def decode_step_s(
     num_keys: Floats | float,
     *,
     bytes_per_value: int = 2,
+    kv_bytes_per_value: int | None = None,
 ) -> Floats:
     """Limit of decode steps in seconds; elementwise over steps.
 
     `num_seqs` sequences advance by one token and read `num_keys` cached keys in all, averaged over
-    the layers. A step without sequences takes no time.
+    the layers. A step without sequences takes no time. Keys and values take as many bytes as
+    weights do where `kv_bytes_per_value` is None.
     """
+    kv_bytes = shape.kv_bytes_per_token(kv_bytes_per_value or bytes_per_value)
     seqs = np.asarray(num_seqs, dtype=np.float64)
     weights_s = shape.decode_bytes(bytes_per_value) / peaks.bytes_per_s
     matmul_s = 2.0 * (shape.body_params + shape.head_params) * seqs / peaks.flops_per_s
-    kv_s = shape.kv_bytes_per_token(bytes_per_value) * np.asarray(num_keys) / peaks.bytes_per_s
+    kv_s = kv_bytes * np.asarray(num_keys) / peaks.bytes_per_s
     return np.where(seqs > 0, np.maximum(weights_s, matmul_s) + kv_s, 0.0)
 
 
@@ -56,6 +59,7 @@ def generation_time_s(
     max_num_seqs: int,
     prefill_lengths: Sequence[int] | None = None,
     bytes_per_value: int = 2,
+    kv_bytes_per_value: int | None = None,
 ) -> float:
     """Limit of generating these samples on one device, in seconds.
 
@@ -77,7 +81,14 @@ def generation_time_s(
     if shape.sliding_window is not None:
         windowed = _keys_per_step(starts, num_decodes, prompts, window=shape.sliding_window)
         keys = keys + shape.sliding_share * (windowed - keys)
-    decode_s = decode_step_s(shape, peaks, seqs, keys, bytes_per_value=bytes_per_value)
+    decode_s = decode_step_s(
+        shape,
+        peaks,
+        seqs,
+        keys,
+        bytes_per_value=bytes_per_value,
+        kv_bytes_per_value=kv_bytes_per_value,
+    )
     return prefill_flops / peaks.flops_per_s + float(decode_s.sum())
 
 

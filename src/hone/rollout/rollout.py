@@ -59,6 +59,8 @@ class RolloutCounts:
     num_prompt_tokens: int = 0
     num_preemptions: int = 0
     num_engine_steps: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_generated_tokens: int = 0
     engine_busy_s: float = 0.0
     max_kv_cache_usage: float = 0.0
@@ -136,6 +138,8 @@ class Rollout:
         counts, now = self.counts, self.engine.stats()
         counts.num_preemptions = now.num_preemptions - engine.num_preemptions
         counts.num_engine_steps = now.num_steps - engine.num_steps
+        counts.num_drafted_tokens = now.num_drafted_tokens - engine.num_drafted_tokens
+        counts.num_accepted_tokens = now.num_accepted_tokens - engine.num_accepted_tokens
         counts.num_generated_tokens = now.num_generated_tokens - engine.num_generated_tokens
         counts.engine_busy_s = now.busy_s - engine.busy_s
         scored = self.scorer.stats()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from hone.attention import PackedContext
 from hone.config.trainer import SFTTrainerConfig
 from hone.models.decoder import hidden_states
+from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.manifest import export_weights
 from hone.observe.metrics import Last, Mean, Metrics, Sum
 from hone.trainer.logprobs import token_logprobs
@@ -42,16 +44,25 @@ class Learner(ABC):
         total_steps: int,
         temperature: float = 1.0,
         dump_dir: Path | None = None,
+        exact: bool = False,
     ) -> None:
         """`total_steps` counts optimizer steps, for the schedule. `temperature` divides the logits.
-        `dump_dir` receives the rows of a step whose numbers are not finite."""
+        `dump_dir` receives the rows of a step whose numbers are not finite. With `exact`,
+        log-probabilities are the bits of an engine in exact mode; raises UserError where that is
+        not served."""
         if temperature <= 0:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities are trained at the temperature that "
                 "samples, which must be above 0"
             )
         self._compile = model.device.type == "cuda" if cfg.compile is None else cfg.compile
-        self.policy = Policy(model, recompute=cfg.recompute, compile=self._compile)
+        self._exact = exact
+        self._decoders: dict[PreTrainedModel, PackedDecoder] = {}
+        self.policy = Policy(
+            model,
+            recompute=cfg.recompute and not exact,  # `PackedDecoder` does its own
+            compile=self._compile and not exact,
+        )
         self.num_steps = 0
         self._shared_cfg = cfg
         self._total_steps = total_steps
@@ -61,6 +72,13 @@ class Learner(ABC):
             self.policy.masters, cfg.optimizer, self.policy.embedding_names
         )
         self._cost = _attention_cost(model)
+        self._prepare(model)
+
+    def _prepare(self, model: PreTrainedModel) -> None:
+        """Set up the forward of a model that will be scored."""
+        if self._exact:
+            require_exact(model)
+            self._decoders[model] = PackedDecoder(model, recompute=self._shared_cfg.recompute)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights an engine must sample with, under Hugging Face names."""
@@ -106,7 +124,8 @@ class Learner(ABC):
         context = PackedContext(
             cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen, lengths=batch.lengths
         )
-        hidden_TD = hidden_states(model, batch.input_ids, batch.position_ids, context)
+        backbone = self._decoders[model] if self._exact else partial(hidden_states, model)
+        hidden_TD = backbone(batch.input_ids, batch.position_ids, context)
         return token_logprobs(
             model,
             hidden_TD.index_select(0, batch.predict_index),
@@ -115,6 +134,7 @@ class Learner(ABC):
             chunk_tokens=self._shared_cfg.logits_chunk_tokens,
             with_entropy=with_entropy,
             compile=self._compile,
+            exact=self._exact,
         )
 
     def _score_rows(self, model: PreTrainedModel, rows: Sequence[Trajectory]) -> list[Tensor]:

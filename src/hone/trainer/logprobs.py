@@ -35,15 +35,17 @@ def token_logprobs(
     chunk_tokens: int,
     with_entropy: bool = False,
     compile: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of `labels_N` and entropy of each distribution, both [N] float32.
 
     Differentiable in the hidden states and in the head's weights, whose gradients add up over
     chunks in float32. At most `chunk_tokens` rows of logits exist at any time. `compile` fuses
-    what is done with them, so that a chunk takes twice its logits in the model's format and no
-    more; otherwise two float32 copies come on top.
+    what is done with them, so that a chunk takes twice its float32 logits and no more; otherwise
+    copies come on top. With `exact`, log-probabilities are the bits that an engine in exact mode
+    samples with.
     """
-    head = _Head(model, temperature, chunk_tokens, with_entropy, compile)
+    head = _Head(model, temperature, chunk_tokens, with_entropy, compile, exact)
     if torch.is_grad_enabled():
         return _ChunkedLogprobs.apply(head, labels_N, hidden_ND, head_weight(model))
     scores = head.score(hidden_ND, labels_N)
@@ -70,11 +72,11 @@ class _Head:
     chunk_tokens: int
     with_entropy: bool
     compile: bool
+    exact: bool
 
     def score(self, hidden_ND: Tensor, labels_N: Tensor) -> _Scores:
-        score, _ = _kernels(self.compile)
         chunks = [
-            score(head_logits(self.model, hidden), labels, self.temperature, self.with_entropy)
+            self._score_chunk(hidden, labels)
             for hidden, labels in zip(
                 hidden_ND.split(self.chunk_tokens), labels_N.split(self.chunk_tokens), strict=True
             )
@@ -82,6 +84,25 @@ class _Head:
         logprobs, entropies, normalisers = zip(*chunks, strict=True)
         entropy_N = torch.cat(entropies) if self.with_entropy else None
         return _Scores(torch.cat(logprobs), entropy_N, torch.cat(normalisers))
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        return head_logits(self.model, hidden_CD, exact=self.exact)
+
+    def _score_chunk(self, hidden_CD: Tensor, labels_C: Tensor) -> _Scores:
+        score, _ = _kernels(self.compile)
+        logits_CV = self.logits(hidden_CD)
+        if not self.exact:
+            return score(logits_CV, labels_C, self.temperature, self.with_entropy)
+        logprobs_C = _exact_logprobs(logits_CV, labels_C, self.temperature)
+        scores = score(logits_CV, labels_C, self.temperature, self.with_entropy)
+        return scores._replace(logprobs=logprobs_C)
+
+
+def _exact_logprobs(logits_CV: Tensor, labels_C: Tensor, temperature: float) -> Tensor:
+    from hone.models.token_logprobs import token_logprobs  # needs triton, absent on CPUs
+
+    temperatures_C = logits_CV.new_full((len(logits_CV),), temperature)
+    return token_logprobs(logits_CV, labels_C, temperatures_C)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -113,7 +134,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             rows = slice(start, start + head.chunk_tokens)
             with torch.enable_grad():
                 hidden_CD = hidden_ND[rows].detach().requires_grad_()
-                logits_CV = head_logits(head.model, hidden_CD)
+                logits_CV = head.logits(hidden_CD)
             grad_logits_CV, grad_label_C = logits_gradient(
                 logits_CV.detach(),
                 scores.rows(rows),

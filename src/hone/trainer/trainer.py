@@ -49,12 +49,21 @@ class PolicyTrainer(Learner):
         seed: int = 0,
         reference: PreTrainedModel | None = None,
         dump_dir: Path | None = None,
+        exact: bool = False,
     ) -> None:
         """`temperature` is the one that sampled the rows, `total_steps` the optimizer steps of the
-        run, `seed` orders mini-batches. `reference` is the frozen model of the KL penalty."""
+        run, `seed` orders mini-batches. `reference` is the frozen model of the KL penalty. `exact`
+        as in `Learner`, for both models."""
         super().__init__(
-            model, cfg, total_steps=total_steps, temperature=temperature, dump_dir=dump_dir
+            model,
+            cfg,
+            total_steps=total_steps,
+            temperature=temperature,
+            dump_dir=dump_dir,
+            exact=exact,
         )
+        if reference is not None:
+            self._prepare(reference)
         self.cfg = cfg
         self.algorithm = algorithm
         self.reference = reference

@@ -3,7 +3,7 @@
 A sync has a version and a manifest. The trainer's side says what the engine must hold; the engine
 recomputes the manifest from the tensors it samples with and refuses to sample until both agree.
 Tensors that are one memory on both sides (one process, one number format) are not moved, only
-proven.
+proven. An engine that is one rank of several gets, and proves, its own parts.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ class WeightSync:
         """
         start = perf_counter()
         self.engine.begin_sync()
-        sources = dict(self.trainer.named_weights())
+        weights = dict(self.trainer.named_weights())
+        sources = {name: self.engine.shard(name, tensor) for name, tensor in weights.items()}
         targets = dict(self.engine.named_weights())
         if diff := match_layout(sources, targets):
             raise RuntimeError(f"The engine cannot take version {version}: {diff.describe()}")
         # The engine may compute in another number format: what counts is the value after the cast.
         dtypes = {name: target.dtype for name, target in targets.items()}
-        check_finite(sources, dtypes)
+        # Of whole weights, so that engines with different parts of them all refuse.
+        check_finite(weights, dtypes)
         manifest = build_manifest(sources.items(), version, dtypes=dtypes)
         moved = {
             memory_of(targets[name]): (targets[name], source)

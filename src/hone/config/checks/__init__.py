@@ -16,9 +16,11 @@ from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.generation import (
     check_context,
     check_engine,
+    check_exact,
     check_filters,
     check_kv_cache,
     check_sampling,
+    check_tensor_parallel,
     check_training_distribution,
     samples_key,
 )
@@ -38,7 +40,7 @@ from hone.config.checks.schedule import (
     check_run,
     evaluates,
 )
-from hone.config.derived import compute_dtype, optimizer_steps_per_rollout
+from hone.config.derived import kv_dtype, optimizer_steps_per_rollout
 from hone.config.model_facts import ModelFacts
 from hone.config.rollout import GenerationConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
@@ -58,6 +60,7 @@ def check_rl(cfg: RLConfig) -> list[Finding]:
         check_training_distribution(rollout),
         check_filters(rollout),
         _concurrency(cfg),
+        _rounded_cache(cfg),
         check_budget(
             cfg.trainer,
             longest=cfg.data.max_prompt_tokens + rollout.max_completion_tokens,
@@ -99,6 +102,7 @@ def check_sft(cfg: SFTConfig) -> list[Finding]:
             check_model(cfg.model, device=cfg.run.device),
             check_data(cfg.data, cfg.model),
             _sft_context(cfg),
+            _exact_without_engine(cfg),
             check_budget(
                 cfg.trainer,
                 longest=cfg.data.max_tokens,
@@ -179,11 +183,13 @@ def _generating(
             samples_key=samples_key(section),
             trains=section == "rollout",
         ),
+        check_tensor_parallel(cfg.engine, facts=facts, scores=section != "generation"),
+        check_exact(cfg.model, cfg.engine, device=device, facts=facts),
         check_kv_cache(
             cfg.engine,
             longest=cfg.data.max_prompt_tokens + generation.max_completion_tokens,
             longest_of=f"data.max_prompt_tokens + {section}.max_completion_tokens",
-            dtype=compute_dtype(cfg.model, device),
+            dtype=kv_dtype(cfg.engine, cfg.model, device),
             facts=facts,
         ),
     ]
@@ -203,6 +209,19 @@ def _concurrency(cfg: RLConfig) -> list[Finding]:
             "engine.max_num_seqs",
             "rollout.prompts_per_step",
             "rollout.n_samples_per_prompt",
+        )
+    ]
+
+
+def _rounded_cache(cfg: RLConfig) -> list[Finding]:
+    if cfg.engine.kv_cache_dtype != "fp8" or cfg.algorithm.correction.kind != "none":
+        return []
+    return [
+        warning(
+            "engine.kv_cache_dtype is fp8, so that samples come from a slightly different policy "
+            "than the trainer's, and algorithm.correction.kind is none. Set it to tis.",
+            "engine.kv_cache_dtype",
+            "algorithm.correction.kind",
         )
     ]
 
@@ -232,6 +251,18 @@ def _sft_context(cfg: SFTConfig) -> list[Finding]:
             f"('{cfg.model.path}') has a context of {context} tokens. Lower data.max_tokens.",
             "data.max_tokens",
             "model.path",
+        )
+    ]
+
+
+def _exact_without_engine(cfg: SFTConfig) -> list[Finding]:
+    if not cfg.model.exact:
+        return []
+    return [
+        warning(
+            "model.exact makes trainer and engine compute the same bits, and `hone sft` has no "
+            "engine: it has no effect. Remove it.",
+            "model.exact",
         )
     ]
 

@@ -19,7 +19,9 @@ __all__ = ["check_data", "check_log", "check_model"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def check_model(model: ModelConfig, *, device: str) -> Iterator[Finding]:
+def check_model(
+    model: ModelConfig, *, device: str, needs_tokenizer: bool = True
+) -> Iterator[Finding]:
     """The model and tokenizer folders, as far as they are on this machine."""
     folder = Path(model.path)
     if folder.is_file():
@@ -27,7 +29,7 @@ def check_model(model: ModelConfig, *, device: str) -> Iterator[Finding]:
             f"model.path is a file, '{model.path}'; give the folder it is in.", "model.path"
         )
     elif folder.is_dir():
-        yield from _model_folder(model, folder)
+        yield from _model_folder(model, folder, needs_tokenizer)
     elif must_be_local(model.path):
         yield error(
             f"model.path '{model.path}' does not exist. Give a folder with config.json, or a hub "
@@ -50,7 +52,7 @@ def check_model(model: ModelConfig, *, device: str) -> Iterator[Finding]:
         )
 
 
-def _model_folder(model: ModelConfig, folder: Path) -> Iterator[Finding]:
+def _model_folder(model: ModelConfig, folder: Path, needs_tokenizer: bool) -> Iterator[Finding]:
     if not (folder / "config.json").is_file():
         yield error(f"model.path '{folder}' holds no config.json.", "model.path")
         return
@@ -63,7 +65,9 @@ def _model_folder(model: ModelConfig, folder: Path) -> Iterator[Finding]:
             "model.init",
             "model.path",
         )
-    if model.tokenizer is None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not needs_tokenizer or model.tokenizer is not None:
+        return
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         yield error(
             f"model.path '{folder}' holds no tokenizer and model.tokenizer is not set; "
             "set model.tokenizer to a folder or hub name.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from hone.config.checks.finding import Finding, differs, error, warning
@@ -14,15 +15,19 @@ from hone.config.rollout import GenerationConfig, RolloutConfig
 __all__ = [
     "check_context",
     "check_engine",
+    "check_exact",
     "check_filters",
     "check_kv_cache",
     "check_sampling",
+    "check_tensor_parallel",
     "check_training_distribution",
     "samples_key",
 ]
 
 _GIB = 2**30
 _SMALL_BATCHED_TOKENS = 2048
+_FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families with fused layers, which alone are divided among devices or computed exactly."""
 
 
 def samples_key(section: str) -> str:
@@ -243,10 +248,93 @@ def check_engine(
         )
 
 
+def check_tensor_parallel(
+    engine: EngineConfig, *, facts: ModelFacts | None, scores: bool
+) -> Iterator[Finding]:
+    """Whether model and processes divide by `engine.tensor_parallel_size`.
+
+    `scores`: rewards decide what is submitted and aborted when, which ranks would see differently.
+    """
+    size = engine.tensor_parallel_size
+    if size == 1:
+        return
+    asked = f"engine.tensor_parallel_size is {size}"
+    if scores:
+        yield error(
+            f"{asked}, which `hone generate` and `hone bench engine` serve; with rewards, in "
+            "`hone rl` and `hone eval`, an engine uses one device. Set it to 1.",
+            "engine.tensor_parallel_size",
+        )
+        return
+    family = facts.family if facts else None
+    if family is not None and family not in _FUSED_FAMILIES:
+        yield error(
+            f"{asked}, but the model at model.path is of the family {family!r}, which is not "
+            f"divided among devices; {', '.join(_FUSED_FAMILIES)} are. Set it to 1.",
+            "engine.tensor_parallel_size",
+            "model.path",
+        )
+        return
+    if engine.speculation:
+        yield error(
+            f"{asked}, and engine.speculation is on: it drafts by measured times, in which devices "
+            "differ, so that they would part. Switch one of them off.",
+            "engine.tensor_parallel_size",
+            "engine.speculation",
+        )
+    divided = facts.divided if facts else {}
+    uneven = [f"{key} = {number}" for key, number in divided.items() if number % size]
+    if uneven:
+        yield error(
+            f"{asked}, which does not divide {', '.join(uneven)} of the model at model.path. "
+            "Choose a smaller power of two; further devices run as replicas.",
+            "engine.tensor_parallel_size",
+            "model.path",
+        )
+    # Outside torchrun nothing is known yet: a configuration may be checked anywhere.
+    world_size = int(os.environ.get("WORLD_SIZE", size))
+    if world_size % size:
+        yield error(
+            f"{asked}, but torchrun started {world_size} processes. Start {size} "
+            f"(--nproc-per-node {size}), or a multiple of it for replicas.",
+            "engine.tensor_parallel_size",
+        )
+
+
+def check_exact(
+    model: ModelConfig, engine: EngineConfig, *, device: str, facts: ModelFacts | None
+) -> Iterator[Finding]:
+    """What `model.exact` needs; the rest is known once the model is loaded."""
+    if not model.exact:
+        return
+    needs = [
+        ("run.device", device, device != "cpu", "cuda"),
+        ("model.dtype", model.dtype, model.dtype != "float32", "auto"),
+        ("engine.kv_cache_dtype", engine.kv_cache_dtype, engine.kv_cache_dtype == "auto", "auto"),
+        ("engine.tensor_parallel_size", size := engine.tensor_parallel_size, size == 1, "1"),
+    ]
+    for key, got, is_served, allowed in needs:
+        if not is_served:
+            yield error(
+                f"model.exact is on, which {key} {got} cannot serve. Set {key} to {allowed}, or "
+                "model.exact to false.",
+                "model.exact",
+                key,
+            )
+    family = facts.family if facts else None
+    if family is not None and family not in _FUSED_FAMILIES:
+        yield error(
+            f"model.exact is on, but the model at model.path is of the family {family!r}; served "
+            f"are {', '.join(_FUSED_FAMILIES)}. Set model.exact to false.",
+            "model.exact",
+            "model.path",
+        )
+
+
 def check_kv_cache(
     engine: EngineConfig, *, longest: int, longest_of: str, dtype: str, facts: ModelFacts | None
 ) -> Iterator[Finding]:
-    """Whether the cache holds at least one sequence of full length.
+    """Whether the cache of a device holds at least one sequence of full length.
 
     A number format that is not known yet counts as 2 bytes, so that the error is certain.
     """
@@ -259,7 +347,8 @@ def check_kv_cache(
     per_token = facts.kv_bytes_per_token(dtype) if facts else None
     if engine.kv_cache_gib is None or per_token is None:
         return
-    needed = -(-longest // engine.block_size) * engine.block_size * per_token
+    num_tokens = -(-longest // engine.block_size) * engine.block_size
+    needed = num_tokens * per_token // engine.tensor_parallel_size
     if engine.kv_cache_gib * _GIB < needed:
         yield error(
             f"engine.kv_cache_gib is {engine.kv_cache_gib:g}, but one sequence of full length "

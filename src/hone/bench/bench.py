@@ -1,0 +1,177 @@
+"""`hone bench engine`: a workload through the engine, and through vLLM where that is asked for."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hone
+from hone.bench.measure import EngineRun, measure
+from hone.bench.summary import Limits, Summary, summarise
+from hone.bench.vllm_runner import run_vllm
+from hone.bench.workloads import Workload, make_workload
+from hone.config.model import ModelConfig
+from hone.config.tree import BenchEngineConfig
+from hone.engine.engine import EmbeddedEngine
+from hone.loops.launch import choose_device
+from hone.models.load import compute_dtype, load_config, load_model
+from hone.models.support import context_length, eos_token_ids
+from hone.models.tensor_parallel import TensorParallel, shard_model
+from hone.models.tiny import make_model_folder
+from hone.observe.peaks import device_peaks
+from hone.planner.hardware import Peaks
+from hone.planner.model_shape import ModelShape
+
+__all__ = ["BenchResult", "bench_engine"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """What `hone bench engine` has found: ours first, then the engine it is compared with."""
+
+    cfg: BenchEngineConfig
+    workload: Workload
+    limits: Limits
+    runs: tuple[EngineRun, ...]
+
+    @property
+    def summaries(self) -> dict[str, Summary]:
+        return {run.name: summarise(run, self.workload, self.limits) for run in self.runs}
+
+    @property
+    def model_name(self) -> str:
+        return self.cfg.model.shape or str(self.cfg.model.path)
+
+
+def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
+    """Draw the requests, check that they fit, run them.
+
+    vLLM goes first and is gone when our engine starts, so each has the device to itself. Before
+    anything runs, UserError is raised where the model cannot be served or a request does not fit.
+    """
+    with _model(cfg) as model_cfg:
+        config = load_config(model_cfg)
+        vocab_size = int(config.vocab_size)
+        workload = make_workload(cfg, vocab_size)
+        if cfg.engine.max_model_len is None:
+            workload.check_fits(context_length(config), limit="the model's context length")
+        else:
+            workload.check_fits(cfg.engine.max_model_len, limit="engine.max_model_len")
+        warmup = workload.redrawn(cfg.run.seed + 1, vocab_size)
+        device = choose_device(cfg.run)
+        dtype = compute_dtype(model_cfg, device)
+        runs: list[EngineRun] = []
+        if cfg.against is not None:
+            log = cfg.output.with_suffix(".vllm.log")
+            _log.info("vLLM runs first; it logs to %s", log)
+            options = _vllm_options(cfg, model_cfg, workload, dtype)
+            runs.append(
+                run_vllm(options, warmup=warmup.requests, requests=workload.requests, log=log)
+            )
+        runs.insert(0, _run_hone(cfg, model_cfg, device, warmup, workload))
+        limits = Limits(
+            shape=ModelShape.from_config(config.to_dict()),
+            peaks=_together(device_peaks(device, dtype), cfg.engine.tensor_parallel_size),
+            bytes_per_value=dtype.itemsize,
+            kv_bytes_per_value=1 if cfg.engine.kv_cache_dtype == "fp8" else dtype.itemsize,
+            max_num_seqs=cfg.engine.max_num_seqs,
+            shares_prompts=cfg.engine.enable_prefix_caching,
+        )
+    return BenchResult(cfg, workload, limits, tuple(runs))
+
+
+def _run_hone(
+    cfg: BenchEngineConfig,
+    model_cfg: ModelConfig,
+    device: torch.device,
+    warmup: Workload,
+    workload: Workload,
+) -> EngineRun:
+    start_s = time.perf_counter()
+    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
+    model = shard_model(load_model(model_cfg, device=device, seed=cfg.run.seed), tp)
+    engine = EmbeddedEngine(
+        model,
+        cfg.engine,
+        eos_token_ids=eos_token_ids(model, None),
+        max_model_len=_max_model_len(cfg, workload),
+        owns_weights=True,
+        tensor_parallel=tp,
+    )
+    started_s = time.perf_counter()
+    _log.info("warming up on %d requests", len(warmup.requests))
+    measure(engine, warmup.requests)
+    warm_s = time.perf_counter()
+    _log.info("measuring")
+    return EngineRun(
+        name="hone",
+        version=hone.__version__,
+        start_s=started_s - start_s,
+        warmup_s=warm_s - started_s,
+        measured=measure(engine, workload.requests),
+    )
+
+
+def _together(peaks: Peaks, num_devices: int) -> Peaks:
+    """The peaks of devices that share one model."""
+    if num_devices == 1:
+        return peaks
+    return replace(
+        peaks,
+        name=f"{num_devices} x {peaks.name}",
+        bytes_per_s=num_devices * peaks.bytes_per_s,
+        flops_per_s=num_devices * peaks.flops_per_s,
+    )
+
+
+def _max_model_len(cfg: BenchEngineConfig, workload: Workload) -> int:
+    """What is served, by both engines: as configured, else the longest request."""
+    return cfg.engine.max_model_len or workload.longest
+
+
+def _vllm_options(
+    cfg: BenchEngineConfig, model_cfg: ModelConfig, workload: Workload, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The same model, formats, memory, concurrency and prefix caching; the rest is vLLM's default.
+
+    Its budget of tokens a step above all: vLLM chooses that by the device.
+    """
+    options: dict[str, Any] = {
+        "model": model_cfg.path,
+        "runner": "generate",
+        "load_format": "dummy" if model_cfg.init == "random" else "auto",
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_cache_dtype": cfg.engine.kv_cache_dtype,
+        "max_model_len": _max_model_len(cfg, workload),
+        "max_num_seqs": cfg.engine.max_num_seqs,
+        "gpu_memory_utilization": cfg.engine.gpu_memory_utilization,
+        "enable_prefix_caching": cfg.engine.enable_prefix_caching,
+        "seed": cfg.run.seed,
+    }
+    if cfg.engine.kv_cache_gib is not None:
+        options["kv_cache_memory_bytes"] = int(cfg.engine.kv_cache_gib * 2**30)
+    return options
+
+
+@contextmanager
+def _model(cfg: BenchEngineConfig) -> Generator[ModelConfig]:
+    """The model to load; a public shape lies in a folder that is gone after the block."""
+    model = cfg.model
+    if model.shape is None:
+        assert model.path is not None, f"{model=}"
+        yield ModelConfig(path=model.path, init=model.init, dtype=model.dtype)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        make_model_folder(Path(folder), model.shape)
+        yield ModelConfig(path=folder, init="random", dtype=model.dtype)

@@ -1,0 +1,259 @@
+"""What engines are measured on: requests drawn from a seed, or read from a file.
+
+A workload fixes the lengths exactly: every request is sampled to its `max_tokens`, whatever token
+ends a sequence. Token ids are random, so a model with random weights serves as well as a trained
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from hone.config.base import Section
+from hone.config.bench import DecodeConfig
+from hone.config.errors import UserError
+from hone.config.schema import locate, nearest
+from hone.config.tree import BenchEngineConfig
+from hone.types import Request, SamplingParams
+
+__all__ = ["Workload", "decode", "groups", "make_workload", "read_requests", "uniform"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that are submitted together, in this order."""
+
+    name: str
+    requests: tuple[Request, ...]
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        return [len(request.prompt_ids) for request in self.requests]
+
+    @property
+    def output_lengths(self) -> list[int]:
+        return [request.sampling.max_tokens for request in self.requests]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.output_lengths)
+
+    @property
+    def longest(self) -> int:
+        """Longest prompt plus output, in tokens."""
+        return max(map(sum, zip(self.prompt_lengths, self.output_lengths, strict=True)))
+
+    def redrawn(self, seed: int, vocab_size: int) -> Self:
+        """The same lengths, equal prompts still equal, but other token ids: a run to warm up on."""
+        rng = np.random.default_rng(seed)
+        distinct = dict.fromkeys(request.prompt_ids for request in self.requests)
+        fresh = {old: _draw_ids(rng, len(old), vocab_size) for old in distinct}
+        requests = tuple(replace(x, prompt_ids=fresh[x.prompt_ids]) for x in self.requests)
+        return replace(self, requests=requests)
+
+    def check_fits(self, max_model_len: int, *, limit: str) -> None:
+        """Raise UserError naming the first request that is longer than `limit` allows."""
+        for request in self.requests:
+            prompt, output = len(request.prompt_ids), request.sampling.max_tokens
+            if prompt + output > max_model_len:
+                raise UserError(
+                    f"workload {self.name}: request {request.id} has {prompt} prompt and {output} "
+                    f"output tokens, {prompt + output} in all, but {limit} is {max_model_len}"
+                )
+
+
+def make_workload(cfg: BenchEngineConfig, vocab_size: int) -> Workload:
+    """The workload that `cfg.workload` names. Raises UserError for a file with a bad line."""
+    match cfg.workload:
+        case "decode":
+            budget = cfg.engine.max_num_batched_tokens
+            draw = partial(decode, cfg.decode, max_num_batched_tokens=budget)
+        case "uniform":
+            draw = uniform
+        case "groups":
+            draw = groups
+        case path:
+            draw = partial(read_requests, Path(path))
+    return draw(seed=cfg.run.seed, vocab_size=vocab_size)
+
+
+def uniform(*, seed: int, vocab_size: int) -> Workload:
+    """256 requests; prompt and output uniform over 100 to 1,024 tokens each."""
+    rng = np.random.default_rng(seed)
+    prompts, outputs = rng.integers(100, 1025, size=(2, 256)).tolist()
+    return _workload("uniform", rng, prompts, outputs, vocab_size=vocab_size)
+
+
+def groups(*, seed: int, vocab_size: int) -> Workload:
+    """64 prompts of 256 tokens, 8 samples each. Output lengths are log-normal, median 800 and sigma
+    0.7, and cut at 3,800: the long tail of reinforcement learning."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.lognormal(np.log(800), 0.7, size=64 * 8)
+    outputs = np.clip(np.rint(drawn), 1, 3800).astype(int).tolist()
+    return _workload("groups", rng, [256] * 64, outputs, num_samples=8, vocab_size=vocab_size)
+
+
+def decode(
+    cfg: DecodeConfig, *, max_num_batched_tokens: int, seed: int, vocab_size: int
+) -> Workload:
+    """`cfg.batch` sequences that decode together for `cfg.steps` steps around `cfg.context` tokens.
+
+    While the last prompts are prefilled, `max_num_batched_tokens` a step, the first sequences
+    decode already; so all get as many tokens more. Raises UserError where the context leaves no
+    room for a prompt.
+    """
+    budget = max(max_num_batched_tokens - cfg.batch, 1)
+    lead = -(-cfg.batch * cfg.context // budget) + 2
+    prompt = cfg.context - (cfg.steps + lead) // 2
+    if prompt < 1:
+        raise UserError(
+            f"decode.context={cfg.context} is too short for decode.steps={cfg.steps} steps around "
+            f"it, after the {lead} that {cfg.batch} prompts take; raise decode.context to at least "
+            f"{cfg.context + 1 - prompt}, or lower decode.steps or decode.batch"
+        )
+    rng = np.random.default_rng(seed)
+    lengths = [cfg.steps + lead] * cfg.batch
+    return _workload("decode", rng, [prompt] * cfg.batch, lengths, vocab_size=vocab_size)
+
+
+class _Line(Section):
+    """One line of a file of requests."""
+
+    prompt_tokens: int | None = Field(default=None, ge=1)
+    """Length of a prompt of random ids."""
+
+    prompt_ids: tuple[int, ...] | None = None
+    """The prompt itself, in place of its length."""
+
+    max_tokens: int = Field(ge=1)
+    """Tokens to sample."""
+
+    n: int = Field(default=1, ge=1)
+    """Samples of this prompt."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """Divisor of the logits; 0 is greedy."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Smallest set of tokens whose probability reaches this much."""
+
+    top_k: int = Field(default=0, ge=0)
+    """Number of most probable tokens kept; 0 keeps all."""
+
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Drop tokens less probable than this share of the most probable one."""
+
+
+def read_requests(path: Path, *, seed: int, vocab_size: int) -> Workload:
+    """Requests from a JSONL file, one object a line; blank lines are passed over.
+
+    Raises UserError naming the line that is wrong.
+    """
+    rng = np.random.default_rng(seed)
+    requests: list[Request] = []
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, start=1):
+            if text.strip():
+                line = _parse(text, where=f"{path}, line {number}", vocab_size=vocab_size)
+                ids = line.prompt_ids or _draw_ids(rng, line.prompt_tokens or 0, vocab_size)
+                requests += _requests(f"{number}", ids, [line.max_tokens] * line.n, rng, line)
+    if not requests:
+        raise UserError(f"{path} holds no requests")
+    return Workload(path.name, tuple(requests))
+
+
+def _parse(text: str, *, where: str, vocab_size: int) -> _Line:
+    try:
+        line = _Line.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error)}") from error
+    if (line.prompt_tokens is None) == (line.prompt_ids is None):
+        raise UserError(f"{where}: give either prompt_tokens (a number) or prompt_ids (a list)")
+    if line.prompt_ids is not None:
+        wrong = [x for x in line.prompt_ids if not 0 <= x < vocab_size]
+        if wrong or not line.prompt_ids:
+            got = f"id {wrong[0]}" if wrong else "no ids"
+            raise UserError(
+                f"{where}: prompt_ids holds {got}; needed: at least one id, each from 0 to "
+                f"{vocab_size - 1}"
+            )
+    return line
+
+
+def _explain(error: ValidationError) -> str:
+    """The problem of a line. A misspelt key comes first: it explains one that is missing."""
+    details = error.errors(include_url=False)
+    detail = next((x for x in details if x["type"] == "extra_forbidden"), details[0])
+    path = [str(part) for part in detail["loc"]]
+    match detail["type"]:
+        case "json_invalid":
+            return f"no JSON object: {detail['msg']}"
+        case "model_type":
+            return "no JSON object"
+        case "extra_forbidden":
+            near = nearest(_Line, path)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"allowed: {_KEYS}"
+            return f"unknown key '{path[0]}'; {hint}"
+        case "missing":
+            return f"'{path[0]}' is required"
+        case _:
+            field = locate(_Line, path[:1])
+            assert field is not None, f"{path=}"
+            return f"{path[0]} is {detail['input']!r}; allowed: {field.allowed}"
+
+
+_KEYS = ", ".join(_Line.model_fields)
+
+
+def _workload(
+    name: str,
+    rng: np.random.Generator,
+    prompts: Sequence[int],
+    outputs: Sequence[int],
+    *,
+    vocab_size: int,
+    num_samples: int = 1,
+) -> Workload:
+    """`num_samples` requests for each prompt length, with the output lengths in order."""
+    ends = accumulate([num_samples] * len(prompts))
+    requests: list[Request] = []
+    for index, (length, end) in enumerate(zip(prompts, ends, strict=True)):
+        ids = _draw_ids(rng, length, vocab_size)
+        requests += _requests(f"{index}", ids, outputs[end - num_samples : end], rng)
+    return Workload(name, tuple(requests))
+
+
+def _requests(
+    name: str,
+    prompt_ids: tuple[int, ...],
+    outputs: Sequence[int],
+    rng: np.random.Generator,
+    line: _Line | None = None,
+) -> list[Request]:
+    """One request for each output length, with its own seed, over one prompt."""
+    chosen = {} if line is None else line.model_dump(include=_SAMPLING)
+    return [
+        Request(
+            id=f"{name}/{index}",
+            prompt_ids=prompt_ids,
+            sampling=SamplingParams(
+                max_tokens=length, seed=int(rng.integers(2**31)), ignore_eos=True, **chosen
+            ),
+        )
+        for index, length in enumerate(outputs)
+    ]
+
+
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
+
+
+def _draw_ids(rng: np.random.Generator, length: int, vocab_size: int) -> tuple[int, ...]:
+    return tuple(rng.integers(vocab_size, size=length).tolist())

@@ -1,0 +1,44 @@
+"""What `hone bench engine` measures: a model or the shape of one, and a workload."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.base import Section
+
+__all__ = ["WORKLOADS", "BenchModelConfig", "DecodeConfig"]
+
+WORKLOADS = ("decode", "uniform", "groups")
+"""Named workloads; any other name is a file of requests."""
+
+
+class BenchModelConfig(Section):
+    """The model to sample from: a folder or hub name, or a public shape with random weights."""
+
+    path: str | None = None
+    """Folder in the Hugging Face layout, or a hub name; with `init` random `config.json` is
+    enough. No tokenizer is needed."""
+
+    shape: Literal["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"] | None = None
+    """Public shape to fill with random weights, in place of `path`; nothing is downloaded."""
+
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` reads only the shape from `config.json` and draws the weights from `run.seed`."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Format of weights and arithmetic; `auto` is bfloat16 on CUDA and float32 on a CPU."""
+
+
+class DecodeConfig(Section):
+    """The workload `decode`: a full batch of sequences that all decode at about one context."""
+
+    batch: int = Field(default=256, ge=1)
+    """Sequences that decode together."""
+
+    context: int = Field(default=1024, ge=2)
+    """Tokens of context, the mean over sequences and steps."""
+
+    steps: int = Field(default=128, ge=1)
+    """Decode steps of the full batch."""

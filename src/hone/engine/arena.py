@@ -1,0 +1,250 @@
+"""Device memory at a fixed address that can be given back to the driver and taken again.
+
+CUDA's virtual memory calls keep an address range apart from the memory behind it
+(https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/virtual-memory-management.html).
+A range that is unmapped and mapped again lies where it lay, so tensors over it and CUDA graphs that
+were recorded with them stay valid.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.config.errors import UserError
+
+__all__ = ["Arena", "CudaDriver"]
+
+_GIB = 2**30
+_CHUNK_BYTES = _GIB
+"""Memory is taken in pieces of this size; few, as each costs a handful of driver calls."""
+
+
+class Arena:
+    """`num_bytes` of device memory, rounded up to the driver's granularity; made mapped.
+
+    The memory does not come from torch's allocator: `torch.cuda.memory_allocated` and
+    `memory_reserved` never count it, `torch.cuda.mem_get_info` does while it is mapped. Tensors
+    made by `tensor` keep the arena alive and must not be touched while it is unmapped; a kernel
+    that does poisons the CUDA context. An arena that nobody holds gives everything back.
+
+    `map` and the constructor raise torch.OutOfMemoryError with both sizes where memory is lacking,
+    and RuntimeError naming the call where the driver refuses otherwise; then they hold nothing.
+    """
+
+    def __init__(
+        self, num_bytes: int, device: torch.device, *, driver: CudaDriver | None = None
+    ) -> None:
+        if num_bytes < 1:
+            raise ValueError(f"an arena needs at least one byte, got num_bytes={num_bytes}")
+        self._driver = driver or CudaDriver(device)
+        granularity = self._driver.granularity()
+        self.num_bytes = _round_up(num_bytes, granularity)
+        self._chunk_bytes = _round_up(_CHUNK_BYTES, granularity)
+        self.address = self._driver.reserve(self.num_bytes)
+        # Finalizers of one object run from the newest to the oldest: the mapping goes first.
+        self._reservation = weakref.finalize(
+            self, self._driver.free_address, self.address, self.num_bytes
+        )
+        self._mapping: weakref.finalize[..., Arena] | None = None
+        # When the process ends, the driver takes back everything, and may be gone before us.
+        self._reservation.atexit = False
+        try:
+            self.map()
+        except BaseException:
+            self._reservation()
+            raise
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether memory lies behind the address."""
+        return self._mapping is not None and self._mapping.alive
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Tensor:
+        """A contiguous tensor over the arena's own bytes from `offset` on; nothing is copied."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if not self.is_mapped:
+            raise RuntimeError("tensor() of an arena that is not mapped")
+        if offset % dtype.itemsize or not 0 <= offset <= self.num_bytes - num_bytes:
+            raise ValueError(
+                f"{num_bytes} bytes of {dtype} at offset {offset} do not lie aligned inside an "
+                f"arena of {self.num_bytes} bytes"
+            )
+        view = self._driver.view(self.address + offset, num_bytes, keep_alive=self)
+        return view.view(dtype).view(shape)
+
+    def map(self) -> None:
+        """Take memory again, all zeros, and wait until it is there."""
+        if not self._reservation.alive:
+            raise RuntimeError("map() of an arena that is closed")
+        if self.is_mapped:
+            raise RuntimeError("map() of an arena that is mapped already")
+        driver = self._driver
+        try:
+            with ExitStack() as rollback:
+                for start in range(0, self.num_bytes, self._chunk_bytes):
+                    size = min(self._chunk_bytes, self.num_bytes - start)
+                    handle = driver.create(size)
+                    try:
+                        driver.map(self.address + start, size, handle)
+                        rollback.callback(driver.unmap, self.address + start, size)
+                    finally:
+                        driver.release(handle)  # from here on the mapping alone holds the memory
+                driver.allow_access(self.address, self.num_bytes)
+                driver.zero(self.address, self.num_bytes)
+                rollback.pop_all()
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"{self.num_bytes / _GIB:.2f} GiB of device memory were asked for and "
+                f"{driver.free_bytes() / _GIB:.2f} GiB are free"
+            ) from error
+        self._mapping = weakref.finalize(
+            self, _unmap_when_idle, driver, self.address, self.num_bytes
+        )
+        self._mapping.atexit = False
+
+    def unmap(self) -> None:
+        """Wait for the device, then give all memory back to the driver; the address stays ours."""
+        if self._mapping is None or not self._mapping.alive:
+            raise RuntimeError("unmap() of an arena that is not mapped")
+        self._mapping()
+
+    def close(self) -> None:
+        """Give back memory and address; no tensor over it may be used again. Legal twice."""
+        if self._mapping is not None:
+            self._mapping()
+        self._reservation()
+
+
+class CudaDriver:
+    """CUDA's virtual memory calls for one device, with failures as exceptions.
+
+    Raises torch.OutOfMemoryError where memory is lacking, RuntimeError with the driver's own words
+    otherwise, and UserError without the `cuda-bindings` package, which torch's CUDA wheels require.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            self._cuda: Any = import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise UserError(
+                f"the KV cache on CUDA needs the `cuda-bindings` package ({error}): "
+                "pip install cuda-bindings"
+            ) from error
+        self._device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self.synchronize()  # makes the device's context, which the driver's calls need
+        cuda = self._cuda
+        self._properties = cuda.CUmemAllocationProp()
+        self._properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._access = cuda.CUmemAccessDesc()
+        self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        for location in (self._properties.location, self._access.location):
+            location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            location.id = self._device.index
+
+    def granularity(self) -> int:
+        """What sizes and addresses are multiples of, in bytes."""
+        flags = self._cuda.CUmemAllocationGranularity_flags
+        return int(
+            self._call(
+                "cuMemGetAllocationGranularity",
+                self._properties,
+                flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+            )
+        )
+
+    def reserve(self, num_bytes: int) -> int:
+        """An address range with nothing behind it; returns where it begins."""
+        return int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
+
+    def free_address(self, address: int, num_bytes: int) -> None:
+        """The end of a range of `reserve`."""
+        self._call("cuMemAddressFree", address, num_bytes)
+
+    def create(self, num_bytes: int) -> Any:
+        """A handle of fresh memory, which lives as long as the handle or a mapping of it."""
+        return self._call("cuMemCreate", num_bytes, self._properties, 0)
+
+    def release(self, handle: Any) -> None:
+        """The end of a handle of `create`."""
+        self._call("cuMemRelease", handle)
+
+    def map(self, address: int, num_bytes: int, handle: Any) -> None:
+        """Put memory behind an address; nobody may touch it before `allow_access`."""
+        self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Take the memory from a range that whole mappings fill. Does not wait for kernels."""
+        self._call("cuMemUnmap", address, num_bytes)
+
+    def allow_access(self, address: int, num_bytes: int) -> None:
+        """Let the device read and write a mapped range."""
+        self._call("cuMemSetAccess", address, num_bytes, [self._access], 1)
+
+    def zero(self, address: int, num_bytes: int) -> None:
+        """Fill a range with zeros and wait, so that every stream sees them."""
+        self.view(address, num_bytes).view(torch.int64).zero_()
+        self.synchronize()
+
+    def view(self, address: int, num_bytes: int, *, keep_alive: object = None) -> Tensor:
+        """The bytes at an address as a tensor, uint8 [num_bytes], that holds on to `keep_alive`."""
+        span = _Span(address, num_bytes, keep_alive)
+        with torch.cuda.device(self._device):
+            tensor = torch.as_tensor(span, device=self._device)
+        assert tensor.data_ptr() == address, "torch copied the arena's bytes"
+        return tensor
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+        torch.cuda.synchronize(self._device)
+
+    def free_bytes(self) -> int:
+        """What the driver could still give, to this or any other process."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        """Call the driver and return its one result, None if it has none."""
+        status, *results = getattr(self._cuda, name)(*arguments)
+        if status == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(f"{name} is out of memory on {self._device}")
+        if status != self._cuda.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{name} failed on {self._device}: {status.name}")
+        return results[0] if results else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes that torch can wrap by the CUDA array interface, version 3.
+
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
+    """
+
+    address: int
+    num_bytes: int
+    keep_alive: object
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {
+            "shape": (self.num_bytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _unmap_when_idle(driver: CudaDriver, address: int, num_bytes: int) -> None:
+    driver.synchronize()
+    driver.unmap(address, num_bytes)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

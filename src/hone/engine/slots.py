@@ -1,0 +1,88 @@
+"""What the device knows of the running sequences, by slot.
+
+A decode step reads its inputs from here and writes its results back, so the next one can be
+launched before the host has seen any token of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hone.engine.kv_cache import blocks_for
+from hone.engine.sequence import Sequence
+from hone.engine.speculation import DRAFT_LENGTHS
+
+__all__ = ["MAX_DRAFTS", "Slots", "upload"]
+
+MAX_DRAFTS = max(DRAFT_LENGTHS)
+"""Drafted tokens that one step can verify after the last sampled one."""
+
+
+def upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """A copy of `values` on the device, in stream order and without waiting for it."""
+    host = torch.from_numpy(values)
+    # torch keeps the pinned memory until the copy is through.
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class Slots:
+    """Last token, lengths and block table of every slot, and one slot more that stands for padding.
+
+    The padding slot has one token that is never written or attended. Tables reach `MAX_DRAFTS`
+    tokens past the longest sequence, so that a drafted position always has an entry.
+    """
+
+    def __init__(
+        self, num_slots: int, *, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self.num_slots = num_slots
+        self.padding = num_slots
+        self.block_size = block_size
+        self.device = device
+        width = blocks_for(max_model_len + MAX_DRAFTS, block_size)
+        shape = (num_slots + 1,)
+        self.last_token = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.num_tokens = torch.ones(shape, dtype=torch.int32, device=device)
+        self.num_sampled = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.block_tables = torch.zeros((*shape, width), dtype=torch.int32, device=device)
+        self.host_tables = np.zeros((*shape, width), np.int32)
+        self._sizes = [0] * num_slots
+
+    def bring_up_to_date(self, sequences: Iterable[Sequence], admitted: Iterable[Sequence]) -> None:
+        """Copy the blocks that sequences got since the last call, here and to the device."""
+        for sequence in admitted:
+            self._sizes[sequence.slot] = 0
+        places: list[int] = []
+        blocks: list[int] = []
+        width = self.host_tables.shape[1]
+        for sequence in sequences:
+            table, slot = sequence.block_table, sequence.slot
+            known = self._sizes[slot]
+            if len(table) > known:
+                places += range(slot * width + known, slot * width + len(table))
+                blocks += table[known:]
+                self._sizes[slot] = len(table)
+        if not places:
+            return
+        changes = np.array((places, blocks), np.int64)
+        self.host_tables.reshape(-1)[changes[0]] = changes[1]
+        where, what = upload(changes, self.device)
+        self.block_tables.view(-1).index_copy_(0, where, what.int())
+
+    def start(
+        self,
+        slots_B: Tensor,
+        tokens_B: Tensor,
+        num_tokens_B: NDArray[np.int64],
+        num_sampled_B: NDArray[np.int64],
+    ) -> None:
+        """Sequences whose prefill is through and has sampled `tokens_B`; counts include these."""
+        counts = upload(np.stack((num_tokens_B, num_sampled_B)), self.device)
+        self.last_token.index_copy_(0, slots_B, tokens_B)
+        self.num_tokens.index_copy_(0, slots_B, counts[0].int())
+        self.num_sampled.index_copy_(0, slots_B, counts[1])

@@ -1,0 +1,112 @@
+"""The forward that generates: hidden states and logits over the trainer's own parameters.
+
+Nothing is copied, so whatever is written into a parameter of the model is sampled with at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hone.attention import PagedContext
+from hone.models.decoder import alias_module, head_weight, hidden_states, logit_softcap
+from hone.models.exact import linear
+from hone.models.exact_decoder import ExactLayer, require_exact
+from hone.models.fused_layers import FusedDecoder, is_fusible
+from hone.models.tensor_parallel import TensorParallel
+
+__all__ = ["GenerationModel", "generation_model"]
+
+Backbone = Callable[[Tensor, Tensor, PagedContext], Tensor]
+
+
+class GenerationModel:
+    """What an engine computes with; made by `generation_model`.
+
+    Letters: T packed tokens, N chosen rows, D model, V vocabulary.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        head: nn.Parameter,
+        softcap: float | None,
+        tp: TensorParallel | None = None,
+        *,
+        exact: bool = False,
+    ) -> None:
+        """With `tp`, `head` holds this rank's rows [V / size, D] of the vocabulary."""
+        self._backbone = backbone
+        self._head = head
+        self._softcap = softcap
+        self._tp = tp
+        self._exact = exact
+
+    @torch.inference_mode()
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, context: PagedContext
+    ) -> Tensor:
+        """Hidden states [T, D] after the final norm, for ids [T] and positions [T] (both int64).
+
+        Stores keys and values of all T tokens. May be recorded in a CUDA graph once it has run with
+        the same number of tokens; neither waits for the device.
+        """
+        return self._backbone(input_ids, position_ids, context)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states [N, D], in float32, final soft cap included.
+
+        On CUDA the sums of 16-bit products are never rounded to 16 bits. Ranks that share the
+        vocabulary all get the same bits of the whole.
+        """
+        if self._exact:
+            logits = linear(hidden, self._head, dtype=torch.float32)
+        elif hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+            logits = torch.mm(hidden, self._head.T, out_dtype=torch.float32)
+        else:
+            logits = (hidden @ self._head.T).float()
+        if self._tp is not None:
+            logits = self._tp.gather_columns(logits)
+        cap = self._softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def generation_model(
+    model: PreTrainedModel,
+    *,
+    compile: bool,
+    tp: TensorParallel | None = None,
+    exact: bool = False,
+) -> GenerationModel:
+    """The forward that generates with the parameters of `model`.
+
+    Families that `is_fusible` knows run fused layers: parameters that are used together are laid
+    side by side, each in its own `nn.Parameter` as before, and must not be moved again afterwards
+    (as `model.to` does), only written. Other families run the layers of transformers, each compiled
+    if `compile` is set and the device is CUDA. Calling it again is harmless.
+
+    With `tp`, `model` is one that `shard_model` made, and all calls are collective. With `exact`, a
+    token's result does not depend on its batch; raises UserError where that is not served.
+    """
+    if exact:
+        require_exact(model)
+        assert tp is None or tp.size == 1, "sums over ranks are in another order than a trainer's"
+        backbone: Backbone = FusedDecoder(model, layer=ExactLayer)
+    elif is_fusible(model):
+        backbone = FusedDecoder(model, tp)
+    else:
+        alias = alias_module(model)
+        if compile and model.device.type == "cuda":
+            for layer in cast(nn.ModuleList, alias.base_model.layers):
+                layer.compile(dynamic=True)
+        backbone = partial(hidden_states, alias)
+    head = head_weight(model)
+    is_shared = len(head) < model.config.vocab_size
+    shared_by = tp if is_shared else None
+    return GenerationModel(backbone, head, logit_softcap(model), shared_by, exact=exact)

@@ -1,0 +1,85 @@
+"""Launching Triton kernels again and again with little work for the host.
+
+Triton inspects every argument of every launch, which takes it longer than a small kernel runs: an
+eager forward of a small model would take as long as its launches.
+
+This module imports triton; the modules of kernels import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["launch", "next_power_of_2", "overlaps"]
+
+ALIGNMENT = 16
+"""Bytes of the widest access; kernels are built for addresses that are multiples of it, or not."""
+
+_compiled: dict[tuple[object, ...], Any] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Tensor | None],
+    numbers: tuple[float, ...],
+    constants: tuple[int, ...],
+    *,
+    num_warps: int,
+    num_stages: int = 3,
+) -> None:
+    """`kernel[grid](*tensors, *numbers, *constants, OVERLAP)` on the device of the first tensor.
+
+    The kernel must exclude `numbers` from specialisation (`do_not_specialize`), and they fit into
+    32 bits; `constants` and OVERLAP are its constexpr parameters. What was compiled for arguments
+    of the same kind is then launched directly. OVERLAP says that the kernel may be started before
+    the one ahead of it has ended: it has to call `gdc_wait` before it reads what others write and
+    before it writes anything (programmatic dependent launch).
+
+    Products and sums are never contracted into one rounding (`enable_fp_fusion`), as torch does
+    not do so either.
+    """
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    first = tensors[0]
+    assert first is not None
+    device = first.get_device()
+    is_aligned = True
+    for address in addresses:
+        if address is not None and address % ALIGNMENT:
+            is_aligned = False
+    key = (id(kernel), device, is_aligned, constants, num_warps, num_stages, *dtypes)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[grid](*addresses, *numbers, *constants, overlaps(device))
+        return
+    options = {"launch_pdl": True} if overlaps(device) else {}
+    compiled = kernel[grid](
+        *tensors,
+        *numbers,
+        *constants,
+        overlaps(device),
+        num_warps=num_warps,
+        num_stages=num_stages,
+        enable_fp_fusion=False,
+        **options,
+    )
+    # The interpreter compiles nothing. Where some addresses are aligned, another mix may follow.
+    if compiled is not None and is_aligned:
+        _compiled[key] = compiled
+
+
+@cache
+def overlaps(device: int) -> bool:
+    """Whether kernels on a device can be started before the one ahead ends: from Hopper on."""
+    return device >= 0 and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not smaller; triton's takes the host a microsecond more."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,335 @@
+"""What a decoder layer that generates is made of: products, and Triton kernels between them.
+
+A decode step moves little data through them and waits mostly for their launches, so each does all
+the work between two matrix products. They round exactly where the layers of transformers do: a norm
+is computed in float32, rounded to the model's dtype, then multiplied by its weight; rotary
+embeddings round both products before they add them; the gate is rounded before it multiplies.
+Twins in torch, with the same arguments, are in `hone.models.fused_layers`.
+
+On Hopper GPUs a launch is prepared while the kernel before it still runs, and waits within the
+kernel until that one's results are visible (programmatic dependent launch, CUDA Programming Guide).
+
+This module imports triton; `hone.models.fused_layers` imports it only where it is used.
+"""
+# A launch passes plain numbers for constexpr parameters and takes `num_warps`, which the types of
+# triton do not know; kernels take their pointers by position, some of which may be None.
+# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportUnnecessaryComparison=false
+# pyright: reportGeneralTypeIssues=false
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hone.models.kernel_launch import launch, next_power_of_2
+from hone.models.product_kernels import small_product
+
+__all__ = [
+    "add_rms_norm",
+    "gated_linear",
+    "linear",
+    "rms_norm",
+    "rotate_heads",
+    "silu_mul",
+    "sum_linear",
+]
+
+NORM_ELEMENTS_PER_WARP = 512
+"""A row of 1024 takes 2 warps, one of 4096 takes 8: 16 elements a thread, two wide loads."""
+ROWS_PER_PROGRAM = 1
+HEADS_PER_PROGRAM = 8
+ROTATE_WARPS = 4
+SILU_BLOCK = 1024
+SILU_WARPS = 4
+FP8_MAX = tl.constexpr(448.0)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, K] @ weight [N, K].T + bias [N], all contiguous, as [T, N]."""
+    product = small_product(x, weight, bias)
+    return F.linear(x, weight, bias) if product is None else product
+
+
+def sum_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` for `add_rms_norm`, which takes it as a tensor of parts as well."""
+    product = small_product(x, weight, bias, split=True)
+    return F.linear(x, weight, bias) if product is None else product
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`silu_mul` of `linear`."""
+    product = small_product(x, weight, bias, gated=True)
+    return silu_mul(F.linear(x, weight, bias)) if product is None else product
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows of x [T, D], contiguous, over their root mean square, times weight [D]."""
+    return _norm(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to residual in place, both [T, D] and contiguous; the sum, normed, as a new tensor.
+
+    x may also be float32 [S, T, D], parts of a sum that are added in order and rounded first.
+    """
+    return _norm(residual, x, weight, eps)
+
+
+def _norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    num_rows, width = residual.shape
+    block = next_power_of_2(width)
+    output = torch.empty_like(residual)
+    num_parts = len(x) if x is not None and x.ndim > 2 else 1
+    launch(
+        _norm_kernel,
+        (-(-num_rows // ROWS_PER_PROGRAM), 1, 1),
+        (output, residual, x, weight),
+        (num_rows, eps),
+        (width, ROWS_PER_PROGRAM, block, num_parts),
+        num_warps=min(max(block // NORM_ELEMENTS_PER_WARP, 1), 16),
+    )
+    return output
+
+
+def rotate_heads(
+    qkv: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    *,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    kv_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+    kv_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and rotate queries and keys; store keys and values where a cache is given.
+
+    qkv [T, Hq + 2 Hkv, D] holds queries, keys and values, contiguous, and is overwritten. Token t
+    is at positions[t] (int64 [T]), a row of rotary [P, D] in the dtype of qkv: D / 2 cosines, then
+    D / 2 sines, which rotate pairs (i, i + D / 2). q_norm and k_norm [D], if any, are the weights
+    of a norm over each head. kv_cache is [2, num_blocks, block_size, Hkv, D] or None, slot_mapping
+    [T] int64, slot -1 stores nothing. The cache has the dtype of qkv or, with kv_scales [2, Hkv]
+    float32, is float8_e4m3fn: values are divided by their head's scale, and saturate. Returns
+    queries [T, Hq, D], contiguous, keys and values [T, Hkv, D].
+    """
+    num_tokens, num_all_heads, head_dim = qkv.shape
+    num_kv_heads = (num_all_heads - num_heads) // 2
+    q = qkv.new_empty(num_tokens, num_heads, head_dim)
+    heads = HEADS_PER_PROGRAM
+    launch(
+        _rotate_kernel,
+        (num_tokens, -(-num_heads // heads) - (-num_kv_heads // heads), 1),
+        (q, qkv, positions, rotary, q_norm, k_norm, kv_cache, slot_mapping, kv_scales),
+        (0 if kv_cache is None else kv_cache.shape[1] * kv_cache.shape[2], eps),
+        (num_heads, num_kv_heads, head_dim, heads, next_power_of_2(head_dim // 2)),
+        num_warps=ROTATE_WARPS,
+    )
+    _, k, v = qkv.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
+    return q, k, v
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of gate_up [T, 2 I], contiguous, whose rows hold gate and up: [T, I]."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    output = gate_up.new_empty(num_rows, width)
+    launch(
+        _silu_mul_kernel,
+        (num_rows, -(-width // SILU_BLOCK), 1),
+        (output, gate_up),
+        (),
+        (width, SILU_BLOCK),
+        num_warps=SILU_WARPS,
+    )
+    return output
+
+
+@triton.jit(do_not_specialize=["num_rows", "eps"])
+def _norm_kernel(
+    output_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = output_ptr.dtype.element_ty
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.load(residual_ptr + at, mask=mask, other=0.0)
+    if x_ptr is not None:
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            part_ptr = x_ptr + part * num_rows.to(tl.int64) * WIDTH
+            x += tl.load(part_ptr + at, mask=mask, other=0.0)
+        total = _add(total, x.to(dtype), dtype)
+        tl.store(residual_ptr + at, total, mask=mask)
+    exact = total.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(exact * exact, axis=1) / WIDTH + eps)
+    tl.store(output_ptr + at, _scale(exact, inverse, weight[None, :], dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots", "eps"])
+def _rotate_kernel(
+    q_ptr: tl.tensor,
+    qkv_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    rotary_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    cache_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    num_slots: tl.tensor,
+    eps: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    half: tl.constexpr = HEAD_DIM // 2
+    query_blocks: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    qkv_ptr += token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    dim = tl.arange(0, BLOCK)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    rotary_ptr += tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + dim
+    cos = tl.load(rotary_ptr, mask=dim < half, other=0.0)[None, :]
+    sin = tl.load(rotary_ptr + half, mask=dim < half, other=0.0)[None, :]
+    if block < query_blocks:
+        head = block * HEADS + tl.arange(0, HEADS)
+        mask = (head < NUM_HEADS)[:, None] & (dim < half)[None, :]
+        at = head[:, None] * HEAD_DIM + dim[None, :]
+        first, second = _norm_and_rotate(
+            qkv_ptr + at, mask, dim, cos, sin, q_norm_ptr, eps, HEAD_DIM
+        )
+        q_ptr += token * (NUM_HEADS * HEAD_DIM)
+        tl.store(q_ptr + at, first, mask=mask)
+        tl.store(q_ptr + at + half, second, mask=mask)
+    else:
+        head = (block - query_blocks) * HEADS + tl.arange(0, HEADS)
+        mask = (head < NUM_KV_HEADS)[:, None] & (dim < half)[None, :]
+        at = head[:, None] * HEAD_DIM + dim[None, :]
+        keys_ptr = qkv_ptr + NUM_HEADS * HEAD_DIM + at
+        first, second = _norm_and_rotate(keys_ptr, mask, dim, cos, sin, k_norm_ptr, eps, HEAD_DIM)
+        tl.store(keys_ptr, first, mask=mask)
+        tl.store(keys_ptr + half, second, mask=mask)
+        if cache_ptr is not None:
+            slot = tl.load(slots_ptr + token).to(tl.int64)
+            if slot >= 0:
+                values_ptr = keys_ptr + NUM_KV_HEADS * HEAD_DIM
+                first_value = tl.load(values_ptr, mask=mask, other=0.0)
+                second_value = tl.load(values_ptr + half, mask=mask, other=0.0)
+                target = cache_ptr + slot * (NUM_KV_HEADS * HEAD_DIM) + at
+                scale_at = tl.minimum(head, NUM_KV_HEADS - 1)[:, None]
+                _store_scaled(target, first, scales_ptr, scale_at, mask)
+                _store_scaled(target + half, second, scales_ptr, scale_at, mask)
+                target += num_slots.to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
+                scale_at += NUM_KV_HEADS
+                _store_scaled(target, first_value, scales_ptr, scale_at, mask)
+                _store_scaled(target + half, second_value, scales_ptr, scale_at, mask)
+
+
+@triton.jit
+def _store_scaled(
+    target_ptr: tl.tensor,
+    x: tl.tensor,
+    scales_ptr: tl.tensor,
+    scale_at: tl.tensor,
+    mask: tl.tensor,
+) -> None:
+    if scales_ptr is None:
+        tl.store(target_ptr, x, mask=mask)
+    else:
+        scaled = x.to(tl.float32) / tl.load(scales_ptr + scale_at)
+        tl.store(target_ptr, tl.clamp(scaled, -FP8_MAX, FP8_MAX), mask=mask)
+
+
+@triton.jit
+def _norm_and_rotate(
+    heads_ptr: tl.tensor,
+    mask: tl.tensor,
+    dim: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    norm_ptr: tl.tensor,
+    eps: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    half: tl.constexpr = HEAD_DIM // 2
+    dtype: tl.constexpr = heads_ptr.dtype.element_ty
+    first = tl.load(heads_ptr, mask=mask, other=0.0)
+    second = tl.load(heads_ptr + half, mask=mask, other=0.0)
+    in_head = dim < half
+    if norm_ptr is not None:
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / HEAD_DIM + eps)
+        first_weight = tl.load(norm_ptr + dim, mask=in_head, other=0.0)
+        second_weight = tl.load(norm_ptr + half + dim, mask=in_head, other=0.0)
+        first = _scale(x, inverse, first_weight[None, :], dtype)
+        second = _scale(y, inverse, second_weight[None, :], dtype)
+    return (
+        _add(_multiply(first, cos, dtype), -_multiply(second, sin, dtype), dtype),
+        _add(_multiply(second, cos, dtype), _multiply(first, sin, dtype), dtype),
+    )
+
+
+@triton.jit
+def _silu_mul_kernel(
+    output_ptr: tl.tensor,
+    gate_up_ptr: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = output_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    gate_ptr = gate_up_ptr + row * (2 * WIDTH) + column
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + WIDTH, mask=mask, other=0.0)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype)
+    tl.store(output_ptr + row * WIDTH + column, _multiply(activated, up, dtype), mask=mask)
+
+
+# Arithmetic on values of `dtype` as torch does it: in float32, rounded after every operation.
+
+
+@triton.jit
+def _scale(x: tl.tensor, inverse: tl.tensor, weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    return _multiply((x * inverse[:, None]).to(dtype), weight, dtype)
+
+
+@triton.jit
+def _multiply(x: tl.tensor, y: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    return (x.to(tl.float32) * y.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _add(x: tl.tensor, y: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    return (x.to(tl.float32) + y.to(tl.float32)).to(dtype)

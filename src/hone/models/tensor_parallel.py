@@ -1,0 +1,291 @@
+"""One model over several devices: which rank holds which part of a weight, and what is exchanged.
+
+Every rank of a group runs the same engine on the same requests, one process a device. Nobody
+drives them and no messages pass: scheduling is deterministic, and all ranks draw the same tokens
+because they hold the same bits of the full logits. Within a layer a rank owns some of the heads and
+some of the MLP's inner size (Megatron-LM, Shoeybi et al., arXiv:1909.08053):
+
+    q, k, v, gate, up    rows of the weight: a rank's own outputs, nothing to exchange
+    o, down              columns: every rank gets a part of a sum over ranks, two sums a layer
+    head                 rows, the vocabulary: logits are gathered, in float32
+    embedding, norms     whole on every rank: a lookup reads few rows, sharing them costs a sum
+
+A layer's sums are small and come often, so they take as long as ranks need to meet. On CUDA they
+run in `hone.models.tensor_parallel_kernels`, together with the norm that follows; large ones, of
+prefill, go through NCCL.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hone.config.errors import UserError
+from hone.config.model_facts import DIVIDED_FIELDS
+from hone.models.fused_layers import FAMILIES, LayerOps, is_fusible
+
+if TYPE_CHECKING:
+    from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
+
+__all__ = ["TensorParallel", "shard_model", "shard_of"]
+
+MAX_SUM_BYTES = 4 << 20
+"""Largest sum, counting what a rank reads of the others, that is quicker in one shot than by NCCL,
+whose ranks forward parts of sums and so read less from three ranks on."""
+GATHER_PROGRAMS = 2048
+"""Mailboxes of the gather of logits: 64 MiB."""
+
+ROW_SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMN_SPLIT = ("o_proj", "down_proj")
+
+_T = TypeVar("_T")
+
+
+class TensorParallel:
+    """One rank's place in a group that computes a model together; `from_environment` makes it.
+
+    Calls that exchange anything are collective: all ranks make them in the same order with equal
+    shapes. A rank that fails leaves the others waiting, until torchrun ends them.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        replica: int = 0,
+        num_replicas: int = 1,
+    ) -> None:
+        """Without `group` for what needs no exchange: shapes, and groups of one."""
+        self.rank = rank
+        self.size = size
+        self.replica = replica
+        self.num_replicas = num_replicas
+        self.device = device
+        self._group = group
+        self._gathers: GatherMailboxes | None = None
+        if group is not None and _has_kernels(device):
+            from hone.models.tensor_parallel_kernels import GatherMailboxes
+
+            self._gathers = GatherMailboxes(
+                self._connect, rank=rank, size=size, num_programs=GATHER_PROGRAMS
+            )
+
+    @classmethod
+    def from_environment(cls, size: int, device: torch.device) -> Self:
+        """The group of this process, one of those that torchrun has started, on `device`.
+
+        Ranks i * size to (i + 1) * size - 1 are a group; several groups are replicas, which share
+        nothing but `gather_objects`. Joins the default process group (NCCL on CUDA, gloo on a CPU)
+        where that has not been done. Raises UserError where the number of processes does not fit.
+        """
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        rank = int(os.environ.get("RANK", 0))
+        if world_size == size == 1:
+            return cls(rank=0, size=1, device=device)
+        if world_size % size:
+            raise UserError(
+                f"engine.tensor_parallel_size={size} needs one process for each of {size} devices, "
+                f"or a multiple for replicas, got {world_size}: start it with "
+                f"`torchrun --nproc-per-node {size} -m hone ...`"
+            )
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        group: Any = None
+        if size > 1:
+            group, _ = dist.new_subgroups(size)
+        return cls(
+            rank=rank % size,
+            size=size,
+            device=device,
+            group=group,
+            replica=rank // size,
+            num_replicas=world_size // size,
+        )
+
+    def gather_objects(self, value: _T) -> list[_T]:
+        """The value of each replica, in order, on every process; collective over all of them."""
+        if self.num_replicas == 1:
+            return [value]
+        values: list[Any] = [None] * (self.num_replicas * self.size)
+        dist.all_gather_object(values, value)
+        return values[:: self.size]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Add x up over ranks, in place; returns it. The same bits on every rank."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self._group)
+        return x
+
+    def gather_columns(self, x: Tensor) -> Tensor:
+        """Rows x [N, C] float32 of all ranks side by side, in their order: [N, size * C]."""
+        if self.size == 1:
+            return x
+        if self._gathers is not None:
+            return self._gathers.gather_columns(x.contiguous())
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self._group)
+        return torch.cat(parts, 1)
+
+    def smallest(self, value: int) -> int:
+        """The smallest of the values that ranks give: what they decide by must be one number.
+
+        The host waits for it.
+        """
+        if self.size == 1:
+            return value
+        number = torch.tensor(value, device=self.device)
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
+        return int(number)
+
+    def layer_ops(self, ops: LayerOps, *, width: int, dtype: torch.dtype) -> LayerOps:
+        """The operations `ops` for layers whose `add_rms_norm` is given a rank's part of a sum.
+
+        Rows have `width` values of `dtype`. Collective where the group has several ranks.
+        """
+        if self.size == 1:
+            return ops
+        sums = None
+        if _has_kernels(self.device):
+            from hone.models.tensor_parallel_kernels import SumMailboxes
+
+            max_rows = MAX_SUM_BYTES // ((self.size - 1) * width * dtype.itemsize)
+            sums = SumMailboxes(
+                self._connect,
+                rank=self.rank,
+                size=self.size,
+                max_rows=max(max_rows, 1),
+                width=width,
+                dtype=dtype,
+            )
+        return SummingOps(ops, self, sums)
+
+    def _connect(self, num_bytes: int) -> Sequence[Tensor]:
+        """Zeroed memory of every rank of the group, as this one reaches it: uint8 [num_bytes]."""
+        # Public under this name only. Multicast is not used.
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        assert self._group is not None
+        memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self.device).zero_()
+        handle = symmetric_memory.rendezvous(memory, self._group)
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self._group)  # nobody writes before it is zeroed everywhere
+        peers = [handle.get_buffer(r, (num_bytes,), torch.uint8) for r in range(self.size)]
+        peers[self.rank] = memory
+        return peers
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+class SummingOps:
+    """Operations of a layer (`LayerOps`) whose additions first add up the parts of all ranks."""
+
+    def __init__(self, ops: LayerOps, tp: TensorParallel, sums: SumMailboxes | None) -> None:
+        self._ops = ops
+        self._tp = tp
+        self._sums = sums
+        self.rms_norm = ops.rms_norm
+        self.rotate_heads = ops.rotate_heads
+        self.silu_mul = ops.silu_mul
+        # What ranks add up are whole products, not parts of them.
+        self.linear = self.sum_linear = ops.linear
+        self.gated_linear = ops.gated_linear
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if self._sums is not None and len(x) <= self._sums.max_rows:
+            return self._sums.add_rms_norm(x, residual, weight, eps)
+        return self._ops.add_rms_norm(self._tp.all_reduce(x), residual, weight, eps)
+
+
+def shard_of(name: str, tensor: Tensor, tp: TensorParallel) -> Tensor:
+    """The part of a full weight that a rank holds: a view of `tensor`, or `tensor` itself.
+
+    `name` is the weight's in the checkpoint. A vocabulary that does not divide by the number of
+    ranks is not divided: then every rank computes all logits.
+    """
+    dim = _split_dim(name, tensor, tp)
+    if dim is None:
+        return tensor
+    size = tensor.shape[dim] // tp.size
+    return tensor.narrow(dim, tp.rank * size, size)
+
+
+def _split_dim(name: str, tensor: Tensor, tp: TensorParallel) -> int | None:
+    if tp.size == 1:
+        return None
+    if name == "lm_head.weight":
+        return None if len(tensor) % tp.size else 0
+    *_, module, kind = name.split(".")
+    if module in ROW_SPLIT:
+        return 0
+    # The bias of a sum is whole on every rank, and added by the first.
+    return 1 if module in COLUMN_SPLIT and kind == "weight" else None
+
+
+def shard_model(model: PreTrainedModel, tp: TensorParallel) -> PreTrainedModel:
+    """A model of one rank's parts: the modules of `model` with copies of `shard_of` its weights.
+
+    Its config has the numbers of this rank: heads, key heads, inner size. It generates with
+    `generation_model(..., tp=tp)` and is of no other use. Head and embedding that are tied in
+    `model` share memory here. `model` stays as it is and can go; of a group of one it is returned
+    itself. Raises UserError for a family that has no fused layers and numbers that do not divide.
+    """
+    if tp.size == 1:
+        return model
+    _check_divides(model, tp.size)
+    parts = {
+        id(parameter): _part(name, parameter, tp) for name, parameter in model.named_parameters()
+    }
+    shard = copy.deepcopy(model, cast(dict[int, Any], parts))
+    config = shard.config
+    attention = cast(Any, model.base_model).layers[0].self_attn
+    config.head_dim = attention.head_dim
+    for field in DIVIDED_FIELDS:
+        setattr(config, field, getattr(config, field) // tp.size)
+    for module in shard.modules():
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+    if config.tie_word_embeddings:
+        head = cast(nn.Linear, shard.get_output_embeddings())
+        embedding = cast(nn.Embedding, shard.get_input_embeddings()).weight
+        rows = shard_of("lm_head.weight", embedding.detach(), tp)
+        if len(rows) < len(embedding):
+            head.weight = nn.Parameter(rows, requires_grad=False)
+            head.out_features = len(rows)
+    return shard
+
+
+def _part(name: str, parameter: nn.Parameter, tp: TensorParallel) -> nn.Parameter:
+    part = shard_of(name, parameter.detach(), tp).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=False)
+
+
+def _check_divides(model: PreTrainedModel, size: int) -> None:
+    config = model.config
+    if not is_fusible(model):
+        raise UserError(
+            f"engine.tensor_parallel_size={size}: tensor parallelism serves {', '.join(FAMILIES)}, "
+            f"as transformers has them; this model is {type(model).__name__}. Set it to 1."
+        )
+    numbers = {field: getattr(config, field) for field in DIVIDED_FIELDS}
+    if any(number % size for number in numbers.values()):
+        common = [n for n in range(2, size) if not any(x % n for x in numbers.values())]
+        raise UserError(
+            f"engine.tensor_parallel_size={size} does not divide "
+            + ", ".join(f"{field}={number}" for field, number in numbers.items() if number % size)
+            + f" of this {config.model_type} model; smaller sizes that do: "
+            + (", ".join(map(str, common)) or "none")
+            + ". For more devices run several replicas."
+        )

@@ -1,0 +1,221 @@
+"""`hone bench engine` from the command line to its files, on a CPU with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from hone.bench.plot import panels, ticks
+from hone.bench.workloads import Workload
+from hone.cli.main import main
+from hone.config import schema
+from hone.config.bench import BenchModelConfig
+from hone.config.tree import BenchEngineConfig
+from hone.models.tiny import SHAPES, make_tiny_model
+from tests.bench.fakes import limits
+from tests.bench.test_measure import REQUESTS, measured, run_of
+from tests.bench.test_vllm_runner import FAKE
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("HONE_TRACEBACK", raising=False)
+    make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32, weights=False)
+    for name in (tmp_path / "model").glob("tokenizer*"):
+        name.unlink()
+    (tmp_path / "requests.jsonl").write_text(
+        '{"prompt_tokens": 40, "max_tokens": 12, "n": 3}\n{"prompt_tokens": 9, "max_tokens": 5}\n'
+    )
+    return tmp_path
+
+
+BASE = ("bench", "engine", "--model.path=model", "--model.init=random", "--run.device=cpu")
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    assert main(argv) == code
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def test_a_file_of_requests_end_to_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, *BASE, "--workload=requests.jsonl", "--output=out/r.json")
+    for label in ("output tokens/s", "share of the limit", "first token p99", "cold start"):
+        assert label in text
+    assert "4 requests, 129 prompt and 41 output tokens" in text
+    found = json.loads((folder / "out/r.json").read_text())
+    engine = found["engines"]["hone"]
+    assert sum(engine["steps"]["num_tokens"]) == found["workload"]["num_output_tokens"] == 41
+    summary = engine["summary"]
+    assert summary["tokens_per_s"] == pytest.approx(41 / summary["total_s"])
+    assert 0 < summary["share_of_limit"] < 1
+    # Two of three equal prompts take two blocks of 16 from the first; none is left of the warm-up.
+    assert summary["cached_prompt_share"] == pytest.approx(2 * 32 / 129)
+    assert found["speedup"] is None
+    assert found["config"]["workload"] == "requests.jsonl"
+    check_svg(folder / "out/r.svg", num_panels=4)
+
+
+def test_decode_of_a_full_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--decode.batch=6", "--decode.context=48", "--decode.steps=12")
+    text = output(capsys, *BASE, "--workload=decode", *sizes)
+    assert "decode step, batch 6" in text
+    decode = json.loads(Path("bench.json").read_text())["engines"]["hone"]["summary"]["decode"]
+    assert decode["batch"] == 6
+    assert decode["num_steps"] >= 12
+    assert decode["context"] == pytest.approx(48, abs=2)
+
+
+def test_against_vllm(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FAKE), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(FAKE)
+    flags = ("--workload=requests.jsonl", "--against=vllm", "--engine.max_num_seqs=8")
+    text = output(capsys, *BASE, *flags, "--engine.kv_cache_gib=0.5")
+    assert "vllm 0.24.0" in text
+    assert "hone / vllm" in text
+    assert re.search(r"total time .*\dx *\n", text)
+    found = json.loads(Path("bench.json").read_text())
+    theirs, ours = (found["engines"][name]["summary"]["tokens_per_s"] for name in ("vllm", "hone"))
+    assert found["speedup"] == pytest.approx(ours / theirs)
+    assert sum(found["engines"]["vllm"]["steps"]["num_tokens"]) == 41
+    (line,) = (x for x in Path("bench.vllm.log").read_text().splitlines() if "options" in x)
+    assert json.loads(line.removeprefix("options ")) == {
+        "dtype": "float32",
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_dtype": "auto",
+        "kv_cache_memory_bytes": 2**29,
+        "runner": "generate",
+        "load_format": "dummy",
+        "max_model_len": 52,
+        "max_num_seqs": 8,
+        "model": "model",
+        "seed": 0,
+        "skip_tokenizer_init": True,
+    }
+    check_svg(folder / "bench.svg", num_panels=4)
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hone.bench.bench.load_model", None)
+    monkeypatch.setattr("hone.bench.bench.run_vllm", None)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize(
+    ("flags", "texts"),
+    [
+        (["--workload=unifrom"], ["'unifrom'", "Did you mean 'uniform'?"]),
+        (["--workload=nothing.jsonl"], ["neither a file of requests nor one of decode, uniform"]),
+        (["--against=vllm"], ["package `vllm` is not installed"]),
+        (["--against=sglang"], ["against: got 'sglang'"]),
+        (["--model.shape=qwen3-0.6b"], ["both model.path and model.shape are set"]),
+        (["--model.path=null"], ["neither model.path nor model.shape is set"]),
+        (["--model.path=nowhere/"], ["model.path 'nowhere/' does not exist"]),
+        (["--model.init=pretrained"], ["holds no weights"]),
+        (["--workload=decode", "--decode.batch=300"], ["decode.batch is 300", "max_num_seqs"]),
+        (["--workload=decode"], ["decode.context is 1024", "context of 512"]),
+        (["--workload=decode", "--decode.context=60"], ["decode.context=60 is too short"]),
+        (["--workload=uniform"], ["request ", "the model's context length is 512"]),
+        (
+            ["--workload=requests.jsonl", "--engine.max_model_len=50"],
+            ["1/0 has 40 prompt and 12 output tokens, 52 in all, but engine.max_model_len is 50"],
+        ),
+        (["--workload=bad.jsonl"], ["bad.jsonl, line 2: unknown key 'max_token'"]),
+        (["--output=model"], ["output is 'model'; give the path of a .json file"]),
+        (["--decode.steps=3"], ["decode.steps has no effect with workload uniform"]),
+        (["--worklaod=uniform"], ["did you mean --workload?"]),
+    ],
+)
+def test_mistakes(
+    flags: list[str],
+    texts: list[str],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (folder / "bad.jsonl").write_text('{"prompt_tokens": 1, "max_tokens": 1}\n{"max_token": 1}\n')
+    text = output(capsys, *BASE, *flags, code=2) + caplog.text
+    assert "Traceback" not in text
+    for part in texts:
+        assert part in text
+
+
+def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "usage: hone bench engine" in output(capsys, "bench")
+    assert "usage: hone bench engine" in output(capsys, "bench", "--help")
+    assert "there is `hone bench engine`" in output(capsys, "bench", "engin", code=2)
+    text = output(capsys, "bench", "engine", "--help")
+    flat = " ".join(text.split())
+    for field in schema.fields(BenchEngineConfig):
+        assert field.key in flat
+        assert field.help in flat
+    assert max(map(len, text.splitlines())) <= 80
+    section = output(capsys, "bench", "engine", "--help", "decode")
+    assert "--decode.batch" in section
+    assert "--model.path" not in section
+
+
+def test_the_shapes_are_those_of_the_tiny_models() -> None:
+    annotation = BenchModelConfig.model_fields["shape"].annotation
+    (literal, _) = get_args(annotation)
+    assert get_args(literal) == tuple(SHAPES)
+
+
+# -- plot ---------------------------------------------------------------------------------------
+
+
+def check_svg(path: Path, *, num_panels: int) -> None:
+    """Well-formed, nothing outside the picture, nothing from elsewhere, no value that is none."""
+    text = path.read_text()
+    assert "NaN" not in text
+    assert "inf" not in text
+    root = ET.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    groups = root.findall(f"{space}g")
+    assert len(groups) == num_panels
+    for group in groups:
+        for dot in group.iter(f"{space}circle"):
+            assert 0 <= float(dot.attrib["cx"]) <= 460
+            assert 0 <= float(dot.attrib["cy"]) <= 250
+        for line in group.iter(f"{space}path"):
+            numbers = [float(x) for x in re.findall(r"[\d.]+", line.attrib["d"])]
+            assert all(0 <= x <= 460 for x in numbers)
+    assert not [x for x in root.iter() if any("href" in key for key in x.attrib)]
+
+
+def test_the_panels_hold_the_measured_points() -> None:
+    workload = Workload("w", REQUESTS)
+    running, rate, decode, cache = panels([run_of(measured())], workload, limits())
+    assert running.series[0].points == [(5.0, 2.0), (6.0, 2.0), (8.0, 2.0), (9.0, 1.0)]
+    assert rate.series[0].points == [(4.5, pytest.approx(7 / 9))]
+    limit, dots = decode.series
+    assert limit.points == [(1.0, pytest.approx(552.0)), (2.0, pytest.approx(584.0))]
+    assert dots.points == [(1.0, 1000.0), (2.0, 1000.0)]
+    assert cache.series[0].points == [(5.0, 0.5), (6.0, 0.25), (8.0, 0.25), (9.0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("high", "expected"),
+    [
+        (0.0, [0, 0.5, 1.0]),
+        (1.0, [0, 0.5, 1.0]),
+        (256.0, [0, 100, 200, 300]),
+        (0.034, [0, 0.01, 0.02, 0.03, 0.04]),
+        (8.0, [0, 2, 4, 6, 8]),
+    ],
+)
+def test_axes_have_round_ticks(high: float, expected: list[float]) -> None:
+    assert ticks(high) == pytest.approx(expected)

@@ -1,0 +1,410 @@
+"""Exact mode end to end on one GPU: equal bits of engine and trainer, gradients, and what it costs.
+
+`python -m tests.gpu.exact_mode_check` samples from Qwen3 0.6B (and two layers of 8B) with random
+weights, in every mode of the engine, and scores the samples with the trainer in several packings:
+all log-probabilities must be the same bits. Then it plants faults that must be seen, compares the
+gradients with those of the ordinary trainer, and times both modes; the table of times comes last.
+Exits with 1 where bits differ.
+"""
+
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import random
+import sys
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+
+from hone.attention.interface import attend_paged
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.engine import EngineConfig
+from hone.config.model import ModelConfig
+from hone.config.trainer import TrainerConfig
+from hone.engine import EmbeddedEngine
+from hone.loops.parity import measure_parity
+from hone.models.exact_decoder import ExactLayer
+from hone.models.load import load_model
+from hone.models.tiny import make_model_folder
+from hone.observe.metrics import to_scalars
+from hone.trainer.trainer import PolicyTrainer
+from hone.types import Request, SamplingParams, Trajectory
+from tests.gpu.engine_check import decode_speed, finish
+
+DEVICE = "cuda"
+MAX_LEN = 1024
+BASE = {"max_num_seqs": 64, "max_model_len": MAX_LEN, "kv_cache_gib": 8.0}
+MODES = {
+    "graphs": {},
+    "no graphs": {"cuda_graphs": False},
+    "chunked prefill": {"max_num_batched_tokens": 96},
+    "preemption": {"kv_cache_gib": None},
+    "no prefix caching": {"enable_prefix_caching": False},
+    "speculation": {"speculation": True},
+    "5 at a time": {"max_num_seqs": 5},
+    "pages of 64": {"block_size": 64},
+}
+TRAINERS = {
+    "16,384 tokens": {},
+    "1,024 tokens, recomputed": {"max_tokens_per_microbatch": MAX_LEN, "recompute": True},
+    "one at a time": {"micro_batch_size": 1, "logits_chunk_tokens": 100},
+}
+MAX_GRADIENT_GAP = 1.1
+"""Times the ordinary trainer's."""
+
+failures = 0
+
+
+def judge(name: str, good: bool, detail: object = "") -> None:
+    global failures
+    failures += not good
+    print(f"{'ok  ' if good else 'FAIL'} {name:52} {detail}", flush=True)
+
+
+def make_model(shape: str, num_layers: int | None = None):
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_model_folder(folder, shape) / "config.json"
+        config = json.loads(path.read_text())
+        if num_layers is not None:
+            config["num_hidden_layers"] = num_layers
+            config.pop("layer_types", None)
+        Path(path).write_text(json.dumps(config))
+        model = load_model(ModelConfig(path=folder, init="random"), device=DEVICE, seed=0)
+    for name, tensor in model.named_parameters():
+        if tensor.dim() > 1 and "embed" not in name:  # distributions far from uniform
+            tensor.data.mul_(2)
+    return model
+
+
+def make_requests(vocab_size: int) -> list[Request]:
+    """64 of mixed lengths, in groups of four with one prompt, at two temperatures."""
+    draw = random.Random(0)
+    prompts = [
+        tuple(draw.randrange(vocab_size) for _ in range(draw.randrange(5, 420))) for _ in range(16)
+    ]
+    return [
+        Request(
+            id=str(i),
+            prompt_ids=prompts[i // 4],
+            sampling=SamplingParams(
+                seed=i,
+                ignore_eos=True,
+                max_tokens=draw.randrange(3, 250),
+                temperature=(1.0, 0.7)[i // 4 % 2],
+            ),
+        )
+        for i in range(64)
+    ]
+
+
+def make_engine(model, *, exact: bool = True, **settings) -> EmbeddedEngine:
+    cfg = EngineConfig.model_validate(BASE | settings)
+    return EmbeddedEngine(model, cfg, eos_token_ids=(), exact=exact)
+
+
+def sample(engine, requests, tag: str = ""):
+    engine.submit([replace(request, id=tag + request.id) for request in requests])
+    done = finish(engine)
+    return [done[tag + request.id] for request in requests]
+
+
+def rows_of(requests, completions) -> list[Trajectory]:
+    draw = torch.Generator().manual_seed(0)
+    return [
+        Trajectory(
+            id=request.id,
+            group_id=str(int(request.id) // 4),
+            token_ids=[*request.prompt_ids, *done.token_ids],
+            loss_mask=[False] * len(request.prompt_ids) + [True] * len(done.token_ids),
+            rollout_logprobs=torch.tensor(done.logprobs),
+            staleness=torch.zeros(len(done.token_ids), dtype=torch.int32),
+            advantages=torch.randn(1, generator=draw).expand(len(done.token_ids)).clone(),
+        )
+        for request, done in zip(requests, completions, strict=True)
+    ]
+
+
+def make_trainer(model, temperature: float, *, exact: bool = True, **settings) -> PolicyTrainer:
+    """The model's one trainer: gradients go to it and to none that was made before."""
+    for parameter in model.parameters():
+        if parameter._post_accumulate_grad_hooks is not None:
+            parameter._post_accumulate_grad_hooks.clear()
+    return PolicyTrainer(
+        model,
+        TrainerConfig.model_validate(settings),
+        AlgorithmConfig(),
+        temperature=temperature,
+        max_completion_tokens=MAX_LEN,
+        total_steps=10,
+        exact=exact,
+    )
+
+
+def at(rows, requests, temperature: float) -> list[Trajectory]:
+    return [
+        row
+        for row, request in zip(rows, requests, strict=True)
+        if request.sampling.temperature == temperature
+    ]
+
+
+def num_unequal(trainer, rows) -> int:
+    return sum(
+        int((scored != row.rollout_logprobs).sum())
+        for scored, row in zip(trainer.logprobs(rows), rows, strict=True)
+    )
+
+
+def bytes_per_token(model) -> int:
+    config = model.config
+    return 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+
+def check_bits(name: str, model) -> None:
+    requests = make_requests(model.config.vocab_size)
+    first = None
+    for mode, settings in MODES.items():
+        if mode == "preemption":
+            settings = {"kv_cache_gib": 2000 * bytes_per_token(model) / 2**30}
+        began = perf_counter()
+        engine = make_engine(model, **settings)
+        completions = sample(engine, requests)
+        if mode == "speculation":  # the second time earlier rollouts are the best of drafts
+            completions = sample(engine, requests, "again ")
+        first = first or completions
+        same = [
+            a.token_ids == b.token_ids and a.logprobs == b.logprobs
+            for a, b in zip(completions, first, strict=True)
+        ]
+        stats, tokens = engine.stats(), sum(len(done.token_ids) for done in completions)
+        judge(
+            f"{name}: {mode}",
+            all(same),
+            f"{sum(same)} of {len(same)} equal; {tokens} tokens, {stats.num_steps} steps, "
+            f"{stats.num_preemptions} preemptions, {stats.num_cached_tokens} cached, "
+            f"{perf_counter() - began:.0f} s",
+        )
+        if mode == "preemption":
+            judge(f"{name}: some were preempted", stats.num_preemptions > 0)
+        alone = sample(engine, requests[7:8], "alone ")
+        judge(f"{name}: {mode}, alone", alone[0].logprobs == first[7].logprobs)
+        del engine
+        gc.collect()
+    rows = rows_of(requests, first)
+    for mode, settings in TRAINERS.items():
+        for temperature in (1.0, 0.7):
+            trainer = make_trainer(model, temperature, compile=False, **settings)
+            chosen = at(rows, requests, temperature)
+            for order in ("as sampled", "shuffled"):
+                if order == "shuffled":
+                    random.Random(1).shuffle(chosen)
+                unequal = num_unequal(trainer, chosen)
+                total = sum(row.num_trained for row in chosen)
+                what = f"{name}: trainer, {mode}, T={temperature}, {order}"
+                judge(what, unequal == 0, f"{unequal} of {total} tokens differ")
+        _, metrics = trainer.forward_backward(chosen)
+        trainer.policy.drop_gradient()
+        scalars = to_scalars(metrics)
+        found = {key: value for key, value in scalars.items() if key.startswith("off_policy")}
+        judge(
+            f"{name}: mismatch in training, {mode}",
+            scalars["off_policy/mismatch_kl"] == 0,
+            {key: round(value, 9) for key, value in found.items()},
+        )
+    chosen = at(rows, requests, 0.7)
+    report = measure_parity(chosen, trainer)
+    judge(f"{name}: gate", report.max_difference == 0 and report.kl == 0, report)
+    ordinary = make_trainer(model, 0.7, exact=False, compile=False)
+    unequal = num_unequal(ordinary, chosen)
+    judge(f"{name}: the ordinary trainer is seen", unequal > 0, f"{unequal} tokens differ")
+    check_planted(name, model, requests, trainer)
+
+
+def check_planted(name: str, model, requests, trainer) -> None:
+    """One operation of the engine that depends on the batch."""
+    right_linear, right_attention = ExactLayer.sum_linear, ExactLayer.attend_paged
+
+    def linear(self, x, projection):
+        return F.linear(x, *projection)
+
+    def attention(self, q, k, v, context, *, write):
+        options = {"scale": self.scale, "window": self.window, "write": write}
+        return attend_paged(q, k, v, self.index, context, **options)
+
+    chosen = [request for request in requests if request.sampling.temperature == 0.7]
+    for fault, planted in (("sum_linear", linear), ("attend_paged", attention)):
+        setattr(ExactLayer, fault, planted)
+        completions = sample(make_engine(model), chosen)
+        ExactLayer.sum_linear, ExactLayer.attend_paged = right_linear, right_attention
+        rows = rows_of(chosen, completions)
+        report = measure_parity(rows, trainer)
+        judge(f"{name}: planted ordinary {fault} is seen", report.max_difference > 0, report)
+
+
+def check_gradients(name: str, model) -> None:
+    """One update's gradient: as near to that of a float32 model as the ordinary trainer's."""
+    requests = make_requests(model.config.vocab_size)
+    rows = at(rows_of(requests, sample(make_engine(model), requests)), requests, 1.0)
+
+    def gradients(model, **settings) -> dict[str, torch.Tensor]:
+        trainer = make_trainer(model, 1.0, compile=False, **settings)
+        trainer.forward_backward(rows)
+        found = {key: master.grad for key, master in trainer.policy.masters.items()}
+        trainer.policy.drop_gradient()
+        return found
+
+    wanted = gradients(copy.deepcopy(model).float(), exact=False)
+
+    def gap(found: dict[str, torch.Tensor]) -> float:
+        off = sum(float((found[key] - want).square().sum()) for key, want in wanted.items())
+        return (off / sum(float(want.square().sum()) for want in wanted.values())) ** 0.5
+
+    ordinary = gap(gradients(model, exact=False))
+    for recompute in (False, True):
+        found = gap(gradients(model, recompute=recompute))
+        judge(
+            f"{name}: gradients, recompute {recompute}",
+            found < MAX_GRADIENT_GAP * ordinary,
+            f"off float32's by {found:.2e}, the ordinary trainer's by {ordinary:.2e}",
+        )
+
+
+def time_engine(name: str, model) -> list[str]:
+    lines = []
+    for batch, context in ((256, 1024), (32, 1024)):
+        found = {}
+        for exact in (False, True):
+            engine = make_engine(
+                model,
+                exact=exact,
+                max_num_seqs=batch,
+                max_model_len=2048,
+                kv_cache_gib=40.0 if batch > 32 else 6.0,
+                enable_prefix_caching=False,  # prompts come twice
+            )
+            decode_speed(model, engine, batch=batch, context=context, num_steps=64)  # compile
+            found[exact] = decode_speed(model, engine, batch=batch, context=context, num_steps=64)
+            del engine
+            gc.collect()
+            torch.cuda.empty_cache()
+        (prefill, step), (exact_prefill, exact_step) = found[False], found[True]
+        lines += [
+            row(f"{name} decode step, B={batch}, ctx {context}, ms", 1e3 * step, 1e3 * exact_step),
+            row(
+                f"{name} prefill of {batch} x {context}, us a token",
+                1e6 / prefill,
+                1e6 / exact_prefill,
+            ),
+        ]
+    return lines
+
+
+def time_trainer(name: str, model, num_tokens: int = 16384, length: int = 1024) -> list[str]:
+    draw = torch.Generator().manual_seed(0)
+    trained = length - 128
+    rows = [
+        Trajectory(
+            id=f"r{i}",
+            group_id=f"g{i // 8}",
+            token_ids=torch.randint(model.config.vocab_size, (length,), generator=draw).tolist(),
+            loss_mask=[False] * 128 + [True] * trained,
+            rollout_logprobs=torch.full((trained,), -11.9),
+            advantages=torch.randn(1, generator=draw).expand(trained).clone(),
+        )
+        for i in range(num_tokens // length)
+    ]
+    found, forward = {}, {}
+    for exact in (True, False):  # the ordinary trainer compiles the model's layers for good
+        trainer = make_trainer(model, 1.0, exact=exact, max_tokens_per_microbatch=num_tokens)
+        began = perf_counter()
+        trainer.forward_backward(rows)
+        torch.cuda.synchronize()
+        first = perf_counter() - began
+
+        def both(trainer=trainer):
+            trainer.policy.drop_gradient()
+            trainer.forward_backward(rows)
+
+        torch.cuda.reset_peak_memory_stats()
+        found[exact] = milliseconds(both, 5), torch.cuda.max_memory_allocated() / 2**30, first
+        trainer.policy.drop_gradient()
+        forward[exact] = milliseconds(lambda trainer=trainer: trainer.logprobs(rows), 3)
+        del trainer, both
+        gc.collect()
+        torch.cuda.empty_cache()
+    return [
+        row(f"{name} forward + backward, {num_tokens} tokens, ms", found[False][0], found[True][0]),
+        row(f"{name} log-probabilities, {num_tokens} tokens, ms", forward[False], forward[True]),
+        row(f"{name} peak of training, GiB", found[False][1], found[True][1]),
+        row(f"{name} first pass, s", found[False][2], found[True][2]),
+    ]
+
+
+def milliseconds(function, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = perf_counter()
+        function()
+        torch.cuda.synchronize()
+        times.append(1e3 * (perf_counter() - began))
+    return sorted(times)[len(times) // 2]
+
+
+def row(name: str, ordinary: float, exact: float) -> str:
+    change = f"{exact / ordinary - 1:+7.1%}"
+    return f"| {name:52} | {ordinary:9.3f} | {exact:9.3f} | {change} |"
+
+
+def main() -> int:
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    began = perf_counter()
+
+    def attempt(phase: str, check, *args) -> list[str]:
+        """What the check returns; one that raises must not hide the others."""
+        try:
+            return check(*args) or []
+        except Exception:  # noqa: BLE001
+            traceback.print_exc()
+            judge(phase, False, "raised")
+            return []
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+            print(f"--- {phase} after {perf_counter() - began:.0f} s", flush=True)
+
+    lines = []
+    for name, shape, num_layers, cost_layers in (
+        ("0.6B", "qwen3-0.6b", None, None),
+        ("8B x 2", "qwen3-8b", 2, 8),
+    ):
+        model = make_model(shape, num_layers)
+        attempt(f"{name}: bits", check_bits, name, model)
+        attempt(f"{name}: gradients", check_gradients, name, model)
+        if cost_layers is not None:
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()
+            name, model = f"8B x {cost_layers}", make_model(shape, cost_layers)
+        lines += attempt(f"{name}: engine timed", time_engine, name, model)
+        lines += attempt(f"{name}: trainer timed", time_trainer, name, model)
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(f"| {'':52} |  ordinary |     exact |         |")
+    print("\n".join(lines))
+    print("all good" if not failures else f"{failures} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,390 @@
+"""Tensor parallelism on the GPUs of one host: parity, sums and gathers, decode steps, as tables.
+
+    torchrun --nproc-per-node 2 -m tests.gpu.tensor_parallel_check
+
+One GPU or four do as well. Every rank also runs the whole model alone on its own GPU. Weights are
+random. Rank 0 prints; exits with 1 when a number is outside its bound. Timings lie in CUDA graphs.
+"""
+
+import argparse
+import gc
+import itertools
+import os
+import sys
+import tempfile
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from time import perf_counter
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from hone.config.engine import EngineConfig
+from hone.config.model import ModelConfig
+from hone.engine import EmbeddedEngine
+from hone.models import layer_kernels, tensor_parallel, tensor_parallel_kernels
+from hone.models.load import load_model
+from hone.models.manifest import build_manifest, compare, export_weights
+from hone.models.tensor_parallel import TensorParallel, shard_model
+from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
+from hone.models.tiny import SHAPES, make_model_folder
+from tests.gpu.engine_check import BANDWIDTH, decode_speed, ideal_step_s, make_requests
+from tests.gpu.engine_modes import MAX_LEN, parity, run
+
+GIB = 2**30
+EPS = 1e-6
+MAX_K3, MAX_OUTSIDE = 2e-3, 0.08
+MODES = {
+    "graphs": {"kv_cache_gib": 8.0},
+    "no graphs": {"kv_cache_gib": 8.0, "cuda_graphs": False},
+    "chunked prefill": {"kv_cache_gib": 8.0, "max_num_batched_tokens": 96},
+    "preemption": {"kv_cache_gib": 1.2},
+}
+SUM_BYTES = [1 << shift for shift in range(16, 25)]
+STARTED = perf_counter()
+
+
+def note(tp, text):
+    if tp.rank == 0:
+        sys.stderr.write(f"{perf_counter() - STARTED:6.1f} s  {text}\n")
+
+
+def everywhere(tp, value):
+    """The value of every rank."""
+    if tp.size == 1:
+        return [value]
+    values = [None] * tp.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def same_everywhere(tp, value):
+    return all(other == value for other in everywhere(tp, value))
+
+
+def load(shape, device):
+    with tempfile.TemporaryDirectory() as folder:
+        make_model_folder(folder, shape)
+        return load_model(ModelConfig(path=folder, init="random"), device=device, seed=0)
+
+
+def give_memory_back():
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- parity
+
+
+def requests_of(model):
+    shared = {"group": 8, "num_prompt": 200, "vocab_size": model.config.vocab_size}
+    return make_requests(64, **shared, max_tokens=160, temperature=1.0)
+
+
+def check_parity(tp, device):
+    """R4 and R5 of a group and of one rank alone, in every mode; ranks' bits must be equal."""
+    model = load("qwen3-0.6b", device)
+    manifest = build_manifest(export_weights(model), 0)
+    passed = all(not compare(manifest, other) for other in everywhere(tp, manifest))
+    lines = ["" if passed else "FAILED: ranks have drawn different weights"]
+    lines += [
+        "| mode | TP | k3 | outside | mean ratio | preempted | cached | ranks equal | |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    requests = requests_of(model)
+    shard = shard_model(model, tp)
+    for name, options in MODES.items():
+        for group in dict.fromkeys((TensorParallel(rank=0, size=1, device=device), tp)):
+            if group.size == 1 and name != "graphs":
+                continue
+            options = dict(options, kv_cache_gib=options["kv_cache_gib"] / group.size)
+            cfg = EngineConfig(
+                max_num_seqs=64,
+                max_model_len=MAX_LEN,
+                tensor_parallel_size=group.size,
+                **options,
+            )
+            engine = EmbeddedEngine(
+                model if group.size == 1 else shard,
+                cfg,
+                eos_token_ids=(),
+                tensor_parallel=group,
+            )
+            done = run(engine, requests)
+            stats = engine.stats()
+            k3, outside, ratio = parity(model, requests, done)
+            bits = {key: (one.token_ids, one.logprobs) for key, one in done.items()}
+            equal = same_everywhere(tp, bits)
+            ok = k3 <= MAX_K3 and outside <= MAX_OUTSIDE and 0.99 <= ratio <= 1.01 and equal
+            passed &= ok
+            lines.append(
+                f"| {name} | {group.size} | {k3:.1e} | {outside:.2%} | {ratio:.4f} | "
+                f"{stats.num_preemptions} | {stats.num_cached_tokens} | {equal} | "
+                f"{'ok' if ok else 'FAILED'} |"
+            )
+            note(tp, lines[-1])
+            engine.sleep()  # its cache would outlive it until the next collection
+            del engine
+            give_memory_back()
+        if tp.size == 1:
+            break
+    return lines, passed
+
+
+# ---------------------------------------------------------------- sums and gathers
+
+
+def seconds(tp, compute, *, calls=36, replays=15):
+    """Of one call inside a graph of several."""
+    compute()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            compute()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    graph.replay()
+    for event in events[:-1]:
+        event.record()
+        graph.replay()
+    events[-1].record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return max(everywhere(tp, median(times) / 1e3 / calls))
+
+
+class Sums:
+    """A layer's sum, its addition to the residual and the norm, in several ways."""
+
+    def __init__(self, tp, device, width=4096):
+        self.tp, self.width = tp, width
+        draw = torch.Generator(device).manual_seed(0)
+        self.weight = torch.rand(width, generator=draw, device=device).bfloat16()
+        max_rows = SUM_BYTES[-1] // (2 * width)
+        self.mailboxes = SumMailboxes(
+            tp._connect,
+            rank=tp.rank,
+            size=tp.size,
+            max_rows=max_rows,
+            width=width,
+            dtype=torch.bfloat16,
+        )
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self.symmetric = symmetric_memory.empty(
+            max_rows, width, dtype=torch.bfloat16, device=device
+        )
+        symmetric_memory.rendezvous(self.symmetric, tp._group)
+
+    def ways(self, x, residual):
+        rows, name = len(x), self.tp._group.group_name
+        posted = self.symmetric[:rows]
+
+        def normed(total):
+            return layer_kernels.add_rms_norm(total, residual, self.weight, EPS)
+
+        def one_shot():
+            posted.copy_(x)
+            return normed(torch.ops.symm_mem.one_shot_all_reduce(posted, "sum", name))
+
+        def two_shot():
+            posted.copy_(x)
+            return normed(torch.ops.symm_mem.two_shot_all_reduce_(posted, "sum", name))
+
+        return {
+            "norm alone": lambda: normed(x),
+            "NCCL": lambda: normed(self.tp.all_reduce(x)),
+            "torch one-shot": one_shot,
+            "torch two-shot": two_shot,
+            "fused": lambda: self.mailboxes.add_rms_norm(x, residual, self.weight, EPS),
+        }
+
+    def errors(self, rounds=300):
+        """Rounds of random sizes: whether ranks have the same bits, and those that a twin has."""
+        tp, wrong, unequal = self.tp, 0, 0
+        draw = torch.Generator(self.weight.device).manual_seed(0)
+        for number in range(rounds):
+            rows = (1, 64, 7, 300, self.mailboxes.max_rows)[number % 5]
+            shape = tp.size, rows, self.width
+            parts = torch.randn(shape, generator=draw, device=draw.device).bfloat16()
+            residual = torch.randn(shape[1:], generator=draw, device=draw.device).bfloat16()
+            total = torch.zeros_like(residual, dtype=torch.float32)
+            for part in parts:
+                total += part.float()
+            twin = residual.clone()
+            expected = layer_kernels.add_rms_norm(total.bfloat16(), twin, self.weight, EPS)
+            actual = self.mailboxes.add_rms_norm(parts[tp.rank], residual, self.weight, EPS)
+            gap = (actual.float() - expected.float()).abs().max() / expected.abs().max()
+            wrong += not torch.equal(residual, twin) or gap.item() > 2e-2
+            if number % 30 == 0:
+                unequal += not same_everywhere(tp, actual.float().cpu().numpy().tobytes())
+        return wrong, unequal
+
+
+def check_sums(tp, device):
+    sums = Sums(tp, device)
+    wrong, unequal = sums.errors()
+    lines = [f"300 sums of random parts: {wrong} wrong, {unequal} of 10 unequal on ranks"]
+    note(tp, lines[0])
+    names = ["norm alone", "NCCL", "torch one-shot", "torch two-shot", "fused"]
+    lines += ["| sum and norm, us | " + " | ".join(names) + " |", "|---" * 6 + "|"]
+    for size in SUM_BYTES:
+        rows = size // 2 // sums.width
+        x = torch.zeros(rows, sums.width, dtype=torch.bfloat16, device=device)
+        ways = sums.ways(x, torch.zeros_like(x))
+        times = []
+        for name in names:
+            try:
+                times.append(f"{seconds(tp, ways[name]) * 1e6:.1f}")
+            except RuntimeError as error:  # of torch's own, where it cannot serve a size
+                times.append(str(error)[:20])
+                torch.cuda.synchronize()
+        lines.append(f"| {size >> 10} KiB, {rows} rows | " + " | ".join(times) + " |")
+        note(tp, lines[-1])
+    lines += ["", "| fused, us, by elements a warp | 256 | 512 | 1024 | 2048 |", "|---" * 5 + "|"]
+    for rows in (8, 64, 256):
+        times = []
+        for elements in (256, 512, 1024, 2048):
+            with patch.object(tensor_parallel_kernels, "NORM_ELEMENTS_PER_WARP", elements):
+                x = torch.zeros(rows, sums.width, dtype=torch.bfloat16, device=device)
+                times.append(seconds(tp, sums.ways(x, torch.zeros_like(x))["fused"]))
+        lines.append(f"| {rows} rows | " + " | ".join(f"{t * 1e6:.1f}" for t in times) + " |")
+    return lines, wrong == 0 and unequal == 0
+
+
+def check_gathers(tp, device, vocab_size=151936):
+    lines = ["| gather of logits | NCCL, us | mailboxes, us, by (tile, warps) |", "|---" * 3 + "|"]
+    settings = [(1024, 4), (2048, 4), (4096, 8), (4096, 16), (8192, 16)]
+    width, passed = vocab_size // tp.size, True
+    for rows in (1, 8, 64, 256):
+        parts = torch.randn(
+            tp.size,
+            rows,
+            width,
+            device=device,
+            generator=torch.Generator(device).manual_seed(rows),
+        )
+        x, expected = parts[tp.rank].contiguous(), torch.cat(list(parts), 1)
+        found = []
+        for tile, warps in settings:
+            with (
+                patch.object(tensor_parallel_kernels, "GATHER_TILE", tile),
+                patch.object(tensor_parallel_kernels, "GATHER_WARPS", warps),
+            ):
+                programs = tensor_parallel.GATHER_PROGRAMS * 4096 // tile
+                mailboxes = GatherMailboxes(
+                    tp._connect, rank=tp.rank, size=tp.size, num_programs=programs
+                )
+                for _ in range(5):
+                    passed &= torch.equal(mailboxes.gather_columns(x), expected)
+                time = seconds(tp, partial(mailboxes.gather_columns, x), calls=8)
+                found.append(f"{tile} x {warps}: {time * 1e6:.0f}")
+        with through_nccl(tp):
+            nccl = seconds(tp, partial(tp.gather_columns, x), calls=8)
+        lines.append(f"| {rows} rows | {nccl * 1e6:.0f} | {', '.join(found)} |")
+        note(tp, lines[-1])
+    return lines if passed else [*lines, "FAILED: wrong logits"], passed
+
+
+# ---------------------------------------------------------------- decode steps
+
+
+@contextmanager
+def through_nccl(tp):
+    """No kernels that read the memory of other ranks."""
+    gathers, tp._gathers = tp._gathers, None
+    with patch.object(tensor_parallel, "MAX_SUM_BYTES", 0):
+        yield
+    tp._gathers = gathers
+
+
+def step_time(model, group, *, batch, context, num_steps=48):
+    per_token = 2 * model.config.num_hidden_layers * model.config.head_dim * 2
+    per_token *= model.config.num_key_value_heads
+    length = context + num_steps
+    cfg = EngineConfig(
+        max_num_seqs=batch,
+        max_model_len=length + 16,
+        kv_cache_gib=batch * (length + 64) * per_token / GIB,
+        tensor_parallel_size=group.size,
+    )
+    engine = EmbeddedEngine(model, cfg, eos_token_ids=(), tensor_parallel=group)
+    _, step_s = decode_speed(model, engine, batch=batch, context=context, num_steps=num_steps)
+    engine.sleep()
+    return step_s
+
+
+def check_decode(tp, device, *, shape, batches, context):
+    model = load(shape, device)
+    note(tp, f"{shape} made")
+    alone = TensorParallel(rank=0, size=1, device=device)
+    measured = {}
+    for batch in batches:
+        ideal = ideal_step_s(model, batch=batch, context=context)
+        time = max(everywhere(tp, step_time(model, alone, batch=batch, context=context)))
+        measured[batch] = [("1", time, ideal)]
+        give_memory_back()
+        note(tp, f"TP 1, B={batch}: {time * 1e3:.2f} ms")
+    if tp.size > 1:
+        shard = shard_model(model, tp)
+        del model
+        give_memory_back()
+        for batch in batches:
+            ideal = ideal_step_s(shard, batch=batch, context=context)
+            time = step_time(shard, tp, batch=batch, context=context)
+            measured[batch].append((f"{tp.size}", max(everywhere(tp, time)), ideal))
+            give_memory_back()
+            with through_nccl(tp):
+                time = step_time(shard, tp, batch=batch, context=context)
+            measured[batch].append((f"{tp.size}, NCCL alone", max(everywhere(tp, time)), ideal))
+            give_memory_back()
+            note(tp, f"TP {tp.size}, B={batch}: {measured[batch]}")
+    lines = [
+        f"| {shape}, context {context} | TP | step, ms | against TP 1 | of its limit "
+        f"({BANDWIDTH / 1e12} TB/s a GPU) |",
+        "|---" * 5 + "|",
+    ]
+    for batch, rows in measured.items():
+        for name, time, ideal in rows:
+            gain = rows[0][1] / time
+            lines.append(
+                f"| B={batch} | {name} | {time * 1e3:.2f} | {gain:.2f}x | {ideal / time:.0%} |"
+            )
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
+    parser.add_argument("--batches", type=int, nargs="*", default=[64, 8, 256])
+    parser.add_argument("--context", type=int, default=1024)
+    args = parser.parse_args()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    tp = TensorParallel.from_environment(int(os.environ.get("WORLD_SIZE", 1)), device)
+    note(tp, f"group of {tp.size} joined")
+    lines, passed = [], True
+    if tp.size > 1:
+        for check in (check_sums, check_gathers):
+            found, ok = check(tp, device)
+            lines += [*found, ""]
+            passed &= ok
+            give_memory_back()
+    found, ok = check_parity(tp, device)
+    lines += [*found, ""]
+    passed &= ok
+    give_memory_back()
+    lines += check_decode(tp, device, shape=args.shape, batches=args.batches, context=args.context)
+    passed = all(everywhere(tp, passed))
+    if tp.rank == 0:
+        name = torch.cuda.get_device_name()
+        sys.stdout.write(f"{tp.size} x {name}, torch {torch.__version__}, bf16 random weights\n")
+        sys.stdout.write("\n".join([*lines, "all ok" if passed else "FAILED"]) + "\n")
+    return int(not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Runs the layer kernels in Triton's interpreter on the CPU; prints as JSON how they compare.
+
+A process of its own: the interpreter is chosen by an environment variable that must be set before
+triton is first imported. float32 and float16 only, the interpreter has no working bfloat16.
+
+The twins are the functions of transformers, in the same dtype, so that every rounding has to be in
+its place: the outcome of a case is the largest error in units of the last place, and the share of
+values that differ at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from hone.attention.context import FP8_DTYPE
+from hone.models import layer_kernels
+from hone.models.product_kernels import Tile, small_product
+from tests.models.layer_cases import (
+    DTYPES,
+    NORM_CASES,
+    PRODUCT_CASES,
+    ROTATE_CASES,
+    SILU_CASES,
+)
+
+EPS = 1e-5
+
+
+def normal(*shape, dtype, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def outcome(actual, expected):
+    """Largest error in units of the last place, and the share of values that differ.
+
+    Close to zero, where sums cancel, the unit is that of 1.
+    """
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    size = torch.finfo(expected.dtype).eps * expected.double().abs().clamp(min=1)
+    units = ((actual.double() - expected.double()).abs() / size).max()
+    return units.item(), (actual != expected).double().mean().item()
+
+
+def worst(*outcomes):
+    return [max(values) for values in zip(*outcomes, strict=True)]
+
+
+def norm_module(weight, width):
+    module = Qwen3RMSNorm(width, eps=EPS)
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+@torch.no_grad()
+def norm(dtype, rows, width, per_program=1, parts=None, *, bug=None):
+    x, residual, weight = (
+        normal(*shape, dtype=dtype, seed=i)
+        for i, shape in enumerate([(rows, width), (rows, width), (width,)])
+    )
+    total = residual + x
+    twin = norm_module(torch.ones_like(weight) if bug == "weight ignored" else weight, width)
+    layer_kernels.ROWS_PER_PROGRAM = per_program
+    alone = layer_kernels.rms_norm(residual, weight, EPS)
+    expected_alone = twin(residual)
+    if parts:  # their sum is rounded, and only then added
+        x = normal(parts, rows, width, dtype=torch.float32, seed=3)
+        total = residual + (x[:-1] if bug == "a part left out" else x).sum(0).to(dtype)
+    normed = layer_kernels.add_rms_norm(x, residual, weight, EPS)
+    expected = twin(total)
+    if bug == "sum not rounded":
+        expected = weight * norm_module(torch.ones(width), width)(residual.float() + x).to(dtype)
+    return worst(
+        outcome(alone, expected_alone), outcome(normed, expected), outcome(residual, total)
+    )
+
+
+def rotated(x, norm_weight, cos, sin, *, bug=None):
+    """Heads [T, H, D] as a layer of transformers treats them."""
+    if norm_weight is not None:
+        x = norm_module(norm_weight, x.shape[-1])(x)
+    if bug == "product not rounded":
+        half = x.shape[-1] // 2
+        swapped = torch.cat((-x[..., half:], x[..., :half]), -1).double()
+        return (x.double() * cos[:, None].double() + swapped * sin[:, None].double()).to(x.dtype)
+    q, _ = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=1)
+    return q
+
+
+@torch.no_grad()
+def rotate(
+    dtype, slots, num_heads, num_kv_heads, head_dim, *, norms, cached=True, fp8=False, bug=None
+):
+    tokens = len(slots)
+    qkv = normal(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, seed=0)
+    weights = [normal(head_dim, dtype=dtype, seed=i) if norms else None for i in (1, 2)]
+    angles = 10 * normal(20, head_dim // 2, dtype=torch.float32, seed=3)
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    positions = torch.randperm(20, generator=torch.Generator().manual_seed(6))[:tokens]
+    rows = table[positions + (bug == "position one late")].chunk(2, -1)
+    cos, sin = (torch.cat((x, x), -1) for x in rows[:: -1 if bug == "sines first" else 1])
+    cache = normal(2, 3, 4, num_kv_heads, head_dim, dtype=dtype, seed=4) if cached else None
+    scales = None
+    if fp8:
+        cache = cache.to(FP8_DTYPE)
+        scales = normal(2, num_kv_heads, dtype=torch.float32, seed=5).exp2() / 100
+    before = qkv.clone()
+    twin_weights = weights[::-1] if bug == "norms swapped" else weights
+    q, k, v = before.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    if bug == "values before keys":
+        k, v = v, k
+    expected = [
+        *(rotated(x, w, cos, sin, bug=bug) for x, w in zip((q, k), twin_weights, strict=True)),
+        v,
+    ]
+    expected_cache = None if cache is None else cache.clone()
+    for token, slot in enumerate(slots):
+        if cache is not None and (slot >= 0 or bug == "negative slot stored"):
+            where = (slot + (bug == "slot one late")) % 12
+            for i, stored in enumerate(expected_cache.flatten(1, 2)):
+                new = expected[1 + i][token]
+                if fp8:
+                    scale = scales[0 if bug == "scale of keys for values" else i]
+                    new = (new.float() / scale[:, None]).clamp(-448, 448).to(FP8_DTYPE)
+                stored[where] = new
+    actual = layer_kernels.rotate_heads(
+        qkv,
+        positions,
+        table * torch.where(torch.arange(head_dim) < head_dim // 2, 1, -1).to(dtype)
+        if bug == "sine negated"
+        else table,
+        q_norm=weights[0],
+        k_norm=weights[1],
+        eps=EPS,
+        num_heads=num_heads,
+        kv_cache=cache,
+        slot_mapping=torch.tensor(slots),
+        kv_scales=scales,
+    )
+    assert actual[0].is_contiguous()
+    found = [outcome(a, e) for a, e in zip(actual, expected, strict=True)]
+    if fp8:  # equal but for what the sums of norms have moved over a border
+        different = (cache.float() != expected_cache.float()).double().mean().item()
+        found.append((0.0, different if (cache.float().abs() == 448).any() else 1.0))
+    elif cache is not None:
+        found.append(outcome(cache, expected_cache))
+    return worst(*found)
+
+
+def silu(dtype, rows, width, *, bug=None):
+    gate_up = 3 * normal(rows, 2 * width, dtype=dtype, seed=0)
+    gate, up = gate_up.chunk(2, -1)
+    if bug == "gate and up swapped":
+        gate, up = up, gate
+    expected = nn.functional.silu(gate) * up
+    if bug == "gate not rounded":
+        expected = (nn.functional.silu(gate.double()) * up.double()).to(dtype)
+    return outcome(layer_kernels.silu_mul(gate_up), expected)
+
+
+def product(dtype, rows, outputs, inputs, tile, *, gated=False, split=False, bias=False, bug=None):
+    x = normal(rows, inputs, dtype=dtype, seed=0)
+    weight = normal(outputs, inputs, dtype=dtype, seed=1) / inputs**0.5
+    offset = normal(outputs, dtype=dtype, seed=2) if bias else None
+    found = small_product(x, weight, offset, gated=gated, split=split, tile=Tile(*tile))
+    exact = x.double() @ weight.double().T
+    if bias and bug != "bias ignored":
+        exact += offset
+    if gated:
+        gate, up = exact.chunk(2, -1)[:: -1 if bug == "gate and up of a product swapped" else 1]
+        exact = nn.functional.silu(gate) * up
+    if split:
+        assert found.dtype == torch.float32
+        assert len(found) == tile[3]
+        found = found[0] if bug == "one part" else found.sum(0)
+    # Relative to the values of a row, not each to its own: products cancel.
+    error = (found.double() - exact).norm() / exact.norm()
+    return (error / torch.finfo(dtype).eps).item(), 0.0
+
+
+BUGS = {
+    norm: ("weight ignored", "sum not rounded"),
+    rotate: (
+        "product not rounded",
+        "norms swapped",
+        "values before keys",
+        "negative slot stored",
+        "slot one late",
+        "sine negated",
+        "sines first",
+        "position one late",
+    ),
+    silu: ("gate and up swapped", "gate not rounded"),
+}
+
+
+OTHER_BUGS = {
+    "a part left out": (norm, NORM_CASES, "norm of a sum of 3 parts"),
+    "scale of keys for values": (rotate, ROTATE_CASES, "FP8 cache"),
+    "bias ignored": (product, PRODUCT_CASES, "bias"),
+    "one part": (product, PRODUCT_CASES, "split in 3"),
+    "gate and up of a product swapped": (product, PRODUCT_CASES, "gated"),
+}
+
+
+def main() -> None:
+    results = {}
+    for compute, cases in (
+        (norm, NORM_CASES),
+        (rotate, ROTATE_CASES),
+        (silu, SILU_CASES),
+        (product, PRODUCT_CASES),
+    ):
+        for case, (arguments, options) in cases.items():
+            for name in DTYPES:
+                results[f"{name} {case}"] = compute(getattr(torch, name), *arguments, **options)
+        arguments, options = next(iter(cases.values()))
+        for bug in BUGS.get(compute, ()):
+            results[bug] = compute(torch.float16, *arguments, **options, bug=bug)
+    for bug, (compute, cases, case) in OTHER_BUGS.items():
+        arguments, options = cases[case]
+        results[bug] = compute(torch.float16, *arguments, **options, bug=bug)
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

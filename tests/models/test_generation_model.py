@@ -1,0 +1,675 @@
+"""The forward that generates equals transformers', over the trainer's own parameters."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from hone.attention import ATTENTION_NAME, PagedContext
+from hone.attention.context import FP8_DTYPE
+from hone.checkpoint.export import export_hf
+from hone.checkpoint.tree import read_tree, split_tree, write_tree
+from hone.config.trainer import OptimizerConfig
+from hone.models import fused_layers
+from hone.models.decoder import alias_module, head_logits, head_weight
+from hone.models.fused_layers import FusedDecoder, RotaryTable, TorchOps, is_fusible
+from hone.models.generation import generation_model
+from hone.models.manifest import build_manifest, export_weights
+from hone.models.tiny import make_char_tokenizer
+from hone.trainer.optimizers import ParameterOptimizer
+from hone.trainer.policy import Policy
+from tests.models.families import packed_logprobs
+
+VOCAB = 50
+LENGTHS = (11, 6, 14)
+SCHEDULES = {
+    "whole prompts": [{0: 11, 1: 6, 2: 14}],
+    "chunks beside single tokens": [{0: 4, 2: 5}, {1: 6, 0: 1, 2: 3}, {2: 6, 0: 6}],
+    "prompts, then decode": [{0: 8, 1: 4, 2: 12}, {0: 1, 1: 1, 2: 1}, {2: 1, 0: 1, 1: 1}, {0: 1}],
+    "prompts, then pairs to verify": [{0: 7, 1: 4, 2: 10}, {0: 2, 1: 2, 2: 2}, {2: 2, 0: 2}],
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+SHAPES = {
+    "llama": {},
+    "llama, all biases": {"attention_bias": True, "mlp_bias": True},
+    "llama, group of 4": {"num_attention_heads": 8, "num_key_value_heads": 2},
+    "llama, scaled rope": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "llama, far rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "mistral": {"sliding_window": 5},
+    "mistral, no window": {"sliding_window": None, "num_key_value_heads": 4},
+    "qwen2": {},
+    "qwen2, mixed layers": {**MIXED, "sliding_window": 5, "max_window_layers": 0},
+    "qwen3": {},
+    "qwen3, heads of 64": {"head_dim": 64},
+    "qwen3, heads of 128, tied": {"head_dim": 128, "tie_word_embeddings": True},
+    "qwen3, biases, mixed layers": {"attention_bias": True, "sliding_window": 5, **MIXED},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0},
+}
+FUSED = [name for name in SHAPES if not name.startswith("gemma")]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 2e-6}
+"""Of log-probabilities, absolute and relative. The norms of transformers are never finer than
+float32, nor are these."""
+
+
+def make_model(name="qwen3", *, dtype=torch.float32, attention=ATTENTION_NAME, seed=0):
+    """A model whose parameters, biases and norms included, are all far from trivial."""
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 40,
+        "intermediate_size": 56,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    family = name.split(",")[0]
+    if family == "qwen2":  # its rotary embedding takes head_dim from elsewhere
+        fields["hidden_size"] = 64
+    config = AutoConfig.for_model(family, **fields | SHAPES.get(name, {}))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        ).eval()
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                mean = float("norm" in key and family != "gemma2")
+                parameter.copy_(mean + 0.25 * torch.randn_like(parameter))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def make_samples(seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (length,), generator=draw) for length in LENGTHS]
+
+
+class Generation:
+    """Feeds chosen chunks of the samples and keeps each token's hidden state.
+
+    `mutate` changes what every step is given, for planted bugs.
+    """
+
+    def __init__(self, model, samples, *, block_size=4, mutate=lambda *step: step, compile=False):
+        config = model.config
+        self.samples, self.mutate, self.block_size = samples, mutate, block_size
+        self.generation = generation_model(model, compile=compile)
+        self.done = [0] * len(samples)
+        self.hidden = [[] for _ in samples]
+        width = -(-max(LENGTHS) // block_size)
+        order = torch.randperm(len(samples) * width, generator=torch.Generator().manual_seed(1))
+        self.tables = order.to(torch.int32).view(len(samples), width)
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        shape = (2, len(order), block_size, config.num_key_value_heads, head_dim)
+        dtype = next(model.parameters()).dtype
+        self.kv_caches = [
+            torch.full(shape, 50.0, dtype=dtype) for _ in range(config.num_hidden_layers)
+        ]
+
+    def step(self, chunks):
+        positions = [torch.arange(self.done[i], self.done[i] + n) for i, n in chunks.items()]
+        slots = [
+            self.tables[i, where // self.block_size].long() * self.block_size
+            + where % self.block_size
+            for i, where in zip(chunks, positions, strict=True)
+        ]
+        sizes = tuple(chunks.values())
+        lengths = tuple(self.done[i] + n for i, n in chunks.items())
+        is_decode = set(sizes) in ({1}, {2})
+        context = PagedContext(
+            kv_caches=self.kv_caches,
+            block_tables=self.tables[list(chunks)],
+            slot_mapping=torch.cat(slots),
+            cu_seqlens_q=torch.tensor([0, *accumulate(sizes)], dtype=torch.int32),
+            context_lens=torch.tensor(lengths, dtype=torch.int32),
+            max_seqlen_q=max(sizes),
+            max_context_len=max(lengths),
+            query_lens=() if is_decode else sizes,
+            key_lens=() if is_decode else lengths,
+        )
+        ids = torch.cat([self.samples[i][p] for i, p in zip(chunks, positions, strict=True)])
+        hidden = self.generation.hidden_states(*self.mutate(ids, torch.cat(positions), context))
+        for i, rows in zip(chunks, hidden.split(sizes), strict=True):
+            self.hidden[i].append(rows)
+            self.done[i] += len(rows)
+        return self
+
+    def logits(self):
+        """Of every token fed, in the order of the samples: [T, V]."""
+        return self.generation.logits(torch.cat([torch.cat(rows) for rows in self.hidden]))
+
+
+def generate(model, schedule, **options):
+    run = Generation(model, make_samples(), **options)
+    for chunks in SCHEDULES[schedule]:
+        run.step(chunks)
+    return run.logits()
+
+
+def compare(model, actual, dtype=torch.float32):
+    """With each sample alone in the stock model, given the weights of `model`."""
+    stock = AutoModelForCausalLM.from_config(
+        model.config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    stock = stock.to(dtype)
+    stock.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        expected = torch.cat([stock(sample[None]).logits[0] for sample in make_samples()])
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(
+        actual.double().log_softmax(-1),
+        expected.double().log_softmax(-1),
+        rtol=TOLERANCE[dtype],
+        atol=TOLERANCE[dtype],
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_R4_generation_equals_transformers(name, schedule, dtype):
+    model = make_model(name, dtype=dtype)
+    assert is_fusible(model) == (name in FUSED)
+    compare(model, generate(model, schedule), dtype)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_R4_generation_rounds_as_the_trainer_does(name):
+    """In bfloat16 the fused layers are no further from float32 than those of transformers."""
+    model = make_model(name, dtype=torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    samples = make_samples()
+    with torch.inference_mode():
+        expected, trained = (torch.cat(packed_logprobs(m, samples)).float() for m in (exact, model))
+    generated = generate(model, "whole prompts").log_softmax(-1)
+    ours, theirs = ((x - expected).norm() for x in (generated, trained))
+    assert 0 < ours < 1.1 * theirs
+
+
+# ---------------------------------------------------------------- planted bugs
+
+
+class Ops(TorchOps):
+    """The right operations; each bug replaces one."""
+
+
+class StaleResidual(Ops):
+    def add_rms_norm(self, x, residual, weight, eps):
+        return super().add_rms_norm(x, residual.clone(), weight, eps)
+
+
+class NormedResidual(Ops):
+    def add_rms_norm(self, x, residual, weight, eps):
+        normed = super().add_rms_norm(x, residual, weight, eps)
+        return residual.copy_(normed)
+
+
+class AddsToNorm(Ops):
+    def add_rms_norm(self, x, residual, weight, eps):
+        return self.rms_norm(x, weight, eps)
+
+
+class WrongRotation(Ops):
+    def rotate_heads(self, qkv, positions, rotary, **rest):
+        return super().rotate_heads(qkv, positions, rotary.abs(), **rest)
+
+
+class KeysRotatedOneLate(Ops):
+    def rotate_heads(self, qkv, positions, rotary, *, kv_cache, slot_mapping, **rest):
+        common = {"kv_cache": None, "slot_mapping": slot_mapping, **rest}
+        q, _, v = super().rotate_heads(qkv.clone(), positions, rotary, **common)
+        _, k, _ = super().rotate_heads(qkv, positions.roll(1, 0), rotary, **common)
+        fused_layers.write_kv(k, v, kv_cache, slot_mapping)
+        return q, k, v
+
+
+class ForgetsToStore(Ops):
+    def rotate_heads(self, qkv, positions, rotary, *, kv_cache, **rest):
+        return super().rotate_heads(qkv, positions, rotary, kv_cache=None, **rest)
+
+
+class UpActivated(Ops):
+    def silu_mul(self, gate_up):
+        return super().silu_mul(gate_up.roll(gate_up.shape[-1] // 2, -1))
+
+
+class KeysAndValuesSwapped(Ops):
+    def rotate_heads(self, qkv, positions, rotary, **rest):
+        q, k, v = qkv.split((4, 2, 2), 1)
+        return super().rotate_heads(torch.cat((q, v, k), 1), positions, rotary, **rest)
+
+
+OPERATION_BUGS = [
+    StaleResidual,
+    NormedResidual,
+    AddsToNorm,
+    WrongRotation,
+    KeysRotatedOneLate,
+    KeysAndValuesSwapped,
+    ForgetsToStore,
+    UpActivated,
+]
+LAYER_BUGS = {
+    "mlp norm ignored": lambda layer: replace(layer, mlp_norm=torch.ones(40)),
+    "next norm is this one's": lambda layer: replace(layer, next_norm=layer.mlp_norm),
+    "q and k norm swapped": lambda layer: replace(layer, q_norm=layer.k_norm, k_norm=layer.q_norm),
+    "q and k norm left out": lambda layer: replace(layer, q_norm=None, k_norm=None),
+    "bias left out": lambda layer: replace(layer, qkv=layer.qkv._replace(bias=None)),
+    "window left out": lambda layer: replace(layer, window=None),
+    "window of the wrong layers": lambda layer: replace(layer, window=5 - (layer.window or 0)),
+    "scale left out": lambda layer: replace(layer, scale=1.0),
+    "down left out": lambda layer: replace(
+        layer, down=layer.down._replace(weight=0 * layer.down[0])
+    ),
+    "cache of the first layer": lambda layer: replace(layer, index=0),
+}
+STEP_BUGS = {
+    "positions of chunks restart": lambda ids, positions, context: (
+        ids,
+        positions % 8,
+        context,
+    ),
+    "decoded token one late": lambda ids, positions, context: (
+        ids,
+        positions + context.is_decode,
+        context,
+    ),
+}
+PLANTED = "qwen3, biases, mixed layers"
+
+
+@pytest.mark.parametrize("bug", OPERATION_BUGS)
+def test_R4_check_catches_a_wrong_operation(bug, monkeypatch):
+    monkeypatch.setattr(fused_layers, "_layer_ops", lambda _: Ops())
+    compare(model := make_model(PLANTED), generate(model, "prompts, then decode"))
+    monkeypatch.setattr(fused_layers, "_layer_ops", lambda _: bug())
+    with pytest.raises(AssertionError, match="not close"):
+        compare(model, generate(model, "prompts, then decode"))
+
+
+@pytest.mark.parametrize("bug", LAYER_BUGS)
+def test_R4_check_catches_a_wrong_layer(bug, monkeypatch):
+    make_layer = fused_layers.FusedLayer.of
+    monkeypatch.setattr(
+        fused_layers.FusedLayer, "of", lambda *arguments: LAYER_BUGS[bug](make_layer(*arguments))
+    )
+    model = make_model(PLANTED)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(model, generate(model, "prompts, then decode"))
+
+
+@pytest.mark.parametrize("bug", STEP_BUGS)
+def test_R4_check_catches_a_wrong_step(bug):
+    model = make_model(PLANTED)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(model, generate(model, "prompts, then decode", mutate=STEP_BUGS[bug]))
+
+
+# ---------------------------------------------------------------- which models are fused
+
+
+class OtherMLP(Qwen3MLP):
+    pass
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_a_module_of(attribute, kind):
+    def change(model):
+        parent = model.model.layers[1].self_attn if "proj" in attribute else model.model.layers[1]
+        getattr(parent, attribute).__class__ = kind
+
+    return change
+
+
+def with_an_adapter(model):
+    model.model.layers[1].self_attn.q_proj.adapter = nn.Linear(40, 4)
+
+
+def with_another_activation(model):
+    model.config.hidden_act = "gelu"
+
+
+def with_a_layer_in_half(model):
+    model.model.layers[1].half()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_a_module_of("mlp", OtherMLP),
+        with_a_module_of("o_proj", Doubled),
+        with_a_module_of("post_attention_layernorm", nn.RMSNorm),
+        with_an_adapter,
+        with_another_activation,
+        with_a_layer_in_half,
+    ],
+)
+def test_only_what_is_known_is_fused(change):
+    model = make_model()
+    assert is_fusible(model)
+    change(model)
+    assert not is_fusible(model)
+
+
+def test_changed_model_runs_its_own_layers():
+    model = make_model()
+    with_a_module_of("o_proj", Doubled)(model)
+    actual = generate(model, "prompts, then decode", compile=True)
+    model.model.layers[1].self_attn.o_proj.__class__ = nn.Linear
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight *= 2
+    compare(model, actual)
+
+
+# ---------------------------------------------------------------- the trainer's own parameters
+
+
+def check_follows(model, write):
+    run = Generation(model, make_samples()).step(SCHEDULES["whole prompts"][0])
+    before = run.logits()
+    write(model)
+    run.done, run.hidden = [0] * 3, [[] for _ in LENGTHS]
+    after = run.step(SCHEDULES["whole prompts"][0]).logits()
+    assert not torch.allclose(before, after)
+    compare(model, after)
+
+
+def step_of_an_optimizer(model, fused=True):
+    sum(rows.square().mean() for rows in packed_logprobs(model, make_samples())).backward()
+    torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused).step()
+
+
+def copy_of_other_weights(model):
+    with torch.no_grad():
+        torch._foreach_copy_(list(model.parameters()), list(make_model(seed=7).parameters()))
+
+
+def change_of_one(name):
+    def write(model):
+        with torch.no_grad():
+            model.get_parameter(name).add_(0.1)
+
+    return write
+
+
+NAMES = [name for name, _ in make_model(PLANTED).named_parameters()]
+
+
+@pytest.mark.parametrize("write", [step_of_an_optimizer, copy_of_other_weights])
+def test_R3_generation_follows_the_trainer(write):
+    check_follows(make_model(), write)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if "layers.1" in name or "layers" not in name]
+)
+def test_R3_generation_follows_every_parameter(name):
+    # A constant on all keys moves no softmax: without head norms, biases of keys are invisible.
+    check_follows(make_model(PLANTED), change_of_one(name))
+
+
+def test_R3_following_is_seen_to_fail_where_parameters_were_copied(monkeypatch):
+    monkeypatch.setattr(fused_layers, "merge_rows", lambda ps: torch.cat([p.detach() for p in ps]))
+    with pytest.raises(AssertionError, match="not close"):
+        check_follows(make_model(), copy_of_other_weights)
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.k_proj.bias", "self_attn.q_proj.weight", "mlp.up_proj.weight"]
+)
+def test_R3_moved_parameters_are_an_error(name):
+    run = Generation(model := make_model(PLANTED), make_samples())
+    run.step({0: 3})
+    moved = model.model.layers[1].get_parameter(name)
+    moved.data = moved.data.clone()
+    with pytest.raises(RuntimeError, match="have been moved"):
+        run.step({0: 1})
+    compare(model, generate(model, "whole prompts"))
+
+
+def storages(model):
+    return {name: p.untyped_storage().data_ptr() for name, p in model.named_parameters()}
+
+
+def pointers(model):
+    return {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_merging_keeps_names_objects_values_and_ties(name):
+    model, twin = make_model(name), make_model(name)
+    parameters = dict(model.named_parameters())
+    manifest = build_manifest(export_weights(model), 1)
+    generation_model(model, compile=False)
+    assert all(p is parameters[n] for n, p in model.named_parameters())
+    assert all(p.requires_grad and p.is_contiguous() for p in model.parameters())
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert build_manifest(export_weights(model), 1) == manifest
+    tied = model.config.tie_word_embeddings
+    assert (head_weight(model) is model.get_input_embeddings().weight) == tied
+
+
+def test_merged_parameters_lie_side_by_side_layer_by_layer():
+    model = make_model(PLANTED)
+    generation_model(model, compile=False)
+    stored = storages(model)
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        qkv = {stored[f"{layer}.self_attn.{x}_proj.weight"] for x in "qkv"}
+        biases = {stored[f"{layer}.self_attn.{x}_proj.bias"] for x in "qkv"}
+        gate_up = {stored[f"{layer}.mlp.{x}_proj.weight"] for x in ("gate", "up")}
+        assert len(qkv) == len(biases) == len(gate_up) == len(qkv | biases | gate_up) - 2 == 1
+    # Nothing else shares a storage: 3 of 4 groups a layer lose two or one.
+    assert len(set(stored.values())) == len(stored) - 2 * (2 + 2 + 1)
+
+
+def test_merging_again_moves_nothing():
+    model = make_model(PLANTED)
+    generation_model(model, compile=False)
+    before = pointers(model)
+    generation_model(model, compile=False)
+    alias = alias_module(model)
+    generation_model(alias, compile=False)
+    assert pointers(model) == pointers(alias) == before
+
+
+def test_merging_in_inference_mode_leaves_a_model_that_trains():
+    model = make_model()
+    with torch.inference_mode():
+        generation_model(model, compile=False)
+    check_follows(model, step_of_an_optimizer)
+
+
+def test_a_model_made_in_inference_mode_is_served():
+    with torch.inference_mode():
+        model = make_model()
+        compare(model, generate(model, "prompts, then decode"))
+        packed_logprobs(model, make_samples())
+
+
+def test_copies_of_a_merged_model_are_independent():
+    model = make_model(PLANTED)
+    generation_model(model, compile=False)
+    twin = copy.deepcopy(model)
+    assert not set(storages(model).values()) & set(storages(twin).values())
+    change = partial(change_of_one("model.layers.0.self_attn.k_proj.weight"), twin)
+    expected = generate(model, "whole prompts")
+    change()
+    assert torch.equal(generate(model, "whole prompts"), expected)
+    compare(twin, generate(twin, "whole prompts"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_is_the_same_with_merged_parameters(dtype, optimizer):
+    results = []
+    for merge_before_policy in (None, True, False):
+        model = make_model(PLANTED, dtype=dtype)
+        if merge_before_policy:
+            generation_model(model, compile=False)
+        policy = Policy(model)
+        optimize = ParameterOptimizer(
+            policy.masters, OptimizerConfig(name=optimizer, lr=0.01), policy.embedding_names
+        )
+        if merge_before_policy is False:
+            generation_model(model, compile=False)
+        for _ in range(2):
+            rows = packed_logprobs(model, make_samples())
+            sum(row.float().square().mean() for row in rows).backward()
+            policy.clip_gradient(1.0, policy.gradient_norm())
+            policy.apply(lambda optimize=optimize: optimize.step(1.0))
+        results.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    start = dict(make_model(PLANTED, dtype=dtype).named_parameters())
+    assert all(not torch.equal(value, start[name]) for name, value in results[0].items())
+    for result in results[1:]:
+        assert all(torch.equal(result[name], value) for name, value in results[0].items())
+
+
+def test_merged_parameters_are_saved_whole(tmp_path):
+    model = make_model(PLANTED)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    generation_model(model, compile=False)
+    tree = split_tree({"model": dict(export_weights(model))}, "trainer")
+    write_tree(tmp_path, "trainer", tree)
+    folder = export_hf(model, make_char_tokenizer("ab"), tmp_path / "out", torch.float32)
+    exported = load_file(folder / "model.safetensors")
+    num_bytes = sum(value.nbytes for value in expected.values())
+    assert num_bytes < (folder / "model.safetensors").stat().st_size < num_bytes + 8192
+    read = read_tree(tmp_path, "trainer")["model"]
+    assert exported.keys() == read.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(exported[name], value)
+        assert torch.equal(read[name], value)
+
+
+# ---------------------------------------------------------------- head and FP8
+
+
+def test_logits_are_float32_and_capped():
+    model = make_model("gemma2")
+    hidden = torch.randn(7, 40)
+    generation = generation_model(model, compile=False)
+    assert generation.logits(hidden).abs().max() < 3
+    assert torch.equal(generation.logits(hidden), head_logits(model, hidden))
+    model = make_model(dtype=torch.bfloat16)
+    assert generation_model(model, compile=False).logits(hidden.bfloat16()).dtype == torch.float32
+
+
+def decode_once(decoder, caches, **context):
+    """Tokens of three sequences at position 0, the second of them padding."""
+    context = {"context_lens": torch.ones(3, dtype=torch.int32), "max_seqlen_q": 1, **context}
+    context = PagedContext(
+        kv_caches=caches,
+        block_tables=torch.zeros(3, 1, dtype=torch.int32),
+        slot_mapping=torch.tensor([5, -1, 2]),
+        cu_seqlens_q=torch.arange(4, dtype=torch.int32),
+        max_context_len=4,
+        **context,
+    )
+    with torch.inference_mode():
+        decoder(torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.int64), context)
+
+
+@pytest.mark.parametrize("kind", ["plain", "quantised", "calibrating"])
+def test_caches_are_written_before_attention_that_need_not_set_their_scales(kind, monkeypatch):
+    model, calls = make_model(), []
+
+    def attend(q, k, v, layer_index, context, *, write, **_):
+        calls.append((layer_index, write))
+        assert k.shape == v.shape
+        kept.append(torch.stack((k, v)))
+        return q
+
+    kept = []
+    monkeypatch.setattr(fused_layers, "attend_paged", attend)
+    dtype = torch.float32 if kind == "plain" else FP8_DTYPE
+    caches = [torch.zeros(2, 4, 4, 2, 16).to(dtype) for _ in range(2)]
+    scales = None if kind == "plain" else torch.tensor([0.5, 0.001, 2.0, 0.25] * 2).view(2, 2, 2)
+    lens = {"calibrate": True, "query_lens": (1,) * 3, "key_lens": (1,) * 3}
+    decode_once(
+        FusedDecoder(model), caches, kv_scales=scales, **(lens if kind == "calibrating" else {})
+    )
+    writes = kind == "calibrating"
+    assert calls == [(0, writes), (1, writes)]
+    stored = caches[1].float().flatten(1, 2)
+    assert (stored != 0).flatten(2).any(-1).sum().item() == (0 if writes else 4)
+    if kind == "plain":
+        assert torch.equal(stored[:, [5, 2]], kept[1][:, [0, 2]])
+    if kind == "quantised":
+        scale = scales[1][:, None, :, None]
+        expected = (kept[1] / scale).clamp(-448, 448).to(FP8_DTYPE).float()
+        assert torch.equal(stored[:, [5, 2]], expected[:, [0, 2]])
+        assert expected.abs().max() == 448  # the scale of 0.001 saturates
+
+
+# ---------------------------------------------------------------- rotary embeddings
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, scaled rope", "llama, far rope"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_R4_rotary_table_is_the_models_at_every_position(name, dtype):
+    model = make_model(name, dtype=dtype)
+    module = model.base_model.rotary_emb
+    table = RotaryTable(module, dtype=dtype, device=model.device)
+    positions = torch.tensor([0, 1, 17, 1023, 1024, 2000])
+    with torch.inference_mode():
+        rows = table.rows(2001)[positions]
+        cos, sin = module(torch.empty(0, dtype=dtype), positions[None])
+    assert rows.dtype == dtype
+    assert torch.equal(torch.cat((rows[:, :8],) * 2, -1), cos[0])
+    assert torch.equal(torch.cat((rows[:, 8:],) * 2, -1), sin[0])
+
+
+def test_rotary_table_grows_and_keeps_what_graphs_hold():
+    table = RotaryTable(make_model().base_model.rotary_emb, dtype=torch.float32, device="cpu")
+    first = table.rows(3)
+    assert len(first) == 1024
+    assert table.rows(1024) is first
+    second = table.rows(1025)
+    assert len(second) == 2048
+    assert torch.equal(second[:1024], first)
+    assert any(kept is first for kept in table._tables)
+
+
+def test_rotary_table_is_not_computed_inside_a_graph(monkeypatch):
+    table = RotaryTable(make_model().base_model.rotary_emb, dtype=torch.float32, device="cpu")
+    table._example = type("OnCuda", (), {"is_cuda": True})()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run the forward once"):
+        table.rows(5)

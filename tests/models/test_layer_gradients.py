@@ -1,0 +1,62 @@
+"""Gradients of the layer kernels in Triton's interpreter, against torch in float64."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
+CASES = {
+    "rms_norm": 3,
+    "silu_mul": 2,
+    "norm and rotate": 6,
+    "norm and rotate odd heads": 6,
+    "rotate": 4,
+}
+"""And the number of outputs and gradients."""
+
+
+@pytest.fixture(scope="module")
+def results():
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.models.interpreted_layer_gradients"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_their_twins(results, case):
+    assert len(results[case]) == CASES[case]
+    assert max(results[case]) < 1e-5, results[case]
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_kernels_compile_for_hopper(tmp_path, monkeypatch, has_norm):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.9 warns where it is unset
+    from hone.models import layer_gradients as gradients
+    from tests.attention.hopper import products
+
+    pointers = ("gradient", "grad", "grad_x", "grad_q", "grad_k", "grad_v")
+    pointers = (*pointers, "x", "weight", "gate_up", "qkv", "rotary")
+    types = {f"{name}_ptr": "*bf16" for name in pointers}
+    types |= {"parts_ptr": "*fp32", "positions_ptr": "*i64", "eps": "fp32"}
+    norms: dict[str, object] = {}
+    if has_norm:
+        types |= {"q_norm_ptr": "*bf16", "k_norm_ptr": "*bf16"}
+    else:
+        norms = {"q_norm_ptr": None, "k_norm_ptr": None}
+    shape = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "TOKENS": 16, "BLOCK": 64}
+    for kernel, constants in (
+        (gradients._norm_gradient_kernel, {"WIDTH": 1024, "BLOCK": 1024}),
+        (gradients._silu_gradient_kernel, {"WIDTH": 3072, "BLOCK": 1024}),
+        (gradients._rotate_gradient_kernel, shape | norms),
+    ):
+        used = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        assert products(kernel, used, constants, num_warps=4) == set()

@@ -1,0 +1,250 @@
+"""The kernels between the matrix products, run by Triton's interpreter, against transformers'."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.layer_cases import (
+    DTYPES,
+    NORM_CASES,
+    PRODUCT_CASES,
+    ROTATE_CASES,
+    SILU_CASES,
+)
+
+pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
+
+BUGS = [
+    "weight ignored",
+    "sum not rounded",
+    "product not rounded",
+    "norms swapped",
+    "values before keys",
+    "negative slot stored",
+    "slot one late",
+    "sine negated",
+    "sines first",
+    "position one late",
+    "a part left out",
+    "scale of keys for values",
+    "bias ignored",
+    "one part",
+    "gate and up of a product swapped",
+    "gate and up swapped",
+    "gate not rounded",
+]
+
+
+@pytest.fixture(scope="module")
+def results():
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.models.interpreted_layer_kernels"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def is_right(found, dtype):
+    return all(value <= limit for value, limit in zip(found, DTYPES[dtype], strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [*NORM_CASES, *ROTATE_CASES, *SILU_CASES, *PRODUCT_CASES])
+def test_R4_kernels_round_as_transformers(results, dtype, case):
+    assert is_right(results[f"{dtype} {case}"], dtype), results[f"{dtype} {case}"]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_R4_kernel_check_catches(results, bug):
+    assert not is_right(results[bug], "float16"), results[bug]
+
+
+def compile_for_hopper(kernel, pointers, constants, **options):
+    """The kernel's assembly for compute capability 9.0, as it is launched there; needs no GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    constants = {**constants, "OVERLAP": True}
+    types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
+    signature = {**types, **pointers}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"enable_fp_fusion": False, "launch_pdl": True, **options}
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+HALF = "*bf16"
+HEADS = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HEADS": 8, "BLOCK": 64}
+ROTATE = {"q_ptr": HALF, "qkv_ptr": HALF, "rotary_ptr": HALF, "positions_ptr": "*i64"}
+ROTATE["eps"] = "fp32"
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.9 warns where it is unset
+    from hone.models import layer_kernels
+
+    return layer_kernels
+
+
+def test_kernels_compile_for_hopper(kernels):
+    norm = {"output_ptr": HALF, "residual_ptr": HALF, "weight_ptr": HALF, "eps": "fp32"}
+    norm_sizes = {"WIDTH": 1024, "ROWS": 1, "BLOCK": 1024}
+    for added, parts in (({"x_ptr": HALF}, 1), ({"x_ptr": "*fp32"}, 4), ({}, 1)):
+        constants = {**norm_sizes, "PARTS": parts} | ({} if added else {"x_ptr": None})
+        check_waits(compile_for_hopper(kernels._norm_kernel, norm | added, constants, num_warps=2))
+    cache = {"cache_ptr": HALF, "slots_ptr": "*i64", "q_norm_ptr": HALF, "k_norm_ptr": HALF}
+    for optional in ({}, cache, cache | {"cache_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}):
+        absent = {name: None for name in (*cache, "scales_ptr") if name not in optional}
+        ptx = compile_for_hopper(kernels._rotate_kernel, ROTATE | optional, HEADS | absent)
+        check_waits(ptx)
+    ptx = compile_for_hopper(
+        kernels._silu_mul_kernel,
+        {"output_ptr": HALF, "gate_up_ptr": HALF},
+        {"WIDTH": 3072, "BLOCK": 1024},
+    )
+    check_waits(ptx)
+
+
+def check_waits(ptx):
+    """Nothing is written before the kernel ahead ends."""
+    lines = ptx.splitlines()
+    [wait] = [i for i, line in enumerate(lines) if "griddepcontrol.wait" in line]
+    assert not any("st.global" in line for line in lines[:wait])
+    assert any("st.global" in line for line in lines[wait:])
+
+
+@pytest.mark.parametrize("num_rows", [1, 128, 256])
+@pytest.mark.parametrize(
+    ("gated", "split", "output"),
+    [(False, False, HALF), (True, False, HALF), (False, True, "*fp32")],
+)
+def test_small_products_use_the_matrix_units_of_hopper(kernels, gated, split, output, num_rows):
+    from hone.models import product_kernels
+
+    tile = product_kernels.choose_tile(num_rows, 6144, 1024, gated=gated, split=split)
+    constants = {
+        "bias_ptr": None,
+        "OUTPUTS": 3072,
+        "INPUTS": 1024,
+        "SPLITS": tile.splits,
+        "GATED": gated,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "PREFETCHED": 256,
+        "PREFETCH_BLOCK": 256,
+    }
+    ptx = compile_for_hopper(
+        product_kernels._product_kernel,
+        {"output_ptr": output, "x_ptr": HALF, "weight_ptr": HALF},
+        constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.cg" in ptx
+    assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait")
+    assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.cg")
+    check_waits(ptx)
+
+
+def test_rotation_rounds_every_product_and_sum_on_hopper(kernels):
+    """Contracted to `fma.rn.bf16`, a fifth of the values would differ from transformers'."""
+    absent = dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "cache_ptr", "slots_ptr", "scales_ptr"))
+    ptx = compile_for_hopper(kernels._rotate_kernel, ROTATE, HEADS | absent)
+    assert "fma.rn.bf16" not in ptx
+    contracted = compile_for_hopper(
+        kernels._rotate_kernel, ROTATE, HEADS | absent, enable_fp_fusion=True
+    )
+    assert "fma.rn.bf16" in contracted
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "gated", "split", "tile"),
+    [
+        (1, 4096, 1024, False, False, (64, 32, 128, 1, 4, 6)),  # Qwen3-0.6B
+        (64, 1024, 2048, False, True, (64, 32, 128, 4, 4, 6)),
+        (64, 6144, 1024, True, False, (64, 32, 128, 1, 4, 4)),
+        (128, 1024, 3072, False, True, (64, 64, 128, 4, 4, 4)),
+        (256, 1024, 3072, False, True, (128, 64, 64, 4, 8, 5)),
+        (257, 1024, 3072, False, True, None),
+        (64, 6144, 4096, False, False, (64, 64, 128, 1, 4, 4)),  # Qwen3-8B
+        (64, 4096, 12288, False, True, (64, 64, 128, 2, 4, 4)),
+        (65, 4096, 12288, False, True, None),
+        (1, 1000, 1024, False, True, None),  # no tile divides its outputs,
+        (1, 1024, 1000, False, True, None),  # or its inputs
+        (1, 1024, 2048, False, False, None),  # few programs
+        (1, 2560, 4096, False, True, None),  # 160 programs: most would wait for a few
+    ],
+)
+def test_tiles_occupy_the_device_and_divide_the_weight(
+    rows, outputs, inputs, *, gated, split, tile
+):
+    from hone.models.product_kernels import choose_tile
+
+    assert choose_tile(rows, outputs, inputs, gated=gated, split=split) == tile
+
+
+def test_products_that_are_not_served_are_left_to_the_caller():
+    from hone.models.layer_kernels import linear, sum_linear
+    from hone.models.product_kernels import small_product
+
+    x, weight = torch.randn(3, 1024), torch.randn(4096, 1024)
+    assert small_product(x, weight) is None
+    expected = torch.nn.functional.linear(x, weight)
+    assert torch.equal(linear(x, weight, None), expected)
+    assert torch.equal(sum_linear(x, weight, None), expected)
+
+
+class Recorded:
+    """A kernel that notes how it is launched and returns itself as what was compiled."""
+
+    def __init__(self):
+        self.inspected, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **options):
+            (self.inspected if options else self.direct).append((grid, arguments))
+            return self
+
+        return run
+
+
+def test_launches_are_inspected_once_for_each_kind_of_argument():
+    from hone.models.kernel_launch import launch
+
+    kernel, x = Recorded(), torch.zeros(64)
+
+    def run(*tensors, constants=(7,), num_warps=4, numbers=(1, 0.5)):
+        launch(kernel, (2, 1, 1), tensors, numbers, constants, num_warps=num_warps)
+
+    run(x, None)
+    assert kernel.inspected == [((2, 1, 1), (x, None, 1, 0.5, 7, False))]
+    run(torch.zeros(8), None, numbers=(3, 0.25))  # what changes from call to call
+    assert kernel.direct[0][1][1:] == (None, 3, 0.25, 7, False)
+    for arguments, options in (
+        ((x, x), {}),
+        ((x.half(), None), {}),
+        ((x, None), {"constants": (8,)}),
+        ((x, None), {"num_warps": 2}),
+        ((x[1:], None), {}),  # another alignment
+    ):
+        before = len(kernel.inspected)
+        run(*arguments, **options)
+        assert len(kernel.inspected) == before + 1, (arguments, options)
+    run(x[1:], None)
+    assert len(kernel.inspected) == 7  # odd addresses are inspected every time
+    assert len(kernel.direct) == 1

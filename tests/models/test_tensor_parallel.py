@@ -1,0 +1,284 @@
+"""Tensor parallelism: what ranks hold, and that together they compute what one alone does.
+
+What needs a group runs in two processes, `tensor_parallel_ranks`, whose outcomes are judged here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hone.config.checks import generation as checks
+from hone.config.engine import EngineConfig
+from hone.config.errors import UserError
+from hone.config.model_facts import ModelFacts
+from hone.engine.engine import EmbeddedEngine
+from hone.models.fused_layers import FAMILIES
+from hone.models.manifest import export_weights
+from hone.models.tensor_parallel import TensorParallel, shard_model, shard_of
+from tests.models.tensor_parallel_cases import ENGINES, MODELS
+from tests.models.test_generation_model import FUSED, make_model
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5
+
+
+def group(size):
+    return [TensorParallel(rank=rank, size=size, device=CPU) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two ranks found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.models.tensor_parallel_ranks", str(folder)],
+            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs[0][1] + outputs[1][1]
+    return json.loads(outputs[0][0])
+
+
+# ---------------------------------------------------------------- parts of weights
+
+
+def whole(name, parts, full):
+    """The weight that the parts make up; each whole part must be the full weight itself."""
+    if parts[0].shape == full.shape:
+        assert all(part is full for part in parts), name
+        return full
+    dim = next(d for d in range(full.dim()) if parts[0].shape[d] != full.shape[d])
+    return torch.cat(parts, dim)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_R3_shards_cover_every_weight_exactly(name):
+    model = make_model(name)
+    shards = [dict(export_weights(shard_model(model, tp))) for tp in group(2)]
+    full = dict(export_weights(model))
+    assert list(shards[0]) == list(shards[1]) == list(full)
+    divided = set()
+    for key, tensor in full.items():
+        views = [shard_of(key, tensor, tp) for tp in group(2)]
+        assert torch.equal(whole(key, views, tensor), tensor)
+        for shard, view in zip(shards, views, strict=True):
+            assert torch.equal(shard[key], view)
+            assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            assert shard[key].is_contiguous()
+        divided |= {key.split(".")[-2]} if views[0].shape != tensor.shape else set()
+    projections = {f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert divided == projections | {"lm_head"}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3, heads of 128, tied"])
+def test_a_shard_is_a_model_of_its_own(name):
+    model = make_model(name)
+    before = {key: (id(p), p.detach().clone()) for key, p in model.named_parameters()}
+    shard = shard_model(model, group(2)[1])
+    config = shard.config
+    assert (config.num_attention_heads, config.num_key_value_heads) == (2, 1)
+    assert (config.intermediate_size, config.vocab_size) == (28, 50)
+    with torch.no_grad():
+        for parameter in shard.parameters():
+            parameter.zero_()
+    assert model.config.num_attention_heads == 4
+    assert list(before) == [key for key, _ in model.named_parameters()]
+    for key, parameter in model.named_parameters():
+        assert (id(parameter), torch.equal(parameter, before[key][1])) == (before[key][0], True)
+
+
+def test_tied_head_and_embedding_share_memory_in_a_shard():
+    shard = shard_model(make_model("qwen3, heads of 128, tied"), group(2)[1])
+    with torch.no_grad():
+        shard.get_input_embeddings().weight.copy_(torch.arange(50.0)[:, None].expand(50, 40))
+    head = shard.get_output_embeddings().weight
+    assert torch.equal(head, torch.arange(25.0, 50.0)[:, None].expand(25, 40))
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole():
+    model = make_model("llama, group of 4")
+    model.resize_token_embeddings(51)
+    shard = shard_model(model, group(2)[0])
+    assert shard.get_output_embeddings().weight.shape == (51, 40)
+    assert torch.equal(shard.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_group_of_one_keeps_the_model():
+    model, (tp,) = make_model(), group(1)
+    assert shard_model(model, tp) is model
+    assert all(shard_of(key, tensor, tp) is tensor for key, tensor in export_weights(model))
+
+
+# ---------------------------------------------------------------- a group of two
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_R4_ranks_compute_what_one_does(ranks, name):
+    for found in ranks:
+        outcome = found["forward"][name]
+        assert outcome["equal on all ranks"]
+        assert 0 < outcome["hidden"] < TOLERANCE
+        assert 0 < outcome["logits"] < TOLERANCE
+
+
+def test_R4_check_catches_planted_bugs(ranks):
+    for found in ranks:
+        planted = found["planted"]
+        assert planted.pop("nothing") < TOLERANCE
+        assert len(planted) == 6
+        assert min(planted.values()) > 0.01, planted
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_R7_engines_of_all_ranks_return_the_same(ranks, name):
+    for found in ranks:
+        outcome = found["engine"][name]
+        assert outcome["same tokens"]
+        assert outcome["equal on all ranks"]
+        assert outcome["gap"] < TOLERANCE
+        assert (outcome["preemptions"] > 0) == (name == "preemption")
+
+
+def test_caches_are_as_large_as_the_smallest(ranks):
+    assert [found["cache"] for found in ranks] == [[49, 49]] * 2
+    assert [found["smallest"] for found in ranks] == [7, 7]
+
+
+def test_R14_no_rank_wakes_where_one_cannot(ranks):
+    messages = [found["failed wake"].pop("message") for found in ranks]
+    assert messages[0].startswith("another rank lacks the memory")
+    assert messages[1] == "too little memory"
+    expected = {"state": "asleep", "asleep": True, "same tokens": True}
+    assert [found["failed wake"] for found in ranks] == [expected] * 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3, heads of 128, tied"])
+def test_R3_every_rank_gets_and_proves_its_parts(ranks, name):
+    faults = "a bit flipped", "a bit flipped on the last rank", "the other rank's parts"
+    for rank, found in enumerate(ranks):
+        outcome = found["sync"][name]
+        for fault in (*faults, "nothing sent"):
+            assert outcome[fault].startswith("RuntimeError: weight sync to version 1 is incomplete")
+            elsewhere = rank == 0 and fault == faults[1]
+            assert ("on another rank" in outcome[fault]) == elsewhere
+        assert outcome["not finite"].startswith("NonFiniteWeightsError: 1 of 2240 values of model")
+        assert outcome["bytes"] == outcome["expected bytes"]
+        assert outcome["same tokens"]
+        assert outcome["gap"] < TOLERANCE
+
+
+def test_kernels_add_and_gather_what_ranks_post(ranks):
+    for found in ranks:
+        kernels = found["kernels"]
+        for dtype in ("torch.float32", "torch.float16"):
+            assert kernels[dtype]["residual is equal"]
+            assert kernels[dtype]["difference"] < (1e-3 if "16" in dtype else 1e-6)
+        assert kernels["gather"]["equal"]
+        assert kernels["late"] == {"difference": 0.0, "residual is equal": True}
+
+
+def test_check_catches_kernels_that_do_not_meet(ranks):
+    for bug in ("no wait", "late, one place"):
+        assert max(found["kernels"][bug]["difference"] for found in ranks) > 0.01
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("qwen3", 3, "does not divide num_attention_heads=4, num_key_value_heads=2, intermediate"),
+        ("qwen3", 4, "does not divide num_key_value_heads=2 .* sizes that do: 2"),
+        ("llama, group of 4", 16, "num_attention_heads=8, num_key_value_heads=2, intermediate"),
+        ("gemma2", 2, "serves llama, mistral, qwen2, qwen3.* Gemma2ForCausalLM"),
+    ],
+)
+def test_R22_models_that_cannot_be_divided(name, size, message):
+    with pytest.raises(UserError, match=message):
+        shard_model(make_model(name), group(size)[0])
+
+
+@pytest.mark.parametrize("world_size", [None, "3"])
+def test_R22_processes_that_do_not_fit(world_size, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match=f"got {world_size or 1}: start it with `torchrun"):
+        TensorParallel.from_environment(2, CPU)
+    if world_size is None:
+        assert TensorParallel.from_environment(1, CPU).num_replicas == 1
+
+
+def test_R22_engine_and_group_must_fit():
+    tp = group(2)[0]
+    model = shard_model(make_model(), tp)
+    for size, speculation, message in (
+        (1, False, "tensor_parallel_size=1, but the engine was given a group of 2"),
+        (2, True, "engine.speculation with engine.tensor_parallel_size=2"),
+    ):
+        cfg = EngineConfig(tensor_parallel_size=size, speculation=speculation)
+        with pytest.raises(ValueError, match=message):
+            EmbeddedEngine(model, cfg, eos_token_ids=(), tensor_parallel=tp)
+
+
+def findings(facts, **engine):
+    return [
+        finding.message
+        for finding in checks.check_tensor_parallel(
+            EngineConfig(**engine), facts=facts, scores=False
+        )
+    ]
+
+
+def make_facts(family="qwen3"):
+    return ModelFacts(
+        context_length=64,
+        vocab_size=50,
+        kv_values_per_token=128,
+        family=family,
+        divided={"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 56},
+    )
+
+
+def test_R22_configuration_is_checked_with_its_numbers(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    facts = make_facts()
+    assert findings(facts) == findings(facts, tensor_parallel_size=4) == []
+    assert findings(None, tensor_parallel_size=4) == []
+    (message,) = findings(facts, tensor_parallel_size=8)
+    assert "is 8, which does not divide num_key_value_heads = 4 of" in message
+    (message,) = findings(make_facts("gemma2"), tensor_parallel_size=2)
+    assert "'gemma2'" in message
+    (message,) = findings(facts, tensor_parallel_size=2, speculation=True)
+    assert "engine.speculation is on" in message
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    (message,) = findings(facts, tensor_parallel_size=4)
+    assert "torchrun started 6 processes" in message
+    assert findings(facts, tensor_parallel_size=2) == []
+
+
+def test_families_that_are_checked_are_those_that_are_fused():
+    assert set(checks._FUSED_FAMILIES) == set(FAMILIES)
