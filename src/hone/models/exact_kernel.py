@@ -108,7 +108,7 @@ def matmul(
         return y_TN
     splits = splits or num_splits(num_inputs)
     tile = tile or _choose_tile(num_rows, num_outputs, num_inputs)
-    num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.columns)
+    num_tiles = -(-num_rows // tile.rows) * -(-num_outputs // tile.columns)
     if parallel is None:
         parallel = num_tiles < FULL_DEVICE * 3 // 4
     parallel = parallel and splits > 1
@@ -153,7 +153,7 @@ def _choose_tile(num_rows: int, num_outputs: int, num_inputs: int) -> Tile:
     """The fastest, or nearly, on an H200 at the shapes of Qwen3 0.6B and 8B."""
 
     def count(tile: Tile) -> int:
-        return triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.columns)
+        return -(-num_rows // tile.rows) * -(-num_outputs // tile.columns)
 
     splits, is_wide = num_splits(num_inputs), num_outputs >= WIDE_FROM
     if num_rows <= (32 if num_inputs >= 4096 and not is_wide else 16):
