@@ -182,7 +182,8 @@ class Simulation:
         while self.alive:
             self.step()
             self.check_ownership()
-        assert not self.scheduler.has_unfinished
+        assert not self.scheduler.running
+        assert self.scheduler.num_waiting == 0
         assert self.blocks.usage == 0
 
 

@@ -21,6 +21,7 @@ from hone.bench.workloads import Workload, make_workload
 from hone.config.model import ModelConfig
 from hone.config.tree import BenchEngineConfig
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.kv_cache import cache_dtype
 from hone.loops.launch import choose_device
 from hone.models.load import compute_dtype, load_config, load_model
 from hone.models.support import context_length, eos_token_ids
@@ -83,7 +84,7 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
             shape=ModelShape.from_config(config.to_dict()),
             peaks=_together(device_peaks(device, dtype), cfg.engine.tensor_parallel_size),
             bytes_per_value=dtype.itemsize,
-            kv_bytes_per_value=1 if cfg.engine.kv_cache_dtype == "fp8" else dtype.itemsize,
+            kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
             max_num_seqs=cfg.engine.max_num_seqs,
             shares_prompts=cfg.engine.enable_prefix_caching,
         )

@@ -65,6 +65,8 @@ class DecodeStep:
             lens=integers((max_groups(rows),)),
             starts=integers((rows,)),
         )
+        self._borders = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+        self._offsets = torch.arange(MAX_DRAFTS + 1, device=self.device)
         # What is known of the batch while it stays the same.
         self._batch: list[Sequence] = []
         self._batch_slots = np.empty(0, np.int64)
@@ -127,7 +129,7 @@ class DecodeStep:
         rows_B = self._rows[:num_rows]
         is_real_B = rows_B != slots.padding
         num_tokens_B = slots.num_tokens[rows_B]
-        offsets_Q = torch.arange(num_queries, device=self.device)
+        offsets_Q = self._offsets[:num_queries]
         ids_BQ = slots.last_token[rows_B].unsqueeze(1)
         drafts_BK = self._drafts[:num_rows, :num_drafts]
         sizes_B1 = self._draft_sizes[:num_rows].unsqueeze(1)
@@ -177,13 +179,13 @@ class DecodeStep:
         tables_BN = self.slots.block_tables[rows_B, : blocks_for(max_context_len, block_size)]
         pages_BQ = tables_BN.gather(1, positions_BQ // block_size).long()
         kv_slots_BQ = pages_BQ * block_size + positions_BQ % block_size
-        borders = torch.arange(num_rows + 1, dtype=torch.int32, device=self.device) * num_queries
+        borders = self._borders[: num_rows + 1]
         return PagedContext(
             kv_caches=self.cache.layers,
             kv_scales=self.cache.scales,
             block_tables=tables_BN,
             slot_mapping=torch.where(writes_BQ, kv_slots_BQ, -1).flatten(),
-            cu_seqlens_q=borders,
+            cu_seqlens_q=borders if num_queries == 1 else borders * num_queries,
             context_lens=context_lens,
             max_seqlen_q=num_queries,
             max_context_len=max_context_len,

@@ -26,7 +26,7 @@ from hone.config.errors import UserError
 from hone.engine.block_manager import BlockManager
 from hone.engine.detokenizer import StopStringWatcher
 from hone.engine.drafting import Drafting
-from hone.engine.kv_cache import KVCache, check_max_num_seqs, choose_num_blocks
+from hone.engine.kv_cache import KVCache, cache_dtype, check_max_num_seqs, choose_num_blocks
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
 from hone.engine.requests import check_request
 from hone.engine.scheduler import Plan, Scheduler
@@ -97,13 +97,12 @@ class EmbeddedEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
         self._vocab_size = int(model.config.vocab_size)
-        is_fp8 = cfg.kv_cache_dtype == "fp8"
-        if is_fp8:
+        if cfg.kv_cache_dtype == "fp8":
             _require_fp8(model.device)
         self._cache = KVCache(
             model.config,
             block_size=cfg.block_size,
-            dtype=torch.float8_e4m3fn if is_fp8 else model.dtype,
+            dtype=cache_dtype(cfg, model.dtype),
             device=model.device,
         )
         resident = sum(tensor.nbytes for tensor in model.parameters()) if owns_weights else 0

@@ -11,11 +11,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from hone.attention.context import FP8_DTYPE
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.engine.arena import Arena
 
-__all__ = ["KVCache", "available_bytes", "blocks_for", "check_max_num_seqs", "choose_num_blocks"]
+__all__ = [
+    "KVCache",
+    "available_bytes",
+    "blocks_for",
+    "cache_dtype",
+    "check_max_num_seqs",
+    "choose_num_blocks",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +67,7 @@ class KVCache:
         self.device = device
         self.layers: list[Tensor] = []
         self.scales: Tensor | None = None
-        if dtype == torch.float8_e4m3fn:
+        if dtype == FP8_DTYPE:
             self.scales = torch.ones(self.num_layers, 2, self.num_kv_heads, device=device)
         self.is_asleep = False
         self._num_blocks = 0
@@ -175,6 +183,11 @@ class KVCache:
             torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(self._shape)
             for _ in range(self.num_layers)
         ]
+
+
+def cache_dtype(cfg: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The format of keys and values, of a model that computes in `dtype`."""
+    return FP8_DTYPE if cfg.kv_cache_dtype == "fp8" else dtype
 
 
 def available_bytes(device: torch.device) -> int:

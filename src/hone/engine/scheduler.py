@@ -69,10 +69,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.running or self._waiting)
-
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         heapq.heappush(self._waiting, (sequence.order, sequence))

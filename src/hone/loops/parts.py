@@ -18,6 +18,7 @@ from hone.config.model import ModelConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.kv_cache import cache_dtype
 from hone.loops.experience import Experience
 from hone.loops.launch import Launch, choose_device, launch
 from hone.loops.recorder import Limits, Recorder, alarms_for
@@ -128,7 +129,7 @@ def _limits(cfg: RLConfig, model: PreTrainedModel, device: torch.device) -> Limi
         shape=ModelShape.from_config(model.config.to_dict()),
         peaks=device_peaks(device, dtype),
         bytes_per_value=dtype.itemsize,
-        kv_bytes_per_value=1 if cfg.engine.kv_cache_dtype == "fp8" else dtype.itemsize,
+        kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
         max_num_seqs=cfg.engine.max_num_seqs,
         passes=3.0 * cfg.trainer.num_epochs + scores_policy + (kl.coef > 0),
     )
