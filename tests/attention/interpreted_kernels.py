@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from hone.attention import triton_decode
+from hone.attention import triton_decode, triton_write
 from tests.attention.cases import BUGS, DECODE_CASES, DTYPES, FP8_CASES, HALF_CASES
 from tests.attention.twin import Pages, through_fp8
 
@@ -75,7 +75,7 @@ def decode_error(
 ):
     pages = Pages([queries] * len(keys), keys, groups=groups, dtype=dtype, fp8=fp8, **heads)
     context = pages.decode_context(num_groups=2 * len(groups), members=members)
-    triton_decode.write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping, pages.scales)
+    triton_write.write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping, pages.scales)
     tables, lengths, shared = context.block_tables, context.context_lens, context.shared
     if bug == "tables swapped":
         tables = tables.flip(0).contiguous()
@@ -121,7 +121,7 @@ def write_is_exact(dtype):
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             expected[0, slot], expected[1, slot] = k[token], v[token]
-    triton_decode.write_kv(k, v, kv_cache, slots)
+    triton_write.write_kv(k, v, kv_cache, slots)
     return torch.equal(kv_cache.view(2, 16, 3, 8), expected)
 
 
@@ -132,7 +132,7 @@ def fp8_write_is_exact(dtype):
     scales = torch.tensor([[0.01, 0.002, 1.0], [0.5, 0.001, 0.03]])
     kv_cache = torch.zeros(2, 2, 4, 3, 8, dtype=torch.float8_e4m3fn)
     slots = torch.tensor([7, -1, 0, 5, 2])
-    triton_decode.write_kv(k, v, kv_cache, slots, scales)
+    triton_write.write_kv(k, v, kv_cache, slots, scales)
     stored = kv_cache.float().view(2, 8, 3, 8)
     for j, x in enumerate((k, v)):
         expected = torch.zeros(8, 3, 8)
@@ -147,7 +147,7 @@ def empty_sequence(lanes, queries):
     """A padding row of length 0 gives zeros, rows beside it are right."""
     pages = Pages([queries] * 3, [50, 8, 70], dtype=torch.float32, block_size=16)
     context = pages.decode_context()
-    triton_decode.write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping)
+    triton_write.write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping)
     output = triton_decode.decode_attention(
         pages.q,
         pages.kv_cache,

@@ -74,13 +74,13 @@ def test_lanes_follow_shapes_not_lengths():
 
 
 def compile_for_hopper(kernel, pointers, constants, **options):
-    """The kernel's machine code for compute capability 9.0; needs no GPU."""
+    """What the kernel becomes for compute capability 9.0; needs no GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     types = {name: "constexpr" if name in constants else "i64" for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature={**types, **pointers}, constexprs=constants)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
@@ -89,16 +89,27 @@ def test_decode_compiles_for_hopper(tmp_path, monkeypatch, kind, is_fp8):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.9 warns where it is unset
     from hone.attention import triton_decode as kernels
+    from hone.attention.decode_shape import DecodeShape
 
     half, single, number = "*bf16", "*fp32", "*i32"
     types = {"output_ptr": half, "partial_ptr": single, "log_sums_ptr": single, "q_ptr": half}
     types |= {"counters_ptr": number, "block_tables_ptr": number, "context_lens_ptr": number}
     types |= {"cache_ptr": "*fp8e4nv" if is_fp8 else half, "scale": "fp32"}
     types |= dict.fromkeys(("batch", "groups", "q_token_stride", "q_head_stride"), "i32")
-    constants = {"QUERIES": 1, "NUM_KV_HEADS": 8, "HEADS_PER_KEY": 2, "HEAD_DIM": 128, "PAGE": 16}
-    constants |= {"BLOCK_D": 128, "TILE": 64, "IS_FP8": is_fp8, "IS_SHARED": kind == "shared"}
-    constants |= {"MEMBERS": 8, "WINDOW": 512 if kind == "window" else 0}
-    constants |= {"SOFTCAP": 50.0 if kind == "window" else 0.0}
+    shape = DecodeShape(
+        queries=1,
+        num_kv_heads=8,
+        heads_per_key=2,
+        head_dim=128,
+        page=16,
+        members=8,
+        is_fp8=is_fp8,
+        window=512 if kind == "window" else 0,
+        softcap=50.0 if kind == "window" else 0.0,
+        tile=64,
+        prefetched=1,
+    )
+    constants = {"S": shape, "OVERLAP": True}
     absent = () if is_fp8 else ("scales_ptr",)
     types |= {"scales_ptr": single} if is_fp8 else {}
     groups = ("places_ptr", "members_ptr", "shared_lens_ptr", "starts_ptr")
@@ -107,17 +118,23 @@ def test_decode_compiles_for_hopper(tmp_path, monkeypatch, kind, is_fp8):
     else:
         absent += groups
     constants |= dict.fromkeys(absent)
-    assert compile_for_hopper(kernels._decode_kernel, types, constants, num_warps=2)
+    options = {"num_warps": 2, "launch_pdl": True}
+    ptx = compile_for_hopper(kernels._decode_kernel, types, constants, **options)["ptx"]
+    early, late = ptx.split("griddepcontrol.wait")
+    assert "prefetch.global.L2" in early
+    for access in ("st.global", "atom"):
+        assert access not in early, f"{access} before the kernel ahead has ended"
+        assert access in late
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_write_compiles_for_hopper(tmp_path, monkeypatch, is_fp8):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    from hone.attention import triton_decode as kernels
+    from hone.attention import triton_write as kernels
 
     types = {"k_ptr": "*bf16", "v_ptr": "*bf16", "slots_ptr": "*i64"}
     types |= {"cache_ptr": "*fp8e4nv", "scales_ptr": "*fp32"} if is_fp8 else {"cache_ptr": "*bf16"}
     constants = {"HEAD_DIM": 128, "NUM_HEADS": 8, "BLOCK": 1024}
     constants |= {} if is_fp8 else {"scales_ptr": None}
-    assert compile_for_hopper(kernels._write_kernel, types, constants)
+    assert compile_for_hopper(kernels._write_kernel, types, constants)["cubin"]

@@ -7,9 +7,10 @@ import os
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import torch.distributed as dist
 
 from hone.bench.plot import panels, ticks
 from hone.bench.workloads import Workload
@@ -17,6 +18,7 @@ from hone.cli.main import main
 from hone.config import schema
 from hone.config.bench import BenchModelConfig
 from hone.config.tree import BenchEngineConfig
+from hone.engine.engine import EmbeddedEngine
 from hone.models.tiny import SHAPES, make_tiny_model
 from tests.bench.fakes import limits
 from tests.bench.test_measure import REQUESTS, measured, run_of
@@ -112,6 +114,83 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hone.bench.bench.run_vllm", None)
 
 
+@pytest.fixture
+def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FAKE)
+
+
+@pytest.mark.usefixtures("nothing_runs", "with_vllm")
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--engine.kv_cache_gib=1e-5"], "the KV cache is too small: engine.kv_cache_gib=1e-05"),
+        (["--engine.max_num_seqs=900000000"], "max_num_seqs=900000000 sequences do not fit"),
+        (["--engine.max_model_len=513"], "max_model_len=513 exceeds the model's context length"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_vllm_runs(
+    flags: list[str],
+    text: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    base = (*BASE, "--workload=requests.jsonl", "--against=vllm")
+    assert text in output(capsys, *base, *flags, code=2)
+    assert "vLLM runs first" not in caplog.text
+
+
+@pytest.mark.usefixtures("folder", "nothing_runs")
+@pytest.mark.parametrize(
+    ("world_size", "size", "text"),
+    [
+        ("2", 1, "torchrun started 2 processes, but one engine is measured"),
+        ("3", 2, "needs one process for each of 2 devices"),
+        (None, 2, "got 1: start it with `torchrun"),
+    ],
+)
+def test_processes_that_do_not_fit(
+    world_size: str | None,
+    size: int,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    if world_size is not None:
+        for name, value in zip(
+            ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+            ("0", "0", world_size, world_size),
+            strict=True,
+        ):
+            monkeypatch.setenv(name, value)
+    flag = f"--engine.tensor_parallel_size={size}"
+    assert text in output(capsys, *BASE, "--workload=requests.jsonl", flag, code=2)
+
+
+def test_exact_mode_reaches_model_and_engine(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    class Engine(EmbeddedEngine):
+        def __init__(self, *args: Any, exact: bool, **options: Any) -> None:
+            seen.append(exact)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("hone.bench.bench.EmbeddedEngine", Engine)
+    monkeypatch.setattr(
+        "hone.bench.bench.check_exact", lambda model, device: seen.append(model.exact)
+    )
+    base = ("bench", "engine", "--model.path=model", "--model.init=random")
+    text = output(
+        capsys, *base, "--model.exact=true", "--run.device=cpu", "--workload=requests.jsonl", code=2
+    )
+    assert "model.exact is on, which run.device cpu cannot serve" in text
+    output(capsys, *base, "--model.exact=true", "--workload=requests.jsonl")
+    assert seen == [True, True]
+
+
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize(
     ("flags", "texts"),
@@ -134,6 +213,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["--workload=bad.jsonl"], ["bad.jsonl, line 2: unknown key 'max_token'"]),
         (["--output=model"], ["output is 'model'; give the path of a .json file"]),
+        (["--output=folder.json"], ["output 'folder.json' is a folder"]),
+        (["--output=bad.jsonl/x/y.json"], ["bad.jsonl', which is no folder"]),
         (["--decode.steps=3"], ["decode.steps has no effect with workload uniform"]),
         (["--worklaod=uniform"], ["did you mean --workload?"]),
     ],
@@ -145,6 +226,7 @@ def test_mistakes(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    (folder / "folder.json").mkdir()
     (folder / "bad.jsonl").write_text('{"prompt_tokens": 1, "max_tokens": 1}\n{"max_token": 1}\n')
     text = output(capsys, *BASE, *flags, code=2) + caplog.text
     assert "Traceback" not in text

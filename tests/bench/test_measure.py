@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, count
 
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ import pytest
 from hone.bench.measure import EngineRun, Measurement, Step, decode_steps, measure
 from hone.bench.summary import Quantiles, summarise
 from hone.bench.workloads import Workload
+from hone.config.engine import EngineConfig
+from hone.engine.engine import EmbeddedEngine
+from hone.engine.scheduler import Plan
 from hone.planner.model_shape import ModelShape
 from tests.bench.fakes import SHAPE, FakeEngine, limits, request
+from tests.models.test_generation_model import make_model
 
 REQUESTS = (request("a", 3, 2), request("b", 5, 4), request("c", 2, 1))
 
@@ -58,6 +63,41 @@ def test_steps_with_a_preempted_or_a_prefilling_sequence_are_no_decode_steps() -
         steps[1] = replace(steps[1], **fields)
         left = decode_steps(replace(found, steps=steps), REQUESTS)
         assert 10 not in [x.num_keys for x in left]
+
+
+@pytest.mark.parametrize("max_in_flight", [0, 1])
+@pytest.mark.parametrize("max_num_batched_tokens", [8, 64])
+def test_a_step_that_recomputes_a_preempted_sequence_is_no_decode_step(
+    max_num_batched_tokens: int, max_in_flight: int
+) -> None:
+    requests = [request(f"{i}", 3 + i % 5, 20 + i) for i in range(12)]
+    model = make_model()
+    sizes = EngineConfig(
+        block_size=4,
+        max_num_seqs=6,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_gib=24 * 2048 / 2**30,
+        enable_prefix_caching=False,
+    )
+    engine = EmbeddedEngine(model, sizes, eos_token_ids=(), max_model_len=64)
+    engine._max_in_flight = max_in_flight
+    decodes: list[bool] = []
+    schedule = engine._scheduler.schedule
+
+    def watched() -> Plan:
+        plan = schedule()
+        decodes.append(bool(plan.decodes) and not plan.chunks)
+        return plan
+
+    engine._scheduler.schedule = watched
+    ticks = accumulate(count())  # step i takes i seconds, from 1 on
+    found = measure(engine, requests, clock=lambda: float(next(ticks)))
+    assert found.num_preemptions > 3
+    # With one step in flight a call waits for the plan of the call before it.
+    decodes = [False] * (1 + max_in_flight) + decodes
+    counted = [int(step.duration_s) for step in decode_steps(found, requests)]
+    assert len(counted) > 10
+    assert [i for i in counted if not decodes[i]] == []
 
 
 def test_keys_equal_a_simulation_of_every_sequence() -> None:

@@ -209,6 +209,8 @@ ROWS: list[Row] = [
     ("rl", "data.prompt_template={prompt", "error", "data.prompt_template"),
     ("rl", "data.chat=never data.system_prompt=x", "warning", "data.chat data.system_prompt"),
     ("generate", "output=train.jsonl", "error", "output data.train.0.path"),
+    ("generate", "output=train.jsonl/out.jsonl", "error", "output"),
+    ("generate", "output=model", "error", "output"),
     ("rl", "log.mlflow=true", "error", "log.mlflow"),
     # the course of a run
     ("rl", "eval.every_n_steps=5", "error", "eval.every_n_steps data.eval data.eval_fraction"),

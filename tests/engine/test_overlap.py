@@ -1,10 +1,15 @@
 """A step in flight while the next is planned: same results, nothing too much, nothing lost."""
 
+import random
+import sys
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
+import torch
 
 from hone.engine.detokenizer import StopStringWatcher
+from hone.engine.scheduler import Scheduler
 from hone.types import Request, SamplingParams, StopReason
 from tests.engine.test_generation import PARAMS, assert_equal, make_requests, run
 
@@ -111,6 +116,56 @@ def test_a_failed_step_forgets_what_is_in_flight(models, monkeypatch):
     assert_equal(expected, run(engine, []))
 
 
+@contextmanager
+def interrupted(within, num_lines, places):
+    """Ctrl-C after so many lines of the scheduler's method `within` and what it calls, where it
+    gets so far."""
+
+    def line(frame, event, arg):
+        nonlocal num_lines
+        num_lines -= event == "line"
+        if num_lines < 0:
+            places.add((frame.f_code.co_name, frame.f_lineno))
+            raise KeyboardInterrupt  # which ends the tracing
+        return line
+
+    def call(frame, event, arg):
+        caller = frame
+        while caller is not None and caller.f_code is not within.__code__:
+            caller = caller.f_back
+        return None if caller is None else line
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    with suppress(KeyboardInterrupt):
+        yield
+    sys.settrace(before)
+
+
+@pytest.mark.parametrize(
+    ("within", "num_lines"), [(Scheduler.schedule, 1000), (Scheduler._preempt, 60)]
+)
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_R20_no_ctrl_c_while_a_step_is_planned_loses_or_changes_a_request(
+    models, in_flight, within, num_lines
+):
+    requests = make_requests()
+    expected = run(models.engine(), requests)
+    rng, places = random.Random(in_flight), set()
+    for _ in range(20):
+        engine = models.engine(in_flight=in_flight, **SETTINGS[3])
+        engine.submit(requests)
+        done = {}
+        for _ in range(500):
+            with interrupted(within, rng.randrange(num_lines), places):
+                done |= {completion.request_id: completion for completion in engine.step()}
+            if not engine.has_unfinished:
+                break
+        assert_equal(expected, done)
+        assert engine.stats().kv_cache_usage == 0
+    assert len(places) > (20 if within is Scheduler.schedule else 10)
+
+
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_R20_a_tokenizer_that_raises_sends_nobody_back_who_has_ended(
     models, monkeypatch, in_flight
@@ -153,3 +208,23 @@ def test_an_id_is_taken_until_its_completion_is_returned(models):
     engine.begin_sync()
     with pytest.raises(ValueError, match="'a' is already in use"):
         engine.submit([request])
+
+
+def test_a_prefill_uploads_what_it_samples_with_at_once(models, monkeypatch):
+    uploads = []
+
+    def upload(values, device):
+        uploads.append(values)
+        return torch.from_numpy(values)
+
+    for module in ("model_runner", "slots", "sampler"):
+        monkeypatch.setattr(f"hone.engine.{module}.upload", upload)
+    engine = models.engine(max_num_batched_tokens=64)
+    table = engine._runner._sampling
+    monkeypatch.setattr(table, "flush", lambda: None)
+    monkeypatch.setattr(table, "_device", torch.device("cuda"))  # whose parameters lie there
+    params = SamplingParams(max_tokens=2)
+    engine.submit([Request(id=f"{i}", prompt_ids=(3, 4 + i), sampling=params) for i in range(3)])
+    engine.step()
+    # Blocks; ids, tables, borders and lengths of the forward; last rows; slots with all counts.
+    assert len(uploads) == 7

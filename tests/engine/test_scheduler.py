@@ -79,9 +79,7 @@ class Simulation:
         """A step whose forward raises before anything is written."""
         self.scheduler.schedule()
         self.in_flight.clear()
-        self.scheduler.preempt_all()
-        for sequence in self.alive:
-            sequence.num_in_flight = 0
+        self.scheduler.restart(self.alive)
 
     def step(self):
         running_before = list(self.scheduler.running)

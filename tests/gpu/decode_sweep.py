@@ -26,7 +26,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from hone.attention import SharedPrefix
-from hone.attention.triton_decode import DecodeTuning, choose_tuning, decode_attention, write_kv
+from hone.attention.triton_decode import DecodeTuning, choose_tuning, decode_attention
+from hone.attention.triton_write import write_kv
 from tests.attention.cases import DECODE_CASES, FP8_CASES
 from tests.attention.twin import Pages
 

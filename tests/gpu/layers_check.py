@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from hone.attention import ATTENTION_NAME, PackedContext, PagedContext, triton_decode
+from hone.attention import ATTENTION_NAME, PackedContext, PagedContext, triton_write
 from hone.attention.context import FP8_DTYPE
 from hone.models import fused_layers, product_kernels
 from hone.models import layer_kernels as kernels
@@ -236,7 +236,7 @@ def check_kernels() -> None:
         scales = torch.rand(2, kv_heads, device=DEVICE) / 50
         quantised = torch.zeros_like(cache).to(FP8_DTYPE)
         expected = torch.zeros_like(quantised)
-        triton_decode.write_kv(k, v, expected, slots, scales)
+        triton_write.write_kv(k, v, expected, slots, scales)
         options = {"q_norm": norms[0].weight, "k_norm": norms[1].weight, "eps": 1e-6}
         options |= {"num_heads": heads, "slot_mapping": slots}
         kernels.rotate_heads(

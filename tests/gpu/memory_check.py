@@ -24,7 +24,8 @@ from time import perf_counter
 import torch
 from transformers import Qwen3Config
 
-from hone.attention.triton_decode import decode_attention, write_kv
+from hone.attention.triton_decode import decode_attention
+from hone.attention.triton_write import write_kv
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.engine import arena as arena_module

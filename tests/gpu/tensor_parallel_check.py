@@ -9,7 +9,6 @@ random. Rank 0 prints; exits with 1 when a number is outside its bound. Timings 
 import argparse
 import gc
 import itertools
-import os
 import sys
 import tempfile
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from hone.config.engine import EngineConfig
 from hone.config.model import ModelConfig
+from hone.distributed.processes import processes
 from hone.engine import EmbeddedEngine
 from hone.models import layer_kernels, tensor_parallel, tensor_parallel_kernels
 from hone.models.load import load_model
@@ -362,9 +362,9 @@ def main():
     parser.add_argument("--batches", type=int, nargs="*", default=[64, 8, 256])
     parser.add_argument("--context", type=int, default=1024)
     args = parser.parse_args()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cuda", processes().local_rank)
     torch.cuda.set_device(device)
-    tp = TensorParallel.from_environment(int(os.environ.get("WORLD_SIZE", 1)), device)
+    tp = TensorParallel.from_environment(processes().world_size, device)
     note(tp, f"group of {tp.size} joined")
     lines, passed = [], True
     if tp.size > 1:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hone.attention import reference
-from hone.models import exact, exact_decoder
+from hone.models import exact, exact_decoder, load
 
 
 def use_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -39,5 +39,6 @@ def use_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(attention, "packed_attention", packed_attention)
     monkeypatch.setattr(attention, "paged_attention", paged_attention)
     monkeypatch.setattr(scoring, "token_logprobs", token_logprobs)
-    monkeypatch.setattr(exact_decoder, "exact_supported", lambda config, device: None)
+    for module in (exact_decoder, load):
+        monkeypatch.setattr(module, "exact_supported", lambda config, device: None)
     return calls

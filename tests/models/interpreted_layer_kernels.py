@@ -61,14 +61,13 @@ def norm_module(weight, width):
 
 
 @torch.no_grad()
-def norm(dtype, rows, width, per_program=1, parts=None, *, bug=None):
+def norm(dtype, rows, width, parts=None, *, bug=None):
     x, residual, weight = (
         normal(*shape, dtype=dtype, seed=i)
         for i, shape in enumerate([(rows, width), (rows, width), (width,)])
     )
     total = residual + x
     twin = norm_module(torch.ones_like(weight) if bug == "weight ignored" else weight, width)
-    layer_kernels.ROWS_PER_PROGRAM = per_program
     alone = layer_kernels.rms_norm(residual, weight, EPS)
     expected_alone = twin(residual)
     if parts:  # their sum is rounded, and only then added

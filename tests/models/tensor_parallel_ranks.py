@@ -1,7 +1,7 @@
 """Runs tensor parallelism in one of several processes, as torchrun starts them; rank 0 prints JSON.
 
-`python -m tests.models.tensor_parallel_ranks FOLDER`, with RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT set. Every rank also runs the whole model alone, and what comes out is compared there.
+`python -m tests.models.tensor_parallel_ranks FOLDER`, in torchrun's environment. Every rank
+also runs the whole model alone, and what comes out is compared there.
 The kernels run in Triton's interpreter, on memory that the processes share through FOLDER.
 """
 

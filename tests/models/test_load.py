@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hone.config.errors import UserError
 from hone.config.model import ModelConfig
-from hone.models.load import compute_dtype, load_model
+from hone.models.load import check_exact, compute_dtype, load_model
 from hone.models.support import FAMILIES, check_supported, context_length, eos_token_ids
 from hone.models.tiny import make_tiny_model
 from hone.models.tokenizer import load_tokenizer
@@ -64,6 +67,26 @@ def test_random_weights_follow_the_seed_alone(folder):
     other = load_model(cfg, device="cpu", seed=5).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_models_differ_from_pretrained_ones_in_weights_alone(family):
+    drawn, read = (load(family_folder(family), init=init) for init in ("random", "pretrained"))
+    assert [(n, p.shape) for n, p in drawn.named_parameters()] == [
+        (n, p.shape) for n, p in read.named_parameters()
+    ]
+    for name, buffer in read.named_buffers():
+        assert torch.equal(drawn.get_buffer(name), buffer), name
+    std = drawn.config.initializer_range
+    for name, weight in drawn.named_parameters():
+        if name.endswith("_proj.weight"):
+            assert weight.std().item() == pytest.approx(std, rel=0.2), name
+        elif "norm" in name:
+            assert set(weight.unique().tolist()) <= {0.0, 1.0}, name
+        elif name.endswith("bias"):
+            assert not weight.any(), name
+    tied = drawn.get_input_embeddings().weight is drawn.get_output_embeddings().weight
+    assert tied == bool(drawn.config.tie_word_embeddings)
 
 
 def test_pretrained_weights_are_those_on_disk(folder):
@@ -179,3 +202,26 @@ def test_tokenizer_mistakes_are_told(folder, tmp_path):
     tokenizer = load_tokenizer(ModelConfig(path=str(folder), chat_template=template))
     turn = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(turn, tokenize=False) == "hi!"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="exact mode needs triton")
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (({}, {}, (9, 0)), "serves heads of 32, 64, 128, got 8; or set model.exact=false"),
+        (({"head_dim": 32}, {"dtype": "float32"}, (9, 0)), "got float32; set model.dtype=bfloat16"),
+        (({"head_dim": 32}, {}, (7, 5)), "needs a GPU of compute capability 8.0 or later, got T4"),
+        (({"head_dim": 32, "hidden_size": 20}, {}, (9, 0)), "multiples of 8, got hidden_size=20"),
+        (({"head_dim": 32}, {}, (9, 0)), None),
+        (({}, {"exact": False}, (9, 0)), None),
+    ],
+)
+def test_R22_exact_mode_is_refused_from_the_config_alone(case, message, tmp_path, monkeypatch):
+    fields, options, capability = case
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    folder = make_tiny_model(tmp_path, weights=False, **TINY | fields)
+    cfg = ModelConfig(path=str(folder), **{"exact": True} | options)
+    refused = nullcontext() if message is None else pytest.raises(UserError, match=message)
+    with refused:
+        check_exact(cfg, torch.device("cuda"))

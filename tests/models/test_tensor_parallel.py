@@ -10,23 +10,34 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from hone.config.checks import generation as checks
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
+from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
 from hone.engine.engine import EmbeddedEngine
 from hone.models.fused_layers import FAMILIES
+from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, shard_model, shard_of
+from hone.models.tiny import make_tiny_model
 from tests.models.tensor_parallel_cases import ENGINES, MODELS
 from tests.models.test_generation_model import FUSED, make_model
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
+
+
+def torchrun(rank, world_size):
+    """The environment of a process that torchrun has started on one host."""
+    own, total = {"RANK": rank, "LOCAL_RANK": rank}, ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return {name: str(value) for name, value in (own | dict.fromkeys(total, world_size)).items()}
 
 
 def group(size):
@@ -40,11 +51,11 @@ def ranks(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.models.tensor_parallel_ranks", str(folder)],
-            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env=os.environ | common | torchrun(rank, 2) | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -130,6 +141,85 @@ def test_a_group_of_one_keeps_the_model():
     assert all(shard_of(key, tensor, tp) is tensor for key, tensor in export_weights(model))
 
 
+# ---------------------------------------------------------------- loading parts
+
+
+LOADED = {
+    "tied": {},
+    "a head of its own": {"tie_word_embeddings": False},
+    "biases": {"family": "qwen2"},
+    "a vocabulary that does not divide": {"vocab_size": 101},
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_R3_ranks_load_the_parts_of_one_model(init, name, tmp_path):
+    folder = make_tiny_model(tmp_path, num_layers=2, weights=init == "pretrained", **LOADED[name])
+    load = partial(load_model, ModelConfig(path=str(folder), init=init), device=CPU, seed=3)
+    full = load()
+    weights = dict(export_weights(full))
+    for tp in group(2):
+        shard = load(tp=tp)
+        parts = dict(export_weights(shard))
+        assert list(parts) == list(weights)
+        for key, tensor in weights.items():
+            assert torch.equal(parts[key], shard_of(key, tensor, tp)), key
+        assert shard.config.num_attention_heads == full.config.num_attention_heads // 2
+        assert (shard.lm_head.out_features, shard.training) == (len(shard.lm_head.weight), False)
+        for (key, buffer), other in zip(full.named_buffers(), shard.buffers(), strict=True):
+            assert torch.equal(buffer, other), key
+
+
+def test_a_rank_draws_one_weight_at_a_time(tmp_path, monkeypatch):
+    folder = make_tiny_model(tmp_path, num_layers=6, weights=False, tie_word_embeddings=False)
+    held, draw = [], PreTrainedModel._init_weights
+
+    def init_weights(model, module):
+        held.append(sum(x.nbytes for x in model.parameters() if not x.is_meta))
+        draw(model, module)
+
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", init_weights)
+    cfg = ModelConfig(path=str(folder), init="random")
+    shard = load_model(cfg, device=CPU, seed=0, tp=group(2)[1])
+    sizes = [x.nbytes for x in shard.parameters()]
+    assert max(held) <= sum(sizes) + max(sizes)
+    assert len(held) > 6 * 7
+
+
+def test_a_rank_reads_weights_on_the_host(tmp_path, monkeypatch):
+    folder, accelerator = make_tiny_model(tmp_path, num_layers=1), torch.device("meta")
+    places = []
+
+    def shard(model, tp):
+        places.extend(x.device for x in model.parameters())
+        return shard_model(model, tp)
+
+    monkeypatch.setattr("hone.models.load.shard_model", shard)
+    tp = TensorParallel(rank=1, size=2, device=accelerator)
+    model = load_model(ModelConfig(path=str(folder)), device=accelerator, seed=0, tp=tp)
+    assert set(places) == {CPU}
+    assert {x.device for x in (*model.parameters(), *model.buffers())} == {accelerator}
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "message"),
+    [
+        ("qwen3", 3, "does not divide num_attention_heads=4, num_key_value_heads=2"),
+        ("gemma2", 2, "serves llama, mistral, qwen2, qwen3 .*family gemma2"),
+    ],
+)
+def test_R22_what_does_not_divide_is_refused_before_weights_are_loaded(
+    family, size, message, tmp_path, monkeypatch
+):
+    folder = make_tiny_model(tmp_path, num_layers=1, family=family, weights=False)
+    monkeypatch.setattr("hone.models.load.AutoModelForCausalLM", None)
+    for init in ("pretrained", "random"):
+        cfg = ModelConfig(path=str(folder), init=init)
+        with pytest.raises(UserError, match=f"tensor_parallel_size={size}.*{message}"):
+            load_model(cfg, device=CPU, seed=0, tp=group(size)[0])
+
+
 # ---------------------------------------------------------------- a group of two
 
 
@@ -212,7 +302,7 @@ def test_check_catches_kernels_that_do_not_meet(ranks):
         ("qwen3", 3, "does not divide num_attention_heads=4, num_key_value_heads=2, intermediate"),
         ("qwen3", 4, "does not divide num_key_value_heads=2 .* sizes that do: 2"),
         ("llama, group of 4", 16, "num_attention_heads=8, num_key_value_heads=2, intermediate"),
-        ("gemma2", 2, "serves llama, mistral, qwen2, qwen3.* Gemma2ForCausalLM"),
+        ("gemma2", 2, "serves llama, mistral, qwen2, qwen3.* family gemma2"),
     ],
 )
 def test_R22_models_that_cannot_be_divided(name, size, message):
@@ -220,12 +310,12 @@ def test_R22_models_that_cannot_be_divided(name, size, message):
         shard_model(make_model(name), group(size)[0])
 
 
-@pytest.mark.parametrize("world_size", [None, "3"])
+@pytest.mark.parametrize("world_size", [None, 3])
 def test_R22_processes_that_do_not_fit(world_size, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world_size is not None:
-        monkeypatch.setenv("WORLD_SIZE", world_size)
-        monkeypatch.setenv("RANK", "0")
+    for name in torchrun(0, 1):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (torchrun(0, world_size) if world_size else {}).items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"got {world_size or 1}: start it with `torchrun"):
         TensorParallel.from_environment(2, CPU)
     if world_size is None:
@@ -263,8 +353,7 @@ def make_facts(family="qwen3"):
     )
 
 
-def test_R22_configuration_is_checked_with_its_numbers(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+def test_R22_configuration_is_checked_with_its_numbers():
     facts = make_facts()
     assert findings(facts) == findings(facts, tensor_parallel_size=4) == []
     assert findings(None, tensor_parallel_size=4) == []
@@ -274,10 +363,6 @@ def test_R22_configuration_is_checked_with_its_numbers(monkeypatch):
     assert "'gemma2'" in message
     (message,) = findings(facts, tensor_parallel_size=2, speculation=True)
     assert "engine.speculation is on" in message
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    (message,) = findings(facts, tensor_parallel_size=4)
-    assert "torchrun started 6 processes" in message
-    assert findings(facts, tensor_parallel_size=2) == []
 
 
 def test_families_that_are_checked_are_those_that_are_fused():

@@ -85,9 +85,9 @@ def write_kv(
     With `scales` [2, Hkv] they are divided by their head's and saturate at the FP8 range.
     """
     if choose_paged_backend(k.device) == "triton":
-        from hone.attention import triton_decode  # needs triton, absent on CPUs
+        from hone.attention import triton_write  # needs triton, absent on CPUs
 
-        triton_decode.write_kv(k, v, kv_cache, slot_mapping, scales)
+        triton_write.write_kv(k, v, kv_cache, slot_mapping, scales)
     else:
         reference.write_kv(k, v, kv_cache, slot_mapping, scales)
 

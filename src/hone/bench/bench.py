@@ -18,14 +18,15 @@ from hone.bench.measure import EngineRun, measure
 from hone.bench.summary import Limits, Summary, summarise
 from hone.bench.vllm_runner import run_vllm
 from hone.bench.workloads import Workload, make_workload
+from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.tree import BenchEngineConfig
-from hone.engine.engine import EmbeddedEngine
+from hone.engine.engine import EmbeddedEngine, make_cache
 from hone.engine.kv_cache import cache_dtype
 from hone.loops.launch import choose_device
-from hone.models.load import compute_dtype, load_config, load_model
+from hone.models.load import check_exact, compute_dtype, load_config, load_model
 from hone.models.support import context_length, eos_token_ids
-from hone.models.tensor_parallel import TensorParallel, shard_model
+from hone.models.tensor_parallel import TensorParallel, check_divides, divide_config
 from hone.models.tiny import make_model_folder
 from hone.observe.peaks import device_peaks
 from hone.planner.hardware import Peaks
@@ -58,10 +59,21 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
     """Draw the requests, check that they fit, run them.
 
     vLLM goes first and is gone when our engine starts, so each has the device to itself. Before
-    anything runs, UserError is raised where the model cannot be served or a request does not fit.
+    anything runs, UserError or ValueError is raised where the model cannot be served, or a request
+    or the KV cache does not fit.
     """
+    device = choose_device(cfg.run)
+    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
+    if tp.num_replicas > 1:
+        raise UserError(
+            f"torchrun started {tp.num_replicas * tp.size} processes, but one engine is measured, "
+            f"which takes engine.tensor_parallel_size={tp.size}. "
+            + (f"Start {tp.size}." if tp.size > 1 else "Start it without torchrun.")
+        )
     with _model(cfg) as model_cfg:
+        check_exact(model_cfg, device)
         config = load_config(model_cfg)
+        check_divides(config, tp.size)
         vocab_size = int(config.vocab_size)
         workload = make_workload(cfg, vocab_size)
         if cfg.engine.max_model_len is None:
@@ -69,8 +81,17 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
         else:
             workload.check_fits(cfg.engine.max_model_len, limit="engine.max_model_len")
         warmup = workload.redrawn(cfg.run.seed + 1, vocab_size)
-        device = choose_device(cfg.run)
         dtype = compute_dtype(model_cfg, device)
+        shape = ModelShape.from_config(config.to_dict())
+        divide_config(config, tp.size)
+        make_cache(
+            config,
+            cfg.engine,
+            device=device,
+            dtype=dtype,
+            max_model_len=_max_model_len(cfg, workload),
+            resident_bytes=shape.num_params * dtype.itemsize // tp.size,
+        )
         runs: list[EngineRun] = []
         if cfg.against is not None:
             log = cfg.output.with_suffix(".vllm.log")
@@ -79,9 +100,9 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
             runs.append(
                 run_vllm(options, warmup=warmup.requests, requests=workload.requests, log=log)
             )
-        runs.insert(0, _run_hone(cfg, model_cfg, device, warmup, workload))
+        runs.insert(0, _run_hone(cfg, model_cfg, tp, warmup, workload))
         limits = Limits(
-            shape=ModelShape.from_config(config.to_dict()),
+            shape=shape,
             peaks=_together(device_peaks(device, dtype), cfg.engine.tensor_parallel_size),
             bytes_per_value=dtype.itemsize,
             kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
@@ -94,13 +115,12 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
 def _run_hone(
     cfg: BenchEngineConfig,
     model_cfg: ModelConfig,
-    device: torch.device,
+    tp: TensorParallel,
     warmup: Workload,
     workload: Workload,
 ) -> EngineRun:
     start_s = time.perf_counter()
-    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
-    model = shard_model(load_model(model_cfg, device=device, seed=cfg.run.seed), tp)
+    model = load_model(model_cfg, device=tp.device, seed=cfg.run.seed, tp=tp)
     engine = EmbeddedEngine(
         model,
         cfg.engine,
@@ -108,6 +128,7 @@ def _run_hone(
         max_model_len=_max_model_len(cfg, workload),
         owns_weights=True,
         tensor_parallel=tp,
+        exact=model_cfg.exact,
     )
     started_s = time.perf_counter()
     _log.info("warming up on %d requests", len(warmup.requests))
@@ -171,8 +192,8 @@ def _model(cfg: BenchEngineConfig) -> Generator[ModelConfig]:
     model = cfg.model
     if model.shape is None:
         assert model.path is not None, f"{model=}"
-        yield ModelConfig(path=model.path, init=model.init, dtype=model.dtype)
+        yield ModelConfig(path=model.path, init=model.init, dtype=model.dtype, exact=model.exact)
         return
     with tempfile.TemporaryDirectory() as folder:
         make_model_folder(Path(folder), model.shape)
-        yield ModelConfig(path=folder, init="random", dtype=model.dtype)
+        yield ModelConfig(path=folder, init="random", dtype=model.dtype, exact=model.exact)

@@ -144,18 +144,24 @@ def decode_steps(measurement: Measurement, requests: Sequence[Request]) -> list[
     """The pure decode steps, with the keys that they read.
 
     Requests of one priority get their first tokens in the order of submission, which tells whose
-    keys are read. Steps with a prompt or a preempted sequence under way are left out.
+    keys are read. Steps with a prompt or a preempted sequence under way are left out. A sequence
+    that was preempted is missing among those that run; the first step after that in which all have
+    sampled again is the one that has computed its keys anew.
     """
     prompt_sums = [0, *accumulate(len(request.prompt_ids) for request in requests)]
     num_started = num_finished = num_generated = finished_tokens = 0
+    recomputes = False
     found: list[DecodeStep] = []
     for step, duration_s in zip(measurement.steps, measurement.step_s, strict=True):
         num_decoding = num_started - num_finished
         if 0 < num_decoding == step.num_seqs <= step.num_tokens and not step.num_first_tokens:
             num_keys = prompt_sums[num_started] + num_generated - finished_tokens
-            found.append(DecodeStep(duration_s, num_decoding, num_keys))
+            if not recomputes:
+                found.append(DecodeStep(duration_s, num_decoding, num_keys))
+            recomputes = False
         num_started += step.num_first_tokens
         num_finished += step.num_finished
         num_generated += step.num_tokens
         finished_tokens += step.finished_tokens
+        recomputes |= step.num_seqs - step.num_finished < num_started - num_finished
     return found

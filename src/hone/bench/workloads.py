@@ -26,6 +26,10 @@ from hone.types import Request, SamplingParams
 
 __all__ = ["Workload", "decode", "groups", "make_workload", "read_requests", "uniform"]
 
+MAX_REQUESTS = 1 << 20
+MAX_PROMPT_TOKENS = 1 << 26
+"""What a workload may hold: some GiB on the host, which draws all of it beforehand, twice."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -119,6 +123,11 @@ def decode(
             f"it, after the {lead} that {cfg.batch} prompts take; raise decode.context to at least "
             f"{cfg.context + 1 - prompt}, or lower decode.steps or decode.batch"
         )
+    _check_size(
+        cfg.batch,
+        cfg.batch * prompt,
+        where=f"decode.batch={cfg.batch} and decode.context={cfg.context}",
+    )
     rng = np.random.default_rng(seed)
     lengths = [cfg.steps + lead] * cfg.batch
     return _workload("decode", rng, [prompt] * cfg.batch, lengths, vocab_size=vocab_size)
@@ -155,19 +164,35 @@ class _Line(Section):
 def read_requests(path: Path, *, seed: int, vocab_size: int) -> Workload:
     """Requests from a JSONL file, one object a line; blank lines are passed over.
 
-    Raises UserError naming the line that is wrong.
+    Raises UserError naming the line that is wrong, before anything is drawn.
     """
-    rng = np.random.default_rng(seed)
-    requests: list[Request] = []
+    lines: dict[int, _Line] = {}
+    num_requests = num_prompt_tokens = 0
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(file, start=1):
             if text.strip():
-                line = _parse(text, where=f"{path}, line {number}", vocab_size=vocab_size)
-                ids = line.prompt_ids or _draw_ids(rng, line.prompt_tokens or 0, vocab_size)
-                requests += _requests(f"{number}", ids, [line.max_tokens] * line.n, rng, line)
+                where = f"{path}, line {number}"
+                line = lines[number] = _parse(text, where=where, vocab_size=vocab_size)
+                num_requests += line.n
+                num_prompt_tokens += line.prompt_tokens or 0
+                _check_size(num_requests, num_prompt_tokens, where=where)
+    rng = np.random.default_rng(seed)
+    requests: list[Request] = []
+    for number, line in lines.items():
+        ids = line.prompt_ids or _draw_ids(rng, line.prompt_tokens or 0, vocab_size)
+        requests += _requests(f"{number}", ids, [line.max_tokens] * line.n, rng, line)
     if not requests:
         raise UserError(f"{path} holds no requests")
     return Workload(path.name, tuple(requests))
+
+
+def _check_size(num_requests: int, num_prompt_tokens: int, *, where: str) -> None:
+    """Raise UserError for a workload that would not fit the host's memory."""
+    if num_requests > MAX_REQUESTS or num_prompt_tokens > MAX_PROMPT_TOKENS:
+        raise UserError(
+            f"{where}: this makes {num_requests:,} requests with prompts of {num_prompt_tokens:,} "
+            f"tokens in all; at most {MAX_REQUESTS:,} and {MAX_PROMPT_TOKENS:,} are drawn"
+        )
 
 
 def _parse(text: str, *, where: str, vocab_size: int) -> _Line:

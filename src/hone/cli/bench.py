@@ -13,6 +13,7 @@ from hone.cli.help import print_help
 from hone.config import UserError
 from hone.config.checks.bench import check_bench_engine
 from hone.config.tree import BenchEngineConfig
+from hone.distributed.processes import processes
 
 __all__ = ["run"]
 
@@ -49,11 +50,10 @@ def run(argv: Sequence[str]) -> int:
     cfg = load_checked(BenchEngineConfig, arguments, check_bench_engine)
     from hone.bench.bench import bench_engine
     from hone.bench.report import print_table, write_files
-    from hone.loops.launch import is_first_process
 
     quiet_transformers()
     result = bench_engine(cfg)
-    if not is_first_process():
+    if processes().rank > 0:
         return 0
     plot = write_files(result)
     print_table(result, Console(highlight=False))

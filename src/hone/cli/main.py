@@ -11,6 +11,7 @@ from importlib import import_module
 
 import hone
 from hone.config import UserError
+from hone.distributed.processes import processes
 
 __all__ = ["COMMANDS", "main"]
 
@@ -54,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     With `HONE_TRACEBACK=1` in the environment, mistakes show where they were found.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _set_up_logging()
     try:
+        _set_up_logging()
         return _dispatch(arguments)
     except BrokenPipeError:
         # The reader of our output is gone (`hone rl --help | head`); stay silent at exit as well.
@@ -105,9 +106,13 @@ def usage() -> str:
 
 
 def _set_up_logging() -> None:
-    """Our own messages from level info on, others' from warning on, as plain lines on stderr."""
+    """Our own messages from level info on, others' from warning on, as plain lines on stderr.
+
+    Of several processes, which all say the same, the first alone; errors come from each.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("hone").setLevel(logging.INFO)
+    is_first = processes().rank == 0
+    logging.getLogger("hone").setLevel(logging.INFO if is_first else logging.ERROR)
 
 
 def _say(text: str) -> None:

@@ -30,6 +30,11 @@ class BenchModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Format of weights and arithmetic; `auto` is bfloat16 on CUDA and float32 on a CPU."""
 
+    exact: bool = False
+    """Sample in exact mode, in which a token gets the same bits in every batch. Needs CUDA,
+    bfloat16 and a family with fused layers (llama, mistral, qwen2, qwen3); without tensor
+    parallelism and FP8 keys and values. vLLM, where compared, runs as it always does."""
+
 
 class DecodeConfig(Section):
     """The workload `decode`: a full batch of sequences that all decode at about one context."""

@@ -32,7 +32,8 @@ class EngineConfig(Section):
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that hold the model's weights together, each a part, one process each as torchrun
-    starts them; a multiple of so many processes gives replicas. Families with fused layers only."""
+    starts them; in `hone generate` a multiple of so many processes gives replicas. Families with
+    fused layers only."""
 
     block_size: int = Field(default=16, ge=1)
     """Tokens in one KV block (page)."""

@@ -30,12 +30,16 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._refs = [0] * num_blocks
-        self._keys: list[Key | None] = [None] * num_blocks
-        self._published: dict[Key, tuple[int, int]] = {}  # -> block, its chain id
         self._chain_ids = count()
+        self.clear()
+
+    def clear(self) -> None:
+        """All blocks are free and hold nothing, whatever was known of them."""
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._refs = [0] * self.num_blocks
+        self._keys: list[Key | None] = [None] * self.num_blocks
+        self._published: dict[Key, tuple[int, int]] = {}  # -> block, its chain id
         self._root = next(self._chain_ids)
 
     @property

@@ -19,14 +19,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.engine.block_manager import BlockManager
 from hone.engine.detokenizer import StopStringWatcher
 from hone.engine.drafting import Drafting
-from hone.engine.kv_cache import KVCache, cache_dtype, check_max_num_seqs, choose_num_blocks
+from hone.engine.kv_cache import (
+    KVCache,
+    cache_dtype,
+    check_cache_size,
+    check_max_num_seqs,
+    choose_num_blocks,
+)
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
 from hone.engine.requests import check_request
 from hone.engine.scheduler import Plan, Scheduler
@@ -38,7 +44,7 @@ from hone.models.support import context_length
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.types import Completion, EngineStats, Request, StopReason, WeightManifest
 
-__all__ = ["EmbeddedEngine", "EngineState"]
+__all__ = ["EmbeddedEngine", "EngineState", "make_cache"]
 
 
 class EngineState(StrEnum):
@@ -92,25 +98,19 @@ class EmbeddedEngine:
             )
         self._tensor_parallel = tp
         self.model = model
-        self.max_model_len = _model_len(model, max_model_len or cfg.max_model_len)
+        asked = max_model_len or cfg.max_model_len
+        self.max_model_len = asked or context_length(model.config)
         self.state = EngineState.AWAKE
         self._eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
         self._vocab_size = int(model.config.vocab_size)
-        if cfg.kv_cache_dtype == "fp8":
-            _require_fp8(model.device)
-        self._cache = KVCache(
-            model.config,
-            block_size=cfg.block_size,
-            dtype=cache_dtype(cfg, model.dtype),
-            device=model.device,
-        )
         resident = sum(tensor.nbytes for tensor in model.parameters()) if owns_weights else 0
-        check_max_num_seqs(
-            self._cache,
+        self._cache = make_cache(
+            model.config,
             cfg,
+            device=model.device,
+            dtype=model.dtype,
             max_model_len=self.max_model_len,
-            bytes_per_sequence=_bytes_per_sequence(self._vocab_size, self.max_model_len, cfg),
             resident_bytes=resident,
         )
         self._runner = ModelRunner(
@@ -222,9 +222,7 @@ class EmbeddedEngine:
                 self._step_with_drafts(self._drafting)
         except BaseException:
             self._in_flight.clear()
-            self._scheduler.preempt_all()
-            for sequence in self._sequences.values():
-                sequence.num_in_flight = 0
+            self._scheduler.restart(self._sequences.values())
             raise
         self._busy_s += perf_counter() - started_s
         finished, self._finished = self._finished, []
@@ -307,7 +305,7 @@ class EmbeddedEngine:
             )
         self._weight_version = manifest.version
         if self._runner.recalibrate():
-            self._scheduler.preempt_all()
+            self._scheduler.restart(self._sequences.values())
         self._blocks.invalidate_prefixes()
         self.state = EngineState.AWAKE
 
@@ -405,6 +403,41 @@ class EmbeddedEngine:
             )
 
 
+def make_cache(
+    config: PreTrainedConfig,
+    cfg: EngineConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+    resident_bytes: int,
+) -> KVCache:
+    """The KV cache, not allocated yet, of an engine that `cfg` asks for.
+
+    For a model of `config` (of one rank) that computes in `dtype` and holds `resident_bytes` of the
+    engine's share, loaded already or not. Raises ValueError with the numbers where sequences of
+    `max_model_len` tokens fit neither the model's context nor memory, UserError for an FP8 cache on
+    a GPU without.
+    """
+    if max_model_len > context_length(config):
+        raise ValueError(
+            f"engine.max_model_len={max_model_len} exceeds the model's context length of "
+            f"{context_length(config)} tokens"
+        )
+    if cfg.kv_cache_dtype == "fp8":
+        _require_fp8(device)
+    cache = KVCache(config, block_size=cfg.block_size, dtype=cache_dtype(cfg, dtype), device=device)
+    check_max_num_seqs(
+        cache,
+        cfg,
+        max_model_len=max_model_len,
+        bytes_per_sequence=_bytes_per_sequence(int(config.vocab_size), max_model_len, cfg),
+        resident_bytes=resident_bytes,
+    )
+    check_cache_size(cache, cfg, max_model_len=max_model_len, resident_bytes=resident_bytes)
+    return cache
+
+
 def _check_group(tp: TensorParallel, cfg: EngineConfig) -> None:
     if tp.size != cfg.tensor_parallel_size:
         raise ValueError(
@@ -435,13 +468,3 @@ def _bytes_per_sequence(vocab_size: int, max_model_len: int, cfg: EngineConfig) 
     """Device memory of a running sequence besides keys and values: float32 logits, block table."""
     rows = 1 + (MAX_DRAFTS if cfg.speculation else 0)
     return 4 * vocab_size * rows + 4 * (max_model_len // cfg.block_size + 1)
-
-
-def _model_len(model: PreTrainedModel, asked: int | None) -> int:
-    """The longest sequence served: as asked, else what the model's positions are made for."""
-    longest = context_length(model.config)
-    if asked is not None and asked > longest:
-        raise ValueError(
-            f"engine.max_model_len={asked} exceeds the model's context length of {longest} tokens"
-        )
-    return asked or longest

@@ -21,6 +21,7 @@ __all__ = [
     "available_bytes",
     "blocks_for",
     "cache_dtype",
+    "check_cache_size",
     "check_max_num_seqs",
     "choose_num_blocks",
 ]
@@ -264,6 +265,52 @@ def choose_num_blocks(
     one such sequence.
     """
     per_sequence = blocks_for(max_model_len, cache.block_size)
+    num_blocks, source = _most_blocks(
+        cache,
+        cfg,
+        max_model_len=max_model_len,
+        reserved_bytes=reserved_bytes,
+        resident_bytes=resident_bytes,
+    )
+    if cfg.kv_cache_gib is None and num_blocks > cfg.max_num_seqs * per_sequence:
+        num_blocks = cfg.max_num_seqs * per_sequence
+        source = f"all that engine.max_num_seqs={cfg.max_num_seqs} sequences can use"
+    logger.info(
+        "KV cache: %d blocks, %d tokens, %.2f GiB: %s; %d sequences of max_model_len=%d fit at "
+        "once, %d may run",
+        num_blocks,
+        num_blocks * cache.block_size,
+        num_blocks * cache.block_bytes / _GIB,
+        source,
+        num_blocks // per_sequence,
+        max_model_len,
+        cfg.max_num_seqs,
+    )
+    return num_blocks
+
+
+def check_cache_size(
+    cache: KVCache, cfg: EngineConfig, *, max_model_len: int, resident_bytes: int = 0
+) -> None:
+    """Raise ValueError where `choose_num_blocks` will, as far as that is certain beforehand.
+
+    `resident_bytes` may be of weights that are not loaded yet.
+    """
+    _most_blocks(
+        cache, cfg, max_model_len=max_model_len, reserved_bytes=0, resident_bytes=resident_bytes
+    )
+
+
+def _most_blocks(
+    cache: KVCache,
+    cfg: EngineConfig,
+    *,
+    max_model_len: int,
+    reserved_bytes: int,
+    resident_bytes: int,
+) -> tuple[int, str]:
+    """Blocks that memory allows, and what decides; ValueError where one sequence takes more."""
+    per_sequence = blocks_for(max_model_len, cache.block_size)
     if cfg.kv_cache_gib is not None:
         limits = [(int(cfg.kv_cache_gib * _GIB), f"engine.kv_cache_gib={cfg.kv_cache_gib}")]
     elif cache.device.type == "cuda":
@@ -280,21 +327,7 @@ def choose_num_blocks(
             + "".join(f"{other} would be {left / _GIB:.3f} GiB; " for left, other in others)
             + "enlarge the cache or lower engine.max_model_len"
         )
-    if cfg.kv_cache_gib is None and num_blocks > cfg.max_num_seqs * per_sequence:
-        num_blocks = cfg.max_num_seqs * per_sequence
-        source = f"all that engine.max_num_seqs={cfg.max_num_seqs} sequences can use"
-    logger.info(
-        "KV cache: %d blocks, %d tokens, %.2f GiB: %s; %d sequences of max_model_len=%d fit at "
-        "once, %d may run",
-        num_blocks,
-        num_blocks * cache.block_size,
-        num_blocks * cache.block_bytes / _GIB,
-        source,
-        num_blocks // per_sequence,
-        max_model_len,
-        cfg.max_num_seqs,
-    )
-    return num_blocks
+    return num_blocks, source
 
 
 def _cuda_limits(

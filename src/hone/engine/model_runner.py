@@ -188,7 +188,8 @@ class ModelRunner:
         hidden = self._forward(
             np.zeros(count * size, np.int64), slots, sizes - size, sizes, calibrate=False
         )
-        self._sample(hidden[:count], self._sampling.select(slots), np.zeros(count, np.int64))
+        positions = torch.zeros(count, dtype=torch.int64, device=self.device)
+        self._sample(hidden[:count], self._sampling.select(slots), positions)
 
     def _prefill(self, chunks: list[Chunk]) -> list[LaunchedPart]:
         """Process chunks of prompts; sample where a prompt ends."""
@@ -207,10 +208,12 @@ class ModelRunner:
         if len(last_rows) < len(hidden):
             hidden = hidden[upload(last_rows, self.device)]
         num_sampled = np.array([len(sequence.logprobs) for sequence in sampling])
-        slots = slots[samples]
-        tokens, logprobs = self._sample(hidden, self._sampling.select(slots), num_sampled)
-        num_tokens = (starts + sizes)[samples] + 1
-        self._slots.start(upload(slots, self.device), tokens, num_tokens, num_sampled + 1)
+        slots, ends = slots[samples], (starts + sizes)[samples]
+        numbers = np.stack((slots, ends + 1, num_sampled, num_sampled + 1))
+        slots_B, num_tokens_B, positions_B, num_sampled_B = upload(numbers, self.device)
+        batch = self._sampling.select(slots, slots_B)
+        tokens, logprobs = self._sample(hidden, batch, positions_B)
+        self._slots.start(slots_B, tokens, num_tokens_B, num_sampled_B)
         output = pack(tokens, logprobs, len(sampling)).to("cpu", non_blocking=True)
         return [LaunchedPart(sampling, output)]
 
@@ -254,7 +257,6 @@ class ModelRunner:
         return self.model.hidden_states(ids, positions_T, context)
 
     def _sample(
-        self, hidden_BD: Tensor, sampling: SamplingBatch, num_sampled_B: NDArray[np.int64]
+        self, hidden_BD: Tensor, sampling: SamplingBatch, positions_B: Tensor
     ) -> tuple[Tensor, Tensor]:
-        positions = upload(num_sampled_B, self.device)
-        return sample(self.model.logits(hidden_BD), sampling, positions)
+        return sample(self.model.logits(hidden_BD), sampling, positions_B)

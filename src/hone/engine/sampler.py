@@ -151,11 +151,15 @@ class SamplingTable:
             top_ps=column("top_p", torch.float32) if filtered else None,
         )
 
-    def select(self, slots: NDArray[np.int64]) -> SamplingBatch:
-        """The parameters of the sequences in `slots`, in that order; flushes where it must."""
+    def select(self, slots: NDArray[np.int64], slots_B: Tensor | None = None) -> SamplingBatch:
+        """The parameters of the sequences in `slots`, in that order; flushes where it must.
+
+        `slots_B` are the same slots where the device has them already.
+        """
         if self._device.type == "cuda":
             self.flush()
-            return self.rows(upload(slots, self._device), filtered=self.is_filtered(slots))
+            slots_B = upload(slots, self._device) if slots_B is None else slots_B
+            return self.rows(slots_B, filtered=self.is_filtered(slots))
         records = self._words[slots].view(_RECORD).squeeze(1)
         greedy = records["greedy"]
 

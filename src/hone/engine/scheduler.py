@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,9 +61,9 @@ class Scheduler:
         self.num_cached_tokens = 0
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap
         # Every running sequence must be able to decode in every step.
-        num_slots = min(max_num_seqs, max_num_batched_tokens)
-        self._free_slots = list(range(num_slots))
-        self._enough_slots = max(1, num_slots // _SLOTS_PER_ADMISSION)
+        self._num_slots = min(max_num_seqs, max_num_batched_tokens)
+        self._free_slots = list(range(self._num_slots))
+        self._enough_slots = max(1, self._num_slots // _SLOTS_PER_ADMISSION)
 
     @property
     def num_waiting(self) -> int:
@@ -101,14 +101,21 @@ class Scheduler:
             self._admit(plan, budget)
         return plan
 
-    def preempt_all(self) -> None:
-        """Back to waiting with everything that runs, after a step that failed half-way.
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Back to waiting with `sequences`, which are all there are.
 
-        Blocks that the step was to write are published already, so no prefix can be trusted.
+        Whatever else is known is made anew: a step may have failed anywhere, between two lines of
+        `schedule` too, and blocks that it was to write are published already.
         """
-        for sequence in self.running.copy():
-            self._preempt(sequence)
-        self.blocks.invalidate_prefixes()
+        waiting = list(sequences)
+        self.num_preemptions += len(self.running)
+        self.blocks.clear()
+        self.running = []
+        self._free_slots = list(range(self._num_slots))
+        for sequence in waiting:
+            sequence.leave()
+        self._waiting = [(sequence.order, sequence) for sequence in waiting]
+        heapq.heapify(self._waiting)
 
     def _grow_running(self, num_drafts: int) -> None:
         """Room for one token in every running sequence, by preempting the last served if need be.

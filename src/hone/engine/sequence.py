@@ -74,6 +74,12 @@ class Sequence:
         """Tokens that may still be sampled after those in flight."""
         return self.request.sampling.max_tokens - len(self.logprobs) - self.num_in_flight
 
+    def leave(self) -> None:
+        """Forget slot, blocks and what is in flight: back to waiting, to be computed again."""
+        self.slot, self.is_decoding = -1, False
+        self.block_table = []
+        self.num_computed = self.num_published = self.num_in_flight = 0
+
     def append(self, token_id: int, logprob: float, weight_version: int) -> StopReason | None:
         """Take a sampled token; returns why the sequence ends with it, if it does."""
         reason = None

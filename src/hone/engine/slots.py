@@ -75,14 +75,10 @@ class Slots:
         self.block_tables.view(-1).index_copy_(0, where, what.int())
 
     def start(
-        self,
-        slots_B: Tensor,
-        tokens_B: Tensor,
-        num_tokens_B: NDArray[np.int64],
-        num_sampled_B: NDArray[np.int64],
+        self, slots_B: Tensor, tokens_B: Tensor, num_tokens_B: Tensor, num_sampled_B: Tensor
     ) -> None:
-        """Sequences whose prefill is through and has sampled `tokens_B`; counts include these."""
-        counts = upload(np.stack((num_tokens_B, num_sampled_B)), self.device)
+        """Sequences whose prefill is through and has sampled `tokens_B`, all int64 on the device;
+        counts include these tokens."""
         self.last_token.index_copy_(0, slots_B, tokens_B)
-        self.num_tokens.index_copy_(0, slots_B, counts[0].int())
-        self.num_sampled.index_copy_(0, slots_B, counts[1])
+        self.num_tokens.index_copy_(0, slots_B, num_tokens_B.int())
+        self.num_sampled.index_copy_(0, slots_B, num_sampled_B)

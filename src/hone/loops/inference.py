@@ -11,7 +11,8 @@ from rich.progress import Progress
 
 from hone.config.errors import UserError
 from hone.config.tree import EvaluateConfig, GenerateConfig
-from hone.loops.launch import is_first_process, require_one_process
+from hone.distributed.processes import processes
+from hone.loops.launch import require_one_process
 from hone.loops.parts import assemble_inference
 from hone.observe.loggers import sample_row
 from hone.observe.metrics import to_scalars
@@ -52,10 +53,15 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
 
 
 def run_generation(cfg: GenerateConfig) -> int:
-    """Sample `n_samples_per_prompt` completions for each prompt into `output`; their number."""
+    """Sample `n_samples_per_prompt` completions for each prompt into `output`; their number.
+
+    Of several processes each group takes its share of the prompts, and the first process writes
+    all rows, in the order of the prompts.
+    """
     limit = cfg.generation.max_completion_tokens
     parts = assemble_inference(cfg, max_completion_tokens=limit)
     owners: dict[str, tuple[Prompt, int]] = {}
+    places: list[tuple[int, int]] = []
     tp = parts.tensor_parallel
     for number, prompt in enumerate(chain(*parts.data.train.sources)):
         if number % tp.num_replicas != tp.replica:
@@ -71,6 +77,7 @@ def run_generation(cfg: GenerateConfig) -> int:
         )
         parts.engine.submit(requests)
         owners |= {request.id: (prompt, index) for index, request in enumerate(requests)}
+        places += [(number, index) for index in range(len(requests))]
     rows: dict[str, str] = {}
     with _counter() as progress:
         while parts.engine.has_unfinished:
@@ -78,16 +85,18 @@ def run_generation(cfg: GenerateConfig) -> int:
                 sample = sample_of(*owners[completion.request_id], completion, parts.decode)
                 rows[sample.id] = json.dumps(sample_row(sample), ensure_ascii=False)
             progress(len(rows), len(owners))
-    replicas = tp.gather_objects({name: rows[name] for name in owners})
-    if is_first_process():
+    own = list(zip(places, (rows[name] for name in owners), strict=True))
+    everywhere = sorted(chain(*tp.gather_objects(own)))
+    if processes().rank == 0:
         with whole_file(cfg.output) as file:
-            file.writelines(f"{row}\n" for rows in replicas for row in rows.values())
-    return sum(map(len, replicas))
+            file.writelines(f"{row}\n" for _, row in everywhere)
+    return len(everywhere)
 
 
 @contextmanager
 def _counter() -> Generator[Callable[[int, int], None]]:
-    """A bar of finished samples, shown on a terminal and gone at the end."""
-    with Progress(*Progress.get_default_columns(), transient=True) as bar:
+    """A bar of finished samples, shown by the first process on a terminal and gone at the end."""
+    is_silent = processes().rank > 0
+    with Progress(*Progress.get_default_columns(), transient=True, disable=is_silent) as bar:
         task = bar.add_task("samples", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

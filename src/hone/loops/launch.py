@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,12 @@ from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.config.run import CheckpointConfig, GenerateRunConfig, RunConfig
+from hone.distributed.processes import processes
 
 __all__ = [
     "Launch",
     "choose_device",
     "export_dtype",
-    "is_first_process",
     "launch",
     "require_one_process",
 ]
@@ -51,12 +50,20 @@ class Launch:
 def choose_device(cfg: GenerateRunConfig) -> torch.device:
     """The device of `run.device`: under torchrun, of this process.
 
-    Raises UserError where CUDA is asked for and there is none.
+    Raises UserError where CUDA is asked for and there is none, and where this host has fewer GPUs
+    than processes.
     """
     if cfg.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        own, num_devices = processes(), torch.cuda.device_count()
+        if own.local_world_size > num_devices:
+            raise UserError(
+                f"torchrun started {own.local_world_size} processes on this host, one a GPU, but "
+                f"torch sees {num_devices}. Start at most {num_devices} (--nproc-per-node "
+                f"{num_devices})."
+            )
+        device = torch.device("cuda", own.local_rank)
         torch.cuda.set_device(device)
         return device
     if cfg.device == "cuda":
@@ -67,14 +74,9 @@ def choose_device(cfg: GenerateRunConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def is_first_process() -> bool:
-    """Whether this is the one of torchrun's processes that writes files."""
-    return int(os.environ.get("RANK", 0)) == 0
-
-
 def require_one_process() -> None:
     """Raise UserError under torchrun with several processes: they would write the same folder."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = processes().world_size
     if world_size > 1:
         raise UserError(
             f"torchrun started {world_size} processes, but this command runs in one; only `hone "

@@ -23,9 +23,9 @@ from hone.loops.experience import Experience
 from hone.loops.launch import Launch, choose_device, launch
 from hone.loops.recorder import Limits, Recorder, alarms_for
 from hone.models.decoder import alias_module
-from hone.models.load import compute_dtype, load_config, load_model
+from hone.models.load import check_exact, compute_dtype, load_config, load_model
 from hone.models.support import context_length, eos_token_ids
-from hone.models.tensor_parallel import TensorParallel, shard_model
+from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.console import Console
 from hone.observe.loggers import RunLog
@@ -174,6 +174,7 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
     weight is loaded.
     """
     begin = launch(cfg.run, cfg.checkpoint, cfg)
+    check_exact(cfg.model, begin.device)
     tokenizer = load_tokenizer(cfg.model)
     data = load_prompts(
         cfg.data,
@@ -262,6 +263,8 @@ def assemble_inference(
 ) -> InferenceParts:
     """Tokenizer, prompts and an engine over the model's weights."""
     device = choose_device(cfg.run)
+    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
+    check_exact(cfg.model, device)
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
     data = load_prompts(
@@ -272,7 +275,6 @@ def assemble_inference(
             cfg.model, cfg.engine.max_model_len, max_completion_tokens
         ),
     )
-    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
-    model = shard_model(load_model(cfg.model, device=device, seed=cfg.run.seed), tp)
+    model = load_model(cfg.model, device=device, seed=cfg.run.seed, tp=tp)
     engine = _engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)
     return InferenceParts(tokenizer, data, engine, decoder(tokenizer), tp)

@@ -9,13 +9,14 @@ This module imports triton; the modules of kernels import it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["launch", "next_power_of_2", "overlaps"]
+from hone.attention.launch_overlap import overlaps
+
+__all__ = ["launch", "next_power_of_2"]
 
 ALIGNMENT = 16
 """Bytes of the widest access; kernels are built for addresses that are multiples of it, or not."""
@@ -32,14 +33,16 @@ def launch(
     *,
     num_warps: int,
     num_stages: int = 3,
+    descriptors: Sequence[TensorDescriptor | None] = (),
 ) -> None:
-    """`kernel[grid](*tensors, *numbers, *constants, OVERLAP)` on the device of the first tensor.
+    """`kernel[grid](*tensors, *descriptors, *numbers, *constants, OVERLAP)` on the first's device.
 
     The kernel must exclude `numbers` from specialisation (`do_not_specialize`), and they fit into
-    32 bits; `constants` and OVERLAP are its constexpr parameters. What was compiled for arguments
-    of the same kind is then launched directly. OVERLAP says that the kernel may be started before
-    the one ahead of it has ended: it has to call `gdc_wait` before it reads what others write and
-    before it writes anything (programmatic dependent launch).
+    32 bits; `constants` and OVERLAP are its constexpr parameters, and the blocks of `descriptors`
+    follow from `constants`. What was compiled for arguments of the same kind is then launched
+    directly. OVERLAP says that the kernel may be started before the one ahead of it has ended: it
+    has to call `gdc_wait` before it reads what others write and before it writes anything
+    (`hone.attention.launch_overlap`).
 
     Products and sums are never contracted into one rounding (`enable_fp_fusion`), as torch does
     not do so either.
@@ -53,14 +56,16 @@ def launch(
     for address in addresses:
         if address is not None and address % ALIGNMENT:
             is_aligned = False
-    key = (id(kernel), device, is_aligned, constants, num_warps, num_stages, *dtypes)
+    kinds = (*dtypes, *(descriptor is None for descriptor in descriptors))
+    key = (id(kernel), device, is_aligned, constants, num_warps, num_stages, *kinds)
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[grid](*addresses, *numbers, *constants, overlaps(device))
+        compiled[grid](*addresses, *descriptors, *numbers, *constants, overlaps(device))
         return
     options = {"launch_pdl": True} if overlaps(device) else {}
     compiled = kernel[grid](
         *tensors,
+        *descriptors,
         *numbers,
         *constants,
         overlaps(device),
@@ -72,12 +77,6 @@ def launch(
     # The interpreter compiles nothing. Where some addresses are aligned, another mix may follow.
     if compiled is not None and is_aligned:
         _compiled[key] = compiled
-
-
-@cache
-def overlaps(device: int) -> bool:
-    """Whether kernels on a device can be started before the one ahead ends: from Hopper on."""
-    return device >= 0 and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def next_power_of_2(number: int) -> int:

@@ -42,7 +42,6 @@ __all__ = [
 
 NORM_ELEMENTS_PER_WARP = 512
 """A row of 1024 takes 2 warps, one of 4096 takes 8: 16 elements a thread, two wide loads."""
-ROWS_PER_PROGRAM = 1
 HEADS_PER_PROGRAM = 8
 ROTATE_WARPS = 4
 SILU_BLOCK = 1024
@@ -88,10 +87,10 @@ def _norm(residual: Tensor, x: Tensor | None, weight: Tensor, eps: float) -> Ten
     num_parts = len(x) if x is not None and x.ndim > 2 else 1
     launch(
         _norm_kernel,
-        (-(-num_rows // ROWS_PER_PROGRAM), 1, 1),
+        (num_rows, 1, 1),
         (output, residual, x, weight),
         (num_rows, eps),
-        (width, ROWS_PER_PROGRAM, block, num_parts),
+        (width, block, num_parts),
         num_warps=min(max(block // NORM_ELEMENTS_PER_WARP, 1), 16),
     )
     return output
@@ -160,16 +159,15 @@ def _norm_kernel(
     num_rows: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = output_ptr.dtype.element_ty
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
-    at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0)
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -182,8 +180,8 @@ def _norm_kernel(
         total = _add(total, x.to(dtype), dtype)
         tl.store(residual_ptr + at, total, mask=mask)
     exact = total.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(exact * exact, axis=1) / WIDTH + eps)
-    tl.store(output_ptr + at, _scale(exact, inverse, weight[None, :], dtype), mask=mask)
+    inverse = tl.rsqrt(tl.sum(exact * exact, axis=0) / WIDTH + eps)
+    tl.store(output_ptr + at, _scale(exact, inverse, weight, dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_slots", "eps"])
@@ -287,8 +285,8 @@ def _norm_and_rotate(
         inverse = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / HEAD_DIM + eps)
         first_weight = tl.load(norm_ptr + dim, mask=in_head, other=0.0)
         second_weight = tl.load(norm_ptr + half + dim, mask=in_head, other=0.0)
-        first = _scale(x, inverse, first_weight[None, :], dtype)
-        second = _scale(y, inverse, second_weight[None, :], dtype)
+        first = _scale(x, inverse[:, None], first_weight[None, :], dtype)
+        second = _scale(y, inverse[:, None], second_weight[None, :], dtype)
     return (
         _add(_multiply(first, cos, dtype), -_multiply(second, sin, dtype), dtype),
         _add(_multiply(second, cos, dtype), _multiply(first, sin, dtype), dtype),
@@ -322,7 +320,7 @@ def _silu_mul_kernel(
 
 @triton.jit
 def _scale(x: tl.tensor, inverse: tl.tensor, weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    return _multiply((x * inverse[:, None]).to(dtype), weight, dtype)
+    return _multiply((x * inverse).to(dtype), weight, dtype)
 
 
 @triton.jit

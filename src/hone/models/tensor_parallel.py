@@ -18,7 +18,6 @@ prefill, go through NCCL.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -26,16 +25,24 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hone.config.errors import UserError
 from hone.config.model_facts import DIVIDED_FIELDS
+from hone.distributed.processes import processes
 from hone.models.fused_layers import FAMILIES, LayerOps, is_fusible
 
 if TYPE_CHECKING:
     from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
 
-__all__ = ["TensorParallel", "shard_model", "shard_of"]
+__all__ = [
+    "TensorParallel",
+    "check_divides",
+    "divide_config",
+    "fit_to_rank",
+    "shard_model",
+    "shard_of",
+]
 
 MAX_SUM_BYTES = 4 << 20
 """Largest sum, counting what a rank reads of the others, that is quicker in one shot than by NCCL,
@@ -89,8 +96,8 @@ class TensorParallel:
         nothing but `gather_objects`. Joins the default process group (NCCL on CUDA, gloo on a CPU)
         where that has not been done. Raises UserError where the number of processes does not fit.
         """
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        rank = int(os.environ.get("RANK", 0))
+        own = processes()
+        rank, world_size = own.rank, own.world_size
         if world_size == size == 1:
             return cls(rank=0, size=1, device=device)
         if world_size % size:
@@ -235,49 +242,78 @@ def _split_dim(name: str, tensor: Tensor, tp: TensorParallel) -> int | None:
 
 
 def shard_model(model: PreTrainedModel, tp: TensorParallel) -> PreTrainedModel:
-    """A model of one rank's parts: the modules of `model` with copies of `shard_of` its weights.
+    """A model of one rank's parts, on its device: copies of `shard_of` the weights of `model`.
 
-    Its config has the numbers of this rank: heads, key heads, inner size. It generates with
-    `generation_model(..., tp=tp)` and is of no other use. Head and embedding that are tied in
-    `model` share memory here. `model` stays as it is and can go; of a group of one it is returned
-    itself. Raises UserError for a family that has no fused layers and numbers that do not divide.
+    As `fit_to_rank` makes it, which also says what is refused. `model` stays as it is and can go;
+    of a group of one it is returned itself.
     """
     if tp.size == 1:
         return model
-    _check_divides(model, tp.size)
+    check_divides(model.config, tp.size)
     parts = {
         id(parameter): _part(name, parameter, tp) for name, parameter in model.named_parameters()
     }
     shard = copy.deepcopy(model, cast(dict[int, Any], parts))
-    config = shard.config
-    attention = cast(Any, model.base_model).layers[0].self_attn
-    config.head_dim = attention.head_dim
-    for field in DIVIDED_FIELDS:
-        setattr(config, field, getattr(config, field) // tp.size)
-    for module in shard.modules():
+    nn.Module.to(shard, tp.device)  # buffers
+    fit_to_rank(shard, tp)
+    return shard
+
+
+def fit_to_rank(model: PreTrainedModel, tp: TensorParallel) -> None:
+    """Give a model whose weights are a rank's parts, each as `shard_of` cuts it, the rank's sizes.
+
+    Its config then has the numbers of this rank: heads, key heads, inner size. It generates with
+    `generation_model(..., tp=tp)` and is of no other use. A head that is tied to the embedding
+    becomes a view of its rows. Raises UserError where anything was put into the model, which fused
+    layers would leave out.
+    """
+    if not is_fusible(model):
+        raise UserError(
+            f"engine.tensor_parallel_size={tp.size}: tensor parallelism serves models as "
+            "transformers has them, with plain linear layers of one dtype: this "
+            f"{type(model).__name__} has other modules in it. Set it to 1."
+        )
+    divide_config(model.config, tp.size)
+    for module in model.modules():
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
-    if config.tie_word_embeddings:
-        head = cast(nn.Linear, shard.get_output_embeddings())
-        embedding = cast(nn.Embedding, shard.get_input_embeddings()).weight
+    if model.config.tie_word_embeddings:
+        head = cast(nn.Linear, model.get_output_embeddings())
+        embedding = cast(nn.Embedding, model.get_input_embeddings()).weight
         rows = shard_of("lm_head.weight", embedding.detach(), tp)
         if len(rows) < len(embedding):
             head.weight = nn.Parameter(rows, requires_grad=False)
             head.out_features = len(rows)
-    return shard
+
+
+def divide_config(config: PreTrainedConfig, size: int) -> None:
+    """Put the numbers of one of `size` ranks into the config of a model that `check_divides`."""
+    config.head_dim = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    for field in DIVIDED_FIELDS:
+        setattr(config, field, getattr(config, field) // size)
 
 
 def _part(name: str, parameter: nn.Parameter, tp: TensorParallel) -> nn.Parameter:
-    part = shard_of(name, parameter.detach(), tp).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(part, requires_grad=False)
+    part = shard_of(name, parameter.detach(), tp)
+    copied = part.to(tp.device, copy=True, memory_format=torch.contiguous_format)
+    return nn.Parameter(copied, requires_grad=False)
 
 
-def _check_divides(model: PreTrainedModel, size: int) -> None:
-    config = model.config
-    if not is_fusible(model):
+def check_divides(config: PreTrainedConfig, size: int) -> None:
+    """Raise UserError for a model that cannot be divided among `size` ranks.
+
+    That is one of a family without fused layers, or with numbers that do not divide.
+    """
+    if size == 1:
+        return
+    family = config.model_type
+    if family not in FAMILIES or config.hidden_act != "silu":
         raise UserError(
-            f"engine.tensor_parallel_size={size}: tensor parallelism serves {', '.join(FAMILIES)}, "
-            f"as transformers has them; this model is {type(model).__name__}. Set it to 1."
+            f"engine.tensor_parallel_size={size}: tensor parallelism serves {', '.join(FAMILIES)} "
+            f"with the activation silu; this model is of the family {family} with "
+            f"{getattr(config, 'hidden_act', 'none')}. Set it to 1."
         )
     numbers = {field: getattr(config, field) for field in DIVIDED_FIELDS}
     if any(number % size for number in numbers.values()):
@@ -285,7 +321,7 @@ def _check_divides(model: PreTrainedModel, size: int) -> None:
         raise UserError(
             f"engine.tensor_parallel_size={size} does not divide "
             + ", ".join(f"{field}={number}" for field, number in numbers.items() if number % size)
-            + f" of this {config.model_type} model; smaller sizes that do: "
+            + f" of this {family} model; smaller sizes that do: "
             + (", ".join(map(str, common)) or "none")
             + ". For more devices run several replicas."
         )

@@ -19,6 +19,7 @@ from hone.config.checks.generation import (
     check_exact,
     check_filters,
     check_kv_cache,
+    check_output,
     check_sampling,
     check_tensor_parallel,
     check_training_distribution,
@@ -154,6 +155,7 @@ def check_generate(cfg: GenerateConfig) -> list[Finding]:
     return _unique(
         [
             *_generating(cfg, cfg.generation, "generation", cfg.n_samples_per_prompt, facts),
+            check_output(cfg.output),
             overwritten,
             unused,
         ]

@@ -9,7 +9,12 @@ from pathlib import Path
 from hone.config.bench import WORKLOADS, BenchModelConfig
 from hone.config.checks.files import check_model
 from hone.config.checks.finding import Finding, differs, error, warning
-from hone.config.checks.generation import check_engine, check_tensor_parallel
+from hone.config.checks.generation import (
+    check_engine,
+    check_exact,
+    check_output,
+    check_tensor_parallel,
+)
 from hone.config.extras import is_installed
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
@@ -28,6 +33,7 @@ def check_bench_engine(cfg: BenchEngineConfig) -> list[Finding]:
             cfg.engine, device=cfg.run.device, num_samples=1, samples_key="n", trains=False
         ),
         *check_tensor_parallel(cfg.engine, facts=facts, scores=False),
+        *check_exact(cfg.model, cfg.engine, device=cfg.run.device, facts=facts),
         *_comparison(cfg),
         *_output(cfg),
     ]
@@ -111,8 +117,10 @@ def _comparison(cfg: BenchEngineConfig) -> Iterator[Finding]:
 
 def _output(cfg: BenchEngineConfig) -> Iterator[Finding]:
     """Whether the numbers can be written where they should go."""
-    if cfg.output.is_dir() or cfg.output.suffix != ".json":
+    if cfg.output.suffix != ".json":
         yield error(
             f"output is '{cfg.output}'; give the path of a .json file, such as bench.json.",
             "output",
         )
+    else:
+        yield from check_output(cfg.output)

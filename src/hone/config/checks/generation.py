@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
+from hone.config.bench import BenchModelConfig
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.data import DataConfig
 from hone.config.engine import EngineConfig
@@ -18,6 +20,7 @@ __all__ = [
     "check_exact",
     "check_filters",
     "check_kv_cache",
+    "check_output",
     "check_sampling",
     "check_tensor_parallel",
     "check_training_distribution",
@@ -248,10 +251,25 @@ def check_engine(
         )
 
 
+def check_output(output: Path) -> Iterator[Finding]:
+    """Whether a file can be written there, which is tried when everything has been computed."""
+    if output.is_dir():
+        yield error(f"output '{output}' is a folder; give the path of a file.", "output")
+        return
+    folder = next(parent for parent in output.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        yield error(f"output '{output}' lies in '{folder}', which is no folder.", "output")
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield error(
+            f"output '{output}' lies in '{folder}', where you may not write; name another place.",
+            "output",
+        )
+
+
 def check_tensor_parallel(
     engine: EngineConfig, *, facts: ModelFacts | None, scores: bool
 ) -> Iterator[Finding]:
-    """Whether model and processes divide by `engine.tensor_parallel_size`.
+    """Whether the model divides by `engine.tensor_parallel_size`.
 
     `scores`: rewards decide what is submitted and aborted when, which ranks would see differently.
     """
@@ -291,20 +309,16 @@ def check_tensor_parallel(
             "engine.tensor_parallel_size",
             "model.path",
         )
-    # Outside torchrun nothing is known yet: a configuration may be checked anywhere.
-    world_size = int(os.environ.get("WORLD_SIZE", size))
-    if world_size % size:
-        yield error(
-            f"{asked}, but torchrun started {world_size} processes. Start {size} "
-            f"(--nproc-per-node {size}), or a multiple of it for replicas.",
-            "engine.tensor_parallel_size",
-        )
 
 
 def check_exact(
-    model: ModelConfig, engine: EngineConfig, *, device: str, facts: ModelFacts | None
+    model: ModelConfig | BenchModelConfig,
+    engine: EngineConfig,
+    *,
+    device: str,
+    facts: ModelFacts | None,
 ) -> Iterator[Finding]:
-    """What `model.exact` needs; the rest is known once the model is loaded."""
+    """What `model.exact` needs, as far as no device is asked and no hub."""
     if not model.exact:
         return
     needs = [

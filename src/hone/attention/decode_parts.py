@@ -1,0 +1,194 @@
+"""Parts of a sequence's attention: stored by the lanes that computed them, merged by the last one.
+
+A part is the attention to some keys, normalised, with the logarithm of its sum of weights; parts
+are merged by weighing them with these (https://pytorch.org/blog/flash-decoding/). `softmax` is a
+running softmax: largest score [ROWS], sum of weights [ROWS], weighted sum of values [ROWS, D].
+
+Which lane merges shared keys is decided by who comes last. The result is not: parts are added in
+one order, one at a time, and a lane's own as it would have stored it.
+
+This module imports triton; `hone.attention.triton_decode` imports it.
+"""
+# Numbers become tensors in a kernel, and constexpr parameters are what they hold.
+# pyright: reportReturnType=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "add_own_parts",
+    "add_parts",
+    "add_shared_parts",
+    "normalised",
+    "of_row",
+    "store_output",
+    "store_part",
+]
+
+
+@triton.constexpr_function
+def _parts_at_once(rows: int, members: int) -> int:
+    """Parts merged in one step, so that a program has enough loads on their way."""
+    return max(1, 16 // rows) if members == 1 else 1
+
+
+@triton.jit
+def of_row(values: tl.tensor, member: tl.tensor, row_member: tl.tensor) -> tl.tensor:
+    """The value of each row's member."""
+    return tl.sum(tl.where(member[None, :] == row_member[:, None], values[None, :], 0), 1)
+
+
+@triton.jit
+def store_part(
+    partial_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    part: tl.tensor,
+    mask: tl.tensor,
+    softmax: tl.tuple,
+    value_scale: tl.tensor,
+    S: tl.constexpr,
+) -> None:
+    """Keep what rows have read so far as their part number `part` [ROWS]."""
+    dim = tl.arange(0, S.block_dim)
+    log_sum, _, values = normalised(softmax, value_scale)
+    tl.store(log_sums_ptr + part, log_sum, mask=mask)
+    tl.store(
+        partial_ptr + part[:, None] * S.head_dim + dim[None, :],
+        values,
+        mask=mask[:, None] & (dim < S.head_dim)[None, :],
+    )
+
+
+@triton.jit
+def normalised(softmax: tl.tuple, value_scale: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A running softmax as it is after `store_part`, read back as the only part."""
+    maximum, total, weighted = softmax
+    empty = total == 0
+    divisor = tl.where(empty, 1.0, total)
+    log_sum = tl.where(empty, float("-inf"), maximum + tl.log2(divisor))
+    return log_sum, tl.where(empty, 0.0, 1.0), weighted * value_scale / divisor[:, None]
+
+
+@triton.jit
+def store_output(
+    output_ptr: tl.tensor,
+    sequence: tl.tensor,
+    sequence_row: tl.tensor,
+    kv_head: tl.tensor,
+    softmax: tl.tuple,
+    S: tl.constexpr,
+) -> None:
+    """Write the rows of sequences (-1: none) into the output [B * queries, Hq, D]."""
+    _, total, weighted = softmax
+    dim = tl.arange(0, S.block_dim)
+    token = sequence.to(tl.int64) * S.queries + sequence_row // S.heads_per_key
+    target = (token * S.num_kv_heads + kv_head) * S.heads_per_key + sequence_row % S.heads_per_key
+    tl.store(
+        output_ptr + target[:, None] * S.head_dim + dim[None, :],
+        weighted / tl.where(total == 0, 1.0, total)[:, None],
+        mask=(sequence >= 0)[:, None] & (dim < S.head_dim)[None, :],
+    )
+
+
+@triton.jit
+def add_own_parts(
+    partial_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    sequence: tl.tensor,
+    sequence_row: tl.tensor,
+    kv_head: tl.tensor,
+    before: tl.tensor,
+    own_tiles: tl.tensor,
+    lane_tiles: tl.tensor,
+    softmax: tl.tuple,
+    ROWS: tl.constexpr,
+    S: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add the parts of what a row's sequence (-1: none) reads alone.
+
+    Lane l keeps its part of sequence s in slot s + l: as lanes and sequences both run upwards, no
+    two parts meet, and those of one sequence lie side by side. Groups have slots of their own.
+    """
+    first = before // lane_tiles
+    count = (before + own_tiles - 1) // lane_tiles - first + 1
+    slot = (sequence + first).to(tl.int64) * S.num_kv_heads + kv_head
+    return add_parts(
+        partial_ptr,
+        log_sums_ptr,
+        slot * S.sequence_rows + sequence_row,
+        S.num_kv_heads * S.sequence_rows,
+        tl.where(sequence >= 0, count, 0),
+        softmax,
+        ROWS,
+        S,
+    )
+
+
+@triton.jit
+def add_shared_parts(
+    partial_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    counter: tl.tensor,
+    sequence_row: tl.tensor,
+    shared_partial: tl.tensor,
+    softmax: tl.tuple,
+    ROWS: tl.constexpr,
+    S: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add what the group of a sequence has computed for it."""
+    place = tl.load(places_ptr + 2 * counter, cache_modifier=".cg").to(tl.int64)
+    count = tl.load(places_ptr + 2 * counter + 1, cache_modifier=".cg")
+    return add_parts(
+        partial_ptr,
+        log_sums_ptr,
+        shared_partial + place * S.sequence_rows + sequence_row,
+        S.num_kv_heads * S.members * S.sequence_rows,
+        tl.where(sequence_row < S.sequence_rows, count, 0),
+        softmax,
+        ROWS,
+        S,
+    )
+
+
+@triton.jit
+def add_parts(
+    partial_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    first: tl.tensor,
+    stride: tl.tensor,
+    count: tl.tensor,
+    softmax: tl.tuple,
+    ROWS: tl.constexpr,
+    S: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add `count` [ROWS] parts, the first at `first` [ROWS]."""
+    maximum, total, weighted = softmax
+    PARTS: tl.constexpr = _parts_at_once(ROWS, S.members)
+    dim = tl.arange(0, S.block_dim)
+    for base in range(0, tl.max(count, 0), PARTS):
+        part = base + tl.arange(0, PARTS)
+        index = first[None, :] + part[:, None] * stride  # [PARTS, ROWS]
+        mask = part[:, None] < count[None, :]
+        # Other processors wrote the parts: they are read past this one's own cache.
+        log_sums = tl.load(
+            log_sums_ptr + index, mask=mask, other=float("-inf"), cache_modifier=".cg"
+        )
+        values = tl.load(
+            partial_ptr + index[:, :, None] * S.head_dim + dim[None, None, :],
+            mask=mask[:, :, None] & (dim < S.head_dim)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_maximum = tl.maximum(maximum, tl.max(log_sums, 0))
+        finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(log_sums - finite[None, :])
+        shrink = tl.exp2(maximum - finite)
+        total = total * shrink + tl.sum(weights, 0)
+        weighted = weighted * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
+        maximum = new_maximum
+    return maximum, total, weighted

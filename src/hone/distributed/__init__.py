@@ -1,0 +1,1 @@
+"""The processes of a run, and how they find each other."""

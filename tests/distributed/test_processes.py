@@ -1,0 +1,60 @@
+"""What torchrun says about a process is read in one place, whole or not at all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hone
+from hone.config.errors import UserError
+from hone.distributed.processes import Processes, processes
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def start(monkeypatch, *values):
+    """Set the variables in the order of NAMES; None unsets one."""
+    for name, value in zip(NAMES, values, strict=True):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+
+
+def test_without_torchrun_there_is_one_process(monkeypatch):
+    start(monkeypatch, None, None, None, None)
+    assert processes() == Processes(rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def test_every_number_comes_from_its_variable(monkeypatch):
+    start(monkeypatch, "13", "16", "5", "8")
+    assert processes() == Processes(rank=13, world_size=16, local_rank=5, local_world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("values", "got"),
+    [
+        ((None, "2", None, None), r"RANK=\(unset\), WORLD_SIZE=2"),
+        (("0", "2", None, None), r"LOCAL_RANK=\(unset\), LOCAL_WORLD_SIZE=\(unset\)"),
+        (("2", "2", "0", "1"), "RANK=2, WORLD_SIZE=2"),
+        (("-1", "2", "0", "1"), "RANK=-1"),
+        (("0", "two", "0", "1"), "WORLD_SIZE=two"),
+        (("0", "2", "1", "1"), "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1"),
+        (("0", "1", "0", "2"), "WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2"),
+    ],
+)
+def test_R22_a_wrong_environment_is_told_with_its_values(values, got, monkeypatch):
+    start(monkeypatch, *values)
+    with pytest.raises(UserError, match=f"the environment has .*{got}.*torchrun"):
+        processes()
+
+
+def test_nobody_else_reads_the_environment_of_torchrun():
+    reads = re.compile(r"environ\W+(get\W+)?(RANK|WORLD_SIZE|LOCAL_|MASTER_)|getenv")
+    package = Path(hone.__file__).parent
+    readers = [path.name for path in package.rglob("*.py") if reads.search(path.read_text())]
+    assert readers == []
+    tree = [path for path in package.rglob("*.py") if '"WORLD_SIZE"' in path.read_text()]
+    assert tree == [package / "distributed" / "processes.py"]

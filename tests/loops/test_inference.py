@@ -1,0 +1,87 @@
+"""`hone generate` on several processes: who samples what, who writes and who talks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from hone.models.tiny import make_tiny_model
+
+NUM_PROMPTS, NUM_SAMPLES = 5, 2
+FLAGS = (
+    "--model.path=model",
+    "--run.device=cpu",
+    "--data.train.0.path=prompts.jsonl",
+    "--data.max_prompt_tokens=32",
+    "--generation.max_completion_tokens=6",
+    f"--n_samples_per_prompt={NUM_SAMPLES}",
+    "--engine.max_num_batched_tokens=8",  # a warning
+)
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def generate(folder, world_size, *flags):
+    """What each process says, and the file that was written."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    plain = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    plain |= {"OMP_NUM_THREADS": "1"}
+    if world_size > 1:
+        plain |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = []
+    for rank in range(world_size):
+        numbers = map(str, (rank, rank, world_size, world_size))
+        own = dict(zip(VARIABLES, numbers, strict=True)) if world_size > 1 else {}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "hone", "generate", *FLAGS, *flags],
+                cwd=folder,
+                env=plain | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        texts = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * world_size, texts
+    return texts, list(map(json.loads, (folder / "completions.jsonl").open()))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate")
+    make_tiny_model(folder / "model", num_layers=1, hidden_size=32)
+    rows = ({"prompt": f"{i} + {i} ="} for i in range(NUM_PROMPTS))
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {
+        "alone": generate(folder, 1),
+        "replicas": generate(folder, 2),
+        "tensor parallel": generate(folder, 2, "--engine.tensor_parallel_size=2"),
+    }
+
+
+@pytest.mark.parametrize("name", ["replicas", "tensor parallel"])
+def test_several_processes_write_the_rows_of_one_in_their_order(runs, name):
+    expected, found = runs["alone"][1], runs[name][1]
+    assert len(expected) == NUM_PROMPTS * NUM_SAMPLES
+    for key in ("id", "prompt", "index", "token_ids"):
+        assert [row[key] for row in found] == [row[key] for row in expected]
+
+
+@pytest.mark.parametrize("name", ["replicas", "tensor parallel"])
+def test_the_first_process_talks_for_all(runs, name):
+    (alone,), (first, second) = runs["alone"][0], runs[name][0]
+    assert "10 completions written to completions.jsonl" in alone
+    assert "10 completions written to completions.jsonl" in first
+    assert "warning: engine.max_num_batched_tokens" in first
+    assert second == ""
