@@ -143,6 +143,15 @@ FP8_CASES = (
     "group of 20, head of 24",
 )
 
+MERGE_CASE = {
+    "keys": [100, 230, 90, 101, 9, 80, 140, 66],
+    "heads": HEADS_2,
+    "lanes": 6,
+    "groups": [((3, 0, 5), 64), ((6, 1, 7), 48)],
+    "members": 4,
+}
+"""Sequences with own keys in one lane and in several, beside shared ones."""
+
 BUGS = {
     "tables swapped": "lanes within sequences",
     "context one short": "lanes within sequences",

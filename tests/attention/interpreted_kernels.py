@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import sys
+from contextlib import ExitStack
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -18,7 +21,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from hone.attention import triton_decode, triton_write
-from tests.attention.cases import BUGS, DECODE_CASES, DTYPES, FP8_CASES, HALF_CASES
+from tests.attention.cases import BUGS, DECODE_CASES, DTYPES, FP8_CASES, HALF_CASES, MERGE_CASE
 from tests.attention.twin import Pages, through_fp8
 
 SCALE = 0.3
@@ -163,6 +166,84 @@ def empty_sequence(lanes, queries):
     return bool((output[1] == 0).all() and good)
 
 
+class Mergers:
+    """Within it lanes run in a given order, and who merges a sequence is written down.
+
+    With `late`, a lane that has read all of a sequence's own keys finds the shared parts missing,
+    which are there when it has stored its own.
+    """
+
+    def __init__(self, order, *, late=False, bug=False):
+        self.order, self.late, self.bug, self.seen = order, late, bug, set()
+        self._stack = ExitStack()
+
+    def __enter__(self):
+        builder = interpreter.interpreter_builder
+        set_index, add = builder.set_grid_idx, builder.create_atomic_rmw
+        of_lane, of_group = triton_decode.add_shared_parts, triton_decode.add_parts
+        part_of = triton_decode.part_of
+
+        def atomic(op, ptr, val, *rest):
+            result = add(op, ptr, val, *rest)
+            if self.late and not val.data.any():
+                result.data = result.data * 0
+            return result
+
+        def add_shared_parts(*args):
+            rows = args[-2]
+            self.seen.add("the only lane" if rows == 16 else "the last lane")
+            return of_lane(*args)
+
+        def add_parts(*args):
+            self.seen.add("the group")
+            return of_group(*args)
+
+        def rounded_once_more(softmax):
+            log_sum, values = part_of(softmax)
+            return log_sum, values * (1 + 2**-22)
+
+        replaced = [
+            (builder, "set_grid_idx", lambda x, y, z: set_index(x, self.order[y], z)),
+            (builder, "create_atomic_rmw", atomic),
+            (triton_decode, "add_shared_parts", add_shared_parts),
+            (triton_decode, "add_parts", add_parts),
+        ]
+        if self.bug:
+            replaced.append((triton_decode, "part_of", rounded_once_more))
+        for owner, name, value in replaced:
+            self._stack.enter_context(mock.patch.object(owner, name, value))
+        return self
+
+    def __exit__(self, *error):
+        self._stack.close()
+
+
+def merged_alike(*, keys, heads, lanes, groups, members, bug=False):
+    """Who merged over launches in several orders, and whether all results are the same bits."""
+    pages = Pages([1] * len(keys), keys, groups=groups, **heads)
+    context = pages.decode_context(num_groups=len(groups) * 2, members=members)
+    triton_write.write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping)
+    orders = [list(range(lanes)), list(reversed(range(lanes)))]
+    orders.append(random.Random(0).sample(range(lanes), lanes))
+    outputs, seen = [], set()
+    for order in orders:
+        for late in (False, True):
+            with Mergers(order, late=late, bug=bug) as mergers:
+                output = triton_decode.decode_attention(
+                    pages.q,
+                    pages.kv_cache,
+                    context.block_tables,
+                    context.context_lens,
+                    context.max_context_len,
+                    shared=context.shared,
+                    scale=SCALE,
+                    tuning=make_tuning(lanes, 16, heads["num_kv_heads"]),
+                )
+            outputs.append(output.view(torch.int32))
+            seen |= mergers.seen
+    return {"by": sorted(seen), "same": all(torch.equal(outputs[0], x) for x in outputs)}
+
+
 def main() -> None:
     results: dict[str, object] = {}
     for name in DTYPES:
@@ -176,6 +257,8 @@ def main() -> None:
     for lanes in (1, 4):
         for queries in (1, 3):
             results[f"empty {lanes} {queries}"] = empty_sequence(lanes, queries)
+    for bug in (False, True):
+        results[f"merged{' wrongly' * bug}"] = merged_alike(**MERGE_CASE, bug=bug)
     for bug, case in BUGS.items():
         results[bug] = decode_error(torch.float32, bug=bug, **DECODE_CASES[case])
     json.dump(results, sys.stdout)

@@ -108,3 +108,19 @@ def test_little_sharing_is_not_worth_a_merge(monkeypatch):
 
     assert found([40, 40]) is not None  # 4 of 80 keys
     assert found([41, 40]) is None
+
+
+def test_groups_do_not_depend_on_which_blocks_hold_the_keys():
+    draw = random.Random(11)
+    for _ in range(50):
+        tables, lens, _ = random_batch(draw, draw.randint(1, 6))
+        options = {"block_size": BLOCK_SIZE, "num_rows": len(tables)}
+        first = find_prefix_groups(tables, lens, **options)
+        names = np.random.default_rng(draw.randint(0, 99)).permutation(tables.max() + 1)
+        renamed = names.astype(np.int32)[tables]
+        again = find_prefix_groups(renamed, lens, **options)
+        if first is None:
+            assert again is None
+            continue
+        assert (first.rows == again.rows).all()
+        assert (first.lens == again.lens).all()

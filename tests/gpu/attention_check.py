@@ -3,20 +3,23 @@
 `python -m tests.gpu.attention_check` prints one row a case with the largest relative error, then
 the time and the achieved memory traffic of decode steps. Exits with 1 where an error is above its
 limit. Outputs are compared token by token (the largest error of a token over its largest value),
-gradients as a whole.
+gradients as a whole. Decode of shared prefixes is launched again and again beside a busy stream;
+its rows count launches that differ by a bit from the first.
 """
 
 # ruff: noqa: T201
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from hone.attention import PackedContext, PagedContext
+from hone.attention import PackedContext, PagedContext, SharedPrefix
 from hone.attention.backends import (
     choose_packed_backend,
     choose_paged_backend,
@@ -24,6 +27,8 @@ from hone.attention.backends import (
     paged_attention,
     write_kv,
 )
+from hone.attention.context import FP8_DTYPE, SHARED_PREFIX_MEMBERS
+from hone.attention.triton_decode import decode_attention
 
 DEVICE = torch.device("cuda")
 HEADS = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 4, 256), (20, 1, 80)]
@@ -162,6 +167,71 @@ def check_graph(heads, dtype) -> float:
     return token_error(actual, torch.cat([attend(*row, scale=scale) for row in rows]))
 
 
+def random_groups(batch: int, tables: Tensor, block_size: int) -> tuple[SharedPrefix, list[int]]:
+    """Groups of up to eight rows anywhere in the batch, put into their tables; all lengths."""
+    draw = random.Random(batch)
+    order = draw.sample(range(batch), batch)
+    rows = torch.full((batch // 2, SHARED_PREFIX_MEMBERS), -1, dtype=torch.int32)
+    lens = torch.zeros(batch // 2, dtype=torch.int32)
+    starts = torch.zeros(batch, dtype=torch.int32)
+    for group in range(batch // 2):
+        size = draw.randint(2, SHARED_PREFIX_MEMBERS)
+        members, order = order[:size], order[size:]
+        if len(members) < 2:
+            break
+        blocks = draw.randint(1, tables.shape[1] // 2)
+        rows[group, : len(members)] = torch.tensor(members, dtype=torch.int32)
+        lens[group] = starts[members] = blocks * block_size
+        tables[members, :blocks] = tables[members[0], :blocks].clone()
+    longest = tables.shape[1] * block_size
+    lengths = [draw.randint(start + 1, longest) for start in starts.tolist()]
+    return SharedPrefix(
+        rows=rows.to(DEVICE), lens=lens.to(DEVICE), starts=starts.to(DEVICE)
+    ), lengths
+
+
+def check_shared(heads, batch: int, *, is_fp8: bool, launches: int = 100) -> tuple[int, float]:
+    """Launches that differ from the first by a bit, and the error against decode without groups.
+
+    Work of another stream delays some programs more than others, so that lanes end in another
+    order in each launch.
+    """
+    (num_heads, num_kv_heads, head_dim), block_size, width = heads, 16, 48
+    tables = torch.randperm(batch * width, generator=torch.Generator().manual_seed(0))
+    tables = tables.to(torch.int32).view(batch, width)
+    shared, lengths = random_groups(batch, tables, block_size)
+    shape = (2, batch * width, block_size, num_kv_heads, head_dim)
+    kv_cache = normal(*shape, dtype=torch.bfloat16, seed=0)
+    q = normal(batch, num_heads, head_dim, dtype=torch.bfloat16, seed=1)
+    tables, scales = tables.to(DEVICE), None
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    if is_fp8:
+        scales = torch.full((2, num_kv_heads), 0.9, device=DEVICE)
+        kv_cache = kv_cache.to(FP8_DTYPE)
+
+    def decode(shared: SharedPrefix | None) -> Tensor:
+        longest, scale = width * block_size, head_dim**-0.5
+        return decode_attention(
+            q, kv_cache, tables, lengths, longest, scale=scale, scales=scales, shared=shared
+        )
+
+    side, draw, outputs = torch.cuda.Stream(), random.Random(0), []
+    expected = decode(None)
+    noise = normal(2048, 2048, dtype=torch.bfloat16, seed=2)
+    torch.cuda.synchronize()
+    for _ in range(launches):
+        with torch.cuda.stream(side):
+            for _ in range(draw.randint(0, 3)):
+                size = 64 * draw.randint(1, 32)
+                torch.mm(noise[:size], noise)
+        torch.cuda._sleep(draw.randint(0, 40_000))  # cycles
+        outputs.append(decode(shared))
+    torch.cuda.synchronize()
+    bits = torch.stack(outputs).view(torch.int16).flatten(1)
+    differing = int((bits != bits[0]).any(1).sum())
+    return differing, token_error(outputs[0], expected.double())
+
+
 def time_decode(batch: int, length: int, heads, dtype) -> tuple[float, float, float]:
     """Seconds of attention, of the KV write, and bytes per second that attention reads."""
     q, k, v, kv_cache, context, *_ = paged([1] * batch, [length] * batch, heads, dtype)
@@ -185,6 +255,16 @@ def seconds(call, repeats: int = 50) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return sorted(times[5:])[repeats // 2]
+
+
+def check_shared_prefixes(report: Callable[..., None]) -> None:
+    for heads in HEADS[:2]:
+        for is_fp8 in (False, True):
+            for batch in (16, 64, 300):
+                differing, value = check_shared(heads, batch, is_fp8=is_fp8)
+                name = f"shared, {batch}{', FP8' * is_fp8}"
+                report(name, heads, torch.bfloat16, {}, value)
+                report(f"{name}: differ", heads, torch.bfloat16, {}, differing)
 
 
 def main() -> int:
@@ -216,6 +296,7 @@ def main() -> int:
                     value = check_paged(query_lens, key_lens, heads, dtype, options)
                     report(name, heads, dtype, options, value)
         report("decode in a graph", heads, torch.bfloat16, {}, check_graph(heads, torch.bfloat16))
+    check_shared_prefixes(report)
     print("\ndecode, bfloat16:  batch  context  heads           attention    write    read")
     for heads in HEADS[:3]:
         for batch, length in ((256, 1024), (256, 256), (16, 8192), (1, 8192)):

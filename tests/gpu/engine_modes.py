@@ -112,10 +112,10 @@ def versions(model, engine, requests, make_engine):
 
 
 def memory(model, engine, requests, *, cycles=20):
-    """R14: free memory after cycles of sleep and wake, a wake that fails, samples as good as before.
+    """R14: free memory after cycles of sleep and wake, a failed wake, samples as good as before.
 
-    Returns the drift in MiB, whether the failed wake was refused with the trainer usable, and the k3
-    divergence of samples drawn afterwards.
+    Returns the drift in MiB, whether the failed wake was refused with the trainer usable, and the
+    k3 divergence of samples drawn afterwards.
     """
     free = []
     for _ in range(cycles):

@@ -30,9 +30,6 @@ PRODUCT_CASES = {
     "bias": ((5, 64, 64, (16, 32, 64, 1, 4, 2)), {"bias": True}),
     "split in 3": ((9, 64, 384, (16, 32, 64, 3, 4, 2)), {"split": True}),
     "gated": ((20, 192, 128, (16, 32, 64, 1, 4, 2)), {"gated": True}),
-    "bulk copies": ((37, 64, 128, (16, 16, 32, 1, 4, 2, True)), {"bias": True}),
-    "bulk copies, split in 3": ((9, 64, 384, (16, 32, 64, 3, 4, 2, True)), {"split": True}),
-    "bulk copies, gated": ((20, 192, 128, (16, 32, 64, 1, 4, 2, True)), {"gated": True}),
 }
 SILU_CASES = {
     "silu": ((3, 1500), {}),

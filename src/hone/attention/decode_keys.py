@@ -16,15 +16,10 @@ import os
 import triton
 import triton.language as tl
 
-from hone.attention.decode_shape import power_of_two
-from hone.attention.launch_overlap import prefetch
-
-__all__ = ["attend", "nothing", "prefetch_keys"]
+__all__ = ["attend", "nothing"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 IS_COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
-LINE_BITS = tl.constexpr(1024)
-"""Of a cache line."""
 
 
 @triton.jit
@@ -33,29 +28,6 @@ def nothing(ROWS: tl.constexpr, S: tl.constexpr) -> tuple[tl.tensor, tl.tensor, 
     BLOCK_D: tl.constexpr = S.block_dim
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     return maximum, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK_D], tl.float32)
-
-
-@triton.jit
-def prefetch_keys(
-    keys_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    values_offset: tl.tensor,
-    S: tl.constexpr,
-) -> None:
-    """Ask for the first tiles of keys start .. stop - 1 and their values; at least one key."""
-    row_bits: tl.constexpr = S.head_dim * keys_ptr.dtype.element_ty.primitive_bitwidth
-    lines: tl.constexpr = power_of_two((row_bits + LINE_BITS - 1) // LINE_BITS)
-    line = tl.arange(0, S.tile * lines)
-    tiles: tl.constexpr = S.prefetched
-    for tile in tl.static_range(tiles):
-        position = tl.minimum(start + tile * S.tile + line // lines, stop - 1)
-        page = tl.load(table_ptr + position // S.page).to(tl.int64)
-        slot = (page * S.page + position % S.page) * S.num_kv_heads
-        line_ptr = keys_ptr + slot * S.head_dim + line % lines * (S.head_dim // lines)
-        prefetch(line_ptr)
-        prefetch(line_ptr + values_offset)
 
 
 @triton.jit

@@ -4,14 +4,17 @@ A part is the attention to some keys, normalised, with the logarithm of its sum 
 are merged by weighing them with these (https://pytorch.org/blog/flash-decoding/). `softmax` is a
 running softmax: largest score [ROWS], sum of weights [ROWS], weighted sum of values [ROWS, D].
 
-Which lane merges shared keys is decided by who comes last. The result is not: parts are added in
-one order, one at a time, and a lane's own as it would have stored it.
+Who comes last may differ from launch to launch, the result may not. So parts are added one at a
+time in one order, a lane's own ones as if they had been stored, and the kernel is built without
+contraction of products and sums (`enable_fp_fusion`), which would be another one in each of the
+places that merge.
 
 This module imports triton; `hone.attention.triton_decode` imports it.
 """
 # Numbers become tensors in a kernel, and constexpr parameters are what they hold.
 # pyright: reportReturnType=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false
 # ruff: noqa: PLR0917
 
 from __future__ import annotations
@@ -21,19 +24,20 @@ import triton.language as tl
 
 __all__ = [
     "add_own_parts",
+    "add_part",
     "add_parts",
     "add_shared_parts",
-    "normalised",
     "of_row",
+    "part_of",
     "store_output",
     "store_part",
 ]
 
 
 @triton.constexpr_function
-def _parts_at_once(rows: int, members: int) -> int:
-    """Parts merged in one step, so that a program has enough loads on their way."""
-    return max(1, 16 // rows) if members == 1 else 1
+def _parts_at_once(rows: int) -> int:
+    """Parts whose loads are on their way together; the sums are the same for any number."""
+    return max(1, 16 // rows)
 
 
 @triton.jit
@@ -49,12 +53,11 @@ def store_part(
     part: tl.tensor,
     mask: tl.tensor,
     softmax: tl.tuple,
-    value_scale: tl.tensor,
     S: tl.constexpr,
 ) -> None:
     """Keep what rows have read so far as their part number `part` [ROWS]."""
     dim = tl.arange(0, S.block_dim)
-    log_sum, _, values = normalised(softmax, value_scale)
+    log_sum, values = part_of(softmax)
     tl.store(log_sums_ptr + part, log_sum, mask=mask)
     tl.store(
         partial_ptr + part[:, None] * S.head_dim + dim[None, :],
@@ -64,13 +67,26 @@ def store_part(
 
 
 @triton.jit
-def normalised(softmax: tl.tuple, value_scale: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A running softmax as it is after `store_part`, read back as the only part."""
+def part_of(softmax: tl.tuple) -> tuple[tl.tensor, tl.tensor]:
+    """Logarithm of the sum of weights [ROWS] and values [ROWS, D]; -inf and 0 without any key."""
     maximum, total, weighted = softmax
     empty = total == 0
     divisor = tl.where(empty, 1.0, total)
     log_sum = tl.where(empty, float("-inf"), maximum + tl.log2(divisor))
-    return log_sum, tl.where(empty, 0.0, 1.0), weighted * value_scale / divisor[:, None]
+    return log_sum, weighted / divisor[:, None]
+
+
+@triton.jit
+def add_part(
+    log_sum: tl.tensor, values: tl.tensor, softmax: tl.tuple
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A running softmax and one part more; a part of no keys changes nothing."""
+    maximum, total, weighted = softmax
+    new_maximum = tl.maximum(maximum, log_sum)
+    finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weight, shrink = tl.exp2(log_sum - finite), tl.exp2(maximum - finite)
+    weighted = weighted * shrink[:, None] + values * weight[:, None]
+    return new_maximum, total * shrink + weight, weighted
 
 
 @triton.jit
@@ -168,27 +184,21 @@ def add_parts(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add `count` [ROWS] parts, the first at `first` [ROWS]."""
     maximum, total, weighted = softmax
-    PARTS: tl.constexpr = _parts_at_once(ROWS, S.members)
+    PARTS: tl.constexpr = _parts_at_once(ROWS)
     dim = tl.arange(0, S.block_dim)
     for base in range(0, tl.max(count, 0), PARTS):
-        part = base + tl.arange(0, PARTS)
-        index = first[None, :] + part[:, None] * stride  # [PARTS, ROWS]
-        mask = part[:, None] < count[None, :]
-        # Other processors wrote the parts: they are read past this one's own cache.
-        log_sums = tl.load(
-            log_sums_ptr + index, mask=mask, other=float("-inf"), cache_modifier=".cg"
-        )
-        values = tl.load(
-            partial_ptr + index[:, :, None] * S.head_dim + dim[None, None, :],
-            mask=mask[:, :, None] & (dim < S.head_dim)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_maximum = tl.maximum(maximum, tl.max(log_sums, 0))
-        finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(log_sums - finite[None, :])
-        shrink = tl.exp2(maximum - finite)
-        total = total * shrink + tl.sum(weights, 0)
-        weighted = weighted * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
-        maximum = new_maximum
+        for offset in tl.static_range(PARTS):
+            part = first + (base + offset) * stride
+            mask = base + offset < count
+            # Other processors wrote the parts: they are read past this one's own cache.
+            log_sum = tl.load(
+                log_sums_ptr + part, mask=mask, other=float("-inf"), cache_modifier=".cg"
+            )
+            values = tl.load(
+                partial_ptr + part[:, None] * S.head_dim + dim[None, :],
+                mask=mask[:, None] & (dim < S.head_dim)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            maximum, total, weighted = add_part(log_sum, values, (maximum, total, weighted))
     return maximum, total, weighted

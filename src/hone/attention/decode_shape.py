@@ -28,7 +28,6 @@ class DecodeShape:
     window: int  # keys that a query sees, 0 for all
     softcap: float  # 0 for none
     tile: int  # keys a step
-    prefetched: int  # tiles that a lane asks for before the kernel ahead ends
 
     @property
     def sequence_rows(self) -> int:

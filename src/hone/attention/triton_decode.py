@@ -14,9 +14,9 @@ queries of one sequence are the rows of a tile of at least 16, the smallest that
 take. Keys shared by a group of sequences come first in the run of tiles; their rows are the queries
 of all members. Softmax runs in float32 and base 2.
 
-On Hopper GPUs the kernel starts while the one ahead still runs. Every lane finds its place and asks
-for its first tile of keys, then waits. What it reads until then (lengths, block tables and groups)
-is input of the whole step; the newest keys, which the kernel ahead may write, come afterwards.
+On Hopper GPUs the kernel starts while the one ahead still runs. Every lane finds its place, then
+waits. The lengths that it reads until then are input of the whole step; the newest keys, which the
+kernel ahead may write, come afterwards.
 
 This module imports triton; `hone.attention.backends` imports it only where it is used.
 """
@@ -41,13 +41,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hone.attention.context import FP8_DTYPE, SharedPrefix
-from hone.attention.decode_keys import attend, nothing, prefetch_keys
+from hone.attention.decode_keys import attend, nothing
 from hone.attention.decode_parts import (
     add_own_parts,
+    add_part,
     add_parts,
     add_shared_parts,
-    normalised,
     of_row,
+    part_of,
     store_output,
     store_part,
 )
@@ -70,8 +71,6 @@ MIN_SHARED_TILES = tl.constexpr(4)
 MAX_PARTS = 48
 """Lanes for each sequence at most: merging a part costs as much as reading a few keys."""
 MIN_COUNTERS = 1 << 16
-PREFETCHED_TILES = 1
-"""Of each lane; as much as the device reads while heads are rotated ahead of a decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,6 @@ def decode_attention(
         window=window or 0,
         softcap=softcap or 0.0,
         tile=tuning.tile,
-        prefetched=PREFETCHED_TILES,
     )
     is_early = overlaps(q.get_device())
     output = q.new_empty(q.shape)
@@ -202,6 +200,7 @@ def decode_attention(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         maxnreg=tuning.max_registers,
+        enable_fp_fusion=False,  # `hone.attention.decode_parts` says why
         **({"launch_pdl": True} if is_early else {}),
     )
     return output
@@ -278,20 +277,6 @@ def _decode_kernel(
     sequence, before = find_sequence(context_lens_ptr, starts_ptr, batch, own_cursor, S)
     if OVERLAP:
         gdc_launch_dependents()
-        if own_cursor < own_stop:
-            length = tl.load(context_lens_ptr + sequence)
-            start = 0
-            if starts_ptr is not None:
-                start = tl.load(starts_ptr + sequence)
-            if length > 0:
-                prefetch_keys(
-                    keys_ptr,
-                    block_tables_ptr + sequence.to(tl.int64) * table_stride,
-                    first_key(length, start, S) + (own_cursor - before) * S.tile,
-                    length,
-                    values_offset,
-                    S,
-                )
         gdc_wait()
 
     shared_partial = (batch + lanes) * (S.num_kv_heads * SEQ_ROWS)
@@ -314,7 +299,7 @@ def _decode_kernel(
             row_sequence = tl.load(
                 first_member + row // SEQ_ROWS, mask=row < S.members * SEQ_ROWS, other=-1
             )
-            softmax = attend(
+            maximum, total, weighted = attend(
                 q_ptr,
                 keys_ptr,
                 context_lens_ptr,
@@ -337,8 +322,7 @@ def _decode_kernel(
                 log_sums_ptr,
                 shared_partial + place.to(tl.int64) * SEQ_ROWS + row,
                 row_sequence >= 0,
-                softmax,
-                value_scale,
+                (maximum, total, weighted * value_scale),
                 S,
             )
             # Each member learns where its first part lies and how many there are.
@@ -429,6 +413,7 @@ def _decode_kernel(
             if (part_tiles == own_tiles) & (start > 0):
                 seen = tl.atomic_add(counters_ptr + counter, 0, sem="acquire")
                 if seen == group_tiles:
+                    log_sum, values = part_of((maximum, total, weighted))
                     maximum, total, weighted = add_shared_parts(
                         partial_ptr,
                         log_sums_ptr,
@@ -436,7 +421,7 @@ def _decode_kernel(
                         counter,
                         own_row,
                         shared_partial,
-                        normalised((maximum, total, weighted), 1.0),
+                        add_part(log_sum, values, nothing(OWN_ROWS, S)),
                         OWN_ROWS,
                         S,
                     )
@@ -448,7 +433,7 @@ def _decode_kernel(
         else:
             slot = (sequence + lane).to(tl.int64) * S.num_kv_heads + kv_head
             part = slot * SEQ_ROWS + own_row
-            store_part(partial_ptr, log_sums_ptr, part, own_row < SEQ_ROWS, softmax, 1.0, S)
+            store_part(partial_ptr, log_sums_ptr, part, own_row < SEQ_ROWS, softmax, S)
             # Whoever adds the last tiles of a sequence merges its parts.
             tl.debug_barrier()
             seen = tl.atomic_add(counters_ptr + counter, part_tiles, sem="acq_rel")

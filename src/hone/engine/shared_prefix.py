@@ -48,9 +48,13 @@ def find_prefix_groups(
     both hold it at the same place.
     """
     num_full_B = (context_lens_B - 1) // block_size  # blocks before the one that is written
-    order = np.argsort(tables_BN[:, 0], kind="stable")
+    # Families come by their first row: block ids differ from run to run, and must not show in the
+    # order in which attention adds up.
+    _, first_B, inverse_B = np.unique(tables_BN[:, 0], return_index=True, return_inverse=True)
+    family_B = first_B[inverse_B]
+    order = np.argsort(family_B, kind="stable")
     order = order[num_full_B[order] > 0]
-    borders = np.flatnonzero(np.diff(tables_BN[order, 0])) + 1
+    borders = np.flatnonzero(np.diff(family_B[order])) + 1
     found: list[tuple[NDArray[np.int64], int]] = []
     saved = 0
     for family in np.split(order, borders):

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hone.attention.launch_overlap import overlaps
 
@@ -33,16 +32,14 @@ def launch(
     *,
     num_warps: int,
     num_stages: int = 3,
-    descriptors: Sequence[TensorDescriptor | None] = (),
 ) -> None:
-    """`kernel[grid](*tensors, *descriptors, *numbers, *constants, OVERLAP)` on the first's device.
+    """`kernel[grid](*tensors, *numbers, *constants, OVERLAP)` on the device of the first tensor.
 
     The kernel must exclude `numbers` from specialisation (`do_not_specialize`), and they fit into
-    32 bits; `constants` and OVERLAP are its constexpr parameters, and the blocks of `descriptors`
-    follow from `constants`. What was compiled for arguments of the same kind is then launched
-    directly. OVERLAP says that the kernel may be started before the one ahead of it has ended: it
-    has to call `gdc_wait` before it reads what others write and before it writes anything
-    (`hone.attention.launch_overlap`).
+    32 bits; `constants` and OVERLAP are its constexpr parameters. What was compiled for arguments
+    of the same kind is then launched directly. OVERLAP says that the kernel may be started before
+    the one ahead of it has ended: it has to call `gdc_wait` before it reads what others write and
+    before it writes anything (`hone.attention.launch_overlap`).
 
     Products and sums are never contracted into one rounding (`enable_fp_fusion`), as torch does
     not do so either.
@@ -56,16 +53,14 @@ def launch(
     for address in addresses:
         if address is not None and address % ALIGNMENT:
             is_aligned = False
-    kinds = (*dtypes, *(descriptor is None for descriptor in descriptors))
-    key = (id(kernel), device, is_aligned, constants, num_warps, num_stages, *kinds)
+    key = (id(kernel), device, is_aligned, constants, num_warps, num_stages, *dtypes)
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[grid](*addresses, *descriptors, *numbers, *constants, overlaps(device))
+        compiled[grid](*addresses, *numbers, *constants, overlaps(device))
         return
     options = {"launch_pdl": True} if overlaps(device) else {}
     compiled = kernel[grid](
         *tensors,
-        *descriptors,
         *numbers,
         *constants,
         overlaps(device),

@@ -12,7 +12,6 @@ This module imports triton; `hone.models.layer_kernels` imports it.
 # triton do not know; kernels take their pointers by position, some of which may be None.
 # pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportUnnecessaryComparison=false
-# pyright: reportOptionalMemberAccess=false
 # ruff: noqa: PLR0917
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hone.attention.launch_overlap import prefetch
 from hone.models.kernel_launch import launch, next_power_of_2
 
 __all__ = ["Tile", "choose_tile", "small_product"]
@@ -59,7 +56,6 @@ class Tile(NamedTuple):
     splits: int
     num_warps: int
     num_stages: int
-    is_bulk: bool = False  # tiles are read by the tensor copy engine, not by the threads
 
 
 def small_product(
@@ -96,8 +92,7 @@ def small_product(
     part_inputs = num_inputs // tile.splits
     launch(
         _product_kernel,
-        # Programs that share a part of the weight follow one another: it is fetched once.
-        (-(-num_rows // tile.rows), num_outputs // tile.columns, tile.splits),
+        (num_outputs // tile.columns, tile.splits, -(-num_rows // tile.rows)),
         (output, x, weight, bias),
         (num_rows,),
         (
@@ -113,12 +108,6 @@ def small_product(
         ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        descriptors=(
-            TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]) if tile.is_bulk else None,
-            TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
-            if tile.is_bulk
-            else None,
-        ),
     )
     return output
 
@@ -170,8 +159,6 @@ def _product_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
-    x_tiles: tl.tensor_descriptor,
-    weight_tiles: tl.tensor_descriptor,
     num_rows: tl.tensor,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -187,37 +174,28 @@ def _product_kernel(
     """y = x @ weight.T, float32 parts [SPLITS, T, N] of it, or silu(first half) * second half."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     part_inputs: tl.constexpr = INPUTS // SPLITS
-    first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
-    split = tl.program_id(2)
-    first_input = split * part_inputs
-    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-    column_ptr = weight_ptr + column[:, None] * INPUTS + first_input
+    split = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    weight_ptr += column[:, None] * INPUTS + split * part_inputs
     if OVERLAP:
         gdc_launch_dependents()
         line = tl.minimum(tl.arange(0, PREFETCH_BLOCK // LINE), PREFETCHED // LINE - 1)
-        prefetch(column_ptr + line[None, :] * LINE)
+        _prefetch(weight_ptr + line[None, :] * LINE)
         if GATED:
-            prefetch(column_ptr + OUTPUTS * INPUTS + line[None, :] * LINE)
+            _prefetch(weight_ptr + OUTPUTS * INPUTS + line[None, :] * LINE)
         gdc_wait()
     depth = tl.arange(0, DEPTH)
-    row_ptr = x_ptr + row[:, None] * INPUTS + first_input + depth[None, :]
-    column_ptr += depth[None, :]
+    x_ptr += row[:, None] * INPUTS + split * part_inputs + depth[None, :]
+    weight_ptr += depth[None, :]
     mask = (row < num_rows)[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     up_total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, part_inputs, DEPTH):
-        if x_tiles is not None:
-            x = x_tiles.load([first_row, first_input + start])
-            weight = weight_tiles.load([first_column, first_input + start])
-        else:
-            x = tl.load(row_ptr + start, mask=mask, other=0.0)
-            weight = tl.load(column_ptr + start)
-        total = tl.dot(x, weight.T, total)
+        x = tl.load(x_ptr + start, mask=mask, other=0.0)
+        total = tl.dot(x, tl.load(weight_ptr + start).T, total)
         if GATED:
-            if x_tiles is not None:
-                up_weight = weight_tiles.load([OUTPUTS + first_column, first_input + start])
-            else:
-                up_weight = tl.load(column_ptr + OUTPUTS * INPUTS + start)
+            up_weight = tl.load(weight_ptr + OUTPUTS * INPUTS + start)
             up_total = tl.dot(x, up_weight.T, up_total)
     if GATED:
         gate = total.to(dtype).to(tl.float32)
@@ -227,3 +205,15 @@ def _product_kernel(
         total += tl.load(bias_ptr + column).to(tl.float32)[None, :]
     row_at = (split * num_rows + row) * OUTPUTS
     tl.store(output_ptr + row_at[:, None] + column[None, :], total, mask=mask)
+
+
+@triton.jit
+def _prefetch(ptr: tl.tensor) -> None:
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
