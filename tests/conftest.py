@@ -1,18 +1,46 @@
-"""The whole suite must be the whole suite: a file that no longer collects is a failure."""
+"""The whole suite must be the whole suite, and what is dear in it happens once."""
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-MINIMUM_COLLECTED = 1950
+MINIMUM_COLLECTED = 3400
 """Fewest tests that a run without selection may collect; raise it as the suite grows."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n N`, a file whose tests share a fixture goes to one worker, other tests to any.
+
+    Such fixtures start processes and take up to a minute; they come first, and run once.
+    """
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if _shares_fixtures(config.rootpath / file) else nodeid
+
+    return Scheduling(config, log)
+
+
+@cache
+def _shares_fixtures(file: Path) -> bool:
+    return 'fixture(scope="module"' in file.read_text(encoding="utf-8")
 
 
 def _is_short(session: pytest.Session) -> bool:
     """Whether a run of everything collected too little. Workers of xdist leave it to their head."""
     config = session.config
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    selected = config.option.keyword or config.option.markexpr or config.option.lf
+    last_failed = getattr(config.option, "lf", False)  # absent without the cache plugin
+    selected = config.option.keyword or config.option.markexpr or last_failed
     head = not hasattr(config, "workerinput")
     return head and whole and not selected and session.testscollected < MINIMUM_COLLECTED
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch.distributed as dist
 
-from hone.bench.plot import panels, ticks
+from hone.bench.plot import Panel, Series, panels, svg, ticks
 from hone.bench.workloads import Workload
 from hone.cli.main import main
 from hone.config import schema
@@ -144,9 +143,9 @@ def test_what_does_not_fit_is_told_before_vllm_runs(
 @pytest.mark.parametrize(
     ("world_size", "size", "text"),
     [
-        ("2", 1, "torchrun started 2 processes, but one engine is measured"),
-        ("3", 2, "needs one process for each of 2 devices"),
-        (None, 2, "got 1: start it with `torchrun"),
+        ("2", 1, "takes 1 process where engine.tensor_parallel_size is 1, got 2: start it without"),
+        ("4", 2, "is 2, got 4: start it with `torchrun --nproc-per-node 2"),
+        (None, 2, "is 2, got 1: start it with `torchrun --nproc-per-node 2"),
     ],
 )
 def test_processes_that_do_not_fit(
@@ -156,7 +155,7 @@ def test_processes_that_do_not_fit(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr("hone.bench.bench.bench_engine", None)
     if world_size is not None:
         for name, value in zip(
             ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -276,6 +275,25 @@ def check_svg(path: Path, *, num_panels: int) -> None:
             numbers = [float(x) for x in re.findall(r"[\d.]+", line.attrib["d"])]
             assert all(0 <= x <= 460 for x in numbers)
     assert not [x for x in root.iter() if any("href" in key for key in x.attrib)]
+
+
+@pytest.mark.parametrize("legend_in_panels", [False, True])
+def test_legends_are_whole_and_repeat_no_colour(legend_in_panels: bool) -> None:
+    """Two panels that use one colour for different things; many long labels."""
+    labels = [f"a label of some length {n}" for n in range(12)]
+    series = [Series(label, f"#0000{n:02x}", [(0, 1), (1, 2)]) for n, label in enumerate(labels)]
+    drawn = [Panel("A", "s", series), Panel("B", "s", [Series("other", "#000000", [(1, 1)])])]
+    root = ET.fromstring(svg("t", drawn, legend_in_panels=legend_in_panels))
+    space = "{http://www.w3.org/2000/svg}"
+    left, right = root.findall(f"{space}g") if legend_in_panels else (root, root)
+    texts = {text.text: text for text in left.findall(f"{space}text")}
+    edge = 460 if legend_in_panels else 920
+    for label in labels:
+        assert float(texts[label].attrib["x"]) + 6 * len(label) < edge
+    places = {(texts[label].attrib["x"], texts[label].attrib["y"]) for label in labels}
+    assert len(places) == len(labels)
+    assert "other" in {text.text for text in right.findall(f"{space}text")}
+    assert ("other" in texts) != legend_in_panels
 
 
 def test_the_panels_hold_the_measured_points() -> None:

@@ -179,7 +179,9 @@ def save_in_place(store: CheckpointStore, step: int, parts: dict[str, Any]) -> N
     """The planted bug: the folder has its final name from the start."""
     path = store.folder / f"step_{step}"
     path.mkdir(parents=True)
-    atomic._write_manifest(path, {"step": step, "order": step, "metric": None, "parts": [*parts]})
+    atomic._write_manifest(
+        path, {"step": step, "order": step, "metric": None, "parts": [*parts]}, {}
+    )
     for name, tree in parts.items():
         write_tree(path, name, split_tree(tree, name))
 

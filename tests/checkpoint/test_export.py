@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hone.checkpoint import export as export_module
 from hone.checkpoint.atomic import CheckpointError, read_manifest
-from hone.checkpoint.export import export_hf
+from hone.checkpoint.export import export_hf, export_hf_streamed
+from hone.distributed.mesh import Mesh
+from hone.models.manifest import export_weights
 from hone.models.tiny import make_tiny_model
 
 IDS = torch.tensor([[5, 9, 33, 41, 7, 2, 60, 11]])
@@ -144,3 +146,49 @@ def test_R17_planted_export_bugs_turn_red(
     monkeypatch.setattr(export_module, "_cast", planted)
     with pytest.raises(AssertionError):
         test_R17_export_loads_with_equal_logprobs(tiny, torch.bfloat16, tmp_path)
+
+
+@pytest.mark.parametrize("file_bytes", [1, 10_000, 1 << 30])
+@pytest.mark.parametrize("tiny", CASES, indirect=True, ids=str)
+def test_streamed_export_equals_the_whole_one(
+    tiny: tuple[PreTrainedModel, Any], file_bytes: int, tmp_path: Path
+) -> None:
+    model, tokenizer = tiny
+    expected = export_hf(model, tokenizer, tmp_path / "whole", torch.bfloat16)
+    folder = export_hf_streamed(
+        model,
+        tokenizer,
+        tmp_path / "streamed",
+        torch.bfloat16,
+        export_weights(model),
+        mesh=Mesh.alone("cpu"),
+        file_bytes=file_bytes,
+    )
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        assert (folder / name).read_text() == (expected / name).read_text()
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    wanted = load_file(expected / "model.safetensors")
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    again: Any = AutoModelForCausalLM.from_pretrained(expected, attn_implementation="eager").eval()
+    assert torch.equal(logprobs(loaded), logprobs(again))
+
+
+def test_streamed_export_refuses_a_folder_that_is_not_ours(
+    tiny: tuple[PreTrainedModel, Any], tmp_path: Path
+) -> None:
+    model, tokenizer = tiny
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("do not touch")
+    with pytest.raises(ValueError, match="not ours to replace"):
+        export_hf_streamed(
+            model,
+            tokenizer,
+            tmp_path / "mine",
+            torch.float32,
+            export_weights(model),
+            mesh=Mesh.alone("cpu"),
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -165,8 +166,43 @@ def test_check_prints_settings_numbers_and_findings(
     assert "parameters" in flat
     assert "errors: 0, warnings: 0" in flat
     assert max(map(len, text.splitlines())) <= 80
+    assert "Derived numbers" in text
     text = output(capsys, "check", "rl", *BASE["rl"], "--rollout.top_p=0.9", code=2)
     assert "error: rollout.top_p is 0.9" in text
+    bad_layout = ("--nproc=4", "--trainer.parallel.ring_size=3")
+    text = output(capsys, "check", *BASE["rl"], *bad_layout, code=2)
+    assert "which does not divide" in " ".join(text.split())
+    assert "Derived numbers" not in text
+
+
+# -- --nproc ------------------------------------------------------------------------------------
+
+
+def test_nproc_is_given_once_and_not_to_benchmarks(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--nproc is given 2 times" in output(
+        capsys, "rl", *BASE["rl"], "--nproc", "2", "--nproc=3", code=2
+    )
+    for name in ("engine", "train"):
+        told = output(capsys, "bench", name, "--nproc=2", code=2)
+        assert f"torchrun --nproc-per-node N -m hone bench {name}" in told
+
+
+@pytest.mark.parametrize(("num_cores", "warns"), [(2, True), (3, False)])
+def test_processes_are_announced_and_compared_with_the_cores(
+    num_cores: int,
+    warns: bool,
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("hone.cli.command.spawn", lambda command, nproc: 0)
+    monkeypatch.setattr("os.cpu_count", lambda: num_cores)
+    with caplog.at_level(logging.INFO, "hone"):
+        assert main(["rl", *BASE["rl"], "--run.device=cpu", "--nproc", "3"]) == 0
+    assert "starting 3 processes" in caplog.text
+    assert ("--nproc is 3, and this machine has 2 CPU cores" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("command", TREES)

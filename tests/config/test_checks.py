@@ -16,17 +16,17 @@ from hone.config.reward import BUILTIN_REWARDS
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from tests.config.workspace import BASE
 
-CHECKS: dict[str, tuple[Any, Callable[[Any], list[Finding]]]] = {
-    "rl": (RLConfig, lambda cfg: checks.check_rl(cfg)),
-    "sft": (SFTConfig, lambda cfg: checks.check_sft(cfg)),
-    "eval": (EvaluateConfig, lambda cfg: checks.check_eval(cfg)),
-    "generate": (GenerateConfig, lambda cfg: checks.check_generate(cfg)),
+CHECKS: dict[str, tuple[Any, Callable[..., list[Finding]]]] = {
+    "rl": (RLConfig, lambda *args: checks.check_rl(*args)),
+    "sft": (SFTConfig, lambda *args: checks.check_sft(*args)),
+    "eval": (EvaluateConfig, lambda *args: checks.check_eval(*args)),
+    "generate": (GenerateConfig, lambda *args: checks.check_generate(*args)),
 }
 
 Level = Literal["error", "warning"]
 Row = tuple[str, str, Level, str]
-"""Command, flags, level, and the keys that the message must name (without their section where
-that is clear)."""
+"""Command, flags (with `--nproc=N`: in N processes), level, and the keys that the message must
+name."""
 
 ROWS: list[Row] = [
     # budgets (G9, G12)
@@ -49,6 +49,38 @@ ROWS: list[Row] = [
      "trainer.prompts_per_minibatch rollout.prompts_per_step"),
     ("rl", "trainer.prompts_per_minibatch=128", "error",
      "trainer.prompts_per_minibatch rollout.prompts_per_step"),
+    # memory
+    ("rl", "trainer.offload_activations=true trainer.recompute=off", "error",
+     "trainer.offload_activations trainer.recompute"),
+    ("sft", "trainer.recompute_every_n_layers=2 trainer.recompute=off", "warning",
+     "trainer.recompute_every_n_layers trainer.recompute"),
+    ("rl", "trainer.recompute=selective model.exact=true", "error",
+     "trainer.recompute model.exact"),
+    ("rl", "trainer.recompute=full trainer.recompute_every_n_layers=2 model.exact=true", "error",
+     "trainer.recompute_every_n_layers model.exact"),
+    ("sft", "trainer.offload_optimizer=true run.device=cpu", "warning",
+     "trainer.offload_optimizer run.device"),
+    # adapters and fused layers
+    ("rl", "model.lora.load_in_4bit=true", "error", "model.lora.load_in_4bit model.lora.rank"),
+    ("rl", "model.lora.rank=8 model.exact=true run.device=cuda", "error",
+     "model.lora.rank model.exact"),
+    ("sft", "model.lora.rank=8 trainer.parallel.tensor_parallel_size=2", "error",
+     "model.lora.rank trainer.parallel.tensor_parallel_size"),
+    ("rl", "trainer.fused_layers=true model.exact=true run.device=cuda", "error",
+     "trainer.fused_layers model.exact"),
+    ("sft", "trainer.fused_layers=true model.lora.rank=8", "error",
+     "trainer.fused_layers model.lora.rank"),
+    ("sft", "trainer.fused_layers=true run.device=cpu", "error",
+     "trainer.fused_layers run.device"),
+    ("rl", "--nproc=2 trainer.fused_layers=true", "error", "trainer.fused_layers"),
+    ("rl", "--nproc=2 trainer.enable_sleep=true", "error", "trainer.enable_sleep"),
+    # shared prompts
+    ("rl", "trainer.share_prompts=true trainer.parallel.ring_size=2", "error",
+     "trainer.share_prompts trainer.parallel.ring_size"),
+    ("rl", "trainer.share_prompts=true model.exact=true", "error",
+     "trainer.share_prompts model.exact"),
+    ("rl", "trainer.share_prompts=true trainer.micro_batch_size=1", "warning",
+     "trainer.share_prompts trainer.micro_batch_size"),
     # lengths
     ("rl", "engine.max_model_len=2047", "error",
      "engine.max_model_len data.max_prompt_tokens rollout.max_completion_tokens"),
@@ -227,12 +259,51 @@ ROWS: list[Row] = [
     ("rl", "run.resume=-1", "error", "run.resume"),
     ("rl", "run.resume=100", "error", "run.resume run.steps"),
     ("rl", "run.dir=train.jsonl", "error", "run.dir"),
+    # several processes (4 query heads, 2 key heads, inner size 128)
+    ("rl", "--nproc=4 trainer.parallel.ring_size=3", "error",
+     "trainer.parallel.ring_size trainer.parallel.ulysses_size "
+     "trainer.parallel.tensor_parallel_size"),
+    ("rl", "--nproc=1 trainer.parallel.tensor_parallel_size=2", "error",
+     "trainer.parallel.tensor_parallel_size"),
+    ("sft", "--nproc=6 trainer.parallel.ulysses_size=4 data.examples_per_step=60 "
+     "trainer.max_tokens_per_microbatch=1024", "error", "trainer.parallel.ulysses_size"),
+    ("rl", "--nproc=4 trainer.parallel.fsdp_size=3", "error",
+     "trainer.parallel.fsdp_size trainer.parallel.tensor_parallel_size"),
+    ("rl", "--nproc=4 trainer.parallel.tensor_parallel_size=4", "error",
+     "trainer.parallel.tensor_parallel_size model.path"),
+    ("rl", "trainer.parallel.tensor_parallel_size=3", "error",
+     "trainer.parallel.tensor_parallel_size model.path"),
+    ("rl", "trainer.parallel.ulysses_size=3 trainer.max_tokens_per_microbatch=2047", "error",
+     "trainer.parallel.ulysses_size model.path"),
+    ("rl", "algorithm.kl.coef=0.1 trainer.parallel.reference_ulysses_size=3", "error",
+     "trainer.parallel.reference_ulysses_size model.path"),
+    ("rl", "--nproc=4 algorithm.kl.coef=0.1 trainer.parallel.reference_ring_size=3", "error",
+     "trainer.parallel.reference_ring_size trainer.parallel.tensor_parallel_size"),
+    ("rl", "trainer.parallel.reference_ring_size=1", "warning",
+     "trainer.parallel.reference_ring_size algorithm.kl.coef"),
+    ("rl", "--nproc=2 model.exact=true", "error", "model.exact"),
+    ("rl", "model.exact=true trainer.parallel.ring_size=2 trainer.max_tokens_per_microbatch=2047",
+     "error", "model.exact trainer.parallel.ring_size"),
+    ("rl", "trainer.optimizer.name=muon trainer.offload_optimizer=true", "error",
+     "trainer.optimizer.name trainer.offload_optimizer"),
+    ("rl", "--nproc=1 trainer.parallel.zero_stage=3", "warning", "trainer.parallel.zero_stage"),
+    ("rl", "--nproc=2 trainer.parallel.forward_prefetch=true", "warning",
+     "trainer.parallel.forward_prefetch trainer.parallel.zero_stage"),
+    ("rl", "--nproc=128", "warning", "rollout.prompts_per_step"),
+    ("sft", "--nproc=100", "warning", "data.examples_per_step"),
+    ("rl", "trainer.parallel.ring_size=2", "warning",
+     "trainer.parallel.ring_size trainer.parallel.ulysses_size trainer.max_tokens_per_microbatch"),
+    ("rl", "trainer.parallel.ring_size=2 trainer.max_tokens_per_microbatch=1023", "error",
+     "trainer.max_tokens_per_microbatch data.max_prompt_tokens"),
 ]  # fmt: skip
 
 
 def findings(command: str, flags: str) -> list[Finding]:
     tree, check = CHECKS[command]
-    return check(load_config(tree, None, [*BASE[command], *flags.split()]))
+    words = flags.split()
+    nproc = [int(word.removeprefix("--nproc=")) for word in words if word.startswith("--nproc=")]
+    words = [word for word in words if not word.startswith("--nproc=")]
+    return check(load_config(tree, None, [*BASE[command], *words]), *nproc)
 
 
 def assert_found(row: Row) -> None:
@@ -285,6 +356,12 @@ def test_a_sound_configuration_has_no_finding(command: str, workspace: Path) -> 
         "model.path=Qwen/Qwen3-0.6B",
         "data.train.0.path=openai/gsm8k data.train.0.subset=main",
         "run.resume=99",
+        "--nproc=1",
+        "--nproc=8 trainer.parallel.zero_stage=3 trainer.parallel.forward_prefetch=true",
+        "--nproc=8 trainer.parallel.tensor_parallel_size=2 trainer.parallel.fsdp_size=2",
+        "--nproc=8 trainer.parallel.ring_size=2 trainer.parallel.ulysses_size=2 "
+        "trainer.max_tokens_per_microbatch=2047",
+        "--nproc=8 algorithm.kl.coef=0.1 trainer.parallel.reference_ring_size=2",
     ],
 )
 def test_sound_settings_have_no_finding(flags: str, workspace: Path) -> None:

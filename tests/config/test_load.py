@@ -59,21 +59,23 @@ def test_spellings_of_a_value(flags: list[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--trainer.recompute"], True),
-        (["--trainer.recompute", "true"], True),
-        (["--trainer.recompute=True"], True),
-        (["trainer.recompute=true"], True),
-        (["--trainer.recompute", "--run.seed", "1"], True),
-        (["--trainer.recompute", "run.seed=1"], True),
-        (["--trainer.recompute", "false"], False),
-        (["--no-trainer.recompute"], False),
-        (["--trainer.no-recompute"], False),
-        (["--trainer.no_recompute"], False),
-        (["--trainer.recompute", "--no-trainer.recompute"], False),
+        (["--trainer.offload_activations"], True),
+        (["--trainer.offload_activations", "true"], True),
+        (["--trainer.offload_activations=True"], True),
+        (["trainer.offload_activations=true"], True),
+        (["--trainer.offload_activations", "--run.seed", "1"], True),
+        (["--trainer.offload_activations", "run.seed=1"], True),
+        (["--trainer.offload_activations", "false"], False),
+        (["--no-trainer.offload_activations"], False),
+        (["--trainer.no-offload_activations"], False),
+        (["--trainer.no_offload_activations"], False),
+        (["--trainer.offload_activations", "--no-trainer.offload_activations"], False),
     ],
 )
 def test_spellings_of_a_switch(flags: list[str], expected: bool) -> None:
-    assert load("--trainer.recompute=false", *flags).trainer.recompute is expected
+    assert (
+        load("--trainer.offload_activations=false", *flags).trainer.offload_activations is expected
+    )
 
 
 def test_lists_and_mappings_inline_and_by_index() -> None:
@@ -170,8 +172,8 @@ def test_missing_keys_are_named_with_their_help() -> None:
         (["--rollout.stop=x"], "rollout.stop: got 'x'"),
         (["--rollout.stop=[x"], "expected ',' or ']'"),
         (["--data.train.4.path=x"], "entry 4 of 'data.train', which has 1 entries"),
-        (["--trainer.recompute=maybe"], "trainer.recompute: got 'maybe'"),
-        (["--no-trainer.recompute=maybe"], "a switch takes true or false"),
+        (["--trainer.offload_activations=maybe"], "trainer.offload_activations: got 'maybe'"),
+        (["--no-trainer.offload_activations=maybe"], "a switch takes true or false"),
         (["--trainer=5"], "trainer: got 5"),
         (["recipe.yaml"], "the recipe goes first"),
         (["--trainer.optimizer.betas=[1]"], "trainer.optimizer.betas"),

@@ -9,7 +9,7 @@ import pytest
 
 import hone
 from hone.config.errors import UserError
-from hone.distributed.processes import Processes, processes
+from hone.distributed.processes import Processes, Rendezvous, processes, rendezvous
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -51,10 +51,30 @@ def test_R22_a_wrong_environment_is_told_with_its_values(values, got, monkeypatc
         processes()
 
 
+def test_where_processes_meet(monkeypatch):
+    for name, value in {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert rendezvous() == Rendezvous("node7", 29500, has_server=False, attempt=0)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert rendezvous() == Rendezvous("node7", 29500, has_server=True, attempt=2)
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_R22_no_place_to_meet_is_told(name, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.delenv(name)
+    with pytest.raises(UserError, match=f"{name}.* unset.*torchrun"):
+        rendezvous()
+
+
 def test_nobody_else_reads_the_environment_of_torchrun():
-    reads = re.compile(r"environ\W+(get\W+)?(RANK|WORLD_SIZE|LOCAL_|MASTER_)|getenv")
+    reads = re.compile(r"environ\W+(get\W+)?(RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC_)|getenv")
     package = Path(hone.__file__).parent
     readers = [path.name for path in package.rglob("*.py") if reads.search(path.read_text())]
-    assert readers == []
+    assert readers == ["processes.py"]
     tree = [path for path in package.rglob("*.py") if '"WORLD_SIZE"' in path.read_text()]
-    assert tree == [package / "distributed" / "processes.py"]
+    assert sorted(path.name for path in tree) == ["processes.py", "spawn.py"]  # read, and set

@@ -205,10 +205,10 @@ def main() -> None:
     del model
     expected: dict[str, torch.Tensor] = {}
     for settings in (
-        {"recompute": False, "compile": False},
-        {"recompute": True, "compile": False},
-        {"recompute": False, "compile": True},
-        {"recompute": True, "compile": True},
+        {"recompute": "off", "compile": False},
+        {"recompute": "full", "compile": False},
+        {"recompute": "off", "compile": True},
+        {"recompute": "full", "compile": True},
     ):
         gc.collect()
         torch.cuda.empty_cache()

@@ -26,6 +26,7 @@ from hone.config.load import dump_config
 from hone.config.tree import RLConfig
 from hone.loops import sync
 from hone.loops.parts import assemble
+from hone.observe.run_folder import RunFolder
 
 OF_THE_LAUNCH = ("time/", "perf/", "mem/", "timestamp_s", "off_policy/parity/")
 """What the clock says, and the gate that every launch passes anew."""
@@ -273,6 +274,7 @@ def test_R25_any_end_leaves_nothing_running(
     steps = CheckpointStore(cfg.run.dir / "checkpoints").steps()
     assert bool(steps) == ending.saves
     assert "Traceback" not in output
+    assert RunFolder.read(cfg.run.dir).status == ("stopped" if ending.saves else "running")
     if ending.saves:
         assert metrics(cfg.run.dir)[-1]["step"] == steps[-1], "the step in progress is kept"
 

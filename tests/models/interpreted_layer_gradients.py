@@ -55,7 +55,8 @@ def heads(num_heads, num_kv_heads, head_dim, *, has_norm, num_tokens=37):
 
 
 def main() -> None:
-    layer_gradients.NORM_PROGRAMS = layer_gradients.HEAD_PROGRAMS = 2  # each takes several rows
+    layer_gradients.PROGRAMS = 2  # each takes several tiles
+    layer_gradients.NORM_TILE = 256
     results = {
         "rms_norm": errors(
             "rms_norm",

@@ -36,27 +36,29 @@ def test_kernels_equal_their_twins(results, case):
     assert max(results[case]) < 1e-5, results[case]
 
 
-@pytest.mark.parametrize("has_norm", [True, False])
-def test_kernels_compile_for_hopper(tmp_path, monkeypatch, has_norm):
+@pytest.mark.parametrize("complete", [True, False])
+def test_kernels_compile_for_hopper(tmp_path, monkeypatch, complete):
+    """With all that a kernel may take, and without what it need not have."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.9 warns where it is unset
     from hone.models import layer_gradients as gradients
     from tests.attention.hopper import products
 
-    pointers = ("gradient", "grad", "grad_x", "grad_q", "grad_k", "grad_v")
-    pointers = (*pointers, "x", "weight", "gate_up", "qkv", "rotary")
-    types = {f"{name}_ptr": "*bf16" for name in pointers}
+    names = "gradient grad grad_x grad_q grad_k grad_v residual_grad normed activated rotated"
+    names += " total residual x weight gate_up qkv rotary q_norm k_norm"
+    types = {f"{name}_ptr": "*bf16" for name in names.split()}
     types |= {"parts_ptr": "*fp32", "positions_ptr": "*i64", "eps": "fp32"}
-    norms: dict[str, object] = {}
-    if has_norm:
-        types |= {"q_norm_ptr": "*bf16", "k_norm_ptr": "*bf16"}
-    else:
-        norms = {"q_norm_ptr": None, "k_norm_ptr": None}
-    shape = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "TOKENS": 16, "BLOCK": 64}
-    for kernel, constants in (
-        (gradients._norm_gradient_kernel, {"WIDTH": 1024, "BLOCK": 1024}),
-        (gradients._silu_gradient_kernel, {"WIDTH": 3072, "BLOCK": 1024}),
-        (gradients._rotate_gradient_kernel, shape | norms),
+    norm = {"WIDTH": 1024, "ROWS": 4, "BLOCK": 1024}
+    heads = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 16, "BLOCK": 64}
+    norms = ("q_norm_ptr", "k_norm_ptr")
+    for kernel, constants, optional in (
+        (gradients._add_norm_kernel, norm, ("x_ptr",)),
+        (gradients._norm_gradient_kernel, norm, ("residual_grad_ptr",)),
+        (gradients._silu_gradient_kernel, {"WIDTH": 3072, "BLOCK": 1024}, ()),
+        (gradients._rotate_kernel, heads | {"OUT_HEADS": 24}, norms),
+        (gradients._rotate_gradient_kernel, heads, (*norms, "qkv_ptr")),
     ):
-        used = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-        assert products(kernel, used, constants, num_warps=4) == set()
+        absent = {} if complete else dict.fromkeys(optional)
+        present = [name for name in kernel.arg_names if name in types and name not in absent]
+        used = {name: types[name] for name in present}
+        assert products(kernel, used, constants | absent, num_warps=8) == set()

@@ -95,6 +95,21 @@ def test_pretrained_weights_are_those_on_disk(folder):
         assert torch.equal(state[name], tensor), name
 
 
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_a_model_on_the_host_is_the_one_of_the_device(folder, init):
+    there = load(folder, init=init).state_dict()
+    here = load_model(
+        ModelConfig(path=str(folder), init=init), device="cpu", seed=1, on_host=True
+    ).state_dict()
+    assert all(torch.equal(tensor, there[name]) for name, tensor in here.items())
+
+
+def test_a_model_on_the_host_has_the_format_of_the_device(folder):
+    model = load_model(ModelConfig(path=str(folder)), device="cuda", seed=1, on_host=True)
+    assert {x.device.type for x in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert model.dtype == torch.bfloat16
+
+
 def drop_weight(folder):
     file = folder / "model.safetensors"
     weights = load_file(file)

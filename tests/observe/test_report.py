@@ -141,6 +141,19 @@ def test_status(tmp_path: Path, last_step: int, age_s: float, status: str) -> No
     assert RunFolder.read(tmp_path).status == status
 
 
+def test_an_interrupted_run_has_stopped_until_it_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {steps: 200}")
+    now = time.time()
+    row = {"step": 20, "timestamp_s": now - 1, "time/step_s": 5.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    event = {"kind": "interrupted", "timestamp_s": now, "step": 20}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert RunFolder.read(tmp_path).status == "stopped"
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row | {"step": 21, "timestamp_s": now + 1}) + "\n")
+    assert RunFolder.read(tmp_path).status == "running"
+
+
 def test_text_of_models_cannot_break_the_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=2)
     hostile = "</script><script>alert(1)</script><b>&"

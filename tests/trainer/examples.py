@@ -7,11 +7,13 @@ import random
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hone.attention import ATTENTION_NAME
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import TrainerConfig
+from hone.distributed.mesh import Mesh
 from hone.trainer.trainer import PolicyTrainer
 from hone.types import Trajectory
 
@@ -98,6 +100,8 @@ def make_trainer(
     algorithm: AlgorithmConfig | None = None,
     *,
     trainer_class: type[PolicyTrainer] = PolicyTrainer,
+    mesh: Mesh | None = None,
+    reference: PreTrainedModel | None = None,
     **settings: Any,
 ) -> PolicyTrainer:
     return trainer_class(
@@ -107,13 +111,16 @@ def make_trainer(
         temperature=1.0,
         max_completion_tokens=24,
         total_steps=100,
+        mesh=mesh,
+        reference=reference,
     )
 
 
 def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    """The gradients the masters hold, which are then dropped."""
+    """The gradients the masters hold, whole and in float64, which are then dropped. Collective."""
     result = {
-        n: p.grad.double().clone() for n, p in trainer.policy.masters.items() if p.grad is not None
+        name: (g.full_tensor() if isinstance(g, DTensor) else g).double().clone()
+        for name, g in trainer.policy.gradients.items()
     }
     trainer.policy.drop_gradient()
     return result

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
-from hone.trainer.optimizers import ParameterOptimizer
+from hone.trainer import optimizers
+from hone.trainer.offload import HostMasters
+from hone.trainer.optimizers import FlatLayout, ParameterOptimizer, adamw_bfloat16_
 
 SHAPES = {"embed": (12, 6), "wide": (4, 10), "tall": (10, 4), "norm": (6,)}
 
@@ -109,3 +115,192 @@ def test_foreign_state_is_refused(name: str):
     tensors: dict[str, Any] = {name: torch.zeros(3, 3)}
     with pytest.raises(ValueError, match=name):
         optimizer.load_state_dict(tensors)
+
+
+def offloaded(
+    cfg: OptimizerConfig, *, masters_on_host: bool
+) -> tuple[dict[str, Tensor], ParameterOptimizer, Any]:
+    """Weights, the optimizer that moves them, and what gives it a gradient."""
+    named = parameters()
+    if not masters_on_host:
+        optimizer = ParameterOptimizer(named, cfg, {"embed"}, offload=True)
+        weights = {n: p.detach() for n, p in named.items()}
+        return weights, optimizer, lambda n, g: setattr(named[n], "grad", g)
+    host = HostMasters({n: p.detach().bfloat16() for n, p in named.items()})
+    for name, master in host.masters.items():
+        master.detach().copy_(named[name].detach())
+    optimizer = ParameterOptimizer(host.masters, cfg, {"embed"}, offload=True, host_masters=host)
+    return host.weights, optimizer, host.add_gradient
+
+
+def steps(optimizer: ParameterOptimizer, give: Any, which: range) -> None:
+    for step in which:
+        for name in SHAPES:
+            give(name, gradient(name, step))
+        optimizer.step(lr_scale=1.0 / (step + 1))
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masters_on_host", [False, True])
+def test_offload_gives_the_bits_of_a_step_on_the_device(
+    masters_on_host: bool, state_dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    cfg = OptimizerConfig.model_validate(
+        {"lr": 0.05, "weight_decay": 0.1, "state_dtype": state_dtype}
+    )
+    # 12 bytes an element: buckets of 32 elements, so that most parameters lie in several.
+    monkeypatch.setattr(optimizers, "BUCKET_BYTES", 32 * 12)
+    monkeypatch.setattr(optimizers, "_PIECE_STEP", 16)
+    named = parameters()
+    expected = ParameterOptimizer(named, cfg, {"embed"})
+    run(expected, named, range(5))
+    weights, optimizer, give = offloaded(cfg, masters_on_host=masters_on_host)
+    steps(optimizer, give, range(5))
+    for name, parameter in named.items():
+        assert torch.equal(weights[name], parameter.detach().to(weights[name].dtype)), name
+        if masters_on_host:
+            assert torch.equal(optimizer._parameters[name], parameter), name
+    got, want = optimizer.state_dict(), expected.state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], value) for key, value in want.items())
+    assert optimizer.device_tensors() == []
+
+
+@pytest.mark.parametrize("planted", ["moments", "gradients"])
+def test_planted_bugs_of_an_offloaded_step_are_caught(
+    planted: str, monkeypatch: pytest.MonkeyPatch
+):
+    if planted == "moments":  # one moment is not written back
+        streamed = optimizers.stream_buckets
+
+        def forget(buckets: Any, update: Any, device: torch.device) -> None:
+            streamed(([*b[:-1], b[-1].clone()] for b in buckets), update, device)
+
+        monkeypatch.setattr(optimizers, "stream_buckets", forget)
+    else:  # a step's gradient is applied again
+        monkeypatch.setattr(optimizers._AdamW, "_drop_gradients", lambda self: None)
+    with pytest.raises(AssertionError):
+        test_offload_gives_the_bits_of_a_step_on_the_device(True, "float32", monkeypatch)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_state_moves_between_device_and_host(state_dtype: str):
+    cfg = OptimizerConfig.model_validate({"lr": 0.05, "state_dtype": state_dtype})
+    straight = parameters()
+    optimizer = ParameterOptimizer(straight, cfg, {"embed"})
+    run(optimizer, straight, range(3))
+    saved = {n: t.clone() for n, t in optimizer.state_dict().items()}
+    resumed = {n: nn.Parameter(p.detach().clone()) for n, p in straight.items()}
+    other = ParameterOptimizer(resumed, cfg, {"embed"}, offload=True)
+    steps(other, lambda n, g: setattr(resumed[n], "grad", g), range(1))  # to be forgotten
+    for name, parameter in resumed.items():
+        parameter.detach().copy_(straight[name].detach())
+    other.load_state_dict(saved)
+    run(optimizer, straight, range(3, 6))
+    run(other, resumed, range(3, 6))
+    for name, parameter in straight.items():
+        assert torch.equal(parameter, resumed[name]), name
+
+
+def test_muon_refuses_offload_and_says_why():
+    with pytest.raises(UserError, match="orthogonalises whole matrices") as caught:
+        ParameterOptimizer(parameters(), OptimizerConfig(name="muon"), set(), offload=True)
+    assert "trainer.offload_optimizer" in str(caught.value)
+
+
+def small_updates(state_dtype: str, steps: int = 1000) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments and movement of 4,096 weights whose gradients shrink tenfold after the first step,
+    with slow second moments: every change of a moment is far below its last bfloat16 bit."""
+    cfg = OptimizerConfig.model_validate(
+        {"lr": 1e-4, "betas": (0.9, 0.999), "state_dtype": state_dtype}
+    )
+    generator = torch.Generator().manual_seed(0)
+    named = {"w": nn.Parameter(torch.zeros(64, 64))}
+    optimizer = ParameterOptimizer(named, cfg, set())
+    for step in range(steps):
+        noise = 1 + 0.3 * torch.randn(64, 64, generator=generator)
+        named["w"].grad = noise * (1.0 if step == 0 else 0.1)
+        optimizer.step(1.0)
+    state = optimizer.state_dict()
+    return state["exp_avg/w"].double(), state["exp_avg_sq/w"].double(), named["w"].detach().double()
+
+
+def check_small_updates() -> None:
+    _, exact_v, exact_w = small_updates("float32")
+    _, v, w = small_updates("bfloat16")
+    assert float((v.mean() / exact_v.mean() - 1).abs()) < 0.01
+    assert float((w.mean() / exact_w.mean() - 1).abs()) < 0.01
+    assert float((w - exact_w).norm() / exact_w.norm()) < 0.05
+
+
+def test_bfloat16_moments_follow_small_updates_over_1000_steps():
+    check_small_updates()
+
+
+def test_planted_rounding_to_nearest_is_caught(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(optimizers, "_round_to_bfloat16", lambda x, noise: x.bfloat16())
+    with pytest.raises(AssertionError):
+        check_small_updates()
+
+
+def test_rounding_is_unbiased_and_goes_to_a_neighbour():
+    x = torch.randn(1, generator=torch.Generator().manual_seed(0)).expand(1 << 16).contiguous()
+    for shift in (0, 16):
+        noise = optimizers._shift_right(optimizers._noise(123, x.numel(), 77), shift) & 0xFFFF
+        rounded = optimizers._round_to_bfloat16(x, noise)
+        below = (x[0].view(torch.int32) & -0x10000).view(torch.float32)
+        ulp = rounded.double().abs().max() - below.double().abs()
+        assert set(rounded.double().tolist()) == {
+            float(below),
+            float(rounded.double()[rounded != below][0]),
+        }
+        assert float((rounded.double().mean() - x[0].double()).abs()) < 0.01 * float(ulp)
+
+
+def test_noise_depends_on_the_place_in_the_parameter_alone():
+    whole = optimizers._noise(0, 1000, 5)
+    assert torch.equal(whole[300:600], optimizers._noise(300, 300, 5))
+    assert not torch.equal(whole, optimizers._noise(0, 1000, 6))
+
+
+def test_noise_of_columns_is_that_of_their_place_in_the_parameter():
+    whole = optimizers._noise(0, 60 * 50, 5).view(60, 50)
+    shard = FlatLayout(offset=10 * 50 + 20, row=30, stride=50)
+    assert torch.equal(whole[10:, 20:].reshape(-1)[7:407], optimizers._noise(7, 400, 5, shard))
+
+
+def test_one_bfloat16_step_is_the_textbook_one_before_rounding():
+    cfg = OptimizerConfig(lr=0.05, weight_decay=0.1, eps=1e-6)
+    generator = torch.Generator().manual_seed(3)
+    w, g = torch.randn(2, 500, generator=generator)
+    m = torch.randn(500, generator=generator).bfloat16()
+    v = torch.rand(500, generator=generator).bfloat16()
+    got = [w.clone(), g, m.clone(), v.clone()]
+    adamw_bfloat16_(*got, first_index=0, seed=9, num_steps=4, cfg=cfg, lr=0.03, decay=0.1)
+    b1, b2 = cfg.betas
+    new_m = b1 * m.double() + (1 - b1) * g.double()
+    new_v = b2 * v.double() + (1 - b2) * g.double() ** 2
+    moved = new_m / (1 - b1**4) / ((new_v / (1 - b2**4)).sqrt() + cfg.eps)
+    expected = w.double() * (1 - 0.03 * 0.1) - 0.03 * moved
+    torch.testing.assert_close(got[0].double(), expected, rtol=1e-5, atol=1e-6)
+    for stored, exact in ((got[2], new_m), (got[3], new_v)):
+        assert float(((stored.double() - exact) / exact).abs().max()) < 2**-7
+
+
+def test_the_kernel_equals_the_step_in_torch():
+    """In Triton's interpreter, in a process of its own: it is chosen before triton is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.trainer.interpreted_adamw"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    outcome = json.loads(done.stdout)
+    for errors in outcome["found"].values():
+        assert errors["master"] < 1e-6
+        # Float sums may differ in their last bit, which the noise turns into a bfloat16 step.
+        assert errors["share_of_moments_that_differ"] < 0.002
+        assert errors["largest_difference_in_steps"] <= 1
+    # Other noise, or the noise of another place.
+    assert all(share > 0.1 for share in outcome["planted"].values())

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import random
 import time
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.trainer.packing import AttentionCost, collate, pack
+from hone.trainer.packing import AttentionCost, collate, digest, empty_batch, plan
 from hone.types import Trajectory
 from tests.trainer.examples import random_rows
 
@@ -19,6 +22,12 @@ def rows_of(lengths: list[int]) -> list[Trajectory]:
         Trajectory(id=f"r{i}", token_ids=[0] * n, loss_mask=[False] * n)
         for i, n in enumerate(lengths)
     ]
+
+
+def pack(rows: list[Trajectory], **options: Any) -> list[list[int]]:
+    """The passes of one rank alone."""
+    (passes,) = plan(rows, **options)
+    return passes
 
 
 @settings(max_examples=200, deadline=None)
@@ -50,9 +59,8 @@ def test_bins_are_balanced_by_flops_not_by_tokens():
     loads = [sum(quadratic(lengths[i]) for i in members) for members in bins]
     tokens = [sum(lengths[i] for i in members) for members in bins]
     assert len(bins) == 2
-    assert 0 in bins[0]
-    assert bins[0] == [0, *bins[0][1:]]
-    assert tokens[0] < tokens[1], "the bin with the long row must take fewer tokens"
+    long = next(i for i, members in enumerate(bins) if 0 in members)
+    assert tokens[long] < tokens[1 - long], "the bin with the long row must take fewer tokens"
     by_tokens = pack(rows_of(lengths), max_tokens=2400)
     assert max(loads) < max(sum(quadratic(lengths[i]) for i in b) for b in by_tokens)
 
@@ -62,20 +70,95 @@ def test_a_row_beyond_the_budget_is_named():
         pack(rows_of([10, 11]), max_tokens=10)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 100), max_size=60),
+    st.integers(100, 300),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from([None, 1, 3]),
+)
+def test_R10_ranks_have_equally_many_passes_and_each_row_once(
+    lengths: list[int], budget: int, num_ranks: int, balance: bool, size: int | None
+):
+    rows = rows_of(lengths)
+    options: dict[str, Any] = {
+        "max_tokens": budget,
+        "num_ranks": num_ranks,
+        "micro_batch_size": size,
+        "cost": COST,
+        "balance": balance,
+    }
+    passes = plan(rows, **options)
+    assert passes == plan(rows, **options)
+    assert len(passes) == num_ranks
+    assert len({len(own) for own in passes}) == 1
+    flat = [members for own in passes for members in own]
+    assert sorted(i for members in flat for i in members) == list(range(len(lengths)))
+    for members in flat:
+        assert len(members) <= size if size else sum(lengths[i] for i in members) <= budget
+    for own in passes:
+        assert not any(later and not earlier for earlier, later in pairwise(own)), "empty ones last"
+    if not balance:
+        owners = [rank for rank, own in enumerate(passes) for members in own for _ in members]
+        order = [i for own in passes for i in sorted(i for members in own for i in members)]
+        assert order == list(range(len(lengths)))
+        counts = [owners.count(rank) for rank in range(num_ranks)]
+        assert max(counts) - min(counts) <= 1
+
+
+def share_of_work(passes: list[list[list[int]]], lengths: list[int]) -> float:
+    """Of the time in which ranks wait for the slowest in every pass."""
+    costs = [[sum(COST(lengths[i]) for i in members) for members in own] for own in passes]
+    waited = len(passes) * sum(max(together) for together in zip(*costs, strict=True))
+    return sum(map(sum, costs)) / waited
+
+
+def test_ranks_do_not_wait_for_each_other():
+    rng = random.Random(0)
+    lengths = [min(int(rng.lognormvariate(6, 1)), 8000) + 100 for _ in range(1024)]
+    rows, options = rows_of(lengths), {"max_tokens": 16384, "num_ranks": 8, "cost": COST}
+    balanced = share_of_work(plan(rows, **options), lengths)
+    assert balanced > 0.98
+    assert share_of_work(plan(rows, **options, balance=False), lengths) < balanced - 0.02
+
+
+def test_digests_tell_rows_and_plans_apart():
+    rows = rows_of([3, 4, 5])
+    first = digest(rows, [[[0, 1], [2]]])
+    assert first == digest(rows_of([3, 4, 5]), [[[0, 1], [2]]])
+    assert first != digest(rows, [[[0], [1, 2]]])
+    assert first != digest(rows, [[[0, 1]], [[2]]])
+    assert first != digest(rows_of([3, 4, 6]), [[[0, 1], [2]]])
+    assert first != digest(rows[:2], [[[0, 1], [2]]])
+
+
+def test_an_empty_batch_trains_nothing():
+    batch = empty_batch("cpu")
+    assert batch.ids == ()
+    assert not batch.weights.any()
+    assert len(batch.labels) > 0
+
+
 @pytest.mark.parametrize(
     "lengths",
     [
-        [(i * 7919) % 4000 + 50 for i in range(8192)],
-        [2049 + i % 3 for i in range(8192)],
-        [2500 if i % 2 else 1 for i in range(8192)],
+        [(i * 7919) % 4000 + 50 for i in range(4096)],
+        [2049 + i % 3 for i in range(4096)],
+        [2500 if i % 2 else 1 for i in range(4096)],
     ],
     ids=["spread", "one a bin", "bimodal"],
 )
-def test_packing_8192_rows_takes_well_under_a_second(lengths: list[int]):
+@pytest.mark.parametrize("max_tokens", [4096, 16384])
+def test_planning_4096_rows_for_8_ranks_takes_milliseconds(lengths: list[int], max_tokens: int):
     rows = rows_of(lengths)
-    start = time.process_time()
-    pack(rows, max_tokens=4096, cost=COST)
-    assert time.process_time() - start < 1.0
+
+    def seconds() -> float:
+        start = time.process_time()
+        plan(rows, max_tokens=max_tokens, num_ranks=8, cost=COST)
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(5)) < 0.05
 
 
 def test_collate_equals_a_token_by_token_twin():

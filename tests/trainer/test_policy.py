@@ -4,11 +4,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
 from hone.models.decoder import alias_module
 from hone.observe.metrics import to_scalars
+from hone.trainer import learner
+from hone.trainer import policy as policy_module
+from hone.trainer.offload import HostMasters
 from hone.trainer.optimizers import ParameterOptimizer
-from hone.trainer.policy import NonFiniteError, Policy
+from hone.trainer.policy import NonFiniteError, Policy, require_layout
 from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
 
 LR, STEPS = 1e-6, 1000
@@ -53,25 +57,20 @@ def test_R23_planted_bfloat16_masters_are_caught():
         check_analytic_movement(moved_by_constant_gradient(policy, parameters))
 
 
-def test_bfloat16_gradients_add_up_in_float32():
+@pytest.mark.parametrize("offload", [False, True])
+def test_bfloat16_gradients_add_up_in_float32(offload: bool):
     """Micro-batch gradients g_1 ... g_k: the master's is their float32 sum, to the bit."""
-    rows = random_rows(6, seed=1)
-    alone: list[dict[str, Tensor]] = []
-    for row in rows:
-        trainer = make_trainer(tiny_model(dtype=torch.bfloat16))
-        batches = trainer._micro_batches([row], [1.0])
-        for batch in batches:
-            trainer._backward(batch)
-        alone.append(gradients(trainer))
-    trainer = make_trainer(tiny_model(dtype=torch.bfloat16), micro_batch_size=1)
-    for batch in trainer._micro_batches(rows, [1.0] * len(rows)):
-        trainer._backward(batch)
-    assert all(p.grad is None for p in trainer.policy.model.parameters())
-    for name, got in gradients(trainer).items():
-        total = torch.zeros_like(got, dtype=torch.float32)
-        for gradient in alone:
-            total += gradient[name].float()
-        assert torch.equal(got.float(), total), name
+    policy = Policy(tiny_model(dtype=torch.bfloat16), offload_optimizer=offload)
+    generator = torch.Generator().manual_seed(0)
+    total = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in policy.parameters.items()}
+    for _ in range(5):
+        for name, parameter in policy.parameters.items():
+            gradient = torch.randn(parameter.shape, generator=generator).bfloat16()
+            (parameter * gradient).sum().backward()
+            total[name] += gradient.float()
+    assert all(p.grad is None for p in policy.model.parameters())
+    for name, expected in total.items():
+        assert torch.equal(policy.gradients[name], expected), name
 
 
 def test_tied_weights_have_one_master_and_both_ends_are_named():
@@ -147,3 +146,121 @@ def test_compiled_layers_keep_their_names():
     model = tiny_model()
     names = [n for n, _ in model.named_parameters()]
     assert list(Policy(model, compile=True).parameters) == names
+
+
+class Trained:
+    """A policy and its optimizer, given gradients as backward gives them."""
+
+    def __init__(self, *, offload: bool) -> None:
+        model = tiny_model(dtype=torch.bfloat16)
+        self.policy = Policy(model, offload_optimizer=offload)
+        self.optimizer = ParameterOptimizer(
+            self.policy.masters,
+            OptimizerConfig(lr=0.01, weight_decay=0.1),
+            self.policy.embedding_names,
+            offload=offload,
+            host_masters=self.policy.host_masters,
+        )
+
+    def step(self, seed: int) -> dict[str, float]:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(2):
+            for parameter in self.policy.parameters.values():
+                noise = torch.randn(parameter.shape, generator=generator).bfloat16()
+                (parameter * noise).sum().backward()
+        norm = self.policy.gradient_norm()
+        self.policy.clip_gradient(10.0, norm)
+        metrics = self.policy.apply(lambda: self.optimizer.step(1.0))
+        self.policy.drop_gradient()
+        return {**to_scalars(metrics), "norm": float(norm)}
+
+
+def test_offloaded_masters_train_with_the_same_bits():
+    device, host = Trained(offload=False), Trained(offload=True)
+    for seed in range(4):
+        assert device.step(seed) == host.step(seed)
+        assert host.policy.gradients == {}
+    for name, parameter in device.policy.parameters.items():
+        assert torch.equal(parameter, host.policy.parameters[name]), name
+        assert torch.equal(device.policy.masters[name], host.policy.masters[name]), name
+    assert all(p.grad is None for p in host.policy.parameters.values())
+
+
+def test_planted_module_that_keeps_its_weights_is_caught(monkeypatch: pytest.MonkeyPatch):
+    class Detached(HostMasters):
+        def __init__(self, weights: dict[str, Tensor]) -> None:
+            super().__init__({name: weight.detach().clone() for name, weight in weights.items()})
+
+    monkeypatch.setattr(policy_module, "HostMasters", Detached)
+    with pytest.raises(AssertionError):
+        test_offloaded_masters_train_with_the_same_bits()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_loaded_masters_are_what_the_next_step_moves(offload: bool):
+    straight, resumed = Trained(offload=offload), Trained(offload=offload)
+    for seed in range(3):
+        straight.step(seed)
+    resumed.step(99)
+    resumed.policy.load_masters({n: m.detach().clone() for n, m in straight.policy.masters.items()})
+    for name, parameter in straight.policy.parameters.items():
+        assert torch.equal(parameter, resumed.policy.parameters[name]), name
+    resumed.optimizer.load_state_dict(
+        {n: t.clone() for n, t in straight.optimizer.state_dict().items()}
+    )
+    straight.step(3)
+    resumed.step(3)
+    for name, master in straight.policy.masters.items():
+        assert torch.equal(master, resumed.policy.masters[name]), name
+
+
+def test_planted_masters_that_are_not_refreshed_are_caught(monkeypatch: pytest.MonkeyPatch):
+    def only_the_module(self: Policy, tensors: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[name])
+
+    monkeypatch.setattr(Policy, "load_masters", only_the_module)
+    with pytest.raises(AssertionError):
+        test_loaded_masters_are_what_the_next_step_moves(True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "current", "error", "text"),
+    [
+        (8, 16, UserError, "trained with model.lora.rank 8, and model.lora.rank is 16 now"),
+        (0, 16, UserError, "trained with model.lora.rank 0, and model.lora.rank is 16 now"),
+        (8, 8, ValueError, "1 tensors differ in name or shape, first 'q.bias'"),
+    ],
+)
+def test_a_checkpoint_of_another_layout_is_refused_with_the_reason(
+    saved: int, current: int, error: type[Exception], text: str
+):
+    def tensors(rank: int) -> dict[str, Tensor]:
+        if not rank:
+            return {"q.weight": torch.zeros(6, 4)}
+        return {"q.lora_A": torch.zeros(rank, 4), "q.lora_B": torch.zeros(6, rank)}
+
+    require_layout(tensors(current), tensors(current))
+    extra = {"q.bias": torch.zeros(6)} if saved == current else {}
+    with pytest.raises(error, match=text):
+        require_layout(tensors(current), tensors(saved) | extra)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapted", "reason"),
+    [
+        ("cpu", False, "they run on CUDA GPUs, and this run is on cpu"),
+        ("cuda", True, "they do not train adapters, and model.lora.rank is above 0"),
+        ("cuda", False, "and this model is qwen3"),
+    ],
+)
+def test_fused_layers_are_refused_with_the_reason(
+    kind: str, adapted: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    model = tiny_model()
+    monkeypatch.setattr(type(model), "device", torch.device(kind))
+    monkeypatch.setattr(learner, "is_adapted", lambda model: adapted)
+    monkeypatch.setattr(learner, "has_training_layers", lambda model: False)
+    with pytest.raises(UserError, match=reason):
+        make_trainer(model, fused_layers=True)

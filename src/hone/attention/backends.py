@@ -12,10 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hone.attention import flash, reference
+from hone.attention import blocks, flash, flash4, reference
+from hone.attention.blocks import AttentionBlock
 from hone.attention.context import FP8_DTYPE, PackedContext, PagedContext
 
 __all__ = [
+    "attend_block",
+    "block_gradients",
     "calibrate_scales",
     "choose_packed_backend",
     "choose_paged_backend",
@@ -31,15 +34,18 @@ the same over four orders of magnitude below the largest value, so it costs none
 
 def choose_packed_backend(
     device: torch.device, dtype: torch.dtype, *, head_dim: int, softcap: float | None
-) -> Literal["flash", "reference"]:
+) -> Literal["flash4", "flash", "reference"]:
     """Backend of training and prefill.
 
     FlashAttention takes 16-bit floats on CUDA and heads up to 256, and knows sliding windows
-    but no soft cap; everything else is plain torch.
+    but no soft cap; everything else is plain torch. FlashAttention 4 serves training where it is
+    installed and has kernels for the device; what it does not serve is FlashAttention 2's.
     """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "reference"
-    return "flash" if softcap is None and head_dim <= flash.MAX_HEAD_DIM else "reference"
+    if softcap is not None or head_dim > flash.MAX_HEAD_DIM:
+        return "reference"
+    return "flash4" if flash4.is_usable(device, head_dim) else "flash"
 
 
 @lru_cache
@@ -58,12 +64,57 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention within each packed sequence; q [T, Hq, D], k and v [T, Hkv, D]."""
-    if _packed_backend(q, softcap) == "flash":
+    """Causal attention within each packed sequence; q [T, Hq, D], k and v [T, Hkv, D].
+
+    Serves whole sequences on one process; `interface.attend_packed` serves every context.
+    """
+    assert not context.shared_prompts, "shared prompts are served by interface.attend_packed"
+    backend = _packed_backend(q, softcap)
+    if backend == "flash4":
+        return flash4.packed_attention(q, k, v, context, scale=scale, window=window)
+    if backend == "flash":
         return flash.packed_attention(q, k, v, context, scale=scale, window=window)
     return reference.packed_attention(
         q, k, v, context.lengths, scale=scale, window=window, softcap=softcap
     )
+
+
+def attend_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: AttentionBlock,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to a part of the keys: output [Tq, Hq, D], and log-sum-exp of the scores [Hq, Tq],
+    float32 or wider. q, k and v are the block's own rows."""
+    if _packed_backend(q, softcap) != "reference":
+        return flash.attend_block(q, k, v, block, scale=scale)
+    return blocks.attend(q, k, v, block, scale=scale, softcap=softcap)
+
+
+def block_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: AttentionBlock,
+    *,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The block's share of the gradients of q, k and v, given that of the output.
+
+    Output [Tq, Hq, D] and log-sum-exp [Hq, Tq] are those over *all* keys of these queries.
+    """
+    whole = {"output": output, "lse": lse}
+    if _packed_backend(q, softcap) != "reference":
+        return flash.block_gradients(grad, q, k, v, block, **whole, scale=scale)
+    return blocks.gradients(grad, q, k, v, block, **whole, scale=scale, softcap=softcap)
 
 
 def calibrate_scales(k: Tensor, v: Tensor, scales: Tensor) -> None:
@@ -112,7 +163,7 @@ def paged_attention(
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     if context.is_decode:
         return _decode(q, kv_cache, context, scales, **options)
-    if _packed_backend(q, softcap) == "flash":
+    if _packed_backend(q, softcap) != "reference":
         return flash.prefill_attention(
             q, k, v, kv_cache, context, scale=scale, scales=scales, window=window
         )
@@ -152,5 +203,5 @@ def _decode(
     )
 
 
-def _packed_backend(q: Tensor, softcap: float | None) -> Literal["flash", "reference"]:
+def _packed_backend(q: Tensor, softcap: float | None) -> Literal["flash4", "flash", "reference"]:
     return choose_packed_backend(q.device, q.dtype, head_dim=q.shape[-1], softcap=softcap)

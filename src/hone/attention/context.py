@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
+
+from hone.distributed.mesh import Axis
 
 __all__ = [
     "FP8_DTYPE",
     "SHARED_PREFIX_MEMBERS",
     "AttentionContext",
+    "ContextParallel",
     "PackedContext",
     "PagedContext",
     "SharedPrefix",
@@ -30,31 +33,74 @@ FP8_DTYPE = torch.float8_e4m3fn
 """Element type of a quantised KV cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel:
+    """The processes that hold a packed row between them, equally many tokens each.
+
+    Which ones a rank has says `hone.attention.context_parallel.token_ranges`.
+    """
+
+    ring: Axis
+    ulysses: Axis
+
+    @property
+    def size(self) -> int:
+        return self.ring.size * self.ulysses.size
+
+
 @dataclass(slots=True, kw_only=True)
 class PackedContext:
-    """Training: sequences laid end to end, causal attention within each."""
+    """Training: sequences laid end to end, causal attention within each.
+
+    With `parallel` the forward has this process's tokens of the row alone, and borders and lengths
+    are those of the whole row.
+
+    With `shared_prompts` some sequences are laid out in two pieces, of which several have the first
+    in common, and S counts pieces. Entry g says how many completions prompt g has: the first pieces
+    are the prompts, then come the completions of each in turn, then sequences in one piece.
+    """
 
     cu_seqlens: Tensor  # [S + 1] int32, borders, first 0 and last T
-    max_seqlen: int
+    max_seqlen: int  # of a whole sequence, its prompt included
     lengths: tuple[int, ...]  # [S], the differences of cu_seqlens
+    shared_prompts: tuple[int, ...] = ()
+    parallel: ContextParallel | None = None
 
     @classmethod
     def from_lengths(
-        cls, lengths: Sequence[int], *, device: torch.device | str = "cpu"
+        cls,
+        lengths: Sequence[int],
+        *,
+        shared_prompts: Sequence[int] = (),
+        device: torch.device | str = "cpu",
     ) -> PackedContext:
-        """The context of sequences of the given lengths, in packing order."""
+        """The context of sequences, or of their pieces, of the given lengths, in packing order."""
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every packed sequence needs at least one token, got {lengths=}")
+        prompts, others = lengths[: len(shared_prompts)], lengths[len(shared_prompts) :]
+        if min(shared_prompts, default=1) < 1 or sum(shared_prompts) > len(others):
+            raise ValueError(
+                f"each shared prompt needs a completion: {shared_prompts=} does not go with "
+                f"{len(lengths)} pieces"
+            )
+        pieces = iter(others)
+        whole = [
+            prompt + max(islice(pieces, count))
+            for prompt, count in zip(prompts, shared_prompts, strict=True)
+        ]
         borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(
             cu_seqlens=borders.to(device, non_blocking=True),
-            max_seqlen=max(lengths),
+            max_seqlen=max([*whole, *others]),
             lengths=tuple(lengths),
+            shared_prompts=tuple(shared_prompts),
         )
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.lengths)
+        """Tokens of the forward on this process."""
+        size = 1 if self.parallel is None else self.parallel.size
+        return sum(self.lengths) // size
 
 
 SHARED_PREFIX_MEMBERS = 8

@@ -14,12 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from hone.attention.blocks import AttentionBlock
 from hone.attention.context import FP8_DTYPE, PackedContext, PagedContext
 from hone.attention.reference import gather_kv
 
-__all__ = ["MAX_HEAD_DIM", "packed_attention", "prefill_attention"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "attend_block",
+    "block_gradients",
+    "packed_attention",
+    "prefill_attention",
+]
 
 MAX_HEAD_DIM = 256
 """Largest head the kernels are built for."""
@@ -98,6 +105,65 @@ def prefill_attention(
     )
 
 
+def attend_block(
+    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `backends.attend_block`; not differentiable."""
+    output, lse = varlen_attn(
+        q,
+        k,
+        v,
+        block.borders_q,
+        block.borders_k,
+        max(block.query_lens),
+        max(block.key_lens),
+        return_aux=AuxRequest(lse=True),
+        scale=scale,
+        window_size=block.window,
+        **_shared_heads(q, k),
+    )
+    return output, lse
+
+
+def block_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: AttentionBlock,
+    *,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backends.block_gradients`.
+
+    The kernel restores probabilities from the scores and whatever log-sum-exp it is given; with
+    the one over all keys they are the block's share of the whole softmax. It is called by its
+    operator because autograd would give it the block's own.
+    """
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)  # a generator's state, unread
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        output,
+        lse.contiguous(),
+        block.borders_q,
+        block.borders_k,
+        max(block.query_lens),
+        max(block.key_lens),
+        0.0,
+        block.window == (-1, 0),
+        no_dropout,
+        no_dropout,
+        scale=scale,
+        window_size_left=block.window[0],
+        window_size_right=block.window[1],
+    )
+
+
 def _reads_pages(kv_cache: Tensor) -> bool:
     """Whether the kernel takes the cache as it is: it reads whole large blocks, not FP8."""
     is_aligned = kv_cache.shape[2] % PAGE_MULTIPLE == 0
@@ -118,8 +184,6 @@ def _varlen(
     pages: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
     left = -1 if window is None or window >= max_k else window - 1  # the token itself not counted
-    is_shared = q.shape[1] > k.shape[-2]
-    options: dict[str, Any] = {"enable_gqa": True} if is_shared and _ASKS_FOR_SHARED_HEADS else {}
     output = varlen_attn(
         q,
         k,
@@ -130,11 +194,16 @@ def _varlen(
         max_k,
         scale=scale,
         window_size=(left, 0),
-        **options,
+        **_shared_heads(q, k),
         **pages,
     )
     assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
     return output
+
+
+def _shared_heads(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """What lets a key head serve several query heads."""
+    return {"enable_gqa": True} if q.shape[1] > k.shape[-2] and _ASKS_FOR_SHARED_HEADS else {}
 
 
 def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:

@@ -17,15 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from hone.attention.backends import (
-    calibrate_scales,
-    packed_attention,
-    paged_attention,
-    write_kv,
-)
+from hone.attention import context_parallel, shared_prompts
+from hone.attention.backends import calibrate_scales, paged_attention, write_kv
 from hone.attention.context import PackedContext, PagedContext
 
-__all__ = ["ATTENTION_NAME", "attend_paged", "attention"]
+__all__ = ["ATTENTION_NAME", "attend_packed", "attend_paged", "attention"]
 
 ATTENTION_NAME = "hone"
 """Value of `attn_implementation` that selects `attention`."""
@@ -52,6 +48,7 @@ def attention(
     """Causal attention of packed tokens, within each sequence or against its paged keys.
 
     query is [1, Hq, T, D], key and value [1, Hkv, T, D]. Returns [1, T, Hq, D] and no weights.
+    Collective where the row is split over processes (`PackedContext.parallel`), backward too.
     Raises ValueError where the context is missing or a feature is asked for that is not served.
     """
     if not isinstance(attention_context, PackedContext | PagedContext):
@@ -64,7 +61,7 @@ def attention(
     _check_tokens(query.shape[2], attention_context)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     if isinstance(attention_context, PackedContext):
-        output = packed_attention(
+        output = attend_packed(
             q, k, v, attention_context, scale=scaling, window=sliding_window, softcap=softcap
         )
     else:
@@ -81,6 +78,25 @@ def attention(
             softcap=softcap,
         )
     return output.unsqueeze(0), None
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PackedContext,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """One layer of training: q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D], differentiable.
+
+    Collective where the row is split over processes, and so is its backward.
+    """
+    is_split = context.parallel is not None
+    attend = (context_parallel if is_split else shared_prompts).packed_attention
+    return attend(q, k, v, context, scale=scale, window=window, softcap=softcap)
 
 
 def attend_paged(

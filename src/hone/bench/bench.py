@@ -18,7 +18,6 @@ from hone.bench.measure import EngineRun, measure
 from hone.bench.summary import Limits, Summary, summarise
 from hone.bench.vllm_runner import run_vllm
 from hone.bench.workloads import Workload, make_workload
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.tree import BenchEngineConfig
 from hone.engine.engine import EmbeddedEngine, make_cache
@@ -64,12 +63,6 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
     """
     device = choose_device(cfg.run)
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
-    if tp.num_replicas > 1:
-        raise UserError(
-            f"torchrun started {tp.num_replicas * tp.size} processes, but one engine is measured, "
-            f"which takes engine.tensor_parallel_size={tp.size}. "
-            + (f"Start {tp.size}." if tp.size > 1 else "Start it without torchrun.")
-        )
     with _model(cfg) as model_cfg:
         check_exact(model_cfg, device)
         config = load_config(model_cfg)

@@ -21,7 +21,7 @@ from hone.bench.measure import EngineRun, decode_steps
 from hone.bench.summary import Limits
 from hone.bench.workloads import Workload
 
-__all__ = ["Panel", "Series", "draw", "panels", "ticks"]
+__all__ = ["Panel", "Series", "draw", "panels", "svg", "ticks"]
 
 Point = tuple[float, float]
 
@@ -30,6 +30,9 @@ _LIMIT_COLOR, _GRID_COLOR, _TEXT_COLOR = "#5f6670", "#e3e6ea", "#333a42"
 _PANEL_WIDTH, _PANEL_HEIGHT = 460, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 34, 44
 _HEADER_HEIGHT = 64
+_LEGEND_LINE, _LEGEND_MARK, _LEGEND_GAP = 18, 29, 16
+_LETTER = 6.6
+"""About the width of a letter, a little more than most."""
 _MAX_POINTS = 400
 _MARK = 9
 """Half the width of a line that has one point only."""
@@ -57,7 +60,7 @@ class Panel:
 def draw(result: BenchResult) -> str:
     """The plot of a result as the text of an SVG file."""
     title = f"{result.model_name}, {result.workload.name}, {result.limits.peaks.name}"
-    return _svg(title, panels(result.runs, result.workload, result.limits))
+    return svg(title, panels(result.runs, result.workload, result.limits))
 
 
 def panels(runs: Sequence[EngineRun], workload: Workload, limits: Limits) -> list[Panel]:
@@ -130,34 +133,67 @@ def ticks(high: float, count: int = 4) -> list[float]:
     return [k * step for k in range(math.ceil((high or 1.0) / step - 1e-9) + 1)]
 
 
-def _svg(title: str, drawn: Sequence[Panel]) -> str:
+def svg(title: str, drawn: Sequence[Panel], *, legend_in_panels: bool = False) -> str:
+    """Panels, two in a row, as the text of an SVG file.
+
+    One legend serves all panels, in which a label then has one colour; or each has its own.
+    """
+    inks = {series.label: series for panel in drawn for series in panel.series}
+    shared = [] if legend_in_panels else _legend(inks.values(), 20, 2 * _PANEL_WIDTH - _RIGHT)
+    own = [
+        _legend(panel.series if legend_in_panels else (), _LEFT, _PANEL_WIDTH - _RIGHT)
+        for panel in drawn
+    ]
+    header = _HEADER_HEIGHT - _LEGEND_LINE + _LEGEND_LINE * len(shared)
+    room = _LEGEND_LINE * max(map(len, own), default=0)
     rows = math.ceil(len(drawn) / 2)
-    width, height = 2 * _PANEL_WIDTH, _HEADER_HEIGHT + rows * _PANEL_HEIGHT
+    width, height = 2 * _PANEL_WIDTH, header + rows * (room + _PANEL_HEIGHT)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="sans-serif" font-size="12" '
         f'fill="{_TEXT_COLOR}">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="20" y="26" font-size="16">{escape(title)}</text>',
-        *_legend(drawn),
+        *_legend_text(shared, 45),
     ]
-    for index, panel in enumerate(drawn):
-        left, top = index % 2 * _PANEL_WIDTH, _HEADER_HEIGHT + index // 2 * _PANEL_HEIGHT
-        parts += [f'<g transform="translate({left} {top})">', *_panel(panel), "</g>"]
+    for index, (panel, legend) in enumerate(zip(drawn, own, strict=True)):
+        left, top = index % 2 * _PANEL_WIDTH, header + index // 2 * (room + _PANEL_HEIGHT)
+        parts += [
+            f'<g transform="translate({left} {top})">',
+            f'<text x="{_LEFT}" y="{_TOP - 14}" font-size="13">{escape(panel.title)}</text>',
+            *_legend_text(legend, _TOP + 2),
+            f'<g transform="translate(0 {room})">',
+            *_panel(panel),
+            "</g></g>",
+        ]
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _legend(drawn: Sequence[Panel]) -> Iterator[str]:
-    inks = {series.label: series for panel in drawn for series in panel.series}
-    x = 20.0
-    for series in sorted(inks.values(), key=lambda held: held.style == "dashes"):
-        dashes = _DASHES if series.style == "dashes" else ""
-        yield (
-            f'<line x1="{x}" x2="{x + 22}" y1="45" y2="45" stroke="{series.color}" '
-            f'stroke-width="3"{dashes}/>'
-        )
-        yield f'<text x="{x + 29}" y="49">{escape(series.label)}</text>'
-        x += 50 + 8 * len(series.label)
+def _legend(drawn: Iterable[Series], left: float, right: float) -> list[list[tuple[float, Series]]]:
+    """Lines of a legend between two edges: each series and where its entry begins."""
+    lines: list[list[tuple[float, Series]]] = []
+    x = math.inf
+    for series in sorted(drawn, key=lambda held: held.style == "dashes"):
+        entry = _LEGEND_MARK + _LETTER * len(series.label)
+        if x + entry > right:
+            lines.append([])
+            x = left
+        lines[-1].append((x, series))
+        x += entry + _LEGEND_GAP
+    return lines
+
+
+def _legend_text(lines: Sequence[Sequence[tuple[float, Series]]], top: int) -> Iterator[str]:
+    """The first line at `top`, further ones below."""
+    for number, line in enumerate(lines):
+        y = top + number * _LEGEND_LINE
+        for x, series in line:
+            dashes = _DASHES if series.style == "dashes" else ""
+            yield (
+                f'<line x1="{x}" x2="{x + 22}" y1="{y}" y2="{y}" stroke="{series.color}" '
+                f'stroke-width="3"{dashes}/>'
+            )
+            yield f'<text x="{x + _LEGEND_MARK}" y="{y + 4}">{escape(series.label)}</text>'
 
 
 _DASHES = ' stroke-dasharray="5 4"'
@@ -173,7 +209,6 @@ def _panel(panel: Panel) -> Iterator[str]:
         x = _LEFT + point[0] / x_ticks[-1] * (right - _LEFT)
         return x, bottom - point[1] / y_ticks[-1] * (bottom - _TOP)
 
-    yield f'<text x="{_LEFT}" y="{_TOP - 14}" font-size="13">{escape(panel.title)}</text>'
     for value in y_ticks:
         y = place((0.0, value))[1]
         yield (

@@ -29,11 +29,13 @@ from safetensors import SafetensorError
 __all__ = [
     "MANIFEST_NAME",
     "CheckpointError",
+    "FileRecord",
     "FolderManifest",
     "clean_leftovers",
     "discard",
     "publish_folder",
     "read_manifest",
+    "record_file",
     "verify_file",
 ]
 
@@ -66,13 +68,18 @@ class FolderManifest:
 
 @contextmanager
 def publish_folder(
-    path: Path, *, metadata: Mapping[str, Any] | None = None, num_bytes: int | None = None
+    path: Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    num_bytes: int | None = None,
+    recorded: Mapping[str, FileRecord] | None = None,
 ) -> Generator[Path]:
     """Yield an empty folder to write into; publish it as `path` when the block ends well.
 
     A published folder already at `path` is replaced. On any failure the partial folder is removed
     and what was at `path` stays. `metadata` (JSON) goes into the manifest; `num_bytes` is what the
-    caller expects to write, for the error message.
+    caller expects to write, for the error message. `recorded` may be filled by the block: files
+    that are flushed and hashed already (`record_file`), by whichever process wrote them.
 
     Raises CheckpointError when the disk is full or another I/O error occurs, and ValueError when
     `path` holds something that was not published by this function.
@@ -84,7 +91,7 @@ def publish_folder(
         clean_leftovers(path)
         partial.mkdir(parents=True)
         yield partial
-        _write_manifest(partial, metadata or {})
+        _write_manifest(partial, metadata or {}, recorded or {})
         _swap_in(partial, path)
     except BaseException as error:  # Ctrl-C and bugs leave nothing behind either
         with suppress(OSError):
@@ -161,13 +168,21 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _write_manifest(folder: Path, metadata: Mapping[str, Any]) -> None:
+def record_file(path: Path) -> FileRecord:
+    """Size and hash of a file that has been written, once it is on disk."""
+    _flush(path)
+    return FileRecord(path.stat().st_size, _sha256_of_file(path))
+
+
+def _write_manifest(
+    folder: Path, metadata: Mapping[str, Any], recorded: Mapping[str, FileRecord]
+) -> None:
     files: dict[str, tuple[int, str]] = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file():
-            _flush(file)
-            size = file.stat().st_size
-            files[file.relative_to(folder).as_posix()] = size, _sha256_of_file(file)
+            name = file.relative_to(folder).as_posix()
+            record = recorded.get(name) or record_file(file)
+            files[name] = record.size, record.sha256
     # Through JSON once, so that the hash is of what a reader will parse.
     content = json.loads(json.dumps({"files": files, "metadata": dict(metadata)}))
     document = {"content": content, "sha256": _sha256_of_json(content)}

@@ -1,10 +1,10 @@
-"""`hone bench engine [RECIPE] [flags]`: how fast the engine is, and how fast it could be."""
+"""`hone bench engine|train [RECIPE] [flags]`: how fast each is, and how fast it could be."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
@@ -12,18 +12,25 @@ from hone.cli.command import load_checked, quiet_transformers
 from hone.cli.help import print_help
 from hone.config import UserError
 from hone.config.checks.bench import check_bench_engine
-from hone.config.tree import BenchEngineConfig
+from hone.config.checks.finding import Finding
+from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.distributed.processes import processes
 
 __all__ = ["run"]
 
 _USAGE = """\
 usage: hone bench engine [RECIPE] [--section.key VALUE ...]
+       hone bench train [RECIPE] [--section.key VALUE ...]
 
-Measures the engine on a workload: tokens/s, step and first-token times, and the
+`engine` measures the engine on a workload: tokens/s, step and first-token times, and the
 share of what the device allows for the actual lengths. A first run with other
 prompts warms up. Writes a table, bench.json and bench.svg.
-`hone bench engine --help` explains every key.
+
+`train` measures optimizer steps as a run takes them: tokens/s, time of forward
+and backward and of the optimizer, model FLOPs utilisation, and peak memory by
+kind beside what was planned. Writes a table, bench-train.json and -.svg.
+
+`hone bench engine --help` and `hone bench train --help` explain every key.
 
 examples:
   hone bench engine --model.shape qwen3-0.6b
@@ -32,6 +39,11 @@ examples:
   hone bench engine --model.shape qwen3-0.6b --workload groups --against vllm
   torchrun --nproc-per-node 2 -m hone bench engine --model.shape qwen3-8b \\
     --engine.tensor_parallel_size 2
+  hone bench train --model.shape qwen3-0.6b
+  hone bench train --model.shape qwen3-8b --trainer.recompute full \\
+    --trainer.optimizer.state_dtype bfloat16 --rows.tokens 8192 --rows.per_step 16
+  torchrun --nproc-per-node 8 -m hone bench train --model.shape qwen3-8b \\
+    --trainer.parallel.zero_stage 3
 """
 
 _log = logging.getLogger(__name__)
@@ -42,11 +54,23 @@ def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(_USAGE)
         return 0
-    if argv[0] != "engine":
-        raise UserError(f"there is no benchmark '{argv[0]}'; there is `hone bench engine`")
+    if argv[0] not in _BENCHMARKS:
+        raise UserError(
+            f"there is no benchmark '{argv[0]}'; there is `hone bench engine` and `hone bench "
+            "train`"
+        )
     arguments = argv[1:]
     if any(word in ("-h", "--help") for word in arguments):
-        return print_help("bench engine", [x for x in arguments if not x.startswith("-")])
+        return print_help(f"bench {argv[0]}", [x for x in arguments if not x.startswith("-")])
+    if any(word.partition("=")[0] == "--nproc" for word in arguments):
+        raise UserError(
+            "--nproc is not served by `hone bench`; torchrun starts several processes: "
+            f"`torchrun --nproc-per-node N -m hone bench {argv[0]} ...`"
+        )
+    return _BENCHMARKS[argv[0]](arguments)
+
+
+def _engine(arguments: Sequence[str]) -> int:
     cfg = load_checked(BenchEngineConfig, arguments, check_bench_engine)
     from hone.bench.bench import bench_engine
     from hone.bench.report import print_table, write_files
@@ -59,3 +83,26 @@ def run(argv: Sequence[str]) -> int:
     print_table(result, Console(highlight=False))
     _log.info("numbers in %s, plot in %s", cfg.output, plot)
     return 0
+
+
+def _train(arguments: Sequence[str]) -> int:
+    def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
+        from hone.bench.train import check
+
+        return check(cfg, world_size)
+
+    cfg = load_checked(BenchTrainConfig, arguments, check)
+    from hone.bench.train import bench_train
+    from hone.bench.train_report import print_table, write_files
+
+    quiet_transformers()
+    result = bench_train(cfg)
+    if processes().rank > 0:
+        return 0
+    plot = write_files(result)
+    print_table(result, Console(highlight=False))
+    _log.info("numbers in %s, plot in %s", cfg.output, plot)
+    return 0
+
+
+_BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {"engine": _engine, "train": _train}

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hone.cli.command import load_arguments
+from hone.cli.command import load_arguments, take_nproc
 from hone.cli.help import TREES, print_help
+from hone.config import UserError
 from hone.config.base import Section
 from hone.config.checks import Finding, check_eval, check_generate, check_rl, check_sft
 from hone.config.derived import (
@@ -24,19 +25,22 @@ from hone.config.derived import (
     derived_sft,
 )
 from hone.config.recipe import to_yaml
+from hone.config.tree import RLConfig, SFTConfig
+from hone.planner.hardware import installed_gpu
+from hone.planner.memory import planned_peak
 from hone.planner.model_shape import ModelShape
 
 __all__ = ["run"]
 
 _USAGE = """\
-usage: hone check [rl|sft|eval|generate] RECIPE [--section.key VALUE ...] [--json]
+usage: hone check [rl|sft|eval|generate] RECIPE [--section.key VALUE ...] [--nproc N] [--json]
 
 Resolves and checks a recipe (of `hone rl` unless another command is named), and prints what is
-wrong, what was set, and the numbers that follow. Loads no model; needs no GPU. Exit code: 2 with
-errors, else 0. `hone check COMMAND --help` explains the keys.
+wrong, what was set, and the numbers that follow, in N processes where that is said. Loads no model;
+needs no GPU. Exit code: 2 with errors, else 0. `hone check COMMAND --help` explains the keys.
 """
 
-_CHECKS: dict[str, tuple[Callable[[Any], list[Finding]], Callable[..., list[Derived]]]] = {
+_CHECKS: dict[str, tuple[Callable[..., list[Finding]], Callable[..., list[Derived]]]] = {
     "rl": (check_rl, derived_rl),
     "sft": (check_sft, derived_sft),
     "eval": (check_eval, derived_eval),
@@ -46,7 +50,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], list[Finding]], Callable[..., list[Deri
 
 def run(argv: Sequence[str]) -> int:
     """Check a recipe and print the outcome; 2 where it has errors."""
-    words = list(argv)
+    nproc, words = take_nproc(argv)
     command = words.pop(0) if words and words[0] in TREES else None
     if not words or "--help" in words or "-h" in words:
         if command is not None and words:
@@ -56,8 +60,8 @@ def run(argv: Sequence[str]) -> int:
     as_json = "--json" in words
     cfg = load_arguments(TREES[command or "rl"], [word for word in words if word != "--json"])
     check, derive = _CHECKS[command or "rl"]
-    findings = check(cfg)
-    derived = derive(cfg, num_params=_num_params(cfg))
+    findings = check(cfg, nproc)
+    derived = _derived(derive, cfg, nproc)
     if as_json:
         _print_json(cfg, findings, derived)
     else:
@@ -65,10 +69,30 @@ def run(argv: Sequence[str]) -> int:
     return 2 if any(finding.level == "error" for finding in findings) else 0
 
 
-def _num_params(cfg: Any) -> int | None:
-    """Parameters of a model whose `config.json` is here; None for others."""
+def _derived(derive: Callable[..., list[Derived]], cfg: Any, nproc: int | None) -> list[Derived]:
+    """The numbers that follow; none where the processes make no mesh, which is among the errors."""
+    shape = _shape(cfg)
     try:
-        return ModelShape.from_config(cfg.model.path).num_params
+        rows = derive(cfg, world_size=nproc, num_params=shape and shape.num_params)
+        peak = None
+        if shape is not None and isinstance(cfg, RLConfig | SFTConfig):
+            peak = planned_peak(
+                shape,
+                cfg.model,
+                cfg.trainer,
+                device=cfg.run.device,
+                world_size=nproc,
+                gpu=installed_gpu(),
+            )
+    except UserError:
+        return []
+    return rows if peak is None else [*rows, peak]
+
+
+def _shape(cfg: Any) -> ModelShape | None:
+    """That of a model whose `config.json` is here; None for others."""
+    try:
+        return ModelShape.from_config(cfg.model.path)
     except (OSError, ValueError):
         return None
 
@@ -86,14 +110,8 @@ def _print_tables(cfg: Section, findings: list[Finding], derived: list[Derived])
     console = Console(highlight=False)
     console.print(Text("What was set (the rest is default)", style="bold"))
     console.print(to_yaml(cfg.model_dump(mode="json", exclude_defaults=True)), markup=False)
-    table = Table(title="Derived numbers", title_justify="left", title_style="bold", box=None)
-    table.add_column("name", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("from")
-    for row in derived:
-        value = f"{row.value:,}" if isinstance(row.value, int) else str(row.value)
-        table.add_row(row.name, value, row.how)
-    console.print(table)
+    if derived:
+        console.print(_table(derived))
     console.print()
     for finding in findings:
         style = "bold red" if finding.level == "error" else "yellow"
@@ -101,3 +119,14 @@ def _print_tables(cfg: Section, findings: list[Finding], derived: list[Derived])
     num_errors = sum(finding.level == "error" for finding in findings)
     summary = f"errors: {num_errors}, warnings: {len(findings) - num_errors}"
     console.print(Text(summary, style="bold red" if num_errors else "bold green"))
+
+
+def _table(derived: list[Derived]) -> Table:
+    table = Table(title="Derived numbers", title_justify="left", title_style="bold", box=None)
+    table.add_column("name", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("from")
+    for row in derived:
+        value = f"{row.value:,}" if isinstance(row.value, int) else str(row.value)
+        table.add_row(row.name, value, row.how)
+    return table

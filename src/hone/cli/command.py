@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -12,10 +14,22 @@ from hone.config.base import Section
 from hone.config.checks import Finding
 from hone.config.load import load_config, resolve_recipe
 from hone.config.run import RunConfig
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.distributed.processes import processes
+from hone.distributed.spawn import spawn
+from hone.planner.hardware import installed_gpu
 
-__all__ = ["conclude", "load_arguments", "load_checked", "quiet_transformers"]
+__all__ = [
+    "conclude",
+    "load_arguments",
+    "load_checked",
+    "quiet_transformers",
+    "run_in_processes",
+    "take_nproc",
+]
 
 T = TypeVar("T", bound=Section)
+R = TypeVar("R", bound=RLConfig | SFTConfig | EvaluateConfig | GenerateConfig)
 _log = logging.getLogger(__name__)
 
 
@@ -28,20 +42,81 @@ def load_arguments(tree: type[T], argv: Sequence[str]) -> T:
     return load_config(tree, recipe, flags)
 
 
-def load_checked(tree: type[T], argv: Sequence[str], check: Callable[[T], list[Finding]]) -> T:
-    """Load `[RECIPE] [flags]` and check it; warnings are logged.
+def take_nproc(argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """`--nproc N` or `--nproc=N`, None without it, and the other arguments.
+
+    Raises UserError for what is no number above 0, and where it is given twice.
+    """
+    words = list(argv)
+    positions = [n for n, word in enumerate(words) if word.partition("=")[0] == "--nproc"]
+    if not positions:
+        return None, words
+    if len(positions) > 1:
+        raise UserError(f"--nproc is given {len(positions)} times; give it once")
+    (position,) = positions
+    _, equals, value = words[position].partition("=")
+    given = value if equals else "".join(words[position + 1 : position + 2])
+    del words[position : position + (1 if equals else 2)]
+    if not given.isdecimal() or int(given) == 0:
+        raise UserError(f"--nproc takes the number of processes to start, 1 or more, got {given!r}")
+    return int(given), words
+
+
+def load_checked(tree: type[T], argv: Sequence[str], check: Callable[[T, int], list[Finding]]) -> T:
+    """Load `[RECIPE] [flags]` and check it for the processes that run; warnings are logged.
 
     Raises UserError with every error that the checks have found.
     """
     cfg = load_arguments(tree, argv)
-    findings = check(cfg)
+    findings = check(cfg, processes().world_size)
     for finding in findings:
         if finding.level == "warning":
             _log.warning("warning: %s", finding.message)
+    _require_no_error(findings)
+    return cfg
+
+
+def run_in_processes(
+    command: str,
+    tree: type[R],
+    argv: Sequence[str],
+    check: Callable[[R, int], list[Finding]],
+    nproc: int,
+) -> int:
+    """Check `[RECIPE] [flags]`, then run the command in `nproc` processes; the exit code.
+
+    Raises UserError as `load_checked` does, before any process is started.
+    """
+    if processes().world_size > 1:
+        raise UserError(
+            f"--nproc {nproc} was given to one of {processes().world_size} processes that torchrun "
+            "has started. Leave out --nproc, or torchrun."
+        )
+    cfg = load_arguments(tree, argv)
+    _require_no_error(check(cfg, nproc))
+    _warn_of_few_cores(cfg.run.device, nproc)
+    _log.info("starting %d processes", nproc)
+    return spawn([sys.executable, "-m", "hone", command, *argv], nproc)
+
+
+def _warn_of_few_cores(device: str, nproc: int) -> None:
+    """Processes that compute on the CPU take each other's time where cores are fewer."""
+    on_cpu = device == "cpu" or (device == "auto" and installed_gpu() is None)
+    num_cores = os.cpu_count() or 1
+    if on_cpu and nproc > num_cores:
+        _log.warning(
+            "warning: --nproc is %d, and this machine has %d CPU cores: processes wait for one "
+            "another. Start at most %d.",
+            nproc,
+            num_cores,
+            num_cores,
+        )
+
+
+def _require_no_error(findings: Sequence[Finding]) -> None:
     errors = [finding.message for finding in findings if finding.level == "error"]
     if errors:
         raise UserError("\n".join(errors))
-    return cfg
 
 
 def quiet_transformers() -> None:

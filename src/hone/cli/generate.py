@@ -1,11 +1,11 @@
-"""`hone generate RECIPE [flags]`: sample completions for prompts from a file."""
+"""`hone generate RECIPE [--nproc N] [flags]`: sample completions for prompts from a file."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
-from hone.cli.command import load_checked, quiet_transformers
+from hone.cli.command import load_checked, quiet_transformers, run_in_processes, take_nproc
 from hone.config.checks import check_generate
 from hone.config.tree import GenerateConfig
 
@@ -16,7 +16,10 @@ _log = logging.getLogger(__name__)
 
 def run(argv: Sequence[str]) -> int:
     """Check, sample, write one row a completion."""
-    cfg = load_checked(GenerateConfig, argv, check_generate)
+    nproc, arguments = take_nproc(argv)
+    if nproc is not None and nproc > 1:
+        return run_in_processes("generate", GenerateConfig, arguments, check_generate, nproc)
+    cfg = load_checked(GenerateConfig, arguments, check_generate)
     from hone.loops.inference import run_generation
 
     quiet_transformers()

@@ -16,6 +16,7 @@ from hone.config.base import Section
 from hone.config.schema import Field, fields, is_section
 from hone.config.tree import (
     BenchEngineConfig,
+    BenchTrainConfig,
     EvaluateConfig,
     GenerateConfig,
     RLConfig,
@@ -32,7 +33,11 @@ TREES: dict[str, type[Section]] = {
 }
 """Trees of the commands that `hone check` checks."""
 
-_PAGES: dict[str, type[Section]] = {**TREES, "bench engine": BenchEngineConfig}
+_PAGES: dict[str, type[Section]] = {
+    **TREES,
+    "bench engine": BenchEngineConfig,
+    "bench train": BenchTrainConfig,
+}
 
 _MAX_WIDTH = 100
 
@@ -51,6 +56,8 @@ def print_help(command: str, sections: Sequence[str]) -> int:
     if not sections:
         console.print(Text(" ".join((tree.__doc__ or "").split())))
         console.print(f"usage: hone {command} [RECIPE] [--section.key VALUE ...]", markup=False)
+        if command in TREES:
+            console.print("--nproc N runs it in N processes of this host, one a GPU.", markup=False)
         console.print(
             "A switch needs no value: --a.flag, --no-a.flag. Lists: inline YAML, or --a.0 X."
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 
 import hone
 from hone.config import UserError
-from hone.distributed.processes import processes
+from hone.distributed.processes import Processes, processes
 
 __all__ = ["COMMANDS", "main"]
 
@@ -22,7 +23,7 @@ COMMANDS = {
     "generate": "sample completions for prompts from a file",
     "eval": "score a model on a data set",
     "report": "draw the report of a run folder",
-    "bench": "measure the speed of the engine, beside vLLM where wanted",
+    "bench": "measure the engine (beside vLLM where wanted) or training",
     "check": "check a recipe and print its derived numbers; needs no GPU",
 }
 
@@ -41,42 +42,69 @@ RECIPE is a YAML file or the name of a built-in; flags win over it.
 examples:
   hone quickstart
   hone rl gsm8k --model.path Qwen/Qwen3-0.6B --rollout.n_samples_per_prompt 16
+  hone rl gsm8k --nproc 8 --trainer.parallel.zero_stage 3
 """
 
 
 _MEMORY_ADVICE = """\
-In this order: switch trainer.recompute on; lower trainer.max_tokens_per_microbatch; lower
-engine.gpu_memory_utilization, or switch engine.enable_sleep on."""
+In this order (benchmarks/memory.md has the numbers): on several GPUs raise
+trainer.parallel.zero_stage; switch engine.enable_sleep on, or lower engine.gpu_memory_utilization;
+set trainer.optimizer.state_dtype to bfloat16, trainer.recompute to selective or full,
+trainer.offload_optimizer on. A smaller trainer.max_tokens_per_microbatch helps where activations
+are not recomputed. `hone check` shows what training needs, by kind."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0, 2 for a user's mistake, 130 after Ctrl-C.
 
-    With `HONE_TRACEBACK=1` in the environment, mistakes show where they were found.
+    Of several processes that end because of one another, the first one to fail says why. With
+    `HONE_TRACEBACK=1` in the environment, mistakes show where they were found.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        _set_up_logging()
+        own = processes()
+    except UserError as error:
+        _say(f"error: {error}")
+        return 2
+    _set_up_logging(own.rank)
+    try:
         return _dispatch(arguments)
     except BrokenPipeError:
         # The reader of our output is gone (`hone rl --help | head`); stay silent at exit as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError) as error:
-        if os.environ.get("HONE_TRACEBACK"):
+    except KeyboardInterrupt:
+        if own.rank == 0:
+            _say("interrupted")
+        return 130
+    except Exception as error:
+        if own.world_size > 1 and _is_told_by_another(own):
+            return 1
+        if (code := _explain(error)) is None or os.environ.get("HONE_TRACEBACK"):
             raise
+        return code
+
+
+def _is_told_by_another(own: Processes) -> bool:
+    """Whether another process of this run has said why the run ends."""
+    from hone.distributed.watch import LostPeerError, connect, is_first_to_fail
+
+    try:
+        return not is_first_to_fail(connect(own))
+    except (LostPeerError, UserError):
+        return own.rank > 0
+
+
+def _explain(error: Exception) -> int | None:
+    """Say what went wrong, and return the exit code; None for an error that is ours."""
+    if isinstance(error, ValueError | OSError):
         where = "" if isinstance(error, UserError) else "\n(HONE_TRACEBACK=1 shows where)"
         _say(f"error: {error}{where}")
         return 2
-    except RuntimeError as error:
-        # By name: this file must not load torch.
-        if type(error).__name__ != "OutOfMemoryError" or os.environ.get("HONE_TRACEBACK"):
-            raise
+    if type(error).__name__ == "OutOfMemoryError":  # by name: this file must not load torch
         _say(f"error: out of GPU memory. {error}\n{_MEMORY_ADVICE}")
         return 1
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return 130
+    return None
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -105,14 +133,14 @@ def usage() -> str:
     )
 
 
-def _set_up_logging() -> None:
-    """Our own messages from level info on, others' from warning on, as plain lines on stderr.
-
-    Of several processes, which all say the same, the first alone; errors come from each.
-    """
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    is_first = processes().rank == 0
-    logging.getLogger("hone").setLevel(logging.INFO if is_first else logging.ERROR)
+def _set_up_logging(rank: int) -> None:
+    """Our own messages from level info on, others' from warning on, as plain lines on stderr. Of
+    several processes the first one speaks."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger().setLevel(logging.WARNING if rank == 0 else logging.ERROR)
+    logging.getLogger("hone").setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    if rank > 0:
+        warnings.simplefilter("ignore")
 
 
 def _say(text: str) -> None:

@@ -1,10 +1,16 @@
-"""`hone sft RECIPE [flags]`: supervised fine-tuning on demonstrations."""
+"""`hone sft RECIPE [--nproc N] [flags]`: supervised fine-tuning on demonstrations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.cli.command import conclude, load_checked, quiet_transformers
+from hone.cli.command import (
+    conclude,
+    load_checked,
+    quiet_transformers,
+    run_in_processes,
+    take_nproc,
+)
 from hone.config.checks import check_sft
 from hone.config.tree import SFTConfig
 
@@ -13,7 +19,10 @@ __all__ = ["run"]
 
 def run(argv: Sequence[str]) -> int:
     """Check the recipe, then train. Torch is loaded only after every check has passed."""
-    cfg = load_checked(SFTConfig, argv, check_sft)
+    nproc, arguments = take_nproc(argv)
+    if nproc is not None and nproc > 1:
+        return run_in_processes("sft", SFTConfig, arguments, check_sft, nproc)
+    cfg = load_checked(SFTConfig, arguments, check_sft)
     from hone.loops import supervised
 
     quiet_transformers()

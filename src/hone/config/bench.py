@@ -1,4 +1,4 @@
-"""What `hone bench engine` measures: a model or the shape of one, and a workload."""
+"""What `hone bench` measures: a model or the shape of one, and a workload."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from hone.config.base import Section
+from hone.config.model import LoraConfig
 
-__all__ = ["WORKLOADS", "BenchModelConfig", "DecodeConfig"]
+__all__ = ["WORKLOADS", "BenchModelConfig", "BenchTrainModelConfig", "DecodeConfig", "RowsConfig"]
 
 WORKLOADS = ("decode", "uniform", "groups")
 """Named workloads; any other name is a file of requests."""
@@ -47,3 +48,23 @@ class DecodeConfig(Section):
 
     steps: int = Field(default=128, ge=1)
     """Decode steps of the full batch."""
+
+
+class BenchTrainModelConfig(BenchModelConfig):
+    """The model to train: a folder or hub name, or a public shape with random weights."""
+
+    exact: bool = False
+    """Compute as in a run with `model.exact`. One process with CUDA and bfloat16."""
+
+    lora: LoraConfig = LoraConfig()
+    """Train adapters instead of all weights."""
+
+
+class RowsConfig(Section):
+    """The workload `rows`: rows of one length, of which every token but the first is trained."""
+
+    per_step: int = Field(default=64, ge=1)
+    """Rows of an optimizer step, over all devices."""
+
+    tokens: int = Field(default=2048, ge=2)
+    """Tokens of a row."""

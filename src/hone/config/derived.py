@@ -10,20 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hone.config.engine import EngineConfig
+from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
+from hone.config.parallel import ParallelConfig
 from hone.config.rollout import GenerationConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 
 __all__ = [
+    "AxisSizes",
     "Derived",
+    "axis_sizes",
     "compute_dtype",
     "derived_eval",
     "derived_generate",
     "derived_rl",
     "derived_sft",
     "kv_dtype",
+    "layout",
     "optimizer_steps_per_rollout",
 ]
 
@@ -57,10 +62,85 @@ def optimizer_steps_per_rollout(cfg: RLConfig) -> int:
     return _ceil(prompts, cfg.trainer.prompts_per_minibatch or prompts) * cfg.trainer.num_epochs
 
 
+@dataclass(frozen=True, slots=True)
+class AxisSizes:
+    """Processes along each axis of training; their product is the number of processes."""
+
+    data: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    fsdp: int = 1
+    """Processes, among those of data and context, that share one set of shards."""
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.data * self.context * self.tensor
+
+    @property
+    def context(self) -> int:
+        """Processes that share the tokens of a row."""
+        return self.ring * self.ulysses
+
+
+def axis_sizes(
+    world_size: int,
+    *,
+    ring_size: int = 1,
+    ulysses_size: int = 1,
+    tensor_parallel_size: int = 1,
+    fsdp_size: int = -1,
+    zero_stage: int = 2,
+) -> AxisSizes:
+    """The sizes that keys of `trainer.parallel` give `world_size` processes.
+
+    Raises UserError with the product that does not divide.
+    """
+    replica = ring_size * ulysses_size * tensor_parallel_size
+    if world_size % replica:
+        raise UserError(
+            f"trainer.parallel.ring_size {ring_size} x trainer.parallel.ulysses_size "
+            f"{ulysses_size} x trainer.parallel.tensor_parallel_size {tensor_parallel_size} = "
+            f"{replica} processes a replica, which does not divide the number of processes, "
+            f"{world_size}. Start a multiple of {replica} (--nproc {replica}), or lower one of the "
+            "three."
+        )
+    sharers = world_size // tensor_parallel_size
+    fsdp = sharers if fsdp_size == -1 else fsdp_size
+    if zero_stage == 0:
+        fsdp = 1
+    if fsdp < 1 or sharers % fsdp:
+        raise UserError(
+            f"trainer.parallel.fsdp_size is {fsdp_size}, which does not divide the {sharers} "
+            f"processes that differ in data or context ({world_size} processes / "
+            f"trainer.parallel.tensor_parallel_size {tensor_parallel_size}). Use a divisor of "
+            f"{sharers}, or -1 for all."
+        )
+    return AxisSizes(world_size // replica, ring_size, ulysses_size, tensor_parallel_size, fsdp)
+
+
+def layout(cfg: ParallelConfig, world_size: int | None) -> AxisSizes:
+    """The axes over `world_size` processes; None: over as few as make up one replica.
+
+    Raises UserError as `axis_sizes` does.
+    """
+    replica = cfg.ring_size * cfg.ulysses_size * cfg.tensor_parallel_size
+    return axis_sizes(
+        world_size or replica,
+        ring_size=cfg.ring_size,
+        ulysses_size=cfg.ulysses_size,
+        tensor_parallel_size=cfg.tensor_parallel_size,
+        fsdp_size=cfg.fsdp_size if world_size else -1,
+        zero_stage=cfg.zero_stage,
+    )
+
+
 def derived_rl(
-    cfg: RLConfig, *, world_size: int = 1, num_params: int | None = None
+    cfg: RLConfig, *, world_size: int | None = None, num_params: int | None = None
 ) -> list[Derived]:
-    """What one step of `hone rl` does on `world_size` devices.
+    """What one step of `hone rl` does with `world_size` processes, one a device; None: with as few
+    as make up one replica.
 
     `num_params` adds the memory of weights and optimizer; the KV cache is sized where the model's
     `config.json` is at hand.
@@ -72,6 +152,7 @@ def derived_rl(
     mini = mini_prompts * num_samples
     per_rollout = optimizer_steps_per_rollout(cfg)
     longest = cfg.data.max_prompt_tokens + rollout.max_completion_tokens
+    sizes = layout(cfg.trainer.parallel, world_size)
     return [
         Derived("prompts_per_step", prompts, "rollout.prompts_per_step"),
         Derived("samples_per_step", samples, f"{prompts} prompts x {num_samples} samples"),
@@ -92,38 +173,55 @@ def derived_rl(
             f"prompt {cfg.data.max_prompt_tokens} + completion {rollout.max_completion_tokens}",
         ),
         Derived("max_tokens_per_step", samples * longest, f"{samples} samples x {longest}"),
-        *_micro_batches(cfg.trainer, mini, longest, world_size),
+        *_layout(cfg.trainer, mini, sizes),
+        *_micro_batches(cfg.trainer, mini, longest, sizes),
         *_engine(cfg.engine, cfg.model, cfg.run.device, longest),
         *_training_memory(
-            cfg.model, cfg.run.device, num_params, reference=cfg.algorithm.kl.coef > 0
+            cfg.model,
+            cfg.run.device,
+            num_params,
+            sizes,
+            zero_stage=cfg.trainer.parallel.zero_stage,
+            generates=True,
+            reference=cfg.algorithm.kl.coef > 0,
         ),
     ]
 
 
 def derived_sft(
-    cfg: SFTConfig, *, world_size: int = 1, num_params: int | None = None
+    cfg: SFTConfig, *, world_size: int | None = None, num_params: int | None = None
 ) -> list[Derived]:
-    """What one optimizer step of `hone sft` does on `world_size` devices."""
+    """What one optimizer step of `hone sft` does; `world_size` as in `derived_rl`."""
     rows, longest = cfg.data.examples_per_step, cfg.data.max_tokens
+    sizes = layout(cfg.trainer.parallel, world_size)
     return [
         Derived("samples_per_optimizer_step", rows, "data.examples_per_step"),
         Derived("optimizer_steps", cfg.run.steps, "run.steps"),
         Derived("max_sequence_tokens", longest, "data.max_tokens"),
         Derived("max_tokens_per_step", rows * longest, f"{rows} rows x {longest}"),
-        *_micro_batches(cfg.trainer, rows, longest, world_size),
-        *_training_memory(cfg.model, cfg.run.device, num_params, reference=False),
+        *_layout(cfg.trainer, rows, sizes),
+        *_micro_batches(cfg.trainer, rows, longest, sizes),
+        *_training_memory(
+            cfg.model,
+            cfg.run.device,
+            num_params,
+            sizes,
+            zero_stage=cfg.trainer.parallel.zero_stage,
+            generates=False,
+            reference=False,
+        ),
     ]
 
 
 def derived_eval(
-    cfg: EvaluateConfig, *, world_size: int = 1, num_params: int | None = None
+    cfg: EvaluateConfig, *, world_size: int | None = None, num_params: int | None = None
 ) -> list[Derived]:
     """What `hone eval` generates."""
     return _generation(cfg, cfg.eval, cfg.eval.n_samples_per_prompt, num_params)
 
 
 def derived_generate(
-    cfg: GenerateConfig, *, world_size: int = 1, num_params: int | None = None
+    cfg: GenerateConfig, *, world_size: int | None = None, num_params: int | None = None
 ) -> list[Derived]:
     """What `hone generate` generates."""
     return _generation(cfg, cfg.generation, cfg.n_samples_per_prompt, num_params)
@@ -152,11 +250,35 @@ def _generation(
     return rows
 
 
+def _layout(trainer: SFTTrainerConfig, mini: int, sizes: AxisSizes) -> Iterator[Derived]:
+    """Which process has what of an optimizer step's rows; nothing with one process."""
+    if sizes.world == 1:
+        return
+    yield Derived("processes", sizes.world, "one a device")
+    yield Derived(
+        "layout",
+        f"{sizes.data} x {sizes.ring} x {sizes.ulysses} x {sizes.tensor}",
+        "data x ring x ulysses x tensor; the last are neighbours",
+    )
+    yield Derived(
+        "shards",
+        sizes.fsdp * sizes.tensor,
+        f"of what zero_stage {trainer.parallel.zero_stage} cuts: fsdp {sizes.fsdp} x tensor "
+        f"{sizes.tensor}",
+    )
+    yield Derived(
+        "rows_per_data_rank",
+        _ceil(mini, sizes.data),
+        f"{mini} rows of an optimizer step / data {sizes.data}, at most",
+    )
+
+
 def _micro_batches(
-    trainer: SFTTrainerConfig, mini: int, longest: int, world_size: int
+    trainer: SFTTrainerConfig, mini: int, longest: int, sizes: AxisSizes
 ) -> Iterator[Derived]:
     """The micro-batch identity, and the token budgets where they are what cuts."""
-    local = _ceil(mini, world_size)
+    local = _ceil(mini, sizes.data)
+    shared = f"{sizes.data} data ranks"
     if trainer.micro_batch_size is not None:
         micro = min(trainer.micro_batch_size, local)
         accumulation = _ceil(local, micro)
@@ -164,20 +286,24 @@ def _micro_batches(
         yield Derived(
             "accumulation",
             accumulation,
-            f"{mini} <= {micro} micro x {accumulation} accumulation x {world_size} devices",
+            f"{mini} <= {micro} micro x {accumulation} accumulation x {shared}",
         )
         return
     budget = trainer.max_tokens_per_microbatch
     forward = trainer.max_tokens_per_forward or 2 * budget
-    micro = max(min(budget // longest, local), 1)
+    row = budget * sizes.context
+    micro = max(min(row // longest, local), 1)
     most = _ceil(local, micro)
     yield Derived("tokens_per_microbatch", budget, "forward and backward, on one device")
     yield Derived("tokens_per_forward", forward, "forward only, on one device")
-    yield Derived("min_micro_batch_size", micro, f"sequences of {longest} tokens that fit {budget}")
+    if sizes.context > 1:
+        how = f"{budget} x ring {sizes.ring} x ulysses {sizes.ulysses}"
+        yield Derived("tokens_per_packed_row", row, how)
+    yield Derived("min_micro_batch_size", micro, f"sequences of {longest} tokens that fit {row}")
     yield Derived(
         "max_accumulation",
         most,
-        f"{mini} <= {micro} micro x {most} accumulation x {world_size} devices, "
+        f"{mini} <= {micro} micro x {most} accumulation x {shared}, "
         "if all samples are of full length",
     )
 
@@ -213,34 +339,55 @@ def _engine(
 
 
 def _training_memory(
-    model: ModelConfig, device: str, num_params: int | None, *, reference: bool
+    model: ModelConfig,
+    device: str,
+    num_params: int | None,
+    sizes: AxisSizes,
+    *,
+    zero_stage: int,
+    generates: bool,
+    reference: bool,
 ) -> Iterator[Derived]:
-    """Memory that does not depend on the batch, in GiB."""
+    """Memory of one device that does not depend on the batch, in GiB."""
     if num_params is None:
         return
     dtype = compute_dtype(model, device)
     held = "bfloat16" if dtype == "auto" else dtype
     mixed = held != "float32"
+    tensor, shards = sizes.tensor, sizes.tensor * sizes.fsdp
+    alone = sizes.world == 1
     yield Derived("parameters", num_params, "from config.json")
+
+    def part(name: str, num_bytes: int, how: str, parts: int) -> Derived:
+        split = f" / {parts} parts" if parts > 1 else ""
+        return _gib(name, num_params, num_bytes, how + split, parts)
+
+    whole = f"{held}, shared with the engine" if alone and generates else held
     parts = [
-        _gib("weights_gib", num_params, _num_bytes(held), f"{held}, shared with the engine"),
-        _gib(
-            "masters_gib", num_params, 4 * mixed, "float32" if mixed else "the weights themselves"
-        ),
-        _gib("gradients_gib", num_params, 4, "float32"),
-        _gib("optimizer_gib", num_params, 8, "two float32 moments; Muon keeps one for matrices"),
+        part("weights_gib", _num_bytes(held), whole, shards if zero_stage == 3 else tensor),
+        part("masters_gib", 4 * mixed, "float32" if mixed else "the weights themselves", shards),
+        part("gradients_gib", 4, "float32", shards if zero_stage >= 2 else tensor),
+        part("optimizer_gib", 8, "two float32 moments; Muon keeps one for matrices", shards),
     ]
+    if generates and not alone:
+        parts.append(part("engine_gib", _num_bytes(held), f"{held}, the engine's own", 1))
     if reference:
         parts.append(
-            _gib("reference_gib", num_params, _num_bytes(held), f"{held}, for the KL term")
+            part(
+                "reference_gib",
+                _num_bytes(held),
+                f"{held}, for the KL term",
+                shards if zero_stage == 3 else tensor,
+            )
         )
     yield from parts
     total = round(sum(float(part.value) for part in parts), 3)
-    yield Derived("total_gib", total, "before activations and KV cache")
+    yield Derived("total_gib", total, "of one device, before activations and KV cache")
 
 
-def _gib(name: str, num_params: int, num_bytes: int, how: str) -> Derived:
-    return Derived(name, round(num_params * num_bytes / _GIB, 3), f"{num_bytes} bytes each, {how}")
+def _gib(name: str, num_params: int, num_bytes: int, how: str, parts: int = 1) -> Derived:
+    value = round(num_params * num_bytes / parts / _GIB, 3)
+    return Derived(name, value, f"{num_bytes} bytes each, {how}")
 
 
 def _num_bytes(dtype: str) -> int:

@@ -5,9 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from hone.config.base import Section
 
-__all__ = ["ModelConfig"]
+__all__ = ["LoraConfig", "ModelConfig", "TrainedModelConfig"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: the base weights are frozen, small matrices beside them are trained."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rank of the adapters; 0 trains all weights."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapters' output is scaled by `alpha / rank`."""
+
+    target_modules: tuple[str, ...] = ()
+    """Projections that get adapters, by name (`q_proj`, ...); none named: all of a layer's."""
+
+    load_in_4bit: bool = False
+    """Keep the frozen projections in 4-bit NormalFloat: an eighth of the memory of float32, for
+    weights that are rounded for good, in what is sampled and exported too."""
 
 
 class ModelConfig(Section):
@@ -39,3 +58,10 @@ class ModelConfig(Section):
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model or its tokenizer."""
+
+
+class TrainedModelConfig(ModelConfig):
+    """The policy, and which of its weights are trained."""
+
+    lora: LoraConfig = LoraConfig()
+    """Train adapters instead of all weights."""

@@ -155,15 +155,17 @@ def nearest(tree: type[Section], path: Sequence[str]) -> list[str]:
     """The existing keys that a wrong one most likely stands for, at most three, best first.
 
     The last part counts most, so a right name under a wrong section is found as well. Where no key
-    looks alike, those whose help text has all words of the last part are named.
+    looks much alike, those whose help text has all words of the last part are named.
     """
     scored = [(_likeness(path, parts), ".".join(parts)) for parts in _paths_like(tree, path)]
     best = max(score for score, _ in scored)
-    if best > 0:
-        ranked = sorted(scored, key=lambda pair: -pair[0])
-        return [key for score, key in ranked if score >= best - 0.02][:3]
-    words = set(path[-1].lower().split("_"))
-    return [x.key for x in fields(tree) if words <= set(re.findall(r"\w+", x.help.lower()))][:3]
+    if best < 0.7:
+        words = set(path[-1].lower().split("_"))
+        told = [x.key for x in fields(tree) if words <= set(re.findall(r"\w+", x.help.lower()))]
+        if told:
+            return told[:3]
+    ranked = sorted(scored, key=lambda pair: -pair[0])
+    return [key for score, key in ranked if score > 0 and score >= best - 0.02][:3]
 
 
 def _paths_like(tree: type[Section], path: Sequence[str]) -> Iterator[list[str]]:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from hone.config.base import Section
+from hone.config.parallel import ParallelConfig
 
 __all__ = ["OptimizerConfig", "ParityConfig", "SFTTrainerConfig", "TrainerConfig"]
 
@@ -31,6 +32,9 @@ class OptimizerConfig(Section):
 
     muon_lr: float = Field(default=0.02, ge=0)
     """Peak learning rate of the matrices under Muon."""
+
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Format of AdamW's moments; bfloat16 halves them, rounded stochastically."""
 
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon."""
@@ -75,18 +79,39 @@ class SFTTrainerConfig(Section):
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Sequences per micro-batch, as an alternative to the token budget; unset: dynamic batches."""
 
-    recompute: bool = False
-    """Recompute activations in backward: less memory for about a third more time."""
+    recompute: Literal["off", "selective", "full"] = "off"
+    """What backward computes again instead of keeping it: `full` all of a decoder layer but its
+    input, `selective` also keeps the results of attention, and of matrix products where layers are
+    not compiled (a compiled layer recomputes what lies around attention as a whole)."""
+
+    recompute_every_n_layers: int = Field(default=1, ge=1)
+    """Recompute every n-th layer only."""
+
+    offload_activations: bool = False
+    """Keep the inputs of recomputed layers in pinned host memory until backward needs them."""
+
+    offload_optimizer: bool = False
+    """Keep master weights and optimizer states in pinned host memory: 12 bytes a parameter, or 8
+    with moments in bfloat16. Where masters are what computes or is sharded, they stay on the
+    device. Not for Muon."""
 
     compile: bool | None = None
     """Compile decoder layers and head with torch.compile: half the time and two thirds of the
     memory on a GPU, for ten to twenty seconds in the first step; unset: on CUDA only."""
+
+    fused_layers: bool = False
+    """Train through hone's own fused decoder layers (llama, mistral, qwen2 and qwen3 on one GPU)
+    instead of compiled ones of transformers: about a tenth faster on an H200, with less memory and
+    nothing to compile. Their gradients are proven on the CPU, not yet on a GPU."""
 
     logits_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time; bounds memory at this many times the vocabulary."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and schedule."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    """How several processes share the work."""
 
 
 class TrainerConfig(SFTTrainerConfig):
@@ -96,8 +121,18 @@ class TrainerConfig(SFTTrainerConfig):
     """Prompts per optimizer step, over all devices; unset: all of a step, one optimizer step a
     rollout."""
 
+    share_prompts: bool = False
+    """Lay out the prompt once for all samples of a group that are in one micro-batch. The numbers
+    are those of ordinary packing, up to rounding; n samples save n - 1 prompts of computation and
+    memory, so micro-batches hold more rows. Attention then takes two calls and a merge, which does
+    not pay for prompts that are short beside their completions."""
+
     num_epochs: int = Field(default=1, ge=1)
     """Passes over each rollout."""
+
+    enable_sleep: bool = False
+    """Keep master weights and optimizer states in pinned host memory but while they train, so that
+    the engine has their room. One process only."""
 
     parity: ParityConfig = ParityConfig()
     """Agreement of engine and trainer, checked on the first step's samples."""

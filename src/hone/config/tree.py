@@ -9,10 +9,15 @@ from pydantic import Field
 
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.base import Section
-from hone.config.bench import BenchModelConfig, DecodeConfig
+from hone.config.bench import (
+    BenchModelConfig,
+    BenchTrainModelConfig,
+    DecodeConfig,
+    RowsConfig,
+)
 from hone.config.data import DataConfig, SourceConfig
 from hone.config.engine import EngineConfig
-from hone.config.model import ModelConfig
+from hone.config.model import ModelConfig, TrainedModelConfig
 from hone.config.reward import RewardConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
 from hone.config.run import (
@@ -29,6 +34,7 @@ from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 
 __all__ = [
     "BenchEngineConfig",
+    "BenchTrainConfig",
     "EvaluateConfig",
     "EvaluateDataConfig",
     "GenerateConfig",
@@ -42,7 +48,7 @@ class RLConfig(Section):
     """`hone rl`: reinforcement learning with verifiable rewards."""
 
     run: RunConfig = RunConfig()
-    model: ModelConfig
+    model: TrainedModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
@@ -71,7 +77,7 @@ class SFTConfig(Section):
     """`hone sft`: supervised fine-tuning on demonstrations."""
 
     run: RunConfig = RunConfig()
-    model: ModelConfig
+    model: TrainedModelConfig
     data: SFTDataConfig
     trainer: SFTTrainerConfig = SFTTrainerConfig()
     eval: SFTEvalConfig = SFTEvalConfig()
@@ -132,3 +138,26 @@ class BenchEngineConfig(Section):
     output: Path = Path("bench.json")
     """JSON file that receives all numbers; the plot lies beside it as `.svg`, what vLLM says as
     `.vllm.log`."""
+
+
+class BenchTrainConfig(Section):
+    """`hone bench train`: speed and memory of optimizer steps, as a run takes them, against what
+    the device allows and what was planned."""
+
+    run: GenerateRunConfig = GenerateRunConfig()
+    model: BenchTrainModelConfig = BenchTrainModelConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer, as in a run; a step of the benchmark is one optimizer step."""
+    objective: Literal["rl", "sft"] = "rl"
+    """Whose step is taken: that of `hone rl`, with entropies, or that of `hone sft`."""
+    workload: str = "rows"
+    """`rows`: rows of one length. Or a JSONL file of the rows of one step; a line has `tokens` (the
+    length) and where wanted `prompt_tokens` (how many of them are not trained, 1) and `n` (rows of
+    this length). Token ids are random."""
+    rows: RowsConfig = RowsConfig()
+    steps: int = Field(default=5, ge=1)
+    """Optimizer steps that are measured."""
+    warmup_steps: int = Field(default=2, ge=1)
+    """Optimizer steps before them, the first of which compiles."""
+    output: Path = Path("bench-train.json")
+    """JSON file that receives all numbers; the plot lies beside it as `.svg`."""

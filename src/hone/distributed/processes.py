@@ -1,4 +1,4 @@
-"""Which of the processes of a run this one is, as torchrun tells it.
+"""Which of the processes of a run this one is and where they meet, as torchrun tells it.
 
 The only place that reads torchrun's environment.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hone.config.errors import UserError
 
-__all__ = ["Processes", "processes"]
+__all__ = ["Processes", "Rendezvous", "processes", "rendezvous"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -46,4 +46,36 @@ def processes() -> Processes:
     raise UserError(
         f"the environment has {got}, which is no place among torchrun's processes: start this with "
         "torchrun, which sets all four, or unset them all to run one process"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """The key-value store over which processes find each other."""
+
+    host: str
+    port: int
+    has_server: bool
+    """Whether whoever started the processes serves the store; otherwise rank 0 does."""
+    attempt: int
+    """How often torchrun has started all processes anew; the store outlives them."""
+
+
+def rendezvous() -> Rendezvous:
+    """Where the processes of this run meet.
+
+    Raises UserError where that is not told.
+    """
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise UserError(
+            f"several processes were started, but where they meet is not told: MASTER_ADDR is "
+            f"{host or 'unset'}, MASTER_PORT {port or 'unset'}. Start them with torchrun, which "
+            "sets both."
+        )
+    return Rendezvous(
+        host=host,
+        port=int(port),
+        has_server=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )

@@ -10,46 +10,61 @@ from itertools import chain
 from rich.progress import Progress
 
 from hone.config.errors import UserError
+from hone.config.parallel import ParallelConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig
-from hone.distributed.processes import processes
-from hone.loops.launch import require_one_process
-from hone.loops.parts import assemble_inference
+from hone.distributed.mesh import Mesh
+from hone.loops.exchange import Exchange
+from hone.loops.launch import join
+from hone.loops.parts import assemble_inference, share_of_workers
 from hone.observe.loggers import sample_row
 from hone.observe.metrics import to_scalars
 from hone.observe.whole_file import whole_file
 from hone.rewards.scorer import Scorer, check_failure_rate
 from hone.rollout.evaluate import evaluate, summarise
 from hone.rollout.requests import requests_for, sample_of
-from hone.types import Prompt
+from hone.types import Prompt, Sample
 
 __all__ = ["run_evaluation", "run_generation"]
 
 
 def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
-    """Score the model on `data.eval`; write `eval.json` and `eval_samples.jsonl` to `run.dir`."""
-    require_one_process()
+    """Score the model on `data.eval`; write `eval.json` and `eval_samples.jsonl` to `run.dir`.
+
+    Processes share the prompts; each returns the metrics of all, and the first one writes.
+    """
+    with join(cfg.run, ParallelConfig()) as (mesh, watch):
+        watch.enter("eval")
+        samples = _evaluated(cfg, mesh)
+        check_failure_rate(samples, cfg.reward.max_failure_rate)
+        scalars = to_scalars(summarise(samples, cfg.eval))
+        if mesh.is_first:
+            with whole_file(cfg.run.dir / "eval_samples.jsonl") as file:
+                for sample in samples:
+                    file.write(json.dumps(sample_row(sample), ensure_ascii=False) + "\n")
+            with whole_file(cfg.run.dir / "eval.json") as file:
+                json.dump(scalars, file, indent=2)
+    return scalars
+
+
+def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
     limit = cfg.eval.max_completion_tokens
-    parts = assemble_inference(cfg, max_completion_tokens=limit)
+    parts = assemble_inference(cfg, mesh.device, max_completion_tokens=limit)
     if not parts.data.eval:
         raise UserError("there is nothing to evaluate on: name data.eval, or set eval_fraction")
-    with Scorer(cfg.reward, max_completion_tokens=limit) as scorer, _counter() as progress:
-        samples = evaluate(
+    with (
+        Scorer(share_of_workers(cfg.reward), max_completion_tokens=limit) as scorer,
+        _counter(mesh) as progress,
+    ):
+        return evaluate(
             parts.data.eval,
             engine=parts.engine,
             scorer=scorer,
             cfg=cfg.eval,
             decode=parts.decode,
             seed=cfg.run.seed,
+            peers=Exchange(mesh),
             progress=progress,
         )
-    check_failure_rate(samples, cfg.reward.max_failure_rate)
-    scalars = to_scalars(summarise(samples, cfg.eval))
-    with whole_file(cfg.run.dir / "eval_samples.jsonl") as file:
-        for sample in samples:
-            file.write(json.dumps(sample_row(sample), ensure_ascii=False) + "\n")
-    with whole_file(cfg.run.dir / "eval.json") as file:
-        json.dump(scalars, file, indent=2)
-    return scalars
 
 
 def run_generation(cfg: GenerateConfig) -> int:
@@ -58,8 +73,14 @@ def run_generation(cfg: GenerateConfig) -> int:
     Of several processes each group takes its share of the prompts, and the first process writes
     all rows, in the order of the prompts.
     """
+    with join(cfg.run, ParallelConfig()) as (mesh, watch):
+        watch.enter("generate")
+        return _generated(cfg, mesh)
+
+
+def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
     limit = cfg.generation.max_completion_tokens
-    parts = assemble_inference(cfg, max_completion_tokens=limit)
+    parts = assemble_inference(cfg, mesh.device, max_completion_tokens=limit)
     owners: dict[str, tuple[Prompt, int]] = {}
     places: list[tuple[int, int]] = []
     tp = parts.tensor_parallel
@@ -79,7 +100,7 @@ def run_generation(cfg: GenerateConfig) -> int:
         owners |= {request.id: (prompt, index) for index, request in enumerate(requests)}
         places += [(number, index) for index in range(len(requests))]
     rows: dict[str, str] = {}
-    with _counter() as progress:
+    with _counter(mesh) as progress:
         while parts.engine.has_unfinished:
             for completion in parts.engine.step():
                 sample = sample_of(*owners[completion.request_id], completion, parts.decode)
@@ -87,16 +108,16 @@ def run_generation(cfg: GenerateConfig) -> int:
             progress(len(rows), len(owners))
     own = list(zip(places, (rows[name] for name in owners), strict=True))
     everywhere = sorted(chain(*tp.gather_objects(own)))
-    if processes().rank == 0:
+    if mesh.is_first:
         with whole_file(cfg.output) as file:
             file.writelines(f"{row}\n" for _, row in everywhere)
     return len(everywhere)
 
 
 @contextmanager
-def _counter() -> Generator[Callable[[int, int], None]]:
-    """A bar of finished samples, shown by the first process on a terminal and gone at the end."""
-    is_silent = processes().rank > 0
-    with Progress(*Progress.get_default_columns(), transient=True, disable=is_silent) as bar:
+def _counter(mesh: Mesh) -> Generator[Callable[[int, int], None]]:
+    """A bar of the first process's finished samples, shown on a terminal and gone at the end."""
+    columns = Progress.get_default_columns()
+    with Progress(*columns, transient=True, disable=not mesh.is_first) as bar:
         task = bar.add_task("samples", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

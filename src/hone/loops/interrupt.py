@@ -6,18 +6,25 @@ import signal
 from types import FrameType, TracebackType
 from typing import Self
 
+from hone.distributed.mesh import Mesh
+
 __all__ = ["Interrupt"]
 
 
 class Interrupt:
     """While entered, the first SIGINT or SIGTERM is remembered; a second SIGINT stops at once.
 
-    The loop looks at `requested` between steps, where everything can be saved and resumed exactly.
+    The loop asks `is_requested` between steps, where everything can be saved and resumed exactly.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._seen = False
         self._previous: dict[signal.Signals, object] = {}
+
+    def is_requested(self) -> bool:
+        """Whether any process has been asked to stop. Collective: all stop after the same step."""
+        return any(self._mesh.gather(self._seen))
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -34,6 +41,6 @@ class Interrupt:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
+        if self._seen and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
+        self._seen = True

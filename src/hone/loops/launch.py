@@ -1,40 +1,55 @@
-"""What every run does before its first step: device, seeds, folder, the point to go on from."""
+"""What every run does before its first step: processes, device, seeds, folder, where to go on."""
 
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
 
+from hone.checkpoint.export import export_hf, export_hf_streamed
+from hone.checkpoint.random_state import restore_random_state
+from hone.checkpoint.sharded import StoredTensor
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.load import dump_config
+from hone.config.model import LoraConfig
+from hone.config.parallel import ParallelConfig
 from hone.config.run import CheckpointConfig, GenerateRunConfig, RunConfig
+from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
+from hone.distributed.watch import Watch
+from hone.models.adapters import save_adapter
+from hone.trainer.learner import Learner
 
-__all__ = [
-    "Launch",
-    "choose_device",
-    "export_dtype",
-    "launch",
-    "require_one_process",
-]
+__all__ = ["Launch", "choose_device", "export", "join", "launch", "restore"]
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Where a run lives and where it starts."""
 
-    device: torch.device
+    mesh: Mesh
+    watch: Watch
     dir: Path
     store: CheckpointStore
     checkpoint: Checkpoint | None
     """What to go on from; None starts afresh."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
 
     @property
     def steps_done(self) -> int:
@@ -56,12 +71,11 @@ def choose_device(cfg: GenerateRunConfig) -> torch.device:
     if cfg.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
-        own, num_devices = processes(), torch.cuda.device_count()
-        if own.local_world_size > num_devices:
+        own, num_gpus = processes(), torch.cuda.device_count()
+        if own.local_world_size > num_gpus:
             raise UserError(
-                f"torchrun started {own.local_world_size} processes on this host, one a GPU, but "
-                f"torch sees {num_devices}. Start at most {num_devices} (--nproc-per-node "
-                f"{num_devices})."
+                f"{own.local_world_size} processes were started on this host, one a GPU, and torch "
+                f"sees {num_gpus} GPUs. Start at most {num_gpus}, or set run.device to cpu."
             )
         device = torch.device("cuda", own.local_rank)
         torch.cuda.set_device(device)
@@ -74,39 +88,110 @@ def choose_device(cfg: GenerateRunConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def require_one_process() -> None:
-    """Raise UserError under torchrun with several processes: they would write the same folder."""
-    world_size = processes().world_size
-    if world_size > 1:
-        raise UserError(
-            f"torchrun started {world_size} processes, but this command runs in one; only `hone "
-            "generate` and `hone bench engine` use several. Start it without torchrun."
-        )
+@contextmanager
+def join(run: GenerateRunConfig, parallel: ParallelConfig) -> Generator[tuple[Mesh, Watch]]:
+    """This process's place among all that train together, under watch; left behind at the end.
 
-
-def launch(run: RunConfig, checkpoint: CheckpointConfig, tree: Section) -> Launch:
-    """Seed everything, prepare the run folder, save the resolved configuration in it.
-
-    Raises UserError where `run.resume` does not fit what the folder holds.
+    With one process nothing is set up. Raises UserError where there are fewer GPUs than processes.
     """
-    require_one_process()
-    device = choose_device(run)
-    random.seed(run.seed)
-    np.random.seed(run.seed % 2**32)
-    torch.manual_seed(run.seed)
-    store = CheckpointStore(
-        run.dir / "checkpoints", keep_last=checkpoint.keep_last, keep_best=checkpoint.keep_best
-    )
-    checkpoint_found = _find(run, store)
-    run.dir.mkdir(parents=True, exist_ok=True)
-    (run.dir / "config.yaml").write_text(dump_config(tree), encoding="utf-8")
-    return Launch(device=device, dir=run.dir, store=store, checkpoint=checkpoint_found)
+    own = processes()
+    with Watch(own, parallel.timeout_s) as watch:
+        device = choose_device(run)
+        watch.join()
+        mesh = Mesh.join(parallel, own, device)
+        if own.world_size == 1:
+            yield mesh, watch
+            return
+        watch.follow(mesh.groups)
+        watch.enter("start")
+        yield mesh, watch
+        dist.destroy_process_group()
 
 
-def export_dtype(cfg: CheckpointConfig, model: PreTrainedModel) -> torch.dtype:
-    """Number format of the exported folder."""
-    names = {"auto": model.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    return names[cfg.export_dtype]
+@contextmanager
+def launch(
+    run: RunConfig, checkpoint: CheckpointConfig, parallel: ParallelConfig, tree: Section
+) -> Generator[Launch]:
+    """Join the other processes, seed everything, prepare the run folder, save the configuration.
+
+    Seeds are equal in all processes. The first one alone writes. Raises UserError where
+    `run.resume` does not fit what the folder holds.
+    """
+    with join(run, parallel) as (mesh, watch):
+        random.seed(run.seed)
+        np.random.seed(run.seed % 2**32)
+        torch.manual_seed(run.seed)
+        store = CheckpointStore(
+            run.dir / "checkpoints",
+            keep_last=checkpoint.keep_last,
+            keep_best=checkpoint.keep_best,
+            mesh=mesh,
+            timeout_s=0.9 * parallel.timeout_s,  # it knows whose file is missing, the watch less
+        )
+        found = _find(run, store)
+        mesh.agree("the checkpoint to go on from", None if found is None else found.step)
+        if mesh.is_first:
+            run.dir.mkdir(parents=True, exist_ok=True)
+            (run.dir / "config.yaml").write_text(dump_config(tree), encoding="utf-8")
+        yield Launch(mesh=mesh, watch=watch, dir=run.dir, store=store, checkpoint=found)
+
+
+def export(
+    trainer: Learner,
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: CheckpointConfig,
+    begin: Launch,
+    lora: LoraConfig,
+) -> None:
+    """Write the trained model to `<run.dir>/model`, and adapters, which are merged there, also to
+    `<run.dir>/adapter`. Collective."""
+    policy, folder = trainer.policy, begin.dir / "model"
+    dtypes = {"auto": policy.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtype = dtypes[cfg.export_dtype]
+    if lora.rank:
+        export_hf_streamed(
+            policy.model, tokenizer, folder, dtype, trainer.named_weights(), mesh=begin.mesh
+        )
+        adapters = _wholes(policy.masters)
+        if begin.mesh.is_first:
+            save_adapter(begin.dir / "adapter", policy.model, lora, adapters)
+        else:
+            deque(adapters, maxlen=0)  # gathered by all
+        return
+    if begin.mesh.world.size == 1:
+        export_hf(policy.model, tokenizer, folder, dtype, masters=policy.masters)
+        return
+    weights = trainer.named_weights() if dtype == policy.dtype else _wholes(policy.masters)
+    export_hf_streamed(policy.model, tokenizer, folder, dtype, weights, mesh=begin.mesh)
+
+
+def restore(trainer: Learner, parts: Mapping[str, Any]) -> None:
+    """Let trainer and random generators go on from a checkpoint, whatever processes wrote it.
+
+    Each process reads what it holds. Raises ValueError where it belongs to another model.
+    """
+    trainer.load_state_dict(parts["trainer"], parts["trainer_metadata"])
+    restore_random_state(_in_memory(parts["random"]))
+
+
+def _in_memory(tree: Any) -> Any:
+    """A small tree with its tensors read."""
+    match tree:
+        case StoredTensor():
+            return tree.full()
+        case dict():
+            return {key: _in_memory(value) for key, value in tree.items()}
+        case list():
+            return [_in_memory(value) for value in tree]
+        case _:
+            return tree
+
+
+def _wholes(masters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Gather tensors of which processes hold parts, one after the other."""
+    for name, master in masters.items():
+        detached = master.detach()
+        yield name, detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def _find(run: RunConfig, store: CheckpointStore) -> Checkpoint | None:

@@ -15,30 +15,45 @@ from hone.checkpoint.random_state import capture_random_state, restore_random_st
 from hone.config.checks.schedule import evaluates
 from hone.config.derived import optimizer_steps_per_rollout
 from hone.config.model import ModelConfig
-from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
+from hone.config.reward import RewardConfig
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.data.prompts import PromptData, load_prompts
+from hone.distributed.mesh import Mesh
+from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import cache_dtype
+from hone.loops.exchange import Exchange
 from hone.loops.experience import Experience
-from hone.loops.launch import Launch, choose_device, launch
+from hone.loops.launch import Launch, launch, restore
 from hone.loops.recorder import Limits, Recorder, alarms_for
+from hone.models.adapters import adapt
 from hone.models.decoder import alias_module
 from hone.models.load import check_exact, compute_dtype, load_config, load_model
 from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
+from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.loggers import RunLog
 from hone.observe.peaks import device_peaks
 from hone.observe.spans import Spans
 from hone.planner.model_shape import ModelShape
+from hone.rewards.pool import default_num_workers
 from hone.rewards.scorer import Scorer
 from hone.rollout.requests import Decode
 from hone.rollout.rollout import Rollout
 from hone.trainer.trainer import PolicyTrainer
 from hone.weights.sync import WeightSync
 
-__all__ = ["InferenceParts", "RLParts", "assemble", "assemble_inference", "decoder"]
+__all__ = [
+    "InferenceParts",
+    "RLParts",
+    "assemble",
+    "assemble_inference",
+    "decoder",
+    "recording",
+    "share_of_workers",
+]
 
 
 @dataclass(slots=True)
@@ -58,6 +73,7 @@ class RLParts:
     weights: WeightSync
     recorder: Recorder
     decode: Decode
+    peers: Exchange
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint must hold, by part."""
@@ -71,15 +87,30 @@ class RLParts:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
-        self.trainer.load_state_dict(state["trainer"], state["trainer_metadata"])
+        """Go on from `state`, with a trainer that has."""
         self.data.train.load_state_dict(state["data"])
         self.rollout.load_state_dict(state["rollout"])
-        restore_random_state(state["random"])
 
-    def engine_asleep(self) -> AbstractContextManager[None]:
-        """The KV cache is free inside, where `engine.enable_sleep` asks for it."""
-        return _asleep(self.engine) if self.cfg.engine.enable_sleep else nullcontext()
+    @contextmanager
+    def training(self) -> Generator[None]:
+        """The trainer has the device inside, the engine outside.
+
+        As far as the keys `enable_sleep` of both ask for it: whoever comes finds the room of
+        whoever has left.
+        """
+        engine_sleeps, trainer_sleeps = (
+            self.cfg.engine.enable_sleep,
+            self.cfg.trainer.enable_sleep,
+        )
+        if engine_sleeps:
+            self.engine.sleep()
+        if trainer_sleeps:
+            self.trainer.wake()
+        yield
+        if trainer_sleeps:
+            self.trainer.sleep()
+        if engine_sleeps:
+            self.engine.wake()
 
     def core_for_rewards(self) -> AbstractContextManager[None]:
         """Inside, a CPU that generates leaves one core to reward workers.
@@ -101,13 +132,6 @@ def _one_thread_less() -> Generator[None]:
         torch.set_num_threads(num_threads)
 
 
-@contextmanager
-def _asleep(engine: EmbeddedEngine) -> Generator[None]:
-    engine.sleep()
-    yield
-    engine.wake()
-
-
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     """Token ids to text without special tokens, exactly as the tokens spell it."""
 
@@ -121,17 +145,21 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return decode
 
 
-def _limits(cfg: RLConfig, model: PreTrainedModel, device: torch.device) -> Limits:
-    dtype = compute_dtype(cfg.model, device)
+def _limits(cfg: RLConfig, model: PreTrainedModel, mesh: Mesh) -> Limits:
+    dtype = compute_dtype(cfg.model, mesh.device)
     kl, steps = cfg.algorithm.kl, optimizer_steps_per_rollout(cfg)
     scores_policy = steps > 1 or (kl.coef > 0 and kl.placement == "reward")
     return Limits(
         shape=ModelShape.from_config(model.config.to_dict()),
-        peaks=device_peaks(device, dtype),
+        peaks=device_peaks(mesh.device, dtype),
+        num_devices=mesh.world.size,
         bytes_per_value=dtype.itemsize,
         kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
         max_num_seqs=cfg.engine.max_num_seqs,
-        passes=3.0 * cfg.trainer.num_epochs + scores_policy + (kl.coef > 0),
+        # Frozen weights, beside which adapters are trained, get no gradients.
+        passes=(2.0 if cfg.model.lora.rank else 3.0) * cfg.trainer.num_epochs
+        + scores_policy
+        + (kl.coef > 0),
     )
 
 
@@ -166,6 +194,32 @@ def _longest_completion(cfg: RLConfig) -> int:
     return max(cfg.rollout.max_completion_tokens, measured)
 
 
+def share_of_workers(cfg: RewardConfig) -> RewardConfig:
+    """The reward workers of one process: its part of those of the host."""
+    num_workers = (cfg.num_workers or default_num_workers()) // processes().local_world_size
+    return cfg.model_copy(update={"num_workers": max(num_workers, 1)})
+
+
+@contextmanager
+def recording(
+    cfg: RLConfig | SFTConfig, begin: Launch, alarms: Alarms, limits: Limits | None = None
+) -> Generator[Recorder]:
+    """The recorder of this process; the first one's writes into the run folder."""
+    recorder = Recorder(begin.mesh, Spans(on_begin=begin.watch.enter), alarms, limits=limits)
+    with ExitStack() as stack:
+        if begin.mesh.is_first:
+            recorder.log = stack.enter_context(
+                RunLog(
+                    begin.dir,
+                    cfg.log,
+                    resume_step=begin.resume_step,
+                    config=cfg.model_dump(mode="json"),
+                )
+            )
+            recorder.console = stack.enter_context(Console(cfg.run.steps, done=begin.steps_done))
+        yield recorder
+
+
 @contextmanager
 def assemble(cfg: RLConfig) -> Generator[RLParts]:
     """Build the parts of a run, restored from its checkpoint; release them at the end.
@@ -173,23 +227,36 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
     Cheap and likely mistakes come first: configuration, tokenizer and data are read before any
     weight is loaded.
     """
-    begin = launch(cfg.run, cfg.checkpoint, cfg)
-    check_exact(cfg.model, begin.device)
-    tokenizer = load_tokenizer(cfg.model)
-    data = load_prompts(
-        cfg.data,
-        tokenizer,
-        seed=cfg.run.seed,
-        max_prompt_tokens=_room_for_prompt(
-            cfg.model, cfg.engine.max_model_len, _longest_completion(cfg)
-        ),
-    )
     with ExitStack() as stack:
-        scorer = stack.enter_context(
-            Scorer(cfg.reward, max_completion_tokens=cfg.rollout.max_completion_tokens)
+        begin = stack.enter_context(launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg))
+        mesh = begin.mesh
+        check_exact(cfg.model, mesh.device)
+        tokenizer = load_tokenizer(cfg.model)
+        data = load_prompts(
+            cfg.data,
+            tokenizer,
+            seed=cfg.run.seed,
+            max_prompt_tokens=_room_for_prompt(
+                cfg.model, cfg.engine.max_model_len, _longest_completion(cfg)
+            ),
         )
-        load = partial(load_model, cfg.model, device=begin.device, seed=cfg.run.seed)
-        model = load()
+        scorer = stack.enter_context(
+            Scorer(
+                share_of_workers(cfg.reward),
+                max_completion_tokens=cfg.rollout.max_completion_tokens,
+            )
+        )
+        load = partial(load_model, cfg.model, device=mesh.device, seed=cfg.run.seed)
+        # Of several processes none needs a whole trained model on its device: they shard it.
+        on_host = mesh.world.size > 1
+        model = load(on_host=on_host)
+        limits = _limits(cfg, model, mesh)
+        lora = cfg.model.lora
+        # What the engine samples with is the trained module itself where that is one and whole.
+        is_alias = not (on_host or lora.rank)
+        sampled = alias_module(model) if is_alias else load()
+        if lora.rank:
+            adapt(model, lora, seed=cfg.run.seed)
         trainer = PolicyTrainer(
             model,
             cfg.trainer,
@@ -198,21 +265,22 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
             max_completion_tokens=cfg.rollout.max_completion_tokens,
             total_steps=cfg.run.steps * optimizer_steps_per_rollout(cfg),
             seed=cfg.run.seed,
-            reference=load() if cfg.algorithm.kl.coef > 0 else None,
+            reference=(
+                load(on_host=on_host) if cfg.algorithm.kl.coef > 0 and not lora.rank else None
+            ),
             dump_dir=begin.dir,
             exact=cfg.model.exact,
+            mesh=mesh,
         )
-        engine = _engine(cfg, alias_module(model), tokenizer, owns_weights=False)
-        log = stack.enter_context(
-            RunLog(
-                begin.dir,
-                cfg.log,
-                resume_step=begin.resume_step,
-                config=cfg.model_dump(mode="json"),
-            )
-        )
-        console = stack.enter_context(Console(cfg.run.steps, done=begin.steps_done))
-        decode = decoder(tokenizer)
+        begin.watch.follow(trainer.groups)
+        if begin.checkpoint is not None:
+            restore(trainer, begin.checkpoint.parts)
+        random_state = capture_random_state()
+        if cfg.trainer.enable_sleep:
+            trainer.sleep()  # before the engine looks how much memory there is
+        engine = _engine(cfg, sampled, tokenizer, owns_weights=not is_alias)
+        recorder = stack.enter_context(recording(cfg, begin, alarms_for(sampled), limits))
+        decode, peers = decoder(tokenizer), Exchange(mesh)
         parts = RLParts(
             cfg=cfg,
             launch=begin,
@@ -229,21 +297,17 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
                 cfg=cfg.rollout,
                 decode=decode,
                 seed=cfg.run.seed,
+                peers=peers,
             ),
             experience=Experience(trainer, cfg.algorithm),
             weights=WeightSync(trainer, engine),
-            recorder=Recorder(
-                log,
-                console,
-                alarms_for(model),
-                Spans(),
-                begin.device,
-                _limits(cfg, model, begin.device),
-            ),
+            recorder=recorder,
             decode=decode,
+            peers=peers,
         )
         if begin.checkpoint is not None:
             parts.load_state(begin.checkpoint.parts)
+        restore_random_state(random_state)  # whatever the engine has drawn to profile itself
         yield parts
 
 
@@ -259,10 +323,9 @@ class InferenceParts:
 
 
 def assemble_inference(
-    cfg: EvaluateConfig | GenerateConfig, *, max_completion_tokens: int
+    cfg: EvaluateConfig | GenerateConfig, device: torch.device, *, max_completion_tokens: int
 ) -> InferenceParts:
-    """Tokenizer, prompts and an engine over the model's weights."""
-    device = choose_device(cfg.run)
+    """Tokenizer, prompts and an engine over the model's weights, in a process that has joined."""
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
     check_exact(cfg.model, device)
     torch.manual_seed(cfg.run.seed)

@@ -4,43 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
 from transformers import PreTrainedModel
 
+from hone.distributed.mesh import Mesh
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.loggers import RunLog
-from hone.observe.metrics import Metrics, to_scalars
+from hone.observe.metrics import Max, Metrics, Min, merge, to_scalars
 from hone.observe.spans import Spans
 from hone.planner.hardware import Peaks
 from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.types import Group, Trajectory
 
-__all__ = ["Limits", "Recorder", "alarms_for", "memory_scalars"]
+__all__ = ["Limits", "Recorder", "alarms_for", "memory_metrics"]
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The roofline of this model on this device."""
+    """The roofline of this model on the devices of the run, which share the work evenly."""
 
     shape: ModelShape
     peaks: Peaks
+    num_devices: int
     bytes_per_value: int
     kv_bytes_per_value: int
     max_num_seqs: int
     passes: float
-    """Forward passes' worth of FLOPs in a training step: 3 an epoch, 1 for each scoring pass."""
+    """Forward passes' worth of FLOPs in a training step: 3 an epoch (2 where only adapters are
+    trained), 1 for each scoring pass."""
 
     def ratios(
         self, groups: Sequence[Group], rows: Sequence[Trajectory], seconds: Mapping[str, float]
     ) -> dict[str, float]:
         """`R_gen`, `R_train`, `R_step`: limit over measured time, from the actual lengths."""
-        samples = [sample for group in groups for sample in group.samples if sample.token_ids]
+        share = groups[:: self.num_devices]  # as the first device has it
+        samples = [sample for group in share for sample in group.samples if sample.token_ids]
         if not samples or not rows:
             return {}
         generate_s = generation_time_s(
@@ -49,17 +54,18 @@ class Limits:
             [len(sample.prompt.token_ids) for sample in samples],
             [len(sample.token_ids) for sample in samples],
             max_num_seqs=self.max_num_seqs,
-            prefill_lengths=[len(group.prompt.token_ids) for group in groups],
+            prefill_lengths=[len(group.prompt.token_ids) for group in share],
             bytes_per_value=self.bytes_per_value,
             kv_bytes_per_value=self.kv_bytes_per_value,
         )
-        train_s = training_time_s(
+        of_one_device_s = training_time_s(
             self.shape,
             self.peaks,
             [row.num_tokens for row in rows],
             passes=self.passes,
             num_head_tokens=sum(row.num_trained for row in rows),
         )
+        train_s = of_one_device_s / self.num_devices
         measured_train_s = seconds.get("train", 0.0) + seconds.get("experience", 0.0)
         return {
             "perf/R_gen": generate_s / max(seconds.get("generate", 0.0), 1e-9),
@@ -68,20 +74,23 @@ class Limits:
         }
 
 
-def memory_scalars(device: torch.device) -> dict[str, float]:
-    """Host and device memory, in GiB, and the device's peak since the last call.
+def memory_metrics(device: torch.device) -> Metrics:
+    """Host and device memory of the process that has most, in GiB, and the peak since the last
+    call.
 
     The peak is that of torch's tensors and what else is taken now, the KV cache above all; with a
     cache that sleeps while the trainer works it is an upper bound.
     """
-    scalars = {"mem/rss_gib": psutil.Process().memory_info().rss / GIB}
+    metrics: Metrics = {"mem/rss_gib": Max(psutil.Process().memory_info().rss / GIB)}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         elsewhere = total - free - torch.cuda.memory_reserved(device)
-        scalars["mem/gpu_free_gib"] = free / GIB
-        scalars["mem/gpu_peak_gib"] = (torch.cuda.max_memory_allocated(device) + elsewhere) / GIB
+        metrics["mem/gpu_free_gib"] = Min(free / GIB)
+        metrics["mem/gpu_peak_gib"] = Max(
+            (torch.cuda.max_memory_allocated(device) + elsewhere) / GIB
+        )
         torch.cuda.reset_peak_memory_stats(device)
-    return scalars
+    return metrics
 
 
 def alarms_for(model: PreTrainedModel) -> Alarms:
@@ -91,14 +100,27 @@ def alarms_for(model: PreTrainedModel) -> Alarms:
 
 @dataclass(slots=True)
 class Recorder:
-    """Everything a person sees of a run goes through here."""
+    """Everything a person sees of a run goes through here.
 
-    log: RunLog
-    console: Console
-    alarms: Alarms
+    Every process has one, and the first one's alone speaks: the others have no log and no console.
+    """
+
+    mesh: Mesh
     spans: Spans
-    device: torch.device
+    alarms: Alarms
+    log: RunLog | None = None
+    console: Console | None = None
     limits: Limits | None = None
+
+    def progress(self, finished: int, wanted: int) -> None:
+        """Show how many samples of the current step are done."""
+        if self.console is not None:
+            self.console.progress(finished, wanted)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Record something that happened."""
+        if self.log is not None:
+            self.log.event(kind, **fields)
 
     def record(
         self,
@@ -108,9 +130,13 @@ class Recorder:
         groups: Sequence[Group] = (),
         rows: Sequence[Trajectory] = (),
     ) -> None:
-        """Write the row of `step`, the number of updates done."""
+        """Write the row of `step`, the number of updates done. Collective; times are those of the
+        first process."""
         seconds = self.spans.take()
-        scalars = to_scalars(metrics) | memory_scalars(self.device)
+        memory = merge(*self.mesh.gather(memory_metrics(self.mesh.device)))
+        if self.log is None or self.console is None:
+            return
+        scalars = to_scalars(metrics | memory)
         scalars |= {f"time/{name}_s": value for name, value in seconds.items()}
         num_tokens = sum(row.num_tokens for row in rows)
         scalars["perf/tokens_per_s"] = num_tokens / max(seconds["step"], 1e-9)

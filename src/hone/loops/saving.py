@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ def due(every_n_steps: int, step: int) -> bool:
 class Saver:
     """Saves on schedule, at the end, and whenever an evaluation is the best so far.
 
+    Writing goes on behind the training; the last save is waited for.
+
     A checkpoint is ranked only by an evaluation of its own step, never by an older one.
     """
 
@@ -28,6 +31,8 @@ class Saver:
     cfg: CheckpointConfig
     state: Callable[[], Mapping[str, Any]]
     """Everything a checkpoint must hold, by part."""
+    awake: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Inside, what the state is made of lies where it can be read."""
     _best: float = field(default=float("-inf"))
 
     def __post_init__(self) -> None:
@@ -36,12 +41,15 @@ class Saver:
     def after(self, step: int, rank: float | None, *, is_last: bool) -> bool:
         """Save `step` if it is due; `rank` is its evaluation, larger is better, None without one.
 
-        Returns whether it was saved. Raises CheckpointError where it cannot be written.
+        Returns whether it is being saved. Raises CheckpointError where it, or the one before it,
+        cannot be written. Collective.
         """
         is_best = self.cfg.keep_best and rank is not None and rank > self._best
         if not (is_best or is_last or due(self.cfg.every_n_steps, step)):
             return False
-        self.store.save(step, self.state(), metric=rank)
+        save = self.store.save if is_last else self.store.save_in_background
+        with self.awake():
+            save(step, self.state(), metric=rank)
         if rank is not None:
             self._best = max(self._best, rank)
         return True

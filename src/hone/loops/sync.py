@@ -1,4 +1,7 @@
-"""The synchronous loop: generate, score, train, sync, one after the other in one process.
+"""The synchronous loop: generate, score, train, sync, one after the other.
+
+With several processes all run this same sentence. Each generates and scores its share of the
+groups and then knows all of them, so that what follows from them is equal in all.
 
 Every sample of a step is drawn with the weights of that step, so training is on-policy. `step`
 counts updates: the row and the checkpoint of step s describe the policy after s updates, which is
@@ -9,10 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hone.checkpoint.export import export_hf
 from hone.config.tree import RLConfig
 from hone.loops.interrupt import Interrupt
-from hone.loops.launch import export_dtype
+from hone.loops.launch import export
 from hone.loops.parity import check_parity
 from hone.loops.parts import RLParts, assemble
 from hone.loops.saving import Saver, due
@@ -40,10 +42,9 @@ def run(cfg: RLConfig) -> Outcome:
     """Assemble, train, export the policy to `<run.dir>/model`, write the report."""
     with assemble(cfg) as parts:
         outcome = train(parts)
-        dtype = export_dtype(cfg.checkpoint, parts.model)
-        masters = parts.trainer.policy.masters
-        export_hf(parts.model, parts.tokenizer, parts.launch.dir / "model", dtype, masters=masters)
-    if cfg.log.report:
+        with parts.training():
+            export(parts.trainer, parts.tokenizer, cfg.checkpoint, parts.launch, cfg.model.lora)
+    if cfg.log.report and parts.launch.mesh.is_first:
         write_report(cfg.run.dir)
     return outcome
 
@@ -52,20 +53,21 @@ def train(parts: RLParts) -> Outcome:
     """The loop. Returns after `run.steps` updates or, on Ctrl-C, after the step in progress."""
     cfg, first = parts.cfg, parts.launch.steps_done
     span = parts.recorder.spans.span
-    saver = Saver(parts.launch.store, cfg.checkpoint, parts.state)
+    saver = Saver(parts.launch.store, cfg.checkpoint, parts.state, parts.training)
     done = first
 
-    with Interrupt() as interrupt:
+    with Interrupt(parts.launch.mesh) as interrupt:
         parts.weights.push(version=first)
         if cfg.eval.at_start and first == 0:
             parts.recorder.record(0, _evaluate(parts))
 
         parts.recorder.spans.take()  # start-up is no part of the first step
         for step in range(first + 1, cfg.run.steps + 1):
+            parts.launch.watch.begin_step(step)
             with span("generate"), parts.core_for_rewards():
-                groups = parts.rollout.collect(step, parts.recorder.console.progress)
+                groups = parts.rollout.collect(step, parts.recorder.progress)
                 check_failure_rate(_samples(groups), cfg.reward.max_failure_rate)
-            with parts.engine_asleep():
+            with parts.training():
                 with span("experience"):
                     rows = parts.experience.build(groups, version=step - 1)
                     metrics = _gate(parts, rows) if step == first + 1 else {}
@@ -89,15 +91,17 @@ def train(parts: RLParts) -> Outcome:
                 parts.recorder.record(step, metrics, groups=groups, rows=rows)
             # After the row is written: a run that dies in between computes the step again.
             with span("checkpoint"):
-                stop = interrupt.requested
+                stop = interrupt.is_requested()
                 is_last = stop or step == cfg.run.steps
                 if saver.after(step, rank, is_last=is_last):
-                    parts.recorder.log.event("checkpoint", step=step, metric=rank)
+                    parts.recorder.event("checkpoint", step=step, metric=rank)
             if stop:
+                parts.recorder.event("interrupted", step=step)
                 break
 
-    parts.recorder.spans.write_trace(parts.launch.dir / "trace.json")
-    return Outcome(done, interrupt.requested and done < cfg.run.steps)
+    if parts.launch.mesh.is_first:
+        parts.recorder.spans.write_trace(parts.launch.dir / "trace.json")
+    return Outcome(done, done < cfg.run.steps)
 
 
 def _samples(groups: list[Group]) -> list[Sample]:
@@ -133,5 +137,6 @@ def _evaluate(parts: RLParts) -> Metrics:
             cfg=parts.cfg.eval,
             decode=parts.decode,
             seed=parts.cfg.run.seed,
+            peers=parts.peers,
         )
     return summarise(samples, parts.cfg.eval)

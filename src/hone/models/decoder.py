@@ -8,7 +8,7 @@ of a whole batch never have to exist. Letters: T packed tokens, N chosen rows, D
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,14 @@ from transformers import PreTrainedModel
 from hone.attention import AttentionContext
 from hone.models.exact import linear
 
-__all__ = ["alias_module", "head_logits", "head_weight", "hidden_states", "logit_softcap"]
+__all__ = [
+    "alias_module",
+    "head_logits",
+    "head_product",
+    "head_weight",
+    "hidden_states",
+    "logit_softcap",
+]
 
 
 def hidden_states(
@@ -34,39 +41,28 @@ def hidden_states(
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor, *, exact: bool = False) -> Tensor:
-    """Logits [N, V] of hidden states [N, D], final soft cap included; differentiable.
+    """Logits [N, V] of hidden states [N, D], final soft cap included.
 
-    Of the model's dtype or wider: on CUDA sums of 16-bit products stay in float32, since rounding
-    them would shift log-probabilities by up to a percent where logits are large. With `exact` they
-    are float32 in any case, and a row's bits do not depend on the others.
+    Of the format of `head_product`. Training takes `hone.trainer.logprobs`, which has a gradient
+    everywhere and never holds them all.
     """
-    if exact:
-        logits = linear(hidden, head_weight(model), dtype=torch.float32)
-    else:
-        logits = _product(hidden, head_weight(model))
+    logits = head_product(hidden, head_weight(model), exact=exact)
     cap = logit_softcap(model)
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def _product(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+def head_product(hidden_ND: Tensor, weight_VD: Tensor, *, exact: bool = False) -> Tensor:
+    """Logits [N, V] before any soft cap, for some or all rows of a head.
+
+    Of the operands' dtype or wider: on CUDA sums of 16-bit products stay in float32, since rounding
+    them would shift log-probabilities by up to a percent where logits are large. With `exact` they
+    are float32 in any case, and a row's bits do not depend on the others.
+    """
+    if exact:
+        return linear(hidden_ND, weight_VD, dtype=torch.float32)
     if hidden_ND.is_cuda and hidden_ND.dtype in (torch.bfloat16, torch.float16):
-        return _WideProduct.apply(hidden_ND, weight_VD)
-    return hidden_ND @ weight_VD.T
-
-
-class _WideProduct(torch.autograd.Function):
-    """16-bit matrices to their float32 product; its gradient is rounded to their format first."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden_ND, weight_VD)
         return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        hidden_ND, weight_VD = ctx.saved_tensors
-        grad_NV = grads[0].to(hidden_ND.dtype)
-        return grad_NV @ weight_VD, grad_NV.T @ hidden_ND
+    return hidden_ND @ weight_VD.T
 
 
 def head_weight(model: PreTrainedModel) -> nn.Parameter:

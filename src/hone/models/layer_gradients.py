@@ -1,20 +1,26 @@
-"""The operations of `hone.models.layer_kernels` with gradients, by Triton kernels as well.
+"""What a decoder layer that is trained runs between its matrix products, as Triton kernels.
 
-Forward runs those very kernels, so a trainer has the bits of an engine. Backward computes in
-float32 and rounds once, at the end; the gradient of a norm's weight is summed in float32, first by
-each program over its rows, then over programs.
+Two sets. For exact mode, operations of `hone.models.layer_kernels` that autograd knows: forward
+runs those very kernels, so a trainer has the bits of an engine. For `hone.models.training_layers`,
+plain functions: `add_norm` and `rotate` forward, `*_gradients` backward, which also give back what
+forward did not keep.
+
+Forward rounds where transformers does. Backward computes in float32 and rounds once, at the end.
+The gradient of a norm's weight is summed in float32, first by each program over its rows, then over
+programs, so it has the same bits in every run.
 
 Letters: T tokens, D width of a row or head, H heads, I the MLP's inner size, P programs. This
-module imports triton; `hone.models.exact_decoder` imports it only where it is used.
+module imports triton; others import it only where it is used.
 """
 # A launch passes plain numbers for constexpr parameters and takes `num_warps`, which the types of
 # triton do not know; kernels take their pointers by position, some of which may be None.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportUnnecessaryComparison=false
+# pyright: reportAttributeAccessIssue=false
 # ruff: noqa: PLR0917
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,14 +29,43 @@ from torch import Tensor
 
 from hone.models import layer_kernels
 
-__all__ = ["rms_norm", "rotate_heads", "silu_mul"]
+__all__ = [
+    "HeadGradients",
+    "NormGradients",
+    "add_norm",
+    "norm_gradients",
+    "rms_norm",
+    "rotate",
+    "rotate_gradients",
+    "rotate_heads",
+    "silu_gradients",
+    "silu_mul",
+]
 
-NORM_PROGRAMS = 1056
-"""Eight for each multiprocessor of the largest Hopper GPU."""
-HEAD_PROGRAMS = 64
-"""For each head."""
-HEAD_TOKENS = 16
+PROGRAMS = 1056
+"""Of a kernel that sums over tokens: eight for each multiprocessor of the largest Hopper GPU."""
+NORM_TILE = 4096
+"""Numbers that a program norms at a time: several rows, where they are short."""
+NORM_WARPS = 8
 SILU_BLOCK = 1024
+ROTATE_ROWS = 16
+"""Heads that a program takes at a time."""
+
+
+class NormGradients(NamedTuple):
+    """Of a norm's input [T, D], and of its weight [D] in float32; and what the norm gave [T, D]."""
+
+    x: Tensor
+    weight: Tensor
+    normed: Tensor
+
+
+class HeadGradients(NamedTuple):
+    """Of qkv [T, H, D], and of the norms' weights, [D] in float32 each, if there are any."""
+
+    qkv: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,6 +91,176 @@ def rotate_heads(
     return _RotateHeads.apply(qkv, positions, rotary, q_norm, k_norm, eps, num_heads)
 
 
+def add_norm(
+    residual: Tensor, x: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of residual and x, both [T, D] and contiguous, and that sum, normed.
+
+    Without x the sum is the residual itself. Not differentiable: `norm_gradients`.
+    """
+    num_rows, width = residual.shape
+    total = residual if x is None else torch.empty_like(residual)
+    normed = torch.empty_like(residual)
+    block = triton.next_power_of_2(width)
+    rows = _norm_rows(block)
+    _add_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        normed,
+        total,
+        residual,
+        x,
+        weight,
+        num_rows,
+        eps,
+        WIDTH=width,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=NORM_WARPS,
+    )
+    return total, normed
+
+
+def norm_gradients(
+    x: Tensor, weight: Tensor, grad: Tensor, eps: float, *, residual_grad: Tensor | None = None
+) -> NormGradients:
+    """Gradients of the norm of x [T, D] with weight [D], given that of its result [T, D].
+
+    `residual_grad` [T, D], where x goes on beside its norm, is added to the gradient of x. All
+    contiguous.
+    """
+    num_rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    rows = _norm_rows(block)
+    num_programs = min(triton.cdiv(num_rows, rows), PROGRAMS)
+    grad_x, normed = torch.empty_like(x), torch.empty_like(x)
+    parts_PD = x.new_empty((num_programs, width), dtype=torch.float32)
+    _norm_gradient_kernel[(num_programs,)](
+        grad_x,
+        normed,
+        parts_PD,
+        x,
+        weight,
+        grad,
+        residual_grad,
+        num_rows,
+        eps,
+        WIDTH=width,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=NORM_WARPS,
+    )
+    return NormGradients(grad_x, parts_PD.sum(0), normed)
+
+
+def silu_gradients(gate_up: Tensor, grad: Tensor, *, out: Tensor) -> Tensor:
+    """Gradient of `silu_mul` of gate_up [T, 2 I], given that of its result, grad [T, I].
+
+    Writes it to `out` [T, 2 I], which may be gate_up itself, and returns the result [T, I]. All
+    contiguous.
+    """
+    num_rows, width = grad.shape
+    activated = torch.empty_like(grad)
+    _silu_gradient_kernel[(num_rows, triton.cdiv(width, SILU_BLOCK))](
+        out, activated, gate_up, grad, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4
+    )
+    return activated
+
+
+def rotate(
+    qkv: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    num_heads: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Norm and rotate the queries and keys in qkv [T, Hq + 2 Hkv, D]: [T, Hq + Hkv, D].
+
+    Arguments as those of `layer_kernels.rotate_heads`. Without norms the result takes the place of
+    queries and keys in qkv, as their gradient does not need them; with norms it is contiguous, and
+    goes to `out` if given. Not differentiable: `rotate_gradients`.
+    """
+    num_tokens, num_all_heads, head_dim = qkv.shape
+    num_kv_heads = (num_all_heads - num_heads) // 2
+    num_rotated = num_heads + num_kv_heads
+    if q_norm is None:
+        rotated = qkv[:, :num_rotated]
+    else:
+        rotated = qkv.new_empty(num_tokens, num_rotated, head_dim) if out is None else out
+    _rotate_kernel[(triton.cdiv(num_tokens * num_rotated, ROTATE_ROWS),)](
+        rotated,
+        qkv,
+        positions,
+        rotary,
+        q_norm,
+        k_norm,
+        num_tokens,
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        OUT_HEADS=num_all_heads if q_norm is None else num_rotated,
+        ROWS=ROTATE_ROWS,
+        BLOCK=triton.next_power_of_2(head_dim // 2),
+        num_warps=4,
+    )
+    return rotated
+
+
+def rotate_gradients(
+    qkv: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+    positions: Tensor,
+    rotary: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> HeadGradients:
+    """Gradients of `rotate`, given those of queries [T, Hq, D], keys and values [T, Hkv, D].
+
+    qkv is what `rotate` read; without norms it is not needed.
+    """
+    grad_q, grad_k, grad_v = (grad.contiguous() for grad in grads)
+    num_tokens, num_heads, head_dim = grad_q.shape
+    num_kv_heads = grad_k.shape[1]
+    num_all_heads = num_heads + 2 * num_kv_heads
+    num_programs = min(triton.cdiv(num_tokens * num_all_heads, ROTATE_ROWS), PROGRAMS)
+    grad_qkv = grad_q.new_empty(num_tokens, num_all_heads, head_dim)
+    has_norms = q_norm is not None
+    parts_P2D = grad_q.new_empty(
+        (num_programs, 2, head_dim) if has_norms else (), dtype=torch.float32
+    )
+    _rotate_gradient_kernel[(num_programs,)](
+        grad_qkv,
+        parts_P2D,
+        qkv,
+        grad_q,
+        grad_k,
+        grad_v,
+        positions,
+        rotary,
+        q_norm,
+        k_norm,
+        num_tokens,
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROWS=ROTATE_ROWS,
+        BLOCK=triton.next_power_of_2(head_dim // 2),
+        num_warps=4,
+    )
+    if not has_norms:
+        return HeadGradients(grad_qkv, None, None)
+    return HeadGradients(grad_qkv, *parts_P2D.sum(0).unbind())
+
+
+def _norm_rows(block: int) -> int:
+    return max(NORM_TILE // block, 1)
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,24 +271,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        num_rows, width = x.shape
-        num_programs = min(num_rows, NORM_PROGRAMS)
-        grad_x = torch.empty_like(x)
-        parts_PD = x.new_empty((num_programs, width), dtype=torch.float32)
-        block = triton.next_power_of_2(width)
-        _norm_gradient_kernel[(num_programs,)](
-            grad_x,
-            parts_PD,
-            x,
-            weight,
-            grads[0].contiguous(),
-            num_rows,
-            ctx.eps,
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
-        )
-        return grad_x, parts_PD.sum(0).to(weight.dtype), None
+        found = norm_gradients(x, weight, grads[0].contiguous(), ctx.eps)
+        return found.x, found.weight.to(weight.dtype), None
 
 
 class _SiluMul(torch.autograd.Function):
@@ -95,11 +284,8 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         gradient = torch.empty_like(gate_up)
-        _silu_gradient_kernel[(num_rows, triton.cdiv(width, SILU_BLOCK))](
-            gradient, gate_up, grads[0].contiguous(), WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4
-        )
+        silu_gradients(gate_up, grads[0].contiguous(), out=gradient)
         return gradient
 
 
@@ -116,7 +302,7 @@ class _RotateHeads(torch.autograd.Function):
         num_heads: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(qkv, positions, rotary, q_norm, k_norm)
-        ctx.eps, ctx.num_heads = eps, num_heads
+        ctx.eps = eps
         return layer_kernels.rotate_heads(
             qkv.clone(),
             positions,
@@ -132,77 +318,92 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, positions, rotary, q_norm, k_norm = ctx.saved_tensors
-        num_heads: int = ctx.num_heads
-        num_tokens, num_all_heads, head_dim = qkv.shape
-        num_kv_heads = (num_all_heads - num_heads) // 2
-        grad_qkv = torch.empty_like(qkv)
-        num_programs = min(triton.cdiv(num_tokens, HEAD_TOKENS), HEAD_PROGRAMS)
-        shape = (num_programs, num_heads + num_kv_heads, head_dim)
-        parts_PHD = qkv.new_empty(() if q_norm is None else shape, dtype=torch.float32)
-        _rotate_gradient_kernel[(num_programs, num_all_heads)](
-            grad_qkv,
-            parts_PHD,
-            qkv,
-            *(gradient.contiguous() for gradient in grads),
-            positions,
-            rotary,
-            q_norm,
-            k_norm,
-            num_tokens,
-            ctx.eps,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            TOKENS=HEAD_TOKENS,
-            BLOCK=triton.next_power_of_2(head_dim // 2),
-            num_warps=4,
+        grad_q, grad_k, grad_v = grads
+        found = rotate_gradients(
+            qkv, (grad_q, grad_k, grad_v), positions, rotary, q_norm, k_norm, ctx.eps
         )
-        if q_norm is None:
-            return grad_qkv, None, None, None, None, None, None
-        total_HD = parts_PHD.sum(0)
-        of_q, of_k = (
-            heads.sum(0).to(q_norm.dtype) for heads in total_HD.split((num_heads, num_kv_heads))
+        of_norms = (
+            None if grad is None else grad.to(qkv.dtype) for grad in (found.q_norm, found.k_norm)
         )
-        return grad_qkv, None, None, of_q, of_k, None, None
+        return found.qkv, None, None, *of_norms, None, None
+
+
+@triton.jit(do_not_specialize=["num_rows", "eps"])
+def _add_norm_kernel(
+    normed_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = normed_ptr.dtype.element_ty
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    total = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if x_ptr is not None:
+        total = _round(total + tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32), dtype)
+        tl.store(total_ptr + at, total, mask=mask)
+    inverse = tl.rsqrt(tl.sum(total * total, 1) / WIDTH + eps)
+    normed = _round(total * inverse[:, None], dtype) * weight[None, :]
+    tl.store(normed_ptr + at, normed, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
 def _norm_gradient_kernel(
     grad_x_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
     parts_ptr: tl.tensor,
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     grad_ptr: tl.tensor,
+    residual_grad_ptr: tl.tensor,
     num_rows: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    dtype: tl.constexpr = normed_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    in_row = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([BLOCK], tl.float32)
-    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        at = (tl.full([], 0, tl.int64) + row) * WIDTH + column
+    for start in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < num_rows)[:, None] & in_row[None, :]
+        at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
         normed = x * inverse
-        total += grad * normed
+        tl.store(normed_ptr + at, _round(normed, dtype) * weight, mask=mask)
+        total += tl.sum(grad * normed, 0)
         grad *= weight
-        mean = tl.sum(grad * normed, 0) / WIDTH
-        tl.store(grad_x_ptr + at, inverse * (grad - normed * mean), mask=mask)
-    tl.store(parts_ptr + tl.program_id(0) * WIDTH + column, total, mask=mask)
+        mean = (tl.sum(grad * normed, 1) / WIDTH)[:, None]
+        grad_x = inverse * (grad - normed * mean)
+        if residual_grad_ptr is not None:
+            grad_x += tl.load(residual_grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_x_ptr + at, grad_x, mask=mask)
+    tl.store(parts_ptr + tl.program_id(0) * WIDTH + column, total, mask=in_row)
 
 
 @triton.jit
 def _silu_gradient_kernel(
     gradient_ptr: tl.tensor,
+    activated_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
     grad_ptr: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    dtype: tl.constexpr = activated_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -214,6 +415,50 @@ def _silu_gradient_kernel(
     slope = share * (1.0 + gate * (1.0 - share))
     tl.store(gradient_ptr + at, grad * up * slope, mask=mask)
     tl.store(gradient_ptr + at + WIDTH, grad * gate * share, mask=mask)
+    activated = _round(gate * share, dtype) * up
+    tl.store(activated_ptr + row * WIDTH + column, activated, mask=mask)
+
+
+# A row of the kernels below is one head of one token.
+
+
+@triton.jit(do_not_specialize=["num_tokens", "eps"])
+def _rotate_kernel(
+    rotated_ptr: tl.tensor,
+    qkv_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    rotary_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    eps: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    OUT_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = rotated_ptr.dtype.element_ty
+    half: tl.constexpr = HEAD_DIM // 2
+    HEADS: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+    row, dim = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    token, head = row // HEADS, row % HEADS
+    inside = token < num_tokens
+    mask = inside[:, None] & (dim < half)[None, :]
+    x, y = _load_heads(qkv_ptr, token * (HEADS + NUM_KV_HEADS) + head, inside, HEAD_DIM, BLOCK)
+    if q_norm_ptr is not None:
+        is_query = (head < NUM_HEADS)[:, None]
+        inverse = tl.rsqrt(tl.sum(x * x + y * y, 1) / HEAD_DIM + eps)[:, None]
+        first = _head_weight(q_norm_ptr, k_norm_ptr, dim, half, is_query)
+        second = _head_weight(q_norm_ptr + half, k_norm_ptr + half, dim, half, is_query)
+        x = _round(_round(x * inverse, dtype) * first, dtype)
+        y = _round(_round(y * inverse, dtype) * second, dtype)
+    position = tl.load(positions_ptr + token, mask=inside, other=0)
+    cos, sin = _load_heads(rotary_ptr, position, inside, HEAD_DIM, BLOCK)
+    at = (token * OUT_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(rotated_ptr + at, _round(x * cos, dtype) - _round(y * sin, dtype), mask=mask)
+    tl.store(rotated_ptr + at + half, _round(y * cos, dtype) + _round(x * sin, dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "eps"])
@@ -233,57 +478,94 @@ def _rotate_gradient_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One head of every P-th group of tokens: what `_rotate_kernel` did to it, backwards."""
     half: tl.constexpr = HEAD_DIM // 2
-    HEADS: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
-    head, dim = tl.program_id(1), tl.arange(0, BLOCK)
+    ROTATED: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+    HEADS: tl.constexpr = ROTATED + NUM_KV_HEADS
+    dim = tl.arange(0, BLOCK)
     in_head = dim < half
-    grad_ptr = grad_v_ptr
-    if head < NUM_HEADS:
-        grad_ptr = grad_q_ptr
-    elif head < HEADS:
-        grad_ptr = grad_k_ptr
-    num_heads = tl.where(head < NUM_HEADS, NUM_HEADS, NUM_KV_HEADS)
-    first_head = tl.where(head < NUM_HEADS, 0, tl.where(head < HEADS, NUM_HEADS, HEADS))
     if q_norm_ptr is not None:
-        norm_ptr = k_norm_ptr
-        if head < NUM_HEADS:
-            norm_ptr = q_norm_ptr
-        first_weight = tl.load(norm_ptr + dim, mask=in_head, other=0.0).to(tl.float32)
-        second_weight = tl.load(norm_ptr + half + dim, mask=in_head, other=0.0).to(tl.float32)
-        first_total = tl.zeros([BLOCK], tl.float32)
-        second_total = tl.zeros([BLOCK], tl.float32)
-    for start in range(tl.program_id(0) * TOKENS, num_tokens, tl.num_programs(0) * TOKENS):
-        token = (start + tl.arange(0, TOKENS)).to(tl.int64)
+        first_of_q = tl.zeros([BLOCK], tl.float32)
+        second_of_q = tl.zeros([BLOCK], tl.float32)
+        first_of_k = tl.zeros([BLOCK], tl.float32)
+        second_of_k = tl.zeros([BLOCK], tl.float32)
+    num_rows = num_tokens.to(tl.int64) * HEADS
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    for start in range(first_row, num_rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        token, head = row // HEADS, row % HEADS
         inside = token < num_tokens
+        is_query = inside & (head < NUM_HEADS)
+        is_key = inside & (head >= NUM_HEADS) & (head < ROTATED)
+        # One of the three is read, the others are masked and zero.
+        at = token * NUM_HEADS + head
+        first, second = _load_heads(grad_q_ptr, at, is_query, HEAD_DIM, BLOCK)
+        at = token * NUM_KV_HEADS + head - NUM_HEADS
+        first_of_key, second_of_key = _load_heads(grad_k_ptr, at, is_key, HEAD_DIM, BLOCK)
+        at -= NUM_KV_HEADS
+        first_of_value, second_of_value = _load_heads(
+            grad_v_ptr, at, inside & (head >= ROTATED), HEAD_DIM, BLOCK
+        )
+        first, second = first + first_of_key, second + second_of_key
+
+        position = tl.load(positions_ptr + token, mask=inside, other=0)
+        cos, sin = _load_heads(rotary_ptr, position, inside, HEAD_DIM, BLOCK)
+        first, second = first * cos + second * sin, second * cos - first * sin
+        if q_norm_ptr is not None:
+            choice = is_query[:, None]
+            x, y = _load_heads(qkv_ptr, row, is_query | is_key, HEAD_DIM, BLOCK)
+            inverse = tl.rsqrt(tl.sum(x * x + y * y, 1) / HEAD_DIM + eps)[:, None]
+            x, y = x * inverse, y * inverse
+            # What is not a query here is a key or zero.
+            first_of_q += tl.sum(tl.where(choice, first * x, 0.0), 0)
+            second_of_q += tl.sum(tl.where(choice, second * y, 0.0), 0)
+            first_of_k += tl.sum(tl.where(choice, 0.0, first * x), 0)
+            second_of_k += tl.sum(tl.where(choice, 0.0, second * y), 0)
+            first *= _head_weight(q_norm_ptr, k_norm_ptr, dim, half, choice)
+            second *= _head_weight(q_norm_ptr + half, k_norm_ptr + half, dim, half, choice)
+            mean = (tl.sum(first * x + second * y, 1) / HEAD_DIM)[:, None]
+            first, second = inverse * (first - x * mean), inverse * (second - y * mean)
         mask = inside[:, None] & in_head[None, :]
-        at = (token * num_heads + head - first_head)[:, None] * HEAD_DIM + dim[None, :]
-        first = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(grad_ptr + at + half, mask=mask, other=0.0).to(tl.float32)
-        at = (token * (HEADS + NUM_KV_HEADS) + head)[:, None] * HEAD_DIM + dim[None, :]
-        if head < HEADS:
-            position = tl.load(positions_ptr + token, mask=inside, other=0)
-            angle = position[:, None] * HEAD_DIM + dim[None, :]
-            cos = tl.load(rotary_ptr + angle, mask=mask, other=0.0).to(tl.float32)
-            sin = tl.load(rotary_ptr + angle + half, mask=mask, other=0.0).to(tl.float32)
-            first, second = first * cos + second * sin, second * cos - first * sin
-            if q_norm_ptr is not None:
-                x = tl.load(qkv_ptr + at, mask=mask, other=0.0).to(tl.float32)
-                y = tl.load(qkv_ptr + at + half, mask=mask, other=0.0).to(tl.float32)
-                inverse = tl.rsqrt(tl.sum(x * x + y * y, 1) / HEAD_DIM + eps)[:, None]
-                x, y = x * inverse, y * inverse
-                first_total += tl.sum(first * x, 0)
-                second_total += tl.sum(second * y, 0)
-                first, second = first * first_weight[None, :], second * second_weight[None, :]
-                mean = (tl.sum(first * x + second * y, 1) / HEAD_DIM)[:, None]
-                first, second = inverse * (first - x * mean), inverse * (second - y * mean)
-        tl.store(gradient_ptr + at, first, mask=mask)
-        tl.store(gradient_ptr + at + half, second, mask=mask)
-    if q_norm_ptr is not None:  # noqa: SIM102  # known when compiling, unlike the next
-        if head < HEADS:
-            part_ptr = parts_ptr + (tl.program_id(0) * HEADS + head) * HEAD_DIM + dim
-            tl.store(part_ptr, first_total, mask=in_head)
-            tl.store(part_ptr + half, second_total, mask=in_head)
+        at = row[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(gradient_ptr + at, first + first_of_value, mask=mask)
+        tl.store(gradient_ptr + at + half, second + second_of_value, mask=mask)
+    if q_norm_ptr is not None:
+        part_ptr = parts_ptr + tl.program_id(0) * (2 * HEAD_DIM) + dim
+        tl.store(part_ptr, first_of_q, mask=in_head)
+        tl.store(part_ptr + half, second_of_q, mask=in_head)
+        tl.store(part_ptr + HEAD_DIM, first_of_k, mask=in_head)
+        tl.store(part_ptr + HEAD_DIM + half, second_of_k, mask=in_head)
+
+
+@triton.jit
+def _load_heads(
+    ptr: tl.tensor, row: tl.tensor, mask: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both halves of rows of HEAD_DIM numbers, in float32; zero where masked."""
+    half: tl.constexpr = HEAD_DIM // 2
+    dim = tl.arange(0, BLOCK)
+    inside = mask[:, None] & (dim < half)[None, :]
+    at = row[:, None] * HEAD_DIM + dim[None, :]
+    first = tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(ptr + at + half, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _head_weight(
+    q_norm_ptr: tl.tensor,
+    k_norm_ptr: tl.tensor,
+    dim: tl.tensor,
+    half: tl.constexpr,
+    is_query: tl.tensor,
+) -> tl.tensor:
+    of_q = tl.load(q_norm_ptr + dim, mask=dim < half, other=0.0).to(tl.float32)
+    of_k = tl.load(k_norm_ptr + dim, mask=dim < half, other=0.0).to(tl.float32)
+    return tl.where(is_query, of_q[None, :], of_k[None, :])
+
+
+@triton.jit
+def _round(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """float32 x with the precision of `dtype`."""
+    return x.to(dtype).to(tl.float32)

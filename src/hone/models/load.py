@@ -42,13 +42,15 @@ def load_model(
     device: torch.device | str,
     seed: int,
     tp: TensorParallel | None = None,
+    on_host: bool = False,
 ) -> PreTrainedModel:
     """The model of `cfg` on `device` in its compute dtype, in eval mode, with our attention.
 
     `seed` draws the weights under `init: random`. With `tp`, only this rank's parts of them reach
-    the device, as `shard_model` makes them; together they are the weights of one process. Raises
-    FileNotFoundError where the folder or the weights are missing, UserError where the model is not
-    supported, cannot be divided, or its weights are incomplete.
+    the device, as `shard_model` makes them; together they are the weights of one process. With
+    `on_host` the same model stays in host memory, for whoever takes it to the device in parts.
+    Raises FileNotFoundError where the folder or the weights are missing, UserError where the model
+    is not supported, cannot be divided, or its weights are incomplete.
     """
     config = load_config(cfg)
     device = torch.device(device)
@@ -60,10 +62,11 @@ def load_model(
         "trust_remote_code": cfg.trust_remote_code,
     }
     if cfg.init == "random":
-        model = _random(config, device, seed, options, tp)
+        model = _random(config, device, seed, options, tp, on_host=on_host)
     else:
         model = shard_model(_pretrained(cfg.path, config, options), tp)
-        nn.Module.to(model, device)  # the override in transformers has no usable type
+    # The override in transformers has no usable type.
+    nn.Module.to(model, "cpu" if on_host else device)
     return model.eval()
 
 
@@ -115,10 +118,13 @@ def _random(
     seed: int,
     options: dict[str, Any],
     tp: TensorParallel,
+    *,
+    on_host: bool,
 ) -> PreTrainedModel:
     """Weights drawn directly in dtype on the device, leaving the global random state as it was.
 
-    Every rank draws all weights, one module's after the other's, and keeps its parts of them.
+    Every rank draws all weights, one module's after the other's, and keeps its parts of them, or
+    moves them to the host.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
@@ -134,6 +140,7 @@ def _random(
             for name, shape in shapes.items():
                 if shape not in drawn:  # else tied to one that is
                     whole = module.get_parameter(name)
+                    whole.data = whole.data.cpu() if on_host else whole.data
                     part = shard_of(f"{prefix}.{name}", whole, tp)
                     drawn[shape] = whole if part is whole else nn.Parameter(part.clone(), False)
                 setattr(module, name, drawn[shape])

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hone.types import TensorRecord, WeightManifest
 
@@ -55,25 +56,34 @@ def build_manifest(
     `tied_to`, so a change of tie state is a difference even where the values agree.
 
     `dtypes` casts a tensor before it is described, as the sync that exports it does. The work stays
-    on the tensors' device (one device for all); the host waits for it once, at the end.
+    on the tensors' device (one device for all); the host waits for it after every `GROUP_WORDS`.
+    Tensors made on the fly need not all exist at once: each is let go once it is described.
     """
-    tensors = dict(named)
-    dtype_of = {name: tensor.dtype for name, tensor in tensors.items()} | dict(dtypes or {})
-    first_names: dict[object, str] = {}
-    owner_of = {
-        name: first_names.setdefault(memory_of(tensor), name) for name, tensor in tensors.items()
-    }
-    owners = list(first_names.values())
-    values = checksums(tensors[name].to(dtype_of[name]) for name in owners)
-    checksum_of = dict(zip(owners, values, strict=True))
+    entries: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {}
+    owners: dict[object, tuple[str, StorageWeakRef]] = {}
+
+    def distinct() -> Iterator[Tensor]:
+        for name, tensor in named:
+            dtype = tensor.dtype if dtypes is None else dtypes.get(name, tensor.dtype)
+            owner, storage = owners.get(memory_of(tensor), (name, None))
+            if storage is None or storage.expired():  # the same address is not the same memory
+                owner = name
+                owners[memory_of(tensor)] = name, StorageWeakRef(tensor.untyped_storage())
+            entries[name] = tuple(tensor.shape), dtype, owner
+            if owner == name:
+                yield tensor.to(dtype)
+
+    values = checksums(distinct())
+    first_names = [name for name, (_, _, owner) in entries.items() if owner == name]
+    checksum_of = dict(zip(first_names, values, strict=True))
     records = {
         name: TensorRecord(
-            shape=tuple(tensor.shape),
-            dtype=str(dtype_of[name]).removeprefix("torch."),
-            checksum=checksum_of[owner_of[name]],
-            tied_to=None if owner_of[name] == name else owner_of[name],
+            shape=shape,
+            dtype=str(dtype).removeprefix("torch."),
+            checksum=checksum_of[owner],
+            tied_to=None if owner == name else owner,
         )
-        for name, tensor in tensors.items()
+        for name, (shape, dtype, owner) in entries.items()
     }
     return WeightManifest(version=version, tensors=records)
 

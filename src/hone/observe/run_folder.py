@@ -70,15 +70,23 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """`finished`, `running`, `stopped`, or `empty`, judged by steps done and the clock."""
+        """`finished`, `running`, `stopped`, or `empty`.
+
+        Judged by the steps done, then by a recorded interruption that no later step follows, then,
+        for a run that says nothing, by the age of its newest row.
+        """
         if not self.rows:
             return "empty"
         num_steps = self.setting("run.steps")
         if num_steps is not None and self.rows[-1]["step"] >= num_steps:
             return "finished"
+        newest_s = self.rows[-1]["timestamp_s"]
+        interruptions = [event for event in self.events if event.get("kind") == "interrupted"]
+        if interruptions and interruptions[-1]["timestamp_s"] >= newest_s:
+            return "stopped"
         times = self.values("time/step_s")
         patience_s = 60 + 10 * (sum(times) / len(times) if times else 60)
-        return "running" if time.time() - self.rows[-1]["timestamp_s"] < patience_s else "stopped"
+        return "running" if time.time() - newest_s < patience_s else "stopped"
 
     def samples(self, *, num_steps: int, per_step: int) -> list[dict[str, Any]]:
         """Samples of the newest, the first, and steps evenly between; newest first.

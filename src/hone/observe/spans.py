@@ -31,6 +31,7 @@ class Spans:
     """Nested timers of one thread. A span costs about a microsecond.
 
     `clock` returns seconds; `max_trace_events` bounds the memory of the trace, oldest dropped.
+    `on_begin` is called with the path of each span that begins.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Spans:
         *,
         clock: Callable[[], float] = time.perf_counter,
         max_trace_events: int = 100_000,
+        on_begin: Callable[[str], None] | None = None,
     ) -> None:
+        self._on_begin = on_begin
         self._clock = clock
         self._origin = self._taken_at = clock()
         self._open: list[tuple[str, float]] = []  # path, start; innermost last
@@ -54,6 +57,8 @@ class Spans:
         start = self._clock()
         self._open.append((path, start))
         try:
+            if self._on_begin is not None:
+                self._on_begin(path)
             yield
         finally:
             self._open.pop()

@@ -1,4 +1,4 @@
-"""Memory bandwidth and matrix rate of devices: the two walls of the roofline.
+"""Memory, its bandwidth and matrix rate of devices: the walls that programs run into.
 
 Rates are dense bfloat16 with float32 accumulation. Numbers marked as measured come from a device
 copy (read and write counted) and an 8192-cubed matrix product; the others are data-sheet values,
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-__all__ = ["GPUS", "Peaks", "gpu_peaks"]
+__all__ = ["GPUS", "Peaks", "gpu_peaks", "installed_gpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,32 +23,37 @@ class Peaks:
     bytes_per_s: float
     flops_per_s: float
     source: Literal["measured", "datasheet"]
+    datasheet_flops_per_s: float | None = None
+    """What the data sheet promises; None where there is none, as for a CPU."""
+    memory_gib: int | None = None
+    """Nominal size of the memory; a program can use one to two percent less."""
 
 
-def _datasheet(name: str, tb_per_s: float, tflops: float) -> Peaks:
-    return Peaks(name, tb_per_s * 1e12, tflops * 1e12, "datasheet")
+def _datasheet(name: str, tb_per_s: float, tflops: float, memory_gib: int) -> Peaks:
+    flops = tflops * 1e12
+    return Peaks(name, tb_per_s * 1e12, flops, "datasheet", flops, memory_gib)
 
 
 GPUS: tuple[Peaks, ...] = (
-    Peaks("H200", 4.3e12, 790e12, "measured"),
-    _datasheet("B200", 8.0, 2250),
-    _datasheet("GH200", 4.0, 989),
-    _datasheet("H100 PCIe", 2.0, 756),
-    _datasheet("H100 NVL", 3.9, 835),
-    _datasheet("H100", 3.35, 989),
-    _datasheet("H20", 4.0, 148),
-    _datasheet("A100 40GB", 1.555, 312),
-    _datasheet("A100 80GB PCIe", 1.935, 312),
-    _datasheet("A100", 2.039, 312),
-    _datasheet("A40", 0.696, 150),
-    _datasheet("A10G", 0.6, 70),
-    _datasheet("A10", 0.6, 125),
-    _datasheet("RTX A6000", 0.768, 155),
-    _datasheet("L40S", 0.864, 362),
-    _datasheet("L4", 0.3, 121),
-    _datasheet("RTX 5090", 1.792, 209),
-    _datasheet("RTX 4090", 1.008, 165),
-    _datasheet("RTX 3090", 0.936, 71),
+    Peaks("H200", 4.3e12, 790e12, "measured", 989e12, 140),
+    _datasheet("B200", 8.0, 2250, 180),
+    _datasheet("GH200", 4.0, 989, 95),
+    _datasheet("H100 PCIe", 2.0, 756, 80),
+    _datasheet("H100 NVL", 3.9, 835, 94),
+    _datasheet("H100", 3.35, 989, 80),
+    _datasheet("H20", 4.0, 148, 96),
+    _datasheet("A100 40GB", 1.555, 312, 40),
+    _datasheet("A100 80GB PCIe", 1.935, 312, 80),
+    _datasheet("A100", 2.039, 312, 80),
+    _datasheet("A40", 0.696, 150, 45),
+    _datasheet("A10G", 0.6, 70, 22),
+    _datasheet("A10", 0.6, 125, 22),
+    _datasheet("RTX A6000", 0.768, 155, 48),
+    _datasheet("L40S", 0.864, 362, 45),
+    _datasheet("L4", 0.3, 121, 22),
+    _datasheet("RTX 5090", 1.792, 209, 32),
+    _datasheet("RTX 4090", 1.008, 165, 24),
+    _datasheet("RTX 3090", 0.936, 71, 24),
 )
 """Where several match a device, the first with all its words does."""
 
@@ -64,4 +70,13 @@ def gpu_peaks(device_name: str) -> Peaks | None:
     for peaks in GPUS:
         if words.issuperset(peaks.name.lower().split()):
             return peaks
+    return None
+
+
+def installed_gpu(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> Peaks | None:
+    """The first GPU that NVIDIA's driver lists on this host, where the table has it."""
+    for information in sorted(drivers.glob("*/information")):
+        named = re.search(r"^Model:\s*(.+)$", information.read_text(), re.MULTILINE)
+        if named is not None:
+            return gpu_peaks(named[1])
     return None

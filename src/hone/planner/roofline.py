@@ -21,7 +21,7 @@ import numpy as np
 from hone.planner.hardware import Peaks
 from hone.planner.model_shape import ModelShape
 
-__all__ = ["decode_step_s", "generation_time_s", "training_time_s"]
+__all__ = ["decode_step_s", "generation_time_s", "training_flops", "training_time_s"]
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 Ints: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -90,6 +90,27 @@ def generation_time_s(
         kv_bytes_per_value=kv_bytes_per_value,
     )
     return prefill_flops / peaks.flops_per_s + float(decode_s.sum())
+
+
+def training_flops(
+    shape: ModelShape,
+    lengths: Sequence[int],
+    *,
+    num_head_tokens: int,
+    num_adapter_params: int | None = None,
+) -> float:
+    """FLOPs of forward and backward over sequences of these lengths, whatever their packing.
+
+    What is computed again to save memory does not count. `num_head_tokens` are the tokens whose
+    logits are needed. With adapters of so many parameters the base is frozen: its matrices have no
+    gradients of their own and pass two products in place of three.
+    """
+    if num_adapter_params is None:
+        return 3.0 * shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
+    num_tokens = float(sum(lengths))
+    frozen = 2.0 * (shape.body_params * num_tokens + shape.head_params * num_head_tokens)
+    attention = shape.attention_flops_per_key * shape.visible_keys(lengths)
+    return 2.0 * frozen + 3.0 * (attention + 2.0 * num_adapter_params * num_tokens)
 
 
 def training_time_s(

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import Mean, Metrics
 from hone.rollout.requests import Decode, requests_for, sample_of
-from hone.rollout.rollout import SampleScorer
+from hone.rollout.rollout import Alone, Peers, SampleScorer
+from hone.rollout.state import sample_of_values, sample_values
 from hone.types import Engine, Prompt, Sample
 
 __all__ = ["evaluate", "pass_at_k", "summarise"]
@@ -23,15 +24,21 @@ def evaluate(
     cfg: EvaluationConfig,
     decode: Decode,
     seed: int,
+    peers: Peers | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Sample]:
     """Scored samples, `n_samples_per_prompt` for each prompt, in order.
 
+    Processes share the prompts, and all return all samples.
+
     The same seed draws the same samples at every evaluation of a run, so that two evaluations
     differ by the weights alone. Leaves nothing behind in the engine.
     """
+    peers = peers or Alone()
     owners: dict[str, tuple[Prompt, int]] = {}
     for number, prompt in enumerate(prompts[: cfg.max_prompts]):
+        if number % peers.size != peers.rank:
+            continue
         requests = requests_for(
             prompt,
             cfg,
@@ -54,7 +61,15 @@ def evaluate(
             done[sample.id] = sample
         if progress is not None:
             progress(len(done), len(owners))
-    return [done[request_id] for request_id in owners]
+    own = [done[request_id] for request_id in owners]
+    if peers.size == 1:
+        return own
+    by_prompt: dict[int, list[Sample]] = defaultdict(list)
+    for rank, theirs in enumerate(peers.gather([sample_values(sample) for sample in own])):
+        for position, values in enumerate(theirs):
+            number = rank + peers.size * (position // cfg.n_samples_per_prompt)
+            by_prompt[number].append(sample_of_values(values, prompts[number]))
+    return [sample for number in sorted(by_prompt) for sample in by_prompt[number]]
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

@@ -42,6 +42,7 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
         "engine/kv_cache_usage/max": Max(counts.max_kv_cache_usage),
         "perf/engine_tokens_per_s": Mean(counts.num_generated_tokens, counts.engine_busy_s),
         "rollout/killed_reward_workers": Sum(counts.num_kills),
+        "time/generate/wait_s": Last(counts.wait_s),
     }
     if not math.isnan(counts.reward_p99_s):
         metrics["time/reward/p99_s"] = Last(counts.reward_p99_s)

@@ -1,8 +1,9 @@
-"""Groups and requests as JSON-able values, for checkpoints."""
+"""Groups and requests as JSON-able values, for checkpoints; samples for other processes."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 from hone.types import (
@@ -17,7 +18,24 @@ from hone.types import (
     StopReason,
 )
 
-__all__ = ["group_from_dict", "group_to_dict", "request_from_dict", "request_to_dict"]
+__all__ = [
+    "group_from_dict",
+    "group_to_dict",
+    "request_from_dict",
+    "request_to_dict",
+    "sample_of_values",
+    "sample_values",
+]
+
+
+def sample_values(sample: Sample) -> dict[str, Any]:
+    """The fields of a sample but its prompt, not copied."""
+    return {f.name: getattr(sample, f.name) for f in fields(sample) if f.name != "prompt"}
+
+
+def sample_of_values(values: Mapping[str, Any], prompt: Prompt) -> Sample:
+    """Inverse of `sample_values`."""
+    return Sample(prompt=prompt, **values)
 
 
 def group_to_dict(group: Group) -> dict[str, Any]:

@@ -2,32 +2,47 @@
 
 A learner owns the policy, its optimizer and the schedule. The trainers decide which rows make an
 optimizer step and what their loss is.
+
+With a mesh of several processes every one of them is given all rows and returns the same results.
+Inside, the rows are dealt over the data axis; gradients are summed, log-probabilities gathered and
+metrics merged over it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hone.attention import PackedContext
+from hone.checkpoint.sharded import StoredTensor, take
+from hone.config.errors import UserError
 from hone.config.trainer import SFTTrainerConfig
+from hone.distributed.mesh import Mesh
+from hone.models.adapters import is_adapted, merged_weights
 from hone.models.decoder import hidden_states
 from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.manifest import export_weights
-from hone.observe.metrics import Last, Mean, Metrics, Sum
+from hone.models.training_layers import has_training_layers, training_backbone
+from hone.observe.metrics import Last, Mean, Metric, Metrics, Sum, merge
+from hone.trainer.context import gather, split
 from hone.trainer.logprobs import token_logprobs
+from hone.trainer.offload import ActivationOffload
 from hone.trainer.optimizers import ParameterOptimizer
-from hone.trainer.packing import AttentionCost, collate, pack
+from hone.trainer.packing import AttentionCost, Plan, check_rows, collate, digest, empty_batch, plan
 from hone.trainer.policy import NonFiniteError, Policy
+from hone.trainer.recompute import apply_recompute
 from hone.trainer.schedule import lr_scale
+from hone.trainer.sharded import ShardedModel, ShardedPolicy
+from hone.trainer.tensor import parallelize
 from hone.types import MicroBatch, Trajectory
 
 __all__ = ["Learner"]
@@ -45,44 +60,131 @@ class Learner(ABC):
         temperature: float = 1.0,
         dump_dir: Path | None = None,
         exact: bool = False,
+        share_prompts: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         """`total_steps` counts optimizer steps, for the schedule. `temperature` divides the logits.
         `dump_dir` receives the rows of a step whose numbers are not finite. With `exact`,
         log-probabilities are the bits of an engine in exact mode; raises UserError where that is
-        not served."""
+        not served. With `share_prompts` the rows of a group that are in one pass have one copy of
+        their prompt; not served with `exact`. `mesh` is shared by all processes that train
+        together, each of which brings the same model, in host memory or on its device; it is
+        sharded in place."""
         if temperature <= 0:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities are trained at the temperature that "
                 "samples, which must be above 0"
             )
-        self._compile = model.device.type == "cuda" if cfg.compile is None else cfg.compile
+        if exact and share_prompts:
+            raise UserError(
+                "trainer.share_prompts is not served with model.exact: attention to a shared "
+                "prompt is summed in another order than the engine's; set one of them to false"
+            )
         self._exact = exact
-        self._decoders: dict[PreTrainedModel, PackedDecoder] = {}
-        self.policy = Policy(
-            model,
-            recompute=cfg.recompute and not exact,  # `PackedDecoder` does its own
-            compile=self._compile and not exact,
-        )
-        self.num_steps = 0
+        self._share_prompts = share_prompts
+        self._backbones: dict[PreTrainedModel, Callable[..., Tensor]] = {}
+        """Instead of the model's own modules."""
+        self._sharded: dict[PreTrainedModel, ShardedModel] = {}
         self._shared_cfg = cfg
+        self._mesh = Mesh.alone(model.device) if mesh is None else mesh
+        on_gpu = self._mesh.device.type == "cuda"
+        self._compile = on_gpu if cfg.compile is None else cfg.compile
+        self._cost = _attention_cost(model)
+        self.policy = self._make_policy(model)
+        self.num_steps = 0
         self._total_steps = total_steps
         self._temperature = temperature
         self._dump_dir = dump_dir
         self._optimizer = ParameterOptimizer(
-            self.policy.masters, cfg.optimizer, self.policy.embedding_names
+            self.policy.masters,
+            cfg.optimizer,
+            self.policy.embedding_names,
+            offload=cfg.offload_optimizer,
+            host_masters=self.policy.host_masters if isinstance(self.policy, Policy) else None,
         )
-        self._cost = _attention_cost(model)
-        self._prepare(model)
 
-    def _prepare(self, model: PreTrainedModel) -> None:
-        """Set up the forward of a model that will be scored."""
+    def _make_policy(self, model: PreTrainedModel) -> Policy | ShardedPolicy:
+        cfg, mesh = self._shared_cfg, self._mesh
+        if mesh.world.size == 1:
+            if self._exact:
+                self._decode_exactly(model)
+            if cfg.fused_layers:
+                _require_training_layers(model)
+            # Decoders of our own recompute by themselves, and there is nothing to compile.
+            plain = not (self._exact or cfg.fused_layers)
+            policy = Policy(
+                model,
+                recompute=cfg.recompute if plain else "off",
+                recompute_every_n_layers=cfg.recompute_every_n_layers,
+                offload_activations=cfg.offload_activations and plain,
+                offload_optimizer=cfg.offload_optimizer,
+                compile=self._compile and plain,
+            )
+            if cfg.fused_layers:
+                self._backbones[model] = training_backbone(
+                    model,
+                    policy.gradient_of,
+                    recompute=cfg.recompute,
+                    every=cfg.recompute_every_n_layers,
+                    save_hooks=ActivationOffload().hooks if cfg.offload_activations else None,
+                )
+            return policy
         if self._exact:
-            require_exact(model)
-            self._decoders[model] = PackedDecoder(model, recompute=self._shared_cfg.recompute)
+            raise UserError(
+                f"model.exact is served by one process, and {mesh.world.size} were started; set "
+                "model.exact to false, or start one"
+            )
+        parallelize(model, mesh)
+        apply_recompute(
+            _decoder_layers(model),
+            mode=cfg.recompute,
+            every=cfg.recompute_every_n_layers,
+            offload=cfg.offload_activations,
+        )
+        if self._compile:
+            _compile_forward(model)
+        policy = ShardedPolicy(
+            model,
+            mesh,
+            stage=cfg.parallel.zero_stage,
+            forward_prefetch=cfg.parallel.forward_prefetch,
+        )
+        self._sharded[model] = policy.sharded
+        return policy
+
+    def _add_reference(self, model: PreTrainedModel) -> None:
+        """Make ready a frozen model that is scored beside the policy."""
+        cfg, mesh = self._shared_cfg.parallel, self._mesh
+        if self._exact:
+            self._decode_exactly(model)
+        if mesh.world.size == 1:
+            if self._compile and not self._exact:
+                _compile_forward(model)
+            return
+        mesh = mesh.for_reference(cfg)
+        parallelize(model, mesh)
+        if self._compile:
+            _compile_forward(model)
+        self._sharded[model] = ShardedModel(
+            model.requires_grad_(False), mesh, stage=3, forward_prefetch=cfg.forward_prefetch
+        )
+
+    def _decode_exactly(self, model: PreTrainedModel) -> None:
+        require_exact(model)
+        recompute = self._shared_cfg.recompute == "full"
+        self._backbones[model] = PackedDecoder(model, recompute=recompute)
+
+    @property
+    def groups(self) -> set[dist.ProcessGroup]:
+        """Every group that training has collectives in."""
+        return self._mesh.groups.union(*(model.mesh.groups for model in self._sharded.values()))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights an engine must sample with, under Hugging Face names."""
-        return export_weights(self.policy.model)
+        """The weights an engine must sample with, under Hugging Face names. With several processes
+        whole tensors, gathered one by one: collective, and each exists while it is held."""
+        model = self.policy.model
+        own = self.policy.named_weights() if isinstance(self.policy, ShardedPolicy) else None
+        return merged_weights(model, export_weights(model) if own is None else own)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Masters and moments as named tensors, and counters that JSON can hold."""
@@ -91,17 +193,30 @@ class Learner(ABC):
         tensors = weights | moments
         return tensors, {"num_steps": self.num_steps, "num_tensors": len(tensors)}
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. Raises ValueError where it is incomplete or belongs to
-        another model."""
+    def load_state_dict(
+        self, tensors: Mapping[str, Tensor | StoredTensor], metadata: Mapping[str, Any]
+    ) -> None:
+        """Take over what `state_dict` gave, of whatever processes. Of what is stored each process
+        reads its own parts, one tensor after the other. Raises ValueError where it is incomplete
+        or belongs to another model."""
         if len(tensors) != metadata["num_tensors"]:
             raise ValueError(
                 f"the trainer's state has {len(tensors)} tensors, {metadata['num_tensors']} were "
                 "saved; resume from another checkpoint"
             )
         self.policy.load_masters(_with_prefix(tensors, "weights/"))
-        self._optimizer.load_state_dict(_with_prefix(tensors, "optimizer/"))
+        moments = _with_prefix(tensors, "optimizer/")
+        self._optimizer.load_state_dict(_LaidOut(moments, self.policy.masters))
         self.num_steps = metadata["num_steps"]
+
+    def sleep(self) -> None:
+        """Move masters and moments to pinned host memory, so that an engine has the device. Raises
+        as `Policy.sleep`."""
+        self.policy.sleep(self._optimizer.device_tensors())
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved away. Raises as `Policy.wake`."""
+        self.policy.wake()
 
     @abstractmethod
     def forward_backward(self, rows: Sequence[Trajectory]) -> tuple[Tensor, Metrics]:
@@ -113,6 +228,7 @@ class Learner(ABC):
     def train(self, rows: Sequence[Trajectory]) -> Metrics:
         """One optimizer step. Without a single trained token it is a no-op that is counted."""
         if not any(row.num_trained for row in rows):
+            self._agree(rows, [])
             return {"train/num_skipped_steps": Sum(1)}
         loss, metrics = self.forward_backward(rows)
         return metrics | self._optimizer_step(rows, loss)
@@ -120,64 +236,142 @@ class Learner(ABC):
     def _score(
         self, model: PreTrainedModel, batch: MicroBatch, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability and entropy of the trained tokens, [N] float32."""
-        context = PackedContext(
-            cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen, lengths=batch.lengths
-        )
-        backbone = self._decoders[model] if self._exact else partial(hidden_states, model)
-        hidden_TD = backbone(batch.input_ids, batch.position_ids, context)
-        return token_logprobs(
+        """Log-probability and entropy of the trained tokens, [N] float32.
+
+        `batch` lies in host memory where the context axis has several ranks.
+        """
+        score = partial(self._score_whole, model, batch, with_entropy=with_entropy)
+        sharded = self._sharded.get(model)
+        return score() if sharded is None else sharded(score)
+
+    def _score_whole(
+        self, model: PreTrainedModel, batch: MicroBatch, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`_score` where the weights that it needs are whole."""
+        mesh = self._mesh_of(model)
+        share = split(batch, mesh)
+        backbone = self._backbones.get(model) or partial(hidden_states, model)
+        hidden_TD = backbone(share.input_ids, share.position_ids, share.context)
+        # Not index_select: gradients of a state that predicts several tokens add up in any order.
+        hidden_ND = hidden_TD[share.predict_index]
+        logprobs, entropy = token_logprobs(
             model,
-            hidden_TD.index_select(0, batch.predict_index),
-            batch.labels,
+            hidden_ND,
+            share.labels,
             temperature=self._temperature,
             chunk_tokens=self._shared_cfg.logits_chunk_tokens,
             with_entropy=with_entropy,
             compile=self._compile,
             exact=self._exact,
+            tensor=mesh.tensor,
         )
+        return gather(logprobs, share), None if entropy is None else gather(entropy, share)
+
+    def _mesh_of(self, model: PreTrainedModel) -> Mesh:
+        sharded = self._sharded.get(model)
+        return self._mesh if sharded is None else sharded.mesh
 
     def _score_rows(self, model: PreTrainedModel, rows: Sequence[Trajectory]) -> list[Tensor]:
         """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU, no gradient."""
         cfg = self._shared_cfg
+        mesh = self._mesh_of(model)
         budget = cfg.max_tokens_per_forward or 2 * cfg.max_tokens_per_microbatch
-        scored: list[tuple[list[int], Tensor]] = []
-        with torch.inference_mode():
-            for indices, batch in self._pack(rows, [0.0] * len(rows), budget):
-                scored.append((indices, self._score(model, batch, with_entropy=False)[0]))
+        passes = self._plan(rows, budget, mesh)
+        scored = [torch.empty(0, device=mesh.device)]
+        with torch.no_grad():
+            for indices in passes[mesh.data.rank]:
+                batch = self._collate(rows, [0.0] * len(rows), indices, mesh)
+                logprobs, _ = self._score(model, batch, with_entropy=False)
+                scored += [logprobs] if indices else []
+        if sharded := self._sharded.get(model):
+            sharded.free()
+
         result = [torch.empty(0)] * len(rows)
-        for indices, logprobs in scored:
-            lengths = [rows[i].num_trained for i in indices]
-            for i, values in zip(indices, logprobs.cpu().split(lengths), strict=True):
-                result[i] = values.clone()
+        orders = [[i for indices in own for i in indices] for own in passes]
+        lengths = [[rows[i].num_trained for i in order] for order in orders]
+        everyones = mesh.gather_values(torch.cat(scored), [sum(own) for own in lengths])
+        for order, own, values in zip(orders, lengths, everyones, strict=True):
+            for i, logprobs in zip(order, values.split(own), strict=True):
+                result[i] = logprobs.clone()
         return result
+
+    def _passes(self, rows: Sequence[Trajectory], weights: Sequence[float]) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of one optimizer step, each when the policy is ready for it.
+
+        Those without `ids` hold no rows: they are there to run what other ranks run.
+        """
+        batches = self._micro_batches(rows, weights)
+        batch = next(batches, None)
+        while batch is not None:
+            following = next(batches, None)
+            if isinstance(self.policy, ShardedPolicy):
+                self.policy.sharded.begin_micro_batch(is_last=following is None)
+            yield batch
+            batch = following
 
     def _micro_batches(
         self, rows: Sequence[Trajectory], weights: Sequence[float]
     ) -> Iterator[MicroBatch]:
-        """The micro-batches of one optimizer step."""
-        for _, batch in self._pack(rows, weights, self._shared_cfg.max_tokens_per_microbatch):
-            yield batch
+        passes = self._plan(rows, self._shared_cfg.max_tokens_per_microbatch, self._mesh)
+        for indices in passes[self._mesh.data.rank]:
+            yield self._collate(rows, weights, indices, self._mesh)
 
-    def _pack(
-        self, rows: Sequence[Trajectory], weights: Sequence[float], max_tokens: int
-    ) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Row indices and tensors of each pass; a row without trained tokens is in none."""
+    def _plan(self, rows: Sequence[Trajectory], max_tokens: int, mesh: Mesh) -> Plan:
+        """Row indices of each pass of each rank along data; a row without trained tokens is in
+        none. `max_tokens` are those of one device. Raises DisagreementError, before anything is
+        computed, where processes have different rows or plans."""
+        cfg = self._shared_cfg
         trained = [i for i, row in enumerate(rows) if row.num_trained]
-        bins = pack(
-            [rows[i] for i in trained],
-            max_tokens=max_tokens,
-            micro_batch_size=self._shared_cfg.micro_batch_size,
+        planned = [rows[i] for i in trained]
+        passes = plan(
+            planned,
+            max_tokens=max_tokens * mesh.context.size,
+            num_ranks=mesh.data.size,
+            micro_batch_size=cfg.micro_batch_size,
             cost=self._cost,
+            balance=cfg.parallel.balance_data,
+            share_prompts=self._share_prompts,
         )
-        for members in bins:
-            indices = [trained[m] for m in members]
-            yield (
-                indices,
-                collate(
-                    [rows[i] for i in indices], [weights[i] for i in indices], self.policy.device
-                ),
-            )
+        self._agree(rows, passes)
+        if mesh.world.size > 1:
+            check_rows(planned)  # on every rank, not just on that which will collate the bad one
+        return [[[trained[m] for m in members] for members in own] for own in passes]
+
+    def _agree(self, rows: Sequence[Trajectory], passes: Plan) -> None:
+        """Raise DisagreementError on every process where one has other rows, or would run other
+        passes. Collective, as everything is that follows from either."""
+        if self._mesh.world.size > 1:
+            numbers = {"step": self.num_steps, "rows": len(rows), "passes": list(map(len, passes))}
+            self._mesh.agree("rows and micro-batches", numbers | {"of": digest(rows, passes)})
+
+    def _collate(
+        self,
+        rows: Sequence[Trajectory],
+        weights: Sequence[float],
+        indices: Sequence[int],
+        mesh: Mesh,
+    ) -> MicroBatch:
+        device = mesh.device if mesh.context.size == 1 else "cpu"
+        if not indices:
+            return empty_batch(device)
+        return collate(
+            [rows[i] for i in indices],
+            [weights[i] for i in indices],
+            device,
+            share_prompts=self._share_prompts,
+        )
+
+    def _merge_ranks(self, loss: Tensor, metrics: Metrics) -> tuple[Tensor, Metrics]:
+        """Sum of the loss over the data axis, and metrics of all rows, equal on every rank."""
+        mesh = self._mesh
+        if mesh.world.size == 1:
+            return loss, metrics
+        # All that share their rows know the same; the first of them speaks.
+        speaks = mesh.context.rank == mesh.tensor.rank == 0
+        own = (float(loss), {key: _on_host(metric) for key, metric in metrics.items()})
+        spoken = [said for said in mesh.gather(own if speaks else None) if said is not None]
+        losses, shards = zip(*spoken, strict=True)
+        return loss.new_tensor(sum(losses)), merge(*shards)
 
     def _optimizer_step(self, rows: Sequence[Trajectory], loss: Tensor) -> Metrics:
         """Clip and apply the gradient that the micro-batches of `rows` have left.
@@ -212,9 +406,43 @@ class Learner(ABC):
         )
         if self._dump_dir is not None:
             path = self._dump_dir / f"non_finite_step_{self.num_steps}.pt"
-            torch.save([asdict(row) for row in rows], path)
+            if self._mesh.is_first:
+                torch.save([asdict(row) for row in rows], path)
             message += f". Its rows are in {path}"
         raise NonFiniteError(message)
+
+
+def _require_training_layers(model: PreTrainedModel) -> None:
+    """Raise UserError, with the reason, where hone's own layers cannot train the model."""
+    if model.device.type != "cuda":
+        reason = f"they run on CUDA GPUs, and this run is on {model.device.type}"
+    elif is_adapted(model):
+        reason = "they do not train adapters, and model.lora.rank is above 0"
+    elif not has_training_layers(model):
+        reason = (
+            "they are there for llama, mistral, qwen2 and qwen3, unchanged and with Triton "
+            f"installed, and this model is {model.config.model_type}"
+        )
+    else:
+        return
+    raise UserError(f"trainer.fused_layers is on, but {reason}. Switch it off.")
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    return cast(nn.ModuleList, model.base_model.layers)
+
+
+def _compile_forward(model: PreTrainedModel) -> None:
+    """Compile what decoder layers compute, but not the hooks that gather their weights."""
+    for layer in _decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def _on_host(metric: Metric) -> Metric:
+    """The same metric with numbers in place of tensors, which wait on a device."""
+    tensors = {f.name: getattr(metric, f.name) for f in fields(cast(Any, metric))}
+    numbers = {name: float(v) for name, v in tensors.items() if isinstance(v, Tensor)}
+    return replace(cast(Any, metric), **numbers)
 
 
 def _attention_cost(model: PreTrainedModel) -> AttentionCost:
@@ -228,5 +456,31 @@ def _attention_cost(model: PreTrainedModel) -> AttentionCost:
     )
 
 
-def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+class _LaidOut(Mapping[str, Tensor]):
+    """`<moment>/<parameter>` to a saved tensor, laid out as the parameter is when it is asked for:
+    beside the moments of a model only one of them at a time has room."""
+
+    def __init__(
+        self, saved: Mapping[str, Tensor | StoredTensor], parameters: Mapping[str, Tensor]
+    ) -> None:
+        self._saved, self._parameters = saved, parameters
+
+    def __getitem__(self, key: str) -> Tensor:
+        saved, like = self._saved[key], self._parameters.get(key.partition("/")[2])
+        if isinstance(saved, DTensor):
+            return saved
+        if isinstance(like, DTensor) and like.shape == saved.shape:
+            return take(saved, like=like.detach())
+        return saved.full() if isinstance(saved, StoredTensor) else saved
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saved)
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+
+def _with_prefix(
+    tensors: Mapping[str, Tensor | StoredTensor], prefix: str
+) -> dict[str, Tensor | StoredTensor]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -3,11 +3,15 @@
 Logits of 32k tokens over 152k words are 20 GB in float32. Here the head runs over a chunk of tokens
 at a time, forward and again in backward, so that memory is `chunk_tokens x V` whatever N is.
 
-Letters: N trained tokens, C of them in a chunk, D model width, V vocabulary. With
-`l = logits / temperature` and `p = softmax(l)`: `logprob = l_y - logsumexp(l)`,
-`H = -sum(p log p)`, and their gradients are
+Letters: N trained tokens, C of them in a chunk, D model width, V vocabulary or a rank's part of it,
+R ranks, S statistics. With `l = logits / temperature` and `p = softmax(l)`:
+`logprob = l_y - logsumexp(l)`, `H = -sum(p log p)`, and their gradients are
 
     d logprob / d l = onehot(y) - p          d H / d l = -p (log p + H)
+
+Forward reads a chunk's logits once, for the maximum m of each row, its mass `s = sum(exp(l - m))`,
+its moment `u = sum(exp(l - m) (l - m))` and the label's logit; log-probability and entropy follow
+from those. Ranks that share the vocabulary gather them once for all N tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +19,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hone.models.decoder import head_logits, head_weight
+from hone.config.errors import UserError
+from hone.distributed.mesh import Axis
+from hone.models.decoder import head_product, head_weight, logit_softcap
+from hone.trainer.tensor import first_row, gather_rows
 
 __all__ = ["token_logprobs"]
 
@@ -36,66 +46,131 @@ def token_logprobs(
     with_entropy: bool = False,
     compile: bool = False,
     exact: bool = False,
+    tensor: Axis | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of `labels_N` and entropy of each distribution, both [N] float32.
 
     Differentiable in the hidden states and in the head's weights, whose gradients add up over
-    chunks in float32. At most `chunk_tokens` rows of logits exist at any time. `compile` fuses
-    what is done with them, so that a chunk takes twice its float32 logits and no more; otherwise
-    copies come on top. With `exact`, log-probabilities are the bits that an engine in exact mode
-    samples with.
+    chunks in float32. At most `chunk_tokens` rows of logits exist at any time, in float32, and in
+    backward their gradient in the format of the hidden states. On CUDA kernels take each chunk in
+    one pass; elsewhere `compile` fuses what is done with it. With `exact`, log-probabilities are
+    the bits that an engine in exact mode samples with.
+
+    `tensor` names the ranks that `hone.trainer.tensor.parallelize` has split the head over. They
+    bring the same hidden states and labels, get the same results, and their gradients of the
+    hidden states are whole. Collective over them. Raises UserError for `exact` with several ranks.
     """
-    head = _Head(model, temperature, chunk_tokens, with_entropy, compile, exact)
+    ranks = tensor or Axis()
+    if exact and ranks.size > 1:
+        raise UserError(
+            f"model.exact does not serve trainer.parallel.tensor_parallel_size={ranks.size}: ranks "
+            "add up parts of each product, in another order than the engine; set one of them to 1 "
+            "or false"
+        )
+    weight_VD, first = _own_rows(model, ranks)
+    head = _Head(
+        temperature=temperature,
+        softcap=logit_softcap(model),
+        chunk_tokens=chunk_tokens,
+        with_entropy=with_entropy,
+        compile=compile,
+        exact=exact,
+        ranks=ranks,
+    )
+    labels_N = labels_N - first if first else labels_N
     if torch.is_grad_enabled():
-        return _ChunkedLogprobs.apply(head, labels_N, hidden_ND, head_weight(model))
-    scores = head.score(hidden_ND, labels_N)
+        return _ChunkedLogprobs.apply(head, labels_N, hidden_ND, weight_VD)
+    scores = head.score(hidden_ND, labels_N, weight_VD)
     return scores.logprobs, scores.entropy
 
 
+def _own_rows(model: PreTrainedModel, ranks: Axis) -> tuple[Tensor, int]:
+    """This rank's rows of the head and the number of the first; differentiable."""
+    weight: Any = head_weight(model)
+    if not isinstance(weight, DTensor):
+        if ranks.size > 1:
+            raise ValueError(f"the head is whole, not split over {ranks.size} tensor ranks")
+        return weight, 0
+    if weight.device_mesh.ndim != 1 or weight.device_mesh.size() != ranks.size:
+        raise ValueError(
+            f"the head lies in shards over {weight.device_mesh}, expected the {ranks.size} tensor "
+            "ranks alone: score inside a pass of ShardedModel"
+        )
+    return weight.to_local(), first_row(weight.shape[0], ranks.rank, ranks.size)
+
+
 class _Scores(NamedTuple):
-    """One value a token, [N] or [C] each."""
+    """One value a token, [N] each."""
 
     logprobs: Tensor
     entropy: Tensor | None
     normaliser: Tensor
     """logsumexp(l)"""
 
-    def rows(self, rows: slice) -> _Scores:
-        entropy = None if self.entropy is None else self.entropy[rows]
-        return _Scores(self.logprobs[rows], entropy, self.normaliser[rows])
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
-    model: PreTrainedModel
     temperature: float
+    softcap: float | None
     chunk_tokens: int
     with_entropy: bool
     compile: bool
     exact: bool
+    ranks: Axis
 
-    def score(self, hidden_ND: Tensor, labels_N: Tensor) -> _Scores:
+    def score(self, hidden_ND: Tensor, labels_N: Tensor, weight_VD: Tensor) -> _Scores:
+        """Labels count from the first row of `weight_VD`; those of other ranks lie outside."""
         chunks = [
-            self._score_chunk(hidden, labels)
-            for hidden, labels in zip(
+            self._score_chunk(hidden_CD, labels_C, weight_VD)
+            for hidden_CD, labels_C in zip(
                 hidden_ND.split(self.chunk_tokens), labels_N.split(self.chunk_tokens), strict=True
             )
         ]
-        logprobs, entropies, normalisers = zip(*chunks, strict=True)
-        entropy_N = torch.cat(entropies) if self.with_entropy else None
-        return _Scores(torch.cat(logprobs), entropy_N, torch.cat(normalisers))
+        statistics, exact_logprobs = zip(*chunks, strict=True)
+        scores = _combine(self._of_all_ranks(torch.cat(statistics, 1)))
+        if self.exact:
+            return scores._replace(logprobs=torch.cat(exact_logprobs))
+        return scores
 
-    def logits(self, hidden_CD: Tensor) -> Tensor:
-        return head_logits(self.model, hidden_CD, exact=self.exact)
+    def chunk_gradient(
+        self, hidden_CD: Tensor, labels_C: Tensor, weight_VD: Tensor, **per_token: Tensor | None
+    ) -> Tensor:
+        """Gradient with respect to a chunk's logits [C, V], in the format of the hidden states.
 
-    def _score_chunk(self, hidden_CD: Tensor, labels_C: Tensor) -> _Scores:
-        score, _ = _kernels(self.compile)
-        logits_CV = self.logits(hidden_CD)
-        if not self.exact:
-            return score(logits_CV, labels_C, self.temperature, self.with_entropy)
-        logprobs_C = _exact_logprobs(logits_CV, labels_C, self.temperature)
-        scores = score(logits_CV, labels_C, self.temperature, self.with_entropy)
-        return scores._replace(logprobs=logprobs_C)
+        `per_token` are those arguments [C] of `logits_gradient`.
+        """
+        logits_CV = head_product(hidden_CD, weight_VD, exact=self.exact)
+        return _operations(logits_CV.device, logits_CV.dtype, self.compile).logits_gradient(
+            logits_CV,
+            labels_C,
+            **per_token,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            dtype=hidden_CD.dtype,
+        )
+
+    def _score_chunk(
+        self, hidden_CD: Tensor, labels_C: Tensor, weight_VD: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        logits_CV = head_product(hidden_CD, weight_VD, exact=self.exact)
+        exact_C = _exact_logprobs(logits_CV, labels_C, self.temperature) if self.exact else None
+        operations = _operations(logits_CV.device, logits_CV.dtype, self.compile)
+        statistics_SC = operations.part_statistics(
+            logits_CV,
+            labels_C,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            with_entropy=self.with_entropy,
+        )
+        return statistics_SC, exact_C
+
+    def _of_all_ranks(self, statistics_SN: Tensor) -> Tensor:
+        """[R, S, N]"""
+        if self.ranks.size == 1:
+            return statistics_SN[None]
+        assert self.ranks.group is not None
+        gathered = gather_rows(statistics_SN, self.ranks.group)
+        return gathered.view(self.ranks.size, *statistics_SN.shape)
 
 
 def _exact_logprobs(logits_CV: Tensor, labels_C: Tensor, temperature: float) -> Tensor:
@@ -105,6 +180,22 @@ def _exact_logprobs(logits_CV: Tensor, labels_C: Tensor, temperature: float) -> 
     return token_logprobs(logits_CV, labels_C, temperatures_C)
 
 
+def _combine(statistics_RSN: Tensor) -> _Scores:
+    """Scores from the statistics of every part of the vocabulary."""
+    maximum_RN, mass_RN, label_RN, *moments = statistics_RSN.unbind(1)
+    maximum_N = maximum_RN.amax(0)
+    distance_RN = maximum_RN - maximum_N
+    weight_RN = distance_RN.exp()
+    mass_N = (weight_RN * mass_RN).sum(0)
+    log_mass_N = mass_N.log()
+    logprobs_N = label_RN.sum(0) - maximum_N - log_mass_N
+    entropy_N = None
+    for moment_RN in moments:
+        moment_N = (weight_RN * (moment_RN + distance_RN * mass_RN)).sum(0)
+        entropy_N = log_mass_N - moment_N / mass_N
+    return _Scores(logprobs_N, entropy_N, maximum_N + log_mass_N)
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """`_Head.score`; backward computes each chunk's logits a second time."""
 
@@ -112,84 +203,123 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, head: _Head, labels_N: Tensor, hidden_ND: Tensor, weight_VD: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        scores = head.score(hidden_ND, labels_N)
+        scores = head.score(hidden_ND, labels_N, weight_VD)
         ctx.head = head
-        ctx.save_for_backward(labels_N, hidden_ND, weight_VD, *scores)
+        ctx.save_for_backward(labels_N, hidden_ND, weight_VD, scores.entropy, scores.normaliser)
         ctx.set_materialize_grads(False)
         return scores.logprobs, scores.entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         head: _Head = ctx.head
-        labels_N, hidden_ND, weight_VD, *saved = ctx.saved_tensors
-        scores = _Scores(*saved)
+        labels_N, hidden_ND, weight_VD, entropy_N, normaliser_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N = grads
         if grad_logprobs_N is None:
-            grad_logprobs_N = torch.zeros_like(scores.logprobs)
-        _, logits_gradient = _kernels(head.compile)
+            grad_logprobs_N = torch.zeros_like(normaliser_N)
+        _, _, needs_hidden, needs_weight = ctx.needs_input_grad
 
-        grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=_accumulation_dtype(weight_VD.dtype))
+        grad_hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
+        wide = _accumulation_dtype(weight_VD.dtype)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
+        per_token = {
+            "normaliser_C": normaliser_N,
+            "entropy_C": entropy_N,
+            "grad_logprobs_C": grad_logprobs_N,
+            "grad_entropy_C": grad_entropy_N,
+        }
         for start in range(0, hidden_ND.shape[0], head.chunk_tokens):
             rows = slice(start, start + head.chunk_tokens)
-            with torch.enable_grad():
-                hidden_CD = hidden_ND[rows].detach().requires_grad_()
-                logits_CV = head.logits(hidden_CD)
-            grad_logits_CV, grad_label_C = logits_gradient(
-                logits_CV.detach(),
-                scores.rows(rows),
-                grad_logprobs_N[rows],
-                None if grad_entropy_N is None else grad_entropy_N[rows],
-                head.temperature,
+            hidden_CD = hidden_ND[rows]
+            grad_logits_CV = head.chunk_gradient(
+                hidden_CD,
+                labels_N[rows],
+                weight_VD,
+                **{name: x if x is None else x[rows] for name, x in per_token.items()},
             )
-            grad_logits_CV.scatter_(-1, labels_N[rows, None], grad_label_C[:, None])
-            grad_hidden_ND[rows], grad_chunk_VD = torch.autograd.grad(
-                logits_CV, [hidden_CD, weight_VD], grad_logits_CV
-            )
-            grad_weight_VD += grad_chunk_VD
+            if grad_hidden_ND is not None:
+                torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_ND[rows])
+            if grad_weight_VD is not None:
+                _add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
+            del grad_logits_CV  # before the next chunk's logits
+        if grad_hidden_ND is not None and head.ranks.size > 1:
+            dist.all_reduce(grad_hidden_ND, group=head.ranks.group)
         return None, None, grad_hidden_ND, grad_weight_VD
 
 
-def _score(logits_CV: Tensor, labels_C: Tensor, temperature: float, with_entropy: bool) -> _Scores:
-    """May overwrite the logits."""
-    scaled_CV = _scaled(logits_CV, temperature)
-    normaliser_C = torch.logsumexp(scaled_CV, dim=-1)
-    logprobs_C = scaled_CV.gather(-1, labels_C[:, None]).squeeze(-1) - normaliser_C
-    if not with_entropy:
-        return _Scores(logprobs_C, None, normaliser_C)
-    log_p_CV = scaled_CV.sub_(normaliser_C[:, None])
-    return _Scores(logprobs_C, -log_p_CV.exp().mul_(log_p_CV).sum(-1), normaliser_C)
+def _add_product(sum_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
+    """sum += a @ b in the dtype of the sum."""
+    if sum_VD.dtype == a_VC.dtype:
+        sum_VD.addmm_(a_VC, b_CD)
+    elif sum_VD.is_cuda:
+        # The product reads and writes the sum itself: no product of its own, no pass over both.
+        torch.addmm(sum_VD, a_VC, b_CD, out_dtype=sum_VD.dtype, out=sum_VD)
+    else:
+        sum_VD += a_VC @ b_CD
 
 
-def _logits_gradient(
+def part_statistics(
     logits_CV: Tensor,
-    scores: _Scores,
+    labels_C: Tensor,
+    *,
+    temperature: float,
+    softcap: float | None,
+    with_entropy: bool,
+) -> Tensor:
+    """Maximum, mass, label's logit and, with entropy, moment of each row, [S, C].
+
+    A label outside the V columns has a logit of 0. May overwrite the logits.
+    """
+    scaled_CV = _capped(logits_CV, softcap) / temperature
+    maximum_C = scaled_CV.amax(-1)
+    num_words = scaled_CV.shape[-1]
+    label_C = scaled_CV.gather(-1, labels_C.clamp(0, num_words - 1)[:, None]).squeeze(-1)
+    label_C = label_C.where((labels_C >= 0) & (labels_C < num_words), 0.0)
+    distance_CV = scaled_CV.sub_(maximum_C[:, None])
+    mass_CV = distance_CV.exp()
+    statistics = [maximum_C, mass_CV.sum(-1), label_C]
+    if with_entropy:
+        statistics.append(mass_CV.mul_(distance_CV).sum(-1))
+    return torch.stack(statistics)
+
+
+def logits_gradient(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    *,
+    normaliser_C: Tensor,
+    entropy_C: Tensor | None,
     grad_logprobs_C: Tensor,
     grad_entropy_C: Tensor | None,
     temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """Gradient with respect to the logits, [C, V] in their dtype, right everywhere but at the
-    labels; and the values that belong there, [C]. May overwrite the logits."""
-    log_p_CV = _scaled(logits_CV, temperature).sub_(scores.normaliser[:, None])
-    p_label_C = scores.logprobs.exp()
-    factor_C = grad_logprobs_C / temperature
-    if grad_entropy_C is None or scores.entropy is None:
-        grad_CV = log_p_CV.exp_().mul_(-factor_C[:, None])
-        grad_label_C = factor_C - p_label_C * factor_C
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradient with respect to the logits, [C, V] in `dtype`; may overwrite the logits.
+
+    Of the entropy none where `grad_entropy_C` is None.
+    """
+    capped_CV = _capped(logits_CV, softcap)
+    log_p_CV = capped_CV / temperature - normaliser_C[:, None]
+    p_CV = log_p_CV.exp()
+    if grad_entropy_C is None or entropy_C is None:
+        grad_CV = p_CV.mul_(-grad_logprobs_C[:, None])
     else:
-        slope_C = grad_entropy_C / temperature
-        p_CV = log_p_CV.exp()
-        surprise_CV = log_p_CV.add_(scores.entropy[:, None])
-        grad_CV = surprise_CV.mul_(-slope_C[:, None]).sub_(factor_C[:, None]).mul_(p_CV)
-        slope_C = slope_C * (scores.logprobs + scores.entropy)
-        grad_label_C = factor_C - p_label_C * (factor_C + slope_C)
-    return grad_CV.to(logits_CV.dtype), grad_label_C.to(logits_CV.dtype)
+        surprise_CV = log_p_CV.add_(entropy_C[:, None])
+        grad_CV = surprise_CV.mul_(-grad_entropy_C[:, None]).sub_(grad_logprobs_C[:, None])
+        grad_CV.mul_(p_CV)
+    is_own = (labels_C >= 0) & (labels_C < grad_CV.shape[-1])
+    place_C = labels_C.where(is_own, 0)
+    grad_CV.scatter_add_(-1, place_C[:, None], grad_logprobs_C.where(is_own, 0.0)[:, None])
+    grad_CV.div_(temperature)
+    if softcap is not None:
+        grad_CV.mul_(1 - (capped_CV / softcap).square())
+    return grad_CV.to(dtype)
 
 
-def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
-    """Logits over temperature in float32 or wider; the same storage where nothing changes."""
-    scaled_CV = logits_CV.to(_accumulation_dtype(logits_CV.dtype))
-    return scaled_CV if temperature == 1.0 else scaled_CV / temperature
+def _capped(logits_CV: Tensor, softcap: float | None) -> Tensor:
+    """In float32 or wider."""
+    wide_CV = logits_CV.to(_accumulation_dtype(logits_CV.dtype))
+    return wide_CV if softcap is None else torch.tanh(wide_CV / softcap) * softcap
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -197,11 +327,18 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class _Operations(NamedTuple):
+    part_statistics: Callable[..., Tensor]
+    logits_gradient: Callable[..., Tensor]
+
+
 @cache
-def _kernels(
-    compile: bool,
-) -> tuple[Callable[..., _Scores], Callable[..., tuple[Tensor, Tensor]]]:
-    """`_score` and `_logits_gradient`, as they stand or each fused by torch.compile."""
+def _operations(device: torch.device, dtype: torch.dtype, compile: bool) -> _Operations:
+    """What is done with a chunk of logits of this kind."""
+    if device.type == "cuda" and dtype == torch.float32 and find_spec("triton"):
+        from hone.trainer import logprob_kernels  # needs triton, absent on CPUs
+
+        return _Operations(logprob_kernels.part_statistics, logprob_kernels.logits_gradient)
     if compile:
-        return torch.compile(_score), torch.compile(_logits_gradient)
-    return _score, _logits_gradient
+        return _Operations(torch.compile(part_statistics), torch.compile(logits_gradient))
+    return _Operations(part_statistics, logits_gradient)

@@ -1,17 +1,26 @@
-"""Rows to micro-batches: which sequences share a forward pass, and the tensors of that pass.
+"""Rows to micro-batches: which sequences share a forward pass where, and the tensors of that pass.
 
-    for indices in pack(rows, max_tokens=16384):
+    for indices in plan(rows, num_ranks=4, max_tokens=16384)[rank]:
         batch = collate([rows[i] for i in indices], [weights[i] for i in indices], device)
 
-A bin never holds more than `max_tokens` tokens. Within that cap bins are balanced by estimated
+A pass never holds more than `max_tokens` tokens. Within that cap passes are balanced by estimated
 FLOPs, since attention makes one long sequence dearer than many short ones of the same total.
+
+Rows of a group may share one copy of their prompt (`share_prompts`): of what comes before the
+first trained token, where that is the same token for token. A pass then has room for more rows.
+
+The plan is a pure function of the rows, so every rank that holds all rows computes all of
+it and needs no message; `digest` is what ranks compare before they rely on that.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, fields, replace
+from heapq import heappop, heappush, heapreplace
+from itertools import accumulate, pairwise
+from math import ceil, inf
 from typing import Any
 
 import numpy as np
@@ -20,10 +29,22 @@ from torch import Tensor
 
 from hone.types import MicroBatch, Trajectory
 
-__all__ = ["AttentionCost", "collate", "pack"]
+__all__ = [
+    "AttentionCost",
+    "Plan",
+    "check_rows",
+    "collate",
+    "digest",
+    "empty_batch",
+    "on_device",
+    "plan",
+]
 
 Cost = Callable[[int], float]
 """Relative time of a forward pass over one sequence of so many tokens; must not decrease."""
+
+Plan = list[list[list[int]]]
+"""Row indices of each pass of each rank; all ranks have the same number of passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +64,30 @@ class AttentionCost:
         return self.per_token * num_tokens + self.per_token_squared * num_tokens**2
 
 
-def pack(
+def plan(
     rows: Sequence[Trajectory],
     *,
     max_tokens: int,
+    num_ranks: int = 1,
     micro_batch_size: int | None = None,
     cost: Cost | None = None,
-) -> list[list[int]]:
-    """Cut rows into micro-batches; returns the row indices of each, deterministic.
+    balance: bool = True,
+    share_prompts: bool = False,
+) -> Plan:
+    """Cut rows into passes, equally many for each of `num_ranks`; deterministic.
 
-    With `micro_batch_size` every bin takes at most that many rows, whatever their length;
-    otherwise at most `max_tokens` tokens. As few bins as the cap allows are balanced by `cost`
-    (default: tokens), the dearest rows first, each into the cheapest bin that has room.
+    With `micro_batch_size` a pass takes at most that many rows, whatever their length; otherwise
+    at most `max_tokens` tokens. As few passes as the cap allows are balanced by `cost` (default:
+    tokens), the dearest rows first, each into the cheapest pass that has room. Ranks wait for each
+    other in every pass, so those that run at the same time are of like cost; the sums over a rank's
+    passes are balanced after that. Passes without rows come last.
+
+    Without `balance` each rank gets neighbouring rows, equally many, and only its own passes are
+    balanced.
+
+    With `share_prompts` tokens count as `collate` then lays them out. Rows are put in a line, those
+    of one prompt together, and passes are cut from it so that the dearest is as cheap as can be: a
+    prompt is repeated only where a cut goes through its rows.
 
     Raises ValueError for a row longer than `max_tokens`.
     """
@@ -70,100 +103,333 @@ def pack(
                     f"{max_tokens} for one pass; raise trainer.max_tokens_per_microbatch (or "
                     "max_tokens_per_forward), or shorten prompts or completions"
                 )
-    if not rows:
-        return []
-    costs = [cost(n) for n in lengths] if cost else [float(n) for n in lengths]
-    num_bins = ceil(sum(sizes) / capacity)
+    cost = cost or float
+    costs = [cost(n) for n in lengths]
+    demand = _Demand(sizes, costs, capacity)
+    if share_prompts:
+        prompt_lens = [_prompt_length(row) for row in rows]
+        demand = _SharingDemand(
+            sizes,
+            costs,
+            capacity,
+            prompts=_prompt_numbers(rows),
+            further_sizes=sizes
+            if micro_batch_size is not None
+            else [n - p for n, p in zip(lengths, prompt_lens, strict=True)],
+            further_costs=[c - cost(p) for c, p in zip(costs, prompt_lens, strict=True)],
+        )
+    shares = [range(len(rows))] if balance else _neighbours(len(rows), num_ranks)
+    sharers = num_ranks // len(shares)
+
+    def rounds(num_bins: int) -> int:
+        return ceil(num_bins / sharers)
+
+    num_passes = max(rounds(demand.fewest_bins(s)) for s in shares)
     while True:
-        bins = _place(sizes, costs, capacity, num_bins)
-        if len(bins) == num_bins:
-            return sorted(sorted(members) for members in bins)
-        num_bins = len(bins)
+        placed = [demand.place(s, num_passes * sharers) for s in shares]
+        needed = max(rounds(len(bins)) for bins in placed)
+        if needed == num_passes:
+            return [passes for bins in placed for passes in _deal(bins, demand.load, sharers)]
+        num_passes = needed
+
+
+def digest(rows: Sequence[Trajectory], passes: Plan) -> str:
+    """A few characters that differ where rows or plans do: by ids, lengths and order."""
+    content = ([(row.id, row.num_tokens) for row in rows], passes)
+    return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What each row takes of a pass, which has room for `capacity`, and where rows are put."""
+
+    sizes: Sequence[int]
+    costs: Sequence[float]
+    capacity: int
+
+    def fewest_bins(self, rows: Sequence[int]) -> int:
+        """A lower bound."""
+        return _fewest_bins([self.sizes[i] for i in rows], self.capacity)
+
+    def place(self, rows: Sequence[int], num_bins: int) -> list[list[int]]:
+        """`num_bins` bins of like load, or more where rows do not fit into so many."""
+        return _place(rows, self.sizes, self.costs, self.capacity, num_bins)
+
+    def load(self, members: Sequence[int]) -> float:
+        """Cost of a bin."""
+        return sum(self.costs[i] for i in members)
+
+
+@dataclass(frozen=True, slots=True)
+class _SharingDemand(_Demand):
+    """Rows that take less of a pass where their prompt already is.
+
+    They stand in a line, and bins are pieces of it. A bin that begins further down the line never
+    ends before one that begins earlier, so filling each up to a limit takes the fewest bins, and
+    the least limit is found by bisection.
+    """
+
+    prompts: Sequence[int]  # which one each row has
+    further_sizes: Sequence[int]  # of a row whose prompt is there
+    further_costs: Sequence[float]
+
+    def fewest_bins(self, rows: Sequence[int]) -> int:
+        return len(self._cut(self._line(rows), inf))
+
+    def place(self, rows: Sequence[int], num_bins: int) -> list[list[int]]:
+        line = self._line(rows)
+        best = self._cut(line, inf)
+        low, high = 0.0, max(map(self.load, best), default=0.0)
+        for _ in range(_BISECTIONS if len(best) <= num_bins else 0):
+            limit = (low + high) / 2
+            bins = self._cut(line, limit)
+            if len(bins) <= num_bins:
+                best, high = bins, limit
+            else:
+                low = limit
+        return best + [[]] * (num_bins - len(best))
+
+    def load(self, members: Sequence[int]) -> float:
+        present: set[int] = set()
+        total = 0.0
+        for i in members:
+            total += (self.further_costs if self.prompts[i] in present else self.costs)[i]
+            present.add(self.prompts[i])
+        return total
+
+    def _line(self, rows: Sequence[int]) -> list[int]:
+        """Rows of one prompt together, in order of appearance."""
+        found: dict[int, list[int]] = {}
+        for i in rows:
+            found.setdefault(self.prompts[i], []).append(i)
+        return [i for members in found.values() for i in members]
+
+    def _cut(self, line: Sequence[int], limit: float) -> list[list[int]]:
+        """Fill bins one after another up to capacity and cost limit, each with a row at least."""
+        bins: list[list[int]] = []
+        room, load, prompt = 0, 0.0, -1
+        for i in line:
+            is_there = self.prompts[i] == prompt
+            size = (self.further_sizes if is_there else self.sizes)[i]
+            load += (self.further_costs if is_there else self.costs)[i]
+            prompt = self.prompts[i]
+            if bins and size <= room and load <= limit:
+                bins[-1].append(i)
+                room -= size
+            else:
+                bins.append([i])
+                room, load = self.capacity - self.sizes[i], self.costs[i]
+        return bins
+
+
+_BISECTIONS = 24
+
+
+def _by_prompt(rows: Sequence[Trajectory]) -> list[list[int]]:
+    """Rows that are of the same group and have the same prompt, in order of appearance."""
+    found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for i, row in enumerate(rows):
+        prompt = tuple(row.token_ids[: _prompt_length(row)])
+        found.setdefault((row.group_id or row.id, prompt), []).append(i)
+    return list(found.values())
+
+
+def _prompt_numbers(rows: Sequence[Trajectory]) -> list[int]:
+    numbers = [0] * len(rows)
+    for number, members in enumerate(_by_prompt(rows)):
+        for i in members:
+            numbers[i] = number
+    return numbers
+
+
+def _prompt_length(row: Trajectory) -> int:
+    """Tokens before the first trained one; 0 where none is trained."""
+    return row.loss_mask.index(True) if True in row.loss_mask else 0
+
+
+def _neighbours(num_rows: int, num_ranks: int) -> list[range]:
+    borders = [num_rows * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [range(*ends) for ends in pairwise(borders)]
+
+
+def _fewest_bins(sizes: Sequence[int], capacity: int) -> int:
+    """A lower bound: of rows above `capacity / (k + 1)` a bin holds at most k."""
+    large = (sum(size * (k + 1) > capacity for size in sizes) for k in range(1, 9))
+    return max(ceil(sum(sizes) / capacity), *(ceil(n / k) for k, n in enumerate(large, start=1)))
 
 
 def _place(
-    sizes: Sequence[int], costs: Sequence[float], capacity: int, num_bins: int
+    rows: Sequence[int],
+    sizes: Sequence[int],
+    costs: Sequence[float],
+    capacity: int,
+    num_bins: int,
 ) -> list[list[int]]:
     """Longest-processing-time placement into `num_bins` bins, or more where a row fits in none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    room = np.full(len(sizes), capacity)
-    load = np.zeros(len(sizes))
-    for row in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
-        open_bins = len(bins)
-        loads = np.where(room[:open_bins] >= sizes[row], load[:open_bins], np.inf)
-        best = int(loads.argmin())
-        if loads[best] == np.inf:
-            best = open_bins
-            bins.append([])
+    room = np.full(num_bins + len(rows), capacity)
+    load = np.zeros(num_bins + len(rows))
+    # The cheapest bin on top. Entries whose load is not their bin's are out of date.
+    heap = [(0.0, b) for b in range(num_bins)]
+    for row in sorted(rows, key=lambda i: (-costs[i], i)):
+        while heap and heap[0][0] != load[heap[0][1]]:
+            heappop(heap)
+        if heap and room[heap[0][1]] >= sizes[row]:
+            best = heap[0][1]
+        else:
+            loads = np.where(room[: len(bins)] >= sizes[row], load[: len(bins)], np.inf)
+            best = int(loads.argmin())
+            if loads[best] == np.inf:
+                best = len(bins)
+                bins.append([])
         bins[best].append(row)
         room[best] -= sizes[row]
         load[best] += costs[row]
+        entry = (float(load[best]), best)
+        if heap and heap[0][1] == best:
+            heapreplace(heap, entry)
+        else:
+            heappush(heap, entry)
     return bins
 
 
+def _deal(bins: list[list[int]], load: Callable[[Sequence[int]], float], num_ranks: int) -> Plan:
+    """Bins to the passes of ranks: neighbours in cost run together, the dearest of them on the
+    rank that has least so far."""
+    bins = bins + [[]] * (-len(bins) % num_ranks)
+    loads = [load(members) for members in bins]
+    order = sorted(range(len(bins)), key=lambda b: (-loads[b], bins[b]))
+    passes: Plan = [[] for _ in range(num_ranks)]
+    totals = [0.0] * num_ranks
+    for start in range(0, len(order), num_ranks):
+        ranks = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
+        for rank, b in zip(ranks, order[start : start + num_ranks], strict=True):
+            passes[rank].append(sorted(bins[b]))
+            totals[rank] += loads[b]
+    return passes
+
+
+def empty_batch(device: torch.device | str) -> MicroBatch:
+    """What a rank without rows runs, so that it takes part in every collective of a pass: a
+    sequence that belongs to no row, with weights of zero. It has no `ids`."""
+    row = Trajectory(id="", token_ids=[0] * 4, loss_mask=[False, True, True, True])
+    return replace(collate([row], [0.0], device), ids=())
+
+
+_PER_TOKEN = ("advantages", "rollout_logprobs", "staleness", "old_logprobs", "ref_logprobs")
+
+
+def check_rows(rows: Sequence[Trajectory]) -> None:
+    """Raise ValueError, naming the row, where one trains its first token, which nothing predicts,
+    or where a field is not set on all rows or none, with one value for each trained token."""
+    for row in rows:
+        if row.loss_mask and row.loss_mask[0]:
+            raise ValueError(f"sequence {row.id!r} trains its first token: nothing predicts it")
+    num_trained = [row.num_trained for row in rows]
+    for name in _PER_TOKEN:
+        values: list[Tensor | None] = [getattr(row, name) for row in rows]
+        num_present = sum(value is not None for value in values)
+        if num_present not in (0, len(rows)):
+            raise ValueError(f"{name} is set on {num_present} of {len(rows)} rows; set all or none")
+        for row, value, expected in zip(rows, values, num_trained, strict=True):
+            if value is not None and value.shape != (expected,):
+                raise ValueError(
+                    f"{name} of sequence {row.id!r} has shape {tuple(value.shape)}; its loss mask "
+                    f"trains {expected} tokens"
+                )
+
+
 def collate(
-    rows: Sequence[Trajectory], weights: Sequence[float], device: torch.device | str
+    rows: Sequence[Trajectory],
+    weights: Sequence[float],
+    device: torch.device | str,
+    *,
+    share_prompts: bool = False,
 ) -> MicroBatch:
     """Lay rows end to end. `weights` holds one weight a row, carried by each of its trained tokens.
 
-    Raises ValueError where a row trains its first token, which nothing predicts, or where a field
-    does not hold one value for each trained token.
+    With `share_prompts` rows of a group that are the same before their first trained token have
+    that part laid out once. Raises as `check_rows`.
     """
+    check_rows(rows)
     device = torch.device(device)
+    layout = _Layout.of(rows, _by_prompt(rows) if share_prompts else [])
     lengths = [row.num_tokens for row in rows]
     borders = np.concatenate([[0], np.cumsum(lengths)])
-    input_ids = np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in rows])
+    token_ids = np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in rows])
+    positions = np.arange(len(token_ids)) - np.repeat(borders[:-1], lengths)
     mask = np.concatenate([np.asarray(row.loss_mask, dtype=bool) for row in rows])
-    assert len(mask) == len(input_ids), f"{len(mask)=} {len(input_ids)=}"
-    if mask[borders[:-1]].any():
-        first = int(mask[borders[:-1]].argmax())
-        raise ValueError(f"sequence {rows[first].id!r} trains its first token: nothing predicts it")
+    assert len(mask) == len(token_ids), f"{len(mask)=} {len(token_ids)=}"
     trained = np.flatnonzero(mask)
     num_trained = np.add.reduceat(mask.astype(np.int64), borders[:-1])
 
     def to_device(array: np.ndarray[Any, Any] | Tensor) -> Tensor:
-        tensor = torch.as_tensor(array)
-        if device.type == "cuda":
-            return tensor.pin_memory().to(device, non_blocking=True)
-        return tensor.to(device)
+        return _move(torch.as_tensor(array), device)
 
     def per_token(name: str) -> Tensor | None:
-        values = _concatenate(rows, num_trained.tolist(), name)
-        return None if values is None else to_device(values)
+        if getattr(rows[0], name) is None:
+            return None
+        return to_device(torch.cat([getattr(row, name) for row in rows]).float())
 
     return MicroBatch(
-        input_ids=to_device(input_ids),
-        position_ids=to_device(np.arange(len(input_ids)) - np.repeat(borders[:-1], lengths)),
-        cu_seqlens=to_device(borders.astype(np.int32)),
+        input_ids=to_device(layout.of_tokens(token_ids)),
+        position_ids=to_device(layout.of_tokens(positions)),
+        cu_seqlens=to_device(np.cumsum([0, *layout.lengths], dtype=np.int32)),
         max_seqlen=max(lengths),
-        predict_index=to_device(trained - 1),
-        labels=to_device(input_ids[trained]),
+        predict_index=to_device(layout.places[trained - 1]),
+        labels=to_device(token_ids[trained]),
         sequence_index=to_device(np.repeat(np.arange(len(rows)), num_trained)),
         weights=to_device(np.repeat(np.asarray(weights, dtype=np.float32), num_trained)),
-        advantages=per_token("advantages"),
-        rollout_logprobs=per_token("rollout_logprobs"),
-        staleness=per_token("staleness"),
-        old_logprobs=per_token("old_logprobs"),
-        ref_logprobs=per_token("ref_logprobs"),
+        **{name: per_token(name) for name in _PER_TOKEN},
         ids=tuple(row.id for row in rows),
-        lengths=tuple(lengths),
+        lengths=layout.lengths,
+        shared_prompts=layout.shared_prompts,
     )
 
 
-def _concatenate(
-    rows: Sequence[Trajectory], num_trained: Sequence[int], name: str
-) -> Tensor | None:
-    """One per-token field of all rows, [N] float32; None where no row has it."""
-    values: list[Tensor | None] = [getattr(row, name) for row in rows]
-    present = [value for value in values if value is not None]
-    if not present:
-        return None
-    if len(present) < len(rows):
-        raise ValueError(f"{name} is set on {len(present)} of {len(rows)} rows; set all or none")
-    for row, value, expected in zip(rows, present, num_trained, strict=True):
-        if value.shape != (expected,):
-            raise ValueError(
-                f"{name} of sequence {row.id!r} has shape {tuple(value.shape)}; its loss mask "
-                f"trains {expected} tokens"
-            )
-    return torch.cat(present).float()
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the tokens of a pass lie."""
+
+    lengths: tuple[int, ...]  # of pieces, in order
+    shared_prompts: tuple[int, ...]  # completions of each of the first pieces
+    places: np.ndarray[Any, Any]  # int64: of each token, row after row; rows may share places
+
+    @classmethod
+    def of(cls, rows: Sequence[Trajectory], groups: Sequence[Sequence[int]]) -> _Layout:
+        """Rows of the same group share their prompt, where it is one and they are several."""
+        groups = [g for g in groups if len(g) > 1 and _prompt_length(rows[g[0]])]
+        prompt_lens = {i: _prompt_length(rows[i]) for members in groups for i in members}
+        pieces: list[tuple[Sequence[int], range]] = [
+            *((members, range(prompt_lens[members[0]])) for members in groups),
+            *(([i], range(start, rows[i].num_tokens)) for i, start in prompt_lens.items()),
+            *(([i], range(row.num_tokens)) for i, row in enumerate(rows) if i not in prompt_lens),
+        ]
+        borders = list(accumulate((row.num_tokens for row in rows), initial=0))
+        places = np.empty(borders[-1], dtype=np.int64)
+        first = 0
+        for members, tokens in pieces:
+            for i in members:
+                part = slice(borders[i] + tokens.start, borders[i] + tokens.stop)
+                places[part] = np.arange(first, first + len(tokens))
+            first += len(tokens)
+        lengths = tuple(len(tokens) for _, tokens in pieces)
+        return cls(lengths, tuple(map(len, groups)), places)
+
+    def of_tokens(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """One value for each place, given one for each token, row after row."""
+        placed = np.empty(sum(self.lengths), values.dtype)
+        placed[self.places] = values
+        return placed
+
+
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The batch with its tensors on `device`, copied without waiting for it."""
+    tensors = {f.name: v for f in fields(batch) if isinstance(v := getattr(batch, f.name), Tensor)}
+    return replace(batch, **{name: _move(tensor, device) for name, tensor in tensors.items()})
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -25,10 +25,14 @@ from hone.algorithms.aggregation import AGGREGATIONS
 from hone.algorithms.corrections import importance_ratio
 from hone.algorithms.kl import k3
 from hone.algorithms.objective import Objective, policy_objective
+from hone.checkpoint.sharded import StoredTensor
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
+from hone.distributed.mesh import Mesh
+from hone.models.adapters import adapters_off, is_adapted
 from hone.observe.metrics import Distribution, Mean, Metrics, Sum, merge
 from hone.trainer.learner import Learner
+from hone.trainer.packing import on_device
 from hone.types import MicroBatch, Trajectory
 
 __all__ = ["PolicyTrainer", "SupervisedTrainer"]
@@ -50,10 +54,12 @@ class PolicyTrainer(Learner):
         reference: PreTrainedModel | None = None,
         dump_dir: Path | None = None,
         exact: bool = False,
+        mesh: Mesh | None = None,
     ) -> None:
         """`temperature` is the one that sampled the rows, `total_steps` the optimizer steps of the
-        run, `seed` orders mini-batches. `reference` is the frozen model of the KL penalty. `exact`
-        as in `Learner`, for both models."""
+        run, `seed` orders mini-batches. `reference` is the frozen model of the KL penalty; a model
+            with adapters is its own, without them. `exact`
+        and `mesh` as in `Learner`, for both models."""
         super().__init__(
             model,
             cfg,
@@ -61,9 +67,11 @@ class PolicyTrainer(Learner):
             temperature=temperature,
             dump_dir=dump_dir,
             exact=exact,
+            share_prompts=cfg.share_prompts,
+            mesh=mesh,
         )
         if reference is not None:
-            self._prepare(reference)
+            self._add_reference(reference)
         self.cfg = cfg
         self.algorithm = algorithm
         self.reference = reference
@@ -78,6 +86,9 @@ class PolicyTrainer(Learner):
         """
         if not reference:
             return self._score_rows(self.policy.model, rows)
+        if self.reference is None and is_adapted(self.policy.model):
+            with adapters_off(self.policy.model):
+                return self._score_rows(self.policy.model, rows)
         if self.reference is None:
             raise ValueError("this trainer has no reference model; algorithm.kl.coef is 0")
         return self._score_rows(self.reference, rows)
@@ -88,6 +99,7 @@ class PolicyTrainer(Learner):
         Rows need `advantages`. Raises NonFiniteError for numbers that are not finite, and
         ValueError for a row that does not fit into a micro-batch.
         """
+        self._agree(rows, [])
         self._check(rows)
         minibatches = list(self._minibatches(rows))
         if len(minibatches) > 1:
@@ -100,7 +112,9 @@ class PolicyTrainer(Learner):
         tensors, metadata = super().state_dict()
         return tensors, metadata | {"num_updates": self.num_updates}
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, tensors: Mapping[str, Tensor | StoredTensor], metadata: Mapping[str, Any]
+    ) -> None:
         super().load_state_dict(tensors, metadata)
         self.num_updates = metadata["num_updates"]
 
@@ -108,27 +122,36 @@ class PolicyTrainer(Learner):
         num_trained = [row.num_trained for row in rows]
         weights = AGGREGATIONS[self.algorithm.aggregation](num_trained, self._max_completion_tokens)
         loss = torch.zeros((), device=self.policy.device)
+        num_passes = 0
         shards: list[Metrics] = []
         log_ratios: list[Tensor] = []
         fresh: list[Tensor] = []
-        for batch in self._micro_batches(rows, weights):
-            objective, batch_loss = self._backward(batch)
+        for batch in self._passes(rows, weights):
+            num_passes += 1
+            logprobs, entropy = self._score(self.policy.model, batch, with_entropy=True)
+            if not batch.ids:
+                (0.0 * logprobs.sum()).backward()
+                continue
+            batch = on_device(batch, self.policy.device)
+            objective, batch_loss = self._backward(logprobs, entropy, batch)
             loss += batch_loss
             shards.append({key: Mean.of(value) for key, value in objective.token_metrics.items()})
             if objective.log_ratio_engine is not None:
                 log_ratios.append(objective.log_ratio_engine)
                 fresh.append(_is_fresh(batch))
-        metrics = merge(*shards, {"train/num_micro_batches": Sum(len(shards))})
+        metrics = merge(*shards)
         if log_ratios:
             log_ratio = torch.cat(log_ratios)
             mismatch = log_ratio[torch.cat(fresh)]
             metrics["off_policy/ratio"] = Distribution.of(importance_ratio(log_ratio))
             metrics["off_policy/mismatch_kl"] = Mean.of(k3(torch.zeros_like(mismatch), mismatch))
-        return loss, metrics
+        loss, metrics = self._merge_ranks(loss, metrics)
+        return loss, metrics | {"train/num_micro_batches": Sum(num_passes)}
 
-    def _backward(self, batch: MicroBatch) -> tuple[Objective, Tensor]:
+    def _backward(
+        self, logprobs: Tensor, entropy: Tensor | None, batch: MicroBatch
+    ) -> tuple[Objective, Tensor]:
         """Add one micro-batch to the gradient; nothing here waits for the device."""
-        logprobs, entropy = self._score(self.policy.model, batch, with_entropy=True)
         logprobs.retain_grad()
         objective = policy_objective(logprobs, entropy, batch, self.algorithm)
         loss = (objective.values * batch.weights).sum()
@@ -194,8 +217,9 @@ class SupervisedTrainer(Learner):
         *,
         total_steps: int,
         dump_dir: Path | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        super().__init__(model, cfg, total_steps=total_steps, dump_dir=dump_dir)
+        super().__init__(model, cfg, total_steps=total_steps, dump_dir=dump_dir, mesh=mesh)
 
     def update(self, rows: Sequence[Trajectory]) -> Metrics:
         """One optimizer step on the mean cross-entropy of the rows' trained tokens.
@@ -207,12 +231,12 @@ class SupervisedTrainer(Learner):
     def forward_backward(self, rows: Sequence[Trajectory]) -> tuple[Tensor, Metrics]:
         weights = AGGREGATIONS["token_mean"]([row.num_trained for row in rows], 0)
         loss = torch.zeros((), device=self.policy.device)
-        for batch in self._micro_batches(rows, weights):
+        for batch in self._passes(rows, weights):
             logprobs, _ = self._score(self.policy.model, batch, with_entropy=False)
-            batch_loss = -(logprobs * batch.weights).sum()
+            batch_loss = -(logprobs * batch.weights.to(logprobs.device)).sum()
             batch_loss.backward()
             loss += batch_loss.detach()
-        return loss, {}
+        return self._merge_ranks(loss, {})
 
     def evaluate(self, rows: Sequence[Trajectory]) -> Metrics:
         """Mean cross-entropy over the trained tokens, in nats; no gradient."""

@@ -4,11 +4,14 @@ A sync has a version and a manifest. The trainer's side says what the engine mus
 recomputes the manifest from the tensors it samples with and refuses to sample until both agree.
 Tensors that are one memory on both sides (one process, one number format) are not moved, only
 proven. An engine that is one rank of several gets, and proves, its own parts.
+
+Weights are taken from the trainer one by one and let go in groups, since a trainer whose weights
+are spread over processes makes each whole only when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -20,9 +23,12 @@ from hone.types import Engine, Trainer
 
 __all__ = ["NonFiniteWeightsError", "SyncReport", "WeightSync"]
 
+GROUP_BYTES = 1 << 28
+"""Whole weights that are held at a time, up to the last one."""
+
 
 class NonFiniteWeightsError(ValueError):
-    """The trainer holds NaN or infinite weights; they were not sent."""
+    """The trainer holds NaN or infinite weights; they were not sent, nor any behind them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,40 +61,77 @@ class WeightSync:
         """
         start = perf_counter()
         self.engine.begin_sync()
-        weights = dict(self.trainer.named_weights())
-        sources = {name: self.engine.shard(name, tensor) for name, tensor in weights.items()}
-        targets = dict(self.engine.named_weights())
-        if diff := match_layout(sources, targets):
+        delivery = _Delivery(self.engine)
+        manifest = build_manifest(
+            delivery.sources(self.trainer.named_weights()), version, dtypes=delivery.dtypes
+        )
+        if diff := match_layout(delivery.shapes, delivery.targets):
             raise RuntimeError(f"The engine cannot take version {version}: {diff.describe()}")
-        # The engine may compute in another number format: what counts is the value after the cast.
-        dtypes = {name: target.dtype for name, target in targets.items()}
-        # Of whole weights, so that engines with different parts of them all refuse.
-        check_finite(weights, dtypes)
-        manifest = build_manifest(sources.items(), version, dtypes=dtypes)
-        moved = {
-            memory_of(targets[name]): (targets[name], source)
-            for name, source in sources.items()
-            if not targets[name].is_set_to(source)
-        }
-        num_bytes = deliver(list(moved.values()))
         self.engine.finish_sync(manifest)
         return SyncReport(
             seconds=perf_counter() - start,
-            bytes=num_bytes,
-            num_tensors=len(sources),
-            aliased=not moved,
+            bytes=delivery.num_bytes,
+            num_tensors=len(delivery.shapes),
+            aliased=not delivery.moved,
         )
 
 
-def match_layout(sources: dict[str, Tensor], targets: dict[str, Tensor]) -> ManifestDiff:
-    """Names and shapes on which trainer and engine disagree, before anything is moved."""
+class _Delivery:
+    """One push: weights go into the engine's tensors as they come."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.targets = dict(engine.named_weights())
+        # The engine may compute in another number format: what counts is the value after the cast.
+        self.dtypes = {name: target.dtype for name, target in self.targets.items()}
+        self.shapes: dict[str, torch.Size] = {}
+        """Of the parts that the engine should hold."""
+        self.moved: set[tuple[object, ...]] = set()
+        """Memory of the engine that has been written."""
+        self.num_bytes = 0
+        self._engine = engine
+
+    def sources(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the engine's part of each weight, after its delivery."""
+        for group in _in_groups(named, GROUP_BYTES):
+            # Of whole weights, so that engines with different parts of them all refuse.
+            check_finite({n: t for n, t in group.items() if n in self.targets}, self.dtypes)
+            parts = {name: self._engine.shard(name, tensor) for name, tensor in group.items()}
+            self.shapes |= {name: part.shape for name, part in parts.items()}
+            self._deliver(parts)
+            yield from parts.items()
+
+    def _deliver(self, parts: Mapping[str, Tensor]) -> None:
+        pairs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        for name, part in parts.items():
+            target = self.targets.get(name)
+            if target is None or target.shape != part.shape or target.is_set_to(part):
+                continue
+            pairs[memory_of(target)] = target, part
+        self.num_bytes += deliver([pair for key, pair in pairs.items() if key not in self.moved])
+        self.moved |= pairs.keys()
+
+
+def _in_groups(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Neighbours of at least `limit` bytes together, as far as they go."""
+    group: dict[str, Tensor] = {}
+    for name, tensor in named:
+        group[name] = tensor
+        if sum(t.nbytes for t in group.values()) >= limit:
+            yield group
+            group = {}
+    if group:
+        yield group
+
+
+def match_layout(sources: Mapping[str, torch.Size], targets: Mapping[str, Tensor]) -> ManifestDiff:
+    """Names and shapes on which trainer and engine disagree."""
     return ManifestDiff(
         missing=tuple(name for name in sources if name not in targets),
         unexpected=tuple(name for name in targets if name not in sources),
         different={
-            name: f"shape {list(targets[name].shape)}, expected {list(source.shape)}"
-            for name, source in sources.items()
-            if name in targets and targets[name].shape != source.shape
+            name: f"shape {list(targets[name].shape)}, expected {list(shape)}"
+            for name, shape in sources.items()
+            if name in targets and targets[name].shape != shape
         },
     )
 

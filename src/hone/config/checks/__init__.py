@@ -4,6 +4,7 @@
 
 Findings with level `error` come first and stop a run before it starts; warnings are told. Files
 are looked at as far as they are on this machine; nothing of the user's is imported or run.
+`world_size` is the number of processes that will run; None where that is not known yet.
 """
 
 from __future__ import annotations
@@ -25,12 +26,21 @@ from hone.config.checks.generation import (
     check_training_distribution,
     samples_key,
 )
+from hone.config.checks.layers import check_adapters, check_fused_layers, check_sleep
 from hone.config.checks.learning import (
     check_algorithm,
     check_batches,
     check_budget,
     check_kl,
+    check_memory,
     check_optimizer,
+    check_shared_prompts,
+)
+from hone.config.checks.parallel import (
+    check_context_budget,
+    check_parallel,
+    check_share,
+    context_size,
 )
 from hone.config.checks.rewards import check_reward
 from hone.config.checks.schedule import (
@@ -49,12 +59,14 @@ from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 __all__ = ["Finding", "check_eval", "check_generate", "check_rl", "check_sft"]
 
 
-def check_rl(cfg: RLConfig) -> list[Finding]:
+def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
     """Findings for `hone rl`."""
     facts = ModelFacts.read(cfg.model.path)
     rollout, num_samples = cfg.rollout, cfg.rollout.n_samples_per_prompt
     steps_per_rollout = optimizer_steps_per_rollout(cfg)
     mini_prompts = cfg.trainer.prompts_per_minibatch or rollout.prompts_per_step
+    longest = cfg.data.max_prompt_tokens + rollout.max_completion_tokens
+    longest_of = "data.max_prompt_tokens + rollout.max_completion_tokens"
     findings = [
         *_generating(cfg, rollout, "rollout", num_samples, facts),
         check_reward(cfg.reward),
@@ -64,11 +76,30 @@ def check_rl(cfg: RLConfig) -> list[Finding]:
         _rounded_cache(cfg),
         check_budget(
             cfg.trainer,
-            longest=cfg.data.max_prompt_tokens + rollout.max_completion_tokens,
-            longest_of="data.max_prompt_tokens + rollout.max_completion_tokens",
+            longest=longest,
+            longest_of=longest_of,
             sequences_per_step=mini_prompts * num_samples,
+            context_size=context_size(cfg.trainer.parallel),
+        ),
+        check_context_budget(cfg.trainer, longest=longest, longest_of=longest_of),
+        check_parallel(
+            cfg.trainer,
+            cfg.model,
+            world_size=world_size,
+            facts=facts,
+            has_reference=cfg.algorithm.kl.coef > 0,
+        ),
+        check_share(
+            world_size,
+            key="rollout.prompts_per_step",
+            number=rollout.prompts_per_step,
+            what="generate",
         ),
         check_batches(rollout, cfg.trainer),
+        check_shared_prompts(cfg.trainer, exact=cfg.model.exact, num_samples=num_samples),
+        check_memory(cfg.trainer, exact=cfg.model.exact, device=cfg.run.device),
+        *_layers(cfg, world_size),
+        check_sleep(cfg.trainer, world_size),
         check_algorithm(cfg.algorithm, rollout, steps_per_rollout=steps_per_rollout),
         check_kl(cfg.algorithm),
         check_optimizer(
@@ -96,8 +127,19 @@ def check_rl(cfg: RLConfig) -> list[Finding]:
     return _unique(findings)
 
 
-def check_sft(cfg: SFTConfig) -> list[Finding]:
+def _layers(cfg: RLConfig | SFTConfig, world_size: int | None) -> list[Iterable[Finding]]:
+    exact, lora = cfg.model.exact, cfg.model.lora
+    return [
+        check_adapters(lora, cfg.trainer, exact=exact),
+        check_fused_layers(
+            cfg.trainer, lora, exact=exact, device=cfg.run.device, world_size=world_size
+        ),
+    ]
+
+
+def check_sft(cfg: SFTConfig, world_size: int | None = None) -> list[Finding]:
     """Findings for `hone sft`."""
+    longest, longest_of = cfg.data.max_tokens, "data.max_tokens"
     return _unique(
         [
             check_model(cfg.model, device=cfg.run.device),
@@ -106,10 +148,27 @@ def check_sft(cfg: SFTConfig) -> list[Finding]:
             _exact_without_engine(cfg),
             check_budget(
                 cfg.trainer,
-                longest=cfg.data.max_tokens,
-                longest_of="data.max_tokens",
+                longest=longest,
+                longest_of=longest_of,
                 sequences_per_step=cfg.data.examples_per_step,
+                context_size=context_size(cfg.trainer.parallel),
             ),
+            check_context_budget(cfg.trainer, longest=longest, longest_of=longest_of),
+            check_parallel(
+                cfg.trainer,
+                cfg.model,
+                world_size=world_size,
+                facts=ModelFacts.read(cfg.model.path),
+                has_reference=False,
+            ),
+            check_share(
+                world_size,
+                key="data.examples_per_step",
+                number=cfg.data.examples_per_step,
+                what="train",
+            ),
+            check_memory(cfg.trainer, exact=False, device=cfg.run.device),
+            *_layers(cfg, world_size),
             check_optimizer(cfg.trainer.optimizer, total_steps=cfg.run.steps, fine_tunes=True),
             check_run(cfg.run),
             check_evaluation(cfg.eval, cfg.data, cfg.run),
@@ -119,7 +178,7 @@ def check_sft(cfg: SFTConfig) -> list[Finding]:
     )
 
 
-def check_eval(cfg: EvaluateConfig) -> list[Finding]:
+def check_eval(cfg: EvaluateConfig, world_size: int | None = None) -> list[Finding]:
     """Findings for `hone eval`."""
     facts = ModelFacts.read(cfg.model.path)
     return _unique(
@@ -131,7 +190,7 @@ def check_eval(cfg: EvaluateConfig) -> list[Finding]:
     )
 
 
-def check_generate(cfg: GenerateConfig) -> list[Finding]:
+def check_generate(cfg: GenerateConfig, world_size: int | None = None) -> list[Finding]:
     """Findings for `hone generate`."""
     facts = ModelFacts.read(cfg.model.path)
     overwritten = [

@@ -1,12 +1,14 @@
-"""All checks of `hone bench engine`."""
+"""All checks of `hone bench engine` and `hone bench train`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 
-from hone.config.bench import WORKLOADS, BenchModelConfig
+from hone.config.bench import WORKLOADS, BenchModelConfig, BenchTrainModelConfig
 from hone.config.checks.files import check_model
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.generation import (
@@ -15,16 +17,25 @@ from hone.config.checks.generation import (
     check_output,
     check_tensor_parallel,
 )
+from hone.config.checks.layers import check_adapters, check_fused_layers
+from hone.config.checks.learning import check_budget, check_memory, check_optimizer
+from hone.config.checks.parallel import (
+    check_context_budget,
+    check_parallel,
+    check_share,
+    context_size,
+)
+from hone.config.engine import EngineConfig
 from hone.config.extras import is_installed
-from hone.config.model import ModelConfig
+from hone.config.model import ModelConfig, TrainedModelConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.tree import BenchEngineConfig
+from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 
-__all__ = ["check_bench_engine"]
+__all__ = ["bench_train_model", "check_bench_engine", "check_bench_train"]
 
 
-def check_bench_engine(cfg: BenchEngineConfig) -> list[Finding]:
-    """Findings for `hone bench engine`, errors first."""
+def check_bench_engine(cfg: BenchEngineConfig, world_size: int) -> list[Finding]:
+    """Findings for `hone bench engine` in `world_size` processes, errors first."""
     facts = ModelFacts.read(cfg.model.path) if cfg.model.path else None
     findings = [
         *_model(cfg.model, device=cfg.run.device),
@@ -33,6 +44,7 @@ def check_bench_engine(cfg: BenchEngineConfig) -> list[Finding]:
             cfg.engine, device=cfg.run.device, num_samples=1, samples_key="n", trains=False
         ),
         *check_tensor_parallel(cfg.engine, facts=facts, scores=False),
+        *_processes(cfg.engine, world_size),
         *check_exact(cfg.model, cfg.engine, device=cfg.run.device, facts=facts),
         *_comparison(cfg),
         *_output(cfg),
@@ -94,6 +106,21 @@ def _workload(cfg: BenchEngineConfig, *, facts: ModelFacts | None) -> Iterator[F
         )
 
 
+def _processes(engine: EngineConfig, world_size: int) -> Iterator[Finding]:
+    """Whether the processes are those of one engine."""
+    size = engine.tensor_parallel_size
+    if world_size != size:
+        needed, how = "1 process", "without torchrun"
+        if size > 1:
+            needed = f"{size} processes"
+            how = f"with `torchrun --nproc-per-node {size} -m hone bench engine ...`"
+        yield error(
+            f"one engine is measured, which takes {needed} where engine.tensor_parallel_size is "
+            f"{size}, got {world_size}: start it {how}.",
+            "engine.tensor_parallel_size",
+        )
+
+
 def _comparison(cfg: BenchEngineConfig) -> Iterator[Finding]:
     """Whether the engine to compare with is here, and runs on as many devices."""
     against = cfg.against
@@ -115,7 +142,7 @@ def _comparison(cfg: BenchEngineConfig) -> Iterator[Finding]:
         )
 
 
-def _output(cfg: BenchEngineConfig) -> Iterator[Finding]:
+def _output(cfg: BenchEngineConfig | BenchTrainConfig) -> Iterator[Finding]:
     """Whether the numbers can be written where they should go."""
     if cfg.output.suffix != ".json":
         yield error(
@@ -124,3 +151,122 @@ def _output(cfg: BenchEngineConfig) -> Iterator[Finding]:
         )
     else:
         yield from check_output(cfg.output)
+
+
+def check_bench_train(
+    cfg: BenchTrainConfig,
+    world_size: int | None,
+    *,
+    facts: ModelFacts | None,
+    longest: int,
+    num_rows: int,
+) -> list[Finding]:
+    """Findings for `hone bench train`, errors first.
+
+    `facts` are those of the path or the shape; `longest` and `num_rows` the workload's.
+    """
+    model, trainer, is_fixed = bench_train_model(cfg.model), cfg.trainer, cfg.workload == "rows"
+    longest_of = "rows.tokens" if is_fixed else f"the longest row of {cfg.workload}"
+    rates = check_optimizer(trainer.optimizer, total_steps=_ENDLESS, fine_tunes=False)
+    findings: tuple[Iterable[Finding], ...] = (
+        _model(cfg.model, device=cfg.run.device),
+        check_adapters(cfg.model.lora, trainer, exact=model.exact),
+        check_fused_layers(
+            trainer,
+            cfg.model.lora,
+            exact=model.exact,
+            device=cfg.run.device,
+            world_size=world_size,
+        ),
+        _objective(cfg),
+        check_exact(model, EngineConfig(), device=cfg.run.device, facts=facts),
+        _context(cfg.workload, longest=longest, longest_of=longest_of, facts=facts),
+        check_budget(
+            trainer,
+            longest=longest,
+            longest_of=longest_of,
+            sequences_per_step=num_rows,
+            context_size=context_size(trainer.parallel),
+        ),
+        check_context_budget(trainer, longest=longest, longest_of=longest_of),
+        check_parallel(trainer, model, world_size=world_size, facts=facts, has_reference=False),
+        check_share(
+            world_size,
+            key="rows.per_step" if is_fixed else "workload",
+            number=num_rows,
+            what="train",
+        ),
+        check_memory(trainer, exact=model.exact, device=cfg.run.device),
+        (finding for finding in rates if finding.level == "error"),
+        _unused_in_training(cfg),
+        _output(cfg),
+    )
+    found = dict.fromkeys(chain.from_iterable(findings))
+    if cfg.model.shape is not None:
+        found = dict.fromkeys(_name_shape(finding) for finding in found)
+    return sorted(found, key=lambda finding: finding.level)
+
+
+_ENDLESS = 1 << 62
+
+
+def bench_train_model(model: BenchTrainModelConfig, path: str | None = None) -> TrainedModelConfig:
+    """The section of a run that names the same model; a public shape lies at `path`."""
+    is_shape = model.shape is not None
+    return TrainedModelConfig(
+        path=path or model.path or "",
+        init="random" if is_shape else model.init,
+        dtype=model.dtype,
+        exact=model.exact,
+        lora=model.lora,
+    )
+
+
+def _name_shape(finding: Finding) -> Finding:
+    """The other checks speak of a folder."""
+    message = finding.message.replace("model at model.path", "model of model.shape")
+    keys = tuple("model.shape" if key == "model.path" else key for key in finding.keys)
+    return replace(finding, message=message, keys=keys)
+
+
+def _objective(cfg: BenchTrainConfig) -> Iterator[Finding]:
+    if cfg.model.exact and cfg.objective == "sft":
+        yield warning(
+            "model.exact makes trainer and engine compute the same bits, and objective is sft, "
+            "which has no engine: it has no effect. Remove model.exact, or set objective to rl.",
+            "model.exact",
+            "objective",
+        )
+
+
+def _context(
+    workload: str, *, longest: int, longest_of: str, facts: ModelFacts | None
+) -> Iterator[Finding]:
+    context = facts.context_length if facts else None
+    if context is not None and longest > context:
+        yield error(
+            f"{longest_of} is {longest} tokens, but the model at model.path has a context of "
+            f"{context}. Use rows of at most {context} tokens.",
+            "rows.tokens" if workload == "rows" else "workload",
+            "model.path",
+        )
+
+
+def _unused_in_training(cfg: BenchTrainConfig) -> Iterator[Finding]:
+    """Settings of a run, or of the other workload, that a single optimizer step does not have."""
+    for name in differs(
+        cfg.trainer, "prompts_per_minibatch", "num_epochs", "enable_sleep", "parity"
+    ):
+        yield warning(
+            f"trainer.{name} has no effect: a step of the benchmark is one optimizer step. Remove "
+            "it.",
+            f"trainer.{name}",
+        )
+    if cfg.workload != "rows":
+        for name in differs(cfg.rows, "per_step", "tokens"):
+            yield warning(
+                f"rows.{name} has no effect with workload {cfg.workload}; set workload to rows, or "
+                f"remove rows.{name}.",
+                f"rows.{name}",
+                "workload",
+            )

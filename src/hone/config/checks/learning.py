@@ -9,15 +9,31 @@ from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.rollout import RolloutConfig
 from hone.config.trainer import OptimizerConfig, SFTTrainerConfig, TrainerConfig
 
-__all__ = ["check_algorithm", "check_batches", "check_budget", "check_kl", "check_optimizer"]
+__all__ = [
+    "check_algorithm",
+    "check_batches",
+    "check_budget",
+    "check_kl",
+    "check_memory",
+    "check_optimizer",
+    "check_shared_prompts",
+]
 
 _BUDGET = "trainer.max_tokens_per_microbatch"
 
 
 def check_budget(
-    trainer: SFTTrainerConfig, *, longest: int, longest_of: str, sequences_per_step: int
+    trainer: SFTTrainerConfig,
+    *,
+    longest: int,
+    longest_of: str,
+    sequences_per_step: int,
+    context_size: int = 1,
 ) -> Iterator[Finding]:
-    """Token budgets against the longest sequence, and micro-batches against the step."""
+    """Token budgets against the longest sequence, and micro-batches against the step.
+
+    `context_size` processes share the tokens of a row, and each has its budget.
+    """
     longest_keys = longest_of.split(" + ")
     budget, forward = trainer.max_tokens_per_microbatch, trainer.max_tokens_per_forward
     if trainer.micro_batch_size is not None:
@@ -39,9 +55,12 @@ def check_budget(
             )
         return
     total = f"{longest_of} = {longest}"
+    if context_size > 1:
+        longest = -(-longest // context_size)
+        total += f", {longest} on each of {context_size} processes that share a row"
     if budget < longest:
         yield error(
-            f"{_BUDGET} is {budget}, but a sequence may have {longest} tokens ({total}) and is "
+            f"{_BUDGET} is {budget}, but a sequence may take {longest} tokens ({total}) and is "
             f"never cut. Raise {_BUDGET} to at least {longest}; {2 * longest} or more packs well.",
             _BUDGET,
             *longest_keys,
@@ -55,7 +74,7 @@ def check_budget(
         )
     if forward is not None and forward < longest:
         yield error(
-            f"trainer.max_tokens_per_forward is {forward}, but a sequence may have {longest} "
+            f"trainer.max_tokens_per_forward is {forward}, but a sequence may take {longest} "
             f"tokens ({total}). Raise it to at least {longest} or leave it unset.",
             "trainer.max_tokens_per_forward",
             *longest_keys,
@@ -67,6 +86,49 @@ def check_budget(
             "trainer.max_tokens_per_forward",
             _BUDGET,
         )
+
+
+def check_memory(trainer: SFTTrainerConfig, *, exact: bool, device: str) -> Iterator[Finding]:
+    """What is recomputed and what waits in host memory."""
+    mode, every = trainer.recompute, trainer.recompute_every_n_layers
+    if trainer.offload_activations and mode == "off":
+        yield error(
+            "trainer.offload_activations keeps the inputs of recomputed layers on the host, and "
+            "trainer.recompute is off. Set trainer.recompute to full or selective, or turn "
+            "trainer.offload_activations off.",
+            "trainer.offload_activations",
+            "trainer.recompute",
+        )
+    if every > 1 and mode == "off":
+        yield warning(
+            f"trainer.recompute_every_n_layers is {every}, but trainer.recompute is off: nothing "
+            "is recomputed. Set trainer.recompute to full, or remove it.",
+            "trainer.recompute_every_n_layers",
+            "trainer.recompute",
+        )
+    if exact and mode == "selective":
+        yield error(
+            "trainer.recompute is selective, but model.exact recomputes whole layers or none. Set "
+            "trainer.recompute to full or off.",
+            "trainer.recompute",
+            "model.exact",
+        )
+    elif exact and mode == "full":
+        for name in differs(trainer, "recompute_every_n_layers", "offload_activations"):
+            yield error(
+                f"trainer.{name} is {getattr(trainer, name)}, but model.exact recomputes every "
+                f"layer from its input on the device. Remove trainer.{name}.",
+                f"trainer.{name}",
+                "model.exact",
+            )
+    if device == "cpu":
+        for name in differs(trainer, "offload_activations", "offload_optimizer"):
+            yield warning(
+                f"trainer.{name} moves data to host memory, but run.device is cpu: it only costs "
+                f"time. Remove trainer.{name}.",
+                f"trainer.{name}",
+                "run.device",
+            )
 
 
 def check_batches(rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[Finding]:
@@ -81,6 +143,43 @@ def check_batches(rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[Fi
             "trainer.prompts_per_minibatch",
             "rollout.prompts_per_step",
         )
+
+
+def check_shared_prompts(
+    trainer: TrainerConfig, *, exact: bool, num_samples: int
+) -> Iterator[Finding]:
+    """Whether rows can share prompts, and have any to share."""
+    if not trainer.share_prompts:
+        return
+    key = "trainer.share_prompts"
+    if exact:
+        yield error(
+            f"{key} is on, and model.exact too: attention to a shared prompt is summed in another "
+            "order than the engine's. Turn one of them off.",
+            key,
+            "model.exact",
+        )
+    for name in ("ring_size", "reference_ring_size"):
+        size: int | None = getattr(trainer.parallel, name)
+        if size is not None and size > 1:
+            yield error(
+                f"{key} is on, and trainer.parallel.{name} is {size}: a ring cuts rows where "
+                f"prompts could not be shared. Turn {key} off, or set trainer.parallel.{name} to 1 "
+                "(ulysses_size shares prompts).",
+                key,
+                f"trainer.parallel.{name}",
+            )
+    for name, number in (
+        ("rollout.n_samples_per_prompt", num_samples),
+        ("trainer.micro_batch_size", trainer.micro_batch_size),
+    ):
+        if number == 1:
+            yield warning(
+                f"{key} is on, but with {name} 1 no two samples of a prompt share a micro-batch: "
+                f"it has no effect. Turn it off, or raise {name}.",
+                key,
+                name,
+            )
 
 
 def check_algorithm(

@@ -1,0 +1,170 @@
+"""Attention to a part of the keys, in plain torch.
+
+Its output comes with the log-sum-exp of the scores, so that outputs over different keys can be
+merged into that over all of them, and each part's gradient follows from the merged log-sum-exp
+alone (Dao et al. 2022, arXiv:2205.14135, section 3.1 and appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionBlock", "attend", "gradients", "visible_rectangles"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBlock:
+    """Some rows of queries, some of keys, packed sequences of each, and which see which.
+
+    Sequence i of the queries sees keys of sequence i only. With Lq and Lk tokens of each, query p
+    is aligned with key `P = p + Lk - Lq` and sees the keys `P - left .. P + right` where
+    `window = (left, right)`; -1 is no bound. Every query sees a key.
+    """
+
+    queries: slice
+    keys: slice
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    window: tuple[int, int]
+    borders_q: Tensor  # [S + 1] int32
+    borders_k: Tensor  # [S + 1] int32
+
+    @classmethod
+    def of(
+        cls,
+        queries: range,
+        keys: range,
+        *,
+        window: tuple[int, int],
+        device: torch.device,
+        lengths: Sequence[int] | None = None,
+        key_lens: Sequence[int] | None = None,
+    ) -> AttentionBlock:
+        """One sequence, or with `lengths` several, which have `key_lens` keys, by default as many
+        as queries."""
+        query_lens = tuple(lengths or (len(queries),))
+        key_lens = tuple(key_lens or lengths or (len(keys),))
+        return cls(
+            queries=slice(queries.start, queries.stop),
+            keys=slice(keys.start, keys.stop),
+            query_lens=query_lens,
+            key_lens=key_lens,
+            window=window,
+            borders_q=_borders(query_lens, device),
+            borders_k=_borders(key_lens, device),
+        )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: AttentionBlock,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `backends.attend_block`; the output has the dtype of the log-sum-exp."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    for rows_q, rows_k in _sequences(block):
+        scores, _ = _scores(q[rows_q], k[rows_k], block.window, scale=scale, softcap=softcap)
+        lse = scores.logsumexp(-1)  # [Hkv, G, Lq]
+        weights = (scores - lse.unsqueeze(-1)).exp()
+        output = torch.einsum("hgqk,khd->qhgd", weights, v[rows_k].to(lse.dtype))
+        parts.append((output.flatten(1, 2), lse.flatten(0, 1)))
+    outputs, lses = zip(*parts, strict=True)
+    return torch.cat(outputs), torch.cat(lses, dim=1)
+
+
+def gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: AttentionBlock,
+    *,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `backends.block_gradients`; the gradients have the dtype of the log-sum-exp."""
+    wide, groups = lse.dtype, (k.shape[1], -1)
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for rows_q, rows_k in _sequences(block):
+        query, grad_out, out = (x[rows_q].to(wide).unflatten(1, groups) for x in (q, grad, output))
+        key, value = k[rows_k].to(wide), v[rows_k].to(wide)
+        scores, slope = _scores(q[rows_q], key, block.window, scale=scale, softcap=softcap)
+        weights = (scores - lse[:, rows_q].unflatten(0, groups).unsqueeze(-1)).exp()
+        grad_weights = torch.einsum("qhgd,khd->hgqk", grad_out, value)
+        mean = (grad_out * out).sum(-1).permute(1, 2, 0).unsqueeze(-1)  # [Hkv, G, Lq, 1]
+        grad_scores = weights * (grad_weights - mean) * slope
+        parts.append(
+            (
+                torch.einsum("hgqk,khd->qhgd", grad_scores, key).flatten(1, 2),
+                torch.einsum("hgqk,qhgd->khd", grad_scores, query),
+                torch.einsum("hgqk,qhgd->khd", weights, grad_out),
+            )
+        )
+    grad_q, grad_k, grad_v = map(torch.cat, zip(*parts, strict=True))
+    return grad_q, grad_k, grad_v
+
+
+def _sequences(block: AttentionBlock) -> Iterator[tuple[slice, slice]]:
+    """Rows of the block's queries and keys that belong to each sequence."""
+    spans = (pairwise(accumulate(x, initial=0)) for x in (block.query_lens, block.key_lens))
+    for rows_q, rows_k in zip(*spans, strict=True):
+        yield slice(*rows_q), slice(*rows_k)
+
+
+def _scores(
+    q: Tensor, k: Tensor, window: tuple[int, int], *, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | float]:
+    """Scores of q [Lq, Hq, D] on k [Lk, Hkv, D] and their slope, by which a score grows with the
+    scalar product: [Hkv, G, Lq, Lk] float32 or wider, -inf where a query does not see a key."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(wide).unflatten(1, (k.shape[1], -1))
+    scores, slope = torch.einsum("qhgd,khd->hgqk", grouped, k.to(wide)) * scale, scale
+    if softcap is not None:
+        bounded = torch.tanh(scores / softcap)
+        scores, slope = bounded * softcap, (1 - bounded * bounded) * scale
+    num_queries, num_keys = scores.shape[-2:]
+    aligned = torch.arange(num_queries, device=q.device).unsqueeze(1) + num_keys - num_queries
+    ahead = torch.arange(num_keys, device=q.device) - aligned
+    left, right = window
+    if left >= 0:
+        scores = scores.masked_fill(ahead < -left, float("-inf"))
+    if right >= 0:
+        scores = scores.masked_fill(ahead > right, float("-inf"))
+    return scores, slope
+
+
+def visible_rectangles(
+    queries: range, keys: range, window: int | None
+) -> Iterator[tuple[range, range, tuple[int, int]]]:
+    """Queries, the keys that they see, and the window of such a block, at most two of them.
+
+    Both are positions in one sequence, all keys before all queries. With a sliding window the first
+    queries may see all of these keys, the next ones all but a corner, and the last ones none.
+    """
+    if window is None:
+        yield queries, keys, (-1, -1)
+        return
+    # Query p sees the keys from p - window + 1 on.
+    num_full = min(max(keys.start + window - queries.start, 0), len(queries))
+    if num_full:
+        yield queries[:num_full], keys, (-1, -1)
+    queries = range(queries.start + num_full, min(queries.stop, keys.stop + window - 1))
+    keys = range(queries.start - window + 1, keys.stop)
+    if queries:
+        yield queries, keys, (len(keys) - len(queries), len(queries) - 1)
+
+
+def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return borders.to(device, non_blocking=True)

@@ -1,0 +1,339 @@
+"""Attention of packed rows whose tokens are split over processes.
+
+*Ulysses* (Jacobs et al. 2023, arXiv:2309.14509): every rank has a contiguous part of the row. One
+all-to-all turns all heads of a part of the tokens into a part of the heads of all tokens, attention
+is that of one process, and a second all-to-all turns its output back.
+
+*Ring* (Liu et al. 2023, arXiv:2310.01889): keys and values travel from rank to rank while each
+computes with those it has, and the partial outputs are merged by their log-sum-exps. The row is cut
+into 2 x ring chunks of which rank i has i and 2 ring - 1 - i, so that causal work is equal.
+
+Both: the ring cuts the row, and the ranks of a Ulysses group share the tokens of one ring rank.
+
+Sequences are contiguous, so at most one reaches from one chunk into another. Hence no mask is
+needed between queries of chunk a and keys of chunk b: b < a is a full rectangle of that sequence's
+tokens, b = a causal attention of packed sequences, b > a nothing. A sliding window cuts a corner
+off the rectangle.
+
+Letters: T tokens of the row, t of a rank, C of a chunk, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise, product
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hone.attention import shared_prompts
+from hone.attention.blocks import AttentionBlock, visible_rectangles
+from hone.attention.context import PackedContext
+from hone.attention.merging import add_key_gradients, attend_blocks, block_gradients
+from hone.config.checks.context import ulysses_problem
+from hone.config.errors import UserError
+from hone.distributed.mesh import Axis
+
+__all__ = ["packed_attention", "padded_tokens", "token_ranges"]
+
+
+# ---------------------------------------------------------------- who has which tokens
+
+
+def padded_tokens(num_tokens: int, *, ring: int, ulysses: int) -> int:
+    """The least number of tokens from `num_tokens` on that `ring x ulysses` ranks share equally."""
+    unit = lcm(ring * ulysses, 2 * ring if ring > 1 else 1)
+    return -(-num_tokens // unit) * unit
+
+
+def token_ranges(
+    num_tokens: int, *, ring: int, ulysses: int, ring_rank: int, ulysses_rank: int
+) -> list[range]:
+    """Positions in the padded row of a rank's tokens, in the order in which it has them.
+
+    They ascend. `num_tokens` comes from `padded_tokens`.
+    """
+    part = num_tokens // (ring * ulysses)
+    first, last = ulysses_rank * part, (ulysses_rank + 1) * part  # among those of the ring rank
+    found: list[range] = []
+    for tokens in _chunks(num_tokens, ring, ring_rank):
+        own = tokens[max(first, 0) : max(last, 0)]
+        first, last = first - len(tokens), last - len(tokens)
+        if own:
+            found.append(own)
+    return found
+
+
+def _chunks(num_tokens: int, ring: int, rank: int) -> list[range]:
+    """The chunks of a ring rank; a ring of one has the row in one piece."""
+    if ring == 1:
+        return [range(num_tokens)]
+    size = num_tokens // (2 * ring)
+    return [range(c * size, (c + 1) * size) for c in _chunk_numbers(ring, rank)]
+
+
+def _chunk_numbers(ring: int, rank: int) -> tuple[int, int]:
+    return rank, 2 * ring - 1 - rank
+
+
+# ---------------------------------------------------------------- attention
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PackedContext,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of this rank's tokens within their packed sequences, differentiable.
+
+    q is [t, Hq, D], k and v [t, Hkv, D], of the tokens that `token_ranges` gives. Returns
+    [t, Hq, D]. Collective over the ranks of `context.parallel`, and so is its backward; neither
+    waits for the device. Memory is that of t tokens. Raises UserError where the Ulysses ranks
+    cannot share the heads, and for a ring whose rows share prompts.
+    """
+    parallel = context.parallel
+    assert parallel is not None
+    ulysses, ring = parallel.ulysses, parallel.ring
+    if ulysses.size > 1:
+        if problem := ulysses_problem(ulysses.size, q.shape[1], k.shape[1]):
+            raise UserError(f"{ulysses.size} Ulysses ranks: {problem}")
+        q, k, v = _TokensToHeads.apply(q, k, v, ulysses)
+    if ring.size > 1:
+        if context.shared_prompts:
+            raise UserError(
+                f"trainer.share_prompts is not served by a ring of {ring.size} processes; set "
+                "trainer.parallel.ring_size to 1, or trainer.share_prompts to false"
+            )
+        plan = _ring_plan(context.lengths, ring.size, ring.rank, window, q.device)
+        output = _RingAttention.apply(q, k, v, _Ring(ring, plan, scale, softcap))
+    else:
+        output = shared_prompts.packed_attention(
+            q, k, v, context, scale=scale, window=window, softcap=softcap
+        )
+    return _HeadsToTokens.apply(output, ulysses) if ulysses.size > 1 else output
+
+
+# ---------------------------------------------------------------- Ulysses
+
+
+class _TokensToHeads(torch.autograd.Function):
+    """All heads of a part of the tokens to a part of the heads of all tokens, in one exchange.
+
+    q [t, Hq, D] becomes [U t, Hq / U, D]; k and v likewise, or where they have fewer than U heads
+    [U t, 1, D], each head on several ranks, and its gradient is summed over these.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        copies = max(1, axis.size // k.shape[1])
+        ctx.axis, ctx.copies = axis, copies
+        if copies > 1:
+            k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
+        parts = [x.unflatten(1, (axis.size, -1)).transpose(0, 1) for x in (q, k, v)]
+        received = _all_to_all(torch.cat(parts, dim=2), axis).flatten(0, 1)
+        ctx.heads = [part.shape[2] for part in parts]
+        q, k, v = received.split(ctx.heads, dim=1)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        axis: Axis = ctx.axis
+        parts = [grad.unflatten(0, (axis.size, -1)) for grad in grads]
+        received = _all_to_all(torch.cat(parts, dim=2), axis).transpose(0, 1)  # [t, U, h, D]
+        q, k, v = (part.flatten(1, 2) for part in received.split(ctx.heads, dim=2))
+        if ctx.copies > 1:
+            k, v = (x.unflatten(1, (-1, ctx.copies)).sum(2) for x in (k, v))
+        return q, k, v, None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    """A part of the heads of all tokens [U t, Hq / U, D] to [t, Hq, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        received = _all_to_all(output.unflatten(0, (axis.size, -1)), axis)
+        return received.transpose(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        axis: Axis = ctx.axis
+        parts = grads[0].unflatten(1, (axis.size, -1)).transpose(0, 1)
+        return _all_to_all(parts, axis).flatten(0, 1), None
+
+
+def _all_to_all(parts: Tensor, axis: Axis) -> Tensor:
+    """Part i of `parts` [U, ...] goes to rank i; returns what the ranks sent here, [U, ...]."""
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=axis.group)
+    return received
+
+
+# ---------------------------------------------------------------- ring
+
+
+Plan = tuple[tuple[AttentionBlock, ...], ...]
+"""The blocks of each step of the ring; at step s a rank has the keys of the rank s before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    axis: Axis
+    plan: Plan
+    scale: float
+    softcap: float | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "softcap": self.softcap}
+
+
+class _RingAttention(torch.autograd.Function):
+    """q [t, Hq, D] on the keys and values of all ranks, [t, Hkv, D] each: [t, Hq, D].
+
+    The partial outputs are merged in float32 at least. In backward the probabilities of each block
+    follow from the merged log-sum-exp, and the gradients of keys and values travel after them,
+    gathering a share at each rank, until they are back at their own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
+        own_kv = kv = torch.stack((k, v))
+        merged = None
+        for step, blocks in enumerate(ring.plan):
+            arriving = _Rotation(kv, ring.axis) if step + 1 < len(ring.plan) else None
+            k, v = kv.unbind(0)
+            merged = attend_blocks(q, k, v, blocks, merged=merged, **ring.options)
+            if arriving is not None:
+                kv = arriving.wait()
+        assert merged is not None
+        output, lse = merged
+        output = output.to(q.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(q, own_kv, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        ring: _Ring = ctx.ring
+        q, kv, output, lse = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        grad_q = torch.zeros_like(q, dtype=lse.dtype)
+        returning: _Rotation | None = None
+        for step, blocks in enumerate(ring.plan):
+            arriving = _Rotation(kv, ring.axis) if step + 1 < len(ring.plan) else None
+            k, v = kv.unbind(0)
+            shares = block_gradients(
+                grad, q, k, v, blocks, output=output, lse=lse, grad_q=grad_q, **ring.options
+            )
+            # Those of the ranks before were on their way while this rank computed its own.
+            if returning is None:
+                grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
+            else:
+                grad_kv = returning.wait()
+            add_key_gradients(grad_kv, shares)
+            returning = _Rotation(grad_kv, ring.axis)
+            if arriving is not None:
+                kv = arriving.wait()
+        assert returning is not None
+        grad_k, grad_v = returning.wait().to(q.dtype).unbind(0)
+        return grad_q.to(q.dtype), grad_k, grad_v, None
+
+
+class _Rotation:
+    """A tensor on its way to the next rank, and the previous one's on its way here."""
+
+    def __init__(self, sent: Tensor, axis: Axis) -> None:
+        self._sent = sent  # kept until it has left
+        self._received = torch.empty_like(sent)
+        following, preceding = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+        ends = (
+            dist.P2POp(dist.isend, sent, group=axis.group, group_peer=following),
+            dist.P2POp(dist.irecv, self._received, group=axis.group, group_peer=preceding),
+        )
+        self._works = dist.batch_isend_irecv(list(ends))
+
+    def wait(self) -> Tensor:
+        """What has arrived. On CUDA the stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+# The plan is the same for all layers, in forward and in backward, hence the cache.
+@lru_cache(maxsize=16)
+def _ring_plan(
+    lengths: tuple[int, ...], size: int, rank: int, window: int | None, device: torch.device
+) -> Plan:
+    """What rank `rank` computes at each step, for packed sequences of the given lengths."""
+    borders = list(accumulate(lengths, initial=0))
+    chunk = borders[-1] // (2 * size)
+    own = _chunk_numbers(size, rank)
+    steps: list[list[AttentionBlock]] = [[_own_block(borders, chunk, own, window, device)]]
+    steps += [[] for _ in range(size - 1)]
+    for step, blocks in enumerate(steps):
+        visiting = _chunk_numbers(size, (rank - step) % size)
+        for (q_slot, a), (k_slot, b) in product(enumerate(own), enumerate(visiting)):
+            for queries, keys, visible in _rectangles(borders, chunk, a, b, window):
+                blocks.append(
+                    AttentionBlock.of(
+                        _shift(queries, (q_slot - a) * chunk),
+                        _shift(keys, (k_slot - b) * chunk),
+                        window=visible,
+                        device=device,
+                    )
+                )
+    return tuple(map(tuple, steps))
+
+
+def _own_block(
+    borders: list[int],
+    chunk: int,
+    own: tuple[int, ...],
+    window: int | None,
+    device: torch.device,
+) -> AttentionBlock:
+    """Each of a rank's chunks on itself: the parts of sequences in it, causal."""
+    lengths: list[int] = []
+    for c in own:
+        first, last = c * chunk, (c + 1) * chunk
+        ends = [first, *(border for border in borders if first < border < last), last]
+        lengths += [end - start for start, end in pairwise(ends)]
+    tokens = range(len(own) * chunk)
+    left = -1 if window is None or window >= max(lengths) else window - 1
+    return AttentionBlock.of(tokens, tokens, lengths=lengths, window=(left, 0), device=device)
+
+
+def _rectangles(
+    borders: list[int], chunk: int, a: int, b: int, window: int | None
+) -> Iterator[tuple[range, range, tuple[int, int]]]:
+    """Queries of chunk a, keys of chunk b that they see, and a window, at most two of them.
+
+    All lie in the one sequence that reaches from b into a.
+    """
+    if b >= a:
+        return
+    first = a * chunk
+    sequence = bisect_right(borders, first)
+    queries = range(first, min(borders[sequence], first + chunk))
+    keys = range(max(borders[sequence - 1], b * chunk), (b + 1) * chunk)
+    if keys:
+        yield from visible_rectangles(queries, keys, window)
+
+
+def _shift(tokens: range, by: int) -> range:
+    return range(tokens.start + by, tokens.stop + by)

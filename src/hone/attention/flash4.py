@@ -1,0 +1,145 @@
+"""Packed attention through FlashAttention 4 (the package `flash-attn-4`) on Hopper and Blackwell.
+
+Its kernels are compiled when first called, some seconds for each direction, once for a dtype,
+head size, number of query heads a key head, and windowed or not. Lengths and the number of
+sequences are arguments of the compiled kernel, save that more than 256 sequences have kernels of
+their own.
+
+The calls go through an operator, `hone::flash4`, so that selective recompute can name what it
+keeps. The library's entry points below it are the two that torch's own registry of flash kernels
+relies on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hone.attention.context import PackedContext
+from hone.config.errors import UserError
+
+__all__ = ["is_usable", "packed_attention"]
+
+DISTRIBUTION = "flash-attn-4"
+INSTALL = "pip install 'hone-rl[flash]'"
+ARCHITECTURES = (9, 10)
+"""Major compute capabilities whose kernels differ from those of FlashAttention 2."""
+MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 128, 8
+"""Head sizes that every one of these architectures serves, forward and backward."""
+TILE = 192
+"""Queries or keys of the largest tile. Where the longest sequence fits one, other kernels would be
+compiled; its length is but an upper bound to them, so it is given as more."""
+
+
+def is_usable(device: torch.device, head_dim: int) -> bool:
+    """Whether the library is installed and has kernels for this CUDA device and head size."""
+    is_served = head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0
+    return is_served and _is_installed() and _architecture(device) in ARCHITECTURES
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, context: PackedContext, *, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention within each packed sequence, differentiable.
+
+    q is [T, Hq, D], k and v [T, Hkv, D], float16 or bfloat16. Returns [T, Hq, D]. Gradients are
+    bit-equal between runs only under `torch.use_deterministic_algorithms`. Raises UserError where
+    the library is installed but broken.
+    """
+    # The token itself is not counted.
+    left = None if window is None or window >= context.max_seqlen else window - 1
+    longest = max(context.max_seqlen, TILE + 1)
+    output, _ = _attend(q, k, v, context.cu_seqlens, longest, scale, left)
+    return output
+
+
+@torch.library.custom_op(
+    "hone::flash4",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor borders, int longest, float scale, int? left)"
+    " -> (Tensor, Tensor)",
+)
+def _attend(  # noqa: PLR0917  # an operator takes its arguments by position
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float, left: int | None
+) -> tuple[Tensor, Tensor]:
+    """Output [T, Hq, D] and log-sum-exp of the scores [Hq, T] float32."""
+    output, lse, *_ = _kernels()._flash_attn_fwd(
+        q, k, v, **_rows(borders, longest), softmax_scale=scale, **_mask(left), return_lse=True
+    )
+    return output, lse
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, borders, longest, scale, left = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, borders, *output)
+    ctx.longest, ctx.scale, ctx.left = longest, scale, left
+
+
+def _differentiate(
+    ctx: Any, grad: Tensor, grad_lse: None
+) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
+    assert grad_lse is None  # nobody is given the log-sum-exp
+    q, k, v, borders, output, lse = ctx.saved_tensors
+    grad_q, grad_k, grad_v = _kernels()._flash_attn_bwd(
+        q,
+        k,
+        v,
+        output,
+        grad,
+        lse,
+        **_rows(borders, ctx.longest),
+        softmax_scale=ctx.scale,
+        **_mask(ctx.left),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return grad_q, grad_k, grad_v, None, None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)
+
+
+def _rows(borders: Tensor, longest: int) -> dict[str, Any]:
+    """Queries and keys are the same packed tokens."""
+    return {
+        "cu_seqlens_q": borders,
+        "cu_seqlens_k": borders,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
+
+
+def _mask(left: int | None) -> dict[str, Any]:
+    return {"causal": True, "window_size_left": left}
+
+
+@cache
+def _is_installed() -> bool:
+    # By its distribution: `flash_attn` is the module of FlashAttention 2 as well.
+    try:
+        distribution(DISTRIBUTION)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+@cache
+def _architecture(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@cache
+def _kernels() -> Any:
+    try:
+        return importlib.import_module("flash_attn.cute.interface")
+    except ImportError as error:
+        raise UserError(
+            f"packed attention uses {DISTRIBUTION}, which is installed but broken: {error}. "
+            f"Install it anew ({INSTALL} --force-reinstall), or uninstall it: FlashAttention 2 "
+            "comes with torch"
+        ) from error

@@ -1,0 +1,410 @@
+"""`hone bench train`: optimizer steps of the real trainer, timed, and their memory by kind.
+
+The trainers are those of a run. All that is added are marks where their passes begin and end, which
+wait for the device; a step waits there anyway, for its loss.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hone.bench.train_memory import MemoryProbe, MemoryUse, held_tensors
+from hone.bench.train_rows import RowLengths, draw_rows, row_lengths
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.bench import BenchTrainModelConfig
+from hone.config.checks.bench import bench_train_model, check_bench_train
+from hone.config.checks.finding import Finding
+from hone.config.derived import axis_sizes
+from hone.config.model import TrainedModelConfig
+from hone.config.model_facts import ModelFacts
+from hone.config.tree import BenchTrainConfig
+from hone.distributed.mesh import Mesh
+from hone.loops.launch import join
+from hone.models.adapters import adapt
+from hone.models.load import compute_dtype, load_config, load_model
+from hone.models.tiny import make_model_folder
+from hone.observe.metrics import Metrics
+from hone.observe.peaks import measure_peaks
+from hone.planner.hardware import gpu_peaks
+from hone.planner.memory import TrainingMemory, adapter_params, layer_code, training_memory
+from hone.planner.model_shape import ModelShape
+from hone.planner.roofline import training_flops
+from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+from hone.types import MicroBatch, Trajectory
+
+__all__ = ["Rates", "StepTime", "TrainResult", "bench_train", "check"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step."""
+
+    step_s: float
+    """All of it, what packs and compares rows included."""
+    forward_backward_s: float
+    """All passes."""
+    optimizer_s: float
+    """From the last pass to the moved weights: norm, clipping, update, statistics."""
+
+    def slower(self, other: StepTime) -> StepTime:
+        return StepTime(
+            max(self.step_s, other.step_s),
+            max(self.forward_backward_s, other.forward_backward_s),
+            max(self.optimizer_s, other.optimizer_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What all devices together can do."""
+
+    device: str
+    num_devices: int
+    measured_flops_per_s: float
+    """Of a large matrix product in the format that computes, on these devices just before."""
+    datasheet_flops_per_s: float | None
+    """Dense bfloat16; None for other formats and for devices that are not in the table."""
+    memory_bytes: int | None
+    """Of each device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What `hone bench train` has found; of several processes the slowest or fullest."""
+
+    cfg: BenchTrainConfig
+    lengths: RowLengths
+    rates: Rates
+    flops: float
+    """Of one step by the model: forward and backward, nothing that is computed again."""
+    num_params: int
+    num_trained_params: int
+    start_s: float
+    """Loading the model and making the trainer."""
+    first_step_s: float
+    """The first step, which compiles."""
+    steps: tuple[StepTime, ...]
+    """Those that were measured."""
+    num_micro_batches: int
+    """Of each process, in a step."""
+    memory: MemoryUse
+    allocator_peak: int | None
+    """The most that torch's allocator has given out in the measured steps; None on a CPU."""
+    allocator_reserved: int | None
+    """The most that it has held, with what lies between blocks."""
+    plan: TrainingMemory
+
+    @property
+    def model_name(self) -> str:
+        return self.cfg.model.shape or str(self.cfg.model.path)
+
+    @property
+    def peak(self) -> int:
+        """Bytes on a device at most."""
+        return self.memory.peak if self.allocator_peak is None else self.allocator_peak
+
+    @property
+    def typical(self) -> StepTime:
+        """The median of each time."""
+        return StepTime(
+            *(
+                statistics.median(getattr(step, name) for step in self.steps)
+                for name in StepTime.__slots__
+            )
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of rows, prompts too, over all devices."""
+        return self.lengths.num_tokens / self.typical.step_s
+
+    def utilisation(self, seconds: float, flops_per_s: float | None) -> float | None:
+        """Model FLOPs over what the devices could have done in this time."""
+        return None if flops_per_s is None else self.flops / (seconds * flops_per_s)
+
+
+def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
+    """All that can be wrong before a device is touched.
+
+    Raises UserError for a file of rows that cannot be read.
+    """
+    lengths, facts = row_lengths(cfg), None
+    if cfg.model.path is None or cfg.model.shape is None:
+        with _located(cfg.model) as model_cfg:
+            facts = ModelFacts.read(model_cfg.path)
+    return check_bench_train(
+        cfg, world_size, facts=facts, longest=lengths.longest, num_rows=len(lengths)
+    )
+
+
+def bench_train(cfg: BenchTrainConfig) -> TrainResult:
+    """Take the steps. Collective over the processes that torchrun has started; every one of them
+    gets the same result. Raises UserError where the model cannot be trained so."""
+    lengths = row_lengths(cfg)
+    with _located(cfg.model) as model_cfg, join(cfg.run, cfg.trainer.parallel) as (mesh, watch):
+        config = load_config(model_cfg)
+        dtype = compute_dtype(model_cfg, mesh.device)
+        rates = _rates(mesh, dtype)
+        torch.manual_seed(cfg.run.seed)
+        start_s = time.perf_counter()
+        on_host = mesh.world.size > 1  # the trainer shards it
+        model = load_model(model_cfg, device=mesh.device, seed=cfg.run.seed, on_host=on_host)
+        num_params = sum(parameter.numel() for parameter in model.parameters())
+        if cfg.model.lora.rank:
+            adapt(model, cfg.model.lora, seed=cfg.run.seed)
+        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        rows = draw_rows(
+            lengths, vocab_size=config.vocab_size, seed=cfg.run.seed, objective=cfg.objective
+        )
+        probe = _Probe(mesh.device)
+        trainer = _trainer(cfg, model, probe, mesh)
+        start_s = time.perf_counter() - start_s
+
+        def take(number: int) -> StepTime:
+            watch.begin_step(number)
+            return probe.step(lambda: trainer.update(rows))
+
+        _log.info("warming up; the first step may compile")
+        warmup = [take(number) for number in range(cfg.warmup_steps)]
+        _log.info("measuring")
+        _reset_peak(mesh.device)
+        steps = [take(cfg.warmup_steps + number) for number in range(cfg.steps)]
+        allocator = _allocator_peaks(mesh.device)
+        held = held_tensors(
+            weights=model.state_dict(keep_vars=True).values(),
+            masters=trainer.policy.masters.values(),
+            moments=_moments(trainer),
+            dtype=dtype,
+            device=mesh.device,
+        )
+        memory = probe.memory.measure(lambda: take(cfg.warmup_steps + cfg.steps), held)
+        shape = ModelShape.from_config(config.to_dict())
+        result = TrainResult(
+            cfg=cfg,
+            lengths=lengths,
+            rates=rates,
+            flops=training_flops(
+                shape,
+                lengths.tokens,
+                num_head_tokens=lengths.num_trained,
+                num_adapter_params=adapter_params(shape, cfg.model.lora) or None,
+            ),
+            num_params=num_params,
+            num_trained_params=num_trained,
+            start_s=start_s,
+            first_step_s=warmup[0].step_s,
+            steps=tuple(steps),
+            num_micro_batches=probe.num_passes,
+            memory=memory,
+            allocator_peak=allocator and allocator[0],
+            allocator_reserved=allocator and allocator[1],
+            plan=_plan(cfg, shape, probe, mesh, dtype),
+        )
+        return _of_all(result, mesh)
+
+
+class _Probe:
+    """Times the passes of a step, and notes how large they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = MemoryProbe(device)
+        self.num_passes = self.most_tokens = self.most_trained = 0
+        self._device = device
+        self._passes: tuple[float, float] = (0.0, 0.0)
+
+    def step(self, update: Callable[[], object]) -> StepTime:
+        self.num_passes = 0
+        start = self._now()
+        update()
+        end = self._now()
+        first, last = self._passes
+        return StepTime(end - start, last - first, end - last)
+
+    @contextmanager
+    def passes(self, trainer: PolicyTrainer | SupervisedTrainer) -> Generator[None]:
+        first = self._now()
+        with self.memory.passes(lambda: trainer.policy.gradients.values()):
+            yield
+        self._passes = (first, self._now())
+
+    @contextmanager
+    def forward(self, model: PreTrainedModel, batch: MicroBatch) -> Generator[None]:
+        self.num_passes += 1
+        self.most_tokens = max(self.most_tokens, batch.num_tokens)
+        self.most_trained = max(self.most_trained, len(batch.labels))
+        with self.memory.forward(model.parameters):
+            yield
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class _PolicyTrainer(PolicyTrainer):
+    probe: _Probe
+
+    def forward_backward(self, rows: Sequence[Trajectory]) -> tuple[Tensor, Metrics]:
+        with self.probe.passes(self):
+            return super().forward_backward(rows)
+
+    def _score(
+        self, model: PreTrainedModel, batch: MicroBatch, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        with self.probe.forward(model, batch):
+            return super()._score(model, batch, with_entropy=with_entropy)
+
+
+class _SupervisedTrainer(SupervisedTrainer):
+    probe: _Probe
+
+    def forward_backward(self, rows: Sequence[Trajectory]) -> tuple[Tensor, Metrics]:
+        with self.probe.passes(self):
+            return super().forward_backward(rows)
+
+    def _score(
+        self, model: PreTrainedModel, batch: MicroBatch, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        with self.probe.forward(model, batch):
+            return super()._score(model, batch, with_entropy=with_entropy)
+
+
+def _trainer(
+    cfg: BenchTrainConfig, model: PreTrainedModel, probe: _Probe, mesh: Mesh
+) -> _PolicyTrainer | _SupervisedTrainer:
+    total_steps = cfg.warmup_steps + cfg.steps + 1
+    if cfg.objective == "sft":
+        trainer = _SupervisedTrainer(model, cfg.trainer, total_steps=total_steps, mesh=mesh)
+    else:
+        trainer = _PolicyTrainer(
+            model,
+            cfg.trainer.model_copy(update={"prompts_per_minibatch": None, "num_epochs": 1}),
+            AlgorithmConfig(),
+            temperature=1.0,
+            max_completion_tokens=row_lengths(cfg).longest,
+            total_steps=total_steps,
+            seed=cfg.run.seed,
+            exact=cfg.model.exact,
+            mesh=mesh,
+        )
+    trainer.probe = probe
+    return trainer
+
+
+def _moments(trainer: _PolicyTrainer | _SupervisedTrainer) -> list[Tensor]:
+    """The optimizer's state, wherever it lies."""
+    tensors, _ = trainer.state_dict()
+    return [
+        tensor
+        for name, tensor in tensors.items()
+        if name.startswith("optimizer/") and not name.startswith("optimizer/step/")
+    ]
+
+
+@contextmanager
+def _located(model: BenchTrainModelConfig) -> Generator[TrainedModelConfig]:
+    """The model to load; a public shape lies in a folder that is gone after the block."""
+    if model.shape is None:
+        yield bench_train_model(model)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        make_model_folder(Path(folder), model.shape)
+        yield bench_train_model(model, folder)
+
+
+def _rates(mesh: Mesh, dtype: torch.dtype) -> Rates:
+    """Of all devices, measured at the same time, as training uses them."""
+    device = mesh.device
+    peaks = measure_peaks(device, dtype)
+    measured = sum(mesh.gather(peaks.flops_per_s))
+    known = memory = None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        memory = torch.cuda.get_device_properties(device).total_memory
+        found = gpu_peaks(torch.cuda.get_device_name(device))
+        if found is not None and dtype == torch.bfloat16:
+            known = found.datasheet_flops_per_s
+    size = mesh.world.size
+    return Rates(peaks.name, size, measured, None if known is None else size * known, memory)
+
+
+def _plan(
+    cfg: BenchTrainConfig, shape: ModelShape, probe: _Probe, mesh: Mesh, dtype: torch.dtype
+) -> TrainingMemory:
+    """What was to be expected of the fullest micro-batch."""
+    parallel, world = cfg.trainer.parallel, mesh.world.size
+    most = [max(sizes) for sizes in zip(*mesh.gather(_sizes(probe, mesh)), strict=True)]
+    return training_memory(
+        shape,
+        cfg.trainer,
+        dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
+        num_tokens=most[0],
+        num_trained=most[1],
+        num_micro_batches=probe.num_passes,
+        layers=layer_code(
+            on_gpu=mesh.device.type == "cuda",
+            compile=cfg.trainer.compile,
+            fused_layers=cfg.trainer.fused_layers,
+        ),
+        lora=cfg.model.lora,
+        sizes=axis_sizes(
+            world,
+            ring_size=parallel.ring_size,
+            ulysses_size=parallel.ulysses_size,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            fsdp_size=parallel.fsdp_size,
+            zero_stage=parallel.zero_stage,
+        ),
+    )
+
+
+def _sizes(probe: _Probe, mesh: Mesh) -> tuple[int, int]:
+    """Tokens and trained tokens of this device's fullest pass."""
+    context = mesh.context.size
+    return -(-probe.most_tokens // context), -(-probe.most_trained // context)
+
+
+def _of_all(result: TrainResult, mesh: Mesh) -> TrainResult:
+    """The slowest times, and the memory of the fullest device."""
+    own = (result.start_s, result.first_step_s, result.steps, result.memory)
+    everyones = mesh.gather((*own, (result.allocator_peak or 0, result.allocator_reserved or 0)))
+    starts, firsts, steps, memories, allocators = zip(*everyones, strict=True)
+    slowest = list(steps[0])
+    for other in steps[1:]:
+        slowest = [mine.slower(theirs) for mine, theirs in zip(slowest, other, strict=True)]
+    on_gpu = result.allocator_peak is not None
+    return replace(
+        result,
+        start_s=max(starts),
+        first_step_s=max(firsts),
+        steps=tuple(slowest),
+        memory=max(memories, key=lambda memory: memory.peak),
+        allocator_peak=max(peak for peak, _ in allocators) if on_gpu else None,
+        allocator_reserved=max(reserved for _, reserved in allocators) if on_gpu else None,
+    )
+
+
+def _reset_peak(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _allocator_peaks(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)

@@ -1,0 +1,286 @@
+"""What the memory of a training step consists of, measured from torch's own record of allocations.
+
+One step runs under torch's profiler, which notes every allocation and release with its address, on
+a GPU and on a CPU. They are played back: at any moment it is known which blocks exist, and so at
+the peak. A block's kind follows from what it is:
+
+    weights, masters, optimizer     tensors that exist before the step; weights gathered in a pass
+    gradients                       what the masters' gradients lie in when the passes are done
+    activations                     allocated in a forward, and still there when it has ended
+    other                           all else: logits, what a layer computes with, recomputed layers
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+__all__ = [
+    "KINDS",
+    "Event",
+    "Held",
+    "Kind",
+    "Marks",
+    "MemoryProbe",
+    "MemoryUse",
+    "held_tensors",
+    "play",
+]
+
+Kind = Literal["weights", "masters", "gradients", "optimizer", "activations", "other"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_FORWARD, _PASSES = "hone bench: forward", "hone bench: forward and backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Memory that was taken (`num_bytes` above 0) or given back at a time in nanoseconds."""
+
+    time: int
+    address: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What is known of a step besides its allocations."""
+
+    gradients: set[int]
+    """Addresses of the gradients at `passes_end`; a block given back before was something else."""
+    forwards: list[tuple[int, int]]
+    """When the forward of each micro-batch began and ended, in order."""
+    passes_end: int
+
+    def phase(self, time: int) -> Literal["forward", "backward", "optimizer"]:
+        if time > self.passes_end:
+            return "optimizer"
+        inside = any(start <= time <= end for start, end in self.forwards)
+        return "forward" if inside else "backward"
+
+    def outlives_forward(self, start: int, end: float) -> bool:
+        """Whether a block taken in the forward of a micro-batch is still there afterwards."""
+        place = bisect_right(self.forwards, start, key=lambda span: span[0]) - 1
+        return place >= 0 and start <= self.forwards[place][1] < end
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of one device over one step."""
+
+    peak: int
+    phase: Literal["forward", "backward", "optimizer"]
+    """When the peak was."""
+    at_peak: dict[Kind, int]
+    largest: dict[Kind, int]
+    """The most of each kind; not all at one time."""
+    host: int
+    """Masters and moments in host memory, where training has another device."""
+    course: list[tuple[float, dict[Kind, int]]]
+    """Seconds since the step began, and what there was; a few hundred moments with the peak."""
+
+
+@dataclass(slots=True)
+class Held:
+    """Storages by address: their kind and size."""
+
+    kinds: dict[int, Kind] = field(default_factory=dict[int, Kind])
+    num_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    host: int = 0
+
+    def add(self, kind: Kind, tensors: Iterable[Tensor], device: torch.device) -> None:
+        """Take in the storages of local tensors; one that is known keeps its kind."""
+        for tensor in tensors:
+            storage = local(tensor).untyped_storage()
+            if storage.nbytes() == 0:
+                continue
+            if tensor.device.type != device.type:
+                self.host += tensor.nbytes  # several share one buffer
+            elif storage.data_ptr() not in self.num_bytes:
+                self.kinds[storage.data_ptr()] = kind
+                self.num_bytes[storage.data_ptr()] = storage.nbytes()
+
+    def total(self, kind: Kind) -> int:
+        return sum(n for address, n in self.num_bytes.items() if self.kinds[address] == kind)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held_tensors(
+    *,
+    weights: Iterable[Tensor],
+    masters: Iterable[Tensor],
+    moments: Iterable[Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Held:
+    """What exists between two steps. Masters in the format that computes, `dtype`, are the weights
+    themselves."""
+    held = Held()
+    held.add("masters", (master for master in masters if master.dtype != dtype), device)
+    held.add("weights", weights, device)
+    held.add("optimizer", moments, device)
+    return held
+
+
+class MemoryProbe:
+    """Watches one step. Inactive until `measure`; marking costs nothing then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_active = False
+        self._gathered: set[int] = set()
+        self._gradients: set[int] = set()
+
+    @contextmanager
+    def forward(self, weights: Callable[[], Iterable[Tensor]]) -> Generator[None]:
+        """Around the forward of a micro-batch. `weights` are the module's when it has ended, which
+        with several processes may have been gathered."""
+        if not self._is_active:
+            yield
+            return
+        with record_function(_FORWARD):
+            yield
+        self._gathered.update(_addresses(weights()))
+
+    @contextmanager
+    def passes(self, gradients: Callable[[], Iterable[Tensor]]) -> Generator[None]:
+        """Around all passes of the step. `gradients` are those they leave."""
+        if not self._is_active:
+            yield
+            return
+        with record_function(_PASSES):
+            yield
+        self._gradients.update(_addresses(gradients()))
+
+    def measure(self, step: Callable[[], object], held: Held) -> MemoryUse:
+        """Run `step`, which is to leave as much memory in use as it finds."""
+        self._gathered, self._gradients = set(), set()
+        base = sum(held.num_bytes.values())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            base = torch.cuda.memory_allocated(self._device)
+        self._is_active = True
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            step()
+        self._is_active = False
+        results: Any = record.profiler and record.profiler.kineto_results
+        tree = results.experimental_event_tree()
+        events: list[Event] = []
+        spans: dict[str, list[tuple[int, int]]] = {_FORWARD: [], _PASSES: []}
+        for node in _walk(tree):
+            kind, fields = node.typed
+            if kind.name == "Allocation":
+                if fields.device.type == self._device.type and fields.ptr:
+                    events.append(Event(node.start_time_ns, fields.ptr, fields.alloc_size))
+            elif node.name in spans:
+                spans[node.name].append((node.start_time_ns, node.end_time_ns))
+        held_and_gathered = Held(dict(held.kinds), held.num_bytes, held.host)
+        for address in self._gathered - held.num_bytes.keys():
+            held_and_gathered.kinds[address] = "weights"
+        return play(
+            sorted(events, key=lambda event: event.time),
+            held=held_and_gathered,
+            base=base,
+            marks=Marks(
+                gradients=self._gradients,
+                forwards=sorted(spans[_FORWARD]),
+                passes_end=max((end for _, end in spans[_PASSES]), default=0),
+            ),
+        )
+
+
+def play(events: list[Event], *, held: Held, base: int, marks: Marks) -> MemoryUse:
+    """From a record of allocations, in order, to what existed when.
+
+    `base` bytes exist before the first event, those of `held` and others. `held.kinds` also has the
+    addresses of weights that are gathered during the step.
+    """
+    ends = _ends(events)
+    now: dict[Kind, int] = {kind: held.total(kind) for kind in KINDS}
+    now["other"] += base - sum(now.values())
+    total = peak = base
+    at_peak, largest, peak_time = dict(now), dict(now), 0
+    course: list[tuple[int, dict[Kind, int]]] = []
+    kinds: dict[int, Kind] = {}
+    for event, end in zip(events, ends, strict=True):
+        if event.num_bytes > 0:
+            kind = _kind(event, end, held, marks)
+            kinds[event.address] = kind
+        elif event.address in kinds:
+            kind = kinds.pop(event.address)
+        elif event.address in held.num_bytes:
+            kind = held.kinds[event.address]
+        elif now["other"] + event.num_bytes >= 0:
+            kind = "other"
+        else:
+            continue  # nobody had counted it
+        now[kind] += event.num_bytes
+        total += event.num_bytes
+        largest[kind] = max(largest[kind], now[kind])
+        if total > peak:
+            peak, at_peak, peak_time = total, dict(now), event.time
+        course.append((event.time, dict(now)))
+    start = events[0].time if events else 0
+    return MemoryUse(
+        peak=peak,
+        phase=marks.phase(peak_time),
+        at_peak=at_peak,
+        largest=largest,
+        host=held.host,
+        course=[((time - start) * 1e-9, there) for time, there in _thin(course)],
+    )
+
+
+def _kind(event: Event, end: float, held: Held, marks: Marks) -> Kind:
+    """Of a block that is taken at `event` and given back at `end`."""
+    if event.address in marks.gradients and event.time < marks.passes_end <= end:
+        return "gradients"
+    if marks.outlives_forward(event.time, end):
+        is_gathered = held.kinds.get(event.address) == "weights"
+        return "weights" if is_gathered else "activations"
+    return "other"
+
+
+def _ends(events: list[Event]) -> list[float]:
+    """When the block that each event takes is given back; infinity for those that stay."""
+    ends = [float("inf")] * len(events)
+    taken: dict[int, int] = {}
+    for index, event in enumerate(events):
+        if event.num_bytes > 0:
+            taken[event.address] = index
+        elif event.address in taken:
+            ends[taken.pop(event.address)] = event.time
+    return ends
+
+
+def _thin(course: list[tuple[int, dict[Kind, int]]]) -> list[tuple[int, dict[Kind, int]]]:
+    """Of equally many moments, that with the most memory."""
+    every = max(len(course) // 300, 1)
+    parts = [course[i : i + every] for i in range(0, len(course), every)]
+    return [max(part, key=lambda moment: sum(moment[1].values())) for part in parts]
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    storages = [local(tensor.detach()).untyped_storage() for tensor in tensors]
+    return {storage.data_ptr() for storage in storages if storage.nbytes()}
+
+
+def _walk(nodes: Iterable[Any]) -> Iterator[Any]:
+    """All events of the tree, without recursion: it is as deep as the calls it records."""
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children)

@@ -1,0 +1,261 @@
+"""How the processes of a run share the work of training: axes, and the groups along them.
+
+One process drives one device. Ranks are laid out as `data x ring x ulysses x tensor`, the last
+fastest, so that the axes that talk most lie closest together:
+
+* ranks along *data* train different rows;
+* ranks along *ring* and *ulysses*, together *context*, hold different tokens of the same rows;
+* ranks along *tensor* hold different parts of every layer, and the same tokens.
+
+Weights, gradients and optimizer states are sharded over groups of `fsdp_size` neighbours among the
+ranks that differ in data or context, and replicated over such groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hone.config.derived import axis_sizes
+from hone.config.parallel import ParallelConfig
+from hone.distributed.processes import Processes
+from hone.distributed.watch import BACKSTOP_S
+
+__all__ = ["Axis", "DisagreementError", "Mesh", "MeshSizes"]
+
+
+class DisagreementError(RuntimeError):
+    """Processes were about to do different things. Their next collective would have hung."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The ranks that differ in one coordinate only, as seen by one of them."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    """For collectives on the device; None where the axis has one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSizes:
+    """Ranks along each axis; their product is the number of processes."""
+
+    data: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    fsdp: int = 1
+    """Ranks, among those of data and context, that share one set of shards."""
+
+    @classmethod
+    def of(cls, cfg: ParallelConfig, world_size: int) -> MeshSizes:
+        """The sizes that `cfg` gives `world_size` processes.
+
+        Raises UserError with the product that does not divide.
+        """
+        found = axis_sizes(
+            world_size,
+            ring_size=cfg.ring_size,
+            ulysses_size=cfg.ulysses_size,
+            tensor_parallel_size=cfg.tensor_parallel_size,
+            fsdp_size=cfg.fsdp_size,
+            zero_stage=cfg.zero_stage,
+        )
+        return cls(found.data, found.ring, found.ulysses, found.tensor, found.fsdp)
+
+    @property
+    def world(self) -> int:
+        return self.data * self.ring * self.ulysses * self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This process's place among all, with a group for each axis."""
+
+    device: torch.device
+    sizes: MeshSizes = MeshSizes()
+    world: Axis = Axis()
+    data: Axis = Axis()
+    context: Axis = Axis()
+    """Ring and ulysses together, ulysses fastest."""
+    ring: Axis = Axis()
+    ulysses: Axis = Axis()
+    tensor: Axis = Axis()
+    fsdp: DeviceMesh | None = None
+    """[shard], or [replicate, shard] where shards have copies; None with one process."""
+    tensor_mesh: DeviceMesh | None = None
+    """The tensor axis for DTensor; None where it has one rank."""
+    control: dist.ProcessGroup | None = None
+    """All processes, for small messages between hosts' memories."""
+
+    @classmethod
+    def alone(cls, device: torch.device | str) -> Mesh:
+        """One process that shares with nobody."""
+        return cls(device=torch.device(device))
+
+    @classmethod
+    def join(cls, cfg: ParallelConfig, own: Processes, device: torch.device) -> Mesh:
+        """Meet the other processes that torchrun started. With one process nothing is set up.
+
+        Collective: every process calls it, once. Raises UserError as `MeshSizes.of` does, before
+        any process waits for another.
+        """
+        sizes = MeshSizes.of(cfg, own.world_size)
+        if own.world_size == 1:
+            return cls.alone(device)
+        timeout = _patience(cfg)
+        if not dist.is_initialized():
+            is_cuda = device.type == "cuda"
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+                timeout=timeout,
+                device_id=device if is_cuda else None,
+            )
+        return cls.of_group(sizes, device, timeout=timeout)
+
+    @classmethod
+    def of_group(cls, sizes: MeshSizes, device: torch.device, *, timeout: timedelta) -> Mesh:
+        """The mesh over the process group that is already there."""
+        rank = dist.get_rank()
+        ranks = np.arange(sizes.world)
+        axes = ranks.reshape(sizes.data, sizes.ring, sizes.ulysses, sizes.tensor)
+        shards = ranks.reshape(-1, sizes.fsdp, sizes.tensor)
+        # Groups that DeviceMesh makes itself do not take this deadline.
+        sharded = DeviceMesh.from_group(
+            [_own_group(_lines(shards, dim), rank, timeout) for dim in range(3)],
+            device.type,
+            torch.from_numpy(shards),
+            mesh_dim_names=("replicate", "shard", "tensor"),
+        )
+
+        def along(*dims: int) -> Axis:
+            lines = _lines(axes, *dims)
+            size = lines.shape[1]
+            if size == 1:
+                return Axis()
+            own = next(line for line in lines.tolist() if rank in line)
+            return Axis(own.index(rank), size, _own_group(lines, rank, timeout))
+
+        return cls(
+            device=device,
+            sizes=sizes,
+            world=Axis(rank, sizes.world, dist.group.WORLD),
+            data=along(0),
+            context=along(1, 2),
+            ring=along(1),
+            ulysses=along(2),
+            tensor=along(3),
+            fsdp=sharded["shard"] if len(shards) == 1 else sharded["replicate", "shard"],
+            tensor_mesh=sharded["tensor"] if sizes.tensor > 1 else None,
+            control=_new_group(ranks.tolist(), timeout, backend="gloo"),
+        )
+
+    def for_reference(self, cfg: ParallelConfig) -> Mesh:
+        """The mesh of the frozen reference model: its own context axis, fully sharded.
+
+        Collective over all processes. This mesh itself where the sizes are the same.
+        """
+        own = cfg.model_copy(
+            update={
+                "zero_stage": 3,
+                "ring_size": cfg.reference_ring_size or cfg.ring_size,
+                "ulysses_size": cfg.reference_ulysses_size or cfg.ulysses_size,
+            }
+        )
+        sizes = MeshSizes.of(own, self.sizes.world)
+        if sizes == self.sizes:
+            return self
+        return Mesh.of_group(sizes, self.device, timeout=_patience(cfg))
+
+    @property
+    def groups(self) -> set[dist.ProcessGroup]:
+        """Every group that this process has collectives in."""
+        axes = (self.world, self.data, self.context, self.ring, self.ulysses, self.tensor)
+        found = {self.control, *(axis.group for axis in axes)}
+        for devices in (self.fsdp, self.tensor_mesh):
+            found.update(devices.get_all_groups() if devices is not None else [])
+        return {group for group in found if group is not None}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one process that writes what is written once."""
+        return self.world.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """The picklable `value` of every process, by rank. Collective."""
+        if self.world.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def gather_values(self, own_n: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """The values of every rank along data, in rank order, on the CPU.
+
+        `own_n` is [counts[data.rank]] on the device; all ranks know all counts. Collective.
+        """
+        if self.data.size == 1:
+            return [own_n.cpu()]
+        padded = own_n.new_zeros(max(counts))
+        padded[: len(own_n)] = own_n
+        everywhere = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(everywhere, padded, group=self.data.group)
+        return [values[:n].cpu() for values, n in zip(everywhere, counts, strict=True)]
+
+    def agree(self, what: str, value: Any) -> None:
+        """Raise DisagreementError, on every process, unless all bring the same `value`.
+
+        Collective. Call it before collectives whose number or shapes follow from `value`.
+        """
+        values = self.gather(value)
+        differing = [rank for rank, other in enumerate(values) if other != values[0]]
+        if differing:
+            raise DisagreementError(
+                f"processes disagree on {what}: rank 0 has {_shorten(values[0])}, "
+                f"rank {differing[0]} has {_shorten(values[differing[0]])}"
+                + (f" (and {len(differing) - 1} others differ)" if len(differing) > 1 else "")
+                + "; nothing was sent. Do all run the same configuration on the same data?"
+            )
+
+
+def _patience(cfg: ParallelConfig) -> timedelta:
+    """The backend's own timeout: for when the watch, which names whom it missed, has failed."""
+    return timedelta(seconds=cfg.timeout_s + BACKSTOP_S)
+
+
+def _lines(ranks: NDArray[np.int64], *dims: int) -> NDArray[np.int64]:
+    """Ranks that differ in `dims` alone, [lines, ranks of a line]."""
+    size = prod(ranks.shape[dim] for dim in dims)
+    return np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, size)
+
+
+def _own_group(lines: NDArray[np.int64], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of the line that holds `rank`. Every process makes all groups, in the same order,
+    as torch.distributed demands."""
+    groups = [_new_group(line, timeout) for line in lines.tolist()]
+    return next(group for group in groups if group is not None)
+
+
+def _new_group(
+    ranks: list[int], timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Collective over all processes; None for those that are not in it."""
+    group = dist.new_group(ranks, timeout=timeout, backend=backend)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def _shorten(value: Any, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

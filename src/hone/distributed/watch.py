@@ -1,0 +1,374 @@
+"""Who keeps the others waiting, and what it did last.
+
+Each process tells the rendezvous store what it does: phase and step when they change, and every few
+moments that it is alive, where its main thread is, and how many collectives it has begun in each
+group. A thread reads the same of the others. Where this process has not moved for
+`trainer.parallel.timeout_s` and another one
+
+* has begun fewer collectives in a group that both are in, or
+* has fallen silent (stopped, or its machine is gone),
+
+this process names it on one screen and ends. A process that fails says so in the store before its
+connections break, and those that learn of it end without a word: what a person reads is the first
+error alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from hone.distributed.processes import Processes, rendezvous
+
+__all__ = [
+    "BACKSTOP_S",
+    "LostPeerError",
+    "Progress",
+    "Watch",
+    "connect",
+    "is_first_to_fail",
+    "read",
+]
+
+BACKSTOP_S = 15.0
+"""How much later than the watch the backend's own timeout comes, which cannot name anybody."""
+
+_CONNECT_S = 60.0
+_CONFESSION_S = 3.0
+"""How long a process whose connection broke waits for another one to say why."""
+_SPANS = Path(__file__).parents[1] / "observe" / "spans.py"
+_NOT_THE_PLACE = (str(Path(torch.__file__).parent), str(_SPANS), contextlib.__file__, __file__, "<")
+"""Files whose frames say nothing about where a process is: every phase begins in these."""
+
+
+class LostPeerError(ConnectionError):
+    """Another process is gone, or did not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a process says of itself."""
+
+    rank: int
+    pid: int
+    host: str
+    phase: str = "start"
+    step: int = 0
+    since: float = 0.0
+    """Wall clock time at which the phase began."""
+    where: str = ""
+    """Where its main thread is."""
+    collectives: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Collectives begun in each group."""
+    beat: int = 0
+    """Counts what it has said."""
+    is_done: bool = False
+
+    def describe(self, now: float) -> str:
+        """For example `rank 1 (pid 71): train of step 2 for 9.3 s, at learner.py:80 in train`."""
+        step = f" of step {self.step}" if self.step else ""
+        where = f", at {self.where}" if self.where else ""
+        return (
+            f"rank {self.rank} (pid {self.pid}): {self.phase}{step} for "
+            f"{max(now - self.since, 0.0):.1f} s{where}"
+        )
+
+
+def connect(own: Processes) -> dist.Store:
+    """A connection of one's own to the store of the launcher, for what is said here.
+
+    Raises LostPeerError where the launcher does not answer, and UserError where it has not said
+    where it is.
+    """
+    place = rendezvous()
+    try:
+        store = dist.TCPStore(
+            place.host,
+            place.port,
+            is_master=own.rank == 0 and not place.has_server,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=timedelta(seconds=_CONNECT_S),
+        )
+    except dist.DistError as error:
+        raise LostPeerError(
+            f"the process that started this run does not answer at {place.host}:{place.port}: "
+            f"{error}"
+        ) from error
+    return prefixed(store, place.attempt)
+
+
+def prefixed(store: dist.Store, attempt: int = 0) -> dist.Store:
+    """The part of the launcher's store that belongs to this module."""
+    return dist.PrefixStore(f"hone/{attempt}", store)
+
+
+def read(store: dist.Store, rank: int) -> Progress | None:
+    """What `rank` said last; None where it has not come yet."""
+    key = _key(rank)
+    return Progress(**json.loads(store.get(key))) if store.check([key]) else None
+
+
+def is_first_to_fail(store: dist.Store) -> bool:
+    """Claim to be the one that tells why the run ends. True for one caller of all processes."""
+    return store.add("failures", 1) == 1
+
+
+class Watch:
+    """Tells the others of this process, and watches them, while it is entered.
+
+    With one process it does nothing. Raises LostPeerError, when it is left with the error of a
+    broken connection, in its place.
+    """
+
+    def __init__(self, own: Processes, timeout_s: float) -> None:
+        self._rank, self._size = own.rank, own.world_size
+        self._timeout_s = timeout_s
+        self._starter = os.getppid()  # once it is gone, another process is the parent
+        self._interval_s = min(max(timeout_s / 20, 0.1), 5.0)
+        self._store = connect(own) if own.world_size > 1 else None
+        self._lock = threading.Lock()
+        self._main = threading.get_ident()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hone-watch", daemon=True)
+        self._groups: list[dist.ProcessGroup] = []
+        self._has_joined = 0
+        self._step = 0
+        self._progress = Progress(own.rank, os.getpid(), socket.gethostname(), since=time.time())
+        self._others: dict[int, Progress] = {}
+        self._heard: dict[int, float] = {}
+        """When each of the others was last heard of, by this process's monotonic clock."""
+
+    def begin_step(self, step: int) -> None:
+        """From now on phases belong to this step."""
+        self._step = step
+
+    def enter(self, phase: str) -> None:
+        """Say that this process begins something. Costs a few microseconds."""
+        if self._store is not None:
+            with self._lock:
+                self._progress = replace(
+                    self._progress, phase=phase, step=self._step, since=time.time()
+                )
+            self._tell()
+
+    def join(self) -> None:
+        """Say that this process now waits for all others to come."""
+        self._has_joined = 1
+        self.enter("meeting the others")
+
+    def follow(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """From now on compare with other processes how many collectives they have begun in these
+        groups, and in no others."""
+        self._groups = list(groups)
+
+    def __enter__(self) -> Self:
+        if self._store is not None:
+            self._heard = dict.fromkeys(self._peers, time.monotonic())
+            self._tell()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._store is None:
+            return
+        # Meanwhile the thread goes on: where another process confesses, it ends this one.
+        lost = self._lost() if isinstance(error, RuntimeError) else None
+        self._stopped.set()
+        self._thread.join()
+        if lost is not None:
+            raise LostPeerError(lost) from error
+        if error is None:
+            with self._lock:
+                self._progress = replace(self._progress, is_done=True)
+            self._tell()
+
+    # -- this process --------------------------------------------------------------------------
+
+    @property
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank]
+
+    def _tell(self) -> None:
+        assert self._store is not None
+        with self._lock:
+            self._progress = replace(
+                self._progress,
+                where=_where(self._main),
+                collectives=self._collectives(),
+                beat=self._progress.beat + 1,
+            )
+            self._store.set(_key(self._rank), json.dumps(asdict(self._progress)))
+
+    def _collectives(self) -> dict[str, int]:
+        begun = {group.group_name: _num_begun(group) for group in self._groups}
+        return {"meeting": self._has_joined, **begun}
+
+    # -- the others ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        moved, moved_at = self._own_position(), time.monotonic()
+        while not self._stopped.wait(self._interval_s):
+            try:
+                self._tell()
+                self._listen()
+                has_failed = self._has_failed()
+            except dist.DistError:
+                self._end(f"error: the process that started this run is gone (pid {self._starter})")
+            if has_failed:
+                self._end("")
+            position = self._own_position()
+            if position != moved:
+                moved, moved_at = position, time.monotonic()
+            waited_s = time.monotonic() - moved_at
+            if waited_s > self._timeout_s and (missing := self._missing()):
+                self._accuse(missing, waited_s)
+
+    def _own_position(self) -> tuple[Any, ...]:
+        own = self._progress
+        return own.phase, own.step, own.since, tuple(own.collectives.items())
+
+    def _listen(self) -> None:
+        assert self._store is not None
+        for rank in self._peers:
+            said = read(self._store, rank)
+            if said is not None and said != self._others.get(rank):
+                self._others[rank] = said
+                self._heard[rank] = time.monotonic()
+
+    def _has_failed(self) -> bool:
+        assert self._store is not None
+        return self._store.check(["failures"])
+
+    def _silent_s(self, rank: int) -> float:
+        return time.monotonic() - self._heard[rank]
+
+    def _is_silent(self, rank: int) -> bool:
+        return self._silent_s(rank) > max(5 * self._interval_s, 2.0)
+
+    def _missing(self) -> list[int]:
+        """Ranks that this one waits for: the silent ones, or else those that are behind."""
+        waiting = [r for r in self._peers if r not in self._others or not self._others[r].is_done]
+        silent = [rank for rank in waiting if rank in self._others and self._is_silent(rank)]
+        return silent or [rank for rank in waiting if self._is_behind(rank)]
+
+    def _is_behind(self, rank: int) -> bool:
+        theirs = self._others[rank].collectives if rank in self._others else {}
+        own = self._progress.collectives
+        shared = own.keys() & (theirs.keys() | {"meeting"})
+        return any(theirs.get(name, 0) < own[name] for name in shared)
+
+    def _accuse(self, missing: Sequence[int], waited_s: float) -> NoReturn:
+        """Name who did not come, unless somebody else has done so, and end this process."""
+        first, *others = missing
+        also = f" (and {len(others)} others)" if others else ""
+        screen = "\n".join(
+            [
+                f"error: rank {first}{also} did not come: {self._last_words(first)}",
+                f"Rank {self._rank} has waited for {waited_s:.1f} s; "
+                f"trainer.parallel.timeout_s is {self._timeout_s:g}. Raise it if that is what the "
+                "work takes; otherwise see what that process does. All of them:",
+                *self._all_described(),
+            ]
+        )
+        self._end(screen)
+
+    def _last_words(self, rank: int) -> str:
+        said = self._others.get(rank)
+        if said is None:
+            return "it has not been heard of since the start"
+        _, _, description = said.describe(time.time()).partition(": ")
+        if self._is_silent(rank):
+            description += (
+                f", and has been silent for {self._silent_s(rank):.1f} s (stopped, or its machine "
+                "gone?)"
+            )
+        return f"pid {said.pid} on {said.host} is in {description}"
+
+    def _all_described(self) -> list[str]:
+        known = {**self._others, self._rank: self._progress}
+        now = time.time()
+        return [
+            f"  {known[rank].describe(now)}" if rank in known else f"  rank {rank}: never heard of"
+            for rank in range(self._size)
+        ]
+
+    def _end(self, message: str) -> NoReturn:
+        """Leave at once: the main thread may be in a collective that never ends."""
+        if message and self._may_speak():
+            sys.stderr.write(f"{message}\n")
+            sys.stderr.flush()
+        os._exit(1)
+
+    def _may_speak(self) -> bool:
+        assert self._store is not None
+        try:
+            return is_first_to_fail(self._store)
+        except dist.DistError:
+            return self._rank == 0
+
+    # -- broken connections --------------------------------------------------------------------
+
+    def _lost(self) -> str | None:
+        """Who is dead, if anybody: its end broke our connection. Waits a little for it to show."""
+        deadline = time.monotonic() + _CONFESSION_S
+        while time.monotonic() < deadline:
+            for rank, said in list(self._others.items()):
+                if (
+                    not said.is_done
+                    and said.host == self._progress.host
+                    and not _is_alive(said.pid)
+                ):
+                    time.sleep(_CONFESSION_S / 3)  # whoever started it knows more: how it ended
+                    return (
+                        f"rank {rank} is dead, without an error of its own (killed, perhaps for "
+                        f"want of memory): {said.describe(time.time())}"
+                    )
+            time.sleep(0.05)
+        return None
+
+
+def _key(rank: int) -> str:
+    return f"progress/{rank}"
+
+
+def _num_begun(group: dist.ProcessGroup) -> int:
+    return group._get_sequence_number_for_group()  # pyright: ignore  # not in torch's stubs
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _where(thread: int) -> str:
+    """`file:line in function` of a thread's innermost frame outside of `_NOT_THE_PLACE`."""
+    frame: FrameType | None = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_NOT_THE_PLACE):
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,270 @@
+"""LoRA, over whole or 4-bit base weights: a frozen model that learns by small matrices beside it.
+
+An adapted projection computes `W x + (alpha / rank) B (A x)`; W is frozen, A and B are trained
+(Hu et al., arXiv:2106.09685). With `load_in_4bit` W is kept as 4-bit NormalFloat in blocks of 64
+values with one scale each (Dettmers et al., arXiv:2305.14314), and is what the four bits say in
+training, in sampling and in what is exported alike.
+
+Engines and exports know nothing of adapters: `merged_weights` gives them `W + (alpha / rank) B A`
+under the model's usual names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hone.config.errors import UserError
+from hone.config.model import LoraConfig
+
+__all__ = [
+    "LoraLinear",
+    "adapt",
+    "adapters_off",
+    "is_adapted",
+    "merged_weights",
+    "save_adapter",
+]
+
+BLOCK = 64
+"""Values that share a scale."""
+
+# Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
+_NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight as 4-bit NormalFloat: codes [numel / 2] uint8, two in a byte, the first in the upper
+    half, and the largest magnitude of each block, [numel / BLOCK] float32.
+
+    Raises ValueError where the number of values is no multiple of a block.
+    """
+    if weight.numel() % BLOCK:
+        raise ValueError(f"{tuple(weight.shape)} has no whole number of blocks of {BLOCK} values")
+    blocks = weight.detach().float().reshape(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    levels = torch.tensor(_NF4, device=weight.device)
+    borders = (levels[1:] + levels[:-1]) / 2
+    shares = blocks / torch.where(scales == 0, 1.0, scales)[:, None]
+    codes = torch.bucketize(shares, borders).to(torch.uint8).reshape(-1, 2)
+    return codes[:, 0] << 4 | codes[:, 1], scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight that `quantise` stored."""
+    levels = torch.tensor(_NF4, device=codes.device)
+    halves = torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1, BLOCK)
+    return (levels[halves.int()] * scales[:, None]).to(dtype).reshape(shape)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """`x W^T` with a 4-bit W that exists in full only while a product reads it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: LoraLinear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.base_weight(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        layer: LoraLinear = ctx.layer
+        return grads[0] @ layer.base_weight(grads[0].dtype), None
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and its adapter; in place of an `nn.Linear`."""
+
+    def __init__(self, base: nn.Linear, cfg: LoraConfig) -> None:
+        """Takes over the parameters of `base`. A is drawn as PEFT draws it, B is zero, so that the
+        adapted layer begins as the base."""
+        super().__init__()
+        weight = base.weight.detach()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.scaling = cfg.alpha / cfg.rank
+        self.is_on = True
+        self.is_4bit = cfg.load_in_4bit
+        if self.is_4bit:
+            codes, scales = quantise(weight)
+            self.register_buffer("codes", codes)
+            self.register_buffer("scales", scales)
+        else:
+            self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = cast("nn.Parameter | None", base.bias)
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+        self.lora_A = nn.Parameter(weight.new_empty(cfg.rank, self.in_features))
+        self.lora_B = nn.Parameter(weight.new_zeros(self.out_features, cfg.rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def base_weight(self, dtype: torch.dtype) -> Tensor:
+        """The frozen weight [out, in]."""
+        if not self.is_4bit:
+            return self.weight
+        codes, scales = cast(Tensor, self.codes), cast(Tensor, self.scales)
+        return dequantise(codes, scales, (self.out_features, self.in_features), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_4bit:
+            y = _FrozenLinear.apply(x, self)
+            y = y if self.bias is None else y + self.bias
+        else:
+            y = F.linear(x, self.weight, self.bias)
+        if not self.is_on:
+            return y
+        return y + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scaling
+
+    def merge(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """`W + (alpha / rank) B A` in A's format, of tensors by their names in this module."""
+        a, b = stored["lora_A"], stored["lora_B"]
+        if self.is_4bit:
+            shape = self.out_features, self.in_features
+            base = dequantise(stored["codes"], stored["scales"], shape, torch.float32)
+        else:
+            base = stored["weight"].float()
+        return torch.addmm(base, b.float(), a.float(), alpha=self.scaling).to(a.dtype)
+
+    @property
+    def merged_names(self) -> frozenset[str]:
+        """The stored tensors that make up the merged weight."""
+        base = ("codes", "scales") if self.is_4bit else ("weight",)
+        return frozenset((*base, "lora_A", "lora_B"))
+
+
+def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
+    """Freeze a model and give the projections of its decoder layers adapters, in place.
+
+    `seed` draws them. Raises UserError where `cfg.target_modules` names none of the model's, and
+    with `load_in_4bit` for widths that are no multiple of a block.
+    """
+    targets = _targets(model, cfg)
+    model.requires_grad_(False)
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        for path, base in targets.items():
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, LoraLinear(base, cfg))
+
+
+def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear]:
+    """The projections to adapt, by path."""
+    layers = cast(nn.ModuleList, model.base_model.layers)
+    inside = {module for module in layers.modules() if isinstance(module, nn.Linear)}
+    found = {path: m for path, m in model.named_modules() if m in inside}
+    names = sorted({path.rpartition(".")[2] for path in found})
+    wanted = cfg.target_modules or names
+    if unknown := [name for name in wanted if name not in names]:
+        raise UserError(
+            f"model.lora.target_modules names {', '.join(unknown)}, which this model has not; its "
+            f"layers have {', '.join(names)}"
+        )
+    chosen = {
+        path: cast(nn.Linear, layer)
+        for path, layer in found.items()
+        if path.rpartition(".")[2] in wanted
+    }
+    for path, layer in chosen.items():
+        if cfg.load_in_4bit and layer.weight.numel() % BLOCK:
+            raise UserError(
+                f"model.lora.load_in_4bit needs weights of whole blocks of {BLOCK} values; {path} "
+                f"has {tuple(layer.weight.shape)}"
+            )
+    return chosen
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether some layer has an adapter."""
+    return any(isinstance(module, LoraLinear) for module in model.modules())
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Generator[None]:
+    """Inside, the model is the frozen base: a reference that needs no memory of its own."""
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    for module in adapted:
+        module.is_on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_on = True
+
+
+@torch.no_grad()
+def merged_weights(
+    model: nn.Module, named: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model without adapters that computes the same, under its names.
+
+    `named` are the adapted model's own tensors, whole, one after the other; no more than those of
+    one layer are held at a time. Without adapters they pass through.
+    """
+    adapted = {path: m for path, m in model.named_modules() if isinstance(m, LoraLinear)}
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in named:
+        path, _, leaf = name.rpartition(".")
+        layer = adapted.get(path)
+        if layer is None or leaf not in layer.merged_names:
+            yield name, tensor
+            continue
+        parts = held.setdefault(path, {})
+        parts[leaf] = tensor
+        if parts.keys() == layer.merged_names:
+            yield f"{path}.weight", layer.merge(held.pop(path))
+    assert not held, f"parts of {sorted(held)} are missing"
+
+
+def save_adapter(
+    folder: Path, model: PreTrainedModel, cfg: LoraConfig, named: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write adapters in PEFT's format, for tools that add them to the base model themselves.
+
+    `named` are the adapters' tensors, or all of the model's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    targets: set[str] = set()
+    for name, tensor in named:
+        path, _, leaf = name.rpartition(".")
+        if leaf in ("lora_A", "lora_B"):
+            tensors[f"base_model.model.{path}.{leaf}.weight"] = tensor.detach().cpu().contiguous()
+            targets.add(path.rpartition(".")[2])
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    document = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.config.name_or_path,
+        "r": cfg.rank,
+        "lora_alpha": cfg.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(targets),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(document, indent=2))

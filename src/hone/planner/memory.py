@@ -1,0 +1,468 @@
+"""Memory of a training step on one device, by kind, from shape and configuration alone.
+
+    plan = training_memory(shape, cfg.trainer, dtype="bfloat16", num_tokens=16384)
+    plan.peak, plan.as_dict()
+
+Weights, masters, gradients and optimizer states are counted tensor by tensor and are exact. What a
+pass holds besides them is modelled:
+
+* activations by what a layer of each kind keeps for backward (`LayerCode`). Of the trainer's own
+  layers that is known; what a compiler keeps is fitted to measurements of Qwen3-0.6B; layers that
+  are neither are modelled from transformers' code, without what attention on a CPU holds.
+* the head by its chunk of logits and the gradient of its matrix,
+* workspace by the largest tensors that one layer's backward has at a time,
+* several processes by what FSDP has whole: gathered weights, and gradients not yet reduced.
+
+On an H200 peaks of Qwen3-0.6B came out 2 % below to 9 % above those measured; the trainer's own
+layers and several GPUs have not been compared yet. Fragmentation, CUDA's context and libraries
+(about 1 GiB), and an engine's own memory come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Literal
+
+from hone.config.derived import AxisSizes, Derived, compute_dtype, layout
+from hone.config.model import LoraConfig, TrainedModelConfig
+from hone.config.trainer import SFTTrainerConfig
+from hone.planner.hardware import Peaks
+from hone.planner.model_shape import SUPPORTED_FAMILIES, ModelShape
+
+__all__ = [
+    "LayerCode",
+    "TrainingMemory",
+    "adapter_params",
+    "layer_code",
+    "planned_peak",
+    "training_memory",
+]
+
+LayerCode = Literal["own", "compiled", "eager"]
+"""Who computes decoder layers: the trainer's kernels, transformers' modules compiled, or these as
+they are."""
+
+_NF4_BLOCK = 64
+_BUCKETS_BYTES = 2 * (128 << 20)
+"""Device memory that an offloaded optimizer step streams through."""
+_MAX_SAMPLED = 1 << 22
+"""Elements whose move a step measures; several processes do so in float64."""
+_MUON_COPIES = 12
+"""Bytes an element of the largest matrix during its Newton-Schulz steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMemory:
+    """Bytes on one device (the one that has most), each kind at its largest."""
+
+    weights: int
+    """What the module holds between steps, in the format that computes, adapters' bases too."""
+    masters: int
+    """Float32 copies that the optimizer moves; 0 where the weights are float32 themselves."""
+    gradients: int
+    """Of the masters, when the last micro-batch is done."""
+    optimizer: int
+    """Moments."""
+    gathered: int
+    """Weights that a pass of one of several processes gathers from the shards."""
+    reducing: int
+    """Gradients of whole layers, or of the model, on their way to the shards."""
+    activations: int
+    """What forward keeps for backward."""
+    logits: int
+    """A chunk of logits with its gradient, and the gradient of the head's matrix."""
+    workspace: int
+    """What one layer computes with, in backward."""
+    host: int
+    """In host memory: offloaded masters, moments and activations."""
+    peak: int
+    """The most that exist at one time."""
+    peak_phase: Literal["head", "layers", "optimizer"]
+    """When that is: at the start of backward, further down, or in the optimizer's step."""
+
+    def as_dict(self) -> dict[str, int | str]:
+        return asdict(self)
+
+
+def layer_code(*, on_gpu: bool, compile: bool | None, fused_layers: bool) -> LayerCode:
+    """Which layers a trainer runs."""
+    if fused_layers:
+        return "own"
+    return "compiled" if (on_gpu if compile is None else compile) else "eager"
+
+
+def training_memory(
+    shape: ModelShape,
+    trainer: SFTTrainerConfig,
+    *,
+    dtype: Literal["float32", "bfloat16"],
+    num_tokens: int,
+    num_trained: int | None = None,
+    num_micro_batches: int = 2,
+    layers: LayerCode = "own",
+    lora: LoraConfig | None = None,
+    sizes: AxisSizes | None = None,
+) -> TrainingMemory:
+    """Memory of optimizer steps over micro-batches of `num_tokens` tokens on each device.
+
+    `num_trained` of them go through the head; None: all. The first optimizer step is done: moments
+    exist. `sizes` are the axes of several processes; None or a world of one is one process.
+    """
+    step = _Step(
+        shape,
+        trainer,
+        num_bytes=4 if dtype == "float32" else 2,
+        num_tokens=num_tokens,
+        num_trained=num_tokens if num_trained is None else num_trained,
+        num_micro_batches=num_micro_batches,
+        layers=layers,
+        lora=lora or LoraConfig(),
+        sizes=sizes or AxisSizes(),
+    )
+    return step.plan()
+
+
+def planned_peak(
+    shape: ModelShape,
+    model: TrainedModelConfig,
+    trainer: SFTTrainerConfig,
+    *,
+    device: str,
+    world_size: int | None,
+    gpu: Peaks | None = None,
+) -> Derived | None:
+    """The line of `hone check`: the peak of a step with full micro-batches, beside what `gpu` has.
+
+    None where micro-batches have no token budget. Raises UserError as `layout` does.
+    """
+    if trainer.micro_batch_size is not None:
+        return None
+    sizes, on_gpu = layout(trainer.parallel, world_size), device != "cpu"
+    budget = trainer.max_tokens_per_microbatch
+    plan = training_memory(
+        shape,
+        trainer,
+        dtype="float32" if compute_dtype(model, device) == "float32" else "bfloat16",
+        num_tokens=budget,
+        layers=layer_code(
+            on_gpu=on_gpu, compile=trainer.compile, fused_layers=trainer.fused_layers
+        ),
+        lora=model.lora,
+        sizes=sizes,
+    )
+    kept = {
+        "weights": plan.weights + plan.gathered,
+        "masters": plan.masters,
+        "gradients": plan.gradients,
+        "moments": plan.optimizer,
+        "activations": plan.activations,
+    }
+    how = " + ".join(f"{name} {num / 2**30:.1f}" for name, num in kept.items())
+    how += f", {budget} tokens a micro-batch; without the engine's own"
+    if on_gpu and gpu is not None:
+        how += f". {gpu.name} has {gpu.memory_gib}"
+    return Derived("training_peak_gib", round(plan.peak / 2**30, 1), how)
+
+
+def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """Parameters of the adapters, over all layers."""
+    named = [t for t in _tensors(shape) if t.has_adapter(lora)]
+    return sum(lora.rank * sum(t.size) * t.count for t in named)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A parameter as transformers has it, `count` times in the model."""
+
+    name: str
+    size: tuple[int, ...]
+    split: int | None
+    """Dimension that tensor parallelism cuts."""
+    count: int = 1
+    in_layer: bool = True
+
+    def has_adapter(self, lora: LoraConfig) -> bool:
+        if not lora.rank or not self.in_layer or len(self.size) == 1:
+            return False
+        return not lora.target_modules or self.name in lora.target_modules
+
+    def local(self, tensor: int) -> tuple[int, ...]:
+        """The part of one of `tensor` ranks."""
+        return tuple(-(-n // tensor) if i == self.split else n for i, n in enumerate(self.size))
+
+
+def _tensors(shape: ModelShape) -> Iterator[_Tensor]:
+    family, count = SUPPORTED_FAMILIES[shape.family], shape.num_layers
+    hidden, inter, vocab = shape.hidden_size, shape.intermediate_size, shape.vocab_size
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    yield _Tensor("embed_tokens", (vocab, hidden), 0, in_layer=False)
+    if not shape.tied:
+        yield _Tensor("lm_head", (vocab, hidden), 0, in_layer=False)
+    yield _Tensor("norm", (hidden,), None, in_layer=False)
+    for name, rows, columns, split in (
+        ("q_proj", q, hidden, 0),
+        ("k_proj", kv, hidden, 0),
+        ("v_proj", kv, hidden, 0),
+        ("o_proj", hidden, q, 1),
+        ("gate_proj", inter, hidden, 0),
+        ("up_proj", inter, hidden, 0),
+        ("down_proj", hidden, inter, 1),
+    ):
+        yield _Tensor(name, (rows, columns), split, count)
+        in_attention = name[0] in "qkvo"
+        biased = shape.attention_bias if in_attention else shape.mlp_bias
+        if biased or (family.qkv_bias and name[0] in "qkv"):
+            yield _Tensor(f"{name}.bias", (rows,), 0 if split == 0 else None, count)
+    yield _Tensor("layer norms", (hidden,), None, count * family.norms_per_layer)
+    if family.head_norms:
+        yield _Tensor("head norms", (shape.head_dim,), None, 2 * count)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Bytes of tensors that exist between passes."""
+
+    weights: int = 0
+    masters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    host: int = 0
+    whole_root: int = 0
+    """Gathered: embedding, head and final norm in the format that computes."""
+    whole_layers: int = 0
+    whole_gradients: int = 0
+    """Float32 gradients before they are reduced."""
+    largest_matrix: int = 0
+    """Elements of the largest that Muon updates."""
+    trained: int = 0
+    """Elements of this process's masters."""
+
+
+class _Step:
+    def __init__(
+        self,
+        shape: ModelShape,
+        trainer: SFTTrainerConfig,
+        *,
+        num_bytes: int,
+        num_tokens: int,
+        num_trained: int,
+        num_micro_batches: int,
+        layers: LayerCode,
+        lora: LoraConfig,
+        sizes: AxisSizes,
+    ) -> None:
+        self.shape, self.trainer, self.sizes, self.lora = shape, trainer, sizes, lora
+        self.num_bytes = num_bytes
+        self.num_tokens, self.num_trained = num_tokens, num_trained
+        self.is_single = num_micro_batches == 1
+        self.layers: LayerCode = layers
+        self.is_shared = sizes.world > 1
+        self.counts = _Counts()
+        for tensor in _tensors(shape):
+            self._count(tensor)
+
+    def plan(self) -> TrainingMemory:
+        counts = self.counts
+        gathered, reducing = self._gathered(), self._reducing()
+        activations = self._activations()
+        logits, workspace = self._logits(), self._workspace()
+        rest = counts.weights + counts.masters + counts.optimizer
+        kept = sum(activations)
+        # In the first micro-batch gradients grow while activations go.
+        before = 0 if self.is_single else counts.gradients
+        last = counts.gradients + kept // max(self.shape.num_layers, 1)
+        phases: dict[Literal["head", "layers", "optimizer"], int] = {
+            "head": rest + gathered + reducing + before + kept + logits,
+            "layers": rest + gathered + reducing + max(before + kept, last) + workspace,
+            "optimizer": rest + counts.gradients + self._optimizer_workspace(),
+        }
+        peak_phase = max(phases, key=lambda phase: phases[phase])
+        return TrainingMemory(
+            weights=counts.weights,
+            masters=counts.masters,
+            gradients=counts.gradients,
+            optimizer=counts.optimizer,
+            gathered=gathered,
+            reducing=reducing,
+            activations=kept,
+            logits=logits,
+            workspace=workspace,
+            host=counts.host + self._activations_on_host(),
+            peak=phases[peak_phase],
+            peak_phase=peak_phase,
+        )
+
+    # -- what is counted -------------------------------------------------------------------------
+
+    def _count(self, tensor: _Tensor) -> None:
+        if not self.lora.rank:
+            self._count_trained(tensor)
+            return
+        is_adapted = tensor.has_adapter(self.lora)
+        if is_adapted and self.lora.load_in_4bit:
+            # Buffers, which are not sharded.
+            self.counts.weights += tensor.count * (
+                prod(tensor.size) // 2 + 4 * (prod(tensor.size) // _NF4_BLOCK)
+            )
+        else:
+            self._count_whole(tensor)
+            self.counts.weights += self.num_bytes * self._shard(tensor)
+        if is_adapted:
+            rank, (rows, columns) = self.lora.rank, tensor.size
+            self._count_trained(_Tensor("lora_A", (rank, columns), None, tensor.count))
+            self._count_trained(_Tensor("lora_B", (rows, rank), None, tensor.count))
+
+    def _count_trained(self, tensor: _Tensor) -> None:
+        counts, optimizer = self.counts, self.trainer.optimizer
+        shard = self._shard(tensor)
+        self._count_whole(tensor)
+        counts.trained += shard
+        has_masters = self.num_bytes < 4
+        on_host = self.trainer.offload_optimizer
+        counts.gradients += 4 * shard
+        counts.whole_gradients += 4 * tensor.count * prod(tensor.local(self.sizes.tensor))
+        if not has_masters:
+            counts.weights += 4 * shard
+        elif self.is_shared:  # gathered weights are made from the masters
+            counts.masters += 4 * shard
+        else:
+            counts.weights += self.num_bytes * shard
+            if on_host:
+                counts.host += 4 * shard
+            else:
+                counts.masters += 4 * shard
+        moments = 2 * (2 if optimizer.state_dtype == "bfloat16" else 4)
+        if optimizer.name == "muon" and len(tensor.size) == 2 and tensor.in_layer:
+            moments = 4
+            whole = prod(tensor.local(self.sizes.tensor))
+            counts.largest_matrix = max(counts.largest_matrix, whole)
+        if on_host:
+            counts.host += moments * shard
+        else:
+            counts.optimizer += moments * shard
+
+    def _count_whole(self, tensor: _Tensor) -> None:
+        num_bytes = self.num_bytes * tensor.count * prod(tensor.local(self.sizes.tensor))
+        if tensor.in_layer:
+            self.counts.whole_layers += num_bytes
+        else:
+            self.counts.whole_root += num_bytes
+
+    def _shard(self, tensor: _Tensor) -> int:
+        """Elements that this process keeps, in all of `count` tensors: FSDP cuts rows."""
+        rows, *rest = tensor.local(self.sizes.tensor)
+        return tensor.count * -(-rows // self.sizes.fsdp) * prod(rest)
+
+    # -- what is modelled ------------------------------------------------------------------------
+
+    def _gathered(self) -> int:
+        """Of FSDP: all weights, or with stage 3 both ends and two layers in flight."""
+        if not self.is_shared:
+            return 0
+        counts = self.counts
+        one_layer = counts.whole_layers // self.shape.num_layers
+        is_kept = self.trainer.parallel.zero_stage < 3
+        return counts.whole_root + (counts.whole_layers if is_kept else 2 * one_layer)
+
+    def _reducing(self) -> int:
+        """Of FSDP: a layer's buffers, and gradients where they are reduced once a step."""
+        if not self.is_shared:
+            return 0
+        counts = self.counts
+        one_layer = (counts.whole_layers + counts.whole_gradients) // self.shape.num_layers
+        is_late = self.trainer.parallel.zero_stage < 2 and not self.is_single
+        return one_layer + (counts.whole_gradients if is_late else 0)
+
+    def _activations(self) -> tuple[int, int]:
+        """On the device, of the layers and of both ends."""
+        kept, recomputed = self._layer_bytes("off"), self._num_recomputed
+        plain = self.shape.num_layers - recomputed
+        mode = self.trainer.recompute
+        inputs = self._input_bytes
+        of_layers = plain * kept + recomputed * self._layer_bytes(mode)
+        if self.trainer.offload_activations:
+            of_layers -= max(recomputed - 2, 0) * inputs  # one leaves or comes beside the newest
+        width = self.shape.hidden_size * self.num_bytes
+        # The final norm's input and output, the rows that the head takes.
+        return of_layers, (2 * self.num_tokens + self.num_trained) * width
+
+    def _activations_on_host(self) -> int:
+        return self._num_recomputed * self._input_bytes * self.trainer.offload_activations
+
+    @property
+    def _num_recomputed(self) -> int:
+        if self.trainer.recompute == "off":
+            return 0
+        return -(-self.shape.num_layers // self.trainer.recompute_every_n_layers)
+
+    @property
+    def _input_bytes(self) -> int:
+        """A layer's input: the residual stream, dealt out over the tensor axis."""
+        return self.num_tokens * self.shape.hidden_size * self.num_bytes // self.sizes.tensor
+
+    def _layer_bytes(self, mode: Literal["off", "selective", "full"]) -> int:
+        """What one layer keeps, of all tokens of a micro-batch on this device."""
+        if mode == "full":
+            return self._input_bytes
+        shape, tensor = self.shape, self.sizes.tensor
+        hidden, inter = shape.hidden_size, shape.intermediate_size // tensor
+        q = shape.num_heads * shape.head_dim // tensor
+        kv = shape.num_kv_heads * shape.head_dim // tensor
+        inputs = hidden // tensor
+        # Both residuals, queries to values, what attention returned, gate and up.
+        values = 2 * inputs + (q + 2 * kv) + q + 2 * inter
+        match self.layers:
+            case "own":
+                values += 0 if mode == "selective" else q + kv  # rotated
+            case "compiled":
+                # Selective recomputes pieces around attention, whose inputs and results it keeps.
+                values = inputs + 3 * q + 2 * kv if mode == "selective" else values
+                values += 0 if mode == "selective" else q + kv + 2 * hidden + inter
+            case "eager":
+                # Norms keep input and result, wide where it is not float32 anyway.
+                wide = 4 // self.num_bytes
+                values += 0 if mode == "selective" else 2 * inter + q + kv
+                if mode == "off":
+                    values += (1 + wide) * (2 * inputs + (q + kv) * self._has_head_norms)
+        if self.lora.rank:
+            values += 7 * self.lora.rank
+        statistics = 4 * shape.num_heads // tensor
+        return self.num_tokens * (values * self.num_bytes + statistics)
+
+    @property
+    def _has_head_norms(self) -> bool:
+        return SUPPORTED_FAMILIES[self.shape.family].head_norms
+
+    def _logits(self) -> int:
+        """At the head, at the start of backward."""
+        vocab = -(-self.shape.vocab_size // self.sizes.tensor)
+        width = self.shape.hidden_size
+        chunk = min(self.trainer.logits_chunk_tokens, self.num_trained) * vocab
+        copies = 4 + self.num_bytes if self.layers != "eager" else 12 + self.num_bytes
+        matrix = 0 if self.lora.rank else 4 * vocab * width
+        return chunk * copies + matrix + self.num_trained * width * self.num_bytes
+
+    def _workspace(self) -> int:
+        """In the backward of one layer."""
+        shape, tensor = self.shape, self.sizes.tensor
+        inter, hidden = shape.intermediate_size // tensor, shape.hidden_size
+        # Gradients of gate and up, of their product and it, of the stream and the norm's result.
+        values = 4 * inter + 3 * hidden
+        if self.layers == "own" and self.trainer.recompute == "full":
+            values -= 2 * inter  # they take the place of what was recomputed
+        recomputed = 0
+        if self.trainer.recompute != "off":
+            recomputed = self._layer_bytes("off") - self._layer_bytes(self.trainer.recompute)
+        # A matrix's own gradient, before it is added to the master's.
+        matrix = 0
+        if self.layers != "own" and not self.lora.rank:
+            matrix = inter * hidden * (self.num_bytes + 4)
+        return self.num_tokens * values * self.num_bytes + recomputed + matrix
+
+    def _optimizer_workspace(self) -> int:
+        buckets = min(_BUCKETS_BYTES, self.counts.host)
+        sampled = min(self.counts.trained, _MAX_SAMPLED) * (48 if self.is_shared else 12)
+        return buckets + sampled + _MUON_COPIES * self.counts.largest_matrix

@@ -1,0 +1,172 @@
+"""A micro-batch over the context axis: its tokens split, the log-probs of all ranks gathered.
+
+    share = split(batch, mesh)
+    hidden = hidden_states(model, share.input_ids, share.position_ids, share.context)
+    logprobs, entropy = token_logprobs(model, hidden[share.predict_index], share.labels)
+    logprobs = gather(logprobs, share)           # [N] in packing order, equal on all context ranks
+
+Letters: T tokens and N trained tokens of the micro-batch, t and n of them on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.attention import ContextParallel, PackedContext
+from hone.attention.context_parallel import padded_tokens, token_ranges
+from hone.distributed.mesh import Axis, Mesh
+from hone.types import MicroBatch
+
+__all__ = ["Share", "gather", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank of the context axis computes of a micro-batch; tensors on the mesh's device.
+
+    t is the same on all ranks; n differs, and may be 0.
+    """
+
+    input_ids: Tensor  # [t] int64
+    position_ids: Tensor  # [t] int64, within the sequence, as in the whole row
+    context: PackedContext
+    predict_index: Tensor  # [n] int64 into [t]
+    labels: Tensor  # [n] int64
+    others: _Others | None
+    """None where this rank has the whole row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """Where the trained tokens of all ranks of the context axis go."""
+
+    axis: Axis
+    own: Tensor  # [n] int64 into [N]: this rank's
+    longest: int  # largest n of a rank
+    places: Tensor  # [N] int64 into [size * longest]: each token among those of all ranks
+
+
+def split(batch: MicroBatch, mesh: Mesh) -> Share:
+    """This rank's share of `batch`, which every rank of `mesh.context` must bring alike.
+
+    The row is padded at its end by a sequence that trains nothing, so that all shares are equal.
+    With one rank along context the share is the batch. `batch` lies in host memory
+    (`collate(..., "cpu")`), so that nothing here waits for a device; its tensors are copied to
+    `mesh.device` without waiting either. Raises ValueError where it lies on a device and would
+    have to be read.
+    """
+    move = partial(_move, device=mesh.device)
+    if mesh.context.size == 1:
+        return Share(
+            input_ids=move(batch.input_ids),
+            position_ids=move(batch.position_ids),
+            context=PackedContext(
+                cu_seqlens=move(batch.cu_seqlens),
+                max_seqlen=batch.max_seqlen,
+                lengths=batch.lengths,
+                shared_prompts=batch.shared_prompts,
+            ),
+            predict_index=move(batch.predict_index),
+            labels=move(batch.labels),
+            others=None,
+        )
+    if batch.input_ids.device.type != "cpu":
+        raise ValueError(
+            f"a micro-batch on {batch.input_ids.device} cannot be split without waiting for the "
+            'device; collate it on "cpu", split moves it'
+        )
+    ring, ulysses, rank = mesh.ring, mesh.ulysses, mesh.context.rank
+    num_tokens = padded_tokens(batch.num_tokens, ring=ring.size, ulysses=ulysses.size)
+    padding = num_tokens - batch.num_tokens
+    lengths = (*batch.lengths, padding) if padding else batch.lengths
+    context = PackedContext.from_lengths(
+        lengths, shared_prompts=batch.shared_prompts, device=mesh.device
+    )
+    owner, local = _places(num_tokens, mesh)
+    own_tokens = (owner == rank).nonzero().squeeze(1)
+    owner_N = owner[batch.predict_index]
+    own = (owner_N == rank).nonzero().squeeze(1)
+    longest = max(1, *owner_N.bincount(minlength=mesh.context.size).tolist())
+    return Share(
+        input_ids=move(F.pad(batch.input_ids, (0, padding))[own_tokens]),
+        position_ids=move(torch.cat([batch.position_ids, torch.arange(padding)])[own_tokens]),
+        context=replace(context, parallel=ContextParallel(ring=ring, ulysses=ulysses)),
+        predict_index=move(local[batch.predict_index[own]]),
+        labels=move(batch.labels[own]),
+        others=_Others(
+            axis=mesh.context,
+            own=move(own),
+            longest=longest,
+            places=move(owner_N * longest + _num_earlier(owner_N, mesh.context.size)),
+        ),
+    )
+
+
+def gather(values_n: Tensor, share: Share) -> Tensor:
+    """One value for each trained token of the micro-batch, from those of this rank's tokens.
+
+    `values_n` is [n] or [n, ...] in the order of `share.predict_index`; the result is [N] or
+    [N, ...] in packing order, equal on all ranks along context. Collective along context, also for
+    a rank with n = 0. Differentiable: the gradient is this rank's part of the gradient of the
+    result, not a sum over ranks, since every rank computes the same objective from the result.
+    Backward must run on every rank, as the layers' own collectives do.
+    """
+    if share.others is None:
+        return values_n
+    return _Gather.apply(values_n, share.others)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_n: Tensor, others: _Others) -> Tensor:
+        ctx.own = others.own
+        rest = values_n.shape[1:]
+        sent = values_n.new_zeros(others.longest, *rest)
+        sent[: len(values_n)] = values_n
+        received = values_n.new_empty(others.axis.size, others.longest, *rest)
+        dist.all_gather(list(received.unbind(0)), sent, group=others.axis.group)
+        return received.flatten(0, 1).index_select(0, others.places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.own), None
+
+
+def _places(num_tokens: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """For each token of the padded row, [T] int64: the rank along context that has it, and where
+    there."""
+    owner, local = torch.empty(2, num_tokens, dtype=torch.int64).unbind(0)
+    sizes = {"ring": mesh.ring.size, "ulysses": mesh.ulysses.size}
+    for rank in range(mesh.context.size):
+        ring_rank, ulysses_rank = divmod(rank, mesh.ulysses.size)
+        start = 0
+        for tokens in token_ranges(
+            num_tokens, **sizes, ring_rank=ring_rank, ulysses_rank=ulysses_rank
+        ):
+            row = slice(tokens.start, tokens.stop)
+            owner[row] = rank
+            local[row] = torch.arange(start, start + len(tokens))
+            start += len(tokens)
+    return owner, local
+
+
+def _num_earlier(owner_N: Tensor, size: int) -> Tensor:
+    """For each trained token, how many before it are of the same rank, [N] int64."""
+    earlier = torch.empty_like(owner_N)
+    for rank in range(size):
+        same = owner_N == rank
+        earlier[same] = torch.arange(int(same.sum()))
+    return earlier
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -1,0 +1,401 @@
+"""What of training waits in host memory, and how it travels.
+
+Three things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
+masters and moments, which visit the device piece by piece in each step (`HostMasters`,
+`stream_buckets`), and all of the trainer's state while an engine generates (`Parking`).
+
+Copies run on streams of their own, from and to page-locked buffers that are used again: neither
+device nor host memory grows from step to step. On a CPU the same copies happen at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from math import prod
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hone.config.errors import UserError
+
+__all__ = [
+    "BUCKET_BYTES",
+    "ActivationOffload",
+    "HostBuffer",
+    "HostMasters",
+    "Parking",
+    "stream_buckets",
+]
+
+BUCKET_BYTES = 128 << 20
+"""Device memory of one of the two buckets that a step streams through: long enough copies to run
+at the bus's rate, and 256 MiB in all."""
+
+_ALIGNMENT = 256
+_BUFFER_STEP = 2 << 20
+_GIB = 1 << 30
+
+
+class HostBuffer:
+    """`num_bytes` of host memory, page-locked where `device` is a GPU.
+
+    The pages belong to no other allocation and are given back to the system with this object.
+    torch's own pinned memory is rounded up to a power of two, and cached for ever. Raises UserError
+    where the host has less memory or will not lock it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, *, purpose: str) -> None:
+        """`purpose` says in an error what the memory was for and how to need less."""
+        self.num_bytes = max(num_bytes, 1)
+        available = psutil.virtual_memory().available
+        if self.num_bytes > available:
+            raise UserError(
+                f"{purpose}: this takes {num_bytes / _GIB:.1f} GiB of host memory, and "
+                f"{available / _GIB:.1f} GiB are free"
+            )
+        pages = mmap.mmap(-1, self.num_bytes)
+        self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        if device.type == "cuda":
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self.bytes.zero_()  # touched by all cores at once; locking would do it page by page
+            self._lock(purpose)
+
+    @classmethod
+    def for_layout(
+        cls, layout: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device, *, purpose: str
+    ) -> HostBuffer:
+        """A buffer from which `tensors` can make just these."""
+        return cls(_num_bytes(layout), device, purpose=purpose)
+
+    def _lock(self, purpose: str) -> None:
+        address = self.bytes.data_ptr()
+        status = int(_runtime().cudaHostRegister(address, self.num_bytes, 0))
+        if status != 0:
+            raise UserError(
+                f"{purpose}: the system does not lock {self.num_bytes / _GIB:.1f} GiB of host "
+                f"memory (CUDA error {status}); raise the limit that `ulimit -l` shows"
+            )
+        release = weakref.finalize(self, _unlock, address, self.bytes)
+        release.atexit = False  # the driver ends with the process
+
+    def tensors(self, layout: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+        """Contiguous tensors of these shapes and formats, one after the other."""
+        return _carve(self.bytes, layout)
+
+
+def _unlock(address: int, _keep_until_unlocked: Tensor) -> None:
+    _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
+
+
+class _Lane:
+    """A stream beside the current one. On a CPU there is none, and every copy ends at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after(self, *marks: torch.Event | None) -> Generator[None]:
+        """What is launched inside runs on this lane, once the marked work is done."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            for mark in marks:
+                if mark is not None:
+                    self._stream.wait_event(mark)
+            yield
+
+    def mark(self) -> torch.Event | None:
+        return None if self._stream is None else self._stream.record_event()
+
+
+def _mark(device: torch.device) -> torch.Event | None:
+    """The end of what the current stream has been given so far."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def _wait(mark: torch.Event | None) -> None:
+    """Let the current stream wait; the host goes on."""
+    if mark is not None:
+        torch.cuda.current_stream().wait_event(mark)
+
+
+class ActivationOffload:
+    """Keeps tensors saved for backward in host memory, and fetches them one ahead of their use.
+
+    Tensors are asked for in the opposite order of their saving. The copy out runs beside the layer
+    that saved the tensor, the copy back beside the backward of the layer above it. The newest
+    tensor stays on the device as well: it is the first that is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._lane: _Lane | None = None
+        self._free: list[HostBuffer] = []
+        self._newest: tuple[_Kept, Tensor] | None = None
+        self.num_buffers = 0
+        """Host buffers that exist, in use or free."""
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """Tensors saved inside are kept in host memory."""
+        return saved_tensors_hooks(self._keep, self._fetch)
+
+    def _keep(self, tensor: Tensor) -> _Kept:
+        value = tensor.detach().contiguous()
+        if self._lane is None:
+            self._lane = _Lane(value.device)
+        below = self._let_go()
+        kept = _Kept(value, self._take(value.nbytes, value.device), below)
+        weakref.finalize(kept, self._free.append, kept.buffer)
+        with self._lane.after(_mark(value.device)):
+            kept.host.copy_(value, non_blocking=True)
+            kept.is_out = self._lane.mark()
+        self._newest = kept, value
+        return kept
+
+    def _fetch(self, kept: _Kept) -> Tensor:
+        if self._newest is not None and self._newest[0] is kept:
+            value = self._newest[1]
+        else:
+            self._start(kept)
+            value, is_in = kept.take()
+            _wait(is_in)
+        self._let_go()
+        below = None if kept.below is None else kept.below()
+        if below is not None:
+            self._start(below)
+        return value
+
+    def _start(self, kept: _Kept) -> None:
+        """Begin the copy back, unless it has begun."""
+        assert self._lane is not None
+        if kept.incoming is None:
+            value = torch.empty_like(kept.host, device=kept.device)
+            # The memory may still be read by earlier work of the current stream.
+            with self._lane.after(_mark(kept.device)):
+                value.copy_(kept.host, non_blocking=True)
+                kept.incoming = value, self._lane.mark()
+
+    def _let_go(self) -> weakref.ref[_Kept] | None:
+        """Drop the newest tensor from the device. Later work waits until it has left: it may be
+        given the same memory."""
+        if self._newest is None:
+            return None
+        kept, _ = self._newest
+        _wait(kept.is_out)
+        self._newest = None
+        return weakref.ref(kept)
+
+    def _take(self, num_bytes: int, device: torch.device) -> HostBuffer:
+        """The smallest free buffer that is large enough; else a new one in place of a small one.
+
+        A buffer is free once nothing will read it. Copies of the lane run in order, so that a new
+        one into it starts after the last one out of it.
+        """
+        fitting = [b for b in self._free if b.num_bytes >= num_bytes]
+        if fitting:
+            buffer = min(fitting, key=lambda b: b.num_bytes)
+            self._free.remove(buffer)
+            return buffer
+        if self._free:
+            self._free.remove(min(self._free, key=lambda b: b.num_bytes))
+            self.num_buffers -= 1
+        self.num_buffers += 1
+        return HostBuffer(
+            -(-num_bytes // _BUFFER_STEP) * _BUFFER_STEP,
+            device,
+            purpose="trainer.offload_activations keeps the inputs of layers on the host; turn it "
+            "off, or lower trainer.max_tokens_per_microbatch",
+        )
+
+
+class _Kept:
+    """A saved tensor in host memory."""
+
+    def __init__(self, value: Tensor, buffer: HostBuffer, below: weakref.ref[_Kept] | None) -> None:
+        self.device = value.device
+        self.buffer = buffer
+        (self.host,) = buffer.tensors([(value.shape, value.dtype)])
+        self.below = below
+        """What was saved before, and is asked for next."""
+        self.is_out: torch.Event | None = None
+        self.incoming: tuple[Tensor, torch.Event | None] | None = None
+
+    def take(self) -> tuple[Tensor, torch.Event | None]:
+        assert self.incoming is not None
+        incoming, self.incoming = self.incoming, None
+        return incoming
+
+
+class HostMasters:
+    """Float32 copies of weights in pinned host memory, beside the weights' gradients.
+
+    The gradients are float32 and stay on the device. On the host they would take the third of
+    memory that 8 billion parameters with float32 moments leave of 128 GiB, and every micro-batch
+    would send its gradient there: 16 GB, for what one step needs once.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        """`weights` are what computes, on one device, of any float format; local tensors. Raises
+        UserError where the host has too little memory."""
+        self.weights = {name: weight.detach() for name, weight in weights.items()}
+        self.gradients: dict[str, Tensor] = {}
+        """What the next step applies, under the weights' names. A step clears it."""
+        layout = [(weight.shape, torch.float32) for weight in self.weights.values()]
+        device = next(iter(self.weights.values())).device
+        self._buffer = HostBuffer.for_layout(
+            layout, device, purpose="trainer.offload_optimizer keeps master weights on the host"
+        )
+        masters = self._buffer.tensors(layout)
+        self.masters = {
+            name: nn.Parameter(master) for name, master in zip(self.weights, masters, strict=True)
+        }
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(self.weights[name])
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add in float32 to what the weight's gradient has so far; `gradient` is left alone."""
+        if name in self.gradients:
+            self.gradients[name].add_(gradient)
+        else:
+            self.gradients[name] = gradient.to(torch.float32, copy=True)
+
+
+def stream_buckets(
+    buckets: Iterable[Sequence[Tensor]],
+    update: Callable[[int, list[Tensor]], None],
+    device: torch.device,
+) -> None:
+    """Bring each bucket of host tensors to the device, let `update` change it there, put it back.
+
+    `update` gets the bucket's number and its tensors as they are on the device, in their order. Two
+    buckets exist there at a time: one is filled while the other is changed and leaves, so that both
+    directions of the bus are busy. Afterwards the host tensors can be read and the device memory is
+    free. Tensors are contiguous.
+    """
+    arriving, leaving = _Lane(device), _Lane(device)
+    slots = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
+    has_left: list[torch.Event | None] = [None, None]
+    try:
+        for index, host in enumerate(buckets):
+            slot = index % 2
+            layout = [(tensor.shape, tensor.dtype) for tensor in host]
+            if slots[slot].nbytes < _num_bytes(layout):
+                _wait(has_left[slot])  # before its memory is anybody's
+                slots[slot] = torch.empty(_num_bytes(layout), dtype=torch.uint8, device=device)
+                has_left[slot] = _mark(device)
+            staged = _carve(slots[slot], layout)
+            with arriving.after(has_left[slot]):
+                _copy_all(host, staged)
+                has_arrived = arriving.mark()
+            _wait(has_arrived)
+            update(index, staged)
+            with leaving.after(_mark(device)):
+                _copy_all(staged, host)
+                has_left[slot] = leaving.mark()
+    finally:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # host tensors are read, buckets freed from here on
+
+
+class Parking:
+    """Moves device tensors to host memory and back, in place: whoever holds one keeps it.
+
+    The host buffer is made in the first round and used again in every other.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: HostBuffer | None = None
+        self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the tensors are away."""
+        return bool(self._parked)
+
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors to the host and free their device memory, down to the driver.
+
+        Until `restore` none of them may be used. Raises UserError, with nothing moved, where the
+        host has too little memory.
+        """
+        assert not self._parked, "parked tensors would be lost"
+        storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
+        if not storages:
+            return
+        device = next(iter(storages.values())).device
+        layout = [(torch.Size([s.nbytes()]), torch.uint8) for s in storages.values()]
+        if self._buffer is None or self._buffer.num_bytes < _num_bytes(layout):
+            self._buffer = None  # freed before the larger one is asked for
+            self._buffer = HostBuffer.for_layout(
+                layout, device, purpose="the trainer sleeps with its state on the host"
+            )
+        parked = list(zip(storages.values(), self._buffer.tensors(layout), strict=True))
+        for storage, host in parked:
+            host.copy_(_whole(storage), non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        _free(storages.values())
+        self._parked = parked
+
+    def restore(self) -> None:
+        """Bring every tensor back. Where the device has too little memory, all stay away and
+        torch.OutOfMemoryError is raised; legal again later."""
+        try:
+            for storage, host in self._parked:
+                storage.resize_(host.nbytes)
+        except torch.OutOfMemoryError:
+            _free(storage for storage, _ in self._parked)
+            raise
+        for storage, host in self._parked:
+            _whole(storage).copy_(host, non_blocking=True)
+        self._parked = []
+
+
+def _free(storages: Iterable[torch.UntypedStorage]) -> None:
+    """Give the memory to the driver, from which an engine takes its own."""
+    is_cuda = False
+    for storage in storages:
+        is_cuda = storage.device.type == "cuda"
+        storage.resize_(0)
+    if is_cuda:
+        torch.cuda.empty_cache()
+
+
+def _whole(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copy_all(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _num_bytes(layout: Sequence[tuple[torch.Size, torch.dtype]]) -> int:
+    """Bytes of tensors one after the other, each at an aligned place."""
+    return sum(_aligned(prod(shape) * dtype.itemsize) for shape, dtype in layout)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _carve(flat: Tensor, layout: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    offset = 0
+    for shape, dtype in layout:
+        num_bytes = prod(shape) * dtype.itemsize
+        tensors.append(flat[offset : offset + num_bytes].view(dtype).view(shape))
+        offset += _aligned(num_bytes)
+    return tensors

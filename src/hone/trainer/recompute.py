@@ -1,0 +1,110 @@
+"""Decoder layers that keep less for backward and compute the rest again.
+
+`full` keeps a layer's input. `selective` also keeps the results of attention and, in layers that
+are not compiled, of matrix products: what costs least to hold for the time it takes to compute. A
+compiled layer consists of pieces between its attention calls, which are computed again as wholes.
+Either way backward sees the bits that forward saw.
+
+The method is that of Chen et al., arXiv:1604.06174; selective policies are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+from transformers import GradientCheckpointingLayer
+
+from hone.trainer.offload import ActivationOffload
+
+__all__ = ["RecomputeMode", "apply_recompute"]
+
+RecomputeMode = Literal["off", "selective", "full"]
+
+for _module in ("torch.nn.attention.varlen", "hone.attention.flash4"):
+    import_module(_module)  # registers an operator named here
+_KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.torch_attn._varlen_attn.default,
+        torch.ops.hone.flash4.default,
+        torch.ops.aten._flash_attention_forward.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Operators whose results `selective` keeps."""
+
+
+def apply_recompute(
+    layers: nn.ModuleList, *, mode: RecomputeMode, every: int = 1, offload: bool = False
+) -> None:
+    """Let layers 0, `every`, 2 `every` and so on compute again what they do not keep.
+
+    With `offload`, the inputs they keep wait in pinned host memory (`ActivationOffload`). Call
+    before `layer.compile` and `fully_shard`. Only the layers themselves are put in training mode,
+    which is when they recompute; what they are made of stays in evaluation mode, so no dropout is
+    switched on. Raises ValueError for layers that transformers cannot checkpoint.
+    """
+    if mode == "off":
+        return
+    for layer in layers:
+        if not isinstance(layer, GradientCheckpointingLayer):
+            raise ValueError(
+                f"{type(layer).__name__} is no GradientCheckpointingLayer of transformers; set "
+                "trainer.recompute to off for this model"
+            )
+    run = _layer_runner(mode, ActivationOffload() if offload else None)
+    for layer in list(layers)[::every]:
+        recomputed: Any = layer
+        recomputed.gradient_checkpointing = True
+        recomputed._gradient_checkpointing_func = run
+        recomputed.training = True
+
+
+def _layer_runner(
+    mode: RecomputeMode, offload: ActivationOffload | None
+) -> Callable[..., Tensor | tuple[Tensor, ...]]:
+    """What calls a layer. A function, since modules that are copied share it."""
+    context_fn = (
+        partial(create_selective_checkpoint_contexts, _policy)
+        if mode == "selective"
+        else noop_context_fn
+    )
+
+    def run(layer_call: Callable[..., Any], *inputs: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return layer_call(*inputs)
+        # The inputs are the only tensors that these hooks see: those inside have checkpoint's own.
+        hooks: AbstractContextManager[Any] = nullcontext() if offload is None else offload.hooks()
+        with hooks:
+            return checkpoint(
+                layer_call,
+                *inputs,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=context_fn,
+            )
+
+    return run
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    kept = operator in _KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,312 @@
+"""Tensor and sequence parallelism of the trained model: which layer is split how.
+
+Parameters become DTensors over the tensor axis (Megatron-LM, Shoeybi et al., arXiv:1909.08053), and
+between layers each rank has its share of the tokens (sequence parallelism, Korthikanti et al.,
+arXiv:2205.05198):
+
+    embedding, head          rows, the vocabulary; one tensor where they are tied
+    q, k, v, gate, up        rows: a rank's own heads and inner size
+    o, down                  columns: parts of a sum, added up while the tokens are dealt out
+    norms                    whole on every rank, each sees its share of tokens or of heads
+
+A layer gathers all tokens before attention and before the MLP and deals them out again behind. Any
+number of tokens will do: the last ranks' shares are filled up with rows that nobody reads. Hidden
+states after the final norm are whole again and equal on every rank; so must be the gradient that
+comes back for them.
+
+DTensors hold the parameters, for FSDP and checkpoints, but layers compute with plain tensors: a
+compiled layer with DTensors inside cannot have a dynamic number of tokens. Apply it before FSDP,
+whose shards then are DTensors over both axes. The head is not called as a module:
+`hone.trainer.logprobs` multiplies with a rank's rows of it.
+
+Letters: T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hone.config.errors import UserError
+from hone.config.model_facts import DIVIDED_FIELDS
+from hone.distributed.mesh import Mesh
+
+__all__ = ["FAMILIES", "check_tensor_parallel", "first_row", "gather_rows", "parallelize"]
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of `model_type` whose layers are split."""
+
+
+def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
+    """Raise UserError unless a model of `config` can be split over `size` ranks."""
+    if size == 1:
+        return
+    setting = f"trainer.parallel.tensor_parallel_size={size}"
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"{setting}: tensor parallelism serves {', '.join(FAMILIES)}, this model is of the "
+            f"family {config.model_type}. Set it to 1, and trainer.parallel.zero_stage=3 to shard"
+        )
+    numbers: dict[str, int] = {field: getattr(config, field) for field in DIVIDED_FIELDS}
+    if odd := {field: number for field, number in numbers.items() if number % size}:
+        common = [n for n in range(2, size) if not any(x % n for x in numbers.values())]
+        raise UserError(
+            f"{setting} does not divide "
+            + ", ".join(f"{field}={number}" for field, number in odd.items())
+            + f" of this {config.model_type} model; smaller sizes that do: "
+            + (", ".join(map(str, common)) or "none")
+        )
+
+
+def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
+    """Split `model` over the tensor axis of `mesh`, in place; nothing with one rank along it.
+
+    Every rank brings the same whole weights and keeps its part of them; no messages are sent. From
+    host memory they come to the mesh's device one by one, where the parts stay.
+    Raises UserError as `check_tensor_parallel` does, before anything is changed.
+    """
+    if mesh.tensor_mesh is None:
+        return
+    check_tensor_parallel(model.config, mesh.tensor.size)
+    head: Any = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    is_tied = head.weight is embedding.weight
+    base: Any = model.base_model
+    for name, layer_class in _split_modules(model):
+        module = base.get_submodule(name)
+        layer_class.split(module, mesh.tensor_mesh)
+        module.__class__ = layer_class
+    if is_tied:
+        head.weight = embedding.weight
+    else:
+        ColumnLinear.split(head, mesh.tensor_mesh)
+    for layer in base.layers:
+        layer.self_attn.register_forward_pre_hook(_gather_for_attention, with_kwargs=True)
+        layer.mlp.register_forward_pre_hook(_gather_for_mlp)
+    base.register_forward_hook(_gather_output, with_kwargs=True)
+
+
+def _split_modules(model: PreTrainedModel) -> Iterator[tuple[str, type[SplitModule]]]:
+    """Names in the backbone, and what the modules become; linear layers by transformers' plan."""
+    for i in range(model.config.num_hidden_layers):
+        for pattern, style in cast(dict[str, str], model.config.base_model_tp_plan).items():
+            if pattern.startswith("layers.*."):
+                yield pattern.replace("*", str(i)), _STYLES[style]
+        yield f"layers.{i}.input_layernorm", SharedNorm
+        yield f"layers.{i}.post_attention_layernorm", SharedNorm
+    yield "norm", SharedNorm
+    yield "embed_tokens", VocabularyEmbedding
+
+
+class SplitModule(nn.Module):
+    """A module whose parameters are DTensors over the tensor axis."""
+
+    placements: ClassVar[dict[str, Placement]]
+    """How each parameter is split."""
+
+    @classmethod
+    def split(cls, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Replace the parameters of `module`, which are equal on every rank."""
+        for name, whole in list(module.named_parameters(recurse=False)):
+            # Without a source rank each takes its part of its own copy.
+            part = distribute_tensor(
+                whole.detach(), mesh, [cls.placements[name]], src_data_rank=None
+            )
+            setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+
+
+class ColumnLinear(SplitModule, nn.Linear):
+    """All tokens to a rank's own outputs."""
+
+    placements: ClassVar = {"weight": Shard(0), "bias": Shard(0)}
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = cast(Tensor | None, self.bias)
+        return F.linear(input, _own(self.weight), None if bias is None else _own(bias))
+
+
+class RowLinear(SplitModule, nn.Linear):
+    """A rank's own inputs to the sums of its share of the tokens."""
+
+    placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
+
+    def forward(self, input: Tensor) -> Tensor:
+        share = _deal(F.linear(input, _own(self.weight)), _mesh(self.weight))
+        bias = cast(Tensor | None, self.bias)
+        return share if bias is None else share + _shared(bias)
+
+
+class VocabularyEmbedding(SplitModule, nn.Embedding):
+    """All token ids to the embeddings of a rank's share of them."""
+
+    placements: ClassVar = {"weight": Shard(0)}
+
+    def forward(self, input: Tensor) -> Tensor:
+        mesh, rows = _mesh(self.weight), _own(self.weight)
+        first = first_row(self.num_embeddings, mesh.get_local_rank(), mesh.size())
+        ids = input - first
+        is_own = (ids >= 0) & (ids < len(rows))
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < len(rows):
+            padding = None
+        values = F.embedding(ids.where(is_own, 0), rows, padding)
+        return _deal(values.masked_fill(~is_own[..., None], 0.0), mesh)
+
+
+class SharedNorm(SplitModule):
+    """RMSNorm of the families served, of a rank's share of rows."""
+
+    placements: ClassVar = {"weight": Replicate()}
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return _shared(self.weight) * normed.to(x.dtype)
+
+
+_STYLES: dict[str, type[SplitModule]] = {
+    "colwise": ColumnLinear,
+    "rowwise": RowLinear,
+    "replicated_with_grad_allreduce": SharedNorm,
+}
+"""What the words of transformers' plans mean here."""
+
+
+def first_row(num_rows: int, rank: int, size: int) -> int:
+    """First of a rank's rows where DTensor splits `num_rows` over `size` ranks."""
+    return min(rank * -(-num_rows // size), num_rows)
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """A rank's part of a split parameter."""
+    return cast(DTensor, parameter).to_local()
+
+
+def _shared(parameter: Tensor) -> Tensor:
+    """A parameter that is whole on every rank, each of which has part of its gradient."""
+    return _SumGradients.apply(_own(parameter), _mesh(parameter))
+
+
+class _SumGradients(torch.autograd.Function):
+    """The identity; its gradients are added up over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum(grads[0], ctx.mesh), None
+
+
+def _mesh(parameter: Tensor) -> DeviceMesh:
+    return cast(DTensor, parameter).device_mesh
+
+
+def _deal(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Add up x [1, T, D] over ranks; each gets the next ceil(T / size) tokens of the sum."""
+    missing = -x.shape[1] % mesh.size()
+    return _Deal.apply(F.pad(x[0], (0, 0, 0, missing)), mesh).unsqueeze(0)
+
+
+def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tokens of all ranks, with those that fill up: [1, size * t, D] of [1, t, D]."""
+    return _Gather.apply(x[0], mesh).unsqueeze(0)
+
+
+class _Deal(torch.autograd.Function):
+    """Parts [T, D] of a sum to a rank's rows of it, [T / size, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return _sum_and_deal(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return gather_rows(grads[0], (ctx.mesh, 0)), None
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks, which each uses in its own way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return gather_rows(x, (mesh, 0))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum_and_deal(grads[0], ctx.mesh), None
+
+
+class _GatherWhole(torch.autograd.Function):
+    """The rows of all ranks, which all use alike: their gradients are equal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return gather_rows(x, (mesh, 0))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.mesh.size())[ctx.mesh.get_local_rank()], None
+
+
+# Collectives that a compiled layer can hold. What they return is waited for at once: a tensor that
+# still has to arrive loses its gradient on the way into a compiled layer.
+
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+_reduce_scatter = (
+    getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+)
+
+
+def gather_rows(x: Tensor, ranks: tuple[DeviceMesh, int] | dist.ProcessGroup) -> Tensor:
+    """Rows x [N, ...] of all ranks, one after the other: [size * N, ...]. Without gradient."""
+    return collectives.wait_tensor(_all_gather(x.contiguous(), 0, ranks))
+
+
+def _sum_and_deal(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return collectives.wait_tensor(_reduce_scatter(x.contiguous(), "sum", 0, (mesh, 0)))
+
+
+def _sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return collectives.wait_tensor(collectives.all_reduce(x, "sum", (mesh, 0)))
+
+
+def _gather_for_attention(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    tokens = _gather(kwargs["hidden_states"], _mesh(module.o_proj.weight))
+    num_tokens = kwargs["position_embeddings"][0].shape[1]
+    return args, kwargs | {"hidden_states": tokens[:, :num_tokens]}
+
+
+def _gather_for_mlp(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (_gather(args[0], _mesh(module.down_proj.weight)),)
+
+
+def _gather_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    hidden_TD = _GatherWhole.apply(output.last_hidden_state[0], _mesh(module.norm.weight))
+    output.last_hidden_state = hidden_TD[None, : kwargs["position_ids"].shape[1]]
+    return output

@@ -1,0 +1,136 @@
+"""Saves and loads in one of several processes, as torchrun starts them; rank 0 prints JSON.
+
+`python -m tests.checkpoint.sharded_ranks FOLDER`, with RANK, WORLD_SIZE 4, MASTER_ADDR and
+MASTER_PORT set.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from hone.checkpoint import store as store_module
+from hone.checkpoint.atomic import CheckpointError
+from hone.checkpoint.sharded import take
+from hone.checkpoint.store import CheckpointStore
+from hone.distributed.mesh import Mesh, MeshSizes
+
+CPU = torch.device("cpu")
+LAYOUTS = {
+    "rows": [Shard(0), Replicate()],
+    "columns": [Replicate(), Shard(1)],
+    "both": [Shard(0), Shard(1)],
+    "twice the rows": [Shard(0), Shard(0)],
+    "copies": [Replicate(), Replicate()],
+}
+
+
+def whole(name):
+    """The same on every process; 7 x 5 splits evenly nowhere, 1 x 3 leaves some with nothing."""
+    draw = torch.Generator().manual_seed(sum(map(ord, name)))
+    shape = (1, 3) if name == "small" else (7, 5)
+    return torch.randn(shape, generator=draw)
+
+
+def model(mesh):
+    """Two layers, split over `tensor` and then sharded: both axes may cut the same dimension."""
+    torch.manual_seed(3)
+    layers = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6))
+    if mesh is not None:
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(layers, mesh["tensor"], plan)
+        fully_shard(layers, mesh=mesh["shard"])
+    return layers
+
+
+def outcome(work):
+    try:
+        work()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def main(folder):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    line = init_device_mesh("cpu", (4,))
+    mesh = Mesh.of_group(MeshSizes(data=4, fsdp=4), CPU, timeout=timedelta(seconds=60))
+    store = CheckpointStore(folder / "run", keep_last=5, mesh=mesh, timeout_s=20)
+
+    tensors = {name: distribute_tensor(whole(name), grid, p) for name, p in LAYOUTS.items()}
+    tensors["small"] = distribute_tensor(whole("small"), line, [Shard(0)])
+    tensors["plain"] = whole("plain") if rank == 0 else torch.zeros(7, 5)
+    tensors |= dict(model(grid).named_parameters())
+    parts = {"trainer": tensors, "data": {"cursor": 64, "rank": rank}}
+    store.save(1, parts)
+    store.save_in_background(2, parts, metric=0.5)
+    with torch.no_grad():  # what is trained in the meantime is not what was saved
+        for tensor in tensors.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
+    store.wait()
+
+    found = {}
+    loaded = store.load("latest")
+    found["step"], found["data"] = loaded.step, loaded.parts["data"]
+    saved = loaded.parts["trainer"]
+    wrong = [n for n in [*LAYOUTS, "small", "plain"] if not torch.equal(saved[n].full(), whole(n))]
+    for name, value in model(None).named_parameters():
+        if not torch.equal(saved[name].full(), value):
+            wrong.append(name)
+    for name in LAYOUTS:  # onto another mesh, cut the other way
+        like = distribute_tensor(torch.zeros(7, 5), line, [Shard(1)])
+        taken = take(saved[name], like=like)
+        if not torch.equal(taken.full_tensor(), whole(name)) or taken.placements != like.placements:
+            wrong.append(f"{name} taken")
+    fresh = model(grid)
+    for name, parameter in fresh.named_parameters():
+        taken = take(saved[name], like=parameter)
+        if not torch.equal(taken.full_tensor(), dict(model(None).named_parameters())[name]):
+            wrong.append(f"{name} taken")
+    found["wrong"] = wrong
+
+    def refuse(*args):
+        raise OSError("the disk is on fire")
+
+    with patch.object(store_module, "write_shards", refuse) if rank == 2 else patch.dict({}):
+        found["one fails"] = outcome(lambda: store.save(3, parts))
+    hidden = [path.name for path in (folder / "run").iterdir() if path.name.startswith(".")]
+    found["left behind"] = hidden
+    if rank == 0:
+        path = folder / "run" / "step_2" / "trainer.rank3.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+    found["one is damaged"] = outcome(lambda: store.load(2))
+    found["fallback"] = store.load("latest").step
+
+    slow = CheckpointStore(folder / "slow", mesh=mesh, timeout_s=1)
+    waits = patch.object(store_module, "_report_own", lambda *args: None)
+    with waits if rank == 1 else patch.dict({}):
+        found["one is silent"] = outcome(lambda: slow.save(1, parts))
+    everyone = mesh.gather(found)
+    if rank == 0:
+        print(json.dumps(everyone))  # noqa: T201
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

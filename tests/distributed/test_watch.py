@@ -1,0 +1,176 @@
+"""R11: no wait without a deadline and a culprit. Two processes, one of which falls ill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from hone.distributed.processes import Processes
+from hone.distributed.watch import Watch, read
+from hone.observe.spans import Spans
+from tests.distributed.watched_rank import PHASES
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 3.0
+START_S = 40.0
+"""Import of torch in two processes, on a busy machine."""
+
+
+@dataclass(frozen=True)
+class End:
+    code: int
+    screen: str
+    seconds: float
+
+    @property
+    def first_error(self) -> str:
+        lines = [x for x in self.screen.splitlines() if "error" in x.lower() or "Traceback" in x]
+        assert lines, self.screen
+        return lines[0]
+
+
+def watched(phase: str, fault: str, *, patch: str = "", timeout_s: float = TIMEOUT_S) -> End:
+    """Run two processes; `patch` is code that plants a bug in the launcher."""
+    command = ["-m", "tests.distributed.watched_rank", phase, fault, str(timeout_s)]
+    program = (
+        "import sys\nfrom hone.distributed import spawn\n"
+        f"{patch}\nsys.exit(spawn.spawn([sys.executable, *{command!r}], 2))"
+    )
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=START_S + timeout_s + 60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    end = End(done.returncode, done.stdout + done.stderr, time.monotonic() - start)
+    left = [p.pid for p in psutil.process_iter() if "tests.distributed.watched_rank" in _words(p)]
+    assert not left, left
+    return end
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
+
+
+def assert_names_the_culprit(end: End, phase: str) -> None:
+    assert end.code not in (0, None), end.screen
+    assert end.seconds < START_S + TIMEOUT_S + 30, end.seconds
+    assert "rank 1" in end.first_error, end.screen
+    assert f"{phase} of step 2" in end.first_error, end.screen
+    assert len(end.screen.splitlines()) <= 24, end.screen
+
+
+def check_killed(phase: str) -> None:
+    end = watched(phase, "kill")
+    assert_names_the_culprit(end, phase)
+    assert "was killed by SIGKILL" in end.first_error
+    assert end.screen.count("error") == 1, end.screen
+
+
+def check_stopped(phase: str) -> None:
+    end = watched(phase, "stop")
+    assert_names_the_culprit(end, phase)
+    assert "silent" in end.first_error
+    assert end.screen.count("error:") == 1, end.screen
+
+
+def check_absent(phase: str) -> None:
+    """It is alive and busy with something else: where its main thread is, is shown."""
+    end = watched(phase, "hang")
+    assert_names_the_culprit(end, phase)
+    assert "in fall_ill" in end.first_error
+    assert "rank 0" in end.screen
+
+
+def check_mistake(phase: str) -> None:
+    end = watched(phase, "user error")
+    assert end.code == 2
+    assert end.screen.splitlines()[0] == "error: the planted mistake"
+    assert len(end.screen.splitlines()) <= 2, end.screen
+
+
+def check_bug(phase: str) -> None:
+    end = watched(phase, "bug")
+    assert end.code == 1
+    assert "Traceback" in end.first_error
+    assert end.screen.count("Traceback") == end.screen.count("the planted bug") - 1 == 1, end.screen
+
+
+CHECKS = (check_killed, check_stopped, check_absent, check_mistake, check_bug)
+
+
+@pytest.mark.parametrize(
+    ("check", "phase"),
+    [
+        (check_killed, "train"),
+        (check_killed, "checkpoint"),
+        (check_stopped, "generate"),
+        (check_stopped, "train"),
+        (check_absent, "sync"),
+        (check_mistake, "score"),
+        (check_bug, "train"),
+    ],
+)
+def test_R11_the_first_error_names_the_culprit(check: Callable[[str], None], phase: str) -> None:
+    """Of all pairs, which `python -m tests.distributed.test_watch` checks."""
+    check(phase)
+
+
+def test_R11_a_process_that_never_comes_is_named() -> None:
+    end = watched("start", "hang")
+    assert end.code == 1
+    assert "rank 1 did not come: it has not been heard of" in end.first_error, end.screen
+
+
+def test_a_late_process_is_waited_for() -> None:
+    end = watched("score", "late")
+    assert (end.code, end.screen) == (0, "")
+
+
+def test_R11_planted_a_watch_that_does_not_look(tmp_path: Path) -> None:
+    """Without it nobody is named: the backend's timeout says what it waited for, not whom."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if 'RANK' in os.environ:\n"
+        "    import hone.distributed.mesh as mesh, hone.distributed.watch as watch\n"
+        "    watch.Watch._missing = lambda self: []\n"
+        "    mesh.BACKSTOP_S = 1.0\n"
+    )
+    patch = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path)!r}"
+    end = watched("train", "stop", patch=patch)
+    with pytest.raises(AssertionError):
+        assert_names_the_culprit(end, "train")
+
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        for phase in PHASES:
+            check(phase)
+            sys.stdout.write(f"{check.__name__} {phase}: passed\n")
+            sys.stdout.flush()
+
+
+def test_where_a_phase_begins_is_not_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, store = Watch(Processes(0, 1, 0, 1), timeout_s=60), dist.HashStore()
+    monkeypatch.setattr(watch, "_store", store)
+    with Spans(on_begin=watch.enter).span("train"):
+        pass
+    said = read(store, 0)
+    assert said is not None
+    assert said.where.startswith("test_watch.py:"), said.where

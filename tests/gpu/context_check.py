@@ -1,0 +1,356 @@
+"""Context parallelism on 2 or 4 GPUs of one host: parity with one GPU, time and memory at 128k.
+
+    torchrun --nproc-per-node 4 -m tests.gpu.context_check
+
+Every rank also computes the whole row alone on its own GPU. Weights are random, shapes those of an
+8B model. Rank 0 prints; exits with 1 when a number is outside its bound or the host waited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hone.attention import ATTENTION_NAME, ContextParallel, PackedContext, context_parallel
+from hone.attention.backends import packed_attention
+from hone.attention.context_parallel import padded_tokens, token_ranges
+from hone.distributed.mesh import Mesh, MeshSizes
+from hone.models.decoder import hidden_states
+from hone.trainer.context import gather, split
+from hone.trainer.packing import collate
+from hone.types import Trajectory
+
+GIB = 2**30
+HEADS, KEY_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 4
+SCALE = HEAD_DIM**-0.5
+LONG = 131_072
+PARITY = {
+    "packed 8k": ((1, 5000, 900, 2291), {}),
+    "one 16k": ((16_384,), {}),
+    "odd 32k": ((3, 20_001, 7_000, 5_763), {}),
+    "window 32k": ((3, 20_001, 7_000, 5_763), {"window": 1500}),
+    "short window 8k": ((1, 5000, 900, 2291), {"window": 7}),
+}
+PACKINGS = {
+    "one document": (LONG,),
+    "mixed": (65_536, 30_000, 16_384, 9_000, 5_000, 3_000, 1_500, 600, 50, 2),
+    "2,048 each": (2048,) * (LONG // 2048),
+}
+MESHES = {
+    2: {"ring 2": {"ring": 2}, "ulysses 2": {"ulysses": 2}},
+    4: {
+        "ring 4": {"ring": 4},
+        "ulysses 4": {"ulysses": 4},
+        "ring 2 x ulysses 2": {"ring": 2, "ulysses": 2},
+    },
+}
+MAX_OUTPUT, MAX_GRADIENT = 6e-3, 1e-2
+"""Distance over norm, of one attention."""
+MAX_HIDDEN, MAX_PARAMETER = 2e-2, 5e-2
+"""The same of four layers."""
+WAITED: set[str] = set()
+"""Lines at which the host waited for the device."""
+STARTED = perf_counter()
+
+
+def note(text: str) -> None:
+    if dist.get_rank() == 0:
+        sys.stdout.write(f"{perf_counter() - STARTED:6.1f} s  {text}\n")
+        sys.stdout.flush()
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Largest of all ranks, over the norm."""
+    value = (found.float() - expected.float()).norm() / expected.float().norm()
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+@contextmanager
+def no_waiting():
+    """Notes in WAITED where the host waits for the device."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        yield
+        torch.cuda.set_sync_debug_mode("default")
+    WAITED.update(f"{w.filename}:{w.lineno}" for w in found if "synchroniz" in str(w.message))
+
+
+def seconds(work: Callable[[], object], repeats: int) -> float:
+    """Of the slowest rank, after one call to warm up."""
+    work()
+    torch.cuda.synchronize()
+    dist.barrier()
+    start = perf_counter()
+    for _ in range(repeats):
+        work()
+    torch.cuda.synchronize()
+    value = torch.tensor((perf_counter() - start) / repeats, device="cuda")
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def row_of(total: int, seed: int = 0) -> list[Tensor]:
+    """q, k, v and the output's gradient of a whole row."""
+    draw = torch.Generator("cuda").manual_seed(seed)
+    heads = (HEADS, KEY_HEADS, KEY_HEADS, HEADS)
+    return [
+        torch.randn(total, h, HEAD_DIM, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for h in heads
+    ]
+
+
+def own_tokens(mesh: Mesh, total: int) -> Tensor:
+    ranges = token_ranges(
+        total,
+        ring=mesh.ring.size,
+        ulysses=mesh.ulysses.size,
+        ring_rank=mesh.ring.rank,
+        ulysses_rank=mesh.ulysses.rank,
+    )
+    return torch.cat([torch.arange(r.start, r.stop) for r in ranges]).cuda()
+
+
+def contexts(mesh: Mesh, lengths: tuple[int, ...]) -> tuple[PackedContext, PackedContext]:
+    """Of the padded row alone, and split."""
+    total = padded_tokens(sum(lengths), ring=mesh.ring.size, ulysses=mesh.ulysses.size)
+    if total > sum(lengths):
+        lengths = (*lengths, total - sum(lengths))
+    alone = PackedContext.from_lengths(lengths, device=mesh.device)
+    parallel = ContextParallel(ring=mesh.ring, ulysses=mesh.ulysses)
+    return alone, dataclasses.replace(alone, parallel=parallel)
+
+
+def attend(tensors: list[Tensor], context: PackedContext, **options) -> list[Tensor]:
+    """Output and gradients."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    forward = packed_attention if context.parallel is None else context_parallel.packed_attention
+    output = forward(q, k, v, context, scale=SCALE, **options)
+    output.backward(tensors[3])
+    return [output.detach(), q.grad, k.grad, v.grad]
+
+
+# ---------------------------------------------------------------- parity
+
+
+def check_attention(meshes: dict[str, Mesh]) -> tuple[list[str], bool]:
+    lines = ["| attention | row | output | dq | dk | dv | |", "|---|---|---|---|---|---|---|"]
+    passed = True
+    for name, mesh in meshes.items():
+        for label, (lengths, options) in PARITY.items():
+            alone, parallel = contexts(mesh, lengths)
+            row = row_of(alone.num_tokens)
+            own = own_tokens(mesh, alone.num_tokens)
+            expected = [x[own] for x in attend(row, alone, **options)]
+            part = [x[own] for x in row]
+            attend(part, parallel, **options)  # makes connections
+            with no_waiting():
+                found = attend(part, parallel, **options)
+            errors = [distance(a, b) for a, b in zip(found, expected, strict=True)]
+            ok = errors[0] <= MAX_OUTPUT and max(errors[1:]) <= MAX_GRADIENT
+            passed &= ok
+            numbers = " | ".join(f"{e:.1e}" for e in errors)
+            lines.append(f"| {name} | {label} | {numbers} | {'ok' if ok else 'FAILED'} |")
+            note(lines[-1])
+    return lines, passed
+
+
+def stack(num_layers: int, device: torch.device) -> torch.nn.Module:
+    """Decoder layers of an 8B model, and a small vocabulary."""
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=1024,
+        hidden_size=4096,
+        num_hidden_layers=num_layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        head_dim=HEAD_DIM,
+        intermediate_size=12_288,
+        max_position_embeddings=LONG,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+        )
+    return model.eval()
+
+
+def batch_of(lengths: tuple[int, ...]):
+    draw = torch.Generator().manual_seed(1)
+    rows = [
+        Trajectory(
+            id=str(i),
+            token_ids=torch.randint(1024, (n,), generator=draw).tolist(),
+            loss_mask=[False] + [True] * (n - 1),
+        )
+        for i, n in enumerate(lengths)
+    ]
+    return collate(rows, [1.0] * len(rows), "cpu")
+
+
+def forward_backward(model, share, weights_N: Tensor) -> Tensor:
+    """A loss that is linear in a projection of each trained token's hidden state; that, [N]."""
+    hidden = hidden_states(model, share.input_ids, share.position_ids, share.context)
+    projected = hidden.index_select(0, share.predict_index).float().mean(-1)
+    values_N = gather(projected, share)
+    (values_N * weights_N).sum().backward()
+    return values_N.detach()
+
+
+def check_stack(meshes: dict[str, Mesh], model) -> tuple[list[str], bool]:
+    lines = ["| 4 layers, 16k | tokens' values | worst gradient | |", "|---|---|---|---|"]
+    passed = True
+    device = torch.device("cuda", torch.cuda.current_device())
+    batch = batch_of((1, 10_000, 2, 4_000, 2_381))
+    draw = torch.Generator("cuda").manual_seed(2)
+    weights = torch.randn(len(batch.labels), generator=draw, device="cuda")
+    expected = forward_backward(model, split(batch, Mesh.alone(device)), weights)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    floor = 1e-2 * max(g.float().norm() for g in gradients)
+    for name, mesh in meshes.items():
+        model.zero_grad()
+        with no_waiting():
+            share = split(batch, mesh)
+            found = forward_backward(model, share, weights)
+        error = distance(found, expected)
+        worst = 0.0
+        for parameter, alone in zip(model.parameters(), gradients, strict=True):
+            total = parameter.grad.float()
+            dist.all_reduce(total, group=mesh.context.group)
+            apart = (total - alone.float()).norm() / max(alone.float().norm(), floor)
+            worst = max(worst, apart.item())
+        ok = error <= MAX_HIDDEN and worst <= MAX_PARAMETER
+        passed &= ok
+        lines.append(f"| {name} | {error:.1e} | {worst:.1e} | {'ok' if ok else 'FAILED'} |")
+        note(lines[-1])
+    model.zero_grad()
+    return lines, passed
+
+
+# ---------------------------------------------------------------- time and memory
+
+
+def attention_flops(lengths: tuple[int, ...]) -> float:
+    """Forward and backward of one layer: causal scores and values, 3.5 times the forward."""
+    return 3.5 * sum(2.0 * n * n * HEADS * HEAD_DIM for n in lengths)
+
+
+def time_attention(meshes: dict[str, Mesh]) -> list[str]:
+    lines = [
+        "| attention, 128k, forward and backward | one GPU ms | split ms | TFLOP/s a GPU | "
+        "efficiency | transfers alone ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    row = row_of(LONG)
+    for packing, lengths in PACKINGS.items():
+        alone, _ = contexts(next(iter(meshes.values())), lengths)
+        one = seconds(lambda context=alone: attend(row, context), repeats=1)
+        for name, mesh in meshes.items():
+            _, parallel = contexts(mesh, lengths)
+            part = [x[own_tokens(mesh, LONG)] for x in row]
+            many = seconds(lambda c=parallel, p=part: attend(p, c), repeats=3)
+            rate = attention_flops(lengths) / many / mesh.context.size / 1e12
+            bare = time_transfers(mesh)
+            lines.append(
+                f"| {packing}, {name} | {one * 1e3:.1f} | {many * 1e3:.1f} | {rate:.0f} | "
+                f"{one / many / mesh.context.size:.2f} | {bare * 1e3:.1f} |"
+            )
+            note(lines[-1])
+    return lines
+
+
+def time_transfers(mesh: Mesh) -> float:
+    """What the ring sends in forward and backward, with nothing computed."""
+    if mesh.ring.size == 1:
+        return 0.0
+    shape = (2, LONG // mesh.ring.size, KEY_HEADS // mesh.ulysses.size, HEAD_DIM)
+    kv = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+    grad_kv = kv.float()
+
+    def rotate() -> None:
+        for _ in range(mesh.ring.size - 1):
+            context_parallel._Rotation(kv, mesh.ring).wait()
+            context_parallel._Rotation(kv, mesh.ring).wait()
+        for _ in range(mesh.ring.size):
+            context_parallel._Rotation(grad_kv, mesh.ring).wait()
+
+    return seconds(rotate, repeats=3)
+
+
+def time_stack(meshes: dict[str, Mesh], model) -> list[str]:
+    lines = [
+        "| 4 layers, 128k, forward and backward | s | tokens/s a GPU | TFLOP/s a GPU | "
+        "peak GiB above weights and gradients |",
+        "|---|---|---|---|---|",
+    ]
+    num_weights = sum(p.numel() for p in model.model.layers.parameters())
+    for packing, lengths in PACKINGS.items():
+        batch = batch_of(lengths)
+        weights = torch.ones(len(batch.labels), device="cuda")
+        for name, mesh in meshes.items():
+            share = split(batch, mesh)
+            forward_backward(model, share, weights)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            resting = torch.cuda.memory_allocated()
+            dist.barrier()
+            start = perf_counter()
+            with no_waiting():
+                forward_backward(model, share, weights)
+            torch.cuda.synchronize()
+            taken = torch.tensor(perf_counter() - start, device="cuda")
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            peak = (torch.cuda.max_memory_allocated() - resting) / GIB
+            flops = 6.0 * num_weights * LONG + LAYERS * attention_flops(lengths)
+            size, taken_s = mesh.context.size, taken.item()
+            lines.append(
+                f"| {packing}, {name} | {taken_s:.3f} | {LONG / taken_s / size:.0f} | "
+                f"{flops / taken_s / size / 1e12:.0f} | {peak:.1f} |"
+            )
+            note(lines[-1])
+            gc.collect()
+    return lines
+
+
+def main() -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    world = dist.get_world_size()
+    if world not in MESHES:
+        raise SystemExit(f"start 2 or 4 processes, got {world}")
+    meshes = {
+        name: Mesh.of_group(MeshSizes(**sizes), device, timeout=timedelta(seconds=60))
+        for name, sizes in MESHES[world].items()
+    }
+    note(f"{world} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    attention_lines, attention_ok = check_attention(meshes)
+    model = stack(LAYERS, device)
+    stack_lines, stack_ok = check_stack(meshes, model)
+    torch.cuda.empty_cache()
+    tables = [attention_lines, stack_lines, time_attention(meshes), time_stack(meshes, model)]
+    if dist.get_rank() == 0:
+        sys.stdout.write("\n\n".join("\n".join(lines) for lines in tables) + "\n")
+        sys.stdout.write(f"the host waited at: {', '.join(sorted(WAITED)) or 'no line'}\n")
+        sys.stdout.flush()
+    dist.destroy_process_group()
+    sys.exit(0 if attention_ok and stack_ok and not WAITED else 1)
+
+
+if __name__ == "__main__":
+    main()

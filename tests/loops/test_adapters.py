@@ -1,0 +1,84 @@
+"""Whole runs that train adapters: what is sampled, resumed, exported; and in several processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.loops.conftest import MakeConfig
+from tests.loops.test_processes import ALL_SAMPLES, assert_same_run, rows, run_hone
+
+from hone.loops import sync
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+def config(make: MakeConfig, folder: Path, lora: dict[str, Any], **sections: Any) -> Any:
+    model = make().model.path
+    return make(
+        run={"dir": folder, "device": "cpu", **sections.pop("run", {})},
+        model={"path": model, "lora": lora},
+        trainer={"optimizer": {"lr": 3e-2}, "logits_chunk_tokens": 64},
+        algorithm={"kl": {"coef": 0.01}},
+        log=ALL_SAMPLES,
+        **sections,
+    )
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_adapters_learn_and_the_engine_samples_what_is_exported(
+    make_config: MakeConfig, tmp_path: Path, four_bits: bool
+) -> None:
+    """The launch gate compares the adapted trainer with the merged engine in each launch."""
+    lora = LORA | {"load_in_4bit": four_bits}
+    sync.run(config(make_config, tmp_path / "run", lora, run={"steps": 2}))
+    sync.run(config(make_config, tmp_path / "run", lora, run={"steps": 3}))
+    found = rows(tmp_path / "run")
+    assert [row["step"] for row in found] == [1, 2, 3]
+    assert all(row["off_policy/parity/kl"] < 1e-9 for row in (found[0], found[2]))
+    assert all(row["off_policy/mismatch_kl"] < 1e-9 for row in found)
+    base = load_file(Path(make_config().model.path) / "model.safetensors")
+    merged = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert merged.keys() == base.keys()
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed
+    assert all(name.endswith("_proj.weight") for name in changed)
+    document = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert document["r"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_adapters_of_two_processes_are_those_of_one(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    one = config(make_config, tmp_path / "one", LORA)
+    sync.run(one)
+    two = config(make_config, tmp_path / "two", LORA)
+    run_hone("rl", two, tmp_path, "--nproc", "2", "--trainer.parallel.zero_stage", "3")
+    assert_same_run(one.run.dir, two.run.dir)
+    adapters = [
+        load_file(cfg.run.dir / "adapter" / "adapter_model.safetensors") for cfg in (one, two)
+    ]
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, tensor in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], tensor, rtol=0, atol=1e-5)
+
+
+def test_the_trainer_sleeps_while_the_engine_generates(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """The same run with and without, bit by bit."""
+    weights = []
+    for sleeps in (False, True):
+        cfg = make_config(
+            run={"dir": tmp_path / str(sleeps), "steps": 2},
+            trainer={"optimizer": {"lr": 3e-3}, "enable_sleep": sleeps},
+        )
+        sync.run(cfg)
+        weights.append(load_file(cfg.run.dir / "model" / "model.safetensors"))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -1,0 +1,316 @@
+"""Whole runs in several processes of this machine: the same numbers as in one, and clean ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from tests.loops.conftest import MakeConfig
+
+from hone.checkpoint.store import CheckpointStore
+from hone.config.base import Section
+from hone.config.load import dump_config
+from hone.config.tree import EvaluateConfig, SFTConfig
+from hone.data.arithmetic import generate, write_jsonl
+from hone.loops import inference, supervised, sync
+
+OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s", "engine/steps", "engine/kv_cache_usage")
+OF_THE_LAUNCH = ("off_policy/parity/",)
+NOISE = ("off_policy/kl", "off_policy/mismatch_kl", "off_policy/ratio/", "train/num_micro_batches")
+"""Differences of the last bits between engine and trainer; and of how rows are packed."""
+
+
+def command(name: str, cfg: Section, folder: Path, launcher: list[str], *more: str) -> list[str]:
+    recipe = folder / f"{name}-{len(list(folder.glob('*.yaml')))}.yaml"
+    recipe.write_text(dump_config(cfg))
+    return [sys.executable, *launcher, "-m", "hone", name, str(recipe), *more]
+
+
+def run_hone(*args: Any, launcher: list[str] | None = None, code: int = 0) -> str:
+    done = subprocess.run(
+        command(args[0], args[1], args[2], launcher or [], *args[3:]),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+
+
+def samples(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
+
+
+def assert_same_run(one: Path, several: Path) -> None:
+    """Metrics to 1e-6, samples token by token, weights to float32's last bits."""
+    for alone, shared in zip(rows(one), rows(several), strict=True):
+        ignored = OF_THE_MACHINE + OF_THE_LAUNCH + NOISE
+        for key in alone.keys() | shared.keys():
+            if not key.startswith(ignored):
+                assert shared[key] == pytest.approx(alone[key], rel=1e-5, abs=1e-6), key
+    for a, b in zip(samples(one), samples(several), strict=True):
+        logprobs = a.pop("logprobs"), b.pop("logprobs")
+        assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-5)
+        assert b.pop("advantage") == pytest.approx(a.pop("advantage"), abs=1e-5)
+        assert a == b
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (one, several)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        assert float((tensor - weights[1][name]).abs().max()) < 1e-5, name
+
+
+def assert_metrics_of_samples(run_dir: Path) -> None:
+    """R24: what a row says of its samples, recomputed from the samples on disk."""
+    for row in rows(run_dir):
+        own = [s for s in samples(run_dir) if s["step"] == row["step"]]
+        assert row["rollout/samples"] == len(own)
+        rewards = [s["reward"] for s in own if s["reward"] is not None]
+        assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
+        tokens = [len(s["token_ids"]) for s in own]
+        assert row["rollout/completion_tokens/mean"] == pytest.approx(sum(tokens) / len(tokens))
+        assert row["rollout/num_tokens"] == sum(tokens)
+        assert row["train/num_tokens"] == sum(sum(s["loss_mask"]) for s in own)
+        distinct = {(s["prompt_id"], s["index"]) for s in own}
+        assert len(distinct) == len(own)
+
+
+ALL_SAMPLES = {"samples_per_step": 99}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_R24_two_processes_are_one_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    """With evaluation, dynamic sampling, the reference, two mini-batches; then on in one process.
+
+    The resumed run ends as the straight one does: a checkpoint does not know who wrote it.
+    """
+    sections: dict[str, Any] = {
+        "rollout": {"dynamic_sampling": True, "max_refill_rounds": 3},
+        "trainer": {
+            "prompts_per_minibatch": 2,
+            "optimizer": {"lr": 3e-3},
+            "logits_chunk_tokens": 64,
+        },
+        "algorithm": {"kl": {"coef": 0.01}},
+        "eval": {"every_n_steps": 2, "n_samples_per_prompt": 2},
+        "log": ALL_SAMPLES,
+    }
+    one = make_config(run={"dir": tmp_path / "one"}, **sections)
+    sync.run(one)
+    two = make_config(run={"dir": tmp_path / "two", "steps": 2}, **sections)
+    output = run_hone("rl", two, tmp_path, "--nproc", "2")
+    assert output.count("done after step 2") == 1
+    assert output.count("rows kept") == 1, "one process speaks"
+    assert_metrics_of_samples(two.run.dir)
+    sync.run(make_config(run={"dir": tmp_path / "two"}, **sections))
+    assert_same_run(one.run.dir, two.run.dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_R21_four_processes_share_few_prompts(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Over-sampling carries samples over; some processes have no prompt at times."""
+    sections: dict[str, Any] = {
+        "rollout": {"prompts_per_step": 2, "oversample_prompts": 3, "max_completion_tokens": 12},
+        "engine": {"max_num_seqs": 32, "max_model_len": 32, "block_size": 4},  # all at once
+        "log": ALL_SAMPLES,
+    }
+    one = make_config(run={"dir": tmp_path / "one"}, **sections)
+    sync.run(one)
+    assert any(row["rollout/carried_samples"] for row in rows(one.run.dir))
+    four = make_config(run={"dir": tmp_path / "four"}, **sections)
+    run_hone("rl", four, tmp_path, "--nproc=4")
+    assert_same_run(one.run.dir, four.run.dir)
+
+
+@pytest.fixture
+def sft_config(inputs: Path, tmp_path: Path) -> SFTConfig:
+    demonstrations = tmp_path / "demonstrations.jsonl"
+    problems = generate(40, seed=0, low=0, high=9)
+    write_jsonl(demonstrations, [row | {"completion": row["answer"]} for row in problems])
+    return SFTConfig.model_validate(
+        {
+            "run": {"dir": tmp_path / "one", "steps": 3, "device": "cpu"},
+            "model": {"path": str(inputs / "model")},
+            "data": {
+                "train": [{"path": str(demonstrations)}],
+                "eval_fraction": 0.25,
+                "chat": "never",
+                "max_tokens": 16,
+                "examples_per_step": 5,
+            },
+            "trainer": {"optimizer": {"lr": 3e-3}, "logits_chunk_tokens": 64},
+            "eval": {"every_n_steps": 1},
+            "log": {"tensorboard": False, "report": False},
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_R24_supervised_training_under_torchrun(sft_config: SFTConfig, tmp_path: Path) -> None:
+    supervised.run(sft_config)
+    run = sft_config.run.model_copy(update={"dir": tmp_path / "two"})
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    recipe = sft_config.model_copy(update={"run": run})
+    output = run_hone("sft", recipe, tmp_path, launcher=launcher)
+    assert output.count("done after step 3") == 1
+    (tmp_path / "one" / "samples.jsonl").write_text("")
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_R24_an_evaluation_in_two_processes(make_config: MakeConfig, tmp_path: Path) -> None:
+    tree = make_config()
+    cfg = EvaluateConfig.model_validate(
+        {
+            "run": {"dir": tmp_path / "one", "device": "cpu"},
+            "model": tree.model.model_dump(exclude={"lora"}),
+            "data": tree.data.model_dump() | {"train": []},
+            "engine": tree.engine.model_dump(),
+            "reward": tree.reward.model_dump(),
+            "eval": {"max_completion_tokens": 8, "n_samples_per_prompt": 4},
+        }
+    )
+    alone = inference.run_evaluation(cfg)
+    run = cfg.run.model_copy(update={"dir": tmp_path / "two"})
+    output = run_hone("eval", cfg.model_copy(update={"run": run}), tmp_path, "--nproc", "2")
+    assert output.count("eval/reward/mean") == 1
+    shared = json.loads((tmp_path / "two" / "eval.json").read_text())
+    assert shared == pytest.approx(alone, rel=1e-9)
+    both = [
+        [json.loads(line)["id"] for line in (tmp_path / name / "eval_samples.jsonl").open()]
+        for name in ("one", "two")
+    ]
+    assert both[0] == both[1]
+
+
+# -- ends ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running(cfg: Section, run_dir: Path, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`hone rl --nproc 2`, past its first recorded step; afterwards nothing of it is left."""
+    process = subprocess.Popen(
+        command("rl", cfg, folder, [], "--nproc", "2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    descendants: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 100
+        while not (run_dir / "metrics.jsonl").exists() or not rows(run_dir):
+            assert process.poll() is None, process.communicate()[0].decode()
+            assert time.monotonic() < deadline, "no step in time"
+            time.sleep(0.05)
+        descendants = psutil.Process(process.pid).children(recursive=True)
+        yield process
+        deadline = time.monotonic() + 15
+        while any(map(is_alive, descendants)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [child for child in descendants if is_alive(child)]
+    finally:
+        for child in filter(is_alive, descendants):
+            child.kill()
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def ranks(launcher: int) -> dict[int, psutil.Process]:
+    children = psutil.Process(launcher).children()
+    return {int(child.environ()["RANK"]): child for child in children}
+
+
+def endless(make_config: MakeConfig, timeout_s: float = 6.0) -> Any:
+    trainer = {"logits_chunk_tokens": 64, "parallel": {"timeout_s": timeout_s}}
+    return make_config(run={"steps": 100_000}, trainer=trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_R25_ctrl_c_stops_all_after_the_step(make_config: MakeConfig, tmp_path: Path) -> None:
+    cfg = endless(make_config)
+    with running(cfg, cfg.run.dir, tmp_path) as process:
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output = process.communicate(timeout=60)[0].decode()
+        assert process.returncode == 130, output
+    last = rows(cfg.run.dir)[-1]["step"]
+    assert output.count(f"stopped and saved after step {last}") == 1, output
+    assert "Traceback" not in output
+    assert CheckpointStore(cfg.run.dir / "checkpoints").steps() == [last]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
+def test_R11_a_run_names_its_lost_process(
+    make_config: MakeConfig, tmp_path: Path, number: signal.Signals
+) -> None:
+    cfg = endless(make_config)
+    with running(cfg, cfg.run.dir, tmp_path) as process:
+        victim = ranks(process.pid)[1]
+        start = time.monotonic()
+        victim.send_signal(number)
+        output = process.communicate(timeout=60)[0].decode()
+        assert time.monotonic() - start < 6 + 30
+        assert process.returncode == 1, output
+    errors = [line for line in output.splitlines() if "rror" in line]
+    assert errors[0].startswith("error: rank 1"), output
+    assert f"pid {victim.pid}" in errors[0]
+    assert " of step " in errors[0]
+    assert len(errors) == 1, output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_R11_no_process_outlives_its_launcher(make_config: MakeConfig, tmp_path: Path) -> None:
+    cfg = endless(make_config)
+    with running(cfg, cfg.run.dir, tmp_path) as process:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_R11_the_error_of_one_process_is_the_error_of_the_run(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(
+        "import os\n"
+        "assert os.environ['RANK'] == '0', 'this host lacks the checker'\n"
+        "def score(completion):\n"
+        "    return 0.0\n"
+    )
+    function = {"fn": f"{tmp_path / 'broken.py'}:score"}
+    cfg = make_config(reward={"functions": [function], "num_workers": 2})
+    output = run_hone("rl", cfg, tmp_path, "--nproc", "2", code=2)
+    errors = [line for line in output.splitlines() if "rror" in line]
+    assert errors[0].startswith("error: "), output
+    assert "this host lacks the checker" in errors[0]
+    assert output.count("this host lacks the checker") == 1, output
+    assert "Traceback" not in output

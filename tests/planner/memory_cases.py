@@ -1,0 +1,96 @@
+"""Settings whose memory is counted, and what a trainer with them holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hone.bench.train_memory import held_tensors
+from hone.config.derived import axis_sizes
+from hone.config.model import LoraConfig
+from hone.config.trainer import TrainerConfig
+from hone.models.adapters import adapt
+from hone.planner.memory import TrainingMemory, training_memory
+from hone.planner.model_shape import ModelShape
+from tests.trainer.examples import make_trainer, random_rows, tiny_model
+
+STATES = {"optimizer": {"state_dtype": "bfloat16"}}
+MUON = {"optimizer": {"name": "muon"}}
+LORA = LoraConfig(rank=3)
+SOME = LoraConfig(rank=2, target_modules=("q_proj", "down_proj"))
+QLORA = LoraConfig(rank=3, load_in_4bit=True)
+UNTIED = {"tie_word_embeddings": False}
+ODD = {"vocab_size": 51}  # leaves the last of several processes less than the others
+
+ALONE: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "float32": {"dtype": "float32"},
+    "untied": {"model": UNTIED},
+    "qwen2 biases": {"model": {"family": "qwen2"}},
+    "llama biases": {"model": {"family": "llama", "attention_bias": True, "mlp_bias": True}},
+    "gemma2": {"model": {"family": "gemma2"}, "dtype": "float32"},
+    "bfloat16 states": {"trainer": STATES},
+    "muon": {"trainer": MUON},
+    "adapters": {"lora": LORA},
+    "some adapters": {"lora": SOME, "dtype": "float32"},
+    "4-bit": {"lora": QLORA},
+}
+CASES: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"parallel": {"zero_stage": stage}} for stage in (0, 1, 2, 3)},
+    "float32": {"dtype": "float32", "model": ODD},
+    "uneven": {"parallel": {"zero_stage": 3}, "model": ODD | UNTIED},
+    "hybrid": {"parallel": {"zero_stage": 3, "fsdp_size": 2}},
+    "tensor 2": {"parallel": {"tensor_parallel_size": 2}},
+    "ulysses 2": {"parallel": {"ulysses_size": 2}},
+    "muon": {"trainer": MUON},
+    "bfloat16 states": {"trainer": STATES},
+    "adapters": {"lora": LORA, "parallel": {"zero_stage": 3}},
+}
+_SIZES = ("ring_size", "ulysses_size", "tensor_parallel_size", "fsdp_size", "zero_stage")
+KINDS = ("weights", "masters", "gradients", "optimizer")
+
+
+def settings(case: dict[str, Any]) -> TrainerConfig:
+    return TrainerConfig(**case.get("trainer", {}), parallel=case.get("parallel", {}))
+
+
+def model_of(case: dict[str, Any]):
+    dtype = getattr(torch, case.get("dtype", "bfloat16"))
+    return tiny_model(dtype=dtype, **case.get("model", {}))
+
+
+def plan(case: dict[str, Any], world_size: int = 1) -> TrainingMemory:
+    cfg, lora = settings(case), case.get("lora")
+    sizes = cfg.parallel.model_dump(include={*_SIZES})
+    return training_memory(
+        ModelShape.from_config(model_of(case).config.to_dict()),
+        cfg,
+        dtype=case.get("dtype", "bfloat16"),
+        num_tokens=64,
+        layers="eager",
+        lora=lora,
+        sizes=axis_sizes(world_size, **sizes),
+    )
+
+
+def held(case: dict[str, Any], mesh=None) -> dict[str, int]:
+    """Bytes by kind after a step and the passes of another."""
+    model = model_of(case)
+    if lora := case.get("lora"):
+        adapt(model, lora, seed=0)
+    trainer = make_trainer(model, mesh=mesh, **settings(case).model_dump())
+    rows = random_rows(8)
+    trainer.update(rows)
+    trainer.forward_backward(rows)
+    state, _ = trainer.state_dict()
+    moments = [t for n, t in state.items() if n.startswith(("optimizer/exp", "optimizer/mom"))]
+    found = held_tensors(
+        weights=model.state_dict(keep_vars=True).values(),
+        masters=trainer.policy.masters.values(),
+        moments=moments,
+        dtype=trainer.policy.dtype,
+        device=trainer.policy.device,
+    )
+    found.add("gradients", trainer.policy.gradients.values(), trainer.policy.device)
+    return {kind: found.total(kind) for kind in KINDS}

@@ -1,0 +1,248 @@
+"""Planned memory: what is counted against real trainers, what is modelled by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hone.config.derived import AxisSizes
+from hone.config.model import LoraConfig
+from hone.config.trainer import TrainerConfig
+from hone.models.tiny import SHAPES
+from hone.planner import hardware
+from hone.planner.memory import adapter_params, layer_code, training_memory
+from hone.planner.model_shape import ModelShape
+from hone.planner.roofline import training_flops
+from tests.planner.memory_cases import ALONE, CASES, KINDS, LORA, held, model_of, plan
+
+GIB = 1 << 30
+WORLD = 4
+
+
+def public(name):
+    fields = SHAPES[name]
+    return ModelShape(
+        family=fields["family"],
+        num_layers=fields["num_layers"],
+        hidden_size=fields["hidden_size"],
+        num_heads=fields["num_heads"],
+        num_kv_heads=fields["num_kv_heads"],
+        head_dim=fields["head_dim"],
+        intermediate_size=fields["intermediate_size"],
+        vocab_size=fields["vocab_size"],
+        tied=fields["tie_word_embeddings"],
+    )
+
+
+def counted(memory):
+    return {kind: getattr(memory, kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_process_holds_just_what_is_counted(name):
+    assert counted(plan(ALONE[name])) == held(ALONE[name])
+
+
+def test_what_is_offloaded_lies_on_the_host():
+    on_device, away = plan({}), plan({"trainer": {"offload_optimizer": True}})
+    assert (away.masters, away.optimizer) == (0, 0)
+    assert away.host == on_device.masters + on_device.optimizer
+    assert away.gradients == on_device.gradients
+    # Masters of several processes are what passes gather from.
+    shared = plan({"trainer": {"offload_optimizer": True}}, 2)
+    assert shared.masters == plan({}, 2).masters
+    assert shared.host == plan({}, 2).optimizer
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.planner.memory_ranks"],
+            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        outputs = [process.communicate(timeout=110) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), outputs[0][1]
+    return json.loads(outputs[0][0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_of_several_processes_holds_just_what_is_counted(name, shared):
+    outcome = shared[name]
+    assert {kind: outcome["planned"][kind] for kind in KINDS} == outcome["held"]
+
+
+def test_shards_add_up(shared):
+    """Four of four parts; a planner that forgot to divide, or divided twice, would not."""
+    whole = counted(plan({}))
+    parts = shared["stage 3"]["held"]
+    assert parts["masters"] == pytest.approx(whole["masters"] / WORLD, rel=0.01)
+    assert shared["hybrid"]["held"]["masters"] == pytest.approx(whole["masters"] / 2, rel=0.01)
+    assert shared["stage 0"]["held"]["masters"] == whole["masters"]
+
+
+def test_activations_by_hand():
+    """Qwen3-0.6B in own layers, values of 2 bytes a token and layer, and the softmax's 4 a head."""
+    shape, tokens = public("qwen3-0.6b"), 1000
+    # Two residuals, queries keys values, their rotated heads, attention's result, gate and up.
+    values = 2 * 1024 + 4096 + 3072 + 2048 + 2 * 3072
+    ends = 3 * tokens * 1024 * 2
+    expected = {
+        "off": 28 * tokens * (2 * values + 64),
+        "selective": 28 * tokens * (2 * (values - 3072) + 64),
+        "full": 28 * tokens * 1024 * 2,
+    }
+    for mode, of_layers in expected.items():
+        cfg = TrainerConfig(recompute=mode)
+        found = training_memory(shape, cfg, dtype="bfloat16", num_tokens=tokens)
+        assert found.activations == of_layers + ends
+    every = TrainerConfig(recompute="full", recompute_every_n_layers=3)
+    found = training_memory(shape, every, dtype="bfloat16", num_tokens=tokens)
+    assert found.activations == (18 * expected["off"] + 10 * expected["full"]) // 28 + ends
+    away = TrainerConfig(recompute="full", offload_activations=True)
+    found = training_memory(shape, away, dtype="bfloat16", num_tokens=tokens)
+    assert found.activations == 2 * tokens * 1024 * 2 + ends
+    assert found.host == expected["full"]
+
+
+def test_R15_the_head_is_bounded_by_its_chunk():
+    """Whatever the tokens and the vocabulary, besides the gradient of the matrix."""
+    for vocab in (4_096, 151_936, 250_000):
+        shape = replace(public("qwen3-0.6b"), vocab_size=vocab)
+        cfg = TrainerConfig(logits_chunk_tokens=512)
+        for tokens in (4_096, 16_384, 65_536):
+            found = training_memory(shape, cfg, dtype="bfloat16", num_tokens=tokens)
+            assert found.logits == 512 * vocab * 6 + vocab * 1024 * 4 + tokens * 1024 * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "gib"),
+    [
+        ({"compile": False}, "eager", 36.6),
+        ({"compile": False, "recompute": "full"}, "eager", 6.7),
+        ({}, "compiled", 24.6),
+        ({"recompute": "full"}, "compiled", 6.2),
+    ],
+)
+def test_measured_peaks(settings, code, gib):
+    """benchmarks/README.md: forward and backward of one micro-batch of Qwen3-0.6B on an H200,
+    before the first optimizer step, so without moments."""
+    found = training_memory(
+        public("qwen3-0.6b"),
+        TrainerConfig(**settings),
+        dtype="bfloat16",
+        num_tokens=16384,
+        num_trained=16 * 896,
+        num_micro_batches=1,
+        layers=code,
+    )
+    assert (found.peak - found.optimizer) / GIB == pytest.approx(gib, rel=0.15)
+
+
+def test_what_each_setting_saves():
+    shape = public("qwen3-8b")
+
+    def peak(**settings):
+        cfg = TrainerConfig(**settings)
+        return training_memory(shape, cfg, dtype="bfloat16", num_tokens=16384).peak / GIB
+
+    none = peak()
+    assert none > 140  # more than there is
+    assert none - peak(recompute="full") > 40
+    states = {"state_dtype": "bfloat16"}
+    assert peak(recompute="full") - peak(recompute="full", optimizer=states) == pytest.approx(
+        8.19e9 * 4 / GIB, rel=0.01
+    )
+    assert peak(recompute="full") - peak(recompute="full", offload_optimizer=True) > 85
+    assert none - peak(max_tokens_per_microbatch=8192) == 0  # num_tokens says what is in a pass
+
+
+def test_stages_shard_more_and_more():
+    sizes, shape = AxisSizes(data=8, fsdp=8), public("qwen3-8b")
+    found = {}
+    for stage in (0, 1, 2, 3):
+        cfg = TrainerConfig(recompute="full", parallel={"zero_stage": stage})
+        own = replace(sizes, fsdp=1) if stage == 0 else sizes
+        found[stage] = training_memory(
+            shape, cfg, dtype="bfloat16", num_tokens=16384, layers="compiled", sizes=own
+        )
+    peaks = [found[stage].peak for stage in (0, 1, 2, 3)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert found[1].masters * 8 == pytest.approx(found[0].masters, rel=1e-3)
+    assert found[1].reducing - found[2].reducing == pytest.approx(4 * shape.num_params, rel=1e-3)
+    assert found[3].gathered < found[2].gathered / 3
+
+
+def test_who_computes_layers():
+    gpu = {"on_gpu": True, "compile": None, "fused_layers": False}
+    assert layer_code(**gpu) == "compiled"
+    assert layer_code(**{**gpu, "fused_layers": True}) == "own"
+    assert layer_code(**{**gpu, "compile": False}) == "eager"
+    assert layer_code(**{**gpu, "on_gpu": False}) == "eager"
+
+
+# -- FLOPs ---------------------------------------------------------------------------------------
+
+
+def test_training_flops_by_hand():
+    shape = ModelShape.from_config(model_of({}).config.to_dict())
+    matrices = shape.body_params
+    linear = 2 * (matrices * 30 + 48 * 32 * 20)  # 20 of 30 tokens go through the head
+    attention = 4 * 2 * 4 * 8 * (10**2 + 20**2) / 2  # layers, heads, head size; half the square
+    assert training_flops(shape, [10, 20], num_head_tokens=20) == 3 * (linear + attention)
+
+
+def test_frozen_matrices_pass_two_products():
+    shape = ModelShape.from_config(model_of({}).config.to_dict())
+    lengths, own = [10, 20], adapter_params(shape, LORA)
+    named = 2 * 3 * ((32 + 32) + 2 * (16 + 32) + (32 + 32) + 3 * (64 + 32))  # layers, rank
+    assert own == named
+    full = training_flops(shape, lengths, num_head_tokens=20)
+    adapted = training_flops(shape, lengths, num_head_tokens=20, num_adapter_params=own)
+    linear = 2 * (shape.body_params * 30 + 48 * 32 * 20)
+    assert full - adapted == linear - 3 * 2 * own * 30
+    assert adapter_params(shape, LoraConfig()) == 0
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+def test_every_gpu_has_its_data_sheet_and_memory():
+    for peaks in hardware.GPUS:
+        assert peaks.datasheet_flops_per_s is not None
+        assert peaks.memory_gib is not None
+        if peaks.source == "datasheet":
+            assert peaks.flops_per_s == peaks.datasheet_flops_per_s
+        else:
+            assert peaks.flops_per_s < peaks.datasheet_flops_per_s
+
+
+def test_the_driver_names_the_gpu(tmp_path: Path):
+    assert hardware.installed_gpu(tmp_path) is None
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "information").write_text(
+        "Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\nGPU UUID: \t GPU-1\n"
+    )
+    found = hardware.installed_gpu(tmp_path)
+    assert found is not None
+    assert (found.name, found.memory_gib) == ("H200", 140)

@@ -1,0 +1,236 @@
+"""R21: any number of processes collects the same groups as one. Processes are threads here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from hone.config.rollout import RolloutConfig
+from hone.config.run import EvaluationConfig
+from hone.rollout import rollout as rollout_module
+from hone.rollout.evaluate import evaluate
+from hone.rollout.rollout import Alone, Rollout, RolloutCounts
+from hone.rollout.state import group_to_dict
+from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, prompt
+
+NUM_STEPS = 5
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Meeting:
+    """Where threads leave a value each and take everybody's."""
+
+    size: int
+    values: list[Any] = field(default_factory=list[Any])
+
+    def __post_init__(self) -> None:
+        self.values = [None] * self.size
+        self.barrier = threading.Barrier(self.size)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait(TIMEOUT_S)
+        values = list(self.values)
+        self.barrier.wait(TIMEOUT_S)
+        return values
+
+
+@dataclass
+class Thread:
+    """The `Peers` protocol over a meeting."""
+
+    meeting: Meeting
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.meeting.size
+
+    def gather(self, value: Any, /) -> list[Any]:
+        return self.meeting.gather(self.rank, value)
+
+    def total(self, *counts: int) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*self.gather(counts), strict=True)))
+
+
+def in_threads(size: int, work: Callable[[Thread], Any]) -> list[Any]:
+    meeting = Meeting(size)
+
+    def run(rank: int) -> Any:
+        try:
+            return work(Thread(meeting, rank))
+        except BaseException:
+            meeting.barrier.abort()  # nobody waits for one that has failed
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+        errors = [e for future in futures if (e := future.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [future.result() for future in futures]
+
+
+def make(cfg: RolloutConfig, peers: Any, prompts: CyclicPrompts) -> Rollout:
+    return Rollout(
+        engine=FakeEngine(),
+        scorer=FakeScorer(delay=3),
+        prompts=prompts,
+        cfg=cfg,
+        decode=lambda ids: " ".join(map(str, ids)),
+        seed=7,
+        peers=peers,
+    )
+
+
+def collected(cfg: RolloutConfig, peers: Any, num_steps: int = NUM_STEPS) -> list[Any]:
+    """The groups of each step, with the weights of a version of their own, and the last state."""
+    prompts = CyclicPrompts()
+    rollout = make(cfg, peers, prompts)
+    found: list[Any] = []
+    for step in range(num_steps):
+        rollout.engine.weight_version = step  # type: ignore[misc]
+        groups = rollout.collect(step)
+        counts = rollout.counts
+        found.append(
+            (
+                [group_to_dict(group) for group in groups],
+                prompts.position,
+                counts.num_dropped_groups,
+                counts.num_refill_rounds,
+                counts.num_carried_samples,
+                counts.num_prompt_tokens,
+                counts.num_generated_tokens,
+            )
+        )
+    return [*found, rollout.state_dict()]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fewer prompts than processes": {"prompts_per_step": 3},
+    "dynamic": {"dynamic_sampling": True},
+    "oversampled": {"oversample_prompts": 5},
+    "oversampled, patient": {"oversample_prompts": 5, "max_aborted_count": 1},
+    "dynamic, oversampled": {"dynamic_sampling": True, "oversample_prompts": 3},
+    "masked": {"oversample_prompts": 5, "mask_off_policy_tokens": True},
+}
+
+
+def config(name: str) -> RolloutConfig:
+    base = {"prompts_per_step": 8, "n_samples_per_prompt": 4, "max_completion_tokens": 20}
+    return RolloutConfig.model_validate(base | SETTINGS[name])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_R21_processes_collect_what_one_does(name: str, size: int) -> None:
+    alone = collected(config(name), Alone())
+    for own in in_threads(size, lambda peers: collected(config(name), peers)):
+        assert own == alone
+    if "oversampled" in name:
+        assert any(step[4] for step in alone[:-1]), "something must be carried over"
+    if "dynamic" in name:
+        assert any(step[2] for step in alone[:-1]), "something must be dropped"
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 4), (4, 2)])
+def test_R18_a_rollout_goes_on_in_any_number_of_processes(sizes: tuple[int, int]) -> None:
+    cfg = config("dynamic, oversampled")
+
+    def first_half(peers: Any) -> Any:
+        return collected(cfg, peers, num_steps=2)[-1]
+
+    def second_half(state: Any, position: int) -> Callable[[Any], Any]:
+        def work(peers: Any) -> list[Any]:
+            prompts = CyclicPrompts()
+            prompts.position = position
+            rollout = make(cfg, peers, prompts)
+            rollout.load_state_dict(state)
+            rollout.engine.weight_version = 2  # type: ignore[misc]
+            return [group_to_dict(group) for group in rollout.collect(2)]
+
+        return work
+
+    straight = collected(cfg, Alone(), num_steps=3)
+    states = in_threads(sizes[0], first_half)
+    resumed = in_threads(sizes[1], second_half(states[-1], straight[1][1]))
+    for groups in resumed:
+        assert groups == straight[2][0]
+
+
+def bug_local_counts(self: Rollout, num_groups: int) -> bool:
+    """Each process decides by its own groups, and would be left alone by the others."""
+    generated = sum(entry.generated for entry in self._own())
+    return generated < num_groups and bool(self.peers.total(self.engine.has_unfinished)[0])
+
+
+def bug_own_seeds(prompt_: Any, *args: Any, **kwargs: Any) -> Any:
+    kwargs["number"] = id(threading.current_thread())
+    return rollout_module_requests_for(prompt_, *args, **kwargs)
+
+
+rollout_module_requests_for = rollout_module.requests_for
+
+
+@pytest.mark.parametrize("bug", ["counts", "seeds", "tokens"])
+def test_R21_planted_sharing(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = collected(config("oversampled"), Alone())
+    if bug == "counts":
+        monkeypatch.setattr(Rollout, "_goes_on", bug_local_counts)
+    elif bug == "seeds":
+        monkeypatch.setattr(rollout_module, "requests_for", bug_own_seeds)
+    else:  # what was sampled of an unfinished sample stays with its owner
+        told = rollout_module._Told
+        monkeypatch.setattr(
+            told, "of", classmethod(lambda cls, e: cls([], dict.fromkeys(e.requests)))
+        )
+
+    def check() -> None:
+        for own in in_threads(2, lambda peers: collected(config("oversampled"), peers)):
+            assert own == alone
+
+    with pytest.raises((AssertionError, KeyError, threading.BrokenBarrierError)):
+        check()
+
+
+def test_counts_of_processes() -> None:
+    both = RolloutCounts.over(
+        [
+            RolloutCounts(1, 2, 3, num_prompt_tokens=10, engine_busy_s=1.5, max_kv_cache_usage=0.5),
+            RolloutCounts(1, 2, 3, num_prompt_tokens=5, engine_busy_s=2.0, reward_p99_s=0.25),
+        ]
+    )
+    assert both == RolloutCounts(
+        1, 2, 3, num_prompt_tokens=15, engine_busy_s=3.5, max_kv_cache_usage=0.5, reward_p99_s=0.25
+    )
+
+
+def evaluated(peers: Any, num_prompts: int) -> list[Any]:
+    samples = evaluate(
+        [prompt(number) for number in range(num_prompts)],
+        engine=FakeEngine(),
+        scorer=FakeScorer(delay=2),
+        cfg=EvaluationConfig(n_samples_per_prompt=3, max_completion_tokens=9),
+        decode=lambda ids: str(list(ids)),
+        seed=3,
+        peers=peers,
+    )
+    return [(s.id, s.prompt, s.token_ids, s.reward, s.index) for s in samples]
+
+
+@pytest.mark.parametrize(("size", "num_prompts"), [(2, 5), (4, 2), (3, 9)])
+def test_R24_an_evaluation_is_the_same_in_any_number_of_processes(
+    size: int, num_prompts: int
+) -> None:
+    alone: Sequence[Any] = evaluated(Alone(), num_prompts)
+    assert len(alone) == 3 * num_prompts
+    for own in in_threads(size, lambda peers: evaluated(peers, num_prompts)):
+        assert own == alone

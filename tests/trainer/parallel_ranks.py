@@ -1,0 +1,566 @@
+"""Trains in one of several processes, as torchrun starts them; rank 0 prints JSON.
+
+`python -m tests.trainer.parallel_ranks`, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
+Rank 0 also trains each model alone, and what comes out is compared there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from hone.checkpoint.sharded import take
+from hone.checkpoint.store import CheckpointStore
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.parallel import ParallelConfig
+from hone.config.trainer import SFTTrainerConfig
+from hone.distributed.mesh import Mesh, MeshSizes
+from hone.models.manifest import export_weights
+from hone.observe.metrics import to_scalars
+from hone.trainer import learner, sharded
+from hone.trainer.sharded import ShardedPolicy
+from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+from hone.weights import sync
+from hone.weights.sync import WeightSync
+from tests.trainer.examples import gradients, make_trainer, near_policy, random_rows, tiny_model
+from tests.trainer.parallel_cases import LAYOUTS, runs
+from tests.weights.test_sync import ModuleEngine
+
+CPU = torch.device("cpu")
+STEP = {"optimizer": {"lr": 0.01, "eps": 1e-3, "max_grad_norm": 0.3}}
+CUT = {"train/num_micro_batches"}
+"""Metrics that say how the work was cut."""
+COUNTS = {"policy/clip_fraction", "train/share_with_gradient", "train/share_unchanged"}
+"""Shares of tokens or weights on one side of a border: a rounding may carry one across."""
+
+
+@cache
+def mesh_of(sizes, timeout_s):
+    return Mesh.of_group(sizes, CPU, timeout=timedelta(seconds=timeout_s))
+
+
+def on_mesh(parallel=None, *, timeout_s=120):
+    sizes = MeshSizes.of(ParallelConfig(**parallel or {}), dist.get_world_size())
+    return mesh_of(sizes, timeout_s)
+
+
+def shared(value):
+    """Rank 0's value, everywhere."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def rows_near(model, cfg, rows):
+    near_policy(rows, make_trainer(model, cfg))
+    return shared(rows)
+
+
+def everywhere(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def difference(actual, expected):
+    """Largest, as a share of the largest value."""
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def of_each(actual, expected):
+    """Largest relative difference of the norm of one of several named tensors."""
+    assert actual.keys() == expected.keys()
+    return max(
+        float((actual[n] - want).norm() / want.norm().clamp(min=1e-12))
+        for n, want in expected.items()
+    )
+
+
+def scalars(metrics):
+    return {k: v for k, v in to_scalars(metrics).items() if k not in CUT}
+
+
+def compare(model, cfg, rows, settings, *, trainer_class=PolicyTrainer, dtype=torch.float32):
+    """What a group of processes computes against what one does alone.
+
+    Only rank 0 works alone, and only its differences count.
+    """
+    make = {"algorithm": cfg, **STEP, **settings}
+    is_first = dist.get_rank() == 0
+    alone_settings = {k: v for k, v in make.items() if k != "parallel"}
+    alone = make_trainer(tiny_model(dtype=dtype, **model), **alone_settings) if is_first else None
+    group = make_trainer(
+        tiny_model(dtype=dtype, **model),
+        mesh=on_mesh(settings.get("parallel")),
+        trainer_class=trainer_class,
+        **make,
+    )
+    before = {n: t.double() for n, t in group.named_weights()}
+
+    logprobs = group.logprobs(rows)
+    loss, _ = group.forward_backward(rows)
+    found = gradients(group)
+    metrics = [scalars(group.update(rows)) for _ in range(3)]
+    weights = {n: t.double() for n, t in group.named_weights()}
+    masters = {n: whole(m).double() for n, m in group.policy.masters.items()}
+    outcome = [[x.tolist() for x in logprobs], float(loss), metrics]
+    result = {
+        "same everywhere": all(other == outcome for other in everywhere(outcome)),
+        "formats": sorted({str(m.to_local().dtype) for m in group.policy.masters.values()}),
+    }
+    if alone is None:
+        return result
+
+    expected_loss, _ = alone.forward_backward(rows)
+    expected = gradients(alone)
+    flat, expected_flat = torch.cat(logprobs), torch.cat(alone.logprobs(rows))
+    expected_metrics = [scalars(alone.update(rows)) for _ in range(3)]
+    assert [m.keys() for m in metrics] == [m.keys() for m in expected_metrics]
+    moved = {n: t.double() - before[n] for n, t in alone.named_weights()}
+    expected_masters = {n: m.detach().double() for n, m in alone.policy.masters.items()}
+    return result | {
+        "logprobs": float((flat - expected_flat).abs().max()),
+        "loss": abs(float(loss) - float(expected_loss)) / abs(float(expected_loss)),
+        "gradient": of_each(found, expected),
+        "metrics": max(
+            abs(m[key] - want) / max(abs(want), 1e-3)
+            for step, (m, e) in enumerate(zip(metrics, expected_metrics, strict=True))
+            for key, want in e.items()
+            if step == 0 or key not in COUNTS
+        ),
+        "weights": difference(flatten({n: weights[n] - before[n] for n in moved}), flatten(moved)),
+        "masters": difference(flatten(masters), flatten(expected_masters)),
+    }
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def flatten(tensors):
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def layouts():
+    found = {}
+    for name, run in runs(dist.get_world_size()).items():
+        cfg = AlgorithmConfig.model_validate(run["objective"])
+        rows = rows_near(tiny_model(**run["model"]), cfg, random_rows(13, seed=len(name)))
+        found[name] = compare(run["model"], cfg, rows, run["settings"])
+    return found
+
+
+def bfloat16():
+    """One row a pass, so that both round the same passes, and only sums over them differ."""
+    cfg = AlgorithmConfig(entropy_coef=0.1)
+    rows = rows_near(tiny_model(dtype=torch.bfloat16), cfg, random_rows(9, seed=1))
+    layouts = {f"stage {stage}": {"zero_stage": stage} for stage in range(4)}
+    layouts["tensor"] = {"tensor_parallel_size": 2}
+    return {
+        name: compare(
+            {}, cfg, rows, {"micro_batch_size": 1, "parallel": parallel}, dtype=torch.bfloat16
+        )
+        for name, parallel in layouts.items()
+    }
+
+
+def axes():
+    """This rank's place on every axis, and who shares its shards."""
+    found = {}
+    for name, parallel in LAYOUTS[dist.get_world_size()].items():
+        mesh = on_mesh(parallel)
+        members = {
+            axis: dist.get_process_group_ranks(group)
+            for axis in ("data", "context", "ring", "ulysses", "tensor")
+            if (group := getattr(mesh, axis).group)
+        }
+        found[name] = {
+            "places": {axis: getattr(mesh, axis).rank for axis in members},
+            "members": members,
+            "shards": dict(zip(mesh.fsdp.mesh_dim_names, mesh.fsdp.shape, strict=True)),
+            "sharers": mesh.fsdp.mesh.tolist(),
+            "values": [
+                x.tolist()
+                for x in mesh.gather_values(
+                    torch.full((mesh.data.rank + 1,), float(mesh.data.rank)),
+                    [1 + rank for rank in range(mesh.data.size)],
+                )
+            ],
+        }
+    return found
+
+
+# ---------------------------------------------------------------- planted bugs
+
+
+class WeightsOfOwnRows(PolicyTrainer):
+    """Normalises by the tokens of one rank."""
+
+    def _micro_batches(self, rows, weights):
+        own = list(super()._micro_batches(rows, weights))
+        total = sum(row.num_trained for row in rows)
+        share = sum(len(batch.labels) for batch in own if batch.ids) / total
+        for batch in own:
+            batch.weights = batch.weights / share
+            yield batch
+
+
+class OwnMetrics(PolicyTrainer):
+    def _merge_ranks(self, loss, metrics):
+        return loss, metrics
+
+
+def set_divide_factor(self, factor):
+    original_divide_factor(self, factor * dist.get_world_size())
+
+
+def local_norm(self):
+    local = [g.to_local() for g in self.gradients.values()]
+    return torch.nn.utils.get_total_norm(local)
+
+
+def reduce_in_bfloat16(**options):
+    return MixedPrecisionPolicy(**options | {"reduce_dtype": torch.bfloat16})
+
+
+original_divide_factor = FSDPModule.set_gradient_divide_factor
+BUGS = {
+    "nothing": {},
+    "averages": {
+        "patch": (FSDPModule, "set_gradient_divide_factor", set_divide_factor),
+    },
+    "weights of own rows": {"trainer_class": WeightsOfOwnRows},
+    "norm of own shards": {"patch": (ShardedPolicy, "gradient_norm", local_norm)},
+    "metrics of own rows": {"trainer_class": OwnMetrics},
+    "reduced in bfloat16": {
+        "patch": (sharded, "MixedPrecisionPolicy", reduce_in_bfloat16),
+        "dtype": torch.bfloat16,
+    },
+    "reduced in float32": {"dtype": torch.bfloat16},
+}
+
+
+def planted():
+    found = {}
+    cfg = AlgorithmConfig()
+    rows = rows_near(tiny_model(), cfg, random_rows(7, seed=4))
+    for name, bug in BUGS.items():
+        options = {key: value for key, value in bug.items() if key != "patch"}
+        with ExitStack() as stack:
+            if "patch" in bug:
+                stack.enter_context(patch.object(*bug["patch"]))
+            found[name] = compare({}, cfg, rows, {"micro_batch_size": 1}, **options)
+    return found
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def schedules():
+    """Rows that leave ranks without any, or with far more than the others."""
+    lone, few, many = random_rows(1, seed=2), random_rows(3, seed=3), random_rows(11, seed=4)
+    huge = random_rows(6, seed=5, max_completion=3) + random_rows(1, seed=6, max_completion=110)
+    masked = random_rows(9, seed=7)
+    for row in masked[1:]:
+        row.loss_mask = [False] * row.num_tokens
+        for field in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"):
+            setattr(row, field, torch.empty(0))
+    cases = {"one row": lone, "few": few, "random": many, "one huge": huge, "masked": masked}
+    found = {}
+    for number, (name, rows) in enumerate(cases.items()):
+        cfg = AlgorithmConfig(aggregation="sequence_mean")
+        rows = rows_near(tiny_model(), cfg, rows)
+        found[name] = compare(
+            {},
+            cfg,
+            rows,
+            {
+                "max_tokens_per_microbatch": 120,
+                "parallel": {"zero_stage": number % 4, "balance_data": bool(number % 2)},
+            },
+        )
+    return found
+
+
+def one_pass_more(*args, **options):
+    passes = original_plan(*args, **options)
+    if dist.get_rank() == 1:
+        return [[*own, []] for own in passes]
+    return passes
+
+
+original_plan = learner.plan
+
+
+def attempt(function):
+    try:
+        function()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def disagreements():
+    rows = random_rows(6)
+    trainer = make_trainer(tiny_model(), mesh=on_mesh({"zero_stage": 3}))
+    with patch.object(learner, "plan", one_pass_more):
+        found = {
+            "plans": attempt(lambda: trainer.update(rows)),
+            "plans of scores": attempt(lambda: trainer.logprobs(rows)),
+        }
+    own = rows[:-1] if dist.get_rank() else rows
+    found["rows"] = attempt(lambda: trainer.update(own))
+    found["none trained"] = attempt(lambda: trainer.update([] if dist.get_rank() else rows))
+    found["afterwards"] = attempt(lambda: trainer.update(rows))
+    return found
+
+
+def hang():
+    """The planted bug: nobody asks whether plans agree. Leaves groups behind that are of no use."""
+    trainer = make_trainer(tiny_model(), mesh=on_mesh({"zero_stage": 3}, timeout_s=3))
+    with (
+        patch.object(learner, "plan", one_pass_more),
+        patch.object(Mesh, "agree", lambda *_: None),
+    ):
+        return attempt(lambda: trainer.update(random_rows(6)))
+
+
+# ---------------------------------------------------------------- what else ranks do together
+
+
+def non_finite():
+    trainer = make_trainer(tiny_model(), mesh=on_mesh({"zero_stage": 2}))
+    rows = random_rows(6)
+    trainer.update(rows)
+    before = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def overflow(parameter):
+        if dist.get_rank() == 1:
+            parameter.grad.to_local().view(-1)[5] = float("inf")
+
+    hook = trainer.policy.masters[name].register_post_accumulate_grad_hook(overflow)
+    found = {"gradient": attempt(lambda: trainer.update(rows))}
+    hook.remove()
+    bad = random_rows(6)
+    bad[4].advantages[0] = float("nan")
+    found["row"] = attempt(lambda: trainer.update(bad))
+    after = dict(trainer.named_weights())
+    found["unchanged"] = all(torch.equal(after[n], before[n]) for n in before)
+    found["afterwards"] = attempt(lambda: trainer.update(rows))
+    return found
+
+
+def weight_sync():
+    found = {}
+    for name, dtype, fields in (
+        ("float32, tied", torch.float32, {}),
+        ("bfloat16", torch.bfloat16, {"tie_word_embeddings": False}),
+    ):
+        model = tiny_model(dtype=dtype, **fields)
+        engine = ModuleEngine(tiny_model(dtype=dtype, seed=1, **fields))
+        trainer = make_trainer(model, mesh=on_mesh(), **STEP)
+        trainer.update(random_rows(6))
+        held = []
+        original = sync.deliver
+
+        def deliver(pairs, held=held, original=original):
+            held.append(sum(source.nbytes for _, source in pairs))
+            return original(pairs)
+
+        with (
+            patch.object(sync, "GROUP_BYTES", 8192),
+            patch.object(sync, "deliver", deliver),
+        ):
+            report = WeightSync(trainer, engine).push(3)
+        sent = dict(trainer.named_weights())
+        held_by_engine = dict(export_weights(engine.model))
+        with patch.object(sync, "deliver", lambda pairs: 0):
+            trainer.update(random_rows(6))
+            missing = attempt(lambda t=trainer, e=engine: WeightSync(t, e).push(4))
+        last = trainer.policy.masters["model.norm.weight"].detach().to_local()
+        if dist.get_rank() == 1:
+            last.view(-1)[-1] = float("nan")
+        found[name] = {
+            "version": engine.weight_version,
+            "bytes": report.bytes,
+            "expected bytes": sum(
+                {t.data_ptr(): t.nbytes for t in held_by_engine.values()}.values()
+            ),
+            "most at a time": max(held),
+            "dtypes": sorted({str(t.dtype) for t in sent.values()}),
+            "same names": sorted(sent) == sorted(held_by_engine),
+            "equal": all(torch.equal(held_by_engine[n], t) for n, t in sent.items()),
+            "nothing sent": missing,
+            "not finite": attempt(lambda t=trainer, e=engine: WeightSync(t, e).push(5)),
+        }
+    return found
+
+
+def reference():
+    """Scored over a context axis of its own."""
+    found = {}
+    rows = random_rows(9, seed=8)
+    alone = make_trainer(tiny_model(seed=3))
+    for name, parallel in {
+        "as the policy": {"zero_stage": 2},
+        "ulysses": {"reference_ulysses_size": 2, "zero_stage": 0},
+        "ring": {"reference_ring_size": 2, "reference_ulysses_size": 1, "ulysses_size": 2},
+    }.items():
+        group = make_trainer(
+            tiny_model(),
+            AlgorithmConfig.model_validate({"kl": {"coef": 0.1}}),
+            mesh=on_mesh(parallel),
+            reference=tiny_model(seed=3),
+            parallel=parallel,
+            max_tokens_per_forward=40,
+        )
+        scored, expected = group.logprobs(rows, reference=True), alone.logprobs(rows)
+        found[name] = {
+            "difference": max(
+                float((a - b).abs().max()) for a, b in zip(scored, expected, strict=True)
+            ),
+            "bytes": sum(p.to_local().nbytes for p in group.reference.parameters()),
+            "of": sum(p.nbytes for p in group.reference.parameters()),
+        }
+        group.update(rows)
+        own = group._mesh_of(group.reference).groups
+        found[name] |= {
+            "groups are known": own | on_mesh(parallel).groups == group.groups,
+            "groups of its own": len(own - on_mesh(parallel).groups),
+        }
+    return found
+
+
+def supervised():
+    rows = random_rows(7, seed=1)
+    for row in rows:
+        row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = None
+    cfg = SFTTrainerConfig.model_validate({"max_tokens_per_microbatch": 40, **STEP})
+    found = []
+    for mesh in (None, on_mesh()):
+        trainer = SupervisedTrainer(tiny_model(), cfg, total_steps=10, mesh=mesh)
+        found.append(
+            [
+                to_scalars(step(rows))
+                for step in (trainer.evaluate, trainer.update, trainer.update, trainer.evaluate)
+            ]
+        )
+    return found
+
+
+def states():
+    """Masters from whole tensors and from shards; asleep and awake again."""
+    found = {}
+    for name, parallel in {"data": {}, "tensor": {"tensor_parallel_size": 2}}.items():
+        trainer = make_trainer(tiny_model(), mesh=on_mesh(parallel), **STEP)
+        other = dict(tiny_model(seed=5).named_parameters())
+        trainer.policy.load_masters(other)
+        whole_taken = all(
+            torch.equal(t, other[n]) for n, t in trainer.named_weights() if n in other
+        )
+        saved = {name: m.detach().clone() for name, m in trainer.policy.masters.items()}
+        trainer.update(random_rows(4))
+        trainer.policy.load_masters(saved)
+        shards_taken = all(
+            torch.equal(t, other[n]) for n, t in trainer.named_weights() if n in other
+        )
+        before = trainer.logprobs(random_rows(3))
+        trainer.sleep()
+        asleep = sum(
+            m.to_local().untyped_storage().nbytes() for m in trainer.policy.masters.values()
+        )
+        trainer.wake()
+        after = trainer.logprobs(random_rows(3))
+        found[name] = {
+            "whole": whole_taken,
+            "shards": shards_taken,
+            "bytes asleep": asleep,
+            "same": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+            "refused": attempt(lambda t=trainer: t.policy.load_masters({})),
+        }
+    return found
+
+
+def restored():
+    """From a checkpoint, into a model of other weights and moments."""
+    found = {}
+    rows = random_rows(4)
+    with TemporaryDirectory() as own_folder:
+        for name, parallel in {"data": {}, "tensor": {"tensor_parallel_size": 2}}.items():
+            mesh = on_mesh(parallel)
+            straight, resumed = (
+                make_trainer(tiny_model(seed=seed), mesh=mesh, **STEP) for seed in (0, 5)
+            )
+            straight.update(rows)
+            resumed.update(random_rows(5, seed=9))
+            store = CheckpointStore(Path(shared(own_folder)) / name, mesh=mesh, timeout_s=60)
+            tensors, metadata = straight.state_dict()
+            store.save(1, {"trainer": tensors})
+            counts = []
+            with (
+                patch.object(sharded, "take", one_by_one(counts)),
+                patch.object(learner, "take", one_by_one(counts)),
+            ):
+                resumed.load_state_dict(store.load(1).parts["trainer"], metadata)
+            weights = [dict(t.named_weights()) for t in (straight, resumed)]
+            metrics = [scalars(t.update(rows)) for t in (straight, resumed)]
+            weights_after = [dict(t.named_weights()) for t in (straight, resumed)]
+            found[name] = {
+                "equal": equal(*weights),
+                "go on alike": metrics[0] == metrics[1] and equal(*weights_after),
+                "read": len(counts),
+                "of": 3 * len(straight.policy.masters),
+                "held": max(counts),
+            }
+        dist.barrier()
+    return found
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())
+
+
+def one_by_one(counts):
+    """`take`, noting each time how many tensors that it gave are still there."""
+    given = []
+
+    def taking(value, *, like):
+        counts.append(sum(tensor() is not None for tensor in given))
+        tensor = take(value, like=like)
+        given.append(ref(tensor))
+        return tensor
+
+    return taking
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    found = {part.__name__: part() for part in (axes, layouts, schedules, disagreements)}
+    if dist.get_world_size() == 2:
+        for part in (bfloat16, planted, non_finite, weight_sync, reference, supervised):
+            found[part.__name__] = part()
+        for part in (states, restored):
+            found[part.__name__] = part()
+        found["hang"] = hang()
+    all_found = everywhere(found)
+    if dist.get_rank() == 0:
+        json.dump(all_found, sys.stdout)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Runs tensor parallelism in one of several processes, as torchrun starts them; rank 0 prints JSON.
+
+`python -m tests.trainer.tensor_ranks`, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. Two
+processes share a model; four are two such pairs with different rows and FSDP over them. Every
+process also runs the whole model alone, and what comes out is compared there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hone.attention import PackedContext
+from hone.config.errors import UserError
+from hone.distributed.mesh import Axis, Mesh, MeshSizes
+from hone.models.decoder import hidden_states
+from hone.trainer import logprobs, tensor
+from hone.trainer.logprobs import token_logprobs
+from hone.trainer.sharded import ShardedPolicy
+from hone.trainer.tensor import parallelize
+from tests.trainer.examples import VOCAB, tiny_model
+
+Found = dict[str, Any]
+CASES: dict[str, dict[str, Any]] = {
+    "llama, tied": {"family": "llama"},
+    "llama, untied, all biases": {
+        "family": "llama",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "qwen2, tied": {"family": "qwen2"},
+    "qwen3, tied": {"family": "qwen3"},
+    "qwen3, untied, odd vocabulary": {
+        "family": "qwen3",
+        "tie_word_embeddings": False,
+        "vocab_size": VOCAB + 3,
+        "pad_token_id": VOCAB - 5,
+    },
+    "mistral, window": {"family": "mistral", "sliding_window": 4, "num_key_value_heads": 4},
+}
+LENGTHS = {"odd": (5, 1, 7), "even": (4, 8), "one token": (1,)}
+
+
+def score(
+    model: PreTrainedModel, lengths: tuple[int, ...], ranks: Axis | None, seed: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability and entropy of every token's successor, packed."""
+    draw = torch.Generator().manual_seed(100 * sum(lengths) + seed)
+    ids, labels = torch.randint(VOCAB, (2, sum(lengths)), generator=draw)
+    if model.config.pad_token_id is not None:  # whose embedding is not trained
+        ids[-1] = model.config.pad_token_id
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    context = PackedContext(
+        cu_seqlens=borders.int(), max_seqlen=max(lengths), lengths=tuple(lengths)
+    )
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return token_logprobs(
+        model,
+        hidden_states(model, ids, positions, context),
+        labels,
+        temperature=0.7,
+        chunk_tokens=5,
+        with_entropy=True,
+        tensor=ranks,
+    )
+
+
+def loss_of(scores: tuple[Tensor, Tensor | None], seed: int = 0) -> Tensor:
+    values, entropy = scores
+    assert entropy is not None
+    factors = torch.randn(2, len(values), generator=torch.Generator().manual_seed(seed))
+    return (factors[0] * values + factors[1] * entropy).sum()
+
+
+def make(case: str, **fields: Any) -> PreTrainedModel:
+    """Biases and norms away from where they start, so that they matter."""
+    model = tiny_model(**CASES[case] | fields)
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=draw)
+    return model
+
+
+def gradient_error(actual: PreTrainedModel, expected: PreTrainedModel) -> float:
+    """Largest relative difference of a parameter's gradient."""
+    wanted = {n: p.grad for n, p in expected.named_parameters()}
+    found = {n: p.grad for n, p in actual.named_parameters()}
+    assert found.keys() == wanted.keys()
+    errors = []
+    for name, gradient in found.items():
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        errors.append(float((whole - wanted[name]).norm() / wanted[name].norm()))
+    return max(errors)
+
+
+def compare(actual: Any, expected: Any) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip(actual, expected, strict=True))
+
+
+def same_everywhere(values: Tensor, group: Any) -> bool:
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values.detach().contiguous(), group=group)
+    return all(torch.equal(part, values) for part in parts)
+
+
+def step(case: str, lengths: tuple[int, ...], mesh: Mesh, prepare: Any = None, **fields: Any):
+    whole = make(case, **fields)
+    split = copy.deepcopy(whole)
+    parallelize(split, mesh)
+    for model in (whole, split) if prepare is not None else ():
+        prepare(model)
+    scores = [score(whole, lengths, None), score(split, lengths, mesh.tensor)]
+    for pair in scores:
+        loss_of(pair).backward()
+    with torch.inference_mode():
+        scored = score(split, lengths, mesh.tensor)
+    return {
+        "values": compare(scores[1], scores[0]),
+        "values without gradient": compare(scored, scores[0]),
+        "gradients": gradient_error(split, whole),
+        "equal on all ranks": same_everywhere(scores[1][0], mesh.tensor.group),
+        "largest part": max(
+            p.to_local().numel() / p.numel() for p in split.parameters() if p.ndim == 2
+        ),
+    }
+
+
+def recompute(model: PreTrainedModel) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for layer in model.base_model.layers:
+        layer.training = True
+
+
+def compiled(mesh: Mesh) -> Found:
+    """Layers traced by the compiler, once for all numbers of tokens."""
+    whole = make("qwen3, tied", num_hidden_layers=1)
+    split = copy.deepcopy(whole)
+    parallelize(split, mesh)
+    for layer in split.base_model.layers:
+        layer.compile(dynamic=True, backend="aot_eager")
+    errors = []
+    for lengths in ((5, 1, 7), (9, 3), (11,)):
+        for model, ranks in ((whole, None), (split, mesh.tensor)):
+            model.zero_grad()
+            loss_of(score(model, lengths, ranks)).backward()
+        errors.append(gradient_error(split, whole))
+    return {"gradients": max(errors)}
+
+
+def frozen(mesh: Mesh) -> Found:
+    """What is not trained stays so, and has no gradient."""
+    model = make("qwen3, untied, odd vocabulary")
+    model.requires_grad_(False)
+    model.base_model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+    parallelize(model, mesh)
+    loss_of(score(model, (5, 4), mesh.tensor)).backward()
+    return {"trained": [name for name, p in model.named_parameters() if p.grad is not None]}
+
+
+def refusals(mesh: Mesh) -> Found:
+    exact = {"temperature": 1.0, "chunk_tokens": 4, "exact": True, "tensor": mesh.tensor}
+    model = make("qwen3, tied")
+    hidden, labels = torch.zeros(2, 32), torch.zeros(2, dtype=torch.int64)
+    found = {}
+    for name, options, error in (
+        ("exact", exact, UserError),
+        ("whole head", exact | {"exact": False}, ValueError),
+    ):
+        try:
+            token_logprobs(model, hidden, labels, **options)
+        except error as caught:
+            found[name] = str(caught)
+    odd = make("qwen3, tied", num_attention_heads=3, num_key_value_heads=1)
+    names = list(odd.state_dict())
+    try:
+        parallelize(odd, mesh)
+    except UserError as caught:
+        found["heads"] = str(caught)
+    untouched = not any(isinstance(p, DTensor) for p in odd.parameters())
+    return found | {"untouched": untouched and names == list(odd.state_dict())}
+
+
+# ---------------------------------------------------------------- planted bugs
+
+combine = logprobs._combine
+first_row = logprobs.first_row
+
+
+def without_other_maxima(statistics: Tensor) -> Any:
+    statistics = statistics.clone()
+    statistics[:, 0] = statistics[0, 0].clone()
+    return combine(statistics)
+
+
+BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": nullcontext,
+    "norm gradients not added up": lambda: patch.object(tensor, "_sum", lambda x, mesh: x),
+    "labels owned by the wrong rank": lambda: patch.object(
+        logprobs, "first_row", lambda rows, rank, size: first_row(rows, size - 1 - rank, size)
+    ),
+    "maxima of other ranks left out": lambda: patch.object(
+        logprobs, "_combine", without_other_maxima
+    ),
+    "gradients of hidden states not added up": lambda: patch.object(
+        logprobs.dist, "all_reduce", lambda *_, **__: None
+    ),
+    "gradients of hidden states added up twice": lambda: patch.object(
+        tensor, "_GatherWhole", tensor._Gather
+    ),
+    "embeddings of the wrong rank": lambda: patch.object(
+        tensor, "first_row", lambda rows, rank, size: first_row(rows, size - 1 - rank, size)
+    ),
+}
+
+
+def planted(mesh: Mesh) -> Found:
+    found: Found = {}
+    for name, plant in BUGS.items():
+        with plant():
+            result = step("qwen3, tied", LENGTHS["odd"], mesh)
+        found[name] = {key: result[key] for key in ("values", "gradients")}
+    return found
+
+
+# ---------------------------------------------------------------- with FSDP
+
+
+def sharded(case: str, mesh: Mesh, *, stage: int, is_recomputed: bool) -> Found:
+    """Two micro-batches on each place of the data axis, whose gradients add up."""
+    whole = make(case)
+    split = copy.deepcopy(whole)
+    parallelize(split, mesh)
+    if is_recomputed:
+        recompute(split)
+    policy = ShardedPolicy(split, mesh, stage=stage)
+    names = list(LENGTHS)[:2]
+    for index in range(2 * mesh.sizes.data):
+        loss_of(score(whole, LENGTHS[names[index % 2]], None, seed=index), seed=index).backward()
+    values = []
+    for turn in range(2):
+        index = 2 * mesh.data.rank + turn
+        lengths = LENGTHS[names[index % 2]]
+        policy.sharded.begin_micro_batch(is_last=turn == 1)
+        with torch.no_grad():
+            expected = score(whole, lengths, None, seed=index)
+        scores = policy.sharded(lambda n=lengths, i=index: score(split, n, mesh.tensor, seed=i))
+        loss_of(scores, seed=index).backward()
+        values.append(compare(scores, expected))
+    kinds = {str(p.device_mesh.mesh_dim_names) for p in split.parameters()}
+    return {
+        "values": max(values),
+        "gradients": gradient_error(split, whole),
+        "meshes": sorted(kinds),
+    }
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    world = dist.get_world_size()
+    sizes = MeshSizes(data=world // 2, tensor=2, fsdp=world // 2)
+    mesh = Mesh.of_group(sizes, torch.device("cpu"), timeout=timedelta(seconds=60))
+    found: Found = {}
+    if world == 2:
+        for case in CASES:
+            found[case] = step(case, LENGTHS["odd"], mesh)
+        for name in LENGTHS:
+            found[f"tokens {name}"] = step("qwen3, tied", LENGTHS[name], mesh)
+        found["recomputed"] = step("qwen2, tied", LENGTHS["odd"], mesh, recompute)
+        found["compiled"] = compiled(mesh)
+        found["frozen"] = frozen(mesh)
+        found["refusals"] = refusals(mesh)
+        found["planted"] = planted(mesh)
+    else:
+        for case in ("qwen3, tied", "llama, untied, all biases", "qwen3, untied, odd vocabulary"):
+            for stage in (2, 3):
+                found[f"{case}, stage {stage}"] = sharded(
+                    case, mesh, stage=stage, is_recomputed=stage == 3
+                )
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, found)
+    if dist.get_rank() == 0:
+        json.dump(everywhere, sys.stdout)
+    sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # threads of gloo may outlive their group
+
+
+if __name__ == "__main__":
+    main()

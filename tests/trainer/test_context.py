@@ -1,0 +1,121 @@
+"""Context parallelism against one process: four processes run all cases, these tests judge them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hone.distributed.mesh import Axis, Mesh, MeshSizes
+from hone.trainer.context import gather, split
+from hone.trainer.packing import collate
+from tests.trainer.context_ranks import MESHES, RINGS, WORLD, bare, uneven_rows
+
+LOGPROBS, GRADIENTS = 1e-5, 1e-4
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("context")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"rank_{rank}.log" for rank in range(WORLD)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, "-m", "tests.trainer.context_ranks", str(rank), str(folder)]
+        with log.open("w") as output:
+            ranks.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
+    try:
+        codes = [process.wait(timeout=280) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    text = "\n".join(log.read_text()[-1500:] for log in logs)
+    assert codes == [0] * WORLD, text
+    return json.loads((folder / "results.json").read_text())
+
+
+def beyond(results, prefix, forward, backward):
+    """Cases under `prefix` whose errors are larger."""
+    cases = {name: pair for name, pair in results.items() if name.startswith(prefix)}
+    assert cases
+    return {n: pair for n, pair in cases.items() if not (pair[0] < forward and pair[1] < backward)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_R8_context_parallelism_gives_the_numbers_of_one_process(results):
+    for mesh in MESHES:
+        assert not beyond(results, f"attention/{mesh}/", 1e-12, 1e-12)
+        assert not beyond(results, f"float32/{mesh}", LOGPROBS, GRADIENTS)
+        assert not beyond(results, f"model/{mesh}/", LOGPROBS, GRADIENTS)
+        # R7: no row's tokens move another's log-probs, not by a bit.
+        assert results[f"isolation/{mesh}"] == 0
+    assert len(results) > 120
+    # Planted bugs of the ring, which the same comparison must see.
+    assert RINGS
+    assert not beyond(results, "planted/none", LOGPROBS, GRADIENTS)
+    for bug in ("chunk order", "no rescaling", "whole chunks", "one token more", "positions"):
+        forward, backward = results[f"planted/{bug}"]
+        assert forward > 0.1, bug
+        assert backward > 0.1, bug
+    assert results["planted/whole chunks leak"] > 0.1
+    assert results["planted/one token more leaks"] > 0.1
+    assert results["planted/summed gradient"][1] == pytest.approx(WORLD - 1, rel=1e-3)
+    assert "sizes that do: 1, 3, 6" in results["refusal"]
+    assert "set trainer.parallel.ring_size to 1" in results["refusal of shared prompts"]
+
+
+def alone_as(rank, *, ring=1, ulysses=1):
+    """The mesh of one rank, as far as `split` looks at it: no group."""
+    return Mesh(
+        device=torch.device("cpu"),
+        sizes=MeshSizes(ring=ring, ulysses=ulysses),
+        context=Axis(rank, ring * ulysses),
+        ring=Axis(rank // ulysses, ring),
+        ulysses=Axis(rank % ulysses, ulysses),
+    )
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (2, 1), (1, 3), (4, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize("number", [1, 2, 9])
+def test_shares_hold_every_token_once(ring, ulysses, number):
+    rows = [*uneven_rows(number, seed=number), bare("short", [5, 6], [False, True])]
+    batch = collate(rows, [1.0] * len(rows), "cpu")
+    found, trained, lengths = [], [], set()
+    for rank in range(ring * ulysses):
+        share = split(batch, alone_as(rank, ring=ring, ulysses=ulysses))
+        ids, positions = share.input_ids, share.position_ids
+        assert len(ids) == len(positions) == share.context.num_tokens
+        lengths.add(len(ids))
+        found += zip(positions.tolist(), ids.tolist(), strict=True)
+        predicted_at = positions[share.predict_index]
+        trained += zip(predicted_at.tolist(), share.labels.tolist(), strict=True)
+        own = slice(None) if share.others is None else share.others.own
+        assert torch.equal(share.labels, batch.labels[own])
+        assert torch.equal(predicted_at, batch.position_ids[batch.predict_index][own])
+    assert len(lengths) == 1
+    padding = len(found) - batch.num_tokens
+    assert 0 <= padding < 2 * ring * ulysses
+    expected = [*zip(batch.position_ids.tolist(), batch.input_ids.tolist(), strict=True)]
+    assert sorted(found) == sorted(expected + [(p, 0) for p in range(padding)])
+    assert len(trained) == len(batch.labels)
+
+
+def test_one_rank_has_the_batch_itself():
+    batch = collate(uneven_rows(3, seed=0), [1.0] * 3, "cpu")
+    share = split(batch, Mesh.alone("cpu"))
+    assert torch.equal(share.input_ids, batch.input_ids)
+    assert share.context.parallel is None
+    assert share.context.lengths == batch.lengths
+    values = torch.randn(len(batch.labels), requires_grad=True)
+    assert gather(values, share) is values
+
+
+def test_a_batch_on_a_device_is_refused():
+    batch = collate(uneven_rows(2, seed=0), [1.0] * 2, "meta")
+    with pytest.raises(ValueError, match="on meta cannot be split"):
+        split(batch, alone_as(0, ring=2))

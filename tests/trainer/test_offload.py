@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hone.config.checks.learning import check_memory
+from hone.config.errors import UserError
+from hone.config.trainer import OptimizerConfig, SFTTrainerConfig
+from hone.trainer import offload
+from hone.trainer.offload import HostBuffer, HostMasters, Parking, stream_buckets
+from hone.trainer.optimizers import ParameterOptimizer
+from hone.trainer.policy import Policy
+from tests.trainer.examples import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def test_buckets_are_changed_on_the_device_and_come_back():
+    buckets = [[torch.randn(n), torch.randn(n).bfloat16()] for n in (100, 3, 4096, 7, 1)]
+    expected = [[(2 * t.double() + i).to(t.dtype) for t in b] for i, b in enumerate(buckets)]
+
+    def update(index: int, staged: list[Tensor]) -> None:
+        for host, device in zip(buckets[index], staged, strict=True):
+            assert host.data_ptr() != device.data_ptr()
+            device.copy_((2 * device.double() + index).to(device.dtype))
+
+    stream_buckets(buckets, update, CPU)
+    for got, want in zip(buckets, expected, strict=True):
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_tensors_of_a_buffer_do_not_overlap():
+    layout = [(torch.Size([5]), torch.float32), (torch.Size([3, 3]), torch.bfloat16)]
+    first, second = HostBuffer.for_layout(layout, CPU, purpose="test").tensors(layout)
+    first.fill_(1)
+    second.fill_(2)
+    assert bool((first == 1).all())
+    assert second.shape == (3, 3)
+
+
+def test_too_little_host_memory_is_said_before_it_is_taken():
+    free = psutil.virtual_memory().available
+    with pytest.raises(UserError, match=r"masters: this takes .* GiB of host memory, and .* free"):
+        HostBuffer(2 * free, CPU, purpose="masters")
+
+
+def test_host_masters_are_float32_copies_and_their_gradients_add_up_in_float32():
+    weights = {"a": torch.randn(4, 3).bfloat16(), "b": torch.randn(7).bfloat16()}
+    host = HostMasters(weights)
+    gradients = [torch.randn(4, 3).bfloat16() for _ in range(3)]
+    for gradient in gradients:
+        host.add_gradient("a", gradient)
+    total = gradients[0].float() + gradients[1].float() + gradients[2].float()
+    assert torch.equal(host.gradients["a"], total)
+    assert "b" not in host.gradients
+    for name, weight in weights.items():
+        assert host.masters[name].dtype == torch.float32
+        assert torch.equal(host.masters[name], weight.float())
+
+
+def sleeper(*, offload: bool = False) -> tuple[Policy, ParameterOptimizer]:
+    policy = Policy(tiny_model(dtype=torch.bfloat16), offload_optimizer=offload)
+    optimizer = ParameterOptimizer(
+        policy.masters,
+        OptimizerConfig(lr=0.01),
+        policy.embedding_names,
+        offload=offload,
+        host_masters=policy.host_masters,
+    )
+    return policy, optimizer
+
+
+def step(policy: Policy, optimizer: ParameterOptimizer, seed: int) -> None:
+    give_gradients(policy, seed)
+    policy.apply(lambda: optimizer.step(1.0))
+
+
+def give_gradients(policy: Policy, seed: int) -> None:
+    """As backward does, through the hooks."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = sum((p * torch.randn(p.shape, generator=generator)).sum() for p in parameters(policy))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+
+
+def parameters(policy: Policy) -> list[nn.Parameter]:
+    return list(policy.parameters.values())
+
+
+def held_bytes(policy: Policy, optimizer: ParameterOptimizer) -> int:
+    tensors = [*policy._masters.values(), *optimizer.device_tensors()]
+    tensors += [p.grad for p in policy._masters.values() if p.grad is not None]
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_R14_sleep_and_wake_change_no_number(offloaded: bool):
+    awake, awake_optimizer = sleeper(offload=offloaded)
+    policy, optimizer = sleeper(offload=offloaded)
+    weights = [p.data_ptr() for p in parameters(policy)]
+    for seed in range(5):
+        step(awake, awake_optimizer, seed)
+        give_gradients(policy, seed)
+        held = held_bytes(policy, optimizer)
+        policy.sleep(optimizer.device_tensors())
+        if not offloaded:
+            assert held > 0
+            assert held_bytes(policy, optimizer) == 0
+            with pytest.raises(RuntimeError, match="the policy sleeps"):
+                policy.apply(lambda: None)
+        policy.wake()
+        assert held_bytes(policy, optimizer) == held
+        policy.apply(lambda: optimizer.step(1.0))
+    assert weights == [p.data_ptr() for p in parameters(policy)]
+    for name, master in awake.masters.items():
+        assert torch.equal(master, policy.masters[name]), name
+        assert torch.equal(awake.parameters[name], policy.parameters[name]), name
+
+
+def test_R16_host_memory_is_flat_over_200_sleeps():
+    policy, optimizer = sleeper()
+    step(policy, optimizer, 0)
+    process, parking = psutil.Process(), policy._parking
+    rss: list[int] = []
+    addresses: set[int] = set()
+    for _ in range(200):
+        policy.sleep(optimizer.device_tensors())
+        policy.wake()
+        gc.collect(0)
+        assert parking._buffer is not None
+        addresses.add(parking._buffer.bytes.data_ptr())
+        rss.append(process.memory_info().rss)
+    assert len(addresses) == 1
+    assert rss[-1] - rss[50] < 1.5 * 2**20
+
+
+def test_a_failed_wake_stays_asleep_and_succeeds_later(monkeypatch: pytest.MonkeyPatch):
+    policy, optimizer = sleeper()
+    step(policy, optimizer, 0)
+    before = {n: m.detach().clone() for n, m in policy.masters.items()}
+    policy.sleep(optimizer.device_tensors())
+    storages = [storage for storage, _ in policy._parking._parked]
+
+    class Full:
+        """A storage on a device that has no room left."""
+
+        def __init__(self, storage: torch.UntypedStorage) -> None:
+            self.device, self.storage = storage.device, storage
+
+        def resize_(self, size: int) -> None:
+            if size:
+                raise torch.OutOfMemoryError("no room")
+
+    parked: Any = policy._parking._parked
+    parked[-1] = (Full(parked[-1][0]), parked[-1][1])
+    with pytest.raises(torch.OutOfMemoryError):
+        policy.wake()
+    assert all(s.nbytes() == 0 for s in storages)
+    parked[-1] = (parked[-1][0].storage, parked[-1][1])
+    policy.wake()
+    assert all(torch.equal(policy.masters[n], m) for n, m in before.items())
+
+
+def test_planted_sleep_that_brings_back_other_bytes_is_caught(monkeypatch: pytest.MonkeyPatch):
+    class Shifted(Parking):
+        def restore(self) -> None:
+            hosts = [host for _, host in self._parked]
+            for host in hosts:
+                host[:1].add_(1)
+            super().restore()
+
+    monkeypatch.setattr("hone.trainer.policy.Parking", Shifted)
+    with pytest.raises(AssertionError):
+        test_R14_sleep_and_wake_change_no_number(False)
+
+
+def test_a_bucket_that_does_not_come_back_is_caught(monkeypatch: pytest.MonkeyPatch):
+    copy_all = offload._copy_all
+    calls = iter(range(1_000_000))
+    monkeypatch.setattr(
+        offload, "_copy_all", lambda a, b: copy_all(a, b) if next(calls) % 2 == 0 else None
+    )
+    with pytest.raises(AssertionError):
+        test_buckets_are_changed_on_the_device_and_come_back()
+
+
+@pytest.mark.parametrize(
+    ("settings", "exact", "device", "level", "keys"),
+    [
+        ({"offload_activations": True}, False, "auto", "error", "offload_activations recompute"),
+        ({"recompute_every_n_layers": 2}, False, "auto", "warning", "recompute_every_n_layers"),
+        ({"recompute": "selective"}, True, "auto", "error", "recompute model.exact"),
+        (
+            {"recompute": "full", "recompute_every_n_layers": 2},
+            True,
+            "auto",
+            "error",
+            "recompute_every_n_layers model.exact",
+        ),
+        ({"offload_optimizer": True}, False, "cpu", "warning", "offload_optimizer run.device"),
+    ],
+)
+def test_combinations_that_cannot_be_meant_are_told(
+    settings: dict[str, Any], exact: bool, device: str, level: str, keys: str
+):
+    trainer = SFTTrainerConfig.model_validate(settings)
+    (finding,) = check_memory(trainer, exact=exact, device=device)
+    assert finding.level == level
+    assert all(key in finding.message for key in (*keys.split(), *finding.keys))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"recompute": "full", "recompute_every_n_layers": 2, "offload_activations": True},
+        {"recompute": "selective", "offload_optimizer": True},
+        {},
+    ],
+)
+def test_good_combinations_are_silent(settings: dict[str, Any]):
+    trainer = SFTTrainerConfig.model_validate(settings)
+    assert list(check_memory(trainer, exact=False, device="auto")) == []

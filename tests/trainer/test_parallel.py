@@ -1,0 +1,225 @@
+"""Several processes train what one does, in every layout, or all fail with the same error.
+
+What needs a group runs in `parallel_ranks`, in two and in four processes; it is judged here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from itertools import product
+from math import prod
+
+import pytest
+
+from tests.trainer.parallel_cases import LAYOUTS, runs
+
+WORLDS = [2, 4]
+KEYS = {"ring": "ring_size", "ulysses": "ulysses_size", "tensor": "tensor_parallel_size"}
+AXES = {"context": ("ring", "ulysses")}
+LIMITS = {"logprobs": 1e-5, "loss": 1e-5, "gradient": 1e-4, "metrics": 1e-3, "weights": 1e-3}
+
+
+def launch(world):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.parallel_ranks"],
+            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def ranks(request):
+    """What each rank found."""
+    processes = launch(request.param)
+    try:
+        outputs = [process.communicate(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(process.returncode for process in processes), outputs[0][1] + outputs[1][1]
+    return json.loads(outputs[0][0])
+
+
+@pytest.fixture
+def two(ranks):
+    if len(ranks) != 2:
+        pytest.skip("two processes show it")
+    return ranks
+
+
+def beyond_limits(outcome, *, times=1):
+    """Measures of rank 0, which also worked alone, that differ by more than they may."""
+    return {name for name, most in LIMITS.items() if not outcome[name] <= times * most}
+
+
+def test_axes_are_laid_out_data_ring_ulysses_tensor(ranks):
+    world = len(ranks)
+    for layout, parallel in LAYOUTS[world].items():
+        sizes = {axis: parallel.get(key, 1) for axis, key in KEYS.items()}
+        sizes = {"data": world // prod(sizes.values()), **sizes}
+        grid = list(product(*map(range, sizes.values())))
+        for rank, found in enumerate(ranks):
+            place = dict(zip(sizes, grid[rank], strict=True))
+            place["context"] = place["ring"] * sizes["ulysses"] + place["ulysses"]
+            outcome = found["axes"][layout]
+            assert outcome["places"] == {axis: place[axis] for axis in outcome["members"]}
+            for axis, members in outcome["members"].items():
+                fixed = [a for a in sizes if a not in AXES.get(axis, (axis,))]
+                assert members == [
+                    other
+                    for other, at in enumerate(grid)
+                    if all(dict(zip(sizes, at, strict=True))[a] == place[a] for a in fixed)
+                ], (layout, axis)
+            assert outcome["values"] == [[float(r)] * (r + 1) for r in range(sizes["data"])]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shards", "sharers"),
+    [
+        ("stage 3", {"shard": 4}, [[0, 1, 2, 3]] * 4),
+        ("stage 0", {"replicate": 4, "shard": 1}, [[[0], [1], [2], [3]]] * 4),
+        ("stage 3, two copies", {"replicate": 2, "shard": 2}, [[[0, 1], [2, 3]]] * 4),
+        ("data 2 x tensor 2", {"shard": 2}, [[0, 2], [1, 3]] * 2),
+        ("data 2 x ring 2", {"replicate": 2, "shard": 2}, [[[0, 1], [2, 3]]] * 4),
+    ],
+)
+def test_shards_lie_on_neighbours(ranks, layout, shards, sharers):
+    if len(ranks) != 4:
+        pytest.skip("four processes show it")
+    outcomes = [found["axes"][layout] for found in ranks]
+    assert [outcome["shards"] for outcome in outcomes] == [shards] * 4
+    assert [outcome["sharers"] for outcome in outcomes] == sharers
+
+
+def test_R1_R8_every_layout_computes_what_one_process_does(ranks):
+    first = ranks[0]["layouts"]
+    assert first.keys() == runs(len(ranks)).keys()
+    for name, outcome in first.items():
+        assert not beyond_limits(outcome), (name, outcome)
+        assert all(found["layouts"][name]["same everywhere"] for found in ranks), name
+
+
+@pytest.mark.parametrize("rows", ["one row", "few", "random", "one huge", "masked"])
+def test_R10_R23_ranks_without_rows_change_nothing(ranks, rows):
+    assert not beyond_limits(ranks[0]["schedules"][rows])
+    assert all(found["schedules"][rows]["same everywhere"] for found in ranks)
+
+
+def test_R10_disagreement_is_an_error_on_every_rank(ranks):
+    for found in ranks:
+        outcome = found["disagreements"]
+        assert outcome.pop("afterwards") == ""
+        assert len(outcome) == 4
+        for message in outcome.values():
+            assert message.startswith("DisagreementError: processes disagree on rows and micro-")
+
+
+def test_R10_without_the_agreement_ranks_would_wait_for_each_other(two):
+    """The planted bug: what the agreement is there for."""
+    for found in two:
+        assert "Timed out" in found["hang"] or "Connection closed" in found["hang"]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_masters_of_a_bfloat16_model_are_those_of_one_process(two, stage):
+    outcome = two[0]["bfloat16"][f"stage {stage}"]
+    assert not beyond_limits(outcome)
+    assert outcome["gradient"] < 1e-6
+    assert outcome["masters"] < 1e-6
+    assert outcome["formats"] == ["torch.float32"]
+
+
+def test_masters_of_split_layers_are_float32_too(two):
+    assert two[0]["bfloat16"]["tensor"]["formats"] == ["torch.float32"]
+
+
+@pytest.mark.parametrize(
+    ("bug", "measures"),
+    [
+        ("averages", {"gradient", "metrics"}),
+        ("weights of own rows", {"gradient", "loss"}),
+        ("norm of own shards", {"weights", "metrics"}),
+        ("metrics of own rows", {"loss", "metrics"}),
+        ("reduced in bfloat16", {"gradient", "weights"}),
+        ("nothing", set()),
+        ("reduced in float32", set()),
+    ],
+)
+def test_R1_R8_planted_bugs_are_caught(two, bug, measures):
+    outcome = two[0]["planted"][bug]
+    beyond = beyond_limits(outcome, times=5)
+    assert measures <= beyond if measures else not beyond
+    if bug in ("norm of own shards", "metrics of own rows"):
+        assert not outcome["same everywhere"]
+
+
+def test_R23_numbers_that_are_not_finite_stop_all_ranks_alike(two):
+    for found in two:
+        outcome = found["non_finite"]
+        assert outcome["gradient"].startswith(
+            "NonFiniteError: the gradient of model.layers.1.mlp.down_proj.weight is not finite"
+        )
+        assert outcome["row"].startswith("NonFiniteError: advantages of sequence 'r4'")
+        assert outcome["unchanged"]
+        assert outcome["afterwards"] == ""
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("float32, tied", "float32"), ("bfloat16",) * 2])
+def test_R3_an_engine_on_each_rank_gets_whole_weights(two, model, dtype):
+    for found in two:
+        outcome = found["weight_sync"][model]
+        assert outcome["version"] == 3
+        assert outcome["equal"]
+        assert outcome["same names"]
+        assert outcome["dtypes"] == [f"torch.{dtype}"]
+        assert outcome["bytes"] == outcome["expected bytes"] > 4 * outcome["most at a time"]
+        assert outcome["nothing sent"].startswith("RuntimeError: 0 tensors missing, 0 unexpected")
+        assert "1 of 32 values of model.norm.weight" in outcome["not finite"]
+
+
+@pytest.mark.parametrize("axes", ["as the policy", "ulysses", "ring"])
+def test_R8_a_reference_has_a_context_axis_of_its_own(two, axes):
+    for found in two:
+        outcome = found["reference"][axes]
+        assert outcome["difference"] < 1e-5
+        assert outcome["bytes"] == outcome["of"] // 2
+        assert outcome["groups are known"]
+        assert (outcome["groups of its own"] > 0) == (axes != "as the policy")
+
+
+def test_supervised_steps_are_those_of_one_process(two):
+    for found in two:
+        alone, group = found["supervised"]
+        for step, expected in zip(group, alone, strict=True):
+            assert step == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_masters_load_and_sleep(two, axis):
+    for found in two:
+        outcome = found["states"][axis]
+        assert outcome.pop("refused").startswith("ValueError: the checkpoint's weights are not")
+        assert outcome == {"whole": True, "shards": True, "bytes asleep": 0, "same": True}
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_R25_a_checkpoint_is_read_one_tensor_at_a_time(two, axis):
+    for found in two:
+        outcome = found["restored"][axis]
+        assert outcome["equal"]
+        assert outcome["go on alike"]
+        assert outcome["read"] >= outcome["of"] * 2 // 3
+        assert outcome["held"] <= 1

@@ -1,0 +1,134 @@
+"""Tensor parallelism over processes of gloo against one process alone; see `tensor_ranks.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from hone.config.errors import UserError
+from hone.distributed.mesh import Mesh
+from hone.trainer.tensor import FAMILIES, check_tensor_parallel, first_row, parallelize
+from tests.trainer.examples import tiny_model
+from tests.trainer.tensor_ranks import BUGS, CASES, LENGTHS
+
+pytestmark = pytest.mark.timeout(300)  # on few cores the processes take turns
+VALUES, GRADIENTS = 1e-5, 1e-4
+
+
+def run(num_ranks: int) -> list[Any]:
+    """What each rank found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.trainer.tensor_ranks"],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=280) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(p.returncode == 0 for p in processes), "".join(error for _, error in outputs)
+    return json.loads(outputs[0][0])
+
+
+@pytest.fixture(scope="module")
+def two() -> list[Any]:
+    return run(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> list[Any]:
+    return run(4)
+
+
+@pytest.mark.parametrize("case", [*CASES, *(f"tokens {name}" for name in LENGTHS), "recomputed"])
+def test_R8_numbers_are_those_of_one_process(two, case):
+    for found in (rank[case] for rank in two):
+        assert found["values"] < VALUES
+        assert found["values without gradient"] < VALUES
+        assert found["gradients"] < GRADIENTS
+        assert found["equal on all ranks"]
+        assert found["largest part"] < 0.52, "every matrix is split"
+
+
+def test_R8_compiled_layers_take_any_number_of_tokens(two):
+    assert all(rank["compiled"]["gradients"] < GRADIENTS for rank in two)
+
+
+def test_frozen_parameters_stay_frozen(two):
+    assert two[0]["frozen"]["trained"] == ["model.layers.0.self_attn.q_proj.weight"]
+
+
+def test_refusals_leave_the_model_alone(two):
+    found = two[0]["refusals"]
+    assert found["untouched"]
+    assert "num_attention_heads=3" in found["heads"]
+    assert found["exact"].startswith("model.exact")
+    assert "not split over 2" in found["whole head"]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_R8_planted_bugs_are_caught(two, bug):
+    found = two[0]["planted"][bug]
+    is_right = found["values"] < VALUES and found["gradients"] < GRADIENTS
+    assert is_right == (bug == "nothing")
+
+
+def test_R8_together_with_shards_over_data(four):
+    for rank in four:
+        assert len(rank) == 6
+        for found in rank.values():
+            assert found["values"] < VALUES
+            assert found["gradients"] < GRADIENTS
+            assert found["meshes"] == ["('shard', 'tensor')"]
+
+
+def test_numbers_that_do_not_divide_are_named():
+    config = AutoConfig.for_model(
+        "qwen3", num_attention_heads=12, num_key_value_heads=6, intermediate_size=24
+    )
+    check_tensor_parallel(config, 1)
+    check_tensor_parallel(config, 3)
+    with pytest.raises(UserError, match=r"=4 does not divide num_key_value_heads=6 .*do: 2, 3$"):
+        check_tensor_parallel(config, 4)
+
+
+def test_other_families_are_refused():
+    config = tiny_model("gemma2").config
+    check_tensor_parallel(config, 1)
+    with pytest.raises(UserError, match=f"serves {', '.join(FAMILIES)}, .*gemma2"):
+        check_tensor_parallel(config, 2)
+
+
+def test_one_rank_leaves_the_model_as_it_is():
+    model = tiny_model()
+    parameters = dict(model.named_parameters())
+    parallelize(model, Mesh.alone("cpu"))
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(8, 2), (51, 2), (10, 4), (3, 4)])
+def test_rows_are_split_as_torch_splits_them(num_rows, size):
+    parts = torch.arange(num_rows).chunk(size)
+    firsts = [first_row(num_rows, rank, size) for rank in range(size)]
+    assert firsts[: len(parts)] == [int(part[0]) for part in parts]
+    assert set(firsts[len(parts) :]) <= {num_rows}
