@@ -37,7 +37,7 @@ class DecodeShape:
     @property
     def block_dim(self) -> int:
         """Columns of the tiles that hold a head."""
-        return power_of_two(max(self.head_dim, MIN_DOT_ROWS))
+        return 1 << (max(self.head_dim, MIN_DOT_ROWS) - 1).bit_length()
 
 
 @triton.constexpr_function

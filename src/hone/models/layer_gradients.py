@@ -14,6 +14,7 @@ module imports triton; others import it only where it is used.
 """
 # A launch passes plain numbers for constexpr parameters and takes `num_warps`, which the types of
 # triton do not know; kernels take their pointers by position, some of which may be None.
+# pyright: reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportUnnecessaryComparison=false
 # pyright: reportAttributeAccessIssue=false
 # ruff: noqa: PLR0917
