@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,8 @@ class End:
 
 def watched(phase: str, fault: str, *, patch: str = "", timeout_s: float = TIMEOUT_S) -> End:
     """Run two processes; `patch` is code that plants a bug in the launcher."""
-    command = ["-m", "tests.distributed.watched_rank", phase, fault, str(timeout_s)]
+    mark = uuid.uuid4().hex  # tests beside this one have such processes too
+    command = ["-m", "tests.distributed.watched_rank", phase, fault, str(timeout_s), mark]
     program = (
         "import sys\nfrom hone.distributed import spawn\n"
         f"{patch}\nsys.exit(spawn.spawn([sys.executable, *{command!r}], 2))"
@@ -56,7 +58,7 @@ def watched(phase: str, fault: str, *, patch: str = "", timeout_s: float = TIMEO
         check=False,
     )
     end = End(done.returncode, done.stdout + done.stderr, time.monotonic() - start)
-    left = [p.pid for p in psutil.process_iter() if "tests.distributed.watched_rank" in _words(p)]
+    left = [p.pid for p in psutil.process_iter() if mark in _words(p)]
     assert not left, left
     return end
 

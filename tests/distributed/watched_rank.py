@@ -53,7 +53,7 @@ def work(phase: str, mesh: Mesh) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    ill_phase, fault, timeout_s = argv
+    ill_phase, fault, timeout_s = argv[:3]  # the fourth marks whose processes these are
     own, parallel = processes(), ParallelConfig(timeout_s=float(timeout_s))
     if ill_phase == "start" and own.rank == 1:
         fall_ill(fault)
