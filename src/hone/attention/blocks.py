@@ -14,6 +14,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from hone.attention.context import borders_of
+
 __all__ = ["AttentionBlock", "attend", "gradients", "visible_rectangles"]
 
 
@@ -55,8 +57,8 @@ class AttentionBlock:
             query_lens=query_lens,
             key_lens=key_lens,
             window=window,
-            borders_q=_borders(query_lens, device),
-            borders_k=_borders(key_lens, device),
+            borders_q=borders_of(query_lens, device),
+            borders_k=borders_of(key_lens, device),
         )
 
 
@@ -163,8 +165,3 @@ def visible_rectangles(
     keys = range(queries.start - window + 1, keys.stop)
     if queries:
         yield queries, keys, (len(keys) - len(queries), len(queries) - 1)
-
-
-def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return borders.to(device, non_blocking=True)

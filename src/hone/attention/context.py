@@ -27,10 +27,17 @@ __all__ = [
     "PackedContext",
     "PagedContext",
     "SharedPrefix",
+    "borders_of",
 ]
 
 FP8_DTYPE = torch.float8_e4m3fn
 """Element type of a quantised KV cache."""
+
+
+def borders_of(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    """Where sequences laid end to end begin and end, [S + 1] int32; nothing waits."""
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return borders.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +95,8 @@ class PackedContext:
             prompt + max(islice(pieces, count))
             for prompt, count in zip(prompts, shared_prompts, strict=True)
         ]
-        borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(
-            cu_seqlens=borders.to(device, non_blocking=True),
+            cu_seqlens=borders_of(lengths, device),
             max_seqlen=max([*whole, *others]),
             lengths=tuple(lengths),
             shared_prompts=tuple(shared_prompts),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from hone.attention.blocks import AttentionBlock
-from hone.attention.context import FP8_DTYPE, PackedContext, PagedContext
+from hone.attention.context import FP8_DTYPE, PackedContext, PagedContext, borders_of
 from hone.attention.reference import gather_kv
 
 __all__ = [
@@ -83,7 +82,7 @@ def prefill_attention(
     borders_k = context.cu_seqlens_q
     pages: dict[str, Any] = {}
     if context.has_prefix:
-        borders_k = _borders(context.key_lens, q.device)
+        borders_k = borders_of(context.key_lens, q.device)
     if context.has_prefix and _reads_pages(kv_cache):
         k, v = kv_cache.unbind(0)
         pages = {"block_table": context.block_tables, "seqused_k": context.context_lens}
@@ -204,11 +203,6 @@ def _varlen(
 def _shared_heads(q: Tensor, k: Tensor) -> dict[str, Any]:
     """What lets a key head serve several query heads."""
     return {"enable_gqa": True} if q.shape[1] > k.shape[-2] and _ASKS_FOR_SHARED_HEADS else {}
-
-
-def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return borders.to(device, non_blocking=True)
 
 
 def _key_slots(context: PagedContext, borders_k: Tensor, *, block_size: int) -> Tensor:

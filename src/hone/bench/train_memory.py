@@ -20,8 +20,9 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from hone.checkpoint.sharded import local_part
 
 __all__ = [
     "KINDS",
@@ -99,7 +100,7 @@ class Held:
     def add(self, kind: Kind, tensors: Iterable[Tensor], device: torch.device) -> None:
         """Take in the storages of local tensors; one that is known keeps its kind."""
         for tensor in tensors:
-            storage = local(tensor).untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             if storage.nbytes() == 0:
                 continue
             if tensor.device.type != device.type:
@@ -110,11 +111,6 @@ class Held:
 
     def total(self, kind: Kind) -> int:
         return sum(n for address, n in self.num_bytes.items() if self.kinds[address] == kind)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def held_tensors(
@@ -273,7 +269,7 @@ def _thin(course: list[tuple[int, dict[Kind, int]]]) -> list[tuple[int, dict[Kin
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    storages = [local(tensor.detach()).untyped_storage() for tensor in tensors]
+    storages = [local_part(tensor.detach()).untyped_storage() for tensor in tensors]
     return {storage.data_ptr() for storage in storages if storage.nbytes()}
 
 

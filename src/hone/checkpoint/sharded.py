@@ -21,7 +21,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from hone.checkpoint.atomic import CheckpointError
 
-__all__ = ["Part", "Piece", "Region", "StoredTensor", "laid_out", "part_of", "region_of", "take"]
+__all__ = [
+    "Part",
+    "Piece",
+    "Region",
+    "StoredTensor",
+    "laid_out",
+    "local_part",
+    "part_of",
+    "region_of",
+    "take",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,11 @@ class Region:
             slice(o - base, o - base + n)
             for o, base, n in zip(self.offsets, outer.offsets, self.shape, strict=True)
         )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: all of it, unless it is a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def region_of(tensor: Tensor) -> Region:

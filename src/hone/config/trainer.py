@@ -9,7 +9,10 @@ from pydantic import Field
 from hone.config.base import Section
 from hone.config.parallel import ParallelConfig
 
-__all__ = ["OptimizerConfig", "ParityConfig", "SFTTrainerConfig", "TrainerConfig"]
+__all__ = ["OptimizerConfig", "ParityConfig", "RecomputeMode", "SFTTrainerConfig", "TrainerConfig"]
+
+
+RecomputeMode = Literal["off", "selective", "full"]
 
 
 class OptimizerConfig(Section):
@@ -79,7 +82,7 @@ class SFTTrainerConfig(Section):
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Sequences per micro-batch, as an alternative to the token budget; unset: dynamic batches."""
 
-    recompute: Literal["off", "selective", "full"] = "off"
+    recompute: RecomputeMode = "off"
     """What backward computes again instead of keeping it: `full` all of a decoder layer but its
     input, `selective` also keeps the results of attention, and of matrix products where layers are
     not compiled (a compiled layer recomputes what lies around attention as a whole)."""

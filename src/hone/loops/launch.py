@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from hone.checkpoint.export import export_hf, export_hf_streamed
@@ -32,6 +31,7 @@ from hone.distributed.processes import processes
 from hone.distributed.watch import Watch
 from hone.models.adapters import save_adapter
 from hone.trainer.learner import Learner
+from hone.trainer.sharded import whole
 
 __all__ = ["Launch", "choose_device", "export", "join", "launch", "restore"]
 
@@ -190,8 +190,7 @@ def _in_memory(tree: Any) -> Any:
 def _wholes(masters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Gather tensors of which processes hold parts, one after the other."""
     for name, master in masters.items():
-        detached = master.detach()
-        yield name, detached.full_tensor() if isinstance(detached, DTensor) else detached
+        yield name, whole(master.detach())
 
 
 def _find(run: RunConfig, store: CheckpointStore) -> Checkpoint | None:

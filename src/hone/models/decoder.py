@@ -19,6 +19,7 @@ from hone.models.exact import linear
 
 __all__ = [
     "alias_module",
+    "decoder_layers",
     "head_logits",
     "head_product",
     "head_weight",
@@ -63,6 +64,11 @@ def head_product(hidden_ND: Tensor, weight_VD: Tensor, *, exact: bool = False) -
     if hidden_ND.is_cuda and hidden_ND.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
     return hidden_ND @ weight_VD.T
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of the backbone, first to last."""
+    return cast(nn.ModuleList, model.base_model.layers)
 
 
 def head_weight(model: PreTrainedModel) -> nn.Parameter:

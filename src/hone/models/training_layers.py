@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,13 @@ from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
 from hone.attention.interface import attend_packed
+from hone.config.trainer import RecomputeMode
 from hone.models.decoder import hidden_states
 from hone.models.fused_layers import FusedDecoder, FusedLayer, is_fusible
 
 __all__ = [
     "Backbone",
     "GradientOf",
-    "RecomputeMode",
     "TrainingDecoder",
     "has_training_layers",
     "training_backbone",
@@ -47,7 +47,6 @@ GradientOf = Callable[[nn.Parameter], Tensor]
 """Where the gradient of a parameter is added up: a tensor of its shape, of float32 or the
 parameter's own format, zero before the first pass."""
 
-RecomputeMode = Literal["off", "selective", "full"]
 """What a layer keeps for backward: with `off` all that costs time to compute again, with
 `selective` the results of products and attention alone, with `full` its input alone."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from hone.attention import ContextParallel, PackedContext
 from hone.attention.context_parallel import padded_tokens, token_ranges
 from hone.distributed.mesh import Axis, Mesh
+from hone.trainer.packing import to_device
 from hone.types import MicroBatch
 
 __all__ = ["Share", "gather", "split"]
@@ -62,7 +63,7 @@ def split(batch: MicroBatch, mesh: Mesh) -> Share:
     `mesh.device` without waiting either. Raises ValueError where it lies on a device and would
     have to be read.
     """
-    move = partial(_move, device=mesh.device)
+    move = partial(to_device, device=mesh.device)
     if mesh.context.size == 1:
         return Share(
             input_ids=move(batch.input_ids),
@@ -164,9 +165,3 @@ def _num_earlier(owner_N: Tensor, size: int) -> Tensor:
         same = owner_N == rank
         earlier[same] = torch.arange(int(same.sum()))
     return earlier
-
-
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)

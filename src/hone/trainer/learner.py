@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -28,7 +28,7 @@ from hone.config.errors import UserError
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import is_adapted, merged_weights
-from hone.models.decoder import hidden_states
+from hone.models.decoder import decoder_layers, hidden_states
 from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.manifest import export_weights
 from hone.models.training_layers import has_training_layers, training_backbone
@@ -136,7 +136,7 @@ class Learner(ABC):
             )
         parallelize(model, mesh)
         apply_recompute(
-            _decoder_layers(model),
+            decoder_layers(model),
             mode=cfg.recompute,
             every=cfg.recompute_every_n_layers,
             offload=cfg.offload_activations,
@@ -428,13 +428,9 @@ def _require_training_layers(model: PreTrainedModel) -> None:
     raise UserError(f"trainer.fused_layers is on, but {reason}. Switch it off.")
 
 
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    return cast(nn.ModuleList, model.base_model.layers)
-
-
 def _compile_forward(model: PreTrainedModel) -> None:
     """Compile what decoder layers compute, but not the hooks that gather their weights."""
-    for layer in _decoder_layers(model):
+    for layer in decoder_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 

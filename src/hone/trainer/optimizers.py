@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim.adamw import adamw
 
-from hone.checkpoint.sharded import laid_out, region_of
+from hone.checkpoint.sharded import laid_out, local_part, region_of
 from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
 from hone.trainer.offload import BUCKET_BYTES, HostBuffer, HostMasters, stream_buckets
@@ -102,7 +102,7 @@ class ParameterOptimizer:
         moments = [] if self._adamw.is_offloaded else list(self._adamw.moments())
         if self._muon is not None:
             moments += [t for state in self._muon.state.values() for t in state.values()]
-        return [_local(tensor) for tensor in moments]
+        return [local_part(tensor) for tensor in moments]
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<moment>/<parameter>` to tensor; parameters that never had a gradient have none.
@@ -139,7 +139,7 @@ class ParameterOptimizer:
         if moment != "momentum_buffer" or own is None:
             return False
         buffer = torch.empty_like(parameter.detach(), dtype=value.dtype)
-        _local(buffer).copy_(own)
+        local_part(buffer).copy_(own)
         self._muon.state[parameter][moment] = buffer
         return True
 
@@ -286,7 +286,7 @@ class _AdamW:
         if moment == "step":
             state.num_steps = int(value)
         else:
-            _local(cast(Tensor, getattr(state, moment))).copy_(own)
+            local_part(cast(Tensor, getattr(state, moment))).copy_(own)
         return True
 
     @property
@@ -303,7 +303,7 @@ class _AdamW:
     def _reserve(self) -> None:
         """All moments on the host, in one buffer."""
         names = list(self._parameters)
-        locals_ = [_local(self._parameters[name]) for name in names]
+        locals_ = [local_part(self._parameters[name]) for name in names]
         layout = [(p.shape, self._dtype or p.dtype) for p in locals_ for _ in range(2)]
         self._buffer = HostBuffer.for_layout(
             layout,
@@ -387,7 +387,7 @@ class _AdamW:
         buckets: list[list[_Piece]] = [[]]
         room = capacity
         for name, gradient in gradients.items():
-            start, size = 0, _local(gradient).numel()
+            start, size = 0, local_part(gradient).numel()
             while start < size:
                 stop = min(size, start + room)
                 buckets[-1].append(_Piece(name, start, stop))
@@ -415,10 +415,10 @@ class _AdamW:
         # torch counts the step that it makes.
         counts = [self._state[o.name].num_steps - 1.0 for o in group]
         adamw(
-            [_local(o.master) for o in group],
-            [_local(o.gradient) for o in group],
-            [_local(o.exp_avg) for o in group],
-            [_local(o.exp_avg_sq) for o in group],
+            [local_part(o.master) for o in group],
+            [local_part(o.gradient) for o in group],
+            [local_part(o.exp_avg) for o in group],
+            [local_part(o.exp_avg_sq) for o in group],
             [],
             list(torch.tensor(counts).to(device, non_blocking=True).unbind()),
             fused=True,
@@ -529,11 +529,6 @@ def _signed(bits: int) -> int:
     return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _own_part(value: Tensor, parameter: Tensor) -> Tensor | None:
     """What this process needs of a parameter's moment; None where that is no moment of it."""
     region = region_of(parameter)
@@ -545,4 +540,4 @@ def _own_part(value: Tensor, parameter: Tensor) -> Tensor | None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return _local(tensor.detach()).view(-1)
+    return local_part(tensor.detach()).view(-1)

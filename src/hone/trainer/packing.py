@@ -38,6 +38,7 @@ __all__ = [
     "empty_batch",
     "on_device",
     "plan",
+    "to_device",
 ]
 
 Cost = Callable[[int], float]
@@ -363,23 +364,23 @@ def collate(
     trained = np.flatnonzero(mask)
     num_trained = np.add.reduceat(mask.astype(np.int64), borders[:-1])
 
-    def to_device(array: np.ndarray[Any, Any] | Tensor) -> Tensor:
-        return _move(torch.as_tensor(array), device)
+    def send(array: np.ndarray[Any, Any] | Tensor) -> Tensor:
+        return to_device(torch.as_tensor(array), device)
 
     def per_token(name: str) -> Tensor | None:
         if getattr(rows[0], name) is None:
             return None
-        return to_device(torch.cat([getattr(row, name) for row in rows]).float())
+        return send(torch.cat([getattr(row, name) for row in rows]).float())
 
     return MicroBatch(
-        input_ids=to_device(layout.of_tokens(token_ids)),
-        position_ids=to_device(layout.of_tokens(positions)),
-        cu_seqlens=to_device(np.cumsum([0, *layout.lengths], dtype=np.int32)),
+        input_ids=send(layout.of_tokens(token_ids)),
+        position_ids=send(layout.of_tokens(positions)),
+        cu_seqlens=send(np.cumsum([0, *layout.lengths], dtype=np.int32)),
         max_seqlen=max(lengths),
-        predict_index=to_device(layout.places[trained - 1]),
-        labels=to_device(token_ids[trained]),
-        sequence_index=to_device(np.repeat(np.arange(len(rows)), num_trained)),
-        weights=to_device(np.repeat(np.asarray(weights, dtype=np.float32), num_trained)),
+        predict_index=send(layout.places[trained - 1]),
+        labels=send(token_ids[trained]),
+        sequence_index=send(np.repeat(np.arange(len(rows)), num_trained)),
+        weights=send(np.repeat(np.asarray(weights, dtype=np.float32), num_trained)),
         **{name: per_token(name) for name in _PER_TOKEN},
         ids=tuple(row.id for row in rows),
         lengths=layout.lengths,
@@ -426,10 +427,11 @@ class _Layout:
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The batch with its tensors on `device`, copied without waiting for it."""
     tensors = {f.name: v for f in fields(batch) if isinstance(v := getattr(batch, f.name), Tensor)}
-    return replace(batch, **{name: _move(tensor, device) for name, tensor in tensors.items()})
+    return replace(batch, **{name: to_device(tensor, device) for name, tensor in tensors.items()})
 
 
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor there; from host memory by way of pinned pages, so that nothing waits."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import StoredTensor
 from hone.config.errors import UserError
-from hone.models.decoder import head_weight
+from hone.models.decoder import decoder_layers, head_weight
 from hone.observe.metrics import Mean, Metrics
 from hone.trainer.offload import HostMasters, Parking
 from hone.trainer.recompute import RecomputeMode, apply_recompute
@@ -76,7 +76,7 @@ class Policy:
         if self._masters is not self.parameters:
             for name, parameter in self.parameters.items():
                 parameter.register_post_accumulate_grad_hook(self._gradient_mover(name))
-        layers = _decoder_layers(model)
+        layers = decoder_layers(model)
         apply_recompute(
             layers, mode=recompute, every=recompute_every_n_layers, offload=offload_activations
         )
@@ -255,7 +255,3 @@ def require_layout(
 def _adapter_rank(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Rank of the adapters among tensors of these shapes; 0 where there are none."""
     return next((shape[0] for name, shape in shapes.items() if name.endswith("lora_A")), 0)
-
-
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    return cast(nn.ModuleList, model.base_model.layers)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,11 @@ from torch.utils.checkpoint import (
 )
 from transformers import GradientCheckpointingLayer
 
+from hone.config.trainer import RecomputeMode
 from hone.trainer.offload import ActivationOffload
 
-__all__ = ["RecomputeMode", "apply_recompute"]
+__all__ = ["apply_recompute"]
 
-RecomputeMode = Literal["off", "selective", "full"]
 
 for _module in ("torch.nn.attention.varlen", "hone.attention.flash4"):
     import_module(_module)  # registers an operator named here

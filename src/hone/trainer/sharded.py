@@ -30,14 +30,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import PreTrainedModel
 
-from hone.checkpoint.sharded import StoredTensor, take
+from hone.checkpoint.sharded import StoredTensor, local_part, take
 from hone.distributed.mesh import Mesh
-from hone.models.decoder import head_weight
+from hone.models.decoder import decoder_layers, head_weight
 from hone.observe.metrics import Mean, Metrics
 from hone.trainer.offload import Parking
 from hone.trainer.policy import NonFiniteError, require_layout
 
-__all__ = ["ShardedModel", "ShardedPolicy"]
+__all__ = ["ShardedModel", "ShardedPolicy", "whole"]
 
 _MAX_SAMPLED_ELEMENTS = 1 << 22
 
@@ -83,7 +83,7 @@ class ShardedModel:
             reduce_dtype=master_dtype,
             cast_forward_inputs=False,
         )
-        layers = list(cast(nn.ModuleList, model.base_model.layers))
+        layers = list(decoder_layers(model))
         root = _Pass(model)
         in_layers = {p for layer in layers for p in layer.parameters()}
         rest = [p for p in model.parameters() if p not in in_layers]
@@ -176,7 +176,7 @@ class ShardedPolicy:
         """Global 2-norm of the masters' gradients; inf or nan where one is not finite."""
         by_copies: dict[int, list[Tensor]] = {}
         for gradient in self.gradients.values():
-            by_copies.setdefault(_num_copies(gradient), []).append(_local(gradient))
+            by_copies.setdefault(_num_copies(gradient), []).append(local_part(gradient))
         squares = [nn.utils.get_total_norm(g).double() ** 2 / n for n, g in by_copies.items()]
         total = torch.stack(squares).sum()
         dist.all_reduce(total, group=self.mesh.world.group)
@@ -187,7 +187,7 @@ class ShardedPolicy:
         if max_norm > 0:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for gradient in self.gradients.values():
-                _local(gradient).mul_(factor)
+                local_part(gradient).mul_(factor)
 
     def drop_gradient(self) -> None:
         """Forget all gradients."""
@@ -196,7 +196,7 @@ class ShardedPolicy:
 
     def non_finite_gradient(self) -> str | None:
         """Name of the first parameter whose gradient is not finite on some rank."""
-        own = [n for n, g in self.gradients.items() if not bool(_local(g).isfinite().all())]
+        own = [n for n, g in self.gradients.items() if not bool(local_part(g).isfinite().all())]
         everywhere = {name for names in self.mesh.gather(own) for name in names}
         return next((name for name in self.masters if name in everywhere), None)
 
@@ -248,15 +248,15 @@ class ShardedPolicy:
             names.setdefault(value, []).append(name)
         for value, tied in names.items():
             is_parameter = isinstance(value, nn.Parameter)
-            whole = _whole(value.detach().to(self.dtype) if is_parameter else value)
+            gathered = whole(value.detach().to(self.dtype) if is_parameter else value)
             for name in tied:
-                yield name, whole
+                yield name, gathered
 
     def sleep(self, moments: Iterable[Tensor] = ()) -> None:
         """Move masters, gradients and an optimizer's `moments` to pinned host memory; as
         `Policy.sleep`. No pass and no `named_weights` until `wake`."""
         held = (*self.gradients.values(), *self.parameters.values())
-        self._parking.park([*(_local(tensor.detach()) for tensor in held), *moments])
+        self._parking.park([*(local_part(tensor.detach()) for tensor in held), *moments])
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away; as `Policy.wake`."""
@@ -269,12 +269,12 @@ class ShardedPolicy:
 
     def _sampled_masters(self) -> Tensor:
         """Elements of this process's shards, [K] float32."""
-        shards = (_local(p.detach()).flatten()[:: self._stride] for p in self.masters.values())
+        shards = (local_part(p.detach()).flatten()[:: self._stride] for p in self.masters.values())
         return torch.cat([*shards])
 
     def _sampled_weights(self) -> Tensor:
         """For each sampled element one over the number of processes that hold it, [K] float64."""
-        shards = [(_local(p), _num_copies(p)) for p in self.masters.values()]
+        shards = [(local_part(p), _num_copies(p)) for p in self.masters.values()]
         numbers = torch.tensor([ceil(shard.numel() / self._stride) for shard, _ in shards])
         weights = torch.tensor([1 / copies for _, copies in shards], dtype=torch.float64)
         return weights.repeat_interleave(numbers).to(self.device)
@@ -291,11 +291,7 @@ def _move(parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | No
         parameter.data = moved
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """Gathered from all processes that have parts of it. Collective."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -318,7 +314,7 @@ def _num_copies(parameter: Tensor) -> int:
 def _take_over(master: Tensor, saved: Tensor | StoredTensor) -> None:
     """Copy a whole tensor, a shard of the same placement, or what is stored into a master."""
     if isinstance(saved, StoredTensor):
-        _local(master).copy_(_local(take(saved, like=master)))
+        local_part(master).copy_(local_part(take(saved, like=master)))
         return
     if isinstance(master, DTensor) and not isinstance(saved, DTensor):
         # Every process has the whole: nothing is sent.
