@@ -8,34 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import sys
 from contextlib import ExitStack
 from unittest import mock
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests.triton_interpreter import interpreter  # isort: skip
 
 import torch
 import triton.language as tl
-from triton.runtime import interpreter
 
 from hone.attention import triton_decode, triton_write
 from tests.attention.cases import BUGS, DECODE_CASES, DTYPES, FP8_CASES, HALF_CASES, MERGE_CASE
 from tests.attention.twin import Pages, through_fp8
 
 SCALE = 0.3
-
-patch_tensor = interpreter._patch_lang_tensor
-
-
-def patch_loop_bounds(tensor, scope):
-    """The interpreter of triton 3.6 calls int() on one-element arrays, which numpy 2.4 refuses."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch_loop_bounds
 
 convert_float = interpreter._convert_float
 

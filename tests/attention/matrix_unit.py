@@ -6,22 +6,11 @@ A matrix unit adds 16 products at a time, exactly, to a float32 sum, in every sh
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import numpy as np
-from triton.runtime import interpreter
+
+from tests.triton_interpreter import interpreter
 
 PRODUCTS_PER_STEP = 16
-
-patch_tensor = interpreter._patch_lang_tensor
-
-
-def patch_loop_bounds(tensor, scope):
-    """The interpreter of triton 3.6 calls int() on one-element arrays, which numpy 2.4 refuses."""
-    patch_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def dot(self, a, b, d, *options):
@@ -33,5 +22,4 @@ def dot(self, a, b, d, *options):
     return interpreter.TensorHandle(total, d.dtype.scalar)
 
 
-interpreter._patch_lang_tensor = patch_loop_bounds
 interpreter.InterpreterBuilder.create_dot = dot

@@ -1,13 +1,8 @@
-"""Saves and loads in one of several processes, as torchrun starts them; rank 0 prints JSON.
-
-`python -m tests.checkpoint.sharded_ranks FOLDER`, with RANK, WORLD_SIZE 4, MASTER_ADDR and
-MASTER_PORT set.
-"""
+"""Saves and loads in one of four processes (`tests.ranks`); rank 0 prints JSON."""
 
 from __future__ import annotations
 
 import json
-import sys
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -67,6 +62,7 @@ def outcome(work):
 
 
 def main(folder):
+    folder = Path(folder)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
@@ -130,7 +126,3 @@ def main(folder):
     if rank == 0:
         print(json.dumps(everyone))  # noqa: T201
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

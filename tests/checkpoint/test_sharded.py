@@ -5,11 +5,6 @@ What needs a group runs in four processes, `sharded_ranks`, whose outcomes are j
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -19,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.checkpoint.sharded_ranks import LAYOUTS, model, whole
+from tests.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,30 +26,10 @@ from hone.checkpoint.store import CheckpointStore
 WORLD_SIZE = 4
 
 
-def run_ranks(folder, world_size=WORLD_SIZE):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.sharded_ranks", str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | shared | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world_size)
-    ]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(err for _, err in outputs)
-    return json.loads(outputs[0][0])
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, run_ranks(folder)
+    return folder, run_ranks("tests.checkpoint.sharded_ranks", WORLD_SIZE, folder, timeout_s=120)
 
 
 def test_every_layout_comes_back_whole_and_in_parts(run):

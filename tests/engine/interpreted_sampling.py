@@ -7,12 +7,11 @@ triton is first imported. float32 and float16 only, the interpreter has no worki
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
 from itertools import product
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests import triton_interpreter  # noqa: F401  # isort: skip
 
 import numpy as np
 import torch

@@ -6,10 +6,9 @@ A process of its own, as the interpreter is chosen before triton is first import
 from __future__ import annotations
 
 import json
-import os
 import sys
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests import triton_interpreter  # noqa: F401  # isort: skip
 
 import torch
 

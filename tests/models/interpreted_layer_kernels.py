@@ -11,10 +11,9 @@ values that differ at all.
 from __future__ import annotations
 
 import json
-import os
 import sys
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests import triton_interpreter  # noqa: F401  # isort: skip
 
 import torch
 from torch import nn

@@ -1,7 +1,6 @@
-"""Runs tensor parallelism in one of several processes, as torchrun starts them; rank 0 prints JSON.
+"""Runs tensor parallelism in one of several processes (`tests.ranks`); rank 0 prints JSON.
 
-`python -m tests.models.tensor_parallel_ranks FOLDER`, in torchrun's environment. Every rank
-also runs the whole model alone, and what comes out is compared there.
+Every rank also runs the whole model alone, and what comes out is compared there.
 The kernels run in Triton's interpreter, on memory that the processes share through FOLDER.
 """
 
@@ -379,6 +378,7 @@ def kernels(folder, tp):
 
 
 def main(folder):
+    folder = Path(folder)
     torch.set_num_threads(1)
     tp = TensorParallel.from_environment(2, CPU)
     found = {
@@ -396,7 +396,3 @@ def main(folder):
     if tp.rank == 0:
         json.dump(everywhere, sys.stdout)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

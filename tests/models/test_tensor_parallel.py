@@ -5,11 +5,6 @@ What needs a group runs in two processes, `tensor_parallel_ranks`, whose outcome
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -29,6 +24,7 @@ from hone.models.tensor_parallel import TensorParallel, shard_model, shard_of
 from hone.models.tiny import make_tiny_model
 from tests.models.tensor_parallel_cases import ENGINES, MODELS
 from tests.models.test_generation_model import FUSED, make_model
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
@@ -48,27 +44,7 @@ def group(size):
 def ranks(tmp_path_factory):
     """What each of two ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.models.tensor_parallel_ranks", str(folder)],
-            env=os.environ | common | torchrun(rank, 2) | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs[0][1] + outputs[1][1]
-    return json.loads(outputs[0][0])
+    return run_ranks("tests.models.tensor_parallel_ranks", 2, folder, timeout_s=100)
 
 
 # ---------------------------------------------------------------- parts of weights

@@ -1,7 +1,4 @@
-"""What trainers in one of several processes hold, as torchrun starts them; rank 0 prints JSON.
-
-`python -m tests.planner.memory_ranks`, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
-"""
+"""What trainers in one of several processes hold (`tests.ranks`); rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +26,3 @@ def main():
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(outcomes))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +16,7 @@ from hone.planner.memory import adapter_params, layer_code, training_memory
 from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import training_flops
 from tests.planner.memory_cases import ALONE, CASES, KINDS, LORA, held, model_of, plan
+from tests.ranks import run_ranks
 
 GIB = 1 << 30
 WORLD = 4
@@ -63,27 +59,7 @@ def test_what_is_offloaded_lies_on_the_host():
 
 @pytest.fixture(scope="module")
 def shared():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.planner.memory_ranks"],
-            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        outputs = [process.communicate(timeout=110) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), outputs[0][1]
-    return json.loads(outputs[0][0])
+    return run_ranks("tests.planner.memory_ranks", WORLD, timeout_s=110)
 
 
 @pytest.mark.parametrize("name", CASES)

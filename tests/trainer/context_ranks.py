@@ -1,9 +1,8 @@
-"""One of four processes that compare context parallelism with one process. Rank 0 writes numbers.
+"""One of four processes that compare context parallelism with one process (`tests.ranks`).
 
-    python -m tests.trainer.context_ranks RANK FOLDER
-
-Every case is a largest error over ranks, relative where gradients of parameters are concerned. A
-mesh of two context ranks exists twice, side by side along the data axis, on the same rows.
+Rank 0 prints JSON. Every case is a largest error over ranks, relative where gradients of parameters
+are concerned. A mesh of two context ranks exists twice, side by side along the data axis, on the
+same rows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -341,15 +339,8 @@ def refusal(work: Callable[[], object]) -> str:
 
 
 def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=WORLD,
-        timeout=TIMEOUT,
-    )
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     cpu = torch.device("cpu")
     meshes = {name: Mesh.of_group(sizes, cpu, timeout=TIMEOUT) for name, sizes in MESHES.items()}
     results: dict = {
@@ -363,11 +354,7 @@ def main() -> None:
     attention_cases(meshes, results)
     model_cases(meshes, results)
     planted_cases(meshes, results)
-    if rank == 0:
-        (folder / "results.json").write_text(json.dumps(results))
+    if dist.get_rank() == 0:
+        json.dump(results, sys.stdout)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

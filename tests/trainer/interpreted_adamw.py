@@ -5,10 +5,9 @@ environment variable that must be set before triton is first imported."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests import triton_interpreter  # noqa: F401  # isort: skip
 
 import torch
 from torch import Tensor

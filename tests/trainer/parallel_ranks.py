@@ -1,6 +1,5 @@
-"""Trains in one of several processes, as torchrun starts them; rank 0 prints JSON.
+"""Trains in one of several processes (`tests.ranks`); rank 0 prints JSON.
 
-`python -m tests.trainer.parallel_ranks`, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
 Rank 0 also trains each model alone, and what comes out is compared there.
 """
 
@@ -560,7 +559,3 @@ def main():
     if dist.get_rank() == 0:
         json.dump(all_found, sys.stdout)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

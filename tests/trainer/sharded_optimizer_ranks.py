@@ -1,8 +1,4 @@
-"""Steps and resumes optimizers in one of two processes; rank 0 prints JSON.
-
-`python -m tests.trainer.sharded_optimizer_ranks FOLDER`, with RANK, WORLD_SIZE 2, MASTER_ADDR and
-MASTER_PORT set.
-"""
+"""Steps and resumes optimizers in one of two processes (`tests.ranks`); rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -147,6 +143,7 @@ def refused(folder):
 
 
 def main(folder):
+    folder = Path(folder)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     names = ("shard", "tensor")
@@ -169,7 +166,3 @@ def main(folder):
     if dist.get_rank() == 0:
         json.dump(everyone, sys.stdout)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,7 +1,6 @@
-"""Runs tensor parallelism in one of several processes, as torchrun starts them; rank 0 prints JSON.
+"""Runs tensor parallelism in one of several processes (`tests.ranks`); rank 0 prints JSON.
 
-`python -m tests.trainer.tensor_ranks`, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. Two
-processes share a model; four are two such pairs with different rows and FSDP over them. Every
+Two processes share a model; four are two such pairs with different rows and FSDP over them. Every
 process also runs the whole model alone, and what comes out is compared there.
 """
 
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -296,11 +294,5 @@ def main() -> None:
     dist.all_gather_object(everywhere, found)
     if dist.get_rank() == 0:
         json.dump(everywhere, sys.stdout)
-    sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # threads of gloo may outlive their group
-
-
-if __name__ == "__main__":
-    main()

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from hone.distributed.mesh import Axis, Mesh, MeshSizes
 from hone.trainer.context import gather, split
 from hone.trainer.packing import collate
+from tests.ranks import run_ranks
 from tests.trainer.context_ranks import MESHES, RINGS, WORLD, bare, uneven_rows
 
 LOGPROBS, GRADIENTS = 1e-5, 1e-4
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("context")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    logs = [folder / f"rank_{rank}.log" for rank in range(WORLD)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.trainer.context_ranks", str(rank), str(folder)]
-        with log.open("w") as output:
-            ranks.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
-    try:
-        codes = [process.wait(timeout=280) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    text = "\n".join(log.read_text()[-1500:] for log in logs)
-    assert codes == [0] * WORLD, text
-    return json.loads((folder / "results.json").read_text())
+def results():
+    return run_ranks("tests.trainer.context_ranks", WORLD, timeout_s=280)
 
 
 def beyond(results, prefix, forward, backward):

@@ -5,16 +5,12 @@ What needs a group runs in `parallel_ranks`, in two and in four processes; it is
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from itertools import product
 from math import prod
 
 import pytest
 
+from tests.ranks import run_ranks
 from tests.trainer.parallel_cases import LAYOUTS, runs
 
 WORLDS = [2, 4]
@@ -23,34 +19,10 @@ AXES = {"context": ("ring", "ulysses")}
 LIMITS = {"logprobs": 1e-5, "loss": 1e-5, "gradient": 1e-4, "metrics": 1e-3, "weights": 1e-3}
 
 
-def launch(world):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.parallel_ranks"],
-            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-
-
 @pytest.fixture(scope="module", params=WORLDS)
 def ranks(request):
     """What each rank found."""
-    processes = launch(request.param)
-    try:
-        outputs = [process.communicate(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), outputs[0][1] + outputs[1][1]
-    return json.loads(outputs[0][0])
+    return run_ranks("tests.trainer.parallel_ranks", request.param, timeout_s=400)
 
 
 @pytest.fixture

@@ -5,13 +5,9 @@ What needs a group runs in `sharded_optimizer_ranks`, whose outcomes are judged 
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
+
+from tests.ranks import run_ranks
 
 WORLD_SIZE = 2
 
@@ -19,28 +15,9 @@ WORLD_SIZE = 2
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each rank found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD_SIZE)}
     folder = tmp_path_factory.mktemp("resume")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.sharded_optimizer_ranks", str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), outputs[0][1] + outputs[1][1]
-    return json.loads(outputs[0][0])
+    module = "tests.trainer.sharded_optimizer_ranks"
+    return run_ranks(module, WORLD_SIZE, folder, timeout_s=200)
 
 
 def test_bfloat16_moments_do_not_depend_on_the_sharding(ranks):

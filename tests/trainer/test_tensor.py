@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,47 +11,23 @@ from transformers import AutoConfig
 from hone.config.errors import UserError
 from hone.distributed.mesh import Mesh
 from hone.trainer.tensor import FAMILIES, check_tensor_parallel, first_row, parallelize
+from tests.ranks import run_ranks
 from tests.trainer.examples import tiny_model
 from tests.trainer.tensor_ranks import BUGS, CASES, LENGTHS
 
 pytestmark = pytest.mark.timeout(300)  # on few cores the processes take turns
+RANKS = "tests.trainer.tensor_ranks"
 VALUES, GRADIENTS = 1e-5, 1e-4
-
-
-def run(num_ranks: int) -> list[Any]:
-    """What each rank found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.tensor_ranks"],
-            cwd=Path(__file__).parents[2],
-            env=os.environ | common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=280) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(p.returncode == 0 for p in processes), "".join(error for _, error in outputs)
-    return json.loads(outputs[0][0])
 
 
 @pytest.fixture(scope="module")
 def two() -> list[Any]:
-    return run(2)
+    return run_ranks(RANKS, 2, timeout_s=280)
 
 
 @pytest.fixture(scope="module")
 def four() -> list[Any]:
-    return run(4)
+    return run_ranks(RANKS, 4, timeout_s=280)
 
 
 @pytest.mark.parametrize("case", [*CASES, *(f"tokens {name}" for name in LENGTHS), "recomputed"])
