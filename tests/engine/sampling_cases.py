@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from hone.engine import sampling_kernels
-from hone.engine.sampler import SamplingTable, scale_and_filter
+from hone.engine.sampler import scale_and_filter
+from hone.engine.sampling_table import SamplingTable
 from hone.models import token_logprobs
 from hone.types import SamplingParams
 from tests.engine import reference

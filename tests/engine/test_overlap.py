@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hone.engine.detokenizer import StopStringWatcher
+from hone.engine.engine import EmbeddedEngine
 from hone.engine.scheduler import Scheduler
 from hone.types import Request, SamplingParams, StopReason
 from tests.engine.test_generation import PARAMS, assert_equal, make_requests, run
@@ -118,8 +119,7 @@ def test_a_failed_step_forgets_what_is_in_flight(models, monkeypatch):
 
 @contextmanager
 def interrupted(within, num_lines, places):
-    """Ctrl-C after so many lines of the scheduler's method `within` and what it calls, where it
-    gets so far."""
+    """Ctrl-C after so many lines of the method `within` and what it calls, where it gets so far."""
 
     def line(frame, event, arg):
         nonlocal num_lines
@@ -164,6 +164,63 @@ def test_R20_no_ctrl_c_while_a_step_is_planned_loses_or_changes_a_request(
         assert_equal(expected, done)
         assert engine.stats().kv_cache_usage == 0
     assert len(places) > (20 if within is Scheduler.schedule else 10)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("within", [EmbeddedEngine._collect, EmbeddedEngine._make_good])
+def test_R20_no_ctrl_c_while_tokens_are_taken_loses_or_changes_a_request(
+    models, in_flight, within
+):
+    """Stop strings, end-of-sequence ids and lengths; the repair is broken off as well."""
+    requests = [
+        replace(request, sampling=replace(request.sampling, stop=("a", "b") * (n % 2)))
+        for n, request in enumerate(make_requests(seed=3))
+    ]
+    settings = {"eos_token_ids": (5, 11), "with_tokenizer": True}
+    expected = run(models.engine(**settings), requests)
+    assert {done.stop_reason for done in expected.values()} > {StopReason.STOP_STRING}
+    rng, places = random.Random(in_flight), set()
+    for _ in range(8):
+        engine = models.engine(in_flight=in_flight, **settings)
+        engine.submit(requests)
+        done = {}
+        for _ in range(2000):
+            again = interrupted(EmbeddedEngine._make_good, rng.randrange(300), places)
+            with again, interrupted(within, rng.randrange(200), places):
+                done |= {completion.request_id: completion for completion in engine.step()}
+            done |= {completion.request_id: completion for completion in engine.step()}
+            if not engine.has_unfinished:
+                break
+        assert_equal(expected, done)
+        assert engine.stats().kv_cache_usage == 0
+    assert len(places) > 20
+
+
+def test_R20_ctrl_c_in_submit_or_abort_leaves_all_or_none(models):
+    requests = make_requests()
+    expected = run(models.engine(), requests)
+    rng, places, outcomes = random.Random(0), set(), set()
+    for _ in range(40):
+        engine = models.engine(in_flight=1)
+        with interrupted(EmbeddedEngine.submit, rng.randrange(600), places):
+            engine.submit(requests)
+        num_queued = sum(request.id in engine._sequences for request in requests)
+        assert num_queued in (0, len(requests))
+        if not num_queued:
+            engine.submit(requests)
+        done = {completion.request_id: completion for _ in range(3) for completion in engine.step()}
+        half = [request.id for request in requests[::2] if request.id not in done]
+        parts = []
+        with interrupted(EmbeddedEngine.abort, rng.randrange(60), places):
+            parts = engine.abort(half)
+        withdrawn = [name for name in half if name not in engine._sequences]
+        assert withdrawn in ([], half)
+        assert len(parts) in (0, len(half))
+        outcomes.add((bool(num_queued), bool(withdrawn)))
+        done |= run(engine, [])
+        assert_equal({n: e for n, e in expected.items() if n not in withdrawn}, done)
+        assert engine.stats().kv_cache_usage == 0
+    assert len(outcomes) == 4
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.engine import sampler
-from hone.engine.sampler import SamplingTable, sample, uniforms
+from hone.engine.sampler import sample, uniforms
+from hone.engine.sampling_table import SamplingTable
 from hone.types import SamplingParams
 from tests.engine import reference
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from hone.engine import sampling_kernels as kernels
-from hone.engine.sampler import SamplingTable, sample
+from hone.engine.sampler import sample
+from hone.engine.sampling_table import SamplingTable
 from hone.models import token_logprobs
 from hone.types import SamplingParams
 from tests.engine import reference

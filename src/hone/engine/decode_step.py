@@ -16,7 +16,8 @@ from hone.attention import PagedContext
 from hone.attention.context import SHARED_PREFIX_MEMBERS, SharedPrefix
 from hone.engine.decode_graphs import DecodeGraphs, bucket_of
 from hone.engine.kv_cache import KVCache, blocks_for
-from hone.engine.sampler import SamplingBatch, SamplingTable, sample
+from hone.engine.sampler import sample
+from hone.engine.sampling_table import SamplingBatch, SamplingTable
 from hone.engine.sequence import Sequence
 from hone.engine.shared_prefix import find_prefix_groups, max_groups
 from hone.engine.slots import MAX_DRAFTS, Slots, upload

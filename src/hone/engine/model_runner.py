@@ -19,7 +19,8 @@ from hone.attention import PagedContext
 from hone.engine.decode_graphs import DecodeGraphs
 from hone.engine.decode_step import DecodeStep, pack
 from hone.engine.kv_cache import KVCache, blocks_for
-from hone.engine.sampler import SamplingBatch, SamplingTable, sample
+from hone.engine.sampler import sample
+from hone.engine.sampling_table import SamplingBatch, SamplingTable
 from hone.engine.scheduler import Chunk, Plan
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, upload

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.engine.sampler import SamplingBatch
+from hone.engine.sampling_table import SamplingBatch
 from hone.models.token_logprobs import (
     LOG2_E,
     ROW_WARPS,
