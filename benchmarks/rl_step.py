@@ -7,7 +7,7 @@
 Weights and prompts are made on the spot. Untrained models practically never sample the end of
 sequence, so every completion has full length. Further flags are settings, `--trainer.compile true`.
 The first step compiles kernels and runs the launch gate; medians are over the others. Totals leave
-checkpoints out.
+checkpoints out. A run that `--seconds` ends prints the steps it has done and exits with 1.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import argparse
 import json
 import platform
 import random
+import signal
 import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 COLUMNS = {
     "generate s": "time/generate_s",
@@ -38,6 +39,8 @@ COLUMNS = {
     "mismatch KL": "off_policy/mismatch_kl",
 }
 """Column titles and the keys of a step's numbers."""
+
+INTERRUPTED = 130
 
 
 def reward(completion: str) -> float:
@@ -87,11 +90,21 @@ def run(folder: Path, args: argparse.Namespace, settings: list[str]) -> list[dic
         "log.tensorboard": "false",
         "log.report": "false",
     }
+    if args.seconds:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.alarm(args.seconds)
     code = hone(["rl", *(part for k, v in flags.items() for part in (f"--{k}", str(v))), *settings])
-    if code != 0:
+    signal.alarm(0)
+    metrics = folder / "run" / "metrics.jsonl"
+    if code != 0 and not (code == INTERRUPTED and metrics.exists()):
         sys.exit(code)
-    with (folder / "run" / "metrics.jsonl").open(encoding="utf-8") as file:
+    with metrics.open(encoding="utf-8") as file:
         return [derived(json.loads(line)) for line in file]
+
+
+def interrupt(*_: object) -> NoReturn:
+    """Ends `hone rl` at once, saving nothing."""
+    raise KeyboardInterrupt
 
 
 def derived(row: dict[str, float]) -> dict[str, float]:
@@ -145,10 +158,13 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--completion-tokens", type=int, default=1024)
     parser.add_argument("--output", type=Path, help="JSON file for all numbers")
+    parser.add_argument("--seconds", type=int, default=0, help="end after so many; 0: never")
     args, settings = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
         make_inputs(Path(name), args)
         rows = run(Path(name), args, settings)
+    if not rows:
+        sys.exit(f"no step was done within {args.seconds} s")
     parity: dict[str, Any] = {
         key.removeprefix("off_policy/parity/"): value
         for key, value in rows[0].items()
@@ -163,6 +179,8 @@ def main() -> None:
     if args.output:
         run_facts = {"shape": args.shape, "settings": settings, "device": device_name()}
         args.output.write_text(json.dumps({**run_facts, "steps": rows}, indent=1))
+    if len(rows) < args.steps:
+        sys.exit(f"{len(rows)} of {args.steps} steps within {args.seconds} s")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,25 @@
-"""Checks the CUDA attention against float64 and times decode.
+"""The CUDA attention against float64, and the time of decode.
 
-`python -m tests.gpu.attention_check` prints one row a case with the largest relative error, then
-the time and the achieved memory traffic of decode steps. Exits with 1 where an error is above its
-limit. Outputs are compared token by token (the largest error of a token over its largest value),
-gradients as a whole. Decode of shared prefixes is launched again and again beside a busy stream;
-its rows count launches that differ by a bit from the first.
+    python -m tests.gpu.attention_check [SECTION ...] [--seconds N]
+
+Sections:
+
+    cases   packed forward and gradients, prefill, decode, a captured graph: the largest errors of
+            each head layout and number format
+    shared  decode of shared prefixes, launched again and again beside a busy stream; counts the
+            launches that differ by a bit from the first
+    times   decode steps, and the memory traffic that they achieve
+
+Outputs are compared token by token (the largest error of a token over its largest value), gradients
+as a whole.
 """
-
-# ruff: noqa: T201
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -29,6 +35,7 @@ from hone.attention.backends import (
 )
 from hone.attention.context import FP8_DTYPE, SHARED_PREFIX_MEMBERS
 from hone.attention.triton_decode import decode_attention
+from tests.gpu.sections import Run
 
 DEVICE = torch.device("cuda")
 HEADS = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 4, 256), (20, 1, 80)]
@@ -257,57 +264,72 @@ def seconds(call, repeats: int = 50) -> float:
     return sorted(times[5:])[repeats // 2]
 
 
-def check_shared_prefixes(report: Callable[..., None]) -> None:
+PAGED = {
+    "prefill": ([65, 7, 300], [65, 7, 300]),
+    "after prefix": ([65, 1, 200, 7], [1000, 64, 200, 135]),
+    "decode": ([1] * 6, [1, 16, 17, 700, 2049, 128]),
+    "decode 300": ([1] * 300, [33 + i for i in range(300)]),
+}
+"""Numbers of queries and of keys of each sequence."""
+
+
+def check_cases(run: Run) -> None:
+    run.row("largest error of all options", "forward", "dq", "dk", "dv", *PAGED, "graph")
+    for heads in HEADS:
+        for dtype, limit in LIMITS.items():
+            name = f"{heads} {str(dtype).removeprefix('torch.')}"
+            if not run.has_time(name):
+                return
+            with run.attempt(name):
+                worst = worst_errors(heads, dtype)
+                run.check(name, all(e <= limit for e in worst.values()), *worst.values())
+
+
+def worst_errors(heads, dtype) -> dict[str, float]:
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for options in OPTIONS:
+        for name, value in check_packed(heads, dtype, options).items():
+            found[name].append(value)
+        for name, lengths in PAGED.items():
+            found[name].append(check_paged(*lengths, heads, dtype, options))
+    if dtype == torch.bfloat16:
+        found["graph"].append(check_graph(heads, dtype))
+    # Not Python's max, which may lose a nan.
+    return {name: torch.tensor(values).max().item() for name, values in found.items()}
+
+
+def check_shared_prefixes(run: Run) -> None:
+    run.row("decode of shared prefixes", "differ", "error")
     for heads in HEADS[:2]:
         for is_fp8 in (False, True):
             for batch in (16, 64, 300):
-                differing, value = check_shared(heads, batch, is_fp8=is_fp8)
-                name = f"shared, {batch}{', FP8' * is_fp8}"
-                report(name, heads, torch.bfloat16, {}, value)
-                report(f"{name}: differ", heads, torch.bfloat16, {}, differing)
+                name = f"{heads}, {batch} sequences{', FP8' * is_fp8}"
+                if not run.has_time(name):
+                    return
+                with run.attempt(name):
+                    differing, value = check_shared(heads, batch, is_fp8=is_fp8)
+                    good = differing == 0 and value <= LIMITS[torch.bfloat16]
+                    run.check(name, good, differing, value)
 
 
-def main() -> int:
-    failures = 0
-
-    def report(name: str, heads, dtype, options, value: float) -> None:
-        nonlocal failures
-        good = value <= LIMITS[dtype]
-        failures += not good
-        kind = str(dtype).removeprefix("torch.")
-        verdict = "ok  " if good else "FAIL"
-        print(f"{verdict} {name:22} {heads!s:14} {kind:9} {options!s:32} {value:.1e}")
-
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    print(f"decode: {choose_paged_backend(DEVICE)}; packed bfloat16:", end=" ")
-    print(choose_packed_backend(DEVICE, torch.bfloat16, head_dim=128, softcap=None))
-    for heads in HEADS:
-        for dtype in LIMITS:
-            for options in OPTIONS:
-                for name, value in check_packed(heads, dtype, options).items():
-                    report(f"packed {name}", heads, dtype, options, value)
-                cases = {
-                    "prefill": ([65, 7, 300], [65, 7, 300]),
-                    "prefill with prefix": ([65, 1, 200, 7], [1000, 64, 200, 135]),
-                    "decode": ([1] * 6, [1, 16, 17, 700, 2049, 128]),
-                    "decode of 300": ([1] * 300, [33 + i for i in range(300)]),
-                }
-                for name, (query_lens, key_lens) in cases.items():
-                    value = check_paged(query_lens, key_lens, heads, dtype, options)
-                    report(name, heads, dtype, options, value)
-        report("decode in a graph", heads, torch.bfloat16, {}, check_graph(heads, torch.bfloat16))
-    check_shared_prefixes(report)
-    print("\ndecode, bfloat16:  batch  context  heads           attention    write    read")
+def time_decodes(run: Run) -> None:
+    run.row("decode, bfloat16", "attention us", "write us", "read TB/s")
     for heads in HEADS[:3]:
         for batch, length in ((256, 1024), (256, 256), (16, 8192), (1, 8192)):
             attention_s, write_s, rate = time_decode(batch, length, heads, torch.bfloat16)
-            print(
-                f"{batch:23} {length:8}  {heads!s:14} {attention_s * 1e6:8.1f} us "
-                f"{write_s * 1e6:6.1f} us {rate / 1e12:5.2f} TB/s"
-            )
-    print("all within limits" if not failures else f"{failures} above their limit")
-    return 1 if failures else 0
+            name = f"{heads}, {batch} x {length}"
+            run.row(name, attention_s * 1e6, write_s * 1e6, rate / 1e12)
+
+
+def main() -> None:
+    names = ("cases", "shared", "times")
+    run = Run(__doc__, names, seconds=240)
+    run.row(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    packed = choose_packed_backend(DEVICE, torch.bfloat16, head_dim=128, softcap=None)
+    run.row(f"decode: {choose_paged_backend(DEVICE)}; packed bfloat16: {packed}")
+    work = (check_cases, check_shared_prefixes, time_decodes)
+    sys.exit(run.go({name: partial(part, run) for name, part in zip(names, work, strict=True)}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

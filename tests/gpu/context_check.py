@@ -1,9 +1,15 @@
 """Context parallelism on 2 or 4 GPUs of one host: parity with one GPU, time and memory at 128k.
 
-    torchrun --nproc-per-node 4 -m tests.gpu.context_check
+    torchrun --nproc-per-node 4 -m tests.gpu.context_check [SECTION ...] [--seconds N]
 
-Every rank also computes the whole row alone on its own GPU. Weights are random, shapes those of an
-8B model. Rank 0 prints; exits with 1 when a number is outside its bound or the host waited.
+Sections:
+
+    attention        one attention against the whole row on each GPU alone, gradients too
+    stack            hidden states and gradients of four layers of an 8B model, likewise
+    attention-times  forward and backward at 128k tokens, in three packings
+    stack-times      the same of the four layers, and memory
+
+Weights are random. A row is outside its bound where the host waited for the device, too.
 """
 
 from __future__ import annotations
@@ -13,24 +19,27 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache, partial
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import PreTrainedModel
 
-from hone.attention import ATTENTION_NAME, ContextParallel, PackedContext, context_parallel
+from hone.attention import ContextParallel, PackedContext, context_parallel
 from hone.attention.backends import packed_attention
 from hone.attention.context_parallel import padded_tokens, token_ranges
 from hone.distributed.mesh import Mesh, MeshSizes
 from hone.models.decoder import hidden_states
 from hone.trainer.context import gather, split
 from hone.trainer.packing import collate
-from hone.types import Trajectory
+from hone.types import MicroBatch, Trajectory
+from tests.gpu.models import build
+from tests.gpu.sections import Run
 
 GIB = 2**30
 HEADS, KEY_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 4
@@ -60,33 +69,53 @@ MAX_OUTPUT, MAX_GRADIENT = 6e-3, 1e-2
 """Distance over norm, of one attention."""
 MAX_HIDDEN, MAX_PARAMETER = 2e-2, 5e-2
 """The same of four layers."""
-WAITED: set[str] = set()
-"""Lines at which the host waited for the device."""
-STARTED = perf_counter()
 
 
-def note(text: str) -> None:
-    if dist.get_rank() == 0:
-        sys.stdout.write(f"{perf_counter() - STARTED:6.1f} s  {text}\n")
-        sys.stdout.flush()
+class Meshes:
+    """Of all layouts of so many processes, each made when it is first asked for."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self.run, self.device = run, device
+        self.names = list(MESHES[dist.get_world_size()])
+
+    @cache  # noqa: B019  # lives as long as the process
+    def of(self, name: str) -> Mesh:
+        begun = perf_counter()
+        sizes = MeshSizes(**MESHES[dist.get_world_size()][name])
+        mesh = Mesh.of_group(sizes, self.device, timeout=timedelta(seconds=60))
+        torch.cuda.synchronize()
+        self.run.note(f"groups of {name} made", f"{perf_counter() - begun:.1f} s")
+        return mesh
+
+    def rows(self, section: str) -> Iterator[tuple[str, Mesh]]:
+        """Layouts for which there is time."""
+        for name in self.names:
+            if self.run.has_time(f"{section}, {name}"):
+                yield name, self.of(name)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
     """Largest of all ranks, over the norm."""
     value = (found.float() - expected.float()).norm() / expected.float().norm()
+    value = value.nan_to_num(torch.inf)  # which a maximum may lose
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return value.item()
 
 
 @contextmanager
-def no_waiting():
-    """Notes in WAITED where the host waits for the device."""
+def no_waiting() -> Generator[set[str]]:
+    """The lines at which the host waited for the device, once the block has ended."""
+    waited: set[str] = set()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        yield
-        torch.cuda.set_sync_debug_mode("default")
-    WAITED.update(f"{w.filename}:{w.lineno}" for w in found if "synchroniz" in str(w.message))
+        try:
+            yield waited
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    # The mode itself warns, once, that it does not see all synchronizing operations.
+    text = "called a synchronizing CUDA operation"
+    waited.update(f"{w.filename}:{w.lineno}" for w in found if text in str(w.message))
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
@@ -146,10 +175,9 @@ def attend(tensors: list[Tensor], context: PackedContext, **options) -> list[Ten
 # ---------------------------------------------------------------- parity
 
 
-def check_attention(meshes: dict[str, Mesh]) -> tuple[list[str], bool]:
-    lines = ["| attention | row | output | dq | dk | dv | |", "|---|---|---|---|---|---|---|"]
-    passed = True
-    for name, mesh in meshes.items():
+def check_attention(run: Run, meshes: Meshes) -> None:
+    run.row("attention, distance from one GPU's", "output", "dq", "dk", "dv")
+    for name, mesh in meshes.rows("attention"):
         for label, (lengths, options) in PARITY.items():
             alone, parallel = contexts(mesh, lengths)
             row = row_of(alone.num_tokens)
@@ -157,40 +185,26 @@ def check_attention(meshes: dict[str, Mesh]) -> tuple[list[str], bool]:
             expected = [x[own] for x in attend(row, alone, **options)]
             part = [x[own] for x in row]
             attend(part, parallel, **options)  # makes connections
-            with no_waiting():
+            with no_waiting() as waited:
                 found = attend(part, parallel, **options)
             errors = [distance(a, b) for a, b in zip(found, expected, strict=True)]
-            ok = errors[0] <= MAX_OUTPUT and max(errors[1:]) <= MAX_GRADIENT
-            passed &= ok
-            numbers = " | ".join(f"{e:.1e}" for e in errors)
-            lines.append(f"| {name} | {label} | {numbers} | {'ok' if ok else 'FAILED'} |")
-            note(lines[-1])
-    return lines, passed
+            good = errors[0] <= MAX_OUTPUT and all(e <= MAX_GRADIENT for e in errors[1:])
+            good &= not waited
+            run.check(f"{name}, {label}", good, *errors, *sorted(waited))
 
 
-def stack(num_layers: int, device: torch.device) -> torch.nn.Module:
+def stack() -> PreTrainedModel:
     """Decoder layers of an 8B model, and a small vocabulary."""
-    config = AutoConfig.for_model(
-        "qwen3",
+    return build(
+        "qwen3-8b",
+        num_layers=LAYERS,
         vocab_size=1024,
-        hidden_size=4096,
-        num_hidden_layers=num_layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_HEADS,
-        head_dim=HEAD_DIM,
-        intermediate_size=12_288,
         max_position_embeddings=LONG,
         tie_word_embeddings=True,
     )
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-        )
-    return model.eval()
 
 
-def batch_of(lengths: tuple[int, ...]):
+def batch_of(lengths: tuple[int, ...]) -> MicroBatch:
     draw = torch.Generator().manual_seed(1)
     rows = [
         Trajectory(
@@ -212,34 +226,30 @@ def forward_backward(model, share, weights_N: Tensor) -> Tensor:
     return values_N.detach()
 
 
-def check_stack(meshes: dict[str, Mesh], model) -> tuple[list[str], bool]:
-    lines = ["| 4 layers, 16k | tokens' values | worst gradient | |", "|---|---|---|---|"]
-    passed = True
-    device = torch.device("cuda", torch.cuda.current_device())
+def check_stack(run: Run, meshes: Meshes) -> None:
+    run.row(f"{LAYERS} layers, 16k, distance from one GPU's", "values", "worst gradient")
+    model = stack()
     batch = batch_of((1, 10_000, 2, 4_000, 2_381))
     draw = torch.Generator("cuda").manual_seed(2)
     weights = torch.randn(len(batch.labels), generator=draw, device="cuda")
-    expected = forward_backward(model, split(batch, Mesh.alone(device)), weights)
+    expected = forward_backward(model, split(batch, Mesh.alone(meshes.device)), weights)
     gradients = [p.grad.clone() for p in model.parameters()]
     floor = 1e-2 * max(g.float().norm() for g in gradients)
-    for name, mesh in meshes.items():
-        model.zero_grad()
-        with no_waiting():
-            share = split(batch, mesh)
-            found = forward_backward(model, share, weights)
+    for name, mesh in meshes.rows("stack"):
+        for _ in range(2):  # the first makes connections
+            model.zero_grad()
+            with no_waiting() as waited:
+                share = split(batch, mesh)
+                found = forward_backward(model, share, weights)
         error = distance(found, expected)
         worst = 0.0
         for parameter, alone in zip(model.parameters(), gradients, strict=True):
             total = parameter.grad.float()
             dist.all_reduce(total, group=mesh.context.group)
             apart = (total - alone.float()).norm() / max(alone.float().norm(), floor)
-            worst = max(worst, apart.item())
-        ok = error <= MAX_HIDDEN and worst <= MAX_PARAMETER
-        passed &= ok
-        lines.append(f"| {name} | {error:.1e} | {worst:.1e} | {'ok' if ok else 'FAILED'} |")
-        note(lines[-1])
-    model.zero_grad()
-    return lines, passed
+            worst = max(worst, apart.nan_to_num(torch.inf).item())
+        good = error <= MAX_HIDDEN and worst <= MAX_PARAMETER and not waited
+        run.check(name, good, error, worst, *sorted(waited))
 
 
 # ---------------------------------------------------------------- time and memory
@@ -250,28 +260,27 @@ def attention_flops(lengths: tuple[int, ...]) -> float:
     return 3.5 * sum(2.0 * n * n * HEADS * HEAD_DIM for n in lengths)
 
 
-def time_attention(meshes: dict[str, Mesh]) -> list[str]:
-    lines = [
-        "| attention, 128k, forward and backward | one GPU ms | split ms | TFLOP/s a GPU | "
-        "efficiency | transfers alone ms |",
-        "|---|---|---|---|---|---|",
-    ]
+def time_attention(run: Run, meshes: Meshes) -> None:
+    run.row(
+        "attention, 128k, forward and backward",
+        *("one GPU ms", "split ms", "TFLOP/s a GPU", "efficiency", "transfers ms"),
+    )
     row = row_of(LONG)
     for packing, lengths in PACKINGS.items():
-        alone, _ = contexts(next(iter(meshes.values())), lengths)
-        one = seconds(lambda context=alone: attend(row, context), repeats=1)
-        for name, mesh in meshes.items():
+        if not run.has_time(f"attention-times, {packing}"):
+            return
+        whole = PackedContext.from_lengths(lengths, device=meshes.device)
+        one = seconds(partial(attend, row, whole), repeats=1)
+        for name, mesh in meshes.rows(f"attention-times, {packing}"):
             _, parallel = contexts(mesh, lengths)
             part = [x[own_tokens(mesh, LONG)] for x in row]
-            many = seconds(lambda c=parallel, p=part: attend(p, c), repeats=3)
+            many = seconds(partial(attend, part, parallel), repeats=2)
             rate = attention_flops(lengths) / many / mesh.context.size / 1e12
-            bare = time_transfers(mesh)
-            lines.append(
-                f"| {packing}, {name} | {one * 1e3:.1f} | {many * 1e3:.1f} | {rate:.0f} | "
-                f"{one / many / mesh.context.size:.2f} | {bare * 1e3:.1f} |"
+            run.row(
+                f"{packing}, {name}",
+                *(1e3 * one, 1e3 * many, rate, one / many / mesh.context.size),
+                1e3 * time_transfers(mesh),
             )
-            note(lines[-1])
-    return lines
 
 
 def time_transfers(mesh: Mesh) -> float:
@@ -292,25 +301,27 @@ def time_transfers(mesh: Mesh) -> float:
     return seconds(rotate, repeats=3)
 
 
-def time_stack(meshes: dict[str, Mesh], model) -> list[str]:
-    lines = [
-        "| 4 layers, 128k, forward and backward | s | tokens/s a GPU | TFLOP/s a GPU | "
-        "peak GiB above weights and gradients |",
-        "|---|---|---|---|---|",
-    ]
+def time_stack(run: Run, meshes: Meshes) -> None:
+    run.row(
+        f"{LAYERS} layers, 128k, forward and backward",
+        *("s", "tokens/s a GPU", "TFLOP/s a GPU", "peak GiB"),
+        "(above weights and gradients)",
+    )
+    model = stack()
     num_weights = sum(p.numel() for p in model.model.layers.parameters())
     for packing, lengths in PACKINGS.items():
         batch = batch_of(lengths)
         weights = torch.ones(len(batch.labels), device="cuda")
-        for name, mesh in meshes.items():
+        for name, mesh in meshes.rows(f"stack-times, {packing}"):
             share = split(batch, mesh)
             forward_backward(model, share, weights)
+            gc.collect()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             resting = torch.cuda.memory_allocated()
             dist.barrier()
             start = perf_counter()
-            with no_waiting():
+            with no_waiting() as waited:
                 forward_backward(model, share, weights)
             torch.cuda.synchronize()
             taken = torch.tensor(perf_counter() - start, device="cuda")
@@ -318,38 +329,34 @@ def time_stack(meshes: dict[str, Mesh], model) -> list[str]:
             peak = (torch.cuda.max_memory_allocated() - resting) / GIB
             flops = 6.0 * num_weights * LONG + LAYERS * attention_flops(lengths)
             size, taken_s = mesh.context.size, taken.item()
-            lines.append(
-                f"| {packing}, {name} | {taken_s:.3f} | {LONG / taken_s / size:.0f} | "
-                f"{flops / taken_s / size / 1e12:.0f} | {peak:.1f} |"
+            run.check(
+                f"{packing}, {name}",
+                not waited,
+                *(taken_s, LONG / taken_s / size, flops / taken_s / size / 1e12, peak),
+                *sorted(waited),
             )
-            note(lines[-1])
-            gc.collect()
-    return lines
 
 
 def main() -> None:
+    run = Run(__doc__, ("attention", "stack", "attention-times", "stack-times"), seconds=240)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     world = dist.get_world_size()
     if world not in MESHES:
         raise SystemExit(f"start 2 or 4 processes, got {world}")
-    meshes = {
-        name: Mesh.of_group(MeshSizes(**sizes), device, timeout=timedelta(seconds=60))
-        for name, sizes in MESHES[world].items()
-    }
-    note(f"{world} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    attention_lines, attention_ok = check_attention(meshes)
-    model = stack(LAYERS, device)
-    stack_lines, stack_ok = check_stack(meshes, model)
-    torch.cuda.empty_cache()
-    tables = [attention_lines, stack_lines, time_attention(meshes), time_stack(meshes, model)]
-    if dist.get_rank() == 0:
-        sys.stdout.write("\n\n".join("\n".join(lines) for lines in tables) + "\n")
-        sys.stdout.write(f"the host waited at: {', '.join(sorted(WAITED)) or 'no line'}\n")
-        sys.stdout.flush()
-    dist.destroy_process_group()
-    sys.exit(0 if attention_ok and stack_ok and not WAITED else 1)
+    run.row(f"{world} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    meshes = Meshes(run, device)
+    sys.exit(
+        run.go(
+            {
+                "attention": partial(check_attention, run, meshes),
+                "stack": partial(check_stack, run, meshes),
+                "attention-times": partial(time_attention, run, meshes),
+                "stack-times": partial(time_stack, run, meshes),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Exact mode end to end on one GPU: equal bits of engine and trainer, gradients, and what it costs.
 
-`python -m tests.gpu.exact_mode_check` samples from Qwen3 0.6B (and two layers of 8B) with random
-weights, in every mode of the engine, and scores the samples with the trainer in several packings:
-all log-probabilities must be the same bits. Then it plants faults that must be seen, compares the
-gradients with those of the ordinary trainer, and times both modes; the table of times comes last.
-Exits with 1 where bits differ.
-"""
+    python -m tests.gpu.exact_mode_check [SECTION ...] [--seconds N]
 
-# ruff: noqa: T201
+Random weights, Qwen3 0.6B and two layers of 8B. Sections, each for either shape (`-8b`):
+
+    bits       samples of every mode of the engine, scored by the trainer in several packings: all
+               log-probabilities must be the same bits; planted faults must be seen
+    gradients  against those of the ordinary trainer, both against float32
+    times      of engine and trainer, in both modes; eight layers of 8B
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ import json
 import random
 import sys
 import tempfile
-import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 from hone.attention.interface import attend_paged
 from hone.config.algorithm import AlgorithmConfig
@@ -39,6 +42,8 @@ from hone.observe.metrics import to_scalars
 from hone.trainer.trainer import PolicyTrainer
 from hone.types import Request, SamplingParams, Trajectory
 from tests.gpu.engine_check import decode_speed, finish
+from tests.gpu.sections import Run, release
+from tests.gpu.timing import wall_ms
 
 DEVICE = "cuda"
 MAX_LEN = 1024
@@ -61,15 +66,8 @@ TRAINERS = {
 MAX_GRADIENT_GAP = 1.1
 """Times the ordinary trainer's."""
 
-failures = 0
 
-
-def judge(name: str, good: bool, detail: object = "") -> None:
-    global failures
-    failures += not good
-    print(f"{'ok  ' if good else 'FAIL'} {name:52} {detail}", flush=True)
-
-
+@cache
 def make_model(shape: str, num_layers: int | None = None):
     with tempfile.TemporaryDirectory() as folder:
         path = make_model_folder(folder, shape) / "config.json"
@@ -169,10 +167,13 @@ def bytes_per_token(model) -> int:
     return 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
 
-def check_bits(name: str, model) -> None:
+def check_bits(run: Run, name: str, make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
     requests = make_requests(model.config.vocab_size)
     first = None
     for mode, settings in MODES.items():
+        if not run.has_time(f"{name}: {mode}"):
+            return
         if mode == "preemption":
             settings = {"kv_cache_gib": 2000 * bytes_per_token(model) / 2**30}
         began = perf_counter()
@@ -186,7 +187,7 @@ def check_bits(name: str, model) -> None:
             for a, b in zip(completions, first, strict=True)
         ]
         stats, tokens = engine.stats(), sum(len(done.token_ids) for done in completions)
-        judge(
+        run.check(
             f"{name}: {mode}",
             all(same),
             f"{sum(same)} of {len(same)} equal; {tokens} tokens, {stats.num_steps} steps, "
@@ -194,13 +195,15 @@ def check_bits(name: str, model) -> None:
             f"{perf_counter() - began:.0f} s",
         )
         if mode == "preemption":
-            judge(f"{name}: some were preempted", stats.num_preemptions > 0)
+            run.check(f"{name}: some were preempted", stats.num_preemptions > 0)
         alone = sample(engine, requests[7:8], "alone ")
-        judge(f"{name}: {mode}, alone", alone[0].logprobs == first[7].logprobs)
+        run.check(f"{name}: {mode}, alone", alone[0].logprobs == first[7].logprobs)
         del engine
         gc.collect()
     rows = rows_of(requests, first)
     for mode, settings in TRAINERS.items():
+        if not run.has_time(f"{name}: trainer, {mode}"):
+            return
         for temperature in (1.0, 0.7):
             trainer = make_trainer(model, temperature, compile=False, **settings)
             chosen = at(rows, requests, temperature)
@@ -210,26 +213,26 @@ def check_bits(name: str, model) -> None:
                 unequal = num_unequal(trainer, chosen)
                 total = sum(row.num_trained for row in chosen)
                 what = f"{name}: trainer, {mode}, T={temperature}, {order}"
-                judge(what, unequal == 0, f"{unequal} of {total} tokens differ")
+                run.check(what, unequal == 0, f"{unequal} of {total} tokens differ")
         _, metrics = trainer.forward_backward(chosen)
         trainer.policy.drop_gradient()
         scalars = to_scalars(metrics)
         found = {key: value for key, value in scalars.items() if key.startswith("off_policy")}
-        judge(
+        run.check(
             f"{name}: mismatch in training, {mode}",
             scalars["off_policy/mismatch_kl"] == 0,
             {key: round(value, 9) for key, value in found.items()},
         )
     chosen = at(rows, requests, 0.7)
     report = measure_parity(chosen, trainer)
-    judge(f"{name}: gate", report.max_difference == 0 and report.kl == 0, report)
+    run.check(f"{name}: gate", report.max_difference == 0 and report.kl == 0, report)
     ordinary = make_trainer(model, 0.7, exact=False, compile=False)
     unequal = num_unequal(ordinary, chosen)
-    judge(f"{name}: the ordinary trainer is seen", unequal > 0, f"{unequal} tokens differ")
-    check_planted(name, model, requests, trainer)
+    run.check(f"{name}: the ordinary trainer is seen", unequal > 0, f"{unequal} tokens differ")
+    check_planted(run, name, model, requests, trainer)
 
 
-def check_planted(name: str, model, requests, trainer) -> None:
+def check_planted(run: Run, name: str, model, requests, trainer) -> None:
     """One operation of the engine that depends on the batch."""
     right_linear, right_attention = ExactLayer.sum_linear, ExactLayer.attend_paged
 
@@ -247,11 +250,12 @@ def check_planted(name: str, model, requests, trainer) -> None:
         ExactLayer.sum_linear, ExactLayer.attend_paged = right_linear, right_attention
         rows = rows_of(chosen, completions)
         report = measure_parity(rows, trainer)
-        judge(f"{name}: planted ordinary {fault} is seen", report.max_difference > 0, report)
+        run.check(f"{name}: planted ordinary {fault} is seen", report.max_difference > 0, report)
 
 
-def check_gradients(name: str, model) -> None:
+def check_gradients(run: Run, name: str, make: Callable[[], PreTrainedModel]) -> None:
     """One update's gradient: as near to that of a float32 model as the ordinary trainer's."""
+    model = make()
     requests = make_requests(model.config.vocab_size)
     rows = at(rows_of(requests, sample(make_engine(model), requests)), requests, 1.0)
 
@@ -271,15 +275,27 @@ def check_gradients(name: str, model) -> None:
     ordinary = gap(gradients(model, exact=False))
     for recompute in ("off", "full"):
         found = gap(gradients(model, recompute=recompute))
-        judge(
+        run.check(
             f"{name}: gradients, recompute {recompute}",
             found < MAX_GRADIENT_GAP * ordinary,
             f"off float32's by {found:.2e}, the ordinary trainer's by {ordinary:.2e}",
         )
 
 
-def time_engine(name: str, model) -> list[str]:
-    lines = []
+def check_times(run: Run, name: str, make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    run.row(name, "ordinary", "exact", "change")
+    time_engine(run, name, model)
+    release()
+    if run.has_time(f"{name} trainer"):
+        time_trainer(run, name, model)
+
+
+def compare(run: Run, name: str, ordinary: float, exact: float) -> None:
+    run.row(name, ordinary, exact, f"{exact / ordinary - 1:+.1%}")
+
+
+def time_engine(run: Run, name: str, model) -> None:
     for batch, context in ((256, 1024), (32, 1024)):
         found = {}
         for exact in (False, True):
@@ -294,21 +310,14 @@ def time_engine(name: str, model) -> list[str]:
             decode_speed(model, engine, batch=batch, context=context, num_steps=64)  # compile
             found[exact] = decode_speed(model, engine, batch=batch, context=context, num_steps=64)
             del engine
-            gc.collect()
-            torch.cuda.empty_cache()
+            release()
         (prefill, step), (exact_prefill, exact_step) = found[False], found[True]
-        lines += [
-            row(f"{name} decode step, B={batch}, ctx {context}, ms", 1e3 * step, 1e3 * exact_step),
-            row(
-                f"{name} prefill of {batch} x {context}, us a token",
-                1e6 / prefill,
-                1e6 / exact_prefill,
-            ),
-        ]
-    return lines
+        compare(run, f"{name} decode, B={batch}, {context}, ms", 1e3 * step, 1e3 * exact_step)
+        times = 1e6 / prefill, 1e6 / exact_prefill
+        compare(run, f"{name} prefill, {batch} x {context}, us/token", *times)
 
 
-def time_trainer(name: str, model, num_tokens: int = 16384, length: int = 1024) -> list[str]:
+def time_trainer(run: Run, name: str, model, num_tokens: int = 16384, length: int = 1024) -> None:
     draw = torch.Generator().manual_seed(0)
     trained = length - 128
     rows = [
@@ -335,76 +344,34 @@ def time_trainer(name: str, model, num_tokens: int = 16384, length: int = 1024) 
             trainer.forward_backward(rows)
 
         torch.cuda.reset_peak_memory_stats()
-        found[exact] = milliseconds(both, 5), torch.cuda.max_memory_allocated() / 2**30, first
+        found[exact] = wall_ms(both, 5), torch.cuda.max_memory_allocated() / 2**30, first
         trainer.policy.drop_gradient()
-        forward[exact] = milliseconds(lambda trainer=trainer: trainer.logprobs(rows), 3)
+        forward[exact] = wall_ms(lambda trainer=trainer: trainer.logprobs(rows), 3)
         del trainer, both
-        gc.collect()
-        torch.cuda.empty_cache()
-    return [
-        row(f"{name} forward + backward, {num_tokens} tokens, ms", found[False][0], found[True][0]),
-        row(f"{name} log-probabilities, {num_tokens} tokens, ms", forward[False], forward[True]),
-        row(f"{name} peak of training, GiB", found[False][1], found[True][1]),
-        row(f"{name} first pass, s", found[False][2], found[True][2]),
-    ]
+        release()
+    units = f"{num_tokens} tokens, ms"
+    compare(run, f"{name} forward + backward, {units}", found[False][0], found[True][0])
+    compare(run, f"{name} log-probs, {units}", forward[False], forward[True])
+    compare(run, f"{name} peak of training, GiB", found[False][1], found[True][1])
+    compare(run, f"{name} first pass, s", found[False][2], found[True][2])
 
 
-def milliseconds(function, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        began = perf_counter()
-        function()
-        torch.cuda.synchronize()
-        times.append(1e3 * (perf_counter() - began))
-    return sorted(times)[len(times) // 2]
-
-
-def row(name: str, ordinary: float, exact: float) -> str:
-    change = f"{exact / ordinary - 1:+7.1%}"
-    return f"| {name:52} | {ordinary:9.3f} | {exact:9.3f} | {change} |"
-
-
-def main() -> int:
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    began = perf_counter()
-
-    def attempt(phase: str, check, *args) -> list[str]:
-        """What the check returns; one that raises must not hide the others."""
-        try:
-            return check(*args) or []
-        except Exception:  # noqa: BLE001
-            traceback.print_exc()
-            judge(phase, False, "raised")
-            return []
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-            print(f"--- {phase} after {perf_counter() - began:.0f} s", flush=True)
-
-    lines = []
-    for name, shape, num_layers, cost_layers in (
-        ("0.6B", "qwen3-0.6b", None, None),
-        ("8B x 2", "qwen3-8b", 2, 8),
-    ):
-        model = make_model(shape, num_layers)
-        attempt(f"{name}: bits", check_bits, name, model)
-        attempt(f"{name}: gradients", check_gradients, name, model)
-        if cost_layers is not None:
-            del model
-            gc.collect()
-            torch.cuda.empty_cache()
-            name, model = f"8B x {cost_layers}", make_model(shape, cost_layers)
-        lines += attempt(f"{name}: engine timed", time_engine, name, model)
-        lines += attempt(f"{name}: trainer timed", time_trainer, name, model)
-        del model
-        gc.collect()
-        torch.cuda.empty_cache()
-    print(f"| {'':52} |  ordinary |     exact |         |")
-    print("\n".join(lines))
-    print("all good" if not failures else f"{failures} failed")
-    return 1 if failures else 0
+def main() -> None:
+    makers = {
+        ("", "0.6B"): partial(make_model, "qwen3-0.6b"),
+        ("-8b", "8B x 2"): partial(make_model, "qwen3-8b", 2),
+    }
+    sections = {}
+    for (suffix, name), make in makers.items():
+        sections["bits" + suffix] = partial(check_bits, name=name, make=make)
+        sections["gradients" + suffix] = partial(check_gradients, name=name, make=make)
+        if suffix:
+            name, make = "8B x 8", partial(make_model, "qwen3-8b", 8)
+        sections["times" + suffix] = partial(check_times, name=name, make=make)
+    run = Run(__doc__, tuple(sections), seconds=300)
+    run.row(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    sys.exit(run.go({name: partial(work, run) for name, work in sections.items()}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

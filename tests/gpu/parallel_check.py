@@ -1,71 +1,64 @@
 """Training over the GPUs of one host: the numbers of one process, and what sharing costs.
 
-    torchrun --nproc-per-node 4 -m tests.gpu.parallel_check
+    torchrun --nproc-per-node 4 -m tests.gpu.parallel_check [SECTION ...] [--seconds N]
 
-Two GPUs do as well. First every rank also trains small bfloat16 models alone: log-probabilities,
-gradients and weights after two steps must be the same in every stage, for every axis. Then whole
-steps of a 12-layer model in the shape of Qwen3-8B are timed, on each GPU alone and shared, and
-those of all 36 layers. Weights are random. Rank 0 prints tables; exits with 1 where a number is
-outside its bound. `--dry` runs small shapes on CPUs.
+Two GPUs do as well. Every rank also trains the models alone. Sections:
+
+    float32   log-probabilities, gradients and weights after two steps of a tiny model, every layout
+    bfloat16  the same of four layers of the 0.6B shape: errors against float32, over those of one
+              GPU in bfloat16
+    speed     whole steps of 12 layers of the 8B shape, on each GPU alone and shared
+    whole     whole steps of all its 36 layers
+    host      planning rows and agreeing on the plan
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import os
 import sys
 import time
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
 
-from hone.attention import ATTENTION_NAME
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.parallel import ParallelConfig
 from hone.config.trainer import TrainerConfig
-from hone.distributed.mesh import Mesh
+from hone.distributed.mesh import Mesh, MeshSizes
 from hone.distributed.processes import processes
 from hone.models.decoder import head_weight
-from hone.models.tiny import SHAPES
 from hone.trainer.packing import AttentionCost, plan
+from hone.trainer.sharded import ShardedPolicy, whole
 from hone.trainer.trainer import PolicyTrainer
 from hone.types import Trajectory
+from tests.gpu.models import build
+from tests.gpu.rounding import KIND, WHOLE, errors, split_noise, worst_ratio
+from tests.gpu.sections import Run, release
 
-GIB, STARTED, SECONDS = 1 << 30, time.perf_counter(), 110.0
+GIB = 1 << 30
 PROMPT = 64
-LIMITS = {"mean log-prob": 2e-3, "gradient": 2e-2, "worst gradient": 8e-2, "weights": 5e-2}
-"""Mean absolute and relative differences. Sharding alone changes no bit of a pass; attention's
-backward and other splits of the sums do."""
-
-
-def build(shape: str, num_layers: int, device: torch.device, **fields: Any) -> PreTrainedModel:
-    known = dict(SHAPES[shape])
-    config = AutoConfig.for_model(
-        known["family"],
-        **{
-            "vocab_size": known["vocab_size"],
-            "hidden_size": known["hidden_size"],
-            "intermediate_size": known["intermediate_size"],
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": known["num_heads"],
-            "num_key_value_heads": known["num_kv_heads"],
-            "head_dim": known["head_dim"],
-            "tie_word_embeddings": known["tie_word_embeddings"],
-            "max_position_embeddings": known["max_position_embeddings"],
-            **fields,
-        },
-    )
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-        )
-    return model.eval()
+LIMITS = {"log-prob": 2e-5, "gradient": 1e-4, "worst kind": 1e-3, "weights": 1e-3}
+"""Of float32: mean difference of log-probabilities, relative ones of the others."""
+TINY: dict[str, Any] = {
+    "num_layers": 2,
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+SMALL: dict[str, Any] = {"num_layers": 4}
+LENGTH, TOKENS, PASSES = 2048, 16_384, 2
+"""Of timed steps: tokens of a row, of a pass, and passes of each GPU."""
+FEW_LAYERS, MANY_LAYERS = 12, 36
 
 
 def make_rows(num_rows: int, length: int, vocab: int, *, uneven: bool = False) -> list[Trajectory]:
@@ -103,260 +96,274 @@ def make_trainer(
     )
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-class Table:
-    """Printed by the first rank, last."""
-
-    def __init__(self, mesh: Mesh, title: str, *columns: str) -> None:
-        self._mesh, self._lines = mesh, [title, self._line("", *columns)]
-
-    def add(self, name: str, *cells: object) -> None:
-        self._lines.append(self._line(name, *cells))
-        self.note(self._lines[-1])
-
-    def note(self, text: str) -> None:
-        if self._mesh.is_first:
-            sys.stderr.write(f"{time.perf_counter() - STARTED:6.1f} s  {text}\n")
-            sys.stderr.flush()
-
-    def print(self) -> None:
-        if self._mesh.is_first:
-            sys.stdout.write("\n".join([*self._lines, "", ""]))
-
-    def _line(self, name: str, *cells: object) -> str:
-        texts = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells]
-        return f"{name:44}" + "".join(f"{text:>15}" for text in texts)
-
-
-def out_of_time(mesh: Mesh) -> bool:
-    return max(mesh.gather(time.perf_counter() - STARTED)) > SECONDS
-
-
-# ---------------------------------------------------------------- the same numbers
-
-
-def relative(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, float]:
-    """Differences of named tensors over all their norms, and the largest of one alone."""
-    gaps = {n: float((actual[n].float() - want.float()).norm()) for n, want in expected.items()}
-    norms = {n: float(want.float().norm()) for n, want in expected.items()}
-    total = sum(gap**2 for gap in gaps.values()) ** 0.5 / sum(n**2 for n in norms.values()) ** 0.5
-    return total, max(gaps[n] / max(norms[n], 1e-3 * max(norms.values())) for n in gaps)
-
-
-def check(
-    table: Table,
-    name: str,
-    mesh: Mesh,
-    parallel: dict[str, Any],
-    model: dict[str, Any],
-    **settings: Any,
-) -> bool:
-    """One layout against the same model alone."""
-    rows = make_rows(11, 512, 1000, uneven=True)
-    settings = {"max_tokens_per_microbatch": 1024, "compile": False, **settings}
-    found: list[dict[str, Any]] = []
-    for own in (Mesh.alone(mesh.device), mesh):
-        trainer = make_trainer(build(**model, device=mesh.device), own, parallel, **settings)
-        if own is mesh:
-            sharded = trainer.policy.sharded
-            dtype = sharded(lambda t=trainer: head_weight(t.policy.model).dtype)
-            sharded.free()
-            assert dtype == torch.bfloat16, f"{name}: passes compute in {dtype}"
-        before = {n: whole(t.detach()).clone() for n, t in trainer.policy.masters.items()}
-        logprobs = torch.cat(trainer.logprobs(rows))
-        trainer.forward_backward(rows)
-        gradients = {n: whole(g).clone() for n, g in trainer.policy.gradients.items()}
-        trainer.policy.drop_gradient()
-        for _ in range(2):
-            trainer.update(rows)
-        moved = {n: whole(t.detach()) - before[n] for n, t in trainer.policy.masters.items()}
-        found.append({"logprobs": logprobs, "gradients": gradients, "moved": moved})
-        del trainer
-        release()
-    alone, group = found
-    total, worst = relative(group["gradients"], alone["gradients"])
-    values = {
-        "mean log-prob": float((group["logprobs"] - alone["logprobs"]).abs().mean()),
-        "gradient": total,
-        "worst gradient": worst,
-        "weights": relative(group["moved"], alone["moved"])[0],
-    }
-    fine = all(values[key] <= limit for key, limit in LIMITS.items())
-    everywhere = all(mesh.gather(fine))
-    table.add(name, *values.values(), "" if everywhere else "OUTSIDE")
-    return everywhere
-
-
-def check_layouts(meshes: dict[str, tuple[Mesh, dict[str, Any]]], table: Table, dry: bool) -> bool:
-    fields = {"vocab_size": 1024} | (
-        {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-        | {"num_key_value_heads": 2, "head_dim": 16}
-    )
-    tiny = {"shape": "qwen3-0.6b", "num_layers": 2, **fields}
-    small = {"shape": "qwen3-0.6b", "num_layers": 4}
-    fine = True
-    for name, (mesh, parallel) in meshes.items():
-        fine &= check(table, f"tiny, {name}", mesh, parallel, tiny)
-        if not dry and not out_of_time(mesh):
-            fine &= check(table, f"0.6B of 4 layers, {name}", mesh, parallel, small)
-    mesh, parallel = meshes["stage 3"]
-    compiled = {"compile": not dry, "recompute": "full"}
-    fine &= check(table, "tiny, stage 3, compiled, recompute", mesh, parallel, tiny, **compiled)
-    return fine
-
-
-# ---------------------------------------------------------------- speed
-
-
-def time_steps(
-    table: Table,
-    name: str,
-    mesh: Mesh,
-    parallel: dict[str, Any],
-    model: dict[str, Any],
-    *,
-    length: int,
-    tokens: int,
-    passes: int,
-    one: float | None = None,
-    world: Mesh,
-) -> float:
-    """Tokens/s and GPU of whole optimizer steps; `one` is that of a GPU alone."""
-    if out_of_time(world):
-        table.add(name, "no time left")
-        return 0.0
-    release()
-    num_rows = mesh.data.size * passes * tokens // length
-    trainer = make_trainer(
-        build(**model, device=mesh.device),
-        mesh,
-        parallel,
-        recompute="full",
-        max_tokens_per_microbatch=tokens,
-    )
-    rows = make_rows(num_rows, length, 1000)
-    num_parameters = sum(p.numel() for p in trainer.policy.parameters.values())
-
-    def step() -> float:
-        world.gather(None)
-        synchronize()
-        start = time.perf_counter()
-        trainer.update(rows)
-        synchronize()
-        return max(world.gather(time.perf_counter() - start))
-
-    first, seconds = step(), min(step() for _ in range(2))
-    per_gpu = num_rows * length / seconds / mesh.world.size
-    peak = max(world.gather(memory_peak()))
-    gathered = float("nan")
-    if mesh.world.size > 1:
-        start = time.perf_counter()
-        num_bytes = sum(t.nbytes for _, t in trainer.named_weights())
-        synchronize()
-        gathered = num_bytes / (time.perf_counter() - start) / 1e9
-    table.add(
-        name,
-        per_gpu,
-        seconds,
-        6 * num_parameters * per_gpu / 1e12,
-        peak / GIB,
-        f"{per_gpu / one:.3f}" if one else "",
-        first,
-        gathered,
-    )
-    return per_gpu
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def memory_peak() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dry", action="store_true")
-    dry = parser.parse_args().dry
-    own = processes()
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    device = torch.device("cpu") if dry else torch.device("cuda", own.local_rank)
-    if not dry:
-        torch.cuda.set_device(device)
-    world = Mesh.join(ParallelConfig(zero_stage=3), own, device)
-    size, timeout = own.world_size, {"timeout_s": 60.0}
-    layouts: dict[str, dict[str, Any]] = {
+def layouts(size: int) -> dict[str, dict[str, Any]]:
+    """Settings of `trainer.parallel` for so many processes."""
+    found: dict[str, dict[str, Any]] = {
         **{f"stage {stage}": {"zero_stage": stage} for stage in range(4)},
         "tensor 2": {"tensor_parallel_size": 2, "zero_stage": 3},
         "ulysses 2": {"ulysses_size": 2, "zero_stage": 3},
         "ring 2": {"ring_size": 2, "zero_stage": 3},
     }
     if size == 4:
-        layouts["stage 2, two copies"] = {"zero_stage": 2, "fsdp_size": 2}
-    meshes: dict[str, tuple[Mesh, dict[str, Any]]] = {}
-    for name, keys in layouts.items():
-        meshes[name] = Mesh.join(ParallelConfig(**keys, **timeout), own, device), keys
+        found["stage 2, two copies"] = {"zero_stage": 2, "fsdp_size": 2}
+    return found
 
-    same = Table(world, f"{size} GPUs against one", *LIMITS, "")
-    fine = check_layouts(meshes, same, dry)
 
-    speed = Table(
-        world,
-        "whole steps, rows of 2,048 tokens, recompute full, AdamW",
-        *("tokens/s/GPU", "s", "TFLOP/s/GPU", "peak GiB", "of one GPU", "first s", "gather GB/s"),
+class Meshes:
+    """Of all processes; each is made when it is first asked for."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self.run, self.device = run, device
+        self.size = dist.get_world_size()
+
+    def of(self, keys: dict[str, Any]) -> Mesh:
+        return self._of_sizes(MeshSizes.of(ParallelConfig(**keys), self.size))
+
+    @cache  # noqa: B019  # lives as long as the process
+    def _of_sizes(self, sizes: MeshSizes) -> Mesh:
+        begun = time.perf_counter()
+        mesh = Mesh.of_group(sizes, self.device, timeout=timedelta(seconds=60))
+        self.run.note(f"groups of {sizes} made in {time.perf_counter() - begun:.1f} s")
+        return mesh
+
+    def layouts(self, section: str) -> Iterator[tuple[str, Mesh, dict[str, Any]]]:
+        """Those for which there is time."""
+        for name, keys in layouts(self.size).items():
+            if self.run.has_time(f"{section}, {name}"):
+                yield name, self.of(keys), keys
+
+
+# ---------------------------------------------------------------- the same numbers
+
+Numbers = dict[str, dict[str, Tensor]]
+"""`logprobs`, and `gradients` and `moves` of the weights by name."""
+
+
+def numbers(
+    mesh: Mesh,
+    parallel: dict[str, Any],
+    fields: dict[str, Any],
+    dtype: torch.dtype,
+    **settings: Any,
+) -> tuple[Numbers, torch.dtype]:
+    """Of the model on this mesh, and the format that its passes compute in."""
+    rows = make_rows(11, 512, 1000, uneven=True)
+    settings = {"max_tokens_per_microbatch": 1024, "compile": False, **settings}
+    model = build("qwen3-0.6b", dtype=dtype, device=mesh.device, **fields)
+    trainer = make_trainer(model, mesh, parallel, **settings)
+    policy = trainer.policy
+    computes = policy.dtype
+    if isinstance(policy, ShardedPolicy):
+        computes = policy.sharded(lambda: head_weight(policy.model).dtype)
+        policy.sharded.free()
+    before = {n: whole(t.detach()).clone() for n, t in policy.masters.items()}
+    logprobs = torch.cat(trainer.logprobs(rows))
+    trainer.forward_backward(rows)
+    gradients = {n: whole(g).clone() for n, g in policy.gradients.items()}
+    policy.drop_gradient()
+    for _ in range(2):
+        trainer.update(rows)
+    moves = {n: whole(t.detach()) - before[n] for n, t in policy.masters.items()}
+    found = {"logprobs": {"logprobs": logprobs}, "gradients": gradients, "moves": moves}
+    return found, computes
+
+
+class Alone:
+    """Numbers of this GPU alone, each found once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.mesh = Mesh.alone(device)
+
+    @cache  # noqa: B019  # lives as long as the process
+    def numbers(self, *, is_tiny: bool, dtype: torch.dtype) -> Numbers:
+        return numbers(self.mesh, {}, TINY if is_tiny else SMALL, dtype)[0]
+
+
+def mean_gap(found: Numbers, wanted: Numbers) -> float:
+    return float((found["logprobs"]["logprobs"] - wanted["logprobs"]["logprobs"]).abs().mean())
+
+
+def check_float32(run: Run, meshes: Meshes, alone: Alone) -> None:
+    run.row(f"float32, {meshes.size} GPUs against one", *LIMITS)
+    wanted = alone.numbers(is_tiny=True, dtype=torch.float32)
+    for name, mesh, keys in meshes.layouts("float32"):
+        found, _ = numbers(mesh, keys, TINY, torch.float32)
+        off = errors(found["gradients"], wanted["gradients"])
+        moved = errors(found["moves"], wanted["moves"])["all"]
+        values = (mean_gap(found, wanted), off["all"], max(off.values()), moved)
+        good = all(v <= limit for v, limit in zip(values, LIMITS.values(), strict=True))
+        run.check(f"float32, tiny, {name}", good, *values)
+
+
+def check_bfloat16(run: Run, meshes: Meshes, alone: Alone) -> None:
+    run.row(
+        f"bfloat16, errors of {meshes.size} GPUs / one",
+        *("log-prob", "ratio", "gradient", "ratio", "moves", "ratio", "worst kind", "its ratio"),
     )
-    shape: dict[str, Any] = {"shape": "qwen3-8b"}
-    work: dict[str, Any] = {"length": 2048, "tokens": 16384, "passes": 2, "world": world}
-    layers, many = 12, 36
-    if dry:
-        shape |= {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128}
-        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-        work |= {"length": 128, "tokens": 256}
-        layers, many = 2, 3
-    alone = Mesh.alone(device)
-    few = shape | {"num_layers": layers}
-    one = time_steps(speed, f"{layers} layers, 1 GPU", alone, {}, few, **work)
+    for name, mesh, keys in meshes.layouts("bfloat16"):
+        check_noise(run, f"bfloat16, 0.6B, {name}", mesh, keys, alone, is_tiny=False)
+    keys = {"zero_stage": 3}
+    if run.has_time("bfloat16, compiled"):
+        name = "bfloat16, tiny, stage 3, compiled, recompute"
+        settings = {"compile": True, "recompute": "full"}
+        check_noise(run, name, meshes.of(keys), keys, alone, is_tiny=True, **settings)
+
+
+def check_noise(
+    run: Run,
+    name: str,
+    mesh: Mesh,
+    keys: dict[str, Any],
+    alone: Alone,
+    *,
+    is_tiny: bool,
+    **settings: Any,
+) -> None:
+    """Errors against float32 of a layout, over those of one GPU."""
+    wanted = alone.numbers(is_tiny=is_tiny, dtype=torch.float32)
+    plain = alone.numbers(is_tiny=is_tiny, dtype=torch.bfloat16)
+    fields = TINY if is_tiny else SMALL
+    found, computes = numbers(mesh, keys, fields, torch.bfloat16, **settings)
+    gaps = [mean_gap(one, wanted) for one in (found, plain)]
+    own, other = (errors(one["gradients"], wanted["gradients"]) for one in (found, plain))
+    moves = [errors(one["moves"], wanted["moves"])["all"] for one in (found, plain)]
+    ratios = [gaps[0] / gaps[1], own["all"] / other["all"], moves[0] / moves[1]]
+    worst, kind = worst_ratio(own, other)
+    noise = split_noise(max(mesh.tensor.size, mesh.ring.size, 2))
+    # Moves are not linear in gradients: AdamW divides by their size.
+    limits = (WHOLE * noise, WHOLE * noise, KIND * noise)
+    good = all(ratio <= limit for ratio, limit in zip(ratios, limits, strict=True))
+    good &= worst <= KIND * noise and computes == torch.bfloat16
+    cells = (gaps[0], ratios[0], own["all"], ratios[1], moves[0], ratios[2], kind, worst)
+    run.check(name, good, *cells, *([] if computes == torch.bfloat16 else [computes]))
+
+
+# ---------------------------------------------------------------- speed
+
+
+def shape_of_steps(num_layers: int) -> dict[str, Any]:
+    return {"shape": "qwen3-8b", "num_layers": num_layers}
+
+
+COLUMNS = (
+    *("tokens/s/GPU", "s", "TFLOP/s/GPU", "peak GiB", "of one GPU", "first s", "graphs"),
+    "gather GB/s",
+)
+"""Of steps after the first, which compiles so many graphs; of gathering all weights."""
+
+
+def time_steps(
+    run: Run,
+    name: str,
+    mesh: Mesh,
+    parallel: dict[str, Any],
+    model: dict[str, Any],
+    *,
+    one: float | None = None,
+) -> float | None:
+    """Tokens/s and GPU of whole optimizer steps; `one` is that of a GPU alone."""
+    if not run.has_time(name):
+        return None
+    release()
+    before = counters["stats"]["unique_graphs"]
+    num_rows = mesh.data.size * PASSES * TOKENS // LENGTH
+    trainer = make_trainer(
+        build(**model, device=mesh.device),
+        mesh,
+        parallel,
+        recompute="full",
+        max_tokens_per_microbatch=TOKENS,
+    )
+    rows = make_rows(num_rows, LENGTH, 1000)
+    num_parameters = sum(p.numel() for p in trainer.policy.parameters.values())
+
+    def step() -> float:
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        trainer.update(rows)
+        torch.cuda.synchronize()
+        return largest(time.perf_counter() - start)
+
+    first, seconds = step(), min(step() for _ in range(2))
+    per_gpu = num_rows * LENGTH / seconds / mesh.world.size
+    peak = largest(torch.cuda.max_memory_allocated())
+    gathered = float("nan")
+    if mesh.world.size > 1:
+        start = time.perf_counter()
+        num_bytes = sum(t.nbytes for _, t in trainer.named_weights())
+        torch.cuda.synchronize()
+        gathered = num_bytes / (time.perf_counter() - start) / 1e9
+    share = per_gpu / one if one else float("nan")
+    rate = 6 * num_parameters * per_gpu / 1e12
+    graphs = counters["stats"]["unique_graphs"] - before
+    run.row(name, per_gpu, seconds, rate, peak / GIB, share, first, graphs, gathered)
+    return per_gpu
+
+
+def largest(value: float) -> float:
+    """Of all processes."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return max(values)
+
+
+def time_few_layers(run: Run, meshes: Meshes, alone: Alone) -> None:
+    run.row(f"steps, rows of {LENGTH}, recompute full, AdamW", *COLUMNS)
+    few = shape_of_steps(FEW_LAYERS)
+    one = time_steps(run, f"{FEW_LAYERS} layers, 1 GPU", alone.mesh, {}, few)
     for name, keys in (
         ("stage 3", {"zero_stage": 3}),
         ("stage 2", {"zero_stage": 2}),
         ("stage 3, prefetch", {"zero_stage": 3, "forward_prefetch": True}),
     ):
-        mesh = meshes[name.removesuffix(", prefetch")][0]
-        label = f"{layers} layers, {size} GPUs, {name}"
-        time_steps(speed, label, mesh, keys, few, one=one, **work)
-    for name in ("stage 3", "stage 2"):
-        mesh, keys = meshes[name]
-        label = f"{many} layers, {size} GPUs, {name}"
-        time_steps(speed, label, mesh, keys, shape | {"num_layers": many}, **work)
+        label = f"{FEW_LAYERS} layers, {meshes.size} GPUs, {name}"
+        time_steps(run, label, meshes.of(keys), keys, few, one=one)
 
+
+def time_many_layers(run: Run, meshes: Meshes) -> None:
+    run.row(f"steps, rows of {LENGTH}, recompute full, AdamW", *COLUMNS)
+    for stage in (3, 2):
+        keys = {"zero_stage": stage}
+        label = f"{MANY_LAYERS} layers, {meshes.size} GPUs, stage {stage}"
+        time_steps(run, label, meshes.of(keys), keys, shape_of_steps(MANY_LAYERS))
+
+
+def time_host(run: Run, meshes: Meshes) -> None:
     rows = make_rows(2048, 512, 1000, uneven=True)
     cost = AttentionCost.of(num_parameters=8_000_000_000, num_layers=36, attention_width=4096)
     start = time.perf_counter()
-    plan(rows, max_tokens=16384, num_ranks=8, cost=cost)
-    planned = 1e3 * (time.perf_counter() - start)
+    plan(rows, max_tokens=16_384, num_ranks=8, cost=cost)
+    run.row("plan of 2,048 rows, ms", 1e3 * (time.perf_counter() - start))
+    world = meshes.of({"zero_stage": 3})
     start = time.perf_counter()
     for _ in range(10):
         world.agree("nothing", "of importance")
-    agreed = 1e2 * (time.perf_counter() - start)
-    same.print()
-    speed.print()
-    if world.is_first:
-        sys.stdout.write(f"plan of 2,048 rows {planned:.1f} ms, agreement {agreed:.2f} ms\n")
-        sys.stdout.write("all numbers agree\n" if fine else "SOME NUMBERS ARE OUTSIDE\n")
-    dist.destroy_process_group()
-    sys.exit(not fine)
+    run.row("agreement, ms", 1e2 * (time.perf_counter() - start))
+
+
+def main() -> None:
+    run = Run(__doc__, ("float32", "bfloat16", "speed", "whole", "host"), seconds=300)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    own = processes()
+    device = torch.device("cuda", own.local_rank)
+    torch.cuda.set_device(device)
+    if own.world_size not in (2, 4):
+        raise SystemExit(f"start 2 or 4 processes, got {own.world_size}")
+    Mesh.join(ParallelConfig(), own, device)
+    run.row(f"{own.world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    meshes, alone = Meshes(run, device), Alone(device)
+    sys.exit(
+        run.go(
+            {
+                "float32": partial(check_float32, run, meshes, alone),
+                "bfloat16": partial(check_bfloat16, run, meshes, alone),
+                "speed": partial(time_few_layers, run, meshes, alone),
+                "whole": partial(time_many_layers, run, meshes),
+                "host": partial(time_host, run, meshes),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,25 @@
 """Shared prompts on one GPU: parity with ordinary packing, and what they save.
 
-    python -m tests.gpu.share_prompts_check [prompts]
+    python -m tests.gpu.share_prompts_check [SECTION ...] [--prompts 32] [--seconds N]
 
-First attention alone and a whole step in bfloat16: how far shared prompts and ordinary packing are
-from ordinary packing in float32. Then attention's time, and forward and backward of `prompts` x 8
-samples (32 by default) through the trainer on the qwen3-0.6b shape, scaled to 64 prompts. Tokens
-count as in ordinary packing. Exits with 1 where a distance is out of bounds.
+Sections; in the first and third, shared prompts and ordinary packing in bfloat16 are both compared
+with ordinary packing in float32:
+
+    attention        output and gradients of one attention
+    attention-times  forward and backward of one
+    step             log-probabilities and gradients of the trainer, 0.6B
+    step-times       forward and backward of `prompts` x 8 samples, scaled to 64 prompts
+
+Tokens count as in ordinary packing.
 """
 
 from __future__ import annotations
 
-import copy
+import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,35 +34,20 @@ from hone.config.trainer import TrainerConfig
 from hone.trainer.packing import collate
 from hone.trainer.trainer import PolicyTrainer
 from hone.types import Trajectory
-from tests.gpu.trainer_check import build
+from tests.gpu.models import build
+from tests.gpu.rounding import KIND, WHOLE, errors, split_noise, worst_ratio
+from tests.gpu.sections import Run
+from tests.gpu.timing import device_ms
 
 HEADS, KEY_HEADS, HEAD_DIM, SCALE = 16, 8, 128, 128**-0.5
 SAMPLES, STEP_PROMPTS, BUDGET = 8, 64, 16384
 SHAPES = ((512, 512), (128, 1024))
 PARITY_LENGTHS = ((40, 3), (700, 1, 90, 300), (1, 500, 20), (513, 64, 65, 1, 200))
 """A prompt and its completions each."""
-TIMES_NOISE = 2.0
-"""How far results may be apart, in units of what bfloat16 does to ordinary packing."""
+ATTENTION_NOISE = 2.0
+"""Error of one attention over that of ordinary packing: outputs and gradients of its blocks are
+rounded on their own, and a gradient of a shared prompt is a sum of many."""
 GIB = 1 << 30
-STARTED = time.perf_counter()
-
-
-def say(*cells: object) -> None:
-    texts = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
-    sys.stdout.write(f"{time.perf_counter() - STARTED:5.1f} s  {texts[0]:36}")
-    sys.stdout.write("".join(f"{text:>17}" for text in texts[1:]) + "\n")
-    sys.stdout.flush()
-
-
-def milliseconds(work: Callable[[], object], repeats: int = 8) -> float:
-    work()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -115,27 +106,25 @@ class Row:
         return [output.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
 
-def check_attention() -> bool:
-    say("attention, error of shared/ordinary", "output", "dq", "dk", "dv")
-    passed = True
+def check_attention(run: Run) -> None:
+    run.row("attention, error of shared/ordinary", "output", "dq", "dk", "dv")
     for options in ({}, {"window": 200}, {"window": 7}):
         expected = Row(PARITY_LENGTHS, torch.float32).results(is_shared=False, **options)
         row = Row(PARITY_LENGTHS)
         found = row.results(is_shared=True, **options)
         ordinary = row.results(is_shared=False, **options)
-        errors = [distance(a, b) for a, b in zip(found, expected, strict=True)]
+        off = [distance(a, b) for a, b in zip(found, expected, strict=True)]
         noise = [distance(a, b) for a, b in zip(ordinary, expected, strict=True)]
-        passed &= all(e <= TIMES_NOISE * n for e, n in zip(errors, noise, strict=True))
-        cells = [f"{e:.1e}/{n:.1e}" for e, n in zip(errors, noise, strict=True)]
-        say(str(options or "full"), *cells)
-    return passed
+        good = all(e <= ATTENTION_NOISE * n for e, n in zip(off, noise, strict=True))
+        cells = [f"{e:.0e}/{n:.0e}" for e, n in zip(off, noise, strict=True)]
+        run.check(f"attention, {options or 'full'}", good, *cells)
 
 
-def time_attention() -> None:
+def time_attention(run: Run) -> None:
     backend = choose_packed_backend(
         torch.device("cuda"), torch.bfloat16, head_dim=HEAD_DIM, softcap=None
     )
-    say(f"attention ms, one group ({backend})", "forward", "shared", "backward", "shared")
+    run.row(f"attention, ms ({backend})", "forward", "shared", "backward", "shared")
     for prompt, completion in SHAPES:
         row = Row([(prompt, *[completion] * SAMPLES)] * 2)
         cells: list[float] = []
@@ -151,8 +140,8 @@ def time_attention() -> None:
             def backward() -> object:
                 return torch.autograd.grad(output, inputs, grad, retain_graph=True)  # noqa: B023
 
-            cells += [milliseconds(forward), milliseconds(backward)]
-        say(f"2 x 8 x ({prompt} + {completion})", cells[0], cells[2], cells[1], cells[3])
+            cells += [device_ms(forward), device_ms(backward)]
+        run.row(f"2 x 8 x ({prompt} + {completion})", cells[0], cells[2], cells[1], cells[3])
 
 
 # ---------------------------------------------------------------- a step
@@ -203,36 +192,44 @@ def gradient(trainer: PolicyTrainer, rows: Sequence[Trajectory]) -> dict[str, Te
     return found
 
 
-def check_step(trainer: PolicyTrainer) -> bool:
+@cache
+def trainer_of_all() -> PolicyTrainer:
+    return trainer_of(build("qwen3-0.6b"))
+
+
+def check_step(run: Run) -> None:
     """Log-probs and gradients of three groups of uneven completions."""
-    model = trainer.policy.model
-    rows = rows_of(3, 300, 200, model.config.vocab_size)
+    trainer = trainer_of_all()
+    rows = rows_of(3, 300, 200, trainer.policy.model.config.vocab_size)
     for i, row in enumerate(rows):
         num_trained = 1 + 25 * (i % SAMPLES)
         row.token_ids = row.token_ids[: 300 + num_trained]
         row.loss_mask = row.loss_mask[: 300 + num_trained]
         row.advantages = torch.full((num_trained,), (-1.0) ** i)
-    precise = trainer_of(copy.deepcopy(model).float(), compile=False)
+    wide = build("qwen3-0.6b", dtype=torch.float32)
+    precise = trainer_of(wide, compile=False, recompute="full")
     expected = torch.cat(precise.logprobs(rows)), gradient(precise, rows)
-    del precise
-    say("step, error from float32", "logprobs mean", "max", "gradient", "worst tensor")
-    found: list[tuple[float, float]] = []
+    del precise, wide
+    run.row("step, errors against float32", "log-prob", "largest", "gradient")
+    gaps: list[float] = []
+    off: list[dict[str, float]] = []
     for name, share_prompts in (("ordinary", False), ("shared", True)):
         configure(trainer, share_prompts=share_prompts)
         gap = (torch.cat(trainer.logprobs(rows)) - expected[0]).abs()
-        gradients = gradient(trainer, rows)
-        pairs = [(gradients[n], g) for n, g in expected[1].items() if g.norm() > 0]
-        worst = max(distance(*pair) for pair in pairs)
-        whole = distance(
-            *(torch.cat([x.flatten() for x in side]) for side in zip(*pairs, strict=True))
-        )
-        found.append((gap.mean().item(), whole))
-        say(name, gap.mean().item(), gap.max().item(), whole, worst)
-    return all(b <= TIMES_NOISE * a for a, b in zip(*found, strict=True))
+        gaps.append(gap.mean().item())
+        off.append(errors(gradient(trainer, rows), expected[1]))
+        run.row(f"step, {name}", gaps[-1], gap.max().item(), off[-1]["all"])
+    worst, kind = worst_ratio(off[1], off[0])
+    ratios = gaps[1] / gaps[0], off[1]["all"] / off[0]["all"]
+    noise = split_noise()
+    good = all(r <= WHOLE * noise for r in ratios) and worst <= KIND * noise
+    run.check("step, shared / ordinary", good, ratios[0], "", ratios[1], kind, worst)
 
 
-def time_steps(trainer: PolicyTrainer, num_prompts: int) -> None:
-    say(f"forward and backward, {STEP_PROMPTS} x 8", "s", "tokens/s", "laid out", "passes", "GiB")
+def time_steps(run: Run) -> None:
+    trainer, num_prompts = trainer_of_all(), run.args.prompts
+    columns = ("s", "tokens/s", "laid out", "passes", "peak GiB")
+    run.row(f"forward and backward, {STEP_PROMPTS} x 8", *columns)
     vocab = trainer.policy.model.config.vocab_size
     for prompt, completion in SHAPES:
         rows = rows_of(num_prompts, prompt, completion, vocab)
@@ -253,7 +250,7 @@ def time_steps(trainer: PolicyTrainer, num_prompts: int) -> None:
             seconds.append(time.perf_counter() - start)
             trainer.policy.drop_gradient()
             scale = STEP_PROMPTS / num_prompts
-            say(
+            run.row(
                 f"{prompt} + {completion} {'shared' if share else 'ordinary'}",
                 seconds[-1] * scale,
                 sum(row.num_tokens for row in rows) / seconds[-1],
@@ -261,20 +258,20 @@ def time_steps(trainer: PolicyTrainer, num_prompts: int) -> None:
                 int(len(batches) * scale),
                 torch.cuda.max_memory_allocated() / GIB,
             )
-        say("  ordinary over shared", seconds[0] / seconds[1])
+        run.row("  ordinary over shared", seconds[0] / seconds[1])
 
 
-def main() -> int:
-    num_prompts = int(sys.argv[1]) if len(sys.argv) > 1 else 32
-    say(torch.cuda.get_device_name(), torch.__version__)
-    passed = check_attention()
-    time_attention()
-    trainer = trainer_of(build("qwen3-0.6b"))
-    passed &= check_step(trainer)
-    time_steps(trainer, num_prompts)
-    say("all within bounds" if passed else "FAILED: out of bounds")
-    return not passed
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=32, help="of the timed step")
+
+
+def main() -> None:
+    names = ("attention", "attention-times", "step", "step-times")
+    run = Run(__doc__, names, seconds=200, add_flags=add_flags)
+    run.row(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    work = (check_attention, time_attention, check_step, time_steps)
+    sys.exit(run.go({name: partial(part, run) for name, part in zip(names, work, strict=True)}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

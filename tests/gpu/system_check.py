@@ -1,14 +1,17 @@
 """Checks on one GPU that need trainer and engine together.
 
-    python -m tests.gpu.system_check --shape qwen3-0.6b
+    python -m tests.gpu.system_check [SECTION ...] [--shape qwen3-0.6b] [--seconds N]
 
-Weight sync into a copied and into an aliasing engine, the launch gate with and without decode
-graphs, the KV cache across a change of weights, memory across sleep and wake, and the memory of
-log-probabilities over the full vocabulary. Prints a table; exits with 1 where a bound is missed.
-Weights are random. `--shape tiny` runs on a CPU as well, without what is measured in device memory.
+Sections; the last two run on a GPU only, the others on a CPU as well (`--shape tiny`):
+
+    sync      weights into a copied and into an aliasing engine
+    gate      the launch gate with and without decode graphs
+    versions  the KV cache across a change of weights
+    sleep     memory and tokens across sleep and wake
+    logprobs  memory of log-probabilities over the full vocabulary
+
+Weights are random.
 """
-
-# ruff: noqa: T201
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ import copy
 import gc
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -35,16 +40,16 @@ from hone.trainer.logprobs import token_logprobs
 from hone.trainer.trainer import PolicyTrainer
 from hone.types import Request, SamplingParams, Trajectory
 from hone.weights.sync import WeightSync
+from tests.gpu.sections import Run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 GIB = 2**30
 MAX_LEN = 512
-ROWS: list[tuple[str, str, str, bool]] = []
 
 
-def report(name: str, value: object, bound: str, passed: bool) -> None:
-    ROWS.append((name, str(value), bound, passed))
+Report = Callable[[str, object, str, bool], None]
+"""Takes the name of a row, what was found, its bound and whether that holds."""
 
 
 def build(shape: str):
@@ -127,7 +132,7 @@ def num_different(trainer, engine) -> int:
     return sum(not torch.equal(wanted[name], held) for name, held in engine.named_weights())
 
 
-def check_sync(model) -> None:
+def check_sync(report: Report, model) -> None:
     copied = make_engine(copy.deepcopy(model))  # before the trainer puts hooks on the parameters
     trainer = make_trainer(model)
     sync = WeightSync(trainer, copied)
@@ -162,7 +167,7 @@ def check_sync(model) -> None:
     report("R3 proof of an aliased sync, s", f"{done.seconds:.4f}", "", True)
 
 
-def check_gate(model) -> None:
+def check_gate(report: Report, model) -> None:
     trainer = make_trainer(model)
     limits = ParityConfig()
     dtype = "bfloat16" if ON_GPU else "float32"
@@ -193,7 +198,7 @@ def check_gate(model) -> None:
     report("R4 gate on a wrong temperature", verdict, "stopped", verdict == "stopped")
 
 
-def check_weight_versions(model) -> None:
+def check_weight_versions(report: Report, model) -> None:
     """No key or value of older weights is read after a sync."""
     trainer = make_trainer(model)
     engine = make_engine(alias_module(model))
@@ -226,7 +231,7 @@ def check_weight_versions(model) -> None:
     report("R9 the change of weights changes tokens", changed, "True", changed)
 
 
-def check_sleep(model) -> None:
+def check_sleep(report: Report, model) -> None:
     engine = make_engine(alias_module(model))
     before = tokens(rollout(engine, 16))
     gc.collect()
@@ -245,7 +250,7 @@ def check_sleep(model) -> None:
     report("same tokens after waking", before == again, "True", before == again)
 
 
-def check_logprob_memory(model) -> None:
+def check_logprob_memory(report: Report, model) -> None:
     """Peak above the inputs, the result and the gradients, by number of tokens."""
     weight = head_weight(model)
     vocab, width, chunk = *weight.shape, 1024
@@ -280,20 +285,34 @@ def check_logprob_memory(model) -> None:
     report("R15 growth from 4k to 64k tokens, GiB", f"{growth:.3f}", "<= 0.05", growth <= 0.05)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+CHECKS = {
+    "sync": check_sync,
+    "gate": check_gate,
+    "versions": check_weight_versions,
+    "sleep": check_sleep,
+    "logprobs": check_logprob_memory,
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", choices=["tiny", *SHAPES])
-    shape = parser.parse_args().shape
-    checks = [check_sync, check_gate, check_weight_versions]
-    for check in checks + [check_sleep, check_logprob_memory] * ON_GPU:
-        check(build(shape))
-        gc.collect()
+
+
+def main() -> None:
+    run = Run(__doc__, tuple(CHECKS), seconds=240, add_flags=add_flags)
+    shape = run.args.shape
     device = torch.cuda.get_device_name() if ON_GPU else "CPU"
-    print(f"{shape}, random weights, {device}, torch {torch.__version__}")
-    for name, value, bound, passed in ROWS:
-        print(f"| {'ok  ' if passed else 'FAIL'} | {name:46} | {value:44} | {bound:14} |")
-    return 0 if all(row[-1] for row in ROWS) else 1
+    run.row(f"{shape}, random weights, {device}, torch {torch.__version__}")
+
+    def report(name: str, value: object, bound: str, passed: bool) -> None:
+        run.check(name, passed, f"{value!s:44}", f"{bound:14}")
+
+    def on_new_model(check: Callable[..., None]) -> None:
+        check(report, build(shape))
+
+    served = CHECKS if ON_GPU else dict(list(CHECKS.items())[:3])
+    sys.exit(run.go({name: partial(on_new_model, check) for name, check in served.items()}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,13 @@
-"""Tensor parallelism on GPUs: `torchrun --nproc-per-node 2 -m tests.gpu.tensor_check [shape]`.
+"""Tensor parallelism of training on GPUs, four layers split over all ranks and whole on each.
 
-A few layers of a Qwen3, split over all ranks and whole on each: values and gradients of packed rows
-against the whole model, in float32 where rounding would hide errors, with layers
-compiled and not; then milliseconds of forward and backward. Prints one table; half a minute.
+    torchrun --nproc-per-node 2 -m tests.gpu.tensor_check [SECTION ...] [--shape qwen3-1.7b]
+
+Sections:
+
+    float32   log-probabilities and gradients of packed rows against the whole model
+    bfloat16  errors against float32, over those of the whole model in bfloat16
+    compiled  the same with compiled layers
+    times     forward and backward, compiled
 """
 
 from __future__ import annotations
@@ -10,49 +15,86 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import time
 from datetime import timedelta
+from functools import cache, partial
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hone.attention import ATTENTION_NAME, PackedContext
+from hone.attention import PackedContext
 from hone.distributed.mesh import Axis, Mesh, MeshSizes
 from hone.models.decoder import hidden_states
 from hone.models.tiny import SHAPES
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.tensor import parallelize
+from tests.gpu.models import build
+from tests.gpu.rounding import KIND, WHOLE, errors, split_noise, worst_ratio
+from tests.gpu.sections import Run
+from tests.gpu.timing import wall_ms
 
 NUM_LAYERS, LENGTH = 4, 1024
-TOLERANCES = {torch.float32: (2e-4, 2e-3), torch.bfloat16: (0.3, 0.08)}
-"""Largest difference of a log-probability, relative difference of a parameter's gradient."""
+SIZES = (2 * LENGTH + 37, 2 * LENGTH)
+"""Tokens of a pass: one that ranks do not share equally, and one that they do."""
+MAX_LOGPROB, MAX_GRADIENT = 2e-4, 2e-3
+"""In float32: largest difference, and relative one."""
+
+Result = tuple[Tensor, dict[str, Tensor]]
+"""Log-probabilities and whole gradients by name."""
 
 
-def build(shape: str, dtype: torch.dtype) -> PreTrainedModel:
-    fields = dict(SHAPES[shape]) | {"num_hidden_layers": NUM_LAYERS}
-    fields["num_attention_heads"] = fields.pop("num_heads")
-    fields["num_key_value_heads"] = fields.pop("num_kv_heads")
-    del fields["num_layers"]
-    config = AutoConfig.for_model(fields.pop("family"), **fields)
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME
-        ).eval()
+class Models:
+    """The model whole and split, each made once; all have the same weights."""
+
+    def __init__(self, run: Run, mesh: Mesh) -> None:
+        self.run, self.mesh = run, mesh
+
+    @cache  # noqa: B019  # lives as long as the process
+    def pair(self, dtype: torch.dtype, *, compiled: bool) -> tuple[PreTrainedModel, ...]:
+        whole = build(self.run.args.shape, num_layers=NUM_LAYERS, dtype=dtype)
+        split = copy.deepcopy(whole)
+        parallelize(split, self.mesh)
+        for model in (whole, split) if compiled else ():
+            for layer in model.base_model.layers:
+                layer.compile(dynamic=True)
+        return whole, split
+
+    @cache  # noqa: B019
+    def wide(self, num_tokens: int) -> Result:
+        whole, _ = self.pair(torch.float32, compiled=False)
+        return result(whole, num_tokens, None)
+
+    def both(self, dtype: torch.dtype, num_tokens: int, *, compiled: bool) -> tuple[Result, Result]:
+        """Of the whole model and of the split one."""
+        whole, split = self.pair(dtype, compiled=compiled)
+        alone = self.timed("whole", compiled, partial(result, whole, num_tokens, None))
+        return alone, self.timed(
+            "split", compiled, partial(result, split, num_tokens, self.mesh.tensor)
+        )
+
+    def timed(self, name: str, compiled: bool, work: partial[Result]) -> Result:
+        """What it returns; says how long a first pass took, and how many graphs it compiled."""
+        begun, before = perf_counter(), counters["stats"]["unique_graphs"]
+        found = work()
+        torch.cuda.synchronize()
+        if compiled:
+            graphs = counters["stats"]["unique_graphs"] - before
+            self.run.note(f"{name}: {graphs} graphs compiled", f"{perf_counter() - begun:.1f} s")
+        return found
 
 
-def run(model: PreTrainedModel, num_tokens: int, ranks: Axis | None) -> Tensor:
-    """Forward and backward of packed rows, the last of which may be short."""
+def forward_backward(model: PreTrainedModel, num_tokens: int, ranks: Axis | None) -> Tensor:
+    """Log-probabilities of packed rows, the last of which may be short; gradients in the model."""
     draw = torch.Generator().manual_seed(num_tokens)
     ids, labels = torch.randint(model.config.vocab_size, (2, num_tokens), generator=draw).cuda()
     lengths = [LENGTH] * (num_tokens // LENGTH)
     lengths += [num_tokens % LENGTH] if num_tokens % LENGTH else []
-    borders = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    context = PackedContext(cu_seqlens=borders, max_seqlen=max(lengths), lengths=tuple(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+    context = PackedContext.from_lengths(lengths, device="cuda")
     logprobs, entropy = token_logprobs(
         model,
         hidden_states(model, ids, positions, context),
@@ -68,71 +110,80 @@ def run(model: PreTrainedModel, num_tokens: int, ranks: Axis | None) -> Tensor:
     return logprobs.detach()
 
 
-def gradient_error(split: PreTrainedModel, whole: PreTrainedModel) -> float:
-    errors: list[float] = []
-    for (name, ours), (_, theirs) in zip(
-        split.named_parameters(), whole.named_parameters(), strict=True
-    ):
-        assert isinstance(ours.grad, DTensor), name
-        assert theirs.grad is not None, name
-        difference = ours.grad.full_tensor().float() - theirs.grad.float()
-        errors.append(float(difference.norm() / theirs.grad.float().norm()))
-    return max(errors)
+def result(model: PreTrainedModel, num_tokens: int, ranks: Axis | None) -> Result:
+    logprobs = forward_backward(model, num_tokens, ranks)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return logprobs, {
+        name: (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+        for name, grad in gradients.items()
+    }
 
 
-def milliseconds(model: PreTrainedModel, num_tokens: int, ranks: Axis | None) -> float:
-    times: list[float] = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run(model, num_tokens, ranks)
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return sorted(times)[len(times) // 2]
+def check_float32(run: Run, models: Models) -> None:
+    run.row("float32, split against whole", "log-prob", "gradient", "worst kind", "")
+    for num_tokens in SIZES:
+        (alone, wanted), (logprobs, found) = models.both(torch.float32, num_tokens, compiled=False)
+        gap = float((logprobs - alone).abs().max())
+        off = errors(found, wanted)
+        worst = max(off.values())
+        good = gap <= MAX_LOGPROB and all(e <= MAX_GRADIENT for e in off.values())
+        run.check(f"{num_tokens} tokens", good, gap, off["all"], worst)
+
+
+def check_bfloat16(run: Run, models: Models, *, compiled: bool) -> None:
+    noise = split_noise(models.mesh.tensor.size)
+    run.row(
+        f"bfloat16{', compiled' * compiled}, error split / whole",
+        *("log-prob", "ratio", "gradient", "ratio", "worst kind", "its ratio"),
+    )
+    for num_tokens in SIZES:
+        if not run.has_time(f"{num_tokens} tokens, {compiled=}"):
+            return
+        exact, wanted = models.wide(num_tokens)
+        whole, split = models.both(torch.bfloat16, num_tokens, compiled=compiled)
+        gaps = [float((logprobs - exact).abs().mean()) for logprobs, _ in (whole, split)]
+        plain, found = errors(whole[1], wanted), errors(split[1], wanted)
+        ratios = gaps[1] / gaps[0], found["all"] / plain["all"]
+        worst, kind = worst_ratio(found, plain)
+        good = all(r <= WHOLE * noise for r in ratios) and worst <= KIND * noise
+        cells = (gaps[1], ratios[0], found["all"], ratios[1], kind, worst)
+        run.check(f"{num_tokens} tokens", good, *cells)
+
+
+def time_passes(run: Run, models: Models) -> None:
+    num_tokens = 8 * LENGTH
+    run.row(f"{num_tokens} tokens, forward and backward", "one GPU ms", "split ms", "speed-up")
+    for compiled in (False, True):
+        whole, split = models.pair(torch.bfloat16, compiled=compiled)
+        alone = wall_ms(partial(forward_backward, whole, num_tokens, None), 6)
+        shared = wall_ms(partial(forward_backward, split, num_tokens, models.mesh.tensor), 6)
+        run.row(f"{compiled=}", alone, shared, alone / shared)
 
 
 def main() -> None:
-    shape = sys.argv[1] if len(sys.argv) > 1 else "qwen3-1.7b"
+    run = Run(
+        __doc__,
+        ("float32", "bfloat16", "compiled", "times"),
+        seconds=150,
+        add_flags=lambda p: p.add_argument("--shape", default="qwen3-1.7b", choices=SHAPES),
+    )
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     size = dist.get_world_size()
     mesh = Mesh.of_group(MeshSizes(tensor=size), device, timeout=timedelta(seconds=120))
-    lines: list[str] = []
-    for dtype, compiled in (
-        (torch.float32, False),
-        (torch.bfloat16, False),
-        (torch.bfloat16, True),
-    ):
-        whole = build(shape, dtype)
-        split = copy.deepcopy(whole)
-        parallelize(split, mesh)
-        for model in (whole, split) if compiled else ():
-            for layer in model.base_model.layers:
-                layer.compile(dynamic=True)
-        limits = TOLERANCES[dtype]
-        for num_tokens in (2 * LENGTH + 37, 3 * LENGTH + 1, 2 * LENGTH):
-            expected, found = run(whole, num_tokens, None), run(split, num_tokens, mesh.tensor)
-            errors = float((found - expected).abs().max()), gradient_error(split, whole)
-            lines.append(
-                f"{str(dtype)[6:]:>9} compiled={compiled!s:>5} {num_tokens:5d} tokens: "
-                f"log-prob {errors[0]:.2e} gradient {errors[1]:.2e}"
-            )
-            is_fine = errors[0] < limits[0] and errors[1] < limits[1]
-            lines[-1] += "" if is_fine else "  TOO MUCH"
-        if dtype == torch.bfloat16:
-            alone = milliseconds(whole, 8 * LENGTH, None)
-            shared = milliseconds(split, 8 * LENGTH, mesh.tensor)
-            lines.append(
-                f"          compiled={compiled!s:>5} {8 * LENGTH} tokens: one GPU {alone:.1f} ms, "
-                f"{size} GPUs {shared:.1f} ms, speed-up {alone / shared:.2f}"
-            )
-        del whole, split
-    if mesh.is_first:
-        sys.stdout.write("\n".join(lines) + "\n")
-        sys.stdout.flush()
-    dist.destroy_process_group()
-    sys.exit(any("TOO MUCH" in line for line in lines))
+    run.row(f"{size} x {torch.cuda.get_device_name()}, {run.args.shape}, torch {torch.__version__}")
+    models = Models(run, mesh)
+    sys.exit(
+        run.go(
+            {
+                "float32": partial(check_float32, run, models),
+                "bfloat16": partial(check_bfloat16, run, models, compiled=False),
+                "compiled": partial(check_bfloat16, run, models, compiled=True),
+                "times": partial(time_passes, run, models),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

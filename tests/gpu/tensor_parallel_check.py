@@ -1,20 +1,24 @@
-"""Tensor parallelism on the GPUs of one host: parity, sums and gathers, decode steps, as tables.
+"""Tensor parallelism of the engine on the GPUs of one host.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.tensor_parallel_check
+    torchrun --nproc-per-node 2 -m tests.gpu.tensor_parallel_check [SECTION ...] [--seconds N]
 
-One GPU or four do as well. Every rank also runs the whole model alone on its own GPU. Weights are
-random. Rank 0 prints; exits with 1 when a number is outside its bound. Timings lie in CUDA graphs.
+One GPU or four do as well. Every rank also runs the whole model alone on its own GPU. Sections:
+
+    sums     a layer's sum, its addition to the residual and the norm, in several ways
+    gathers  of logits
+    parity   of samples with the packed forward, in every mode; ranks' bits must be equal
+    decode   steps of a whole model, alone and in the group
+
+Weights are random. Timings lie in CUDA graphs.
 """
 
 import argparse
-import gc
 import itertools
 import sys
 import tempfile
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
-from time import perf_counter
 from unittest.mock import patch
 
 import torch
@@ -31,7 +35,9 @@ from hone.models.tensor_parallel import TensorParallel, shard_model
 from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
 from hone.models.tiny import SHAPES, make_model_folder
 from tests.gpu.engine_check import BANDWIDTH, decode_speed, ideal_step_s, make_requests
-from tests.gpu.engine_modes import MAX_LEN, parity, run
+from tests.gpu.engine_modes import MAX_LEN, parity
+from tests.gpu.engine_modes import run as sample
+from tests.gpu.sections import Run, release
 
 GIB = 2**30
 EPS = 1e-6
@@ -43,12 +49,6 @@ MODES = {
     "preemption": {"kv_cache_gib": 1.2},
 }
 SUM_BYTES = [1 << shift for shift in range(16, 25)]
-STARTED = perf_counter()
-
-
-def note(tp, text):
-    if tp.rank == 0:
-        sys.stderr.write(f"{perf_counter() - STARTED:6.1f} s  {text}\n")
 
 
 def everywhere(tp, value):
@@ -70,11 +70,6 @@ def load(shape, device):
         return load_model(ModelConfig(path=folder, init="random"), device=device, seed=0)
 
 
-def give_memory_back():
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 # ---------------------------------------------------------------- parity
 
 
@@ -83,54 +78,42 @@ def requests_of(model):
     return make_requests(64, **shared, max_tokens=160, temperature=1.0)
 
 
-def check_parity(tp, device):
+def check_parity(run: Run, tp, device):
     """R4 and R5 of a group and of one rank alone, in every mode; ranks' bits must be equal."""
     model = load("qwen3-0.6b", device)
     manifest = build_manifest(export_weights(model), 0)
-    passed = all(not compare(manifest, other) for other in everywhere(tp, manifest))
-    lines = ["" if passed else "FAILED: ranks have drawn different weights"]
-    lines += [
-        "| mode | TP | k3 | outside | mean ratio | preempted | cached | ranks equal | |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    same = all(not compare(manifest, other) for other in everywhere(tp, manifest))
+    run.check("ranks have drawn the same weights", same)
+    columns = ("k3", "outside", "mean ratio", "preempted", "cached", "ranks equal")
+    run.row("samples, by mode and ranks", *columns)
     requests = requests_of(model)
     shard = shard_model(model, tp)
-    for name, options in MODES.items():
-        for group in dict.fromkeys((TensorParallel(rank=0, size=1, device=device), tp)):
-            if group.size == 1 and name != "graphs":
-                continue
-            options = dict(options, kv_cache_gib=options["kv_cache_gib"] / group.size)
-            cfg = EngineConfig(
-                max_num_seqs=64,
-                max_model_len=MAX_LEN,
-                tensor_parallel_size=group.size,
-                **options,
-            )
-            engine = EmbeddedEngine(
-                model if group.size == 1 else shard,
-                cfg,
-                eos_token_ids=(),
-                tensor_parallel=group,
-            )
-            done = run(engine, requests)
-            stats = engine.stats()
-            k3, outside, ratio = parity(model, requests, done)
-            bits = {key: (one.token_ids, one.logprobs) for key, one in done.items()}
-            equal = same_everywhere(tp, bits)
-            ok = k3 <= MAX_K3 and outside <= MAX_OUTSIDE and 0.99 <= ratio <= 1.01 and equal
-            passed &= ok
-            lines.append(
-                f"| {name} | {group.size} | {k3:.1e} | {outside:.2%} | {ratio:.4f} | "
-                f"{stats.num_preemptions} | {stats.num_cached_tokens} | {equal} | "
-                f"{'ok' if ok else 'FAILED'} |"
-            )
-            note(tp, lines[-1])
-            engine.sleep()  # its cache would outlive it until the next collection
-            del engine
-            give_memory_back()
-        if tp.size == 1:
-            break
-    return lines, passed
+    alone = TensorParallel(rank=0, size=1, device=device)
+    cases = [("graphs", alone, model)]
+    cases += [(mode, tp, shard) for mode in MODES] if tp.size > 1 else []
+    for mode, group, module in cases:
+        name = f"{mode}, TP {group.size}"
+        if not run.has_time(name):
+            return
+        options = dict(MODES[mode], kv_cache_gib=MODES[mode]["kv_cache_gib"] / group.size)
+        cfg = EngineConfig(
+            max_num_seqs=64,
+            max_model_len=MAX_LEN,
+            tensor_parallel_size=group.size,
+            **options,
+        )
+        engine = EmbeddedEngine(module, cfg, eos_token_ids=(), tensor_parallel=group)
+        done = sample(engine, requests)
+        stats = engine.stats()
+        k3, outside, ratio = parity(model, requests, done)
+        bits = {key: (one.token_ids, one.logprobs) for key, one in done.items()}
+        equal = same_everywhere(tp, bits)
+        good = k3 <= MAX_K3 and outside <= MAX_OUTSIDE and 0.99 <= ratio <= 1.01 and equal
+        counts = stats.num_preemptions, stats.num_cached_tokens
+        run.check(name, good, k3, f"{outside:.2%}", ratio, *counts, equal)
+        engine.sleep()  # its cache would outlive it until the next collection
+        del engine
+        release()
 
 
 # ---------------------------------------------------------------- sums and gathers
@@ -224,42 +207,49 @@ class Sums:
         return wrong, unequal
 
 
-def check_sums(tp, device):
+def check_sums(run: Run, tp, device):
+    if tp.size == 1:
+        return
     sums = Sums(tp, device)
     wrong, unequal = sums.errors()
-    lines = [f"300 sums of random parts: {wrong} wrong, {unequal} of 10 unequal on ranks"]
-    note(tp, lines[0])
+    good = wrong == unequal == 0
+    run.check("300 sums of random parts", good, f"{wrong} wrong", f"{unequal} of 10 unequal")
     names = ["norm alone", "NCCL", "torch one-shot", "torch two-shot", "fused"]
-    lines += ["| sum and norm, us | " + " | ".join(names) + " |", "|---" * 6 + "|"]
+    run.row("sum and norm, us", *names)
     for size in SUM_BYTES:
+        if not run.has_time(f"sums of {size >> 10} KiB"):
+            return
         rows = size // 2 // sums.width
         x = torch.zeros(rows, sums.width, dtype=torch.bfloat16, device=device)
         ways = sums.ways(x, torch.zeros_like(x))
         times = []
         for name in names:
             try:
-                times.append(f"{seconds(tp, ways[name]) * 1e6:.1f}")
+                times.append(seconds(tp, ways[name]) * 1e6)
             except RuntimeError as error:  # of torch's own, where it cannot serve a size
                 times.append(str(error)[:20])
                 torch.cuda.synchronize()
-        lines.append(f"| {size >> 10} KiB, {rows} rows | " + " | ".join(times) + " |")
-        note(tp, lines[-1])
-    lines += ["", "| fused, us, by elements a warp | 256 | 512 | 1024 | 2048 |", "|---" * 5 + "|"]
+        run.row(f"{size >> 10} KiB, {rows} rows", *times)
+    tilings = (256, 512, 1024, 2048)
+    run.row("fused, us, by elements a warp", *tilings)
     for rows in (8, 64, 256):
         times = []
-        for elements in (256, 512, 1024, 2048):
+        for elements in tilings:
             with patch.object(tensor_parallel_kernels, "NORM_ELEMENTS_PER_WARP", elements):
                 x = torch.zeros(rows, sums.width, dtype=torch.bfloat16, device=device)
-                times.append(seconds(tp, sums.ways(x, torch.zeros_like(x))["fused"]))
-        lines.append(f"| {rows} rows | " + " | ".join(f"{t * 1e6:.1f}" for t in times) + " |")
-    return lines, wrong == 0 and unequal == 0
+                times.append(seconds(tp, sums.ways(x, torch.zeros_like(x))["fused"]) * 1e6)
+        run.row(f"{rows} rows", *times)
 
 
-def check_gathers(tp, device, vocab_size=151936):
-    lines = ["| gather of logits | NCCL, us | mailboxes, us, by (tile, warps) |", "|---" * 3 + "|"]
-    settings = [(1024, 4), (2048, 4), (4096, 8), (4096, 16), (8192, 16)]
-    width, passed = vocab_size // tp.size, True
+def check_gathers(run: Run, tp, device, vocab_size=151936):
+    if tp.size == 1:
+        return
+    tilings = [(1024, 4), (2048, 4), (4096, 8), (4096, 16), (8192, 16)]
+    run.row("gather of logits, us, by tile x warps", "NCCL", *(f"{t} x {w}" for t, w in tilings))
+    width = vocab_size // tp.size
     for rows in (1, 8, 64, 256):
+        if not run.has_time(f"gathers of {rows} rows"):
+            return
         parts = torch.randn(
             tp.size,
             rows,
@@ -268,8 +258,8 @@ def check_gathers(tp, device, vocab_size=151936):
             generator=torch.Generator(device).manual_seed(rows),
         )
         x, expected = parts[tp.rank].contiguous(), torch.cat(list(parts), 1)
-        found = []
-        for tile, warps in settings:
+        good, times = True, []
+        for tile, warps in tilings:
             with (
                 patch.object(tensor_parallel_kernels, "GATHER_TILE", tile),
                 patch.object(tensor_parallel_kernels, "GATHER_WARPS", warps),
@@ -279,14 +269,11 @@ def check_gathers(tp, device, vocab_size=151936):
                     tp._connect, rank=tp.rank, size=tp.size, num_programs=programs
                 )
                 for _ in range(5):
-                    passed &= torch.equal(mailboxes.gather_columns(x), expected)
-                time = seconds(tp, partial(mailboxes.gather_columns, x), calls=8)
-                found.append(f"{tile} x {warps}: {time * 1e6:.0f}")
+                    good &= torch.equal(mailboxes.gather_columns(x), expected)
+                times.append(seconds(tp, partial(mailboxes.gather_columns, x), calls=8) * 1e6)
         with through_nccl(tp):
             nccl = seconds(tp, partial(tp.gather_columns, x), calls=8)
-        lines.append(f"| {rows} rows | {nccl * 1e6:.0f} | {', '.join(found)} |")
-        note(tp, lines[-1])
-    return lines if passed else [*lines, "FAILED: wrong logits"], passed
+        run.check(f"{rows} rows", good, nccl * 1e6, *times)
 
 
 # ---------------------------------------------------------------- decode steps
@@ -317,74 +304,58 @@ def step_time(model, group, *, batch, context, num_steps=48):
     return step_s
 
 
-def check_decode(tp, device, *, shape, batches, context):
+def check_decode(run: Run, tp, device):
+    shape, context = run.args.shape, run.args.context
     model = load(shape, device)
-    note(tp, f"{shape} made")
     alone = TensorParallel(rank=0, size=1, device=device)
-    measured = {}
-    for batch in batches:
-        ideal = ideal_step_s(model, batch=batch, context=context)
-        time = max(everywhere(tp, step_time(model, alone, batch=batch, context=context)))
-        measured[batch] = [("1", time, ideal)]
-        give_memory_back()
-        note(tp, f"TP 1, B={batch}: {time * 1e3:.2f} ms")
-    if tp.size > 1:
-        shard = shard_model(model, tp)
-        del model
-        give_memory_back()
-        for batch in batches:
-            ideal = ideal_step_s(shard, batch=batch, context=context)
-            time = step_time(shard, tp, batch=batch, context=context)
-            measured[batch].append((f"{tp.size}", max(everywhere(tp, time)), ideal))
-            give_memory_back()
-            with through_nccl(tp):
-                time = step_time(shard, tp, batch=batch, context=context)
-            measured[batch].append((f"{tp.size}, NCCL alone", max(everywhere(tp, time)), ideal))
-            give_memory_back()
-            note(tp, f"TP {tp.size}, B={batch}: {measured[batch]}")
-    lines = [
-        f"| {shape}, context {context} | TP | step, ms | against TP 1 | of its limit "
-        f"({BANDWIDTH / 1e12} TB/s a GPU) |",
-        "|---" * 5 + "|",
-    ]
-    for batch, rows in measured.items():
-        for name, time, ideal in rows:
-            gain = rows[0][1] / time
-            lines.append(
-                f"| B={batch} | {name} | {time * 1e3:.2f} | {gain:.2f}x | {ideal / time:.0%} |"
-            )
-    return lines
+    run.row(
+        f"{shape}, context {context}: a step",
+        *("ms", "against TP 1", "of its limit"),
+        f"({BANDWIDTH / 1e12} TB/s a GPU)",
+    )
+    first = {}
+
+    def measure(name, module, group, batch) -> None:
+        if run.has_time(f"decode, B={batch}, {name}"):
+            ideal = ideal_step_s(module, batch=batch, context=context)
+            time = max(everywhere(tp, step_time(module, group, batch=batch, context=context)))
+            first.setdefault(batch, time)
+            gain = f"{first[batch] / time:.2f}x"
+            run.row(f"B={batch}, {name}", 1e3 * time, gain, f"{ideal / time:.0%}")
+            release()
+
+    for batch in run.args.batches:
+        measure("TP 1", model, alone, batch)
+    if tp.size == 1:
+        return
+    shard = shard_model(model, tp)
+    del model
+    release()
+    for batch in run.args.batches:
+        measure(f"TP {tp.size}", shard, tp, batch)
+        with through_nccl(tp):
+            measure(f"TP {tp.size}, NCCL alone", shard, tp, batch)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--batches", type=int, nargs="*", default=[64, 8, 256])
     parser.add_argument("--context", type=int, default=1024)
-    args = parser.parse_args()
+
+
+def main() -> None:
+    names = ("sums", "gathers", "parity", "decode")
+    run = Run(__doc__, names, seconds=240, add_flags=add_flags)
     device = torch.device("cuda", processes().local_rank)
     torch.cuda.set_device(device)
     tp = TensorParallel.from_environment(processes().world_size, device)
-    note(tp, f"group of {tp.size} joined")
-    lines, passed = [], True
-    if tp.size > 1:
-        for check in (check_sums, check_gathers):
-            found, ok = check(tp, device)
-            lines += [*found, ""]
-            passed &= ok
-            give_memory_back()
-    found, ok = check_parity(tp, device)
-    lines += [*found, ""]
-    passed &= ok
-    give_memory_back()
-    lines += check_decode(tp, device, shape=args.shape, batches=args.batches, context=args.context)
-    passed = all(everywhere(tp, passed))
-    if tp.rank == 0:
-        name = torch.cuda.get_device_name()
-        sys.stdout.write(f"{tp.size} x {name}, torch {torch.__version__}, bf16 random weights\n")
-        sys.stdout.write("\n".join([*lines, "all ok" if passed else "FAILED"]) + "\n")
-    return int(not passed)
+    run.row(f"{tp.size} x {torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16")
+    work = (check_sums, check_gathers, check_parity, check_decode)
+    sections = {
+        name: partial(part, run, tp, device) for name, part in zip(names, work, strict=True)
+    }
+    sys.exit(run.go(sections))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

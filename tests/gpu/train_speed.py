@@ -1,12 +1,14 @@
-"""Where a training step's time goes on one GPU: `python -m tests.gpu.train_speed [PART ...]`.
+"""Where a training step's time goes on one GPU.
 
-Parts; those with a star run only when they are named:
+    python -m tests.gpu.train_speed [SECTION ...] [--seconds N]
+
+Sections; those with a star run only when they are named:
 
     layers       gradients of the trainer's layers in bfloat16 against float32, beside transformers'
     kernels      rates of the kernels between products, over their tuning
     step         forward and backward of whole models, packed samples of 2,048 tokens
-    profile      the longest kernels of one such pass, and how long the device waits (0.6B, 4B)
-    present *    adds transformers' compiled layers to `step` (0.6B)
+    profile      the longest kernels of one such pass, and how long the device waits
+    present *    transformers' compiled layers in a pass of the 0.6B shape
     products *   each product of a layer, forward and backward; weight gradients in three formats
     attention *  FlashAttention over packed rows, forward and backward, beside other kernels
 
@@ -16,26 +18,23 @@ and token and causal attention; what is recomputed does not count.
 
 from __future__ import annotations
 
-import gc
-import statistics
 import sys
 import time
-import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hone.attention import ATTENTION_NAME, PackedContext
+from hone.attention import PackedContext, exact
 from hone.attention.backends import packed_attention
 from hone.models import layer_gradients, layer_kernels
 from hone.models.decoder import hidden_states
@@ -43,12 +42,14 @@ from hone.models.training_layers import Backbone, TrainingDecoder
 from hone.planner.model_shape import ModelShape
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.policy import Policy
-from tests.gpu.trainer_check import build
+from tests.gpu.models import build, random_model
+from tests.gpu.rounding import errors
+from tests.gpu.sections import Run
+from tests.gpu.timing import device_ms
 
 TOKENS, LENGTH = 16384, 2048
 GIB = 1 << 30
-PARTS = ("layers", "kernels", "step", "profile", "present", "products", "attention")
-DEFAULT = PARTS[:4]
+SECTIONS = ("layers", "kernels", "step", "profile", "present", "products", "attention")
 SHAPES = {
     # hidden, (qkv, o input), gate and up, heads
     "0.6b": (1024, 4096, 2048, 6144),
@@ -58,50 +59,16 @@ SHAPES = {
 }
 
 
-def say(*cells: object) -> None:
-    texts = [f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells]
-    first, *others = texts
-    sys.stdout.write(f"{first:34}" + "".join(f"{text:>13}" for text in others) + "\n")
-    sys.stdout.flush()
-
-
-def milliseconds(work: Callable[[], object], repeats: int = 10) -> float:
-    """Median time on the device, after two calls to warm up."""
-    work()
-    work()
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(repeats)
-    ]
-    for start, end in events:
-        start.record()
-        work()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events)
-
-
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     draw = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(shape, generator=draw, device="cuda").to(dtype)
 
 
-@contextmanager
-def attempt(what: str) -> Iterator[None]:
-    """One part that fails must not hide the others."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  # a report, whatever it is
-        say(what, f"FAILED {type(error).__name__}: {str(error)[:300]}")
-        traceback.print_exc()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
+@cache
 def matrix_rate() -> float:
     """FLOP/s of a large product."""
     a, b = normal(8192, 8192), normal(8192, 8192, seed=1)
-    return 2 * 8192**3 / (milliseconds(lambda: a @ b, 20) * 1e-3)
+    return 2 * 8192**3 / (device_ms(lambda: a @ b, 20) * 1e-3)
 
 
 # -- layers --------------------------------------------------------------------------------------
@@ -118,117 +85,85 @@ MODES: tuple[dict[str, Any], ...] = (
     {"recompute": "full"},
     {"recompute": "full", "every": 2},
 )
-ROWS = (257, 1, 700, 66)
+ROWS, VOCAB = (257, 1, 700, 66), 4096
 
 
-def layers(_: float) -> None:
-    """Relative errors of gradients: the largest of each kind of parameter, and of hidden states."""
-    say("gradients", "transformers", "own", "largest ratio", "modes apart", "(errors against fp32)")
+MAX_RATIO, MAX_APART = 1.5, 0.02
+"""Error over that of transformers' layers; relative distance of what modes of recomputing find."""
+
+
+def layers(run: Run) -> None:
+    """Relative errors against float32 by kind of parameter, and of hidden states."""
     for family, fields in FAMILIES.items():
-        with attempt(family):
-            one_family(family, fields)
+        if run.has_time(f"layers, {family}"):
+            with run.attempt(f"layers, {family}"):
+                one_family(run, family, fields)
 
 
 def small(family: str, fields: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    config = AutoConfig.for_model(
-        family,
-        **{
-            "vocab_size": 4096,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128 if family == "qwen3" else 64,
-            "tie_word_embeddings": True,
-            "initializer_range": 0.05,
-            **fields,
-        },
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-        )
+    known = {
+        "vocab_size": VOCAB,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128 if family == "qwen3" else 64,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+    }
+    model = random_model(family, dtype=torch.bfloat16, **(known | fields))
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             parameter.data += 0.3 * torch.randn_like(parameter)
-    return model.to(dtype).eval()
+    return model if dtype == torch.bfloat16 else model.to(dtype)
 
 
-def one_family(family: str, fields: dict[str, Any]) -> None:
+def one_family(run: Run, family: str, fields: dict[str, Any]) -> None:
     reference = small(family, fields, torch.float32)
     wanted = gradients(reference, partial(hidden_states, reference))
     model = small(family, fields, torch.bfloat16)
     policy = Policy(model)
     theirs = gradients(model, partial(hidden_states, model), policy)
     mine = [
-        gradients(model, TrainingDecoder(model, collector(policy), **mode), policy)
+        gradients(model, TrainingDecoder(model, policy.gradient_of, **mode), policy)
         for mode in MODES
     ]
-    assert wanted.keys() == theirs.keys() == mine[0].keys(), (
-        f"{wanted.keys() ^ theirs.keys()} {wanted.keys() ^ mine[0].keys()}"
-    )
-    ratio = max(error(mine[0][n], w) / error(theirs[n], w) for n, w in wanted.items())
-    apart = max(error(other[n], mine[0][n]) for other in mine[1:] for n in wanted)
-    kinds: defaultdict[str, list[str]] = defaultdict(list)
-    for name in wanted:
-        kinds[name.removesuffix(".weight").rpartition(".")[2]].append(name)
-    for kind, names in kinds.items():
-        both_errors = [
-            max(error(found[n], wanted[n]) for n in names) for found in (theirs, mine[0])
-        ]
-        say(f"  {family} {kind}", *both_errors)
-    say(
-        family,
-        *(max(error(f[n], wanted[n]) for n in wanted) for f in (theirs, mine[0])),
-        ratio,
-        apart,
-    )
-    assert ratio < 1.5, f"{family}: {ratio=}"
-    assert apart < 0.02, f"{family}: {apart=}"
+    run.row(f"{family}, errors against float32", "transformers", "own", "ratio")
+    of_theirs, of_mine = errors(theirs, wanted), errors(mine[0], wanted)
+    for kind, plain in of_theirs.items():
+        ratio = of_mine[kind] / plain
+        run.check(f"{family}, {kind}", ratio <= MAX_RATIO, plain, of_mine[kind], ratio)
+    for mode, other in zip(MODES[1:], mine[1:], strict=True):
+        apart = errors(other, mine[0])["all"]
+        name = f"{family}, {' '.join(map(str, mode.values()))} from off"
+        run.check(name, apart <= MAX_APART, apart)
 
 
 def gradients(
     model: PreTrainedModel, backbone: Backbone, policy: Policy | None = None
 ) -> dict[str, Tensor]:
-    """Those of two micro-batches, in float32, and the hidden states of the first."""
+    """Those of two micro-batches, in float32 and by name, and the hidden states of the first."""
     for parameter in policy.masters.values() if policy else model.parameters():
         parameter.grad = None
     found: dict[str, Tensor] = {}
     for seed in range(2):
         draw = torch.Generator("cuda").manual_seed(seed)
-        ids = torch.randint(4096, (sum(ROWS),), generator=draw, device="cuda")
+        ids = torch.randint(VOCAB, (sum(ROWS),), generator=draw, device="cuda")
         positions = torch.cat([torch.arange(n, device="cuda") for n in ROWS])
         hidden = backbone(ids, positions, PackedContext.from_lengths(ROWS, device="cuda"))
         grad = torch.randn(hidden.shape, generator=draw, device="cuda")
         hidden.backward(grad.to(hidden.dtype))
-        found.setdefault("hidden", hidden.detach().float())
+        found.setdefault("hidden.weight", hidden.detach().float())
     masters = policy.masters if policy else dict(model.named_parameters())
     return found | {n: p.grad.clone() for n, p in masters.items() if p.grad is not None}
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
-
-
-def collector(policy: Policy) -> Callable[[nn.Parameter], Tensor]:
-    masters = {p: policy.masters[name] for name, p in policy.parameters.items()}
-
-    def gradient_of(parameter: nn.Parameter) -> Tensor:
-        master = masters[parameter]
-        if master.grad is None:
-            master.grad = torch.zeros_like(master)
-        return master.grad
-
-    return gradient_of
 
 
 # -- kernels -------------------------------------------------------------------------------------
 
 
-def kernels(_: float) -> None:
-    say("kernel, GB/s at 16,384 tokens", "0.6b", "8b", "(as they are, then tuned otherwise)")
+def kernels(run: Run) -> None:
+    run.row("kernel, GB/s, as it is, then tuned otherwise", "0.6b", "8b")
     inputs = {shape: KernelInputs(*SHAPES[shape]) for shape in ("0.6b", "8b")}
     tunings: dict[str, list[dict[str, int]]] = {
         "add_norm": [{}, {"NORM_WARPS": 4}, {"NORM_TILE": 2048, "NORM_WARPS": 4}],
@@ -254,9 +189,9 @@ def kernels(_: float) -> None:
     for name, settings in tunings.items():
         for setting in settings:
             tuned = patch.multiple(layer_gradients, **setting) if setting else nullcontext()
-            with attempt(f"{name} {setting}"), tuned:
-                rates = [f"{x.rate(name):,.0f}" for x in inputs.values()]
-                say(" ".join((name, *(f"{k}={v}" for k, v in setting.items()))), *rates)
+            with run.attempt(f"{name} {setting}"), tuned:
+                rates = [x.rate(name) for x in inputs.values()]
+                run.row(" ".join((name, *(f"{k}={v}" for k, v in setting.items()))), *rates)
 
 
 class KernelInputs:
@@ -304,14 +239,14 @@ class KernelInputs:
             ),
         }
         num_bytes, work = works[name]
-        return num_bytes / milliseconds(work) / 1e6
+        return num_bytes / device_ms(work) / 1e6
 
 
 # -- products ------------------------------------------------------------------------------------
 
 
-def products(rate: float) -> None:
-    say("product", "out x in", "forward", "dX", "dW bf16", "dW f32", "dW += f32", "(share of rate)")
+def products(run: Run) -> None:
+    run.row("product, shares", "out x in", "forward", "dX", "dW bf16", "dW f32", "dW += f32")
     for shape in ("0.6b", "4b", "8b"):
         hidden, qkv, attended, gate_up = SHAPES[shape]
         sizes = {
@@ -323,11 +258,11 @@ def products(rate: float) -> None:
             "down": (hidden, gate_up // 2),
         }
         for name, (width_out, width_in) in sizes.items():
-            with attempt(f"{shape} {name}"):
-                one_product(f"{shape} {name}", width_out, width_in, rate)
+            with run.attempt(f"{shape} {name}"):
+                one_product(run, f"{shape} {name}", width_out, width_in)
 
 
-def one_product(name: str, width_out: int, width_in: int, rate: float) -> None:
+def one_product(run: Run, name: str, width_out: int, width_in: int) -> None:
     x, weight = normal(TOKENS, width_in), normal(width_out, width_in, seed=1)
     grad = normal(TOKENS, width_out, seed=2)
     total = torch.zeros(width_out, width_in, device="cuda")
@@ -335,13 +270,14 @@ def one_product(name: str, width_out: int, width_in: int, rate: float) -> None:
     add = torch.ops.aten.addmm.dtype_out
 
     def share(work: Callable[[], object]) -> float:
-        return flops / (milliseconds(work) * 1e-3) / rate
+        return flops / (device_ms(work) * 1e-3) / matrix_rate()
 
     wide = torch.mm(grad.T, x, out_dtype=torch.float32)
     add(total, grad.T, x, torch.float32, out=total)
-    assert (total - wide).norm() <= 1e-5 * wide.norm()
-    say(
+    apart = float((total - wide).norm() / wide.norm())
+    run.check(
         name,
+        apart <= 1e-5,
         f"{width_out}x{width_in}",
         share(lambda: F.linear(x, weight)),
         share(lambda: grad @ weight),
@@ -354,8 +290,8 @@ def one_product(name: str, width_out: int, width_in: int, rate: float) -> None:
 # -- attention -----------------------------------------------------------------------------------
 
 
-def attention(_: float) -> None:
-    say("attention", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "(heads of 128)")
+def attention(run: Run) -> None:
+    run.row("attention, heads of 128", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s")
     equal = [LENGTH] * (TOKENS // LENGTH)
     for num_heads in (16, 32):
         for lengths in (equal, [TOKENS], [257, 1023, 3000, 4096, 8008]):
@@ -370,13 +306,14 @@ def attention(_: float) -> None:
                 own_keys = num_kv_heads == num_heads
                 if lengths is not equal and (own_keys or kernel == "cudnn"):
                     continue
-                with attempt(f"{kernel}/{num_kv_heads} {name}"):
-                    one_attention(kernel, f"{name}", lengths, num_heads, num_kv_heads)
+                with run.attempt(f"{kernel}/{num_kv_heads} {name}"):
+                    one_attention(run, kernel, name, lengths, (num_heads, num_kv_heads))
 
 
 def one_attention(
-    kernel: str, name: str, lengths: list[int], num_heads: int, num_kv_heads: int
+    run: Run, kernel: str, name: str, lengths: list[int], heads: tuple[int, int]
 ) -> None:
+    num_heads, num_kv_heads = heads
     q = normal(TOKENS, num_heads, 128).requires_grad_()
     k, v = (normal(TOKENS, num_kv_heads, 128, seed=s).requires_grad_() for s in (1, 2))
     grad = normal(TOKENS, num_heads, 128, seed=3)
@@ -389,8 +326,6 @@ def one_attention(
         if kernel == "flash":
             return packed_attention(q, k, v, context, scale=128**-0.5)
         if kernel == "exact":
-            from hone.attention import exact
-
             return exact.packed_attention(q, k, v, context, scale=128**-0.5, window=None)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(
@@ -399,26 +334,20 @@ def one_attention(
 
     flops = sum(2 * n * n for n in lengths) * num_heads * 128
     upstream = batched(grad) if kernel == "cudnn" else grad
-    both(f"{kernel}/{num_kv_heads} {name}", forward, (q, k, v), upstream, flops)
-
-
-def both(
-    name: str, forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], grad: Tensor, flops: int
-) -> None:
     with torch.no_grad():
-        forward_ms = milliseconds(forward)
+        forward_ms = device_ms(forward)
     output = forward()
-    backward_ms = milliseconds(lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True))
+    backward_ms = device_ms(
+        lambda: torch.autograd.grad(output, (q, k, v), upstream, retain_graph=True)
+    )
     rates = (flops / forward_ms / 1e9, 2.5 * flops / backward_ms / 1e9)
-    say(name, forward_ms, f"{rates[0]:.0f}", backward_ms, f"{rates[1]:.0f}")
+    run.row(f"{kernel}/{num_kv_heads} {name}", forward_ms, rates[0], backward_ms, rates[1])
 
 
 # -- whole models --------------------------------------------------------------------------------
 
-PRESENT = "transformers, compiled"
-STEPS: dict[str, tuple[tuple[int, dict[str, Any] | str], ...]] = {
+STEPS: dict[str, tuple[tuple[int, dict[str, Any]], ...]] = {
     "qwen3-0.6b": (
-        (TOKENS, PRESENT),
         (TOKENS, {}),
         (TOKENS, {"recompute": "selective"}),
         (TOKENS, {"recompute": "full"}),
@@ -432,7 +361,8 @@ STEPS: dict[str, tuple[tuple[int, dict[str, Any] | str], ...]] = {
     ),
     "qwen3-8b": ((TOKENS, {"recompute": "full"}), (TOKENS, {"recompute": "full", "every": 2})),
 }
-PROFILED = ("qwen3-0.6b", "qwen3-4b")
+PROFILED = {"qwen3-0.6b": {}, "qwen3-4b": {"recompute": "full"}}
+COLUMNS = ("tokens", "ms", "share", "peak GiB", "kept GiB", "host ms", "first s")
 
 
 class Pass:
@@ -465,40 +395,34 @@ class Pass:
         (logprobs * self.weights).sum().backward()
 
 
-def step(rate: float, *, with_present: bool, with_profile: bool) -> None:
-    say(
-        "forward and backward",
-        "tokens",
-        "ms",
-        "share",
-        "peak GiB",
-        "kept GiB",
-        "host ms",
-        "first s",
-    )
-    for shape in STEPS:
-        with attempt(shape):
-            one_shape(shape, rate, with_present=with_present, with_profile=with_profile)
+def own_backbone(policy: Policy, options: dict[str, Any]) -> Backbone:
+    return TrainingDecoder(policy.model, policy.gradient_of, **options)
 
 
-def one_shape(shape: str, rate: float, *, with_present: bool, with_profile: bool) -> None:
-    variants = [v for v in STEPS[shape] if with_present or v[1] != PRESENT]
-    compiles = any(options == PRESENT for _, options in variants)
-    policy = Policy(build(shape), compile=compiles)
-    for index, (num_tokens, options) in enumerate(variants):
-        with attempt(f"{shape} {options}"):
-            work = one_step(shape, policy, num_tokens, options, rate)
-            if with_profile and shape in PROFILED and index == int(compiles):
-                longest_kernels(work)
-            del work
+def step(run: Run) -> None:
+    run.row("forward and backward", *COLUMNS)
+    for shape, variants in STEPS.items():
+        if not run.has_time(f"step, {shape}"):
+            return
+        with run.attempt(f"step, {shape}"):
+            one_shape(run, shape, variants)
 
 
-def one_step(
-    shape: str, policy: Policy, num_tokens: int, options: dict[str, Any] | str, rate: float
-) -> Pass:
-    backbone: Backbone = partial(hidden_states, policy.model)
-    if not isinstance(options, str):
-        backbone = TrainingDecoder(policy.model, collector(policy), **options)
+def one_shape(run: Run, shape: str, variants: tuple[tuple[int, dict[str, Any]], ...]) -> None:
+    policy = Policy(build(shape))
+    for num_tokens, options in variants:
+        name = " ".join((shape, *map(str, options.values())))
+        with run.attempt(name):
+            time_passes(run, name, policy, own_backbone(policy, options), num_tokens)
+
+
+def present(run: Run) -> None:
+    run.row("transformers' layers, compiled", *COLUMNS)
+    policy = Policy(build("qwen3-0.6b"), compile=True)
+    time_passes(run, "qwen3-0.6b", policy, partial(hidden_states, policy.model), TOKENS)
+
+
+def time_passes(run: Run, name: str, policy: Policy, backbone: Backbone, num_tokens: int) -> None:
     work = Pass(policy, backbone, num_tokens)
     start = time.perf_counter()
     work()
@@ -506,20 +430,11 @@ def one_step(
     first_s = time.perf_counter() - start
     torch.cuda.reset_peak_memory_stats()
     kept = torch.cuda.memory_allocated() / GIB
-    time_ms = milliseconds(work, 5)
+    time_ms = device_ms(work, 5)
     peak = torch.cuda.max_memory_allocated() / GIB
-    name = options if isinstance(options, str) else " ".join(map(str, options.values()))
-    say(
-        f"{shape} {name or 'own'}",
-        num_tokens,
-        time_ms,
-        work.flops / (time_ms * 1e-3) / rate,
-        peak,
-        kept,
-        host_milliseconds(Pass(policy, backbone, 128)),
-        first_s,
-    )
-    return work
+    share = work.flops / (time_ms * 1e-3) / matrix_rate()
+    host_ms = host_milliseconds(Pass(policy, backbone, min(128, num_tokens)))
+    run.row(name, num_tokens, time_ms, share, peak, kept, host_ms, first_s)
 
 
 def host_milliseconds(work: Callable[[], object]) -> float:
@@ -534,14 +449,31 @@ def host_milliseconds(work: Callable[[], object]) -> float:
 
 
 GROUPS = {
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
     "attention": ("flash", "fmha", "cudnn_generated"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas"),
     "copies and fills": ("memcpy", "memset", "fill", "copy"),
-    "triton": ("triton",),
+    "compiled": ("triton",),
 }
 
 
-def longest_kernels(work: Callable[[], object]) -> None:
+def group_of(kernel: str) -> str:
+    if kernel.startswith("_"):
+        return "between products"
+    words = kernel.lower()
+    return next((g for g, parts in GROUPS.items() if any(p in words for p in parts)), "other")
+
+
+def profile_passes(run: Run) -> None:
+    for shape, options in PROFILED.items():
+        if not run.has_time(f"profile, {shape}"):
+            return
+        with run.attempt(f"profile, {shape}"):
+            policy = Policy(build(shape))
+            longest_kernels(run, shape, Pass(policy, own_backbone(policy, options), TOKENS))
+
+
+def longest_kernels(run: Run, name: str, work: Callable[[], object]) -> None:
+    work()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         work()
@@ -552,35 +484,26 @@ def longest_kernels(work: Callable[[], object]) -> None:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             totals[event.name].append(event.device_time / 1e3)
             spans.append((event.time_range.start / 1e3, event.time_range.end / 1e3))
+    if not spans:
+        run.check(f"{name}: the profiler saw no kernel", False)
+        return
     busy = sum(map(sum, totals.values()))
     span = max(end for _, end in spans) - min(start for start, _ in spans)
     groups: defaultdict[str, float] = defaultdict(float)
-    for name, times in totals.items():
-        group = next(
-            (g for g, words in GROUPS.items() if any(w in name.lower() for w in words)), "other"
-        )
-        groups[group] += sum(times)
-    sys.stdout.write(f"  {len(spans)} launches, {busy:.1f} of {span:.1f} ms: ")
-    sys.stdout.write(", ".join(f"{g} {t:.1f}" for g, t in groups.items()) + "\n")
-    for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))[:24]:
-        sys.stdout.write(f"  {sum(times):8.2f} ms {len(times):5d} x  {name[:110]}\n")
-    sys.stdout.flush()
+    for kernel, times in totals.items():
+        groups[group_of(kernel)] += sum(times)
+    run.row(f"{name}, {len(spans)} launches, ms", f"{busy:.1f} of {span:.1f}")
+    run.row("  " + ", ".join(f"{group} {total:.1f}" for group, total in groups.items()))
+    for kernel, times in sorted(totals.items(), key=lambda item: -sum(item[1]))[:24]:
+        run.row(f"  {sum(times):8.2f} ms {len(times):5d} x  {kernel[:110]}")
 
 
 def main() -> None:
-    parts = sys.argv[1:] or DEFAULT
-    assert set(parts) <= set(PARTS), f"{parts=}"
-    start = time.perf_counter()
-    rate = matrix_rate()
-    say(torch.cuda.get_device_name(), f"torch {torch.__version__}", f"{rate / 1e12:.0f} TFLOP/s")
-    runs = {"layers": layers, "kernels": kernels, "products": products, "attention": attention}
-    for part, run in runs.items():
-        if part in parts:
-            run(rate)
-            say(f"# {part} done", f"{time.perf_counter() - start:.0f} s")
-    if {"step", "profile"} & set(parts):
-        step(rate, with_present="present" in parts, with_profile="profile" in parts)
-    say("# all done", f"{time.perf_counter() - start:.0f} s")
+    run = Run(__doc__, SECTIONS, on_request=SECTIONS[4:], seconds=240)
+    rate = f"{matrix_rate() / 1e12:.0f} TFLOP/s"
+    run.row(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", rate)
+    work = (layers, kernels, step, profile_passes, present, products, attention)
+    sys.exit(run.go({name: partial(part, run) for name, part in zip(SECTIONS, work, strict=True)}))
 
 
 if __name__ == "__main__":

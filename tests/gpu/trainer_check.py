@@ -15,42 +15,20 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hone.attention import ATTENTION_NAME
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import TrainerConfig
 from hone.models.decoder import head_weight
-from hone.models.tiny import SHAPES
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.trainer import PolicyTrainer
 from hone.types import Trajectory
+from tests.gpu.models import build
+from tests.gpu.timing import wall_ms
 
 LENGTH, PROMPT = 1024, 128
 PEAK_FLOPS = 790e12
 GIB = 1 << 30
-
-
-def build(shape: str) -> PreTrainedModel:
-    fields = dict(SHAPES[shape])
-    config = AutoConfig.for_model(
-        fields["family"],
-        vocab_size=fields["vocab_size"],
-        hidden_size=fields["hidden_size"],
-        intermediate_size=fields["intermediate_size"],
-        num_hidden_layers=fields["num_layers"],
-        num_attention_heads=fields["num_heads"],
-        num_key_value_heads=fields["num_kv_heads"],
-        head_dim=fields["head_dim"],
-        tie_word_embeddings=fields["tie_word_embeddings"],
-        max_position_embeddings=fields["max_position_embeddings"],
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-        )
-    return model.eval()
 
 
 def report(**values: Any) -> None:
@@ -59,18 +37,6 @@ def report(**values: Any) -> None:
         + "\n"
     )
     sys.stdout.flush()
-
-
-def timed(function: Any, repeats: int) -> float:
-    """Median milliseconds of a call."""
-    times: list[float] = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return sorted(times)[len(times) // 2]
 
 
 def rows(num_tokens: int, vocab: int) -> list[Trajectory]:
@@ -125,7 +91,7 @@ def check_head(
     del logits
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated()
-    milliseconds = timed(step, 5)
+    milliseconds = wall_ms(step, 5)
     peak = torch.cuda.max_memory_allocated() - base
     report(
         what="head",
@@ -169,11 +135,11 @@ def check_update(shape: str, num_tokens: int, **settings: bool) -> dict[str, tor
         trainer.forward_backward(batch)
 
     torch.cuda.reset_peak_memory_stats()
-    milliseconds = timed(passes, 5)
+    milliseconds = wall_ms(passes, 5)
     peak = torch.cuda.max_memory_allocated()
     trainer.policy.drop_gradient()
-    update = timed(lambda: trainer.update(batch), 3)
-    forward = timed(lambda: trainer.logprobs(batch), 3)
+    update = wall_ms(lambda: trainer.update(batch), 3)
+    forward = wall_ms(lambda: trainer.logprobs(batch), 3)
     parameters = sum(p.numel() for p in model.parameters())
     attention = 2 * model.config.num_hidden_layers * model.config.num_attention_heads * 128 * LENGTH
     flops = 3 * num_tokens * (2 * parameters + attention)

@@ -1,0 +1,48 @@
+"""Models with random weights in the shapes of public ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hone.attention import ATTENTION_NAME
+from hone.models.tiny import SHAPES
+
+FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+"""What transformers calls some keys of `SHAPES`."""
+
+
+def build(
+    shape: str,
+    *,
+    num_layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cuda",
+    **fields: Any,
+) -> PreTrainedModel:
+    """One of `SHAPES` in `dtype`, the same weights each time; `fields` are those of its config."""
+    known = {FIELDS.get(key, key): value for key, value in SHAPES[shape].items()}
+    if num_layers is not None:
+        known["num_hidden_layers"] = num_layers
+    return random_model(**(known | fields), dtype=dtype, device=device)
+
+
+def random_model(
+    family: str, *, dtype: torch.dtype, device: torch.device | str = "cuda", **fields: Any
+) -> PreTrainedModel:
+    """A model of a family with these fields of its config, drawn in bfloat16 whatever `dtype` is,
+    so that models that differ in `dtype` alone have the same weights."""
+    config = AutoConfig.for_model(family, **fields)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+        )
+    # Not `to(bfloat16)`, which would round the rotary frequencies.
+    return (model if dtype == torch.bfloat16 else model.to(dtype)).eval()
