@@ -62,6 +62,9 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	@$(call quietly, $(INSTALL) --editable .)
 	@touch $@
 
+# torchao has a place of its own, where just the tests of float8 look: transformers imports it
+# wherever it finds it, which takes half a second and warns about kernels for GPUs.
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(call quietly, $(INSTALL) --editable ".[dev]")
+	@$(call quietly, $(INSTALL) --no-deps --upgrade --target $(VENV)/fp8 torchao)
 	@touch $@

@@ -2,6 +2,14 @@
 
 import sys
 
-from hone.cli.main import main
 
-sys.exit(main())
+def _main() -> int:
+    try:
+        from hone.cli.main import main
+
+        return main()
+    except KeyboardInterrupt:  # while modules are imported
+        return 130
+
+
+sys.exit(_main())

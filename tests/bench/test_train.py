@@ -17,6 +17,7 @@ from hone.bench import train
 from hone.bench.train_rows import draw_rows, row_lengths
 from hone.cli.main import main
 from hone.config import schema
+from hone.config.errors import UserError
 from hone.config.tree import BenchTrainConfig
 from hone.models.tiny import make_tiny_model
 from tests.bench.test_command import check_svg, output
@@ -236,6 +237,23 @@ def test_mistakes(
         assert part in text
 
 
+@pytest.mark.usefixtures("folder")
+def test_products_that_the_device_lacks_are_told_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hone.bench.train.load_model", None)
+    cfg = BenchTrainConfig.model_validate(
+        {
+            "model": {"path": "model", "init": "random", "dtype": "float32"},
+            "run": {"device": "cpu"},
+            "workload": "rows.jsonl",
+            "trainer": {"matmul_precision": "tf32"},
+        }
+    )
+    with pytest.raises(UserError, match="needs an NVIDIA GPU, and this run is on cpu"):
+        train.bench_train(cfg)
+
+
 @pytest.mark.usefixtures("nothing_runs")
 def test_the_heads_of_a_shape_are_known(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -243,7 +261,7 @@ def test_the_heads_of_a_shape_are_known(
     monkeypatch.chdir(tmp_path)
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("hone.cli.main._is_told_by_another", lambda _: False)
+    monkeypatch.setattr("hone.cli.main._claim", lambda _: lambda code: None)
     shape = ("bench", "train", "--model.shape=qwen3-0.6b", "--run.device=cpu")
     text = output(capsys, *shape, "--trainer.parallel.tensor_parallel_size=3", code=2)
     assert "num_attention_heads = 16, num_key_value_heads = 8 of the model of model.shape" in text

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from tests.trainer.examples import VOCAB, make_trainer, random_rows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +24,12 @@ from hone.checkpoint import store as store_module
 from hone.checkpoint.atomic import CheckpointError
 from hone.checkpoint.sharded import take
 from hone.checkpoint.store import CheckpointStore
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.model import ModelConfig
+from hone.config.parallel import ParallelConfig
 from hone.distributed.mesh import Mesh, MeshSizes
+from hone.models.load import load_deferred, load_model
+from hone.models.tiny import make_tiny_model
 
 CPU = torch.device("cpu")
 LAYOUTS = {
@@ -59,6 +65,48 @@ def outcome(work):
     except CheckpointError as error:
         return str(error)
     return None
+
+
+DEFERRED = {
+    "stage 3": ("pretrained", {"zero_stage": 3}),
+    "two copies": ("random", {"zero_stage": 2, "fsdp_size": 2}),
+    "data 2 x tensor 2": ("pretrained", {"tensor_parallel_size": 2, "zero_stage": 3}),
+}
+SHAPE = {"vocab_size": VOCAB + 1, "hidden_size": 24, "num_layers": 2, "head_dim": 8}
+
+
+def deferred(folder):
+    """What trainers of deferred models have that differs from those of whole ones."""
+    wrong = []
+    for name, (init, parallel) in DEFERRED.items():
+        cfg = ModelConfig(path=str(folder), init=init, dtype="bfloat16")
+        sizes = MeshSizes.of(ParallelConfig(**parallel), dist.get_world_size())
+        mesh = Mesh.of_group(sizes, CPU, timeout=timedelta(seconds=60))
+        trainers = [
+            make_trainer(
+                load(cfg, device=CPU, seed=4),
+                AlgorithmConfig.model_validate({"kl": {"coef": 0.1}}),
+                mesh=mesh,
+                parallel=parallel,
+                reference=load(cfg, device=CPU, seed=4),
+                optimizer={"lr": 0.01},
+            )
+            for load in (load_deferred, load_model)
+        ]
+        rows = random_rows(7)
+        found = [dict(trainer.named_weights()) for trainer in trainers]
+        found.append(dict(load_model(cfg, device=CPU, seed=4).state_dict()))
+        scores = [torch.cat(trainer.logprobs(rows, reference=True)) for trainer in trainers]
+        for trainer in trainers:
+            trainer.update(rows)
+        trained = [dict(trainer.named_weights()) for trainer in trainers]
+        pairs = {"weights": found[:2], "all": found[1:], "after a step": trained}
+        for when, (one, other) in pairs.items():
+            wrong += [
+                f"{name}, {when}: {n}" for n, t in one.items() if not torch.equal(t, other[n])
+            ]
+        wrong += [] if torch.equal(*scores) else [f"{name}: reference"]
+    return wrong
 
 
 def main(folder):
@@ -122,6 +170,10 @@ def main(folder):
     waits = patch.object(store_module, "_report_own", lambda *args: None)
     with waits if rank == 1 else patch.dict({}):
         found["one is silent"] = outcome(lambda: slow.save(1, parts))
+    if rank == 0:
+        make_tiny_model(folder / "model", **SHAPE)
+    dist.barrier()
+    found["deferred"] = deferred(folder / "model")
     everyone = mesh.gather(found)
     if rank == 0:
         print(json.dumps(everyone))  # noqa: T201

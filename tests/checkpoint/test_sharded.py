@@ -60,6 +60,10 @@ def test_R11_a_silent_process_is_named(run):
         assert "process 1 has not written its part" in found["one is silent"]
 
 
+def test_processes_that_load_their_own_parts_train_as_with_whole_models(run):
+    assert [found["deferred"] for found in run[1]] == [[]] * WORLD_SIZE
+
+
 def test_one_process_reads_what_four_wrote(run):
     parts = CheckpointStore(run[0] / "run").load(1).parts["trainer"]
     for name in [*LAYOUTS, "small", "plain"]:

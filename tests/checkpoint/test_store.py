@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.checkpoint import tree as tree_module
-from hone.checkpoint.atomic import CheckpointError
+from hone.checkpoint.atomic import CheckpointError, publish_folder
 from hone.checkpoint.store import CheckpointStore
 from hone.checkpoint.tree import read_tree, split_tree, write_tree
+from hone.distributed.mesh import MeshSizes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 
@@ -54,12 +55,14 @@ def state(seed: int) -> dict[str, Any]:
     }
 
 
-def test_R17_state_comes_back_bit_by_bit(tmp_path: Path) -> None:
+def test_R17_state_comes_back_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hone.checkpoint.store.time.time", lambda: 1795281686.0)
     store = CheckpointStore(tmp_path)
     saved = state(0)
     store.save(7, saved)
     loaded = store.load()
     assert (loaded.step, loaded.metric, loaded.skipped) == (7, None, ())
+    assert (loaded.saved_at, loaded.written_by) == (1795281686.0, MeshSizes())
     assert_same(dict(loaded.parts), saved)
     model: Any = loaded.parts["model"]
     assert model["embed.weight"].data_ptr() == model["head.weight"].data_ptr()
@@ -68,6 +71,16 @@ def test_R17_state_comes_back_bit_by_bit(tmp_path: Path) -> None:
     again.save(7, loaded.parts)
     for file in (tmp_path / "step_7").iterdir():
         assert file.read_bytes() == (again.folder / "step_7" / file.name).read_bytes()
+
+
+def test_a_checkpoint_without_its_writers_is_read(tmp_path: Path) -> None:
+    """As stores wrote them that recorded neither time nor processes."""
+    with publish_folder(
+        tmp_path / "step_3", metadata={"step": 3, "order": 1, "metric": 0.5, "parts": []}
+    ):
+        pass
+    loaded = CheckpointStore(tmp_path).load()
+    assert (loaded.step, loaded.saved_at, loaded.written_by) == (3, None, None)
 
 
 @pytest.mark.parametrize("planted", ["float32 only", "rounded numbers", "ties cut"])
@@ -86,7 +99,7 @@ def test_R17_lossy_storage_turns_red(
             tree_module, "_take_tensors", cut_ties(tree_module._take_tensors), raising=True
         )
     with pytest.raises(AssertionError):
-        test_R17_state_comes_back_bit_by_bit(tmp_path)
+        test_R17_state_comes_back_bit_by_bit(tmp_path, monkeypatch)
 
 
 def cut_ties(take: Any) -> Any:

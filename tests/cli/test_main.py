@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -136,7 +135,10 @@ def test_ctrl_c_exits_with_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "hone.cli.rl", raising(KeyboardInterrupt()))
-    assert output(capsys, "rl", code=130) == "interrupted\n"
+    assert output(capsys, "rl", code=130) == (
+        "interrupted; the same command goes on from the last checkpoint, or starts over without "
+        "one\n"
+    )
 
 
 def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,20 +191,46 @@ def test_nproc_is_given_once_and_not_to_benchmarks(
         assert f"torchrun --nproc-per-node N -m hone bench {name}" in told
 
 
-@pytest.mark.parametrize(("num_cores", "warns"), [(2, True), (3, False)])
-def test_processes_are_announced_and_compared_with_the_cores(
-    num_cores: int,
-    warns: bool,
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        (("cpu", 3, 0), None),
+        (
+            ("cpu", 2, 8),
+            "--nproc is 3, but with run.device cpu this host has 2 CPU cores. Start at",
+        ),
+        (("auto", 2, 0), "this host has 2 CPU cores and no GPU. Start at most 2."),
+        (("auto", 1, 2), "each process takes a GPU, and this host has 2. Start at most 2."),
+        (("cuda", 1, 1), "each process takes a GPU, and this host has 1. Leave out --nproc."),
+        (("cuda", 8, 0), "this host has none. Leave out --nproc, and set run.device to cpu."),
+        (("auto", 1, 3), None),
+        (("auto", 1, None), None),
+        (("cuda", 1, None), None),
+    ],
+)
+def test_R22_more_processes_than_the_host_can_serve_are_refused(
+    host: tuple[str, int, int | None],
+    said: str | None,
     workspace: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("hone.cli.command.spawn", lambda command, nproc: 0)
+    """`host`: run.device, cores, and the most GPUs there can be."""
+    device, num_cores, max_gpus = host
+    started: list[int] = []
+
+    def spawn(command: Sequence[str], nproc: int) -> int:
+        started.append(nproc)
+        return 0
+
+    monkeypatch.setattr("hone.cli.command.spawn", spawn)
+    monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: max_gpus)
     monkeypatch.setattr("os.cpu_count", lambda: num_cores)
-    with caplog.at_level(logging.INFO, "hone"):
-        assert main(["rl", *BASE["rl"], "--run.device=cpu", "--nproc", "3"]) == 0
-    assert "starting 3 processes" in caplog.text
-    assert ("--nproc is 3, and this machine has 2 CPU cores" in caplog.text) == warns
+    argv = ("rl", *BASE["rl"], f"--run.device={device}", "--nproc", "3")
+    told = output(capsys, *argv, code=0 if said is None else 2)
+    assert started == ([3] if said is None else [])
+    assert (said or "") in told
+    assert "errors: 0" in output(capsys, "check", *argv[1:])  # plans for other hosts too
 
 
 @pytest.mark.parametrize("command", TREES)

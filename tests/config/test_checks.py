@@ -28,6 +28,7 @@ Row = tuple[str, str, Level, str]
 """Command, flags (with `--nproc=N`: in N processes), level, and the keys that the message must
 name."""
 
+_AWAY = "trainer.offload_optimizer=true trainer.offload_gradients=true"
 ROWS: list[Row] = [
     # budgets (G9, G12)
     ("rl", "trainer.max_tokens_per_microbatch=2047", "error",
@@ -74,6 +75,20 @@ ROWS: list[Row] = [
      "trainer.fused_layers run.device"),
     ("rl", "--nproc=2 trainer.fused_layers=true", "error", "trainer.fused_layers"),
     ("rl", "--nproc=2 trainer.enable_sleep=true", "error", "trainer.enable_sleep"),
+    # products in other formats
+    *[("rl", f"trainer.matmul_precision={precision} {key}={value}", "error",
+       f"trainer.matmul_precision {key}")
+      for precision, key, value in (
+          ("tf32", "run.device", "cpu"), ("tf32", "model.dtype", "auto"),
+          ("fp8", "run.device", "cpu"), ("fp8", "model.dtype", "float32"),
+          ("fp8", "model.exact", "true"), ("fp8", "trainer.fused_layers", "true"),
+          ("fp8", "model.lora.rank", "8"), ("fp8", "trainer.parallel.tensor_parallel_size", "2"))],
+    ("sft", "trainer.matmul_precision=fp8 trainer.compile=false", "warning",
+     "trainer.matmul_precision trainer.compile"),
+    ("rl", "trainer.matmul_precision=tf32 model.dtype=float32", "warning",
+     "trainer.matmul_precision trainer.parity.max_kl"),
+    ("rl", "trainer.matmul_precision=fp8", "warning",
+     "trainer.matmul_precision algorithm.correction.kind"),
     # shared prompts
     ("rl", "trainer.share_prompts=true trainer.parallel.ring_size=2", "error",
      "trainer.share_prompts trainer.parallel.ring_size"),
@@ -284,6 +299,17 @@ ROWS: list[Row] = [
     ("rl", "--nproc=2 model.exact=true", "error", "model.exact"),
     ("rl", "model.exact=true trainer.parallel.ring_size=2 trainer.max_tokens_per_microbatch=2047",
      "error", "model.exact trainer.parallel.ring_size"),
+    ("sft", "trainer.offload_gradients=true", "error",
+     "trainer.offload_gradients trainer.offload_optimizer"),
+    ("sft", "trainer.offload_gradients=true trainer.optimizer.name=muon "
+     "trainer.optimizer.muon_lr=1e-3", "error",
+     "trainer.offload_gradients trainer.optimizer.name"),
+    ("rl", f"--nproc=1 {_AWAY} trainer.offload_parameters=true", "error",
+     "trainer.offload_parameters model.lora.rank"),
+    ("sft", f"--nproc=2 {_AWAY} trainer.offload_parameters=true", "error",
+     "trainer.offload_parameters trainer.parallel.zero_stage"),
+    ("rl", f"{_AWAY} trainer.enable_sleep=true", "error",
+     "trainer.enable_sleep trainer.offload_gradients"),
     ("rl", "trainer.optimizer.name=muon trainer.offload_optimizer=true", "error",
      "trainer.optimizer.name trainer.offload_optimizer"),
     ("rl", "--nproc=1 trainer.parallel.zero_stage=3", "warning", "trainer.parallel.zero_stage"),
@@ -362,6 +388,9 @@ def test_a_sound_configuration_has_no_finding(command: str, workspace: Path) -> 
         "--nproc=8 trainer.parallel.ring_size=2 trainer.parallel.ulysses_size=2 "
         "trainer.max_tokens_per_microbatch=2047",
         "--nproc=8 algorithm.kl.coef=0.1 trainer.parallel.reference_ring_size=2",
+        "trainer.matmul_precision=tf32 model.dtype=float32 trainer.parity.max_kl=1e-4",
+        f"--nproc=1 {_AWAY} trainer.offload_parameters=true model.lora.rank=8",
+        f"--nproc=2 {_AWAY} trainer.offload_parameters=true trainer.parallel.zero_stage=3",
     ],
 )
 def test_sound_settings_have_no_finding(flags: str, workspace: Path) -> None:
@@ -422,6 +451,16 @@ def test_errors_come_first_and_once(workspace: Path) -> None:
     found = findings("rl", flags)
     assert [x.level for x in found] == sorted(x.level for x in found)
     assert len({x.message for x in found}) == len(found)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_R25_fp8_is_told_to_need_its_extra(
+    is_there: bool, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hone.config.checks.layers.is_installed", lambda package: is_there)
+    found = findings("sft", "trainer.matmul_precision=fp8")
+    assert [x.level for x in found] == ["error"] * (not is_there)
+    assert all("pip install 'hone-rl[fp8]'" in x.message for x in found)
 
 
 def test_rewards_are_parsed_not_run(workspace: Path) -> None:

@@ -83,6 +83,8 @@ def check_killed(phase: str) -> None:
     assert_names_the_culprit(end, phase)
     assert "was killed by SIGKILL" in end.first_error
     assert end.screen.count("error") == 1, end.screen
+    assert "out of memory" in end.screen.splitlines()[1]
+    assert len(end.screen.splitlines()) == 2, end.screen
 
 
 def check_stopped(phase: str) -> None:
@@ -100,6 +102,14 @@ def check_absent(phase: str) -> None:
     assert "rank 0" in end.screen
 
 
+def check_silent(phase: str) -> None:
+    """A library may end the process: nobody but the launcher is left to say so."""
+    end = watched(phase, "quit")
+    assert_names_the_culprit(end, phase)
+    assert "ended with exit code 3" in end.first_error
+    assert len(end.screen.splitlines()) == 1, end.screen
+
+
 def check_mistake(phase: str) -> None:
     end = watched(phase, "user error")
     assert end.code == 2
@@ -114,7 +124,7 @@ def check_bug(phase: str) -> None:
     assert end.screen.count("Traceback") == end.screen.count("the planted bug") - 1 == 1, end.screen
 
 
-CHECKS = (check_killed, check_stopped, check_absent, check_mistake, check_bug)
+CHECKS = (check_killed, check_stopped, check_absent, check_silent, check_mistake, check_bug)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +135,7 @@ CHECKS = (check_killed, check_stopped, check_absent, check_mistake, check_bug)
         (check_stopped, "generate"),
         (check_stopped, "train"),
         (check_absent, "sync"),
+        (check_silent, "generate"),
         (check_mistake, "score"),
         (check_bug, "train"),
     ],
@@ -143,6 +154,46 @@ def test_R11_a_process_that_never_comes_is_named() -> None:
 def test_a_late_process_is_waited_for() -> None:
     end = watched("score", "late")
     assert (end.code, end.screen) == (0, "")
+
+
+def test_R11_under_torchrun_the_others_name_the_one_that_was_killed() -> None:
+    """torchrun ends them at once by SIGTERM; they speak first, and one of them alone."""
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["tests.distributed.watched_rank", "train", "kill", "30"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    screen = done.stdout + done.stderr
+    assert screen.count("error: rank 1 (pid ") == screen.count("error: ") == 1, screen
+    own, _, of_torchrun = screen.partition("error: rank 1 (pid ")[2].partition("Traceback")
+    assert "is gone without an error of its own, in train of step 2 for" in own, screen
+    assert "out of memory" in own
+    assert of_torchrun.startswith(" (most recent call last)")
+
+
+SLOW_TO_TELL = """\
+import atexit, os, time
+if 'RANK' in os.environ:
+    import hone.cli.main as main
+    explain = main._explain
+    main._explain = lambda error: (time.sleep(1.5), explain(error))[1]
+    atexit.register(time.sleep, 3)
+"""
+
+
+def test_R11_of_two_mistakes_one_is_told_however_slowly(tmp_path: Path) -> None:
+    """Both processes are wrong at once; the one that tells takes longer than the other has to end,
+    and longer still to leave."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TO_TELL)
+    environment = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path)!r}"
+    end = watched("start", "both wrong", patch=f"spawn._GRACE_S = 0.3; {environment}")
+    assert (end.code, end.screen) == (2, "error: the planted mistake\n")
 
 
 def test_R11_planted_a_watch_that_does_not_look(tmp_path: Path) -> None:

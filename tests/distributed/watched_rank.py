@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hone.cli.main import main
+from hone.config.errors import UserError
 from hone.config.parallel import ParallelConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
@@ -37,6 +38,8 @@ def fall_ill(fault: str) -> None:
             raise ValueError("the planted mistake")
         case "bug":
             raise RuntimeError("the planted bug")
+        case "quit":
+            os._exit(3)
         case "late":
             time.sleep(1.5)
         case _:
@@ -55,6 +58,8 @@ def work(phase: str, mesh: Mesh) -> None:
 def run(argv: Sequence[str]) -> int:
     ill_phase, fault, timeout_s = argv[:3]  # the fourth marks whose processes these are
     own, parallel = processes(), ParallelConfig(timeout_s=float(timeout_s))
+    if fault == "both wrong":
+        raise UserError("the planted mistake")
     if ill_phase == "start" and own.rank == 1:
         fall_ill(fault)
     with Watch(own, parallel.timeout_s) as watch:

@@ -4,12 +4,14 @@ import random
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
 
 from hone.engine.detokenizer import StopStringWatcher
 from hone.engine.engine import EmbeddedEngine
+from hone.engine.requests import check_request
 from hone.engine.scheduler import Scheduler
 from hone.types import Request, SamplingParams, StopReason
 from tests.engine.test_generation import PARAMS, assert_equal, make_requests, run
@@ -166,61 +168,80 @@ def test_R20_no_ctrl_c_while_a_step_is_planned_loses_or_changes_a_request(
     assert len(places) > (20 if within is Scheduler.schedule else 10)
 
 
+def until_uninterrupted(within):
+    """Ctrl-C at every line of `within`, one after the other."""
+    for num_lines in range(1000):
+        places = set()
+        yield interrupted(within, num_lines, places)
+        if not places:
+            return
+    raise AssertionError(within)
+
+
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize("within", [EmbeddedEngine._collect, EmbeddedEngine._make_good])
-def test_R20_no_ctrl_c_while_tokens_are_taken_loses_or_changes_a_request(
-    models, in_flight, within
-):
-    """Stop strings, end-of-sequence ids and lengths; the repair is broken off as well."""
+def test_R20_no_ctrl_c_while_tokens_are_taken_loses_or_changes_a_request(models, in_flight, within):
+    """Not in the repair of what another one has left either. The step ends one request by a stop
+    string, one by an end-of-sequence id and one by its length; one goes on."""
+    plain = SamplingParams(max_tokens=5, temperature=0)
+    whole = run(models.engine(), [Request(id="w", prompt_ids=(3, 4), sampling=plain)])["w"]
+    third = whole.token_ids[2]
+    assert third not in whole.token_ids[:2]
+    text = models.tokenizer.decode([third])
+    endings = {"stop": (text,), "stop_token_ids": (third,), "max_tokens": 3, "seed": 0}
     requests = [
-        replace(request, sampling=replace(request.sampling, stop=("a", "b") * (n % 2)))
-        for n, request in enumerate(make_requests(seed=3))
+        Request(id=name, prompt_ids=(3, 4), sampling=replace(plain, **{name: value}))
+        for name, value in endings.items()
     ]
-    settings = {"eos_token_ids": (5, 11), "with_tokenizer": True}
-    expected = run(models.engine(**settings), requests)
-    assert {done.stop_reason for done in expected.values()} > {StopReason.STOP_STRING}
-    rng, places = random.Random(in_flight), set()
-    for _ in range(8):
-        engine = models.engine(in_flight=in_flight, **settings)
+    expected = run(models.engine(with_tokenizer=True), requests)
+    assert [len(expected[name].token_ids) for name in endings] == [3, 3, 3, 5]
+    for attempt in until_uninterrupted(within):
+        engine = models.engine(with_tokenizer=True, in_flight=in_flight)
         engine.submit(requests)
-        done = {}
-        for _ in range(2000):
-            again = interrupted(EmbeddedEngine._make_good, rng.randrange(300), places)
-            with again, interrupted(within, rng.randrange(200), places):
-                done |= {completion.request_id: completion for completion in engine.step()}
-            done |= {completion.request_id: completion for completion in engine.step()}
-            if not engine.has_unfinished:
-                break
-        assert_equal(expected, done)
+        done = []
+        for _ in range(2 + in_flight):
+            done += engine.step()
+        engine._is_torn = within is EmbeddedEngine._make_good
+        with attempt:
+            done += engine.step()
+        while engine.has_unfinished:
+            done += engine.step()
+        assert len(done) == len(requests)
+        assert_equal(expected, {completion.request_id: completion for completion in done})
         assert engine.stats().kv_cache_usage == 0
-    assert len(places) > 20
 
 
 def test_R20_ctrl_c_in_submit_or_abort_leaves_all_or_none(models):
-    requests = make_requests()
+    requests = make_requests(params=PARAMS[:3])
     expected = run(models.engine(), requests)
-    rng, places, outcomes = random.Random(0), set(), set()
-    for _ in range(40):
+    names = [request.id for request in requests]
+    outcomes = set()
+    early = interrupted(check_request, 1, set())
+    for attempt in chain([early], until_uninterrupted(Scheduler.add)):
         engine = models.engine(in_flight=1)
-        with interrupted(EmbeddedEngine.submit, rng.randrange(600), places):
+        with attempt:
             engine.submit(requests)
-        num_queued = sum(request.id in engine._sequences for request in requests)
-        assert num_queued in (0, len(requests))
-        if not num_queued:
+        outcomes.add(("submit", tuple(engine._sequences)))
+        if not engine.has_unfinished:
             engine.submit(requests)
-        done = {completion.request_id: completion for _ in range(3) for completion in engine.step()}
-        half = [request.id for request in requests[::2] if request.id not in done]
-        parts = []
-        with interrupted(EmbeddedEngine.abort, rng.randrange(60), places):
-            parts = engine.abort(half)
-        withdrawn = [name for name in half if name not in engine._sequences]
-        assert withdrawn in ([], half)
-        assert len(parts) in (0, len(half))
-        outcomes.add((bool(num_queued), bool(withdrawn)))
-        done |= run(engine, [])
-        assert_equal({n: e for n, e in expected.items() if n not in withdrawn}, done)
+        assert_equal(expected, run(engine, []))
+    for attempt in until_uninterrupted(EmbeddedEngine.abort):
+        engine = models.engine(in_flight=1)
+        engine.submit(requests)
+        engine.step()
+        with attempt:
+            engine.abort(names[:2])
+        outcomes.add(("abort", tuple(engine._sequences)))
+        kept = {name: expected[name] for name in engine._sequences}
+        assert_equal(kept, run(engine, []))
         assert engine.stats().kv_cache_usage == 0
-    assert len(outcomes) == 4
+    everything = tuple(names)
+    assert outcomes == {
+        ("submit", ()),
+        ("submit", everything),
+        ("abort", everything),
+        ("abort", everything[2:]),
+    }
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -274,7 +295,7 @@ def test_a_prefill_uploads_what_it_samples_with_at_once(models, monkeypatch):
         uploads.append(values)
         return torch.from_numpy(values)
 
-    for module in ("model_runner", "slots", "sampler"):
+    for module in ("model_runner", "slots", "sampling_table"):
         monkeypatch.setattr(f"hone.engine.{module}.upload", upload)
     engine = models.engine(max_num_batched_tokens=64)
     table = engine._runner._sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,12 +19,14 @@ import pytest
 from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
 
-from hone.checkpoint.store import CheckpointStore
+from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.base import Section
 from hone.config.load import dump_config
 from hone.config.tree import EvaluateConfig, SFTConfig
 from hone.data.arithmetic import generate, write_jsonl
+from hone.distributed.mesh import MeshSizes
 from hone.loops import inference, supervised, sync
+from hone.loops.launch import origin
 
 OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s", "engine/steps", "engine/kv_cache_usage")
 OF_THE_LAUNCH = ("off_policy/parity/",)
@@ -96,7 +99,9 @@ ALL_SAMPLES = {"samples_per_step": 99}
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_R24_two_processes_are_one_run(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_R24_two_processes_are_one_run(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """With evaluation, dynamic sampling, the reference, two mini-batches; then on in one process.
 
     The resumed run ends as the straight one does: a checkpoint does not know who wrote it.
@@ -119,7 +124,9 @@ def test_R24_two_processes_are_one_run(make_config: MakeConfig, tmp_path: Path) 
     assert output.count("done after step 2") == 1
     assert output.count("rows kept") == 1, "one process speaks"
     assert_metrics_of_samples(two.run.dir)
-    sync.run(make_config(run={"dir": tmp_path / "two"}, **sections))
+    with caplog.at_level(logging.INFO, "hone"):
+        sync.run(make_config(run={"dir": tmp_path / "two"}, **sections))
+    assert "by 2 processes (data 2, shards over 2); now 1 process, so" in caplog.text
     assert_same_run(one.run.dir, two.run.dir)
 
 
@@ -136,7 +143,8 @@ def test_R21_four_processes_share_few_prompts(make_config: MakeConfig, tmp_path:
     sync.run(one)
     assert any(row["rollout/carried_samples"] for row in rows(one.run.dir))
     four = make_config(run={"dir": tmp_path / "four"}, **sections)
-    run_hone("rl", four, tmp_path, "--nproc=4")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    run_hone("rl", four, tmp_path, launcher=launcher)  # more than `--nproc` grants two cores
     assert_same_run(one.run.dir, four.run.dir)
 
 
@@ -203,6 +211,46 @@ def test_R24_an_evaluation_in_two_processes(make_config: MakeConfig, tmp_path: P
     assert both[0] == both[1]
 
 
+NOON = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "written_by", "own", "said"),
+    [
+        (None, None, MeshSizes(), "going on after step 6, from a/step_6"),
+        (NOON, MeshSizes(), MeshSizes(), ", saved 2026-11-21 12:00 by 1 process"),
+        (
+            NOON,
+            MeshSizes(data=2, tensor=2, fsdp=2),
+            MeshSizes(data=2, tensor=2, fsdp=2),
+            " by 4 processes (data 2 x tensor 2, shards over 2)",
+        ),
+        (
+            NOON,
+            MeshSizes(),
+            MeshSizes(data=2, fsdp=2),
+            " by 1 process; now 2 processes (data 2, shards over 2), so each reads its own regions "
+            "of the tensors",
+        ),
+    ],
+)
+def test_who_wrote_a_checkpoint_is_told_in_one_line(
+    saved_at: float | None, written_by: MeshSizes | None, own: MeshSizes, said: str
+) -> None:
+    found = Checkpoint(
+        step=6,
+        path=Path("a/step_6"),
+        parts={},
+        metric=None,
+        skipped=(),
+        saved_at=saved_at,
+        written_by=written_by,
+    )
+    line = origin(found, own)
+    assert line.endswith(said)
+    assert "\n" not in line
+
+
 # -- ends ---------------------------------------------------------------------------------------
 
 
@@ -267,6 +315,24 @@ def test_R25_ctrl_c_stops_all_after_the_step(make_config: MakeConfig, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
+def test_R25_a_second_ctrl_c_ends_all_at_once(make_config: MakeConfig, tmp_path: Path) -> None:
+    cfg = endless(make_config)
+    with running(cfg, cfg.run.dir, tmp_path) as process:
+        start = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        output = process.communicate(timeout=60)[0].decode()
+        assert time.monotonic() - start < 15
+        assert process.returncode == 130, output
+    assert "Traceback" not in output
+    ends = [line for line in output.splitlines() if "the same command goes on" in line]
+    assert len(ends) == 1, output
+    CheckpointStore(cfg.run.dir / "checkpoints").latest()  # whole or not there
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
 def test_R11_a_run_names_its_lost_process(
     make_config: MakeConfig, tmp_path: Path, number: signal.Signals
@@ -284,6 +350,11 @@ def test_R11_a_run_names_its_lost_process(
     assert f"pid {victim.pid}" in errors[0]
     assert " of step " in errors[0]
     assert len(errors) == 1, output
+    after = output[output.index(errors[0]) :].splitlines()
+    assert len(after) <= 6, output
+    if number == signal.SIGKILL:
+        assert "out of memory" in after[1]
+        assert "from their last checkpoint" in after[1]
 
 
 @pytest.mark.slow

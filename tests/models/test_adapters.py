@@ -65,6 +65,7 @@ def test_layer_and_its_gradients_are_the_definition(cfg, bias):
     base = nn.Linear(32, 16, bias=bias).double()
     layer = LoraLinear(base, cfg)
     with torch.no_grad():
+        layer.lora_A.normal_()
         layer.lora_B.normal_()
     x = torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
     a, b = (p.detach().clone().requires_grad_() for p in (layer.lora_A, layer.lora_B))

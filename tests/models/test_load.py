@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import nullcontext
 from importlib.util import find_spec
 
@@ -12,7 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
-from hone.models.load import check_exact, compute_dtype, load_model
+from hone.models import weight_files
+from hone.models.deferred import take_source
+from hone.models.load import (
+    blank_model,
+    check_exact,
+    compute_dtype,
+    load_deferred,
+    load_model,
+)
 from hone.models.support import FAMILIES, check_supported, context_length, eos_token_ids
 from hone.models.tiny import make_tiny_model
 from hone.models.tokenizer import load_tokenizer
@@ -110,6 +119,181 @@ def test_a_model_on_the_host_has_the_format_of_the_device(folder):
     assert model.dtype == torch.bfloat16
 
 
+def given(model):
+    """What comes for a deferred model, by name; None where it is there already."""
+    source, found = take_source(model), {}
+    if source is None:
+        return None
+
+    def take(weight):
+        assert weight.name not in found
+        found[weight.name] = weight.whole().clone()
+
+    source.give(take, device=torch.device("cpu"))
+    return found
+
+
+def tensors(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def defer(folder, **options):
+    return load_deferred(ModelConfig(path=str(folder), **options), device="cpu", seed=1)
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_deferred_is_what_would_be_loaded(family, init):
+    folder = family_folder(family)
+    expected, model = load(folder, init=init), defer(folder, init=init)
+    assert {t.device.type for t in tensors(model).values()} == {"meta"}
+    found = given(model)
+    assert found.keys() == tensors(expected).keys()
+    for name, tensor in tensors(expected).items():
+        assert torch.equal(found[name], tensor), name
+        assert tensors(model)[name].dtype == tensor.dtype, name
+    assert given(model) is None, "weights come once"
+    same_surroundings(model, expected)
+    blank = blank_model(ModelConfig(path=str(folder), init=init), device="cpu")
+    same_surroundings(blank, expected)
+    assert [(n, p.shape) for n, p in blank.named_parameters()] == [
+        (n, p.shape) for n, p in expected.named_parameters()
+    ]
+    assert not any(bool(p.any()) for p in blank.parameters())
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(blank.get_buffer(name), buffer), name
+
+
+def same_surroundings(model, expected):
+    assert type(model) is type(expected)
+    assert model.config.to_dict() == expected.config.to_dict()
+    assert model.config.name_or_path == expected.config.name_or_path
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert not model.training
+    assert model.dtype == expected.dtype
+    tied = [
+        m.get_input_embeddings().weight is m.get_output_embeddings().weight
+        for m in (model, expected)
+    ]
+    assert tied[0] == tied[1]
+
+
+def test_a_deferred_model_has_the_generation_config_of_the_file(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [11, 12]}))
+    same_surroundings(defer(folder), load(folder))
+    assert {11, 12} <= set(eos_token_ids(defer(folder), None))
+
+
+def edit_weights(folder, edit):
+    file = folder / "model.safetensors"
+    weights = edit(load_file(file))
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+READABLE = {
+    "a backbone": lambda w: {name.removeprefix("model."): tensor for name, tensor in w.items()},
+    "more than the model": lambda w: w | {"model.layers.9.extra": torch.ones(2)},
+    "the tied head too": lambda w: w | {HEAD: w[EMBEDDING].clone()},
+    "the tied head alone": lambda w: {
+        HEAD if name == EMBEDDING else name: tensor for name, tensor in w.items()
+    },
+    "half precision": lambda w: {name: tensor.half() for name, tensor in w.items()},
+    "double precision": lambda w: {name: tensor.double() for name, tensor in w.items()},
+}
+OTHERWISE = {
+    "a tied head of its own": (
+        lambda w: w | {HEAD: w[EMBEDDING] + 1},
+        "values of model.embed_tokens.weight and lm_head.weight, which are tied, differ",
+    ),
+    "integers": (
+        lambda w: w | {"model.norm.weight": w["model.norm.weight"].to(torch.int32)},
+        "model.norm.weight is of the format I32",
+    ),
+    "both with and without prefix": (
+        lambda w: w | {"norm.weight": w["model.norm.weight"].clone()},
+        "they hold model.norm.weight twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("files", READABLE)
+def test_files_that_name_tensors_like_the_modules_are_read_in_parts(folder, files):
+    edit_weights(folder, READABLE[files])
+    expected, found = load(folder), given(defer(folder))
+    assert found is not None
+    for name, tensor in tensors(expected).items():
+        assert torch.equal(found[name].to(tensor.dtype), tensor), name
+
+
+@pytest.mark.parametrize("files", OTHERWISE)
+def test_other_files_are_loaded_whole_and_the_log_says_why(folder, files, caplog):
+    edit, reason = OTHERWISE[files]
+    edit_weights(folder, edit)
+    with caplog.at_level(logging.WARNING, "hone"):
+        model = defer(folder)
+    assert given(model) is None
+    assert f"can be loaded only whole: {reason}. Each process takes" in caplog.text
+    expected = load(folder)
+    assert all(torch.equal(tensors(model)[n], t) for n, t in tensors(expected).items())
+
+
+def pickled(folder):
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+SURROUNDINGS = {
+    "a pickle": (pickled, "there is no safetensors file among them"),
+    "an adapter": (
+        lambda f: (f / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
+        "an adapter lies beside them",
+    ),
+    "other names": (
+        lambda f: edit_config(f, transformers_weights="model.safetensors"),
+        "config.json has them in model.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SURROUNDINGS)
+def test_folders_that_transformers_treats_otherwise_are_left_to_it(folder, case, caplog):
+    spoil, reason = SURROUNDINGS[case]
+    expected = load(folder)
+    spoil(folder)
+    with caplog.at_level(logging.WARNING, "hone"):
+        model = defer(folder)
+    assert reason in caplog.text
+    assert all(torch.equal(tensors(model)[n], t) for n, t in tensors(expected).items())
+
+
+def test_a_part_of_the_files_that_is_gone_is_told_by_transformers(folder):
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {EMBEDDING: "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match=r"model-00001-of-00001\.safetensors"):
+        defer(folder)
+
+
+def test_files_of_the_hub_are_asked_for_by_the_name_of_their_repository(folder, monkeypatch):
+    model = defer(folder)
+    expected = given(model)
+    asked = []
+
+    def cached_file(path, name):
+        asked.append((path, name))
+        return str(folder / name) if (folder / name).exists() else None
+
+    monkeypatch.setattr(weight_files, "cached_file", cached_file)
+    source = weight_files.find_weights("org/name", model, {})
+    found = {}
+    source.give(lambda w: found.update({w.name: w.whole()}), device=torch.device("cpu"))
+    assert ("org/name", "model.safetensors") in asked
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert found.keys() == {name for name, _ in model.named_parameters()}
+
+
 def drop_weight(folder):
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -127,6 +311,12 @@ MISTAKES = {
         "",
         FileNotFoundError,
         "init=random",
+    ),
+    "a pointer of Git LFS": (
+        lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/"),
+        "",
+        UserError,
+        "holds no safetensors that can be read .*Git LFS",
     ),
     "a weight is absent": (drop_weight, "", ValueError, "up_proj"),
     "unknown family": (
@@ -155,8 +345,21 @@ MISTAKES = {
 def test_mistakes_are_told(folder, mistake):
     spoil, path, error, message = MISTAKES[mistake]
     spoil(folder)
-    with pytest.raises(error, match=message):
-        load(path if path.startswith(".") else folder / path)
+    for reader in (load, defer):
+        with pytest.raises(error, match=message):
+            reader(path if path.startswith(".") else folder / path)
+
+
+def test_a_missing_weight_is_told_before_anything_is_read(folder, monkeypatch, caplog):
+    drop_weight(folder)
+    monkeypatch.setattr("hone.models.load.load_model", None)
+    with pytest.raises(UserError, match=r"lacks 1 weights, among them .*up_proj"):
+        defer(folder)
+    edit_weights(folder, lambda w: w | {"something.else": torch.ones(1)})
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"lacks 1 weights, among them .*up_proj"):
+        defer(folder)
+    assert "whole: they name something.else" in caplog.text, "it might be what transformers renames"
 
 
 REFUSED = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hone.bench.train_memory import held_tensors
+from hone.checkpoint.sharded import local_part
 from hone.config.derived import axis_sizes
 from hone.config.model import LoraConfig
 from hone.config.trainer import TrainerConfig
@@ -51,6 +53,20 @@ _SIZES = ("ring_size", "ulysses_size", "tensor_parallel_size", "fsdp_size", "zer
 KINDS = ("weights", "masters", "gradients", "optimizer")
 
 
+AWAY = {"offload_optimizer": True, "offload_gradients": True}
+ALL_AWAY = AWAY | {"offload_parameters": True}
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "gradients": {"trainer": AWAY},
+    "gradients, float32": {"trainer": AWAY, "dtype": "float32"},
+    "parameters": {"trainer": ALL_AWAY, "model": UNTIED},
+    "parameters, float32": {"trainer": ALL_AWAY, "dtype": "float32"},
+    "parameters, bfloat16 states": {"trainer": ALL_AWAY | STATES},
+    "parameters, adapters": {"trainer": ALL_AWAY, "lora": LORA},
+    "parameters, 4-bit": {"trainer": ALL_AWAY, "lora": QLORA},
+}
+"""With several processes in stage 3."""
+
+
 def settings(case: dict[str, Any]) -> TrainerConfig:
     return TrainerConfig(**case.get("trainer", {}), parallel=case.get("parallel", {}))
 
@@ -72,6 +88,37 @@ def plan(case: dict[str, Any], world_size: int = 1) -> TrainingMemory:
         lora=lora,
         sizes=axis_sizes(world_size, **sizes),
     )
+
+
+def held_on_host(case: dict[str, Any], mesh=None) -> dict[str, int]:
+    """Bytes there of what is offloaded, and of the module on the device, between two steps."""
+    model = model_of(case)
+    if lora := case.get("lora"):
+        adapt(model, lora, seed=0)
+    trainer = make_trainer(model, mesh=mesh, **settings(case).model_dump())
+    trainer.update(random_rows(8))
+    policy, (state, _) = trainer.policy, trainer.state_dict()
+    away = [t for n, t in state.items() if n.startswith("optimizer/exp")]
+    if policy.host_masters is not None:
+        away += policy.masters.values()
+    host = sum(local_part(t.detach()).nbytes for t in away) + policy.host_bytes
+    weights = set(model.state_dict(keep_vars=True).values())
+    if mesh is not None and policy.host_masters is not None:
+        # On a CPU both places look the same; what is sharded is what FSDP has offloaded.
+        host += sum(
+            local_part(t.detach()).nbytes
+            for t in weights
+            if isinstance(t, DTensor) and not t.requires_grad
+        )
+        weights = {t for t in weights if not isinstance(t, DTensor)}
+    held = held_tensors(
+        weights=weights,
+        masters=() if policy.host_masters else policy.masters.values(),
+        moments=(),
+        dtype=policy.dtype,
+        device=policy.device,
+    )
+    return {"host": host, "weights": held.total("weights")}
 
 
 def held(case: dict[str, Any], mesh=None) -> dict[str, int]:

@@ -11,18 +11,24 @@ import torch
 import torch.distributed as dist
 
 from hone.distributed.mesh import Mesh, MeshSizes
-from tests.planner.memory_cases import CASES, held, plan, settings
+from tests.planner.memory_cases import CASES, OFFLOADED, held, held_on_host, plan, settings
+
+
+def mesh_of(case):
+    sizes = MeshSizes.of(settings(case).parallel, dist.get_world_size())
+    return Mesh.of_group(sizes, torch.device("cpu"), timeout=timedelta(seconds=100))
 
 
 def main():
     dist.init_process_group("gloo")
     outcomes = {}
     for name, case in CASES.items():
-        cfg = settings(case)
-        sizes = MeshSizes.of(cfg.parallel, dist.get_world_size())
-        mesh = Mesh.of_group(sizes, torch.device("cpu"), timeout=timedelta(seconds=100))
         planned = plan(case, dist.get_world_size())
-        outcomes[name] = {"held": held(case, mesh), "planned": asdict(planned)}
+        outcomes[name] = {"held": held(case, mesh_of(case)), "planned": asdict(planned)}
+    for name, case in OFFLOADED.items():
+        case = case | {"parallel": {"zero_stage": 3}}
+        planned = plan(case, dist.get_world_size())
+        outcomes[name] = {"held": held_on_host(case, mesh_of(case)), "planned": asdict(planned)}
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps(outcomes))
     dist.destroy_process_group()

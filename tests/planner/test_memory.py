@@ -15,7 +15,19 @@ from hone.planner import hardware
 from hone.planner.memory import adapter_params, layer_code, training_memory
 from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import training_flops
-from tests.planner.memory_cases import ALONE, CASES, KINDS, LORA, held, model_of, plan
+from tests.planner.memory_cases import (
+    ALL_AWAY,
+    ALONE,
+    AWAY,
+    CASES,
+    KINDS,
+    LORA,
+    OFFLOADED,
+    held,
+    held_on_host,
+    model_of,
+    plan,
+)
 from tests.ranks import run_ranks
 
 GIB = 1 << 30
@@ -57,6 +69,33 @@ def test_what_is_offloaded_lies_on_the_host():
     assert shared.host == plan({}, 2).optimizer
 
 
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_one_process_offloads_just_what_is_counted(name):
+    planned = plan(OFFLOADED[name])
+    assert held_on_host(OFFLOADED[name]) == {"host": planned.host, "weights": planned.weights}
+    assert (planned.gradients, planned.optimizer) == (0, 0)
+
+
+def test_what_travels_is_bounded_by_windows_and_three_layers():
+    shape = public("qwen3-8b")
+    found = training_memory(
+        shape, TrainerConfig(recompute="full", **ALL_AWAY), dtype="bfloat16", num_tokens=16384
+    )
+    layer = (shape.num_params - 2 * shape.vocab_size * shape.hidden_size) // shape.num_layers
+    assert found.gathered == pytest.approx(3 * 2 * layer, rel=0.01)
+    assert found.reducing == pytest.approx(2 * 4 * layer, rel=0.01)
+    assert found.weights == pytest.approx(2 * 2 * shape.vocab_size * shape.hidden_size, rel=0.01)
+    assert found.host == pytest.approx(18 * shape.num_params, rel=0.1)
+    assert found.peak < 20 * GIB
+    small = training_memory(
+        ModelShape.from_config(model_of({}).config.to_dict()),
+        TrainerConfig(**AWAY),
+        dtype="bfloat16",
+        num_tokens=64,
+    )
+    assert small.reducing == 2 * plan({}).gradients  # no more than all of them, each way
+
+
 @pytest.fixture(scope="module")
 def shared():
     return run_ranks("tests.planner.memory_ranks", WORLD, timeout_s=110)
@@ -66,6 +105,12 @@ def shared():
 def test_one_of_several_processes_holds_just_what_is_counted(name, shared):
     outcome = shared[name]
     assert {kind: outcome["planned"][kind] for kind in KINDS} == outcome["held"]
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_one_of_several_processes_offloads_just_what_is_counted(name, shared):
+    outcome = shared[name]
+    assert {kind: outcome["planned"][kind] for kind in ("host", "weights")} == outcome["held"]
 
 
 def test_shards_add_up(shared):
@@ -222,3 +267,18 @@ def test_the_driver_names_the_gpu(tmp_path: Path):
     found = hardware.installed_gpu(tmp_path)
     assert found is not None
     assert (found.name, found.memory_gib) == ("H200", 140)
+
+
+def test_how_many_gpus_there_can_be_is_known_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hardware, "_SIGNS_OF_A_GPU", (str(tmp_path / "device"),))
+    empty, two = tmp_path / "empty", tmp_path / "two"
+    for number in range(2):
+        (two / f"0000:{number}b:00.0").mkdir(parents=True)
+    assert hardware.max_gpus(None, empty) == hardware.max_gpus("0,1", empty) == 0
+    named = {None: 2, "": 0, "-1": 0, "1": 1, "0,1": 2, "0,-1,1": 1, "0,1,2": 2}
+    assert {visible: hardware.max_gpus(visible, two) for visible in named} == named
+    (tmp_path / "device").touch()  # a driver that lists nothing: WSL, or another maker's
+    assert hardware.max_gpus(None, empty) is None
+    assert hardware.max_gpus("0,1", empty) == 2

@@ -23,16 +23,21 @@ from torch.distributed.tensor import DTensor
 from hone.checkpoint.sharded import take
 from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
+from hone.config.extras import is_installed
+from hone.config.model import LoraConfig
 from hone.config.parallel import ParallelConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh, MeshSizes
+from hone.models.adapters import adapt
 from hone.models.manifest import export_weights
 from hone.observe.metrics import to_scalars
-from hone.trainer import learner, sharded
+from hone.trainer import learner, precision, sharded
+from hone.trainer.host_state import HostGradients, StreamedGradients
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
 from hone.weights import sync
 from hone.weights.sync import WeightSync
+from tests.trainer import float8_twin
 from tests.trainer.examples import gradients, make_trainer, near_policy, random_rows, tiny_model
 from tests.trainer.parallel_cases import LAYOUTS, runs
 from tests.weights.test_sync import ModuleEngine
@@ -173,6 +178,25 @@ def bfloat16():
         )
         for name, parallel in layouts.items()
     }
+
+
+def float8():
+    """As `bfloat16`, with products that torchao computes; nothing without it."""
+    if not is_installed("torchao"):
+        return None
+    cfg = AlgorithmConfig()
+    rows = rows_near(tiny_model(dtype=torch.bfloat16), cfg, random_rows(9, seed=1))
+    settings = {"micro_batch_size": 1, "matmul_precision": "fp8", "recompute": "full"}
+    with (
+        patch.object(precision, "require_matmul_precision", lambda *_: None),
+        patch.object(torch, "_scaled_mm", float8_twin.scaled_mm),
+    ):
+        return {
+            f"stage {stage}": compare(
+                {}, cfg, rows, settings | {"parallel": {"zero_stage": stage}}, dtype=torch.bfloat16
+            )
+            for stage in (1, 3)
+        }
 
 
 def axes():
@@ -528,6 +552,129 @@ def restored():
     return found
 
 
+# ---------------------------------------------------------------- what waits on the host
+
+AWAY = {"offload_optimizer": True, "offload_gradients": True}
+ALL_AWAY = AWAY | {"offload_parameters": True}
+ONE_ROW = {"micro_batch_size": 1}
+
+
+def course(knobs, parallel, *, settings=ONE_ROW, dtype=torch.bfloat16, lora=False, resume=None):
+    """All numbers of three steps, the last of which goes on from a saved state, with `resume`'s
+    knobs."""
+    rows = random_rows(7, seed=1)
+
+    def fresh(knobs, seed):
+        model = tiny_model(dtype=dtype, seed=seed, tie_word_embeddings=not lora)
+        if lora:
+            adapt(model, LoraConfig(rank=3), seed=seed)
+        return make_trainer(
+            model, mesh=on_mesh(parallel), parallel=parallel, **STEP, **settings, **knobs
+        )
+
+    trainer = fresh(knobs, 0)
+    found = {f"metrics {step}": str(scalars(trainer.update(rows))) for step in range(2)}
+    if resume is not None:
+        tensors, metadata = trainer.state_dict()
+        trainer = fresh(resume, 1 if not lora else 0)
+        trainer.load_state_dict({n: t.clone() for n, t in tensors.items()}, metadata)
+    found["logprobs"] = torch.cat(trainer.logprobs(rows))
+    found["metrics 2"] = str(scalars(trainer.update(rows)))
+    found |= {f"exported {n}": t.clone() for n, t in trainer.named_weights()}
+    return found | {n: whole(t).clone() for n, t in trainer.state_dict()[0].items()}
+
+
+def stopped(knobs):
+    """What a gradient that is not finite on one rank leads to."""
+    parallel = {"zero_stage": 3}
+    trainer = make_trainer(
+        tiny_model(), mesh=on_mesh(parallel), parallel=parallel, **ONE_ROW, **knobs
+    )
+    name, rows = "model.layers.1.mlp.down_proj.weight", random_rows(6)
+    trainer.update(rows)
+    before = {n: t.clone() for n, t in trainer.named_weights()}
+    add = StreamedGradients.add
+
+    def overflow(shard):
+        if dist.get_rank() == 1:
+            shard.view(-1)[5] = float("inf")
+
+    def adding(self, to, shard):
+        if to == name:
+            overflow(shard)
+        add(self, to, shard)
+
+    with ExitStack() as stack:
+        if "offload_parameters" in knobs:
+            hook = trainer.policy.masters[name].register_post_accumulate_grad_hook(
+                lambda master: overflow(master.grad.to_local())
+            )
+            stack.callback(hook.remove)
+        stack.enter_context(patch.object(StreamedGradients, "add", adding))
+        message = attempt(lambda: trainer.update(rows))
+    unchanged = equal(dict(trainer.named_weights()), before)
+    return [message, unchanged, attempt(lambda: trainer.update(rows))]
+
+
+def apart(found, expected):
+    """Names of what differs, and by how much the masters do, at most."""
+    assert found.keys() == expected.keys()
+    names = [
+        n
+        for n, e in expected.items()
+        if not (found[n] == e if isinstance(e, str) else torch.equal(found[n], e))
+    ]
+    masters = [n for n in names if n.startswith("weights/")]
+    worst = max((difference(found[n].double(), expected[n].double()) for n in masters), default=0)
+    return {"names": names, "masters": worst}
+
+
+class LastMicroBatch(StreamedGradients):
+    """Forgets what earlier micro-batches brought."""
+
+    def add(self, name, gradient):
+        self._norms.pop(name, None)
+        super().add(name, gradient)
+
+
+def offloaded():
+    """Gradients and shards on the host, against none of it."""
+    cases = {
+        "stage 2": ({"zero_stage": 2}, [AWAY], {}),
+        "stage 3": ({"zero_stage": 3}, [AWAY, ALL_AWAY], {}),
+        "float32, recomputed": (
+            {"zero_stage": 3},
+            [ALL_AWAY],
+            {"dtype": torch.float32, "settings": ONE_ROW | {"recompute": "full"}},
+        ),
+        "tensor 2": ({"tensor_parallel_size": 2, "zero_stage": 3}, [ALL_AWAY], {}),
+        "adapters": ({"zero_stage": 3}, [ALL_AWAY], {"lora": True}),
+        "stage 0, one pass": ({"zero_stage": 0}, [AWAY], {"settings": {}}),
+        "stage 1": ({"zero_stage": 1}, [AWAY], {}),
+    }
+    if dist.get_world_size() == 4:
+        copies = {"zero_stage": 3, "fsdp_size": 2}
+        cases = {
+            "stage 0, one pass": cases["stage 0, one pass"],
+            "copies": (copies, [AWAY, ALL_AWAY], {}),
+        }
+    found = {}
+    for name, (parallel, knobs, options) in cases.items():
+        plain = course({}, parallel, **options)
+        found[name] = [apart(course(k, parallel, **options), plain) for k in knobs]
+        if name == "stage 3":
+            there = course({}, parallel, resume=ALL_AWAY)
+            back = course(ALL_AWAY, parallel, resume={})
+            found["resumed"] = [apart(there, plain), apart(back, plain)]
+            unscaled = property(lambda self: None, lambda self, scale: None)
+            with patch.object(HostGradients, "scale", unscaled):
+                found["not clipped"] = [apart(course(k, parallel), plain) for k in knobs]
+            with patch.object(sharded, "StreamedGradients", LastMicroBatch):
+                found["earlier passes"] = [apart(course(AWAY, parallel), plain)]
+    found["stopped"] = [stopped(knobs) for knobs in (AWAY, ALL_AWAY)]
+    return found
+
+
 def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())
 
@@ -548,9 +695,9 @@ def one_by_one(counts):
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    found = {part.__name__: part() for part in (axes, layouts, schedules, disagreements)}
+    found = {part.__name__: part() for part in (axes, layouts, schedules, disagreements, offloaded)}
     if dist.get_world_size() == 2:
-        for part in (bfloat16, planted, non_finite, weight_sync, reference, supervised):
+        for part in (bfloat16, float8, planted, non_finite, weight_sync, reference, supervised):
             found[part.__name__] = part()
         for part in (states, restored):
             found[part.__name__] = part()

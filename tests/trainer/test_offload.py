@@ -8,30 +8,48 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hone.config.checks.layers import check_sleep
 from hone.config.checks.learning import check_memory
 from hone.config.errors import UserError
-from hone.config.trainer import OptimizerConfig, SFTTrainerConfig
-from hone.trainer import offload
-from hone.trainer.offload import HostBuffer, HostMasters, Parking, stream_buckets
+from hone.config.trainer import OptimizerConfig, SFTTrainerConfig, TrainerConfig
+from hone.trainer import host_state, offload
+from hone.trainer.host_state import HostMasters, StreamedGradients, norm_of_pieces
+from hone.trainer.offload import Bucket, HostBuffer, Parking, stream_buckets
 from hone.trainer.optimizers import ParameterOptimizer
 from hone.trainer.policy import Policy
-from tests.trainer.examples import tiny_model
+from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 CPU = torch.device("cpu")
+AWAY: dict[str, Any] = {"offload_optimizer": True, "offload_gradients": True}
 
 
 def test_buckets_are_changed_on_the_device_and_come_back():
-    buckets = [[torch.randn(n), torch.randn(n).bfloat16()] for n in (100, 3, 4096, 7, 1)]
-    expected = [[(2 * t.double() + i).to(t.dtype) for t in b] for i, b in enumerate(buckets)]
+    buckets = [
+        Bucket(
+            [torch.randn(n), torch.randn(n).bfloat16()],
+            read=[torch.randn(n)],
+            written=[torch.zeros(n)],
+        )
+        for n in (100, 3, 4096, 7, 1)
+    ]
+    changed = [[(2 * t.double() + i).to(t.dtype) for t in b.changed] for i, b in enumerate(buckets)]
+    read = [b.read[0].clone() for b in buckets]
 
     def update(index: int, staged: list[Tensor]) -> None:
-        for host, device in zip(buckets[index], staged, strict=True):
+        hosts = (*buckets[index].changed, *buckets[index].read, *buckets[index].written)
+        for host, device in zip(hosts, staged, strict=True):
             assert host.data_ptr() != device.data_ptr()
+            assert host.dtype == device.dtype
+        for device in staged[:2]:
             device.copy_((2 * device.double() + index).to(device.dtype))
+        staged[3].copy_(staged[2] + 1)
+        staged[2].zero_()
 
     stream_buckets(buckets, update, CPU)
-    for got, want in zip(buckets, expected, strict=True):
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+    for bucket, want, unchanged in zip(buckets, changed, read, strict=True):
+        assert all(torch.equal(g, w) for g, w in zip(bucket.changed, want, strict=True))
+        assert torch.equal(bucket.read[0], unchanged)
+        assert torch.equal(bucket.written[0], unchanged + 1)
 
 
 def test_tensors_of_a_buffer_do_not_overlap():
@@ -51,7 +69,7 @@ def test_too_little_host_memory_is_said_before_it_is_taken():
 
 def test_host_masters_are_float32_copies_and_their_gradients_add_up_in_float32():
     weights = {"a": torch.randn(4, 3).bfloat16(), "b": torch.randn(7).bfloat16()}
-    host = HostMasters(weights)
+    host = HostMasters.copied(weights, CPU)
     gradients = [torch.randn(4, 3).bfloat16() for _ in range(3)]
     for gradient in gradients:
         host.add_gradient("a", gradient)
@@ -61,6 +79,58 @@ def test_host_masters_are_float32_copies_and_their_gradients_add_up_in_float32()
     for name, weight in weights.items():
         assert host.masters[name].dtype == torch.float32
         assert torch.equal(host.masters[name], weight.float())
+
+
+def test_masters_of_weights_on_the_host_are_those_weights_or_float32_copies():
+    weights = {name: torch.zeros(3, 2) for name in ("device", "wide home", "narrow home")}
+    homes = {"wide home": torch.randn(3, 2), "narrow home": torch.randn(3, 2).bfloat16()}
+    host = HostMasters.copied(weights, CPU, homes)
+    assert list(host.masters) == list(weights)
+    assert host.masters["wide home"].data_ptr() == homes["wide home"].data_ptr()
+    assert torch.equal(host.masters["narrow home"], homes["narrow home"].float())
+    assert (list(host.weights), list(host.homes)) == (["device"], ["narrow home"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_streamed_gradients_are_those_added_up_on_the_device(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Pieces that do not fit, parameters that come late, never or in another order."""
+    monkeypatch.setattr(host_state, "_PIECE_ELEMENTS", 10)
+    monkeypatch.setattr(host_state, "BUCKET_BYTES", 64)
+    generator = torch.Generator().manual_seed(seed)
+    names = [f"p{i}" for i in range(6)]
+    shapes = dict(zip(names, [(5, 7), (3,), (11, 1), (0, 4), (40,), (2, 2)], strict=True))
+    like = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    streamed = StreamedGradients(like, CPU, window_bytes=80)
+    most = 0
+    for _step in range(3):
+        total: dict[str, Tensor] = {}
+        order = torch.randperm(6, generator=generator).tolist()
+        for micro_batch in range(4):
+            if micro_batch == 3:
+                order = order[::-1]
+            for i in order:
+                if i == 5 and micro_batch < 2:
+                    continue
+                name = names[i]
+                gradient = torch.randn(shapes[name], generator=generator).bfloat16()
+                streamed.add(name, gradient)
+                held = total.get(name)
+                total[name] = gradient.float() if held is None else held.add_(gradient)
+                ahead = sum(value.nbytes for value, _ in streamed._ahead.values())
+                most = max(most, streamed._bytes_leaving + ahead)
+        tensors, norms = streamed.tensors, streamed.norms
+        assert list(tensors) == list(norms) == names
+        assert all(torch.equal(tensors[n], t) for n, t in total.items())
+        for name, norm_K in norms.items():
+            assert torch.equal(torch.linalg.vector_norm(norm_K), norm_of_pieces([total[name]]))
+        streamed.scale = torch.tensor(0.5)
+        streamed.clear()
+        assert streamed.tensors == {}
+        assert streamed.scale is None
+        assert not streamed._ahead
+    assert 80 < most <= 80 + 80 + 40  # both windows, and the piece that fills one
 
 
 def sleeper(*, offload: bool = False) -> tuple[Policy, ParameterOptimizer]:
@@ -120,6 +190,21 @@ def test_R14_sleep_and_wake_change_no_number(offloaded: bool):
     for name, master in awake.masters.items():
         assert torch.equal(master, policy.masters[name]), name
         assert torch.equal(awake.parameters[name], policy.parameters[name]), name
+
+
+def test_sleep_leaves_what_lies_on_the_host_for_good():
+    trainer = make_trainer(tiny_model(dtype=torch.bfloat16), **AWAY)
+    rows = random_rows(4)
+    trainer.update(rows)
+    trainer.forward_backward(rows)
+    expected = {n: g.clone() for n, g in trainer.policy.gradients.items()}
+    trainer.sleep()
+    trainer.wake()
+    assert all(torch.equal(g, expected[n]) for n, g in trainer.policy.gradients.items())
+    sleeping = TrainerConfig.model_validate(AWAY | {"enable_sleep": True})
+    (finding,) = check_sleep(sleeping, world_size=1)
+    assert finding.level == "error"
+    assert "nothing is left to move" in finding.message
 
 
 def test_R16_host_memory_is_flat_over_200_sleeps():
@@ -203,13 +288,48 @@ def test_a_bucket_that_does_not_come_back_is_caught(monkeypatch: pytest.MonkeyPa
             "recompute_every_n_layers model.exact",
         ),
         ({"offload_optimizer": True}, False, "cpu", "warning", "offload_optimizer run.device"),
+        ({"offload_gradients": True}, False, "auto", "error", "offload_optimizer is off"),
+        (
+            {"offload_optimizer": True, "offload_parameters": True},
+            False,
+            "auto",
+            "error",
+            "offload_gradients is off",
+        ),
+        (
+            {"offload_gradients": True, "optimizer": {"name": "muon"}},
+            False,
+            "auto",
+            "error",
+            "orthogonalises whole matrices",
+        ),
+        (AWAY | {"fused_layers": True}, False, "auto", "error", "offload_gradients fused_layers"),
+        (AWAY | {"offload_parameters": True}, True, "auto", "error", "model.exact"),
+        (
+            AWAY | {"offload_parameters": True, "parallel": {"zero_stage": 2}, "world_size": 2},
+            False,
+            "auto",
+            "error",
+            "Set it to 3",
+        ),
+        (
+            AWAY | {"offload_parameters": True, "samples_in_place": True, "world_size": 1},
+            False,
+            "auto",
+            "error",
+            "model.lora.rank --nproc",
+        ),
     ],
 )
 def test_combinations_that_cannot_be_meant_are_told(
     settings: dict[str, Any], exact: bool, device: str, level: str, keys: str
 ):
-    trainer = SFTTrainerConfig.model_validate(settings)
-    (finding,) = check_memory(trainer, exact=exact, device=device)
+    known = ("world_size", "samples_in_place")
+    run: dict[str, Any] = {key: settings[key] for key in known if key in settings}
+    trainer = SFTTrainerConfig.model_validate(
+        {key: value for key, value in settings.items() if key not in known}
+    )
+    (finding,) = check_memory(trainer, exact=exact, device=device, **run)
     assert finding.level == level
     assert all(key in finding.message for key in (*keys.split(), *finding.keys))
 
@@ -219,6 +339,7 @@ def test_combinations_that_cannot_be_meant_are_told(
     [
         {"recompute": "full", "recompute_every_n_layers": 2, "offload_activations": True},
         {"recompute": "selective", "offload_optimizer": True},
+        AWAY | {"offload_parameters": True, "parallel": {"zero_stage": 3}},
         {},
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
 from hone.trainer import optimizers
-from hone.trainer.offload import HostMasters
+from hone.trainer.host_state import HostMasters
 from hone.trainer.optimizers import FlatLayout, ParameterOptimizer, adamw_bfloat16_
 
 SHAPES = {"embed": (12, 6), "wide": (4, 10), "tall": (10, 4), "norm": (6,)}
@@ -126,7 +126,9 @@ def offloaded(
         optimizer = ParameterOptimizer(named, cfg, {"embed"}, offload=True)
         weights = {n: p.detach() for n, p in named.items()}
         return weights, optimizer, lambda n, g: setattr(named[n], "grad", g)
-    host = HostMasters({n: p.detach().bfloat16() for n, p in named.items()})
+    host = HostMasters.copied(
+        {n: p.detach().bfloat16() for n, p in named.items()}, torch.device("cpu")
+    )
     for name, master in host.masters.items():
         master.detach().copy_(named[name].detach())
     optimizer = ParameterOptimizer(host.masters, cfg, {"embed"}, offload=True, host_masters=host)
@@ -174,7 +176,11 @@ def test_planted_bugs_of_an_offloaded_step_are_caught(
         streamed = optimizers.stream_buckets
 
         def forget(buckets: Any, update: Any, device: torch.device) -> None:
-            streamed(([*b[:-1], b[-1].clone()] for b in buckets), update, device)
+            streamed(
+                (b._replace(changed=[b.changed[0].clone(), *b.changed[1:]]) for b in buckets),
+                update,
+                device,
+            )
 
         monkeypatch.setattr(optimizers, "stream_buckets", forget)
     else:  # a step's gradient is applied again

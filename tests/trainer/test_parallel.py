@@ -118,6 +118,15 @@ def test_masters_of_split_layers_are_float32_too(two):
     assert two[0]["bfloat16"]["tensor"]["formats"] == ["torch.float32"]
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_products_in_float8_are_those_of_one_process(two, stage):
+    if two[0]["float8"] is None:
+        pytest.skip("the extra fp8 is not installed")
+    outcome = two[0]["float8"][f"stage {stage}"]
+    assert not beyond_limits(outcome)
+    assert outcome["gradient"] < 1e-6
+
+
 @pytest.mark.parametrize(
     ("bug", "measures"),
     [
@@ -185,6 +194,25 @@ def test_masters_load_and_sleep(two, axis):
         outcome = found["states"][axis]
         assert outcome.pop("refused").startswith("ValueError: the checkpoint's weights are not")
         assert outcome == {"whole": True, "shards": True, "bytes asleep": 0, "same": True}
+
+
+def test_gradients_and_shards_on_the_host_change_no_bit(ranks):
+    """Where gradients are reduced after each micro-batch anyway; elsewhere no more than the order
+    of sums over micro-batches and processes."""
+    for found in ranks:
+        outcome = dict(found["offloaded"])
+        for message, unchanged, afterwards in outcome.pop("stopped"):
+            assert "gradient of model.layers.1.mlp.down_proj.weight is not finite" in message
+            assert unchanged
+            assert afterwards == ""
+        for name, limit in (("stage 1", 1e-6), ("copies", 1e-6)):
+            for differing in outcome.pop(name, []):
+                assert differing["masters"] < limit, name
+        for bug in ("not clipped", "earlier passes"):
+            assert all(len(d["names"]) > 5 for d in outcome.pop(bug, [])), bug
+        assert {name: d for name, ds in outcome.items() for d in ds if d["names"]} == {}
+        if len(ranks) == 2:
+            assert len(outcome) == 7
 
 
 @pytest.mark.parametrize("axis", ["data", "tensor"])

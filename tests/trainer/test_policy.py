@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +13,7 @@ from hone.models.decoder import alias_module
 from hone.observe.metrics import to_scalars
 from hone.trainer import learner
 from hone.trainer import policy as policy_module
-from hone.trainer.offload import HostMasters
+from hone.trainer.host_state import HostMasters
 from hone.trainer.optimizers import ParameterOptimizer
 from hone.trainer.policy import NonFiniteError, Policy, require_layout
 from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
@@ -57,10 +60,13 @@ def test_R23_planted_bfloat16_masters_are_caught():
         check_analytic_movement(moved_by_constant_gradient(policy, parameters))
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_bfloat16_gradients_add_up_in_float32(offload: bool):
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"offload_optimizer": True}, {"offload_optimizer": True, "offload_gradients": True}],
+)
+def test_bfloat16_gradients_add_up_in_float32(knobs: dict[str, bool]):
     """Micro-batch gradients g_1 ... g_k: the master's is their float32 sum, to the bit."""
-    policy = Policy(tiny_model(dtype=torch.bfloat16), offload_optimizer=offload)
+    policy = Policy(tiny_model(dtype=torch.bfloat16), **knobs)
     generator = torch.Generator().manual_seed(0)
     total = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in policy.parameters.items()}
     for _ in range(5):
@@ -188,8 +194,9 @@ def test_offloaded_masters_train_with_the_same_bits():
 
 def test_planted_module_that_keeps_its_weights_is_caught(monkeypatch: pytest.MonkeyPatch):
     class Detached(HostMasters):
-        def __init__(self, weights: dict[str, Tensor]) -> None:
-            super().__init__({name: weight.detach().clone() for name, weight in weights.items()})
+        @classmethod
+        def copied(cls, weights: Mapping[str, Tensor], *places: Any) -> HostMasters:
+            return super().copied({n: w.detach().clone() for n, w in weights.items()}, *places)
 
     monkeypatch.setattr(policy_module, "HostMasters", Detached)
     with pytest.raises(AssertionError):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from hone.config.tree import BenchTrainConfig
 from hone.distributed.mesh import Mesh
 from hone.loops.launch import join
 from hone.models.adapters import adapt
-from hone.models.load import compute_dtype, load_config, load_model
+from hone.models.load import compute_dtype, load_config, load_deferred, load_model
 from hone.models.tiny import make_model_folder
 from hone.observe.metrics import Metrics
 from hone.observe.peaks import measure_peaks
@@ -41,6 +42,8 @@ from hone.planner.hardware import gpu_peaks
 from hone.planner.memory import TrainingMemory, adapter_params, layer_code, training_memory
 from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import training_flops
+from hone.trainer.learner import Learner
+from hone.trainer.precision import require_matmul_precision
 from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
 from hone.types import MicroBatch, Trajectory
 
@@ -158,11 +161,13 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
     with _located(cfg.model) as model_cfg, join(cfg.run, cfg.trainer.parallel) as (mesh, watch):
         config = load_config(model_cfg)
         dtype = compute_dtype(model_cfg, mesh.device)
+        require_matmul_precision(cfg.trainer.matmul_precision, dtype, mesh.device)
         rates = _rates(mesh, dtype)
         torch.manual_seed(cfg.run.seed)
         start_s = time.perf_counter()
-        on_host = mesh.world.size > 1  # the trainer shards it
-        model = load_model(model_cfg, device=mesh.device, seed=cfg.run.seed, on_host=on_host)
+        whole = partial(load_model, on_host=cfg.trainer.offload_parameters)
+        load = whole if mesh.world.size == 1 else load_deferred  # the trainer shards it
+        model = load(model_cfg, device=mesh.device, seed=cfg.run.seed)
         num_params = sum(parameter.numel() for parameter in model.parameters())
         if cfg.model.lora.rank:
             adapt(model, cfg.model.lora, seed=cfg.run.seed)
@@ -188,6 +193,7 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
             weights=model.state_dict(keep_vars=True).values(),
             masters=trainer.policy.masters.values(),
             moments=_moments(trainer),
+            host_bytes=trainer.policy.host_bytes,
             dtype=dtype,
             device=mesh.device,
         )
@@ -235,7 +241,7 @@ class _Probe:
         return StepTime(end - start, last - first, end - last)
 
     @contextmanager
-    def passes(self, trainer: PolicyTrainer | SupervisedTrainer) -> Generator[None]:
+    def passes(self, trainer: Learner) -> Generator[None]:
         first = self._now()
         with self.memory.passes(lambda: trainer.policy.gradients.values()):
             yield
@@ -255,12 +261,14 @@ class _Probe:
         return time.perf_counter()
 
 
-class _PolicyTrainer(PolicyTrainer):
+class _Probed(Learner):
+    """A trainer whose passes a probe sees; to be mixed into one."""
+
     probe: _Probe
 
     def forward_backward(self, rows: Sequence[Trajectory]) -> tuple[Tensor, Metrics]:
         with self.probe.passes(self):
-            return super().forward_backward(rows)
+            return super().forward_backward(rows)  # pyright: ignore[reportAbstractUsage]
 
     def _score(
         self, model: PreTrainedModel, batch: MicroBatch, *, with_entropy: bool
@@ -269,18 +277,12 @@ class _PolicyTrainer(PolicyTrainer):
             return super()._score(model, batch, with_entropy=with_entropy)
 
 
-class _SupervisedTrainer(SupervisedTrainer):
-    probe: _Probe
+class _PolicyTrainer(_Probed, PolicyTrainer):
+    pass
 
-    def forward_backward(self, rows: Sequence[Trajectory]) -> tuple[Tensor, Metrics]:
-        with self.probe.passes(self):
-            return super().forward_backward(rows)
 
-    def _score(
-        self, model: PreTrainedModel, batch: MicroBatch, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        with self.probe.forward(model, batch):
-            return super()._score(model, batch, with_entropy=with_entropy)
+class _SupervisedTrainer(_Probed, SupervisedTrainer):
+    pass
 
 
 def _trainer(

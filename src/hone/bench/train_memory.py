@@ -84,7 +84,7 @@ class MemoryUse:
     largest: dict[Kind, int]
     """The most of each kind; not all at one time."""
     host: int
-    """Masters and moments in host memory, where training has another device."""
+    """What is offloaded, but activations, where training has another device."""
     course: list[tuple[float, dict[Kind, int]]]
     """Seconds since the step began, and what there was; a few hundred moments with the peak."""
 
@@ -96,6 +96,8 @@ class Held:
     kinds: dict[int, Kind] = field(default_factory=dict[int, Kind])
     num_bytes: dict[int, int] = field(default_factory=dict[int, int])
     host: int = 0
+    on_host: set[int] = field(default_factory=set[int])
+    """Addresses of what `host` counts."""
 
     def add(self, kind: Kind, tensors: Iterable[Tensor], device: torch.device) -> None:
         """Take in the storages of local tensors; one that is known keeps its kind."""
@@ -104,7 +106,9 @@ class Held:
             if storage.nbytes() == 0:
                 continue
             if tensor.device.type != device.type:
-                self.host += tensor.nbytes  # several share one buffer
+                if local_part(tensor).data_ptr() not in self.on_host:
+                    self.host += local_part(tensor).nbytes  # several share one buffer
+                self.on_host.add(local_part(tensor).data_ptr())
             elif storage.data_ptr() not in self.num_bytes:
                 self.kinds[storage.data_ptr()] = kind
                 self.num_bytes[storage.data_ptr()] = storage.nbytes()
@@ -120,13 +124,16 @@ def held_tensors(
     moments: Iterable[Tensor],
     dtype: torch.dtype,
     device: torch.device,
+    host_bytes: int = 0,
 ) -> Held:
     """What exists between two steps. Masters in the format that computes, `dtype`, are the weights
-    themselves."""
+    themselves. `host_bytes` are those of gradients and of layers' weights that lie on the host."""
     held = Held()
     held.add("masters", (master for master in masters if master.dtype != dtype), device)
     held.add("weights", weights, device)
     held.add("optimizer", moments, device)
+    if device.type != "cpu":
+        held.host += host_bytes
     return held
 
 
@@ -182,7 +189,7 @@ class MemoryProbe:
                     events.append(Event(node.start_time_ns, fields.ptr, fields.alloc_size))
             elif node.name in spans:
                 spans[node.name].append((node.start_time_ns, node.end_time_ns))
-        held_and_gathered = Held(dict(held.kinds), held.num_bytes, held.host)
+        held_and_gathered = Held(dict(held.kinds), held.num_bytes, held.host, held.on_host)
         for address in self._gathered - held.num_bytes.keys():
             held_and_gathered.kinds[address] = "weights"
         return play(

@@ -53,7 +53,7 @@ from hone.checkpoint.tree import (
     write_shards,
     write_tree,
 )
-from hone.distributed.mesh import Mesh
+from hone.distributed.mesh import Mesh, MeshSizes
 
 __all__ = ["Checkpoint", "CheckpointStore"]
 
@@ -76,6 +76,10 @@ class Checkpoint:
     metric: float | None
     skipped: tuple[str, ...]
     """Why other checkpoints could not be used, one sentence each."""
+    saved_at: float | None
+    """Seconds since the epoch, by the first process's clock; None where that was not recorded."""
+    written_by: MeshSizes | None
+    """The processes that wrote it; None where they were not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,8 @@ class _Entry:
     """Counts saves: 1 for the first."""
     metric: float | None
     parts: tuple[str, ...]
+    saved_at: float | None
+    written_by: MeshSizes | None
 
 
 class CheckpointStore:
@@ -188,6 +194,8 @@ class CheckpointStore:
             "order": 1 + max((entry.order for entry in entries), default=0),
             "metric": None if metric is None or math.isnan(metric) else metric,
             "parts": list(trees),
+            "saved_at": time.time(),
+            "mesh": asdict(self._mesh.sizes),
         }
         num_bytes = sum(tree.num_bytes for tree in trees.values())
         return publishing.enter_context(
@@ -333,6 +341,8 @@ class CheckpointStore:
                 parts=parts,
                 metric=entry.metric,
                 skipped=tuple(skipped),
+                saved_at=entry.saved_at,
+                written_by=entry.written_by,
             )
         wanted = "checkpoint" if step == "latest" else f"checkpoint of step {step}"
         reasons = "".join(f"\n  {reason}" for reason in skipped)
@@ -396,6 +406,8 @@ def _read_entry(step: int, path: Path) -> _Entry:
         order=data["order"],
         metric=data["metric"],
         parts=tuple(data["parts"]),
+        saved_at=data.get("saved_at"),
+        written_by=MeshSizes(**data["mesh"]) if "mesh" in data else None,
     )
 
 

@@ -12,12 +12,13 @@ from typing import TypeVar
 from hone.config import UserError
 from hone.config.base import Section
 from hone.config.checks import Finding
+from hone.config.checks.parallel import check_processes
 from hone.config.load import load_config, resolve_recipe
 from hone.config.run import RunConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
-from hone.planner.hardware import installed_gpu
+from hone.planner.hardware import max_gpus
 
 __all__ = [
     "conclude",
@@ -94,23 +95,15 @@ def run_in_processes(
         )
     cfg = load_arguments(tree, argv)
     _require_no_error(check(cfg, nproc))
-    _warn_of_few_cores(cfg.run.device, nproc)
+    served = check_processes(
+        cfg.run.device,
+        nproc,
+        num_cores=os.cpu_count() or 1,
+        max_gpus=max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
+    )
+    _require_no_error([*served])
     _log.info("starting %d processes", nproc)
     return spawn([sys.executable, "-m", "hone", command, *argv], nproc)
-
-
-def _warn_of_few_cores(device: str, nproc: int) -> None:
-    """Processes that compute on the CPU take each other's time where cores are fewer."""
-    on_cpu = device == "cpu" or (device == "auto" and installed_gpu() is None)
-    num_cores = os.cpu_count() or 1
-    if on_cpu and nproc > num_cores:
-        _log.warning(
-            "warning: --nproc is %d, and this machine has %d CPU cores: processes wait for one "
-            "another. Start at most %d.",
-            nproc,
-            num_cores,
-            num_cores,
-        )
 
 
 def _require_no_error(findings: Sequence[Finding]) -> None:

@@ -6,13 +6,15 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 
 import hone
 from hone.config import UserError
 from hone.distributed.processes import Processes, processes
+from hone.distributed.spawn import INTERRUPTED
 
 __all__ = ["COMMANDS", "main"]
 
@@ -46,6 +48,10 @@ examples:
 """
 
 
+_GOES_ON = "the same command goes on from the last checkpoint, or starts over without one"
+_AFTERWARDS = {"rl": _GOES_ON, "sft": _GOES_ON, "quickstart": "the same command goes on"}
+"""What is left of a command that was interrupted where it could not save, by its name."""
+
 _MEMORY_ADVICE = """\
 In this order (benchmarks/memory.md has the numbers): on several GPUs raise
 trainer.parallel.zero_stage; switch engine.enable_sleep on, or lower engine.gpu_memory_utilization;
@@ -60,7 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Of several processes that end because of one another, the first one to fail says why. With
     `HONE_TRACEBACK=1` in the environment, mistakes show where they were found.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = _run(list(sys.argv[1:] if argv is None else argv))
+    if argv is None and code == INTERRUPTED:
+        # At once: an ordinary exit would wait for a checkpoint that is being written.
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     try:
         own = processes()
     except UserError as error:
@@ -74,34 +88,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
-        if own.rank == 0:
-            _say("interrupted")
-        return 130
+        with suppress(KeyboardInterrupt):
+            if is_told := _claim(own, loads_torch=False):
+                _say(f"interrupted; {_AFTERWARDS.get(arguments[0], 'nothing was written')}")
+                is_told(INTERRUPTED)
+        return INTERRUPTED
     except Exception as error:
-        if own.world_size > 1 and _is_told_by_another(own):
+        is_told = _claim(own)
+        if is_told is None:
             return 1
-        if (code := _explain(error)) is None or os.environ.get("HONE_TRACEBACK"):
+        code = _explain(error)
+        if code is None or os.environ.get("HONE_TRACEBACK"):
             raise
+        is_told(code)
         return code
 
 
-def _is_told_by_another(own: Processes) -> bool:
-    """Whether another process of this run has said why the run ends."""
-    from hone.distributed.watch import LostPeerError, connect, is_first_to_fail
+def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None] | None:
+    """The right to say why the run ends, to be called with the exit code when that is said; None
+    where another process does."""
+    if own.world_size == 1:
+        return lambda code: None
+    if not loads_torch and "hone.distributed.watch" not in sys.modules:
+        return None  # no process has come far; whoever started them speaks
+    from hone.distributed.watch import claim
 
-    try:
-        return not is_first_to_fail(connect(own))
-    except (LostPeerError, UserError):
-        return own.rank > 0
+    claimed = claim(own)
+    return None if claimed is None else claimed.is_told
 
 
 def _explain(error: Exception) -> int | None:
     """Say what went wrong, and return the exit code; None for an error that is ours."""
+    name = type(error).__name__  # by name: this file must not load torch
+    if name == "LostPeerError":
+        _say(f"error: {error}")
+        return 1
     if isinstance(error, ValueError | OSError):
         where = "" if isinstance(error, UserError) else "\n(HONE_TRACEBACK=1 shows where)"
         _say(f"error: {error}{where}")
         return 2
-    if type(error).__name__ == "OutOfMemoryError":  # by name: this file must not load torch
+    if name == "OutOfMemoryError":
         _say(f"error: out of GPU memory. {error}\n{_MEMORY_ADVICE}")
         return 1
     return None

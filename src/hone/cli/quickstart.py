@@ -7,6 +7,9 @@ and `hone rl` with recipes that ship with the package.
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -17,6 +20,7 @@ from hone.config import UserError
 
 __all__ = ["run"]
 
+DEFAULT_FOLDER = Path("runs/quickstart")
 NUM_PROBLEMS, NUM_HELD_OUT = 950, 200
 
 
@@ -29,9 +33,7 @@ def run(argv: Sequence[str]) -> int:
         "alone. Takes a minute or two on two CPU cores and needs no network.",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (0)")
-    parser.add_argument(
-        "--dir", type=Path, default=Path("runs/quickstart"), help="folder to work in"
-    )
+    parser.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="folder to work in")
     arguments = parser.parse_args(argv)
     folder: Path = arguments.dir
     if _inputs_are_made(folder, arguments.seed):
@@ -43,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     if code == 0:
         code = _call("rl", ["quickstart-rl", *_paths(folder, "rl"), *shared])
     if code == 0:
-        _conclude(folder / "rl")
+        _conclude(folder)
     return code
 
 
@@ -101,13 +103,45 @@ def _call(command: str, arguments: list[str]) -> int:
     return main([command, *arguments])
 
 
-def _conclude(run_dir: Path) -> None:
+def _conclude(folder: Path) -> None:
+    run_dir = folder / "rl"
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open(encoding="utf-8")]
     scores = [row["eval/reward/mean"] for row in rows if "eval/reward/mean" in row]
     _say(
         f"\nHeld-out accuracy {scores[0]:.3f} before reinforcement learning, {scores[-1]:.3f} "
-        f"after.\nReport: {run_dir / 'report.html'}\nModel:  {run_dir / 'model'}"
+        f"after.\nReport: {run_dir / 'report.html'}\nModel:  {run_dir / 'model'}\n\nNext, for "
+        "example:"
     )
+    for command in _next_steps(folder):
+        _say(f"  {_program()} {shlex.join(command)}")
+
+
+def _program() -> str:
+    """How to call this program from here: `make quickstart` activates no environment."""
+    return "hone" if shutil.which("hone") else os.path.relpath(Path(sys.executable).parent / "hone")
+
+
+def _next_steps(folder: Path) -> list[list[str]]:
+    """Commands that work with what the folder holds."""
+    if folder == DEFAULT_FOLDER:
+        flags: dict[str, list[str]] = {"eval": [], "generate": []}
+    else:
+        model, problems = str(folder / "rl" / "model"), str(folder / "eval.jsonl")
+        flags = {
+            "eval": ["--run.dir", str(folder / "eval"), "--data.eval.0.path", problems],
+            "generate": [
+                "--output",
+                str(folder / "completions.jsonl"),
+                "--data.train.0.path",
+                problems,
+            ],
+        }
+        flags = {name: ["--model.path", model, *others] for name, others in flags.items()}
+    return [
+        *([name, f"quickstart-{name}", *others] for name, others in flags.items()),
+        ["report", str(folder / "rl")],
+        ["rl", "--help", "rollout"],
+    ]
 
 
 def _say(text: str) -> None:

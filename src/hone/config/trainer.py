@@ -9,9 +9,17 @@ from pydantic import Field
 from hone.config.base import Section
 from hone.config.parallel import ParallelConfig
 
-__all__ = ["OptimizerConfig", "ParityConfig", "RecomputeMode", "SFTTrainerConfig", "TrainerConfig"]
+__all__ = [
+    "MatmulPrecision",
+    "OptimizerConfig",
+    "ParityConfig",
+    "RecomputeMode",
+    "SFTTrainerConfig",
+    "TrainerConfig",
+]
 
 
+MatmulPrecision = Literal["default", "tf32", "fp8"]
 RecomputeMode = Literal["off", "selective", "full"]
 
 
@@ -62,7 +70,8 @@ class ParityConfig(Section):
     """Stop the run when the first step's samples fail the limits below."""
 
     max_kl: float | None = Field(default=None, gt=0)
-    """Limit of the mean k3 divergence; unset: 2e-3 for bfloat16, 1e-6 for float32."""
+    """Limit of the mean k3 divergence; unset: 2e-3 for bfloat16, 1e-6 for float32, made for equal
+    rounding: set it where `trainer.matmul_precision` is not `default`."""
 
     max_outside: float = Field(default=0.08, ge=0, le=1)
     """Share of tokens whose ratio may lie outside [0.9, 1.1]."""
@@ -98,6 +107,17 @@ class SFTTrainerConfig(Section):
     with moments in bfloat16. Where masters are what computes or is sharded, they stay on the
     device. Not for Muon."""
 
+    offload_gradients: bool = False
+    """Keep gradients in pinned host memory, 4 bytes a parameter, but while backward adds to them;
+    copies run beside it. Several processes then reduce after each micro-batch in every ZeRO stage.
+    Needs `offload_optimizer`, whose step fetches them."""
+
+    offload_parameters: bool = False
+    """Keep the weights of decoder layers in pinned host memory, and on the device while they
+    compute; the next layer's come meanwhile. Needs `offload_gradients`, and with several processes
+    `parallel.zero_stage` 3, whose shards then lie there. Not where an engine samples with the
+    trained tensors themselves: reinforcement learning of all weights by one process."""
+
     compile: bool | None = None
     """Compile decoder layers and head with torch.compile: half the time and two thirds of the
     memory on a GPU, for ten to twenty seconds in the first step; unset: on CUDA only."""
@@ -106,6 +126,15 @@ class SFTTrainerConfig(Section):
     """Train through hone's own fused decoder layers (llama, mistral, qwen2 and qwen3 on one GPU)
     instead of compiled ones of transformers: about a tenth faster on an H200, with less memory and
     nothing to compile. Their gradients are proven on the CPU, not yet on a GPU."""
+
+    matmul_precision: MatmulPrecision = "default"
+    """How operands of matrix products are rounded; weights, masters and exports stay as they are.
+    `tf32` (float32 models): all products of the process, the engine's too, multiply with 10 bits of
+    mantissa. `fp8` (bfloat16 models; GPUs from Ada and Hopper on; extra `fp8`): projections of
+    decoder layers multiply in float8, forward and backward; attention, head and engine do not. Then
+    the launch gate measures that rounding too: it tells a bug from it only by limits of your own
+    (`trainer.parity.max_kl`), and `algorithm.correction` is advised. Proven on the CPU, not yet on
+    a GPU."""
 
     logits_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time; bounds memory at this many times the vocabulary."""

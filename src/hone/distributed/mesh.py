@@ -132,9 +132,10 @@ class Mesh:
         ranks = np.arange(sizes.world)
         axes = ranks.reshape(sizes.data, sizes.ring, sizes.ulysses, sizes.tensor)
         shards = ranks.reshape(-1, sizes.fsdp, sizes.tensor)
+        groups = _Groups(timeout)
         # Groups that DeviceMesh makes itself do not take this deadline.
         sharded = DeviceMesh.from_group(
-            [_own_group(_lines(shards, dim), rank, timeout) for dim in range(3)],
+            [groups.own(_lines(shards, dim)) for dim in range(3)],
             device.type,
             torch.from_numpy(shards),
             mesh_dim_names=("replicate", "shard", "tensor"),
@@ -146,7 +147,7 @@ class Mesh:
             if size == 1:
                 return Axis()
             own = next(line for line in lines.tolist() if rank in line)
-            return Axis(own.index(rank), size, _own_group(lines, rank, timeout))
+            return Axis(own.index(rank), size, groups.own(lines))
 
         return cls(
             device=device,
@@ -241,11 +242,24 @@ def _lines(ranks: NDArray[np.int64], *dims: int) -> NDArray[np.int64]:
     return np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, size)
 
 
-def _own_group(lines: NDArray[np.int64], rank: int, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of the line that holds `rank`. Every process makes all groups, in the same order,
-    as torch.distributed demands."""
-    groups = [_new_group(line, timeout) for line in lines.tolist()]
-    return next(group for group in groups if group is not None)
+class _Groups:
+    """Groups of a mesh. Axes over the same ranks share one: each communicator takes time to set up
+    and memory of every GPU in it."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def own(self, lines: NDArray[np.int64]) -> dist.ProcessGroup:
+        """The group of the line that holds this process. Every process makes all groups, in the
+        same order, as torch.distributed demands."""
+        for line in map(tuple, lines.tolist()):
+            if line not in self._made:
+                self._made[line] = _new_group([*line], self._timeout)
+        rank = dist.get_rank()
+        own = next(self._made[line] for line in map(tuple, lines.tolist()) if rank in line)
+        assert own is not None
+        return own
 
 
 def _new_group(

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from hone.config.errors import UserError
 
-__all__ = ["Processes", "Rendezvous", "processes", "rendezvous"]
+__all__ = ["LAUNCHER_TELLS", "Processes", "Rendezvous", "processes", "rendezvous"]
 
+LAUNCHER_TELLS = "HONE_LAUNCHER_TELLS"
+"""Set by `hone.distributed.spawn`, beside torchrun's variables."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -59,6 +61,8 @@ class Rendezvous:
     """Whether whoever started the processes serves the store; otherwise rank 0 does."""
     attempt: int
     """How often torchrun has started all processes anew; the store outlives them."""
+    launcher_tells: bool = False
+    """Whether whoever started the processes says how one of them was killed, as `hone` does."""
 
 
 def rendezvous() -> Rendezvous:
@@ -78,4 +82,5 @@ def rendezvous() -> Rendezvous:
         port=int(port),
         has_server=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        launcher_tells=os.environ.get(LAUNCHER_TELLS) == "1",
     )

@@ -1,8 +1,8 @@
 """Start the processes of a run on this host, and end them together.
 
 They get the environment that torchrun gives, so that they cannot tell the difference. What differs
-is how a run ends: Ctrl-C reaches each process once and is theirs to obey, and after a failure the
-others are gone within seconds, stopped ones too.
+is how a run ends: Ctrl-C reaches each process once and is theirs to obey, a second one ends them
+within seconds, and so does a failure, stopped ones too.
 """
 
 from __future__ import annotations
@@ -15,38 +15,45 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from hone.distributed.processes import LAUNCHER_TELLS
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["spawn"]
+__all__ = ["INTERRUPTED", "spawn"]
 
 INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ended, after its step."""
 _GRACE_S = 4.0
-"""What the others have, after a failure, to learn of it and end by themselves."""
+"""What processes have, after a failure or a second Ctrl-C, to learn of it and end by themselves."""
+_TELLING_S = 60.0
+"""What the one has that is to tell why the run ends, on a machine that all of them burden."""
 _POLL_S = 0.05
 
 
 def spawn(command: Sequence[str], nproc: int) -> int:
     """Run `command` in `nproc` processes; the exit code of the run.
 
-    That is 0, 130 where Ctrl-C ended it, else the code of the process that failed: those that end
-    because of it have 1. Where it was killed, that is told here.
+    That is 0, 130 where Ctrl-C ended it, 143 where SIGTERM did, else the code of the process that
+    told why the run ends. Where one was killed, that is told here, and the code is 1.
+
+    Raises KeyboardInterrupt where Ctrl-C ended the run and no process was left to say so.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
-        processes = [
-            subprocess.Popen(
-                command,
-                env=_environment(rank, nproc, server.getsockname()[1]),
-                start_new_session=True,  # the terminal's Ctrl-C comes through us, and once
-            )
-            for rank in range(nproc)
-        ]
+        run = _Run()
         try:
-            with _forwarding(processes):
+            with run.forwarding():
+                for rank in range(nproc):
+                    process = subprocess.Popen(
+                        command,
+                        env=_environment(rank, nproc, server.getsockname()[1]),
+                        start_new_session=True,  # the terminal's Ctrl-C comes through us, and once
+                    )
+                    run.processes.append(process)
                 # Imported while the processes do the same: it takes seconds.
                 from torch.distributed import TCPStore
 
@@ -57,9 +64,9 @@ def spawn(command: Sequence[str], nproc: int) -> int:
                     wait_for_workers=False,
                     master_listen_fd=os.dup(server.fileno()),
                 )
-                return _watch_over(processes, store)
+                return run.watch_over(store)
         finally:
-            for process in processes:
+            for process in run.processes:
                 _kill(process)
 
 
@@ -73,6 +80,7 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": 0,
+        LAUNCHER_TELLS: 1,
     }
     defaults = {
         "OMP_NUM_THREADS": max((os.cpu_count() or 1) // nproc, 1),
@@ -86,55 +94,106 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     }
 
 
-def _watch_over(processes: Sequence[subprocess.Popen[bytes]], store: Store) -> int:
-    """Wait until all have ended; after a failure, not for long."""
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, INTERRUPTED)]
-        if failed:
-            break
-        if None not in codes:
-            return INTERRUPTED if INTERRUPTED in codes else 0
-        time.sleep(_POLL_S)
-    killed = [rank for rank in failed if (codes[rank] or 0) < 0]
-    for rank in killed[:1]:
-        _tell_killed(rank, processes[rank].pid, -(codes[rank] or 0), store)
-    deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-        time.sleep(_POLL_S)
-    told = [process.poll() for process in processes]
-    return next((code for code in told if code and code > 1 and code != INTERRUPTED), 1)
+@dataclass(slots=True)
+class _Run:
+    """The processes, by rank, and what the launcher was asked."""
+
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
+    is_terminated: bool = False
+    """SIGTERM has come."""
+    interrupts: list[float] = field(default_factory=list[float])
+    """When Ctrl-C came."""
+
+    @contextmanager
+    def forwarding(self) -> Generator[None]:
+        """Ctrl-C and SIGTERM go on to every process, which decides when to stop."""
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGINT:
+                self.interrupts.append(time.monotonic())
+            self.is_terminated |= number == signal.SIGTERM
+            for process in self.processes:
+                if process.poll() is None:
+                    process.send_signal(number)
+
+        previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def watch_over(self, store: Store) -> int:
+        """Wait until all have ended; after a failure, or a second Ctrl-C, not for long."""
+        from hone.distributed.watch import claim_for, prefixed, read
+
+        store = prefixed(store)
+        while True:
+            codes = [process.poll() for process in self.processes]
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, INTERRUPTED)]
+            if failed:
+                return self._after_failure(min(failed, key=lambda rank: codes[rank] or 0), store)
+            if None not in codes:
+                if INTERRUPTED in codes and read(store, 0) is None:
+                    raise KeyboardInterrupt
+                return INTERRUPTED if INTERRUPTED in codes else 0
+            if len(self.interrupts) > 1 and time.monotonic() > self.interrupts[1] + _GRACE_S:
+                if claim_for(None, store):
+                    raise KeyboardInterrupt
+                return INTERRUPTED
+            time.sleep(_POLL_S)
+
+    def _after_failure(self, rank: int, store: Store) -> int:
+        """Let the others end and one tell why; the exit code of the run.
+
+        `rank` was seen first, one that was killed before others.
+        """
+        from hone.distributed.watch import claim_for, told
+
+        code = self.processes[rank].returncode
+        passed_on = {signal.SIGINT} if self.interrupts else set[int]()
+        passed_on |= {signal.SIGTERM} if self.is_terminated else set[int]()
+        # One with an error has claimed to tell it before it ended; others end silently.
+        is_sudden = -code not in passed_on if code < 0 else not passed_on
+        if is_sudden and claim_for(None, store):
+            _tell(rank, self.processes[rank], store)
+        self._wait(_GRACE_S, self.processes)
+        teller, told_code = told(store)
+        if teller is not None and told_code is None:
+            self._wait(_TELLING_S, [self.processes[teller]])
+            told_code = told(store)[1] or self.processes[teller].poll()
+        if told_code is not None and told_code > 0:
+            return told_code
+        if self.is_terminated:
+            return 128 + signal.SIGTERM
+        if self.interrupts:
+            if claim_for(None, store):
+                raise KeyboardInterrupt
+            return INTERRUPTED
+        return max(code, 1)
+
+    def _wait(self, seconds: float, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(p.poll() is None for p in processes):
+            time.sleep(_POLL_S)
 
 
-def _tell_killed(rank: int, pid: int, number: int, store: Store) -> None:
-    from hone.distributed.watch import is_first_to_fail, prefixed, read
+def _tell(rank: int, process: subprocess.Popen[bytes], store: Store) -> None:
+    """Say how a process ended that has not told it itself."""
+    from hone.distributed.watch import advice, read
 
-    store = prefixed(store)
-    if not is_first_to_fail(store):
-        return
-    name = signal.Signals(number).name
-    hint = " (by the kernel, for want of memory?)" if number == signal.SIGKILL else ""
+    number = -process.returncode if process.returncode < 0 else None
+    how = (
+        f"was killed by {signal.Signals(number).name}"
+        if number
+        else f"ended with exit code {process.returncode} (what it wrote, if anything, is above)"
+    )
     said = read(store, rank)
-    last = f", in {said.describe(time.time()).partition(': ')[2]}" if said is not None else ""
-    sys.stderr.write(f"error: rank {rank} (pid {pid}) was killed by {name}{hint}{last}\n")
+    last = "while it started" if said is None else f"in {said.doing(time.time())}"
+    sys.stderr.write(f"error: rank {rank} (pid {process.pid}) {how}, {last}.\n")
+    if number:
+        sys.stderr.write(f"{advice(number)}\n")
     sys.stderr.flush()
-
-
-@contextmanager
-def _forwarding(processes: Sequence[subprocess.Popen[bytes]]) -> Generator[None]:
-    """Ctrl-C and SIGTERM go on to every process, which decides when to stop."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

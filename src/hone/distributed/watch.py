@@ -10,7 +10,7 @@ group. A thread reads the same of the others. Where this process has not moved f
 
 this process names it on one screen and ends. A process that fails says so in the store before its
 connections break, and those that learn of it end without a word: what a person reads is the first
-error alone.
+error alone. Of a process that was killed the others say what it did last, unless the launcher does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -33,16 +35,21 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from hone.config.errors import UserError
 from hone.distributed.processes import Processes, rendezvous
 
 __all__ = [
     "BACKSTOP_S",
+    "Claim",
     "LostPeerError",
     "Progress",
     "Watch",
-    "connect",
-    "is_first_to_fail",
+    "advice",
+    "claim",
+    "claim_for",
+    "prefixed",
     "read",
+    "told",
 ]
 
 BACKSTOP_S = 15.0
@@ -51,6 +58,8 @@ BACKSTOP_S = 15.0
 _CONNECT_S = 60.0
 _CONFESSION_S = 3.0
 """How long a process whose connection broke waits for another one to say why."""
+_LAUNCHER = -1
+"""In place of a rank: the launcher tells why the run ends."""
 _SPANS = Path(__file__).parents[1] / "observe" / "spans.py"
 _NOT_THE_PLACE = (str(Path(torch.__file__).parent), str(_SPANS), contextlib.__file__, __file__, "<")
 """Files whose frames say nothing about where a process is: every phase begins in these."""
@@ -81,15 +90,16 @@ class Progress:
 
     def describe(self, now: float) -> str:
         """For example `rank 1 (pid 71): train of step 2 for 9.3 s, at learner.py:80 in train`."""
+        return f"rank {self.rank} (pid {self.pid}): {self.doing(now)}"
+
+    def doing(self, now: float) -> str:
+        """The same without who it is."""
         step = f" of step {self.step}" if self.step else ""
         where = f", at {self.where}" if self.where else ""
-        return (
-            f"rank {self.rank} (pid {self.pid}): {self.phase}{step} for "
-            f"{max(now - self.since, 0.0):.1f} s{where}"
-        )
+        return f"{self.phase}{step} for {max(now - self.since, 0.0):.1f} s{where}"
 
 
-def connect(own: Processes) -> dist.Store:
+def _connect(own: Processes) -> dist.Store:
     """A connection of one's own to the store of the launcher, for what is said here.
 
     Raises LostPeerError where the launcher does not answer, and UserError where it has not said
@@ -124,9 +134,74 @@ def read(store: dist.Store, rank: int) -> Progress | None:
     return Progress(**json.loads(store.get(key))) if store.check([key]) else None
 
 
-def is_first_to_fail(store: dist.Store) -> bool:
-    """Claim to be the one that tells why the run ends. True for one caller of all processes."""
-    return store.add("failures", 1) == 1
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right, of one among all processes and the launcher, to tell why the run ends."""
+
+    _store: dist.Store | None
+
+    def is_told(self, code: int) -> None:
+        """Say that a person can read it by now, and the exit code of the run."""
+        if self._store is not None:
+            with contextlib.suppress(dist.DistError):
+                self._store.set("code", str(code))
+
+
+def claim(own: Processes) -> Claim | None:
+    """Claim to be the one that tells why the run ends; None where another one does."""
+    if own.world_size == 1:
+        return Claim(None)
+    try:
+        return claim_for(own.rank, _connect(own))
+    except (LostPeerError, UserError, dist.DistError):  # nobody can be asked
+        return Claim(None) if own.rank == 0 else None
+
+
+def claim_for(rank: int | None, store: dist.Store) -> Claim | None:
+    """As `claim`, with a store at hand; the launcher has no rank."""
+    token = f"{_LAUNCHER if rank is None else rank} {uuid.uuid4().hex}"
+    held = store.compare_set("teller", "", token).decode()
+    return Claim(store) if held == token else None
+
+
+def told(store: dist.Store) -> tuple[int | None, int | None]:
+    """Who has claimed to tell why the run ends, and the exit code once that is told.
+
+    Each None as long as there is none; the rank also where it is the launcher.
+    """
+    teller = int(store.get("teller").split()[0]) if store.check(["teller"]) else _LAUNCHER
+    code = int(store.get("code")) if store.check(["code"]) else None
+    return (None if teller == _LAUNCHER else teller), code
+
+
+def advice(number: int | None) -> str:
+    """The likely reason why a process is gone without a word, and what to do about it.
+
+    `number` is the signal that ended it; None where that is not known.
+    """
+    match number:
+        case None | signal.SIGKILL:
+            reason = (
+                "Most likely the host, or the container, ran out of memory and the kernel killed "
+                "it (`dmesg` tells). Start fewer processes or free memory of the host, then give "
+                "the same command again"
+            )
+        case signal.SIGBUS:
+            reason = (
+                "Most likely /dev/shm or the disk is full. Make room, then give the same command "
+                "again"
+            )
+        case signal.SIGSEGV | signal.SIGABRT | signal.SIGILL | signal.SIGFPE:
+            reason = (
+                "Native code has crashed: what it wrote is above. PYTHONFAULTHANDLER=1 in the "
+                "environment shows where. Then give the same command again"
+            )
+        case _:
+            reason = (
+                "Somebody, or what schedules this machine, has ended it. Give the same command "
+                "again"
+            )
+    return f"{reason}: `hone rl` and `hone sft` go on from their last checkpoint."
 
 
 class Watch:
@@ -141,8 +216,9 @@ class Watch:
         self._timeout_s = timeout_s
         self._starter = os.getppid()  # once it is gone, another process is the parent
         self._interval_s = min(max(timeout_s / 20, 0.1), 5.0)
-        self._store = connect(own) if own.world_size > 1 else None
-        self._lock = threading.Lock()
+        self._store = _connect(own) if own.world_size > 1 else None
+        self._launcher_tells = own.world_size > 1 and rendezvous().launcher_tells
+        self._lock = threading.RLock()  # a signal may find the main thread inside
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hone-watch", daemon=True)
@@ -151,6 +227,8 @@ class Watch:
         self._step = 0
         self._progress = Progress(own.rank, os.getpid(), socket.gethostname(), since=time.time())
         self._others: dict[int, Progress] = {}
+        self._previous: Any = None
+        """What SIGTERM did before."""
         self._heard: dict[int, float] = {}
         """When each of the others was last heard of, by this process's monotonic clock."""
 
@@ -182,6 +260,8 @@ class Watch:
             self._heard = dict.fromkeys(self._peers, time.monotonic())
             self._tell()
             self._thread.start()
+            if threading.current_thread() is threading.main_thread():
+                self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
         return self
 
     def __exit__(
@@ -199,9 +279,26 @@ class Watch:
         if lost is not None:
             raise LostPeerError(lost) from error
         if error is None:
-            with self._lock:
-                self._progress = replace(self._progress, is_done=True)
-            self._tell()
+            self._leave()
+            if self._previous is not None:
+                signal.signal(signal.SIGTERM, self._previous)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """A launcher that has seen a process die ends the others so: say first who it was.
+
+        After an error this stays in place, until that is told.
+        """
+        if (gone := self._gone()) is not None and not self._launcher_tells:
+            self._end(_obituary(gone))
+        with contextlib.suppress(dist.DistError):
+            self._leave()
+        raise SystemExit(128 + number)
+
+    def _leave(self) -> None:
+        """Say that this process needs nobody any more, nor is needed."""
+        with self._lock:
+            self._progress = replace(self._progress, is_done=True)
+        self._tell()
 
     # -- this process --------------------------------------------------------------------------
 
@@ -233,10 +330,13 @@ class Watch:
                 self._tell()
                 self._listen()
                 has_failed = self._has_failed()
+                gone = None if has_failed or self._launcher_tells else self._gone()
             except dist.DistError:
                 self._end(f"error: the process that started this run is gone (pid {self._starter})")
             if has_failed:
                 self._end("")
+            if gone is not None:
+                self._end(_obituary(gone))
             position = self._own_position()
             if position != moved:
                 moved, moved_at = position, time.monotonic()
@@ -258,7 +358,7 @@ class Watch:
 
     def _has_failed(self) -> bool:
         assert self._store is not None
-        return self._store.check(["failures"])
+        return self._store.check(["teller"])
 
     def _silent_s(self, rank: int) -> float:
         return time.monotonic() - self._heard[rank]
@@ -297,7 +397,7 @@ class Watch:
         said = self._others.get(rank)
         if said is None:
             return "it has not been heard of since the start"
-        _, _, description = said.describe(time.time()).partition(": ")
+        description = said.doing(time.time())
         if self._is_silent(rank):
             description += (
                 f", and has been silent for {self._silent_s(rank):.1f} s (stopped, or its machine "
@@ -323,7 +423,7 @@ class Watch:
     def _may_speak(self) -> bool:
         assert self._store is not None
         try:
-            return is_first_to_fail(self._store)
+            return claim_for(self._rank, self._store) is not None
         except dist.DistError:
             return self._rank == 0
 
@@ -333,19 +433,34 @@ class Watch:
         """Who is dead, if anybody: its end broke our connection. Waits a little for it to show."""
         deadline = time.monotonic() + _CONFESSION_S
         while time.monotonic() < deadline:
-            for rank, said in list(self._others.items()):
-                if (
-                    not said.is_done
-                    and said.host == self._progress.host
-                    and not _is_alive(said.pid)
-                ):
-                    time.sleep(_CONFESSION_S / 3)  # whoever started it knows more: how it ended
-                    return (
-                        f"rank {rank} is dead, without an error of its own (killed, perhaps for "
-                        f"want of memory): {said.describe(time.time())}"
-                    )
+            if (gone := self._gone()) is not None:
+                if self._launcher_tells:
+                    time.sleep(_CONFESSION_S / 3)  # it knows more: how that process ended
+                return _obituary(gone).removeprefix("error: ")
             time.sleep(0.05)
         return None
+
+    def _gone(self) -> Progress | None:
+        """What a process of this host said last that is dead and was not done, if there is one."""
+        assert self._store is not None
+        for rank in self._peers:
+            try:
+                said = self._others.get(rank) or read(self._store, rank)
+                if said is None or said.host != self._progress.host or _is_alive(said.pid):
+                    continue
+                said = read(self._store, rank)  # it may have been done since
+            except dist.DistError:
+                continue
+            if said is not None and not said.is_done:
+                return said
+        return None
+
+
+def _obituary(gone: Progress) -> str:
+    return (
+        f"error: rank {gone.rank} (pid {gone.pid}) is gone without an error of its own, in "
+        f"{gone.doing(time.time())}.\n{advice(None)}"
+    )
 
 
 def _key(rank: int) -> str:

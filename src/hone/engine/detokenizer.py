@@ -22,13 +22,33 @@ class StopStringWatcher:
         self._tokenizer = tokenizer
         self._stop = stop
         self._tail_chars = max(map(len, stop)) - 1
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget every token."""
+        self._is_torn = True
+        self.has_matched = False
+        """A stop string is in the text, since the token that was pushed last."""
+        self._num_pushed = 0
         self._tail = ""  # the newest complete text that a match may begin in
         self._window: list[int] = []  # tokens whose text is `_known`, then those not complete
         self._num_known = 0
         self._known = ""
+        self._is_torn = False
+
+    def has_seen(self, num_tokens: int) -> bool:
+        """Whether just so many tokens were pushed, and none of these calls was broken off."""
+        return self._num_pushed == num_tokens and not self._is_torn
 
     def push(self, token_id: int) -> bool:
         """Add a sampled token; True when a stop string is in the text."""
+        self._is_torn = True
+        self.has_matched = self._matches(token_id)
+        self._num_pushed += 1
+        self._is_torn = False
+        return self.has_matched
+
+    def _matches(self, token_id: int) -> bool:
         self._window.append(token_id)
         text = self._decode(self._window)
         new_text = text[len(self._known) :]

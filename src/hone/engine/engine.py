@@ -71,6 +71,11 @@ class EmbeddedEngine:
     With `tensor_parallel`, `model` is this rank's, from `shard_model`. All ranks of the group make
     an engine and then the same calls in the same order; what they return is the same, too.
 
+    A KeyboardInterrupt out of a call loses no request: each is queued as far as its tokens are
+    known, or finished and returned by the next `step`. Those of a `submit` are queued all or none,
+    those of an `abort` withdrawn all or none. To be rid of them all, `abort` their ids and `step`
+    once. With `tensor_parallel` the ranks must be interrupted alike.
+
     With `exact`, the log-probability of a token is the same bits in every batch, and those of a
     trainer in exact mode. Raises UserError where the model is not served, ValueError with an FP8
     cache or tensor parallelism.
@@ -152,6 +157,9 @@ class EmbeddedEngine:
         # A CPU has computed a step when its launch returns.
         self._max_in_flight = 1 if model.device.type == "cuda" else 0
         self._finished: list[Completion] = []
+        self._is_torn = False
+        """A call is changing the state, or was broken off while it did: `_sequences`, their tokens
+        and `_finished` alone can be relied upon."""
         self._drafting: Drafting | None = None
         self._has_verified = False
         if cfg.speculation:
@@ -178,6 +186,7 @@ class EmbeddedEngine:
 
         Raises ValueError for one that can never fit, is malformed, or reuses an unfinished id.
         """
+        self._make_good()
         added: dict[str, Sequence] = {}
         taken = self._sequences.keys() | {done.request_id for done in self._finished}
         for request in requests:
@@ -200,9 +209,11 @@ class EmbeddedEngine:
             added[request.id] = Sequence(
                 request=request, arrival=next(self._arrivals), stop_ids=stop_ids, watcher=watcher
             )
+        self._is_torn = True
         self._sequences.update(added)
         for new in added.values():
             self._scheduler.add(new)
+        self._is_torn = False
 
     def step(self) -> list[Completion]:
         """Launch the next token of every running sequence; return what has finished since.
@@ -212,19 +223,9 @@ class EmbeddedEngine:
         first token. When the model raises, everything returns to the queue with what is known.
         """
         self._require(EngineState.AWAKE, call="step")
-        started_s = perf_counter()
-        try:
-            if self._drafting is None:
-                plan = self._scheduler.schedule()
-                self._launch(plan, None)
-                self._collect(self._max_in_flight if plan else 0)
-            else:
-                self._step_with_drafts(self._drafting)
-        except BaseException:
-            self._in_flight.clear()
-            self._scheduler.restart(self._sequences.values())
-            raise
-        self._busy_s += perf_counter() - started_s
+        self._make_good()
+        self._advance()
+        # No call follows in which Ctrl-C could come between taking these and returning them.
         finished, self._finished = self._finished, []
         return finished
 
@@ -234,9 +235,14 @@ class EmbeddedEngine:
         Ids that are not queued or running are passed over: they may just have finished. A token in
         flight is dropped; resumed with the same seed, the request samples it again.
         """
-        aborted = [self._sequences.pop(name) for name in request_ids if name in self._sequences]
-        self._scheduler.remove(aborted)
-        return [sequence.completion(StopReason.ABORT) for sequence in aborted]
+        self._make_good()
+        aborted = {name: self._sequences[name] for name in request_ids if name in self._sequences}
+        completions = [sequence.completion(StopReason.ABORT) for sequence in aborted.values()]
+        self._is_torn = True
+        self._sequences = {n: kept for n, kept in self._sequences.items() if n not in aborted}
+        self._scheduler.remove(aborted.values())
+        self._is_torn = False
+        return completions
 
     def sleep(self) -> None:
         """Give the KV cache back; what it held is lost.
@@ -244,7 +250,7 @@ class EmbeddedEngine:
         Raises RuntimeError while sequences run or the engine is not awake.
         """
         self._require(EngineState.AWAKE, call="sleep")
-        self._collect(0)
+        self._drain()
         if self._scheduler.running:
             raise RuntimeError(
                 f"sleep() while {len(self._scheduler.running)} sequences run; "
@@ -276,7 +282,7 @@ class EmbeddedEngine:
         Legal again after a delivery that failed, so that it can be repeated.
         """
         self._require(EngineState.AWAKE, EngineState.SYNCING, call="begin_sync")
-        self._collect(0)
+        self._drain()
         self.state = EngineState.SYNCING
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -305,7 +311,8 @@ class EmbeddedEngine:
             )
         self._weight_version = manifest.version
         if self._runner.recalibrate():
-            self._scheduler.restart(self._sequences.values())
+            self._is_torn = True
+            self._make_good()
         self._blocks.invalidate_prefixes()
         self.state = EngineState.AWAKE
 
@@ -327,6 +334,47 @@ class EmbeddedEngine:
             num_drafted_tokens=drafts.num_drafted_tokens if drafts else 0,
             num_accepted_tokens=drafts.num_accepted_tokens if drafts else 0,
         )
+
+    def _advance(self) -> None:
+        """Launch a step and take the tokens of an earlier one."""
+        started_s = perf_counter()
+        self._is_torn = True
+        try:
+            if self._drafting is None:
+                plan = self._scheduler.schedule()
+                self._launch(plan, None)
+                self._collect(self._max_in_flight if plan else 0)
+            else:
+                self._step_with_drafts(self._drafting)
+        except BaseException:
+            self._make_good()
+            raise
+        self._is_torn = False
+        self._busy_s += perf_counter() - started_s
+
+    def _drain(self) -> None:
+        """Take the tokens of all steps in flight."""
+        self._make_good()
+        self._is_torn = True
+        self._collect(0)
+        self._is_torn = False
+
+    def _make_good(self) -> None:
+        """After a call that was broken off: every request is finished, or waits with its tokens.
+
+        It may be broken off itself, and is then repeated by the next call.
+        """
+        if not self._is_torn:
+            return
+        self._in_flight.clear()
+        for done in self._finished:
+            self._sequences.pop(done.request_id, None)
+        for sequence in list(self._sequences.values()):
+            if (reason := sequence.make_good()) is not None:
+                self._finished.append(sequence.completion(reason))
+                del self._sequences[sequence.request.id]
+        self._scheduler.restart(self._sequences.values())
+        self._is_torn = False
 
     def _launch(self, plan: Plan, drafts_BK: NDArray[np.int64] | None) -> None:
         if plan:
@@ -377,9 +425,9 @@ class EmbeddedEngine:
     def _finish(self, ended: dict[Sequence, StopReason]) -> None:
         if ended:
             self._scheduler.remove(ended)
-        for sequence, reason in ended.items():
-            del self._sequences[sequence.request.id]
+        for sequence, reason in ended.items():  # in this order: one that is in both has finished
             self._finished.append(sequence.completion(reason))
+            del self._sequences[sequence.request.id]
 
     def _append(
         self, sampled: Sampled, weight_version: int, ended: dict[Sequence, StopReason]

@@ -82,17 +82,33 @@ class Sequence:
 
     def append(self, token_id: int, logprob: float, weight_version: int) -> StopReason | None:
         """Take a sampled token; returns why the sequence ends with it, if it does."""
-        reason = None
-        if token_id in self.stop_ids:
-            reason = StopReason.EOS
-        elif self.watcher is not None and self.watcher.push(token_id):  # which may raise
-            reason = StopReason.STOP_STRING
-        self.token_ids.append(token_id)
+        if self.watcher is not None and token_id not in self.stop_ids:
+            self.watcher.push(token_id)  # which may raise
         self.logprobs.append(logprob)
         self.weight_versions.append(weight_version)
-        if reason is None and len(self.logprobs) == self.request.sampling.max_tokens:
-            reason = StopReason.LENGTH
-        return reason
+        self.token_ids.append(token_id)  # last: a token that is here is here wholly
+        return self._stop_reason()
+
+    def make_good(self) -> StopReason | None:
+        """Drop what an `append` that was broken off has left; why the sequence has ended, if so."""
+        sampled = self.token_ids[len(self.request.prompt_ids) :]
+        del self.logprobs[len(sampled) :]
+        del self.weight_versions[len(sampled) :]
+        if self.watcher is not None and not self.watcher.has_seen(len(sampled)):
+            self.watcher.restart()
+            for token_id in sampled:
+                self.watcher.push(token_id)
+        return self._stop_reason()
+
+    def _stop_reason(self) -> StopReason | None:
+        if not self.logprobs:
+            return None
+        if self.token_ids[-1] in self.stop_ids:
+            return StopReason.EOS
+        if self.watcher is not None and self.watcher.has_matched:
+            return StopReason.STOP_STRING
+        is_full = len(self.logprobs) == self.request.sampling.max_tokens
+        return StopReason.LENGTH if is_full else None
 
     def completion(self, stop_reason: StopReason) -> Completion:
         """What was sampled so far, the resumed part included."""

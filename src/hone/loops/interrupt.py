@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import Self
@@ -15,11 +16,14 @@ class Interrupt:
     """While entered, the first SIGINT or SIGTERM is remembered; a second SIGINT stops at once.
 
     The loop asks `is_requested` between steps, where everything can be saved and resumed exactly.
+    `goes_on` tells who pressed Ctrl-C what the run does meanwhile; with `seen` a first one came
+    earlier.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, goes_on: str, *, seen: bool = False) -> None:
         self._mesh = mesh
-        self._seen = False
+        self._goes_on = goes_on
+        self._seen = seen
         self._previous: dict[signal.Signals, object] = {}
 
     def is_requested(self) -> bool:
@@ -43,4 +47,7 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._seen and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGINT and not self._seen and self._mesh.is_first:
+            # Past Python's buffers, which the signal may have found in the middle of a write.
+            os.write(2, f"{self._goes_on}; Ctrl-C again ends it at once\n".encode())
         self._seen = True

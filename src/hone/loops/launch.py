@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,14 +28,17 @@ from hone.config.load import dump_config
 from hone.config.model import LoraConfig
 from hone.config.parallel import ParallelConfig
 from hone.config.run import CheckpointConfig, GenerateRunConfig, RunConfig
-from hone.distributed.mesh import Mesh
+from hone.distributed.mesh import Mesh, MeshSizes
 from hone.distributed.processes import processes
 from hone.distributed.watch import Watch
 from hone.models.adapters import save_adapter
 from hone.trainer.learner import Learner
+from hone.trainer.policy import Policy
 from hone.trainer.sharded import whole
 
-__all__ = ["Launch", "choose_device", "export", "join", "launch", "restore"]
+__all__ = ["Launch", "choose_device", "export", "join", "launch", "origin", "restore"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,8 @@ def launch(
         )
         found = _find(run, store)
         mesh.agree("the checkpoint to go on from", None if found is None else found.step)
+        if found is not None:
+            _log.info("%s", origin(found, mesh.sizes))
         if mesh.is_first:
             run.dir.mkdir(parents=True, exist_ok=True)
             (run.dir / "config.yaml").write_text(dump_config(tree), encoding="utf-8")
@@ -158,7 +165,7 @@ def export(
         else:
             deque(adapters, maxlen=0)  # gathered by all
         return
-    if begin.mesh.world.size == 1:
+    if isinstance(policy, Policy) and not policy.offloads_parameters:
         export_hf(policy.model, tokenizer, folder, dtype, masters=policy.masters)
         return
     weights = trainer.named_weights() if dtype == policy.dtype else _wholes(policy.masters)
@@ -172,6 +179,28 @@ def restore(trainer: Learner, parts: Mapping[str, Any]) -> None:
     """
     trainer.load_state_dict(parts["trainer"], parts["trainer_metadata"])
     restore_random_state(_in_memory(parts["random"]))
+
+
+def origin(found: Checkpoint, own: MeshSizes) -> str:
+    """One line on where the run goes on from, who wrote that, and how it is read."""
+    line = f"going on after step {found.step}, from {found.path}"
+    if found.saved_at is not None:
+        line += f", saved {time.strftime('%Y-%m-%d %H:%M', time.localtime(found.saved_at))}"
+    if found.written_by is None:
+        return line
+    line += f" by {_described(found.written_by)}"
+    if found.written_by != own:
+        line += f"; now {_described(own)}, so each reads its own regions of the tensors"
+    return line
+
+
+def _described(sizes: MeshSizes) -> str:
+    """For example `8 processes (data 4 x tensor 2, shards over 4)`."""
+    if sizes.world == 1:
+        return "1 process"
+    axes = {name: getattr(sizes, name) for name in ("data", "ring", "ulysses", "tensor")}
+    product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+    return f"{sizes.world} processes ({product}, shards over {sizes.fsdp})"
 
 
 def _in_memory(tree: Any) -> Any:

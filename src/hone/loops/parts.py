@@ -28,7 +28,14 @@ from hone.loops.launch import Launch, launch, restore
 from hone.loops.recorder import Limits, Recorder, alarms_for
 from hone.models.adapters import adapt
 from hone.models.decoder import alias_module
-from hone.models.load import check_exact, compute_dtype, load_config, load_model
+from hone.models.load import (
+    blank_model,
+    check_exact,
+    compute_dtype,
+    load_config,
+    load_deferred,
+    load_model,
+)
 from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
@@ -42,6 +49,7 @@ from hone.rewards.pool import default_num_workers
 from hone.rewards.scorer import Scorer
 from hone.rollout.requests import Decode
 from hone.rollout.rollout import Rollout
+from hone.trainer.precision import require_matmul_precision
 from hone.trainer.trainer import PolicyTrainer
 from hone.weights.sync import WeightSync
 
@@ -231,6 +239,9 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
         begin = stack.enter_context(launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg))
         mesh = begin.mesh
         check_exact(cfg.model, mesh.device)
+        require_matmul_precision(
+            cfg.trainer.matmul_precision, compute_dtype(cfg.model, mesh.device), mesh.device
+        )
         tokenizer = load_tokenizer(cfg.model)
         data = load_prompts(
             cfg.data,
@@ -246,15 +257,25 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
                 max_completion_tokens=cfg.rollout.max_completion_tokens,
             )
         )
-        load = partial(load_model, cfg.model, device=mesh.device, seed=cfg.run.seed)
-        # Of several processes none needs a whole trained model on its device: they shard it.
-        on_host = mesh.world.size > 1
-        model = load(on_host=on_host)
+        # Of several processes none needs a whole trained model: they shard it.
+        is_alone = mesh.world.size == 1
+        load = partial(
+            load_model if is_alone else load_deferred,
+            cfg.model,
+            device=mesh.device,
+            seed=cfg.run.seed,
+        )
+        model = load(on_host=True) if is_alone and cfg.trainer.offload_parameters else load()
         limits = _limits(cfg, model, mesh)
         lora = cfg.model.lora
         # What the engine samples with is the trained module itself where that is one and whole.
-        is_alias = not (on_host or lora.rank)
-        sampled = alias_module(model) if is_alias else load()
+        is_alias = is_alone and not lora.rank
+        if is_alias:
+            sampled = alias_module(model)
+        elif is_alone:
+            sampled = load()
+        else:  # the first sync fills it, before anything is sampled
+            sampled = blank_model(cfg.model, device=mesh.device)
         if lora.rank:
             adapt(model, lora, seed=cfg.run.seed)
         trainer = PolicyTrainer(
@@ -265,9 +286,7 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
             max_completion_tokens=cfg.rollout.max_completion_tokens,
             total_steps=cfg.run.steps * optimizer_steps_per_rollout(cfg),
             seed=cfg.run.seed,
-            reference=(
-                load(on_host=on_host) if cfg.algorithm.kl.coef > 0 and not lora.rank else None
-            ),
+            reference=load() if cfg.algorithm.kl.coef > 0 and not lora.rank else None,
             dump_dir=begin.dir,
             exact=cfg.model.exact,
             mesh=mesh,

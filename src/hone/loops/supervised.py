@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from hone.checkpoint.random_state import capture_random_state
@@ -15,10 +16,11 @@ from hone.loops.recorder import alarms_for
 from hone.loops.saving import Saver, due
 from hone.loops.sync import Outcome
 from hone.models.adapters import adapt
-from hone.models.load import load_model
+from hone.models.load import compute_dtype, load_deferred, load_model
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.metrics import Metrics, to_scalars
 from hone.observe.report import write_report
+from hone.trainer.precision import require_matmul_precision
 from hone.trainer.trainer import SupervisedTrainer
 
 __all__ = ["run"]
@@ -39,11 +41,15 @@ def run(cfg: SFTConfig) -> Outcome:
 
 def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
     mesh = begin.mesh
+    require_matmul_precision(
+        cfg.trainer.matmul_precision, compute_dtype(cfg.model, mesh.device), mesh.device
+    )
     tokenizer = load_tokenizer(cfg.model)
     data = load_sft(cfg.data, tokenizer, seed=cfg.run.seed)
-    # Of several processes none needs the whole model on its device: they shard it.
-    on_host = mesh.world.size > 1
-    model = load_model(cfg.model, device=mesh.device, seed=cfg.run.seed, on_host=on_host)
+    # Of several processes none needs the whole model: they shard it.
+    whole = partial(load_model, on_host=cfg.trainer.offload_parameters)
+    load = whole if mesh.world.size == 1 else load_deferred
+    model = load(cfg.model, device=mesh.device, seed=cfg.run.seed)
     alarms = alarms_for(model)
     if cfg.model.lora.rank:
         adapt(model, cfg.model.lora, seed=cfg.run.seed)
@@ -68,7 +74,7 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
     done = first = begin.steps_done
     with (
         recording(cfg, begin, alarms) as recorder,
-        Interrupt(mesh) as interrupt,
+        Interrupt(mesh, "the run saves after this step and ends") as interrupt,
     ):
         if cfg.eval.at_start and first == 0:
             recorder.record(0, trainer.evaluate(data.eval))
@@ -97,7 +103,9 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
                 recorder.event("interrupted", step=step)
                 break
 
-    if mesh.is_first:
-        recorder.spans.write_trace(begin.dir / "trace.json")
-    export(trainer, tokenizer, cfg.checkpoint, begin, cfg.model.lora)
-    return Outcome(done, done < cfg.run.steps)
+    outcome = Outcome(done, done < cfg.run.steps)
+    with Interrupt(mesh, "the model is being written", seen=outcome.interrupted):
+        if mesh.is_first:
+            recorder.spans.write_trace(begin.dir / "trace.json")
+        export(trainer, tokenizer, cfg.checkpoint, begin, cfg.model.lora)
+    return outcome

@@ -42,7 +42,10 @@ def run(cfg: RLConfig) -> Outcome:
     """Assemble, train, export the policy to `<run.dir>/model`, write the report."""
     with assemble(cfg) as parts:
         outcome = train(parts)
-        with parts.training():
+        writing = Interrupt(
+            parts.launch.mesh, "the model is being written", seen=outcome.interrupted
+        )
+        with parts.training(), writing:
             export(parts.trainer, parts.tokenizer, cfg.checkpoint, parts.launch, cfg.model.lora)
     if cfg.log.report and parts.launch.mesh.is_first:
         write_report(cfg.run.dir)
@@ -56,7 +59,7 @@ def train(parts: RLParts) -> Outcome:
     saver = Saver(parts.launch.store, cfg.checkpoint, parts.state, parts.training)
     done = first
 
-    with Interrupt(parts.launch.mesh) as interrupt:
+    with Interrupt(parts.launch.mesh, "the run saves after this step and ends") as interrupt:
         parts.weights.push(version=first)
         if cfg.eval.at_start and first == 0:
             parts.recorder.record(0, _evaluate(parts))

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 
 from hone.config.errors import UserError
 from hone.config.model import LoraConfig
+from hone.models.deferred import Weight, WeightSource, defer, take_source
 
 __all__ = [
     "LoraLinear",
@@ -102,8 +104,8 @@ class LoraLinear(nn.Module):
     """A frozen linear layer and its adapter; in place of an `nn.Linear`."""
 
     def __init__(self, base: nn.Linear, cfg: LoraConfig) -> None:
-        """Takes over the parameters of `base`. A is drawn as PEFT draws it, B is zero, so that the
-        adapted layer begins as the base."""
+        """Takes over the parameters of `base`. A and B are zero: `adapt` draws A, and B stays, so
+        that the adapted layer begins as the base."""
         super().__init__()
         weight = base.weight.detach()
         self.in_features, self.out_features = base.in_features, base.out_features
@@ -119,9 +121,8 @@ class LoraLinear(nn.Module):
         self.bias = cast("nn.Parameter | None", base.bias)
         if self.bias is not None:
             self.bias.requires_grad_(False)
-        self.lora_A = nn.Parameter(weight.new_empty(cfg.rank, self.in_features))
+        self.lora_A = nn.Parameter(weight.new_zeros(cfg.rank, self.in_features))
         self.lora_B = nn.Parameter(weight.new_zeros(self.out_features, cfg.rank))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def base_weight(self, dtype: torch.dtype) -> Tensor:
         """The frozen weight [out, in]."""
@@ -160,17 +161,61 @@ class LoraLinear(nn.Module):
 def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
     """Freeze a model and give the projections of its decoder layers adapters, in place.
 
-    `seed` draws them. Raises UserError where `cfg.target_modules` names none of the model's, and
-    with `load_in_4bit` for widths that are no multiple of a block.
+    `seed` draws them, on the CPU: they are equal wherever the model lies. Those of a model whose
+    weights are deferred come with these. Raises UserError where `cfg.target_modules` names none of
+    the model's, and with `load_in_4bit` for widths that are no multiple of a block.
     """
     targets = _targets(model, cfg)
     model.requires_grad_(False)
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        for path, base in targets.items():
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, LoraLinear(base, cfg))
+    source, dtype = take_source(model), model.dtype
+    layers = {path: LoraLinear(base, cfg) for path, base in targets.items()}
+    for path, layer in layers.items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer)
+    if source is not None:
+        defer(model, _AdaptedWeights(source, layers, dtype, seed))
+        return
+    for path, drawn in _draw(layers, dtype, seed):
+        layers[path].lora_A.data.copy_(drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class _AdaptedWeights:
+    """A source of weights: that of the base model, and the adapters that `adapt` draws."""
+
+    base: WeightSource
+    layers: Mapping[str, LoraLinear]
+    """By path, in the order in which they are drawn."""
+    dtype: torch.dtype
+    """Of the base model, in which weights are before they become four bits."""
+    seed: int
+
+    def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
+        def take_base(weight: Weight) -> None:
+            path, _, leaf = weight.name.rpartition(".")
+            layer = self.layers.get(path)
+            if layer is None or not layer.is_4bit or leaf != "weight":
+                take(weight)
+                return
+            codes, scales = quantise(weight.whole().to(device, self.dtype))
+            take(Weight.of(f"{path}.codes", codes))
+            take(Weight.of(f"{path}.scales", scales))
+
+        self.base.give(take_base, device=device)
+        for path, drawn in _draw(self.layers, self.dtype, self.seed):
+            take(Weight.of(f"{path}.lora_A", drawn))
+            zeros = torch.zeros(self.layers[path].lora_B.shape, dtype=self.dtype)
+            take(Weight.of(f"{path}.lora_B", zeros))
+
+
+def _draw(
+    layers: Mapping[str, LoraLinear], dtype: torch.dtype, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """A fresh A [rank, in] for each layer, by path, as PEFT draws it; on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    for path, layer in layers.items():
+        empty = torch.empty(layer.lora_A.shape, dtype=dtype)
+        yield path, nn.init.kaiming_uniform_(empty, a=math.sqrt(5), generator=generator)
 
 
 def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear]:

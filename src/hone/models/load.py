@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from hone.attention import ATTENTION_NAME
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.paths import must_be_local
+from hone.models.deferred import Weight, defer
 from hone.models.exact import exact_supported
 from hone.models.support import check_supported
 from hone.models.tensor_parallel import (
@@ -23,8 +34,16 @@ from hone.models.tensor_parallel import (
     shard_model,
     shard_of,
 )
+from hone.models.weight_files import OtherFormatError, damaged, find_weights, lacking
 
-__all__ = ["check_exact", "compute_dtype", "load_config", "load_model"]
+__all__ = [
+    "blank_model",
+    "check_exact",
+    "compute_dtype",
+    "load_config",
+    "load_deferred",
+    "load_model",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +69,13 @@ def load_model(
     the device, as `shard_model` makes them; together they are the weights of one process. With
     `on_host` the same model stays in host memory, for whoever takes it to the device in parts.
     Raises FileNotFoundError where the folder or the weights are missing, UserError where the model
-    is not supported, cannot be divided, or its weights are incomplete.
+    is not supported, cannot be divided, or its weights are incomplete or damaged.
     """
     config = load_config(cfg)
     device = torch.device(device)
     tp = tp or TensorParallel(rank=0, size=1, device=device)
     check_divides(config, tp.size)
-    options: dict[str, Any] = {
-        "dtype": compute_dtype(cfg, device),
-        "attn_implementation": ATTENTION_NAME,
-        "trust_remote_code": cfg.trust_remote_code,
-    }
+    options = _options(cfg, device)
     if cfg.init == "random":
         model = _random(config, device, seed, options, tp, on_host=on_host)
     else:
@@ -68,6 +83,53 @@ def load_model(
     # The override in transformers has no usable type.
     nn.Module.to(model, "cpu" if on_host else device)
     return model.eval()
+
+
+def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) -> PreTrainedModel:
+    """The model of `load_model` for processes that share it: it lies on the meta device, and has
+    its weights beside it as `hone.models.deferred` describes, of which each takes its part.
+
+    Where the files of a pretrained model are not simply its tensors, the model comes whole, in host
+    memory, and the log says why. Raises as `load_model`.
+    """
+    device = torch.device(device)
+    model = _skeleton(cfg, device)
+    if cfg.init == "random":
+        config = copy.deepcopy(model.config)
+        defer(model, _DrawnWeights(config, _options(cfg, device), seed))
+        return model
+    try:
+        defer(model, find_weights(cfg.path, model, _computed_buffers(model)))
+    except OtherFormatError as error:
+        size = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize / 2**30
+        logger.warning(
+            "The weights of %s can be loaded only whole: %s. Each process takes %.1f GiB of host "
+            "memory for them; a folder that hone or save_pretrained wrote is read in parts.",
+            cfg.path,
+            error,
+            size,
+        )
+        return load_model(cfg, device=device, seed=seed, on_host=True)
+    return model
+
+
+def blank_model(cfg: ModelConfig, *, device: torch.device | str) -> PreTrainedModel:
+    """The model of `load_model` with zeros for weights: to be filled by a sync. Raises as
+    `load_config`."""
+    device = torch.device(device)
+    model = _skeleton(cfg, device)
+    buffers = _computed_buffers(model)
+    zeros: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in zeros:  # else tied to one that is
+                zeros[parameter] = nn.Parameter(torch.zeros_like(parameter, device=device))
+            setattr(module, name, zeros[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+    return model
 
 
 def load_config(cfg: ModelConfig) -> PreTrainedConfig:
@@ -112,6 +174,45 @@ def _check_folder(path: str) -> None:
         raise FileNotFoundError(f"model.path={path!r}: no such folder")
 
 
+def _options(cfg: ModelConfig, device: torch.device) -> dict[str, Any]:
+    return {
+        "dtype": compute_dtype(cfg, device),
+        "attn_implementation": ATTENTION_NAME,
+        "trust_remote_code": cfg.trust_remote_code,
+    }
+
+
+def _skeleton(cfg: ModelConfig, device: torch.device) -> PreTrainedModel:
+    """The model of `cfg` for `device` without a single value, in eval mode."""
+    config = load_config(cfg)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **_options(cfg, device))
+    if cfg.init != "random":
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(cfg.path)
+        except OSError:
+            logger.debug("%s has no generation_config.json", cfg.path)
+    return model.eval()
+
+
+def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers of a model that lies on the meta device which follow from its config, and are not
+    saved. They are computed on the CPU, as where transformers loads the model."""
+    found: dict[str, Tensor] = {}
+    twin = copy.deepcopy(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for prefix, module in twin.named_modules():
+            own = dict(module.named_buffers(recurse=False))
+            if not own:
+                continue
+            for name, buffer in own.items():
+                setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+            twin._init_weights(module)  # pyright: ignore[reportPrivateUsage] families override
+            found |= {f"{prefix}.{name}": module.get_buffer(name) for name in own}
+    saved = model.state_dict()
+    return {name: buffer for name, buffer in found.items() if name not in saved}
+
+
 def _random(
     config: PreTrainedConfig,
     device: torch.device,
@@ -128,26 +229,64 @@ def _random(
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
-    drawn: dict[nn.Parameter, nn.Parameter] = {}
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
-        torch.manual_seed(seed)
-        for prefix, module in model.named_modules():
-            shapes = dict(module.named_parameters(recurse=False))
-            if any(shape not in drawn for shape in shapes.values()) or not shapes:
-                module.to_empty(device=device, recurse=False)
-                model._init_weights(module)  # pyright: ignore[reportPrivateUsage] families override
-            for name, shape in shapes.items():
-                if shape not in drawn:  # else tied to one that is
-                    whole = module.get_parameter(name)
-                    whole.data = whole.data.cpu() if on_host else whole.data
-                    part = shard_of(f"{prefix}.{name}", whole, tp)
-                    drawn[shape] = whole if part is whole else nn.Parameter(part.clone(), False)
-                setattr(module, name, drawn[shape])
+
+    def keep(name: str, whole: nn.Parameter) -> nn.Parameter:
+        if on_host:
+            whole.data = whole.data.cpu()
+        part = shard_of(name, whole, tp)
+        return whole if part is whole else nn.Parameter(part.clone(), False)
+
+    _draw(model, device, seed, keep)
     if tp.size > 1:
         model.requires_grad_(False)
         fit_to_rank(model, tp)
     return model
+
+
+@torch.no_grad()
+def _draw(
+    model: PreTrainedModel,
+    device: torch.device,
+    seed: int,
+    keep: Callable[[str, nn.Parameter], nn.Parameter],
+) -> None:
+    """Draw the weights of a model that lies on the meta device on `device`, one module's after the
+    other's, and compute its buffers. Of each weight stays what `keep` makes of it."""
+    drawn: dict[nn.Parameter, nn.Parameter] = {}
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        for prefix, module in model.named_modules():
+            shapes = dict(module.named_parameters(recurse=False))
+            if any(shape not in drawn for shape in shapes.values()) or not shapes:
+                # Without weights it has rotary frequencies, of which a GPU computes other bits.
+                module.to_empty(device=device if shapes else "cpu", recurse=False)
+                model._init_weights(module)  # pyright: ignore[reportPrivateUsage] families override
+            for name, shape in shapes.items():
+                if shape not in drawn:  # else tied to one that is
+                    drawn[shape] = keep(f"{prefix}.{name}", module.get_parameter(name))
+                setattr(module, name, drawn[shape])
+
+
+@dataclass(frozen=True, slots=True)
+class _DrawnWeights:
+    """A source of weights: a seed. Every process draws all of them."""
+
+    config: PreTrainedConfig
+    options: dict[str, Any]
+    seed: int
+
+    def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config, **self.options)
+
+        def keep(name: str, whole: nn.Parameter) -> nn.Parameter:
+            take(Weight.of(name, whole.detach()))
+            return nn.Parameter(torch.empty_like(whole, device="meta"), False)
+
+        _draw(model, device, self.seed, keep)
+        for name, buffer in model.named_buffers():
+            take(Weight.of(name, buffer))
 
 
 def _pretrained(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
@@ -160,10 +299,9 @@ def _pretrained(path: str, config: PreTrainedConfig, options: dict[str, Any]) ->
             f"model.path={path!r} holds no loadable weights: {error} "
             "For untrained weights in this shape set model.init=random"
         ) from error
+    except SafetensorError as error:
+        raise damaged(path, error) from error
     model, info = loaded
-    if absent := sorted(info["missing_keys"]):
-        raise UserError(
-            f"model.path={path!r} lacks {len(absent)} weights, among them {absent[:3]}: "
-            "the checkpoint does not belong to its config.json"
-        )
+    if info["missing_keys"]:
+        raise lacking(path, list(info["missing_keys"]))
     return model

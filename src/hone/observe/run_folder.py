@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from hone.config.errors import UserError
+
 __all__ = ["RunFolder"]
 
 _STEP = re.compile(rb'\{"step": (\d+),')
@@ -32,10 +34,10 @@ class RunFolder:
     def read(cls, path: Path) -> RunFolder:
         """Read what exists; missing files count as empty.
 
-        Raises ValueError when `path` is no folder.
+        Raises UserError when `path` is no folder.
         """
         if not path.is_dir():
-            raise ValueError(f"{path} is not a run folder: give the folder that `run.dir` named.")
+            raise UserError(f"{path} is not a run folder: give the folder that `run.dir` named.")
         merged: dict[int, dict[str, Any]] = {}
         for row in _json_rows(path / "metrics.jsonl"):
             merged.setdefault(int(row["step"]), {}).update(row)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["GPUS", "Peaks", "gpu_peaks", "installed_gpu"]
+__all__ = ["GPUS", "Peaks", "gpu_peaks", "installed_gpu", "max_gpus"]
+
+_DRIVERS = Path("/proc/driver/nvidia/gpus")
+_SIGNS_OF_A_GPU = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,25 @@ def gpu_peaks(device_name: str) -> Peaks | None:
     return None
 
 
-def installed_gpu(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> Peaks | None:
+def installed_gpu(drivers: Path = _DRIVERS) -> Peaks | None:
     """The first GPU that NVIDIA's driver lists on this host, where the table has it."""
     for information in sorted(drivers.glob("*/information")):
         named = re.search(r"^Model:\s*(.+)$", information.read_text(), re.MULTILINE)
         if named is not None:
             return gpu_peaks(named[1])
     return None
+
+
+def max_gpus(visible: str | None, drivers: Path = _DRIVERS) -> int | None:
+    """The most GPUs that a process of this host can see, without asking a driver; None: not known.
+
+    `visible` is CUDA_VISIBLE_DEVICES, which names them, up to the first invalid one.
+    """
+    listed = len(list(drivers.glob("*"))) or None
+    if listed is None and not any(Path(sign).exists() for sign in _SIGNS_OF_A_GPU):
+        return 0
+    if visible is None:
+        return listed
+    names = [name.strip() for name in visible.split(",")]
+    named = next((n for n, name in enumerate(names) if name in ("", "-1")), len(names))
+    return named if listed is None else min(named, listed)

@@ -11,7 +11,9 @@ pass holds besides them is modelled:
   are neither are modelled from transformers' code, without what attention on a CPU holds.
 * the head by its chunk of logits and the gradient of its matrix,
 * workspace by the largest tensors that one layer's backward has at a time,
-* several processes by what FSDP has whole: gathered weights, and gradients not yet reduced.
+* several processes by what FSDP has whole: gathered weights, and gradients not yet reduced,
+* what is offloaded by what visits the device: three layers' weights of one process, and gradients
+  on their way, a window each way.
 
 On an H200 peaks of Qwen3-0.6B came out 2 % below to 9 % above those measured; the trainer's own
 layers and several GPUs have not been compared yet. Fragmentation, CUDA's context and libraries
@@ -47,6 +49,8 @@ they are."""
 _NF4_BLOCK = 64
 _BUCKETS_BYTES = 2 * (128 << 20)
 """Device memory that an offloaded optimizer step streams through."""
+_VISITORS = 3
+"""Layers of one process that are on the device at a time where their weights lie on the host."""
 _MAX_SAMPLED = 1 << 22
 """Elements whose move a step measures; several processes do so in float64."""
 _MUON_COPIES = 12
@@ -62,13 +66,14 @@ class TrainingMemory:
     masters: int
     """Float32 copies that the optimizer moves; 0 where the weights are float32 themselves."""
     gradients: int
-    """Of the masters, when the last micro-batch is done."""
+    """Of the masters, when the last micro-batch is done; 0 where they wait on the host."""
     optimizer: int
     """Moments."""
     gathered: int
-    """Weights that a pass of one of several processes gathers from the shards."""
+    """Weights that a pass of one of several processes gathers from the shards, or that visit the
+    device of one."""
     reducing: int
-    """Gradients of whole layers, or of the model, on their way to the shards."""
+    """Gradients of whole layers, or of the model, on their way to the shards or the host."""
     activations: int
     """What forward keeps for backward."""
     logits: int
@@ -76,7 +81,7 @@ class TrainingMemory:
     workspace: int
     """What one layer computes with, in backward."""
     host: int
-    """In host memory: offloaded masters, moments and activations."""
+    """In host memory: offloaded masters, moments, gradients, weights and activations."""
     peak: int
     """The most that exist at one time."""
     peak_phase: Literal["head", "layers", "optimizer"]
@@ -238,6 +243,10 @@ class _Counts:
     """Elements of the largest that Muon updates."""
     trained: int = 0
     """Elements of this process's masters."""
+    layer_gradients: int = 0
+    """Of this process's masters in all layers, wherever they lie."""
+    homes: int = 0
+    """Weights of one process's layers that lie on the host."""
 
 
 class _Step:
@@ -260,6 +269,7 @@ class _Step:
         self.is_single = num_micro_batches == 1
         self.layers: LayerCode = layers
         self.is_shared = sizes.world > 1
+        self.visits = trainer.offload_parameters and not self.is_shared
         self.counts = _Counts()
         for tensor in _tensors(shape):
             self._count(tensor)
@@ -304,12 +314,15 @@ class _Step:
         is_adapted = tensor.has_adapter(self.lora)
         if is_adapted and self.lora.load_in_4bit:
             # Buffers, which are not sharded.
-            self.counts.weights += tensor.count * (
-                prod(tensor.size) // 2 + 4 * (prod(tensor.size) // _NF4_BLOCK)
-            )
+            elements = prod(tensor.size)
+            num_bytes = tensor.count * (elements // 2 + 4 * (elements // _NF4_BLOCK))
+            if self.is_shared:
+                self.counts.weights += num_bytes
+            else:
+                self._count_weights(tensor, num_bytes)
         else:
             self._count_whole(tensor)
-            self.counts.weights += self.num_bytes * self._shard(tensor)
+            self._count_weights(tensor, self.num_bytes * self._shard(tensor))
         if is_adapted:
             rank, (rows, columns) = self.lora.rank, tensor.size
             self._count_trained(_Tensor("lora_A", (rank, columns), None, tensor.count))
@@ -320,20 +333,15 @@ class _Step:
         shard = self._shard(tensor)
         self._count_whole(tensor)
         counts.trained += shard
-        has_masters = self.num_bytes < 4
         on_host = self.trainer.offload_optimizer
-        counts.gradients += 4 * shard
-        counts.whole_gradients += 4 * tensor.count * prod(tensor.local(self.sizes.tensor))
-        if not has_masters:
-            counts.weights += 4 * shard
-        elif self.is_shared:  # gathered weights are made from the masters
-            counts.masters += 4 * shard
+        if self.trainer.offload_gradients:
+            counts.host += 4 * shard
         else:
-            counts.weights += self.num_bytes * shard
-            if on_host:
-                counts.host += 4 * shard
-            else:
-                counts.masters += 4 * shard
+            counts.gradients += 4 * shard
+        if tensor.in_layer:
+            counts.layer_gradients += 4 * shard
+        counts.whole_gradients += 4 * tensor.count * prod(tensor.local(self.sizes.tensor))
+        self._count_masters(tensor, shard)
         moments = 2 * (2 if optimizer.state_dtype == "bfloat16" else 4)
         if optimizer.name == "muon" and len(tensor.size) == 2 and tensor.in_layer:
             moments = 4
@@ -343,6 +351,32 @@ class _Step:
             counts.host += moments * shard
         else:
             counts.optimizer += moments * shard
+
+    def _count_masters(self, tensor: _Tensor, shard: int) -> None:
+        """And the weights that are made of them; gathered ones are made in a pass."""
+        counts, trainer = self.counts, self.trainer
+        if self.num_bytes == 4:
+            self._count_weights(tensor, 4 * shard)
+            if self.visits and not tensor.in_layer:
+                counts.host += 4 * shard
+            return
+        if not self.is_shared:
+            self._count_weights(tensor, self.num_bytes * shard)
+        if trainer.offload_parameters if self.is_shared else trainer.offload_optimizer:
+            counts.host += 4 * shard
+        else:
+            counts.masters += 4 * shard
+
+    def _count_weights(self, tensor: _Tensor, num_bytes: int) -> None:
+        """What holds a tensor's values between passes."""
+        counts = self.counts
+        if self.visits and tensor.in_layer:
+            counts.homes += num_bytes
+            counts.host += num_bytes
+        elif self.is_shared and self.trainer.offload_parameters:
+            counts.host += num_bytes
+        else:
+            counts.weights += num_bytes
 
     def _count_whole(self, tensor: _Tensor) -> None:
         num_bytes = self.num_bytes * tensor.count * prod(tensor.local(self.sizes.tensor))
@@ -359,22 +393,29 @@ class _Step:
     # -- what is modelled ------------------------------------------------------------------------
 
     def _gathered(self) -> int:
-        """Of FSDP: all weights, or with stage 3 both ends and two layers in flight."""
+        """Of FSDP: all weights, or with stage 3 both ends and two layers in flight. Of one process:
+        the layer that computes, the next and the last."""
         if not self.is_shared:
-            return 0
+            return _VISITORS * self.counts.homes // max(self.shape.num_layers, _VISITORS)
         counts = self.counts
         one_layer = counts.whole_layers // self.shape.num_layers
         is_kept = self.trainer.parallel.zero_stage < 3
         return counts.whole_root + (counts.whole_layers if is_kept else 2 * one_layer)
 
     def _reducing(self) -> int:
-        """Of FSDP: a layer's buffers, and gradients where they are reduced once a step."""
+        """Of FSDP: a layer's buffers, and gradients where they are reduced once a step. Where they
+        wait on the host, what travels each way."""
+        counts, trainer = self.counts, self.trainer
+        travelling = 0
+        if trainer.offload_gradients and not (self.is_shared and trainer.offload_parameters):
+            window = max(counts.layer_gradients // self.shape.num_layers, _BUCKETS_BYTES // 2)
+            travelling = min(4 * counts.trained, window) * (1 if self.is_single else 2)
         if not self.is_shared:
-            return 0
-        counts = self.counts
+            return travelling
         one_layer = (counts.whole_layers + counts.whole_gradients) // self.shape.num_layers
-        is_late = self.trainer.parallel.zero_stage < 2 and not self.is_single
-        return one_layer + (counts.whole_gradients if is_late else 0)
+        is_late = not trainer.offload_gradients and trainer.parallel.zero_stage < 2
+        is_whole = is_late and not self.is_single
+        return one_layer + travelling + (counts.whole_gradients if is_whole else 0)
 
     def _activations(self) -> tuple[int, int]:
         """On the device, of the layers and of both ends."""

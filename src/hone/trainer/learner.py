@@ -30,7 +30,6 @@ from hone.distributed.mesh import Mesh
 from hone.models.adapters import is_adapted, merged_weights
 from hone.models.decoder import decoder_layers, hidden_states
 from hone.models.exact_decoder import PackedDecoder, require_exact
-from hone.models.manifest import export_weights
 from hone.models.training_layers import has_training_layers, training_backbone
 from hone.observe.metrics import Last, Mean, Metric, Metrics, Sum, merge
 from hone.trainer.context import gather, split
@@ -39,6 +38,7 @@ from hone.trainer.offload import ActivationOffload
 from hone.trainer.optimizers import ParameterOptimizer
 from hone.trainer.packing import AttentionCost, Plan, check_rows, collate, digest, empty_batch, plan
 from hone.trainer.policy import NonFiniteError, Policy
+from hone.trainer.precision import apply_matmul_precision
 from hone.trainer.recompute import apply_recompute
 from hone.trainer.schedule import lr_scale
 from hone.trainer.sharded import ShardedModel, ShardedPolicy
@@ -68,8 +68,8 @@ class Learner(ABC):
         log-probabilities are the bits of an engine in exact mode; raises UserError where that is
         not served. With `share_prompts` the rows of a group that are in one pass have one copy of
         their prompt; not served with `exact`. `mesh` is shared by all processes that train
-        together, each of which brings the same model, in host memory or on its device; it is
-        sharded in place."""
+        together, each of which brings the same model, in host memory, on its device or deferred
+        (`hone.models.deferred`); it is sharded in place."""
         if temperature <= 0:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities are trained at the temperature that "
@@ -100,11 +100,13 @@ class Learner(ABC):
             cfg.optimizer,
             self.policy.embedding_names,
             offload=cfg.offload_optimizer,
-            host_masters=self.policy.host_masters if isinstance(self.policy, Policy) else None,
+            host_masters=self.policy.host_masters,
+            host_gradients=self.policy.host_gradients,
         )
 
     def _make_policy(self, model: PreTrainedModel) -> Policy | ShardedPolicy:
         cfg, mesh = self._shared_cfg, self._mesh
+        self._apply_matmul_precision(model)
         if mesh.world.size == 1:
             if self._exact:
                 self._decode_exactly(model)
@@ -118,7 +120,10 @@ class Learner(ABC):
                 recompute_every_n_layers=cfg.recompute_every_n_layers,
                 offload_activations=cfg.offload_activations and plain,
                 offload_optimizer=cfg.offload_optimizer,
+                offload_gradients=cfg.offload_gradients,
+                offload_parameters=cfg.offload_parameters,
                 compile=self._compile and plain,
+                device=mesh.device,
             )
             if cfg.fused_layers:
                 self._backbones[model] = training_backbone(
@@ -148,6 +153,8 @@ class Learner(ABC):
             mesh,
             stage=cfg.parallel.zero_stage,
             forward_prefetch=cfg.parallel.forward_prefetch,
+            offload_gradients=cfg.offload_gradients,
+            offload_parameters=cfg.offload_parameters,
         )
         self._sharded[model] = policy.sharded
         return policy
@@ -155,6 +162,8 @@ class Learner(ABC):
     def _add_reference(self, model: PreTrainedModel) -> None:
         """Make ready a frozen model that is scored beside the policy."""
         cfg, mesh = self._shared_cfg.parallel, self._mesh
+        # As the policy, which would have a divergence from itself otherwise.
+        self._apply_matmul_precision(model)
         if self._exact:
             self._decode_exactly(model)
         if mesh.world.size == 1:
@@ -169,6 +178,17 @@ class Learner(ABC):
             model.requires_grad_(False), mesh, stage=3, forward_prefetch=cfg.forward_prefetch
         )
 
+    def _apply_matmul_precision(self, model: PreTrainedModel) -> None:
+        cfg = self._shared_cfg
+        own_products = self._exact or cfg.fused_layers or self._mesh.tensor.size > 1
+        if cfg.matmul_precision == "fp8" and own_products:
+            raise UserError(
+                "trainer.matmul_precision=fp8 is for the whole projections of transformers' "
+                "layers: set it to default, or model.exact and trainer.fused_layers to false and "
+                "trainer.parallel.tensor_parallel_size to 1"
+            )
+        apply_matmul_precision(model, cfg.matmul_precision, self._mesh.device)
+
     def _decode_exactly(self, model: PreTrainedModel) -> None:
         require_exact(model)
         recompute = self._shared_cfg.recompute == "full"
@@ -182,9 +202,7 @@ class Learner(ABC):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights an engine must sample with, under Hugging Face names. With several processes
         whole tensors, gathered one by one: collective, and each exists while it is held."""
-        model = self.policy.model
-        own = self.policy.named_weights() if isinstance(self.policy, ShardedPolicy) else None
-        return merged_weights(model, export_weights(model) if own is None else own)
+        return merged_weights(self.policy.model, self.policy.named_weights())
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Masters and moments as named tensors, and counters that JSON can hold."""

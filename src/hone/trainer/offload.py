@@ -1,8 +1,10 @@
 """What of training waits in host memory, and how it travels.
 
-Three things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
-masters and moments, which visit the device piece by piece in each step (`HostMasters`,
-`stream_buckets`), and all of the trainer's state while an engine generates (`Parking`).
+Five things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
+masters and moments, which visit the device piece by piece in each step (`stream_buckets`),
+gradients between micro-batches and until that step (`host_state.py`), the weights of decoder layers
+while others compute (`visiting_layers.py`), and all of the trainer's state while an engine
+generates (`Parking`).
 
 Copies run on streams of their own, from and to page-locked buffers that are used again: neither
 device nor host memory grows from step to step. On a CPU the same copies happen at once.
@@ -12,14 +14,14 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hone.config.errors import UserError
@@ -27,10 +29,14 @@ from hone.config.errors import UserError
 __all__ = [
     "BUCKET_BYTES",
     "ActivationOffload",
+    "Bucket",
     "HostBuffer",
-    "HostMasters",
+    "Lane",
     "Parking",
+    "mark_of",
     "stream_buckets",
+    "wait_for",
+    "whole_storage",
 ]
 
 BUCKET_BYTES = 128 << 20
@@ -98,7 +104,7 @@ def _runtime() -> Any:
     return torch.cuda.cudart()
 
 
-class _Lane:
+class Lane:
     """A stream beside the current one. On a CPU there is none, and every copy ends at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -117,15 +123,16 @@ class _Lane:
             yield
 
     def mark(self) -> torch.Event | None:
+        """The end of what the lane has been given so far."""
         return None if self._stream is None else self._stream.record_event()
 
 
-def _mark(device: torch.device) -> torch.Event | None:
+def mark_of(device: torch.device) -> torch.Event | None:
     """The end of what the current stream has been given so far."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def _wait(mark: torch.Event | None) -> None:
+def wait_for(mark: torch.Event | None) -> None:
     """Let the current stream wait; the host goes on."""
     if mark is not None:
         torch.cuda.current_stream().wait_event(mark)
@@ -140,7 +147,7 @@ class ActivationOffload:
     """
 
     def __init__(self) -> None:
-        self._lane: _Lane | None = None
+        self._lane: Lane | None = None
         self._free: list[HostBuffer] = []
         self._newest: tuple[_Kept, Tensor] | None = None
         self.num_buffers = 0
@@ -153,11 +160,11 @@ class ActivationOffload:
     def _keep(self, tensor: Tensor) -> _Kept:
         value = tensor.detach().contiguous()
         if self._lane is None:
-            self._lane = _Lane(value.device)
+            self._lane = Lane(value.device)
         below = self._let_go()
         kept = _Kept(value, self._take(value.nbytes, value.device), below)
         weakref.finalize(kept, self._free.append, kept.buffer)
-        with self._lane.after(_mark(value.device)):
+        with self._lane.after(mark_of(value.device)):
             kept.host.copy_(value, non_blocking=True)
             kept.is_out = self._lane.mark()
         self._newest = kept, value
@@ -169,7 +176,7 @@ class ActivationOffload:
         else:
             self._start(kept)
             value, is_in = kept.take()
-            _wait(is_in)
+            wait_for(is_in)
         self._let_go()
         below = None if kept.below is None else kept.below()
         if below is not None:
@@ -182,7 +189,7 @@ class ActivationOffload:
         if kept.incoming is None:
             value = torch.empty_like(kept.host, device=kept.device)
             # The memory may still be read by earlier work of the current stream.
-            with self._lane.after(_mark(kept.device)):
+            with self._lane.after(mark_of(kept.device)):
                 value.copy_(kept.host, non_blocking=True)
                 kept.incoming = value, self._lane.mark()
 
@@ -192,7 +199,7 @@ class ActivationOffload:
         if self._newest is None:
             return None
         kept, _ = self._newest
-        _wait(kept.is_out)
+        wait_for(kept.is_out)
         self._newest = None
         return weakref.ref(kept)
 
@@ -237,72 +244,48 @@ class _Kept:
         return incoming
 
 
-class HostMasters:
-    """Float32 copies of weights in pinned host memory, beside the weights' gradients.
+class Bucket(NamedTuple):
+    """Host tensors that visit the device together; contiguous."""
 
-    The gradients are float32 and stay on the device. On the host they would take the third of
-    memory that 8 billion parameters with float32 moments leave of 128 GiB, and every micro-batch
-    would send its gradient there: 16 GB, for what one step needs once.
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        """`weights` are what computes, on one device, of any float format; local tensors. Raises
-        UserError where the host has too little memory."""
-        self.weights = {name: weight.detach() for name, weight in weights.items()}
-        self.gradients: dict[str, Tensor] = {}
-        """What the next step applies, under the weights' names. A step clears it."""
-        layout = [(weight.shape, torch.float32) for weight in self.weights.values()]
-        device = next(iter(self.weights.values())).device
-        self._buffer = HostBuffer.for_layout(
-            layout, device, purpose="trainer.offload_optimizer keeps master weights on the host"
-        )
-        masters = self._buffer.tensors(layout)
-        self.masters = {
-            name: nn.Parameter(master) for name, master in zip(self.weights, masters, strict=True)
-        }
-        with torch.no_grad():
-            for name, master in self.masters.items():
-                master.copy_(self.weights[name])
-
-    def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add in float32 to what the weight's gradient has so far; `gradient` is left alone."""
-        if name in self.gradients:
-            self.gradients[name].add_(gradient)
-        else:
-            self.gradients[name] = gradient.to(torch.float32, copy=True)
+    changed: Sequence[Tensor]
+    read: Sequence[Tensor] = ()
+    """What does not come back."""
+    written: Sequence[Tensor] = ()
+    """What only comes back."""
 
 
 def stream_buckets(
-    buckets: Iterable[Sequence[Tensor]],
+    buckets: Iterable[Bucket],
     update: Callable[[int, list[Tensor]], None],
     device: torch.device,
 ) -> None:
     """Bring each bucket of host tensors to the device, let `update` change it there, put it back.
 
-    `update` gets the bucket's number and its tensors as they are on the device, in their order. Two
-    buckets exist there at a time: one is filled while the other is changed and leaves, so that both
-    directions of the bus are busy. Afterwards the host tensors can be read and the device memory is
-    free. Tensors are contiguous.
+    `update` gets the bucket's number and its tensors as they are on the device, in their order,
+    those `changed`, `read` and `written` one after the other. Two buckets exist there at a time:
+    one is filled while the other is changed and leaves, so that both directions of the bus are
+    busy. Afterwards the host tensors can be read and the device memory is free.
     """
-    arriving, leaving = _Lane(device), _Lane(device)
+    arriving, leaving = Lane(device), Lane(device)
     slots = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
     has_left: list[torch.Event | None] = [None, None]
     try:
-        for index, host in enumerate(buckets):
+        for index, (changed, read, written) in enumerate(buckets):
             slot = index % 2
-            layout = [(tensor.shape, tensor.dtype) for tensor in host]
+            incoming, outgoing = [*changed, *read], [*changed, *written]
+            layout = [(tensor.shape, tensor.dtype) for tensor in (*incoming, *written)]
             if slots[slot].nbytes < _num_bytes(layout):
-                _wait(has_left[slot])  # before its memory is anybody's
+                wait_for(has_left[slot])  # before its memory is anybody's
                 slots[slot] = torch.empty(_num_bytes(layout), dtype=torch.uint8, device=device)
-                has_left[slot] = _mark(device)
+                has_left[slot] = mark_of(device)
             staged = _carve(slots[slot], layout)
             with arriving.after(has_left[slot]):
-                _copy_all(host, staged)
+                _copy_all(incoming, staged[: len(incoming)])
                 has_arrived = arriving.mark()
-            _wait(has_arrived)
+            wait_for(has_arrived)
             update(index, staged)
-            with leaving.after(_mark(device)):
-                _copy_all(staged, host)
+            with leaving.after(mark_of(device)):
+                _copy_all([*staged[: len(changed)], *staged[len(incoming) :]], outgoing)
                 has_left[slot] = leaving.mark()
     finally:
         if device.type == "cuda":
@@ -343,7 +326,7 @@ class Parking:
             )
         parked = list(zip(storages.values(), self._buffer.tensors(layout), strict=True))
         for storage, host in parked:
-            host.copy_(_whole(storage), non_blocking=True)
+            host.copy_(whole_storage(storage), non_blocking=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         _free(storages.values())
@@ -359,7 +342,7 @@ class Parking:
             _free(storage for storage, _ in self._parked)
             raise
         for storage, host in self._parked:
-            _whole(storage).copy_(host, non_blocking=True)
+            whole_storage(storage).copy_(host, non_blocking=True)
         self._parked = []
 
 
@@ -373,7 +356,8 @@ def _free(storages: Iterable[torch.UntypedStorage]) -> None:
         torch.cuda.empty_cache()
 
 
-def _whole(storage: torch.UntypedStorage) -> Tensor:
+def whole_storage(storage: torch.UntypedStorage) -> Tensor:
+    """Its bytes, as a tensor that autograd does not know."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -8,7 +8,8 @@ A step over host memory streams masters and moments through the device rather th
 with the processor's cores. Per parameter of 4-byte state it sends 12 bytes each way, 96 GB for 8
 billion parameters, which a bus of 50 GB/s does in 2 s, both directions at once; cores would read
 and write 246 GB of host memory, more than 2 s, and be missing to rewards and data meanwhile. And
-the numbers are then, bit for bit, those of a step without offload.
+the numbers are then, bit for bit, those of a step without offload. Gradients that lie on the host
+come along, and are scaled on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch.optim.adamw import adamw
 from hone.checkpoint.sharded import laid_out, local_part, region_of
 from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
-from hone.trainer.offload import BUCKET_BYTES, HostBuffer, HostMasters, stream_buckets
+from hone.trainer.host_state import HostGradients, HostMasters
+from hone.trainer.offload import BUCKET_BYTES, Bucket, HostBuffer, stream_buckets
 
 __all__ = ["FlatLayout", "ParameterOptimizer", "adamw_bfloat16_"]
 
@@ -53,13 +55,16 @@ class ParameterOptimizer:
         *,
         offload: bool = False,
         host_masters: HostMasters | None = None,
+        host_gradients: HostGradients | None = None,
     ) -> None:
         """`embeddings` names the input embedding and the output head.
 
         `offload` keeps AdamW's moments in pinned host memory. With `host_masters`, whose `masters`
         must then be `parameters`, the masters lie there too, gradients come from it, and a step
-        writes its weights. Of parameters that are DTensors, offload sees each process's own part.
-        Raises UserError for Muon with offload, and where the host has too little memory.
+        writes its weights. With `host_gradients` they come from there, and are scaled as it says.
+        Of parameters that are DTensors, offload sees each process's own part. Raises UserError for
+        Muon with offload, and where the host has too little memory; ValueError for gradients on the
+        host without `offload`, whose step would not fetch them.
         """
         if offload and cfg.name == "muon":
             raise UserError(
@@ -67,6 +72,8 @@ class ParameterOptimizer:
                 "orthogonalises whole matrices, while offloaded states visit the device in pieces. "
                 "Use adamw, or turn trainer.offload_optimizer off"
             )
+        if host_gradients is not None and not offload:
+            raise ValueError("host_gradients are fetched by a step with offload only")
         self._parameters = dict(parameters)
         on_muon = {
             name: parameter
@@ -74,7 +81,11 @@ class ParameterOptimizer:
             if cfg.name == "muon" and parameter.ndim == 2 and name not in embeddings
         }
         self._adamw = _AdamW(
-            {n: p for n, p in parameters.items() if n not in on_muon}, cfg, offload, host_masters
+            {n: p for n, p in parameters.items() if n not in on_muon},
+            cfg,
+            offload,
+            host_masters,
+            host_gradients,
         )
         self._muon_names = {parameter: name for name, parameter in on_muon.items()}
         self._peak_muon_lr = cfg.muon_lr
@@ -212,11 +223,13 @@ class _AdamW:
         cfg: OptimizerConfig,
         offload: bool,
         host: HostMasters | None,
+        host_gradients: HostGradients | None,
     ) -> None:
         self.is_offloaded = offload
         self._cfg = cfg
         self._parameters = parameters
         self._host = host
+        self._host_gradients = host_gradients
         self._layouts: dict[str, FlatLayout] = {}
         """Where the noise of bfloat16 moments is counted from."""
         if self._dtype is torch.bfloat16:
@@ -320,70 +333,87 @@ class _AdamW:
 
     def _device(self) -> torch.device:
         """Where updates are computed."""
-        tensors = self._host.weights if self._host is not None else self._parameters
-        return next(iter(tensors.values())).device
+        for host in (self._host, self._host_gradients):
+            if host is not None:
+                return host.device
+        return next(iter(self._parameters.values())).device
 
     def _gradients(self) -> dict[str, Tensor]:
+        if self._host_gradients is not None:
+            return self._host_gradients.tensors
         if self._host is not None:
             return dict(self._host.gradients)
         return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
 
     def _drop_gradients(self) -> None:
+        if self._host_gradients is not None:
+            self._host_gradients.clear()
         if self._host is not None:
             self._host.gradients.clear()
-        else:
-            for parameter in self._parameters.values():
-                parameter.grad = None
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def _stream(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """Update what lies on the host, one bucket after the other."""
         masters = None if self._host is None else self._host.masters
+        weights = {} if self._host is None else self._host.weights
+        homes = {} if self._host is None else self._host.homes
+        away = self._host_gradients
         buckets = self._buckets(gradients)
 
-        def update(index: int, staged: list[Tensor]) -> None:
-            values = iter(staged)
-            operands: list[_Operand] = []
-            for piece in buckets[index]:
-                place = slice(piece.start, piece.stop)
-                if masters is None:
-                    master = _flat(self._parameters[piece.name])[place]
-                else:
-                    master = next(values)
-                operands.append(
-                    _Operand(
-                        piece.name,
-                        master,
-                        _flat(gradients[piece.name])[place],
-                        next(values),
-                        next(values),
-                        piece.start,
-                    )
-                )
-            self._update(operands, lr)
-            if self._host is not None:
-                for piece, operand in zip(buckets[index], operands, strict=True):
-                    weight = _flat(self._host.weights[piece.name])
-                    weight[piece.start : piece.stop].copy_(operand.master)
-
-        def on_host(piece: _Piece) -> list[Tensor]:
-            state = self._on_host[piece.name]
-            tensors = [state.exp_avg, state.exp_avg_sq]
+        def of_host(pieces: list[_Piece]) -> Bucket:
+            states = [self._on_host[piece.name] for piece in pieces]
+            changed = [
+                *(_part(state.exp_avg, piece) for state, piece in zip(states, pieces, strict=True)),
+                *(_part(s.exp_avg_sq, piece) for s, piece in zip(states, pieces, strict=True)),
+            ]
             if masters is not None:
-                tensors.insert(0, masters[piece.name])
-            return [_flat(tensor)[piece.start : piece.stop] for tensor in tensors]
+                changed += [_part(masters[piece.name], piece) for piece in pieces]
+            return Bucket(
+                changed,
+                read=[] if away is None else [_part(gradients[p.name], p) for p in pieces],
+                written=[_part(homes[p.name], p) for p in pieces if p.name in homes],
+            )
+
+        def update(index: int, staged: list[Tensor]) -> None:
+            pieces, values = buckets[index], iter(staged)
+            exp_avgs = [next(values) for _ in pieces]
+            exp_avg_sqs = [next(values) for _ in pieces]
+            own = [
+                _part(self._parameters[p.name], p) if masters is None else next(values)
+                for p in pieces
+            ]
+            arrived = [
+                _part(gradients[p.name], p) if away is None else next(values) for p in pieces
+            ]
+            if away is not None and away.scale is not None:
+                for gradient in arrived:
+                    gradient.mul_(away.scale)
+            operands = [
+                _Operand(piece.name, master, gradient, exp_avg, exp_avg_sq, piece.start)
+                for piece, master, gradient, exp_avg, exp_avg_sq in zip(
+                    pieces, own, arrived, exp_avgs, exp_avg_sqs, strict=True
+                )
+            ]
+            self._update(operands, lr)
+            for piece, master in zip(pieces, own, strict=True):
+                if piece.name in weights:
+                    _part(weights[piece.name], piece).copy_(master)
+                elif piece.name in homes:
+                    next(values).copy_(master)
 
         with torch.no_grad():
-            stream_buckets(
-                ([t for piece in bucket for t in on_host(piece)] for bucket in buckets),
-                update,
-                self._device(),
-            )
+            stream_buckets((of_host(pieces) for pieces in buckets), update, self._device())
 
     def _buckets(self, gradients: Mapping[str, Tensor]) -> list[list[_Piece]]:
         """Pieces of the parameters with a gradient, `BUCKET_BYTES` of host state at most in each
         bucket."""
-        moment_bytes = 2 if self._dtype is torch.bfloat16 else 4
-        capacity = BUCKET_BYTES // (2 * moment_bytes + 4) // _PIECE_STEP * _PIECE_STEP
+        num_bytes = 2 * (2 if self._dtype is torch.bfloat16 else 4) + 4
+        if self._host_gradients is not None:
+            num_bytes += 4
+        if self._host is not None and self._host.homes:
+            num_bytes += 2
+        capacity = BUCKET_BYTES // num_bytes // _PIECE_STEP * _PIECE_STEP
         buckets: list[list[_Piece]] = [[]]
         room = capacity
         for name, gradient in gradients.items():
@@ -537,6 +567,10 @@ def _own_part(value: Tensor, parameter: Tensor) -> Tensor | None:
     if isinstance(value, DTensor):
         return value.to_local() if region_of(value) == region else None
     return value[region.slices]
+
+
+def _part(tensor: Tensor, piece: _Piece) -> Tensor:
+    return _flat(tensor)[piece.start : piece.stop]
 
 
 def _flat(tensor: Tensor) -> Tensor:

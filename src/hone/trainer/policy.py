@@ -7,13 +7,16 @@ swallow updates below 1/256 of itself. Where the module computes in float32, its
 masters. A tensor shared by two layers has one master.
 
 Masters may lie in pinned host memory for good (`offload_optimizer`); then gradients lie beside them
-in `host_masters` and the optimizer's step writes the module. And all but the module may go there
-while an engine generates (`sleep`).
+in `host_masters` and the optimizer's step writes the module. Gradients may follow them there
+(`offload_gradients`, `host_gradients`), and the weights of decoder layers
+(`offload_parameters`), which then have no device memory but while they compute. And all but the
+module may go there while an engine generates (`sleep`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import ceil
 from typing import cast
 
@@ -21,14 +24,29 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hone.checkpoint.sharded import StoredTensor
+from hone.checkpoint.sharded import StoredTensor, local_part
 from hone.config.errors import UserError
 from hone.models.decoder import decoder_layers, head_weight
+from hone.models.manifest import export_weights
 from hone.observe.metrics import Mean, Metrics
-from hone.trainer.offload import HostMasters, Parking
+from hone.trainer.host_state import (
+    HostGradients,
+    HostMasters,
+    StreamedGradients,
+    norm_of_pieces,
+)
+from hone.trainer.offload import Parking
 from hone.trainer.recompute import RecomputeMode, apply_recompute
+from hone.trainer.visiting_layers import VisitingLayers
 
-__all__ = ["NonFiniteError", "Policy", "require_layout"]
+__all__ = [
+    "BasePolicy",
+    "NonFiniteError",
+    "Policy",
+    "layer_gradient_bytes",
+    "require_finite",
+    "require_layout",
+]
 
 _MAX_SAMPLED_ELEMENTS = 1 << 22
 _MAX_SAMPLED_ON_HOST = 1 << 18
@@ -39,7 +57,84 @@ class NonFiniteError(ValueError):
     """A loss, gradient or weight is infinite or not a number. Training must not go on."""
 
 
-class Policy:
+class BasePolicy(ABC):
+    """What a policy of one process and one of several have in common."""
+
+    model: PreTrainedModel
+    device: torch.device
+    """Where it computes."""
+    dtype: torch.dtype
+    """In which format."""
+    parameters: dict[str, nn.Parameter]
+    """Of the module, a shared tensor once."""
+    host_masters: HostMasters | None = None
+    """For `ParameterOptimizer`, where the masters lie on the host."""
+    host_gradients: HostGradients | None = None
+    """The same for gradients."""
+
+    @property
+    @abstractmethod
+    def gradients(self) -> dict[str, Tensor]:
+        """The masters' gradients, float32, in the order of the masters. Those that lie on the host
+        are without the factor of `clip_gradient`."""
+
+    @property
+    def embedding_names(self) -> set[str]:
+        """Names of the input embedding and the output head."""
+        ends = (self.model.get_input_embeddings().weight, head_weight(self.model))
+        return {name for name, p in self.parameters.items() if any(p is end for end in ends)}
+
+    @property
+    def host_bytes(self) -> int:
+        """Of gradients and weights in host memory, besides masters."""
+        return 0 if self.host_gradients is None else self.host_gradients.num_bytes
+
+    def clip_gradient(self, max_norm: float, norm: Tensor) -> None:
+        """Scale gradients whose global norm is `norm` down to `max_norm`; 0 leaves them. Those on
+        the host are scaled when the optimizer's step fetches them."""
+        if max_norm > 0:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            if self.host_gradients is not None:
+                self.host_gradients.scale = factor
+                return
+            for gradient in self.gradients.values():
+                local_part(gradient).mul_(factor)
+
+    def _sampled(self, masters: Mapping[str, Tensor]) -> Tensor:
+        """Every so many elements of the local parts of `masters`, [K] on the device."""
+        stride = self._stride
+        shards = (local_part(p.detach()).flatten()[::stride] for p in masters.values())
+        return torch.cat([*shards]).to(self.device)
+
+    @property
+    @abstractmethod
+    def _stride(self) -> int:
+        """Every so many elements are sampled."""
+
+    def _stride_of(self, masters: Mapping[str, Tensor]) -> int:
+        limit = _MAX_SAMPLED_ELEMENTS if self.host_masters is None else _MAX_SAMPLED_ON_HOST
+        return ceil(sum(p.numel() for p in masters.values()) / limit)
+
+
+def layer_gradient_bytes(layers: Iterable[nn.Module]) -> int:
+    """Float32 bytes of the gradients that the largest of `layers` brings at once, of what this
+    process holds."""
+    return max(
+        sum(4 * local_part(p.detach()).numel() for p in layer.parameters() if p.requires_grad)
+        for layer in layers
+    )
+
+
+def require_finite(ratio: Tensor) -> None:
+    """Raise NonFiniteError unless the change of weights, relative to them, is a number."""
+    if not bool(ratio.isfinite()):
+        raise NonFiniteError(
+            "the optimizer produced weights that are not finite: lower trainer.optimizer.lr "
+            "and go on from the last checkpoint"
+        )
+
+
+class Policy(BasePolicy):
     """A causal language model with masters, gradient norm and update statistics."""
 
     def __init__(
@@ -50,40 +145,67 @@ class Policy:
         recompute_every_n_layers: int = 1,
         offload_activations: bool = False,
         offload_optimizer: bool = False,
+        offload_gradients: bool = False,
+        offload_parameters: bool = False,
         compile: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         """The first three as in `apply_recompute`. `offload_optimizer` keeps the masters of a
-        module that is narrower than float32 in pinned host memory; raises UserError where there is
-        too little. `compile` compiles each layer."""
+        module that is narrower than float32 in pinned host memory, `offload_gradients` the
+        gradients, `offload_parameters` the weights of decoder layers and all masters; each needs
+        those before it. Raises UserError where there is too little memory. `compile` compiles each
+        layer. `device` is the model's own; with `offload_parameters` the model may come in host
+        memory, and the rest of it is moved there."""
         self.model = model
-        self.device = model.device
+        self.device = model.device if device is None else device
         self.dtype = model.dtype
+        layers = decoder_layers(model)
+        apply_recompute(
+            layers, mode=recompute, every=recompute_every_n_layers, offload=offload_activations
+        )
+        self._visiting: VisitingLayers | None = None
+        if offload_parameters:
+            self._visiting = VisitingLayers(layers, self.device)
+            cast(nn.Module, model).to(self.device)
         # A shared tensor once; those that are frozen have no masters.
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._names = {parameter: name for name, parameter in self.parameters.items()}
-        self.host_masters: HostMasters | None = None
-        """For `ParameterOptimizer`, where the masters lie on the host."""
-        if self.dtype in (torch.float32, torch.float64):
-            self._masters = self.parameters
-        elif offload_optimizer:
-            self.host_masters = HostMasters(self.parameters)
+        if offload_parameters or (offload_optimizer and not self._computes_in_masters):
+            homes = {n: self._home(p) for n, p in self.parameters.items()}
+            homes = {n: home for n, home in homes.items() if home is not self.parameters[n]}
+            self.host_masters = HostMasters.copied(self.parameters, self.device, homes)
             self._masters = self.host_masters.masters
+        elif self._computes_in_masters:
+            self._masters = self.parameters
         else:
             self._masters = {
                 name: nn.Parameter(parameter.detach().float())
                 for name, parameter in self.parameters.items()
             }
-        if self._masters is not self.parameters:
+        if offload_gradients:
+            self.host_gradients = StreamedGradients(
+                self.parameters, self.device, window_bytes=layer_gradient_bytes(layers)
+            )
+        if self._masters is not self.parameters or offload_gradients:
             for name, parameter in self.parameters.items():
                 parameter.register_post_accumulate_grad_hook(self._gradient_mover(name))
-        layers = decoder_layers(model)
-        apply_recompute(
-            layers, mode=recompute, every=recompute_every_n_layers, offload=offload_activations
-        )
         if compile:
             for layer in layers:
-                layer.compile(dynamic=True)  # no two micro-batches have the same shape
+                # No two micro-batches have the same shape.
+                if offload_parameters:  # the hooks that bring weights run outside
+                    layer.forward = torch.compile(layer.forward, dynamic=True)
+                else:
+                    layer.compile(dynamic=True)
         self._parking = Parking()
+
+    @property
+    def _computes_in_masters(self) -> bool:
+        return self.dtype in (torch.float32, torch.float64)
+
+    def _home(self, tensor: Tensor) -> Tensor:
+        """Where a weight's values are kept between passes."""
+        home = None if self._visiting is None else self._visiting.home(tensor)
+        return tensor if home is None else home
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
@@ -93,14 +215,17 @@ class Policy:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The masters' gradients, float32, on the module's device."""
+        if self.host_gradients is not None:
+            return self.host_gradients.tensors
         if self.host_masters is not None:
-            return self.host_masters.gradients
+            held = self.host_masters.gradients
+            return {name: held[name] for name in self._masters if name in held}
         return {name: p.grad for name, p in self.masters.items() if p.grad is not None}
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """The float32 gradient of one of the module's parameters, to be added to in place; zeros
-        where nothing has been added yet."""
+        where nothing has been added yet. Not for gradients that lie on the host."""
+        assert self.host_gradients is None, "what is added in place must be on the device"
         name = self._names[cast(nn.Parameter, parameter)]
         if self.host_masters is not None:
             gradients = self.host_masters.gradients
@@ -112,22 +237,11 @@ class Policy:
             master.grad = torch.zeros_like(master)
         return master.grad
 
-    @property
-    def embedding_names(self) -> set[str]:
-        """Names of the input embedding and the output head."""
-        ends = (self.model.get_input_embeddings().weight, head_weight(self.model))
-        return {name for name, p in self.parameters.items() if any(p is end for end in ends)}
-
     def gradient_norm(self) -> Tensor:
         """Global 2-norm of the masters' gradients; inf or nan where one is not finite."""
-        return nn.utils.get_total_norm(list(self.gradients.values()))
-
-    def clip_gradient(self, max_norm: float, norm: Tensor) -> None:
-        """Scale gradients whose global norm is `norm` down to `max_norm`; 0 leaves them."""
-        if max_norm > 0:
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for gradient in self.gradients.values():
-                gradient.mul_(factor)
+        if self.host_gradients is not None:
+            return torch.linalg.vector_norm(torch.cat([*self.host_gradients.norms.values()]))
+        return norm_of_pieces(self.gradients.values())
 
     def drop_gradient(self) -> None:
         """Forget all gradients."""
@@ -135,6 +249,8 @@ class Policy:
             parameter.grad = None
         if self.host_masters is not None:
             self.host_masters.gradients.clear()
+        if self.host_gradients is not None:
+            self.host_gradients.clear()
 
     def non_finite_gradient(self) -> str | None:
         """Name of the first parameter whose gradient is not finite."""
@@ -154,18 +270,16 @@ class Policy:
         element.
         Raises NonFiniteError where a moved weight is not finite.
         """
-        before = self._sampled_masters()
+        if self._visiting is not None:
+            self._visiting.send_home()
+        before = self._sampled(self.masters)
         update()
-        after = self._sampled_masters()
+        after = self._sampled(self.masters)
         if self.masters is not self.parameters and self.host_masters is None:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.masters[name])
         ratio = (after - before).norm() / before.norm().clamp(min=1e-30)
-        if not bool(ratio.isfinite()):
-            raise NonFiniteError(
-                "the optimizer produced weights that are not finite: lower trainer.optimizer.lr "
-                "and go on from the last checkpoint"
-            )
+        require_finite(ratio)
         unchanged = before.to(self.dtype) == after.to(self.dtype)
         return {
             "train/update_to_weight_ratio": Mean.of(ratio[None]),
@@ -175,11 +289,43 @@ class Policy:
     def load_masters(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
         """Take over saved masters. Raises as `require_layout`, with nothing changed."""
         require_layout(self.masters, tensors)
+        if self._visiting is not None:
+            self._visiting.send_home()
         with torch.no_grad():
             for name, master in self.masters.items():
                 saved = tensors[name]
                 master.copy_(saved.full() if isinstance(saved, StoredTensor) else saved)
-                self.parameters[name].copy_(master)
+                self._home(self.parameters[name]).copy_(master)
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether layers' weights lie in host memory, and the module's own tensors are empty."""
+        return self._visiting is not None
+
+    @property
+    def host_bytes(self) -> int:
+        num_bytes = super().host_bytes
+        if self._visiting is None or self.host_masters is None:
+            return num_bytes
+        # A float32 home is a master.
+        homes = {n: self._visiting.home(p) for n, p in self.parameters.items()}
+        masters = {n: home for n, home in homes.items() if n not in self.host_masters.homes}
+        return (
+            num_bytes
+            + self._visiting.num_bytes
+            - sum(home.nbytes for home in masters.values() if home is not None)
+        )
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's tensors on the device under Hugging Face names, a tied one under each of its
+        names: the module's own or, of what lies in host memory, copies that exist while they are
+        held."""
+        if self._visiting is None:
+            yield from export_weights(self.model)
+            return
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            yield name, self._home(value).detach().to(self.device)
 
     def sleep(self, moments: Iterable[Tensor] = ()) -> None:
         """Move masters, gradients and an optimizer's `moments` from the device to pinned host
@@ -190,7 +336,7 @@ class Policy:
         nothing moved, where the host has too little memory.
         """
         self._require_awake()
-        tensors = [*self.gradients.values(), *moments]
+        tensors = [*moments] if self.host_gradients else [*self.gradients.values(), *moments]
         if self._masters is not self.parameters and self.host_masters is None:
             tensors += [master.detach() for master in self._masters.values()]
         self._parking.park(tensors)
@@ -206,12 +352,15 @@ class Policy:
 
     def _gradient_mover(self, name: str) -> Callable[[Tensor], None]:
         """Hook that adds a parameter's fresh gradient to its master's and frees it."""
-        host, master = self.host_masters, self._masters[name]
+        host, master, streamed = self.host_masters, self._masters[name], self.host_gradients
+        assert streamed is None or isinstance(streamed, StreamedGradients)
 
         def move(parameter: Tensor) -> None:
             if parameter.grad is None:
                 return  # a function that adds to the master itself gives autograd nothing
-            if host is not None:
+            if streamed is not None:
+                streamed.add(name, parameter.grad)
+            elif host is not None:
                 host.add_gradient(name, parameter.grad)
             elif master.grad is None:
                 master.grad = parameter.grad.float()
@@ -221,11 +370,9 @@ class Policy:
 
         return move
 
-    def _sampled_masters(self) -> Tensor:
-        masters = self.masters.values()
-        limit = _MAX_SAMPLED_ELEMENTS if self.host_masters is None else _MAX_SAMPLED_ON_HOST
-        stride = ceil(sum(p.numel() for p in masters) / limit)
-        return torch.cat([p.detach().flatten()[::stride] for p in masters])
+    @property
+    def _stride(self) -> int:
+        return self._stride_of(self.masters)
 
 
 def require_layout(

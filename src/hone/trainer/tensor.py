@@ -77,7 +77,8 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
     """Split `model` over the tensor axis of `mesh`, in place; nothing with one rank along it.
 
     Every rank brings the same whole weights and keeps its part of them; no messages are sent. From
-    host memory they come to the mesh's device one by one, where the parts stay.
+    host memory they come to the mesh's device one by one, where the parts stay. Those on the meta
+    device stay there, as parts.
     Raises UserError as `check_tensor_parallel` does, before anything is changed.
     """
     if mesh.tensor_mesh is None:

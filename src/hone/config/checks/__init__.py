@@ -26,7 +26,13 @@ from hone.config.checks.generation import (
     check_training_distribution,
     samples_key,
 )
-from hone.config.checks.layers import check_adapters, check_fused_layers, check_sleep
+from hone.config.checks.layers import (
+    check_adapters,
+    check_fused_layers,
+    check_matmul_precision,
+    check_rounded_trainer,
+    check_sleep,
+)
 from hone.config.checks.learning import (
     check_algorithm,
     check_batches,
@@ -97,8 +103,15 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
         ),
         check_batches(rollout, cfg.trainer),
         check_shared_prompts(cfg.trainer, exact=cfg.model.exact, num_samples=num_samples),
-        check_memory(cfg.trainer, exact=cfg.model.exact, device=cfg.run.device),
+        check_memory(
+            cfg.trainer,
+            exact=cfg.model.exact,
+            device=cfg.run.device,
+            world_size=world_size,
+            samples_in_place=not cfg.model.lora.rank,
+        ),
         *_layers(cfg, world_size),
+        check_rounded_trainer(cfg.trainer, cfg.algorithm),
         check_sleep(cfg.trainer, world_size),
         check_algorithm(cfg.algorithm, rollout, steps_per_rollout=steps_per_rollout),
         check_kl(cfg.algorithm),
@@ -134,6 +147,7 @@ def _layers(cfg: RLConfig | SFTConfig, world_size: int | None) -> list[Iterable[
         check_fused_layers(
             cfg.trainer, lora, exact=exact, device=cfg.run.device, world_size=world_size
         ),
+        check_matmul_precision(cfg.trainer, cfg.model, device=cfg.run.device),
     ]
 
 
@@ -167,7 +181,7 @@ def check_sft(cfg: SFTConfig, world_size: int | None = None) -> list[Finding]:
                 number=cfg.data.examples_per_step,
                 what="train",
             ),
-            check_memory(cfg.trainer, exact=False, device=cfg.run.device),
+            check_memory(cfg.trainer, exact=False, device=cfg.run.device, world_size=world_size),
             *_layers(cfg, world_size),
             check_optimizer(cfg.trainer.optimizer, total_steps=cfg.run.steps, fine_tunes=True),
             check_run(cfg.run),

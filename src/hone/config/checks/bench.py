@@ -17,7 +17,11 @@ from hone.config.checks.generation import (
     check_output,
     check_tensor_parallel,
 )
-from hone.config.checks.layers import check_adapters, check_fused_layers
+from hone.config.checks.layers import (
+    check_adapters,
+    check_fused_layers,
+    check_matmul_precision,
+)
 from hone.config.checks.learning import check_budget, check_memory, check_optimizer
 from hone.config.checks.parallel import (
     check_context_budget,
@@ -178,6 +182,7 @@ def check_bench_train(
             device=cfg.run.device,
             world_size=world_size,
         ),
+        check_matmul_precision(trainer, model, device=cfg.run.device),
         _objective(cfg),
         check_exact(model, EngineConfig(), device=cfg.run.device, facts=facts),
         _context(cfg.workload, longest=longest, longest_of=longest_of, facts=facts),
@@ -196,7 +201,7 @@ def check_bench_train(
             number=num_rows,
             what="train",
         ),
-        check_memory(trainer, exact=model.exact, device=cfg.run.device),
+        check_memory(trainer, exact=model.exact, device=cfg.run.device, world_size=world_size),
         (finding for finding in rates if finding.level == "error"),
         _unused_in_training(cfg),
         _output(cfg),

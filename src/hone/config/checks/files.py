@@ -54,7 +54,14 @@ def check_model(
 
 def _model_folder(model: ModelConfig, folder: Path, needs_tokenizer: bool) -> Iterator[Finding]:
     if not (folder / "config.json").is_file():
-        yield error(f"model.path '{folder}' holds no config.json.", "model.path")
+        inner = folder / "model"  # where a run leaves it
+        fix = (
+            f"Did you mean '{inner}'?"
+            if (inner / "config.json").is_file()
+            else "Give the folder of a model in the Hugging Face layout: config.json, weights, "
+            "tokenizer."
+        )
+        yield error(f"model.path '{folder}' holds no config.json. {fix}", "model.path")
         return
     if model.init == "pretrained" and not any(
         any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")
@@ -131,7 +138,11 @@ def _source(source: SourceConfig, key: str) -> Iterator[Finding]:
     if must_be_local(source.path) and not path.exists():
         present = sorted(x.name for x in path.parent.glob("*") if x.suffix in DATA_SUFFIXES)
         there = f" '{path.parent}' holds {', '.join(present[:5])}." if present else ""
-        yield error(f"{key}.path: there is no '{source.path}'.{there}", f"{key}.path")
+        yield error(
+            f"{key}.path: there is no '{source.path}'.{there} Put it there, or name another file "
+            f"with --{key}.path.",
+            f"{key}.path",
+        )
     elif path.is_file() and path.suffix not in DATA_SUFFIXES:
         yield error(
             f"{key}.path '{source.path}' ends in '{path.suffix}'; allowed are "

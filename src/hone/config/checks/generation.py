@@ -65,8 +65,9 @@ def check_context(
     if prompt >= context:
         yield error(
             f"{keys[0]} is {prompt}, but the model at model.path has a context of {context} "
-            f"tokens, completion included. Lower {keys[0]}.",
-            keys[0],
+            f"tokens, completion included. Lower {keys[0]}, and {keys[1]} ({completion}) where the "
+            f"two are more than {context} together.",
+            *keys,
             "model.path",
         )
     elif longest > context:

@@ -1,16 +1,26 @@
-"""Checks on what is trained, and where it waits: adapters, hone's own layers, sleep."""
+"""Checks on what is trained, how it multiplies and where it waits: adapters, fused layers, float8,
+sleep."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hone.config.checks.finding import Finding, error
-from hone.config.model import LoraConfig
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.checks.finding import Finding, error, warning
+from hone.config.extras import is_installed
+from hone.config.model import LoraConfig, TrainedModelConfig
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 
-__all__ = ["check_adapters", "check_fused_layers", "check_sleep"]
+__all__ = [
+    "check_adapters",
+    "check_fused_layers",
+    "check_matmul_precision",
+    "check_rounded_trainer",
+    "check_sleep",
+]
 
 _RANK = "model.lora.rank"
+_PRECISION = "trainer.matmul_precision"
 
 
 def check_adapters(
@@ -80,6 +90,73 @@ def check_fused_layers(
         )
 
 
+def check_matmul_precision(
+    trainer: SFTTrainerConfig, model: TrainedModelConfig, *, device: str
+) -> Iterator[Finding]:
+    """Whether products of this model can multiply so, as far as no device is asked."""
+    precision = trainer.matmul_precision
+    if precision == "default":
+        return
+    tensor = trainer.parallel.tensor_parallel_size
+    on_cuda = ("run.device", device, device != "cpu", "cuda")
+    if precision == "tf32":
+        needs = [on_cuda, ("model.dtype", model.dtype, model.dtype == "float32", "float32")]
+    else:
+        needs = [
+            on_cuda,
+            ("model.dtype", model.dtype, model.dtype != "float32", "auto"),
+            ("model.exact", "true", not model.exact, "false"),
+            ("trainer.fused_layers", "true", not trainer.fused_layers, "false"),
+            (_RANK, model.lora.rank, not model.lora.rank, "0"),
+            ("trainer.parallel.tensor_parallel_size", tensor, tensor == 1, "1"),
+        ]
+    for key, got, is_served, allowed in needs:
+        if not is_served:
+            yield error(
+                f"{_PRECISION} is {precision}, which {key} {got} cannot serve. Set {key} to "
+                f"{allowed}, or {_PRECISION} to default.",
+                _PRECISION,
+                key,
+            )
+    if precision != "fp8":
+        return
+    if not is_installed("torchao"):
+        yield error(
+            f"{_PRECISION} is fp8, which needs the `torchao` library, and that is not installed: "
+            f"pip install 'hone-rl[fp8]'. Or set {_PRECISION} to default.",
+            _PRECISION,
+        )
+    if trainer.compile is False:
+        yield warning(
+            f"{_PRECISION} is fp8, and trainer.compile is off: rounding operands by itself takes "
+            "longer than float8 saves. Leave trainer.compile unset.",
+            _PRECISION,
+            "trainer.compile",
+        )
+
+
+def check_rounded_trainer(trainer: TrainerConfig, algorithm: AlgorithmConfig) -> Iterator[Finding]:
+    """What a trainer that rounds more than its engine makes of the gap between them."""
+    precision, parity = trainer.matmul_precision, trainer.parity
+    if precision == "default":
+        return
+    if parity.enabled and parity.max_kl is None:
+        yield warning(
+            f"{_PRECISION} is {precision}, and trainer.parity.max_kl is unset: its default is for "
+            "products in the model's own format, and a sound run may exceed it. Set it to a few "
+            "times what the gate reports of the first step (off_policy/parity/kl).",
+            _PRECISION,
+            "trainer.parity.max_kl",
+        )
+    if precision == "fp8" and algorithm.correction.kind == "none":
+        yield warning(
+            f"{_PRECISION} is fp8, so that samples come from a slightly different policy than the "
+            "trainer's, and algorithm.correction.kind is none. Set it to tis.",
+            _PRECISION,
+            "algorithm.correction.kind",
+        )
+
+
 def check_sleep(trainer: TrainerConfig, world_size: int | None) -> Iterator[Finding]:
     """Whether the trainer can leave the device to the engine."""
     if trainer.enable_sleep and world_size is not None and world_size > 1:
@@ -88,4 +165,12 @@ def check_sleep(trainer: TrainerConfig, world_size: int | None) -> Iterator[Find
             "are gathered while the engine is awake, so the room would not be handed over. Switch "
             "it off; trainer.parallel.zero_stage and offload_optimizer save memory there.",
             "trainer.enable_sleep",
+        )
+    if trainer.enable_sleep and trainer.offload_gradients:
+        yield error(
+            "trainer.enable_sleep moves masters, moments and gradients to the host while the "
+            "engine generates, and trainer.offload_gradients keeps them there for good: nothing is "
+            "left to move. Turn trainer.enable_sleep off.",
+            "trainer.enable_sleep",
+            "trainer.offload_gradients",
         )

@@ -88,8 +88,36 @@ def check_budget(
         )
 
 
-def check_memory(trainer: SFTTrainerConfig, *, exact: bool, device: str) -> Iterator[Finding]:
-    """What is recomputed and what waits in host memory."""
+def check_memory(
+    trainer: SFTTrainerConfig,
+    *,
+    exact: bool,
+    device: str,
+    world_size: int | None = None,
+    samples_in_place: bool = False,
+) -> Iterator[Finding]:
+    """What is recomputed and what waits in host memory. With `samples_in_place` the engine of a run
+    of one process computes with the trained tensors themselves."""
+    yield from _recompute(trainer, exact=exact)
+    yield from _offload(trainer)
+    if trainer.offload_parameters:
+        yield from _offloaded_parameters(
+            trainer, exact=exact, world_size=world_size, samples_in_place=samples_in_place
+        )
+    if device == "cpu":
+        for name in differs(trainer, "offload_activations", *_OFFLOADS):
+            yield warning(
+                f"trainer.{name} moves data to host memory, but run.device is cpu: it only costs "
+                f"time. Remove trainer.{name}.",
+                f"trainer.{name}",
+                "run.device",
+            )
+
+
+_OFFLOADS = ("offload_optimizer", "offload_gradients", "offload_parameters")
+
+
+def _recompute(trainer: SFTTrainerConfig, *, exact: bool) -> Iterator[Finding]:
     mode, every = trainer.recompute, trainer.recompute_every_n_layers
     if trainer.offload_activations and mode == "off":
         yield error(
@@ -121,14 +149,72 @@ def check_memory(trainer: SFTTrainerConfig, *, exact: bool, device: str) -> Iter
                 f"trainer.{name}",
                 "model.exact",
             )
-    if device == "cpu":
-        for name in differs(trainer, "offload_activations", "offload_optimizer"):
-            yield warning(
-                f"trainer.{name} moves data to host memory, but run.device is cpu: it only costs "
-                f"time. Remove trainer.{name}.",
+
+
+def _offload(trainer: SFTTrainerConfig) -> Iterator[Finding]:
+    """Gradients, then parameters, follow the optimizer's states to the host."""
+    if trainer.optimizer.name == "muon":
+        for name in _OFFLOADS[1:]:
+            if getattr(trainer, name):
+                yield error(
+                    f"trainer.{name} is on, and trainer.optimizer.name is muon: Muon "
+                    "orthogonalises whole matrices, while what lies on the host visits the device "
+                    f"in pieces. Use adamw, or turn trainer.{name} off.",
+                    f"trainer.{name}",
+                    "trainer.optimizer.name",
+                )
+        return
+    reasons = (
+        "the step that streams states fetches gradients too",
+        "without weights on the device there is no room for what is twice as large",
+    )
+    for needed, name, reason in zip(_OFFLOADS, _OFFLOADS[1:], reasons, strict=False):
+        if getattr(trainer, name) and not getattr(trainer, needed):
+            yield error(
+                f"trainer.{name} is on, and trainer.{needed} is off: {reason}. Turn "
+                f"trainer.{needed} on, or trainer.{name} off.",
                 f"trainer.{name}",
-                "run.device",
+                f"trainer.{needed}",
             )
+    if trainer.fused_layers:
+        for name in _OFFLOADS[1:]:
+            if getattr(trainer, name):
+                yield error(
+                    f"trainer.{name} is on, and trainer.fused_layers too: fused layers hold their "
+                    "weights, and add to gradients where they lie, on the device. Turn one of them "
+                    "off.",
+                    f"trainer.{name}",
+                    "trainer.fused_layers",
+                )
+
+
+def _offloaded_parameters(
+    trainer: SFTTrainerConfig, *, exact: bool, world_size: int | None, samples_in_place: bool
+) -> Iterator[Finding]:
+    """Whether layers' weights can leave the device."""
+    key, stage = "trainer.offload_parameters", trainer.parallel.zero_stage
+    if exact:
+        yield error(
+            f"{key} is on, and model.exact too: exact mode computes with the engine's layers, "
+            "which hold their weights. Turn one of them off.",
+            key,
+            "model.exact",
+        )
+    if world_size is not None and world_size > 1 and stage != 3:
+        yield error(
+            f"{key} is on, and trainer.parallel.zero_stage is {stage}, which keeps the gathered "
+            "weights of all layers on the device. Set it to 3.",
+            key,
+            "trainer.parallel.zero_stage",
+        )
+    if world_size == 1 and samples_in_place:
+        yield error(
+            f"{key} is on, but one process samples with the trained tensors themselves, which must "
+            "be on the device for that. Train adapters (model.lora.rank), start several processes "
+            "(--nproc N), or keep to trainer.offload_optimizer and trainer.offload_gradients.",
+            key,
+            "model.lora.rank",
+        )
 
 
 def check_batches(rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[Finding]:

@@ -13,7 +13,13 @@ from hone.config.model_facts import ModelFacts
 from hone.config.parallel import ParallelConfig
 from hone.config.trainer import SFTTrainerConfig
 
-__all__ = ["check_context_budget", "check_parallel", "check_share", "context_size"]
+__all__ = [
+    "check_context_budget",
+    "check_parallel",
+    "check_processes",
+    "check_share",
+    "context_size",
+]
 
 _SECTION = "trainer.parallel."
 _TENSOR = f"{_SECTION}tensor_parallel_size"
@@ -40,6 +46,28 @@ def check_parallel(
             "trainer.optimizer.name",
             "trainer.offload_optimizer",
         )
+
+
+def check_processes(
+    device: str, nproc: int, *, num_cores: int, max_gpus: int | None
+) -> Iterator[Finding]:
+    """Whether this host can serve `nproc` processes; `max_gpus` None: not known, so none is wrong.
+
+    Only for processes that are about to start here: `hone check` plans for other hosts too.
+    """
+    if device == "cuda" or (device == "auto" and max_gpus != 0):
+        allowed = max_gpus
+        has = f"each process takes a GPU, and this host has {max_gpus or 'none'}"
+    else:
+        allowed, no_gpu = num_cores, " and no GPU" if device == "auto" else ""
+        has = f"this host has {num_cores} CPU cores{no_gpu}"
+    if allowed is None or nproc <= allowed:
+        return
+    if allowed == 0:
+        change = "Leave out --nproc, and set run.device to cpu"
+    else:
+        change = f"Start at most {allowed}" if allowed > 1 else "Leave out --nproc"
+    yield error(f"--nproc is {nproc}, but with run.device {device} {has}. {change}.", "run.device")
 
 
 def context_size(parallel: ParallelConfig) -> int:

@@ -1,0 +1,191 @@
+"""The safetensors files of a Hugging Face folder or repository, read by region.
+
+Only files that hold a model's tensors under the names and in the shapes of its modules are read
+here. Everything else that transformers loads (`.bin` files, formats that it converts) it has to
+load itself, whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+)
+
+from hone.config.errors import UserError
+from hone.models.deferred import Weight
+
+__all__ = ["FileWeights", "OtherFormatError", "damaged", "find_weights", "lacking"]
+
+_FORMATS = ("F64", "F32", "F16", "BF16")
+_ROWS = 4096
+"""Compared at a time where two tensors should be equal."""
+
+
+class OtherFormatError(Exception):
+    """The files are not simply the tensors of the modules; the message says in what."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor in one file."""
+
+    file: Path
+    key: str
+    shape: torch.Size
+    format: str
+
+    def read(self, region: tuple[slice, ...]) -> Tensor:
+        # The file is mapped, so that what is returned is a view, and no more of it is read.
+        with safe_open(self.file, framework="pt") as file:
+            return file.get_slice(self.key)[region] if region else file.get_tensor(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class FileWeights:
+    """A source of weights: files, and the buffers that are in none."""
+
+    entries: Mapping[str, _Entry]
+    buffers: Mapping[str, Tensor]
+
+    def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
+        for name, entry in self.entries.items():
+            take(Weight(name, entry.shape, entry.read))
+        for name, buffer in self.buffers.items():
+            take(Weight.of(name, buffer))
+
+
+def find_weights(path: str, model: PreTrainedModel, buffers: Mapping[str, Tensor]) -> FileWeights:
+    """Where the parameters and persistent buffers of `model` lie in the files of `path`; `buffers`
+    are all others.
+
+    Of a repository on the Hugging Face hub the files are downloaded where they are not there;
+    processes of one host wait for each other's downloads. Raises OtherFormatError where only
+    transformers can load them, UserError where one is missing, has another shape or is damaged.
+    """
+    _refuse_special_cases(path, model)
+    entries = _entries(path)
+    tied: dict[Tensor, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tied.setdefault(tensor, []).append(name)
+    names = {name for group in tied.values() for name in group}
+    found: dict[str, _Entry] = {}
+    others: list[str] = []
+    for key, entry in entries.items():
+        # A backbone that was saved by itself lacks the prefix.
+        name = key if key in names else f"{model.base_model_prefix}.{key}"
+        if name not in names:
+            others.append(key)
+        elif name in found:
+            raise OtherFormatError(f"they hold {name} twice")
+        else:
+            found[name] = entry
+    chosen: dict[str, _Entry] = {}
+    absent: list[str] = []
+    for tensor, group in tied.items():
+        given = [found[name] for name in group if name in found]
+        if not given:
+            absent += group
+            continue
+        if not all(_equal(given[0], other) for other in given[1:]):
+            raise OtherFormatError(f"values of {' and '.join(group)}, which are tied, differ")
+        _check(path, group[0], given[0], tensor.shape)
+        chosen[group[0]] = given[0]
+    if absent and others:
+        raise OtherFormatError(f"they name {others[0]}, but not {absent[0]}")
+    if absent:
+        raise lacking(path, absent)
+    return FileWeights(chosen, buffers)
+
+
+def lacking(path: str, absent: list[str]) -> UserError:
+    """The error for a checkpoint without these weights."""
+    return UserError(
+        f"model.path={path!r} lacks {len(absent)} weights, among them {sorted(absent)[:3]}: "
+        "the checkpoint does not belong to its config.json"
+    )
+
+
+def damaged(path: str, error: SafetensorError) -> UserError:
+    """The error for a safetensors file, or a folder with one, that cannot be read."""
+    return UserError(
+        f"{path} holds no safetensors that can be read ({error}): cut short on the way, or the "
+        "pointer that Git LFS leaves; download it anew"
+    )
+
+
+def _refuse_special_cases(path: str, model: PreTrainedModel) -> None:
+    """Raise OtherFormatError where transformers would do more than to read tensors."""
+    if not type(model).__module__.startswith("transformers."):
+        raise OtherFormatError(f"{type(model).__name__} is code of the checkpoint's own")
+    if named := getattr(model.config, "transformers_weights", None):
+        raise OtherFormatError(f"config.json has them in {named}")
+    if _locate(path, ADAPTER_CONFIG_NAME) is not None:
+        raise OtherFormatError(f"an adapter lies beside them ({ADAPTER_CONFIG_NAME})")
+
+
+def _entries(path: str) -> dict[str, _Entry]:
+    """All tensors in the files, by key."""
+    single = _locate(path, SAFE_WEIGHTS_NAME)
+    if single is not None:
+        files = [single]
+    else:
+        index = _locate(path, SAFE_WEIGHTS_INDEX_NAME)
+        if index is None:
+            raise OtherFormatError("there is no safetensors file among them")
+        names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
+        located = {name: _locate(path, name) for name in sorted(names)}
+        files = [file for file in located.values() if file is not None]
+        if gone := [name for name, file in located.items() if file is None]:
+            raise OtherFormatError(f"{gone[0]}, which the index names, is not there")
+    return {key: entry for file in files for key, entry in _entries_of(file)}
+
+
+def _entries_of(path: Path) -> Iterator[tuple[str, _Entry]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                stored = file.get_slice(key)
+                shape = torch.Size(stored.get_shape())
+                yield key, _Entry(path, key, shape, stored.get_dtype())
+    except SafetensorError as error:
+        raise damaged(str(path), error) from error
+
+
+def _locate(path: str, name: str) -> Path | None:
+    """A file of a folder or of a repository on the hub, downloaded; None where there is none."""
+    try:
+        found = cached_file(path, name)
+    except OSError:  # whatever it is, transformers meets and tells it when it loads in our place
+        return None
+    return None if found is None else Path(found)
+
+
+def _check(path: str, name: str, entry: _Entry, shape: torch.Size) -> None:
+    if entry.format not in _FORMATS:
+        raise OtherFormatError(f"{name} is of the format {entry.format}")
+    if entry.shape != shape:
+        raise UserError(
+            f"model.path={path!r}: {name} has the shape {list(entry.shape)} and should have "
+            f"{list(shape)}: the checkpoint does not belong to its config.json"
+        )
+
+
+def _equal(one: _Entry, other: _Entry) -> bool:
+    """Whether two matrices have the same bits, with few rows of them in memory."""
+    if (one.shape, one.format) != (other.shape, other.format):
+        return False
+    rest = tuple(slice(0, size) for size in one.shape[1:])
+    rows = [slice(i, min(i + _ROWS, one.shape[0])) for i in range(0, one.shape[0], _ROWS)]
+    return all(torch.equal(one.read((own, *rest)), other.read((own, *rest))) for own in rows)

@@ -1,0 +1,267 @@
+"""Masters and gradients in host memory, as an optimizer's step finds them there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hone.checkpoint.sharded import local_part
+from hone.trainer.offload import BUCKET_BYTES, HostBuffer, Lane, mark_of, wait_for
+
+__all__ = [
+    "HostGradients",
+    "HostMasters",
+    "StreamedGradients",
+    "norm_of_pieces",
+    "pieces_of",
+]
+
+_PIECE_ELEMENTS = BUCKET_BYTES // 4
+"""Gradients travel, and their norms are taken, in pieces of so many elements at most."""
+
+
+@dataclass(kw_only=True, eq=False)
+class HostMasters:
+    """Float32 masters in pinned host memory, and where a step puts the weights it makes of them.
+
+    Gradients that stay on the device lie beside them in `gradients`, float32.
+    """
+
+    masters: dict[str, nn.Parameter]
+    device: torch.device
+    """Where steps are computed."""
+    weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """What is to have the rounded master, on the device."""
+    homes: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """The same of weights that lie in host memory."""
+    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """What the next step applies, under the weights' names. A step clears it."""
+    buffer: HostBuffer | None = None
+    """What the masters lie in, where that is this object's own."""
+
+    @classmethod
+    def copied(
+        cls,
+        weights: Mapping[str, Tensor],
+        device: torch.device,
+        homes: Mapping[str, Tensor] | None = None,
+    ) -> HostMasters:
+        """Copies of `weights`, local tensors of any float format. `homes` has those of them that
+        lie in host memory; such a one in float32 is its own master. Raises UserError where the host
+        has too little memory."""
+        homes = homes or {}
+        own = {n: home for n, home in homes.items() if home.dtype == _wide(home.dtype)}
+        copied = {n: w.detach() for n, w in {**weights, **homes}.items() if n not in own}
+        layout = [(weight.shape, _wide(weight.dtype)) for weight in copied.values()]
+        buffer = HostBuffer.for_layout(
+            layout, device, purpose="trainer.offload_optimizer keeps master weights on the host"
+        )
+        tensors = own | dict(zip(copied, buffer.tensors(layout), strict=True))
+        with torch.no_grad():
+            for name, weight in copied.items():
+                tensors[name].copy_(weight)
+        return cls(
+            masters={name: nn.Parameter(tensors[name]) for name in weights},
+            device=device,
+            weights={n: w for n, w in copied.items() if n not in homes},
+            homes={n: w for n, w in copied.items() if n in homes},
+            buffer=buffer,
+        )
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add in float32 to what the weight's gradient has so far; `gradient` is left alone."""
+        if name in self.gradients:
+            self.gradients[name].add_(gradient)
+        else:
+            self.gradients[name] = gradient.to(torch.float32, copy=True)
+
+
+class HostGradients(ABC):
+    """Gradients in host memory that the next step applies."""
+
+    scale: Tensor | None = None
+    """What a step multiplies them with, a scalar on the device; None: nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` computes steps."""
+        self.device = device
+
+    @property
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Local float32 tensors by parameter, not scaled yet, in the order of the parameters. They
+        have arrived."""
+
+    @property
+    @abstractmethod
+    def norms(self) -> dict[str, Tensor]:
+        """2-norms of the pieces of each (`pieces_of`), not scaled, [K] on the device."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Of host memory, when all gradients are there."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all gradients, and the scale."""
+
+
+class _Place(NamedTuple):
+    """Elements `start` to `stop` of a flattened parameter."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class StreamedGradients(HostGradients):
+    """Adds gradients up on the device, and keeps the sums in pinned host memory between.
+
+    A gradient that backward brings is added to what the host had, which has been fetched meanwhile:
+    the order in which backward brings them is known from the first micro-batch. The sums, and so
+    their bits, are those of gradients that stay on the device. Copies go both ways beside backward,
+    each way over a window of device memory; where that is full, backward waits.
+    """
+
+    def __init__(
+        self, like: Mapping[str, Tensor], device: torch.device, *, window_bytes: int = 0
+    ) -> None:
+        """Of parameters `like`; of DTensors this process's part. The window is `window_bytes`, or a
+        bucket where that is more. A compiled layer brings all its gradients at once: a window of
+        that size lets the next layer go on. Raises UserError where the host has too little memory.
+        """
+        super().__init__(device)
+        parts = {name: local_part(tensor) for name, tensor in like.items()}
+        layout = [(part.shape, _wide(part.dtype)) for part in parts.values()]
+        self._buffer = HostBuffer.for_layout(
+            layout, device, purpose="trainer.offload_gradients keeps float32 gradients on the host"
+        )
+        self._host = dict(zip(parts, self._buffer.tensors(layout), strict=True))
+        self._window = max(window_bytes, BUCKET_BYTES)
+        self._norms: dict[str, Tensor] = {}
+        self._order: list[_Place] = []
+        self._index: dict[_Place, int] = {}
+        self._arriving, self._going = Lane(device), Lane(device)
+        self._stored: dict[_Place, torch.Event | None] = {}
+        self._ahead: dict[_Place, tuple[Tensor, torch.Event | None]] = {}
+        self._leaving: deque[tuple[Tensor, torch.Event | None]] = deque()
+
+    @torch.no_grad()
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add in float32 to what the parameter's gradient has so far. `gradient`, on the device,
+        may be freed afterwards."""
+        host, is_first = self._host[name], name not in self._norms
+        norms: list[Tensor] = []
+        start = 0
+        for piece in pieces_of(gradient.detach()):
+            place = _Place(name, start, start + piece.numel())
+            start = place.stop
+            if is_first:
+                value = piece.to(host.dtype, copy=True)
+                if place not in self._index:
+                    self._index[place] = len(self._order)
+                    self._order.append(place)
+            else:
+                value = self._fetched(place).add_(piece)
+                self._fetch_ahead(place)
+            norms.append(norm_of_pieces([value]))
+            self._store(place, value)
+        self._norms[name] = torch.stack(norms)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        self._settle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return {name: host for name, host in self._host.items() if name in self._norms}
+
+    @property
+    def norms(self) -> dict[str, Tensor]:
+        return {name: self._norms[name] for name in self._host if name in self._norms}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(host.nbytes for host in self._host.values())
+
+    def clear(self) -> None:
+        self._settle()
+        self._norms.clear()
+        self.scale = None
+
+    def _store(self, place: _Place, value: Tensor) -> None:
+        while self._leaving and self._bytes_leaving + value.nbytes > self._window:
+            self._let_go()
+        with self._going.after(mark_of(self.device)):
+            self._on_host(place).copy_(value, non_blocking=True)
+            self._stored[place] = self._going.mark()
+        self._leaving.append((value, self._stored[place]))
+
+    @property
+    def _bytes_leaving(self) -> int:
+        return sum(value.nbytes for value, _ in self._leaving)
+
+    def _let_go(self) -> None:
+        """Free what has been leaving for longest. Later work waits until it has: it may be given
+        the same memory."""
+        _, is_out = self._leaving.popleft()
+        wait_for(is_out)
+
+    def _fetched(self, place: _Place) -> Tensor:
+        if place not in self._ahead:
+            self._fetch(place)
+        value, is_in = self._ahead.pop(place)
+        wait_for(is_in)
+        return value
+
+    def _fetch(self, place: _Place) -> None:
+        host = self._on_host(place)
+        value = torch.empty_like(host, device=self.device)
+        # The memory may still be read by earlier work of the current stream.
+        with self._arriving.after(mark_of(self.device), self._stored[place]):
+            value.copy_(host, non_blocking=True)
+            self._ahead[place] = value, self._arriving.mark()
+
+    def _fetch_ahead(self, place: _Place) -> None:
+        """Fetch what backward will bring after `place`, a window of it."""
+        num_bytes = sum(value.nbytes for value, _ in self._ahead.values())
+        for following in islice(self._order, self._index[place] + 1, None):
+            if num_bytes >= self._window or following.name not in self._norms:
+                return
+            if following not in self._ahead:
+                self._fetch(following)
+                num_bytes += self._ahead[following][0].nbytes
+
+    def _settle(self) -> None:
+        """Free all device memory; current work waits until nothing travels."""
+        while self._leaving:
+            self._let_go()
+        for _, is_in in self._ahead.values():
+            wait_for(is_in)
+        self._ahead.clear()
+
+    def _on_host(self, place: _Place) -> Tensor:
+        return self._host[place.name].view(-1)[place.start : place.stop]
+
+
+def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A local tensor, flat, in pieces that may travel."""
+    return tensor.reshape(-1).split(_PIECE_ELEMENTS)
+
+
+def norm_of_pieces(tensors: Iterable[Tensor]) -> Tensor:
+    """2-norm of local tensors, a scalar, in the order of operations that all gradients share: the
+    norm of their pieces' norms."""
+    return nn.utils.get_total_norm([piece for tensor in tensors for piece in pieces_of(tensor)])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """float32, or wider where `dtype` is."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,289 @@
+"""Steps over gradients and weights that lie on the host: the bits of steps without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from hone.config.model import LoraConfig
+from hone.models.adapters import adapt
+from hone.models.decoder import decoder_layers
+from hone.observe.metrics import to_scalars
+from hone.trainer import host_state, optimizers, visiting_layers
+from hone.trainer import policy as policy_module
+from hone.trainer.host_state import HostGradients, HostMasters, StreamedGradients
+from hone.trainer.policy import NonFiniteError
+from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.visiting_layers import VisitingLayers
+from tests.trainer.examples import make_trainer, random_rows, tiny_model
+
+GRADIENTS = {"offload_optimizer": True, "offload_gradients": True}
+PARAMETERS = GRADIENTS | {"offload_parameters": True}
+ROWS = random_rows(7)
+
+
+def model_of(*, lora: LoraConfig | None = None, **fields: Any) -> PreTrainedModel:
+    model = tiny_model(**{"num_hidden_layers": 4, **fields})
+    if lora is not None:
+        adapt(model, lora, seed=0)
+    return model
+
+
+def trainer_of(model: PreTrainedModel, **settings: Any) -> PolicyTrainer:
+    """Micro-batches of two rows and a gradient that is clipped, unless `settings` say otherwise."""
+    optimizer = {"lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.1}
+    return make_trainer(
+        model,
+        **{
+            "micro_batch_size": 2,
+            **settings,
+            "optimizer": optimizer | settings.get("optimizer", {}),
+        },
+    )
+
+
+def state(trainer: PolicyTrainer) -> dict[str, Tensor]:
+    """Weights, masters and moments."""
+    found = {f"exported {name}": t.clone() for name, t in trainer.named_weights()}
+    return found | {name: t.clone() for name, t in trainer.state_dict()[0].items()}
+
+
+def course(trainer: PolicyTrainer, *, steps: int = 2) -> dict[str, Tensor]:
+    """All numbers of some steps, with passes without gradient before and between them."""
+    found = {"logprobs": torch.cat(trainer.logprobs(ROWS))}
+    for step in range(steps):
+        metrics = to_scalars(trainer.update(ROWS))
+        found[f"metrics {step}"] = torch.tensor([*metrics.values()], dtype=torch.float64)
+        found[f"logprobs {step}"] = torch.cat(trainer.logprobs(ROWS))
+    return found | state(trainer)
+
+
+def check_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [n for n, t in expected.items() if not torch.equal(found[n], t)] == []
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float32, untied": {"tie_word_embeddings": False},
+    "not clipped": {"settings": {"optimizer": {"max_grad_norm": 0}}},
+    "one micro-batch": {"settings": {"micro_batch_size": None}},
+    "recomputed": {"settings": {"recompute": "full", "offload_activations": True}},
+    "recomputed, every 2nd": {"settings": {"recompute": "full", "recompute_every_n_layers": 2}},
+    "selective, bfloat16 states": {
+        "dtype": torch.bfloat16,
+        "settings": {"recompute": "selective", "optimizer": {"state_dtype": "bfloat16"}},
+    },
+    "adapters": {"lora": LoraConfig(rank=3), "dtype": torch.bfloat16},
+    "adapters on 4 bits": {"lora": LoraConfig(rank=3, load_in_4bit=True)},
+    "one layer": {"num_hidden_layers": 1},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_offload_changes_no_bit(name: str):
+    fields = dict(CASES[name])
+    settings = fields.pop("settings", {})
+    expected = course(trainer_of(model_of(**fields), **settings))
+    # What travels with weights is streamed alike; without them masters may be what computes.
+    for knobs in (GRADIENTS, PARAMETERS) if len(CASES[name]) == 1 else (PARAMETERS,):
+        check_equal(course(trainer_of(model_of(**fields), **settings, **knobs)), expected)
+
+
+def test_pieces_of_parameters_change_no_bit(monkeypatch: pytest.MonkeyPatch):
+    """As with parameters that are larger than what travels at a time."""
+    monkeypatch.setattr(host_state, "_PIECE_ELEMENTS", 500)
+    monkeypatch.setattr(host_state, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(optimizers, "BUCKET_BYTES", 1024 * 22)
+    check_against_no_offload(**PARAMETERS)
+
+
+def check_against_no_offload(**knobs: Any) -> None:
+    plain, away = (trainer_of(model_of(dtype=torch.bfloat16), **k) for k in ({}, knobs))
+    check_equal(course(away), course(plain))
+
+
+class LastMicroBatch(StreamedGradients):
+    """Forgets what earlier micro-batches brought."""
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        self._norms.pop(name, None)
+        super().add(name, gradient)
+
+
+class NormsOfParts(StreamedGradients):
+    """Takes norms of what a micro-batch brings, not of the sum."""
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        super().add(name, gradient)
+        self._norms[name] = gradient.float().norm()[None]
+
+
+class WithoutHomes(HostMasters):
+    """Leaves weights on the host as they are."""
+
+    @classmethod
+    def copied(cls, *arguments: Any) -> HostMasters:
+        found = super().copied(*arguments)
+        found.homes.clear()
+        return found
+
+
+BUGS: dict[str, tuple[dict[str, Any], Any, str, Any]] = {
+    "not clipped": (
+        GRADIENTS,
+        HostGradients,
+        "scale",
+        property(lambda self: None, lambda self, scale: None),
+    ),
+    "earlier micro-batches": (GRADIENTS, policy_module, "StreamedGradients", LastMicroBatch),
+    "norms of parts": (GRADIENTS, policy_module, "StreamedGradients", NormsOfParts),
+    "stale on the device": (PARAMETERS, VisitingLayers, "send_home", lambda self: None),
+    "stale on the host": (PARAMETERS, policy_module, "HostMasters", WithoutHomes),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_change_numbers(bug: str, monkeypatch: pytest.MonkeyPatch):
+    knobs, target, name, planted = BUGS[bug]
+    monkeypatch.setattr(target, name, planted)
+    with pytest.raises(AssertionError):
+        check_against_no_offload(**knobs)
+
+
+class LateLane:
+    """A stream that copies nothing before somebody waits for it, as a slow bus would."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.copies: list[Callable[[], object]] = []
+        self.num_done = 0
+
+    @contextmanager
+    def after(self, *marks: Any) -> Iterator[None]:
+        self.copies += [partial(wait_late, mark) for mark in marks]
+        with Recording(self.copies):
+            yield
+
+    def mark(self) -> tuple[LateLane, int]:
+        return self, len(self.copies)
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self, copies: list[Callable[[], object]]) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **kwargs or {})
+        self.copies.append(partial(func, *args))
+        return args[0]
+
+
+def wait_late(mark: tuple[LateLane, int] | None) -> None:
+    if mark is not None:
+        lane, number = mark
+        while lane.num_done < number:
+            lane.num_done += 1
+            lane.copies[lane.num_done - 1]()
+            lane.copies[lane.num_done - 1] = lambda: None
+
+
+def use_late_lanes(monkeypatch: pytest.MonkeyPatch, wait: Callable[[Any], None]) -> None:
+    for module in (host_state, visiting_layers):
+        monkeypatch.setattr(module, "Lane", LateLane)
+        monkeypatch.setattr(module, "wait_for", wait)
+
+
+@pytest.mark.parametrize("recompute", ["off", "full"])
+def test_nothing_is_read_before_it_has_arrived(recompute: str, monkeypatch: pytest.MonkeyPatch):
+    fields: dict[str, Any] = {"num_hidden_layers": 3, "dtype": torch.bfloat16}
+    expected = course(trainer_of(model_of(**fields), recompute=recompute))
+    use_late_lanes(monkeypatch, wait_late)
+    trainer = trainer_of(model_of(**fields), recompute=recompute, **PARAMETERS)
+    check_equal(course(trainer), expected)
+
+
+def test_planted_step_that_does_not_wait_is_caught(monkeypatch: pytest.MonkeyPatch):
+    use_late_lanes(monkeypatch, lambda mark: None)
+    with pytest.raises((AssertionError, ValueError)):
+        check_against_no_offload(**PARAMETERS)
+
+
+def num_on_device(trainer: PolicyTrainer) -> int:
+    return sum(
+        any(p.untyped_storage().nbytes() for p in layer.parameters())
+        for layer in decoder_layers(trainer.policy.model)
+    )
+
+
+@pytest.mark.parametrize("recompute", ["off", "full"])
+def test_no_more_than_three_layers_are_on_the_device(recompute: str):
+    trainer = trainer_of(model_of(num_hidden_layers=6), recompute=recompute, **PARAMETERS)
+    layers = decoder_layers(trainer.policy.model)
+    numbers: list[int] = []
+
+    def count(module: nn.Module, *_: Any) -> None:
+        weights = list(module.parameters())
+        assert all(p.untyped_storage().nbytes() == p.nbytes for p in weights)
+        numbers.append(num_on_device(trainer))
+
+    for layer in layers:
+        layer.get_submodule("mlp").register_forward_hook(count)
+        layer.get_submodule("mlp").register_full_backward_hook(count)
+    held = [(p, p.data_ptr()) for p in layers.parameters()]
+    assert num_on_device(trainer) == 0
+    trainer.update(ROWS)
+    trainer.logprobs(ROWS)
+    assert len(numbers) > 6 * 2 * 4
+    assert 2 <= max(numbers) <= 3
+    trainer.policy.apply(lambda: None)
+    assert num_on_device(trainer) == 0
+    assert [p for p, _ in held] == list(layers.parameters())
+
+
+@pytest.mark.parametrize("knobs", [GRADIENTS, PARAMETERS])
+def test_R23_gradients_that_are_not_finite_stop_the_step(knobs: dict[str, bool]):
+    trainer = trainer_of(model_of(), **knobs)
+    trainer.update(ROWS)
+    before = state(trainer)
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def overflow(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[3, 5] = float("inf")
+        return gradient
+
+    hook = trainer.policy.parameters[name].register_hook(overflow)
+    with pytest.raises(NonFiniteError, match=f"the gradient of {name} is not finite"):
+        trainer.update(ROWS)
+    hook.remove()
+    check_equal(state(trainer), before)
+    trainer.update(ROWS)
+    twin = trainer_of(model_of())
+    for _ in range(2):
+        twin.update(ROWS)
+    check_equal(state(trainer), state(twin))
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [({}, PARAMETERS), (PARAMETERS, {}), (GRADIENTS,) * 2]
+)
+def test_a_run_goes_on_with_offload_switched(saved: dict[str, bool], resumed: dict[str, bool]):
+    first = trainer_of(model_of(dtype=torch.bfloat16), **saved)
+    first.update(ROWS)
+    tensors, metadata = first.state_dict()
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    second = trainer_of(model_of(dtype=torch.bfloat16, seed=5), **resumed)
+    second.update(ROWS)  # to be forgotten
+    second.load_state_dict(tensors, metadata)
+    check_equal(state(second), state(first))
+    check_equal(course(second, steps=1), course(first, steps=1))
