@@ -187,7 +187,7 @@ def test_tokens_and_rates_of_all_processes_count(folder: Path) -> None:
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.bench.train.load_model", None)
+    monkeypatch.setattr("hone.bench.train.load_for_training", None)
     monkeypatch.setattr("hone.bench.train.join", None)
 
 
@@ -241,7 +241,7 @@ def test_mistakes(
 def test_products_that_the_device_lacks_are_told_before_a_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hone.bench.train.load_model", None)
+    monkeypatch.setattr("hone.bench.train.load_for_training", None)
     cfg = BenchTrainConfig.model_validate(
         {
             "model": {"path": "model", "init": "random", "dtype": "float32"},

@@ -35,15 +35,15 @@ def test_buckets_are_changed_on_the_device_and_come_back():
     changed = [[(2 * t.double() + i).to(t.dtype) for t in b.changed] for i, b in enumerate(buckets)]
     read = [b.read[0].clone() for b in buckets]
 
-    def update(index: int, staged: list[Tensor]) -> None:
-        hosts = (*buckets[index].changed, *buckets[index].read, *buckets[index].written)
-        for host, device in zip(hosts, staged, strict=True):
-            assert host.data_ptr() != device.data_ptr()
-            assert host.dtype == device.dtype
-        for device in staged[:2]:
+    def update(index: int, staged: Bucket) -> None:
+        for hosts, there in zip(buckets[index], staged, strict=True):
+            for host, device in zip(hosts, there, strict=True):
+                assert host.data_ptr() != device.data_ptr()
+                assert host.dtype == device.dtype
+        for device in staged.changed:
             device.copy_((2 * device.double() + index).to(device.dtype))
-        staged[3].copy_(staged[2] + 1)
-        staged[2].zero_()
+        staged.written[0].copy_(staged.read[0] + 1)
+        staged.read[0].zero_()
 
     stream_buckets(buckets, update, CPU)
     for bucket, want, unchanged in zip(buckets, changed, read, strict=True):

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,9 +31,9 @@ from hone.config.model import TrainedModelConfig
 from hone.config.model_facts import ModelFacts
 from hone.config.tree import BenchTrainConfig
 from hone.distributed.mesh import Mesh
-from hone.loops.launch import join
+from hone.loops.launch import join, load_for_training
 from hone.models.adapters import adapt
-from hone.models.load import compute_dtype, load_config, load_deferred, load_model
+from hone.models.load import compute_dtype, load_config
 from hone.models.tiny import make_model_folder
 from hone.observe.metrics import Metrics
 from hone.observe.peaks import measure_peaks
@@ -165,9 +164,9 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
         rates = _rates(mesh, dtype)
         torch.manual_seed(cfg.run.seed)
         start_s = time.perf_counter()
-        whole = partial(load_model, on_host=cfg.trainer.offload_parameters)
-        load = whole if mesh.world.size == 1 else load_deferred  # the trainer shards it
-        model = load(model_cfg, device=mesh.device, seed=cfg.run.seed)
+        model = load_for_training(
+            model_cfg, mesh, seed=cfg.run.seed, on_host=cfg.trainer.offload_parameters
+        )
         num_params = sum(parameter.numel() for parameter in model.parameters())
         if cfg.model.lora.rank:
             adapt(model, cfg.model.lora, seed=cfg.run.seed)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.checkpoint.export import export_hf, export_hf_streamed
 from hone.checkpoint.random_state import restore_random_state
@@ -25,18 +25,28 @@ from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.load import dump_config
-from hone.config.model import LoraConfig
+from hone.config.model import LoraConfig, ModelConfig
 from hone.config.parallel import ParallelConfig
 from hone.config.run import CheckpointConfig, GenerateRunConfig, RunConfig
 from hone.distributed.mesh import Mesh, MeshSizes
 from hone.distributed.processes import processes
 from hone.distributed.watch import Watch
 from hone.models.adapters import save_adapter
+from hone.models.load import load_deferred, load_model
 from hone.trainer.learner import Learner
 from hone.trainer.policy import Policy
 from hone.trainer.sharded import whole
 
-__all__ = ["Launch", "choose_device", "export", "join", "launch", "origin", "restore"]
+__all__ = [
+    "Launch",
+    "choose_device",
+    "export",
+    "join",
+    "launch",
+    "load_for_training",
+    "origin",
+    "restore",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -170,6 +180,16 @@ def export(
         return
     weights = trainer.named_weights() if dtype == policy.dtype else _wholes(policy.masters)
     export_hf_streamed(policy.model, tokenizer, folder, dtype, weights, mesh=begin.mesh)
+
+
+def load_for_training(
+    cfg: ModelConfig, mesh: Mesh, *, seed: int, on_host: bool = False
+) -> PreTrainedModel:
+    """The model that a trainer of `mesh` takes: without weights for several processes, of which
+    each reads its shards; whole for one, in host memory with `on_host`. Raises as `load_model`."""
+    if mesh.world.size > 1:
+        return load_deferred(cfg, device=mesh.device, seed=seed)
+    return load_model(cfg, device=mesh.device, seed=seed, on_host=on_host)
 
 
 def restore(trainer: Learner, parts: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import cache_dtype
 from hone.loops.exchange import Exchange
 from hone.loops.experience import Experience
-from hone.loops.launch import Launch, launch, restore
+from hone.loops.launch import Launch, launch, load_for_training, restore
 from hone.loops.recorder import Limits, Recorder, alarms_for
 from hone.models.adapters import adapt
 from hone.models.decoder import alias_module
@@ -33,7 +33,6 @@ from hone.models.load import (
     check_exact,
     compute_dtype,
     load_config,
-    load_deferred,
     load_model,
 )
 from hone.models.support import context_length, eos_token_ids
@@ -257,18 +256,12 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
                 max_completion_tokens=cfg.rollout.max_completion_tokens,
             )
         )
-        # Of several processes none needs a whole trained model: they shard it.
-        is_alone = mesh.world.size == 1
-        load = partial(
-            load_model if is_alone else load_deferred,
-            cfg.model,
-            device=mesh.device,
-            seed=cfg.run.seed,
-        )
-        model = load(on_host=True) if is_alone and cfg.trainer.offload_parameters else load()
+        load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
+        model = load(on_host=cfg.trainer.offload_parameters)
         limits = _limits(cfg, model, mesh)
         lora = cfg.model.lora
         # What the engine samples with is the trained module itself where that is one and whole.
+        is_alone = mesh.world.size == 1
         is_alias = is_alone and not lora.rank
         if is_alias:
             sampled = alias_module(model)

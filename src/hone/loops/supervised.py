@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from hone.checkpoint.random_state import capture_random_state
 from hone.config.tree import SFTConfig
 from hone.data.sft import load_sft
 from hone.loops.interrupt import Interrupt
-from hone.loops.launch import Launch, export, launch, restore
+from hone.loops.launch import Launch, export, launch, load_for_training, restore
 from hone.loops.parts import recording
 from hone.loops.recorder import alarms_for
 from hone.loops.saving import Saver, due
 from hone.loops.sync import Outcome
 from hone.models.adapters import adapt
-from hone.models.load import compute_dtype, load_deferred, load_model
+from hone.models.load import compute_dtype
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.metrics import Metrics, to_scalars
 from hone.observe.report import write_report
@@ -46,10 +45,9 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
     )
     tokenizer = load_tokenizer(cfg.model)
     data = load_sft(cfg.data, tokenizer, seed=cfg.run.seed)
-    # Of several processes none needs the whole model: they shard it.
-    whole = partial(load_model, on_host=cfg.trainer.offload_parameters)
-    load = whole if mesh.world.size == 1 else load_deferred
-    model = load(cfg.model, device=mesh.device, seed=cfg.run.seed)
+    model = load_for_training(
+        cfg.model, mesh, seed=cfg.run.seed, on_host=cfg.trainer.offload_parameters
+    )
     alarms = alarms_for(model)
     if cfg.model.lora.rank:
         adapt(model, cfg.model.lora, seed=cfg.run.seed)

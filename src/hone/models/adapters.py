@@ -75,7 +75,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     levels = torch.tensor(_NF4, device=weight.device)
     borders = (levels[1:] + levels[:-1]) / 2
     shares = blocks / torch.where(scales == 0, 1.0, scales)[:, None]
-    codes = torch.bucketize(shares, borders).to(torch.uint8).reshape(-1, 2)
+    codes = torch.bucketize(shares, borders, out_int32=True).to(torch.uint8).reshape(-1, 2)
     return codes[:, 0] << 4 | codes[:, 1], scales
 
 

@@ -18,6 +18,7 @@ from hone.trainer.offload import BUCKET_BYTES, HostBuffer, Lane, mark_of, wait_f
 __all__ = [
     "HostGradients",
     "HostMasters",
+    "Piece",
     "StreamedGradients",
     "norm_of_pieces",
     "pieces_of",
@@ -114,7 +115,7 @@ class HostGradients(ABC):
         """Forget all gradients, and the scale."""
 
 
-class _Place(NamedTuple):
+class Piece(NamedTuple):
     """Elements `start` to `stop` of a flattened parameter."""
 
     name: str
@@ -147,11 +148,11 @@ class StreamedGradients(HostGradients):
         self._host = dict(zip(parts, self._buffer.tensors(layout), strict=True))
         self._window = max(window_bytes, BUCKET_BYTES)
         self._norms: dict[str, Tensor] = {}
-        self._order: list[_Place] = []
-        self._index: dict[_Place, int] = {}
+        self._order: list[Piece] = []
+        self._index: dict[Piece, int] = {}
         self._arriving, self._going = Lane(device), Lane(device)
-        self._stored: dict[_Place, torch.Event | None] = {}
-        self._ahead: dict[_Place, tuple[Tensor, torch.Event | None]] = {}
+        self._stored: dict[Piece, torch.Event | None] = {}
+        self._ahead: dict[Piece, tuple[Tensor, torch.Event | None]] = {}
         self._leaving: deque[tuple[Tensor, torch.Event | None]] = deque()
 
     @torch.no_grad()
@@ -162,7 +163,7 @@ class StreamedGradients(HostGradients):
         norms: list[Tensor] = []
         start = 0
         for piece in pieces_of(gradient.detach()):
-            place = _Place(name, start, start + piece.numel())
+            place = Piece(name, start, start + piece.numel())
             start = place.stop
             if is_first:
                 value = piece.to(host.dtype, copy=True)
@@ -196,7 +197,7 @@ class StreamedGradients(HostGradients):
         self._norms.clear()
         self.scale = None
 
-    def _store(self, place: _Place, value: Tensor) -> None:
+    def _store(self, place: Piece, value: Tensor) -> None:
         while self._leaving and self._bytes_leaving + value.nbytes > self._window:
             self._let_go()
         with self._going.after(mark_of(self.device)):
@@ -214,14 +215,14 @@ class StreamedGradients(HostGradients):
         _, is_out = self._leaving.popleft()
         wait_for(is_out)
 
-    def _fetched(self, place: _Place) -> Tensor:
+    def _fetched(self, place: Piece) -> Tensor:
         if place not in self._ahead:
             self._fetch(place)
         value, is_in = self._ahead.pop(place)
         wait_for(is_in)
         return value
 
-    def _fetch(self, place: _Place) -> None:
+    def _fetch(self, place: Piece) -> None:
         host = self._on_host(place)
         value = torch.empty_like(host, device=self.device)
         # The memory may still be read by earlier work of the current stream.
@@ -229,7 +230,7 @@ class StreamedGradients(HostGradients):
             value.copy_(host, non_blocking=True)
             self._ahead[place] = value, self._arriving.mark()
 
-    def _fetch_ahead(self, place: _Place) -> None:
+    def _fetch_ahead(self, place: Piece) -> None:
         """Fetch what backward will bring after `place`, a window of it."""
         num_bytes = sum(value.nbytes for value, _ in self._ahead.values())
         for following in islice(self._order, self._index[place] + 1, None):
@@ -247,7 +248,7 @@ class StreamedGradients(HostGradients):
             wait_for(is_in)
         self._ahead.clear()
 
-    def _on_host(self, place: _Place) -> Tensor:
+    def _on_host(self, place: Piece) -> Tensor:
         return self._host[place.name].view(-1)[place.start : place.stop]
 
 

@@ -245,7 +245,7 @@ class _Kept:
 
 
 class Bucket(NamedTuple):
-    """Host tensors that visit the device together; contiguous."""
+    """Contiguous host tensors that visit the device together, or what they are there."""
 
     changed: Sequence[Tensor]
     read: Sequence[Tensor] = ()
@@ -256,36 +256,35 @@ class Bucket(NamedTuple):
 
 def stream_buckets(
     buckets: Iterable[Bucket],
-    update: Callable[[int, list[Tensor]], None],
+    update: Callable[[int, Bucket], None],
     device: torch.device,
 ) -> None:
     """Bring each bucket of host tensors to the device, let `update` change it there, put it back.
 
-    `update` gets the bucket's number and its tensors as they are on the device, in their order,
-    those `changed`, `read` and `written` one after the other. Two buckets exist there at a time:
-    one is filled while the other is changed and leaves, so that both directions of the bus are
-    busy. Afterwards the host tensors can be read and the device memory is free.
+    `update` gets the bucket's number and the bucket as it is on the device. Two exist there at a
+    time: one is filled while the other is changed and leaves, so that both directions of the bus
+    are busy. Afterwards the host tensors can be read and the device memory is free.
     """
     arriving, leaving = Lane(device), Lane(device)
     slots = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
     has_left: list[torch.Event | None] = [None, None]
     try:
-        for index, (changed, read, written) in enumerate(buckets):
+        for index, bucket in enumerate(buckets):
             slot = index % 2
-            incoming, outgoing = [*changed, *read], [*changed, *written]
-            layout = [(tensor.shape, tensor.dtype) for tensor in (*incoming, *written)]
+            layout = [(tensor.shape, tensor.dtype) for part in bucket for tensor in part]
             if slots[slot].nbytes < _num_bytes(layout):
                 wait_for(has_left[slot])  # before its memory is anybody's
                 slots[slot] = torch.empty(_num_bytes(layout), dtype=torch.uint8, device=device)
                 has_left[slot] = mark_of(device)
-            staged = _carve(slots[slot], layout)
+            carved = iter(_carve(slots[slot], layout))
+            staged = Bucket(*([next(carved) for _ in part] for part in bucket))
             with arriving.after(has_left[slot]):
-                _copy_all(incoming, staged[: len(incoming)])
+                _copy_all((*bucket.changed, *bucket.read), (*staged.changed, *staged.read))
                 has_arrived = arriving.mark()
             wait_for(has_arrived)
             update(index, staged)
             with leaving.after(mark_of(device)):
-                _copy_all([*staged[: len(changed)], *staged[len(incoming) :]], outgoing)
+                _copy_all((*staged.changed, *staged.written), (*bucket.changed, *bucket.written))
                 has_left[slot] = leaving.mark()
     finally:
         if device.type == "cuda":

@@ -29,7 +29,7 @@ from torch.optim.adamw import adamw
 from hone.checkpoint.sharded import laid_out, local_part, region_of
 from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
-from hone.trainer.host_state import HostGradients, HostMasters
+from hone.trainer.host_state import HostGradients, HostMasters, Piece
 from hone.trainer.offload import BUCKET_BYTES, Bucket, HostBuffer, stream_buckets
 
 __all__ = ["FlatLayout", "ParameterOptimizer", "adamw_bfloat16_"]
@@ -162,15 +162,6 @@ class _Moments:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     num_steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Elements `start` to `stop` of a flattened parameter."""
-
-    name: str
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,57 +346,46 @@ class _AdamW:
 
     def _stream(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """Update what lies on the host, one bucket after the other."""
-        masters = None if self._host is None else self._host.masters
-        weights = {} if self._host is None else self._host.weights
-        homes = {} if self._host is None else self._host.homes
-        away = self._host_gradients
+        host, away = self._host, self._host_gradients
+        weights, homes = ({}, {}) if host is None else (host.weights, host.homes)
         buckets = self._buckets(gradients)
 
-        def of_host(pieces: list[_Piece]) -> Bucket:
-            states = [self._on_host[piece.name] for piece in pieces]
-            changed = [
-                *(_part(state.exp_avg, piece) for state, piece in zip(states, pieces, strict=True)),
-                *(_part(s.exp_avg_sq, piece) for s, piece in zip(states, pieces, strict=True)),
-            ]
-            if masters is not None:
-                changed += [_part(masters[piece.name], piece) for piece in pieces]
+        def of_host(pieces: Sequence[Piece]) -> Bucket:
+            changed: list[Tensor] = []
+            for piece in pieces:
+                state = self._on_host[piece.name]
+                changed += _part(state.exp_avg, piece), _part(state.exp_avg_sq, piece)
+                if host is not None:
+                    changed.append(_part(self._parameters[piece.name], piece))
             return Bucket(
                 changed,
                 read=[] if away is None else [_part(gradients[p.name], p) for p in pieces],
                 written=[_part(homes[p.name], p) for p in pieces if p.name in homes],
             )
 
-        def update(index: int, staged: list[Tensor]) -> None:
-            pieces, values = buckets[index], iter(staged)
-            exp_avgs = [next(values) for _ in pieces]
-            exp_avg_sqs = [next(values) for _ in pieces]
-            own = [
-                _part(self._parameters[p.name], p) if masters is None else next(values)
-                for p in pieces
-            ]
-            arrived = [
-                _part(gradients[p.name], p) if away is None else next(values) for p in pieces
-            ]
-            if away is not None and away.scale is not None:
-                for gradient in arrived:
+        def update(index: int, staged: Bucket) -> None:
+            changed, read, written = map(iter, staged)
+            operands: list[_Operand] = []
+            for piece in buckets[index]:
+                exp_avg, exp_avg_sq = next(changed), next(changed)
+                master = next(changed) if host else _part(self._parameters[piece.name], piece)
+                gradient = next(read) if away else _part(gradients[piece.name], piece)
+                if away is not None and away.scale is not None:
                     gradient.mul_(away.scale)
-            operands = [
-                _Operand(piece.name, master, gradient, exp_avg, exp_avg_sq, piece.start)
-                for piece, master, gradient, exp_avg, exp_avg_sq in zip(
-                    pieces, own, arrived, exp_avgs, exp_avg_sqs, strict=True
+                operands.append(
+                    _Operand(piece.name, master, gradient, exp_avg, exp_avg_sq, piece.start)
                 )
-            ]
             self._update(operands, lr)
-            for piece, master in zip(pieces, own, strict=True):
+            for piece, operand in zip(buckets[index], operands, strict=True):
                 if piece.name in weights:
-                    _part(weights[piece.name], piece).copy_(master)
+                    _part(weights[piece.name], piece).copy_(operand.master)
                 elif piece.name in homes:
-                    next(values).copy_(master)
+                    next(written).copy_(operand.master)
 
         with torch.no_grad():
-            stream_buckets((of_host(pieces) for pieces in buckets), update, self._device())
+            stream_buckets(map(of_host, buckets), update, self._device())
 
-    def _buckets(self, gradients: Mapping[str, Tensor]) -> list[list[_Piece]]:
+    def _buckets(self, gradients: Mapping[str, Tensor]) -> list[list[Piece]]:
         """Pieces of the parameters with a gradient, `BUCKET_BYTES` of host state at most in each
         bucket."""
         num_bytes = 2 * (2 if self._dtype is torch.bfloat16 else 4) + 4
@@ -414,13 +394,13 @@ class _AdamW:
         if self._host is not None and self._host.homes:
             num_bytes += 2
         capacity = BUCKET_BYTES // num_bytes // _PIECE_STEP * _PIECE_STEP
-        buckets: list[list[_Piece]] = [[]]
+        buckets: list[list[Piece]] = [[]]
         room = capacity
         for name, gradient in gradients.items():
             start, size = 0, local_part(gradient).numel()
             while start < size:
                 stop = min(size, start + room)
-                buckets[-1].append(_Piece(name, start, stop))
+                buckets[-1].append(Piece(name, start, stop))
                 # Places of later pieces stay aligned.
                 room -= -(-(stop - start) // _PIECE_STEP) * _PIECE_STEP
                 start = stop
@@ -569,7 +549,7 @@ def _own_part(value: Tensor, parameter: Tensor) -> Tensor | None:
     return value[region.slices]
 
 
-def _part(tensor: Tensor, piece: _Piece) -> Tensor:
+def _part(tensor: Tensor, piece: Piece) -> Tensor:
     return _flat(tensor)[piece.start : piece.stop]
 
 

@@ -102,16 +102,11 @@ class BasePolicy(ABC):
 
     def _sampled(self, masters: Mapping[str, Tensor]) -> Tensor:
         """Every so many elements of the local parts of `masters`, [K] on the device."""
-        stride = self._stride
+        stride = self._stride(masters)
         shards = (local_part(p.detach()).flatten()[::stride] for p in masters.values())
         return torch.cat([*shards]).to(self.device)
 
-    @property
-    @abstractmethod
-    def _stride(self) -> int:
-        """Every so many elements are sampled."""
-
-    def _stride_of(self, masters: Mapping[str, Tensor]) -> int:
+    def _stride(self, masters: Mapping[str, Tensor]) -> int:
         limit = _MAX_SAMPLED_ELEMENTS if self.host_masters is None else _MAX_SAMPLED_ON_HOST
         return ceil(sum(p.numel() for p in masters.values()) / limit)
 
@@ -336,7 +331,9 @@ class Policy(BasePolicy):
         nothing moved, where the host has too little memory.
         """
         self._require_awake()
-        tensors = [*moments] if self.host_gradients else [*self.gradients.values(), *moments]
+        tensors = [*moments]
+        if self.host_gradients is None:
+            tensors += self.gradients.values()
         if self._masters is not self.parameters and self.host_masters is None:
             tensors += [master.detach() for master in self._masters.values()]
         self._parking.park(tensors)
@@ -369,10 +366,6 @@ class Policy(BasePolicy):
             parameter.grad = None
 
         return move
-
-    @property
-    def _stride(self) -> int:
-        return self._stride_of(self.masters)
 
 
 def require_layout(

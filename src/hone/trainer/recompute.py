@@ -40,6 +40,7 @@ _KEPT = frozenset(
         torch.ops.aten.addmm.default,
         torch.ops.aten.bmm.default,
         torch.ops.aten.baddbmm.default,
+        torch.ops.aten._scaled_mm.default,
         torch.ops.torch_attn._varlen_attn.default,
         torch.ops.hone.flash4.default,
         torch.ops.aten._flash_attention_forward.default,

@@ -146,11 +146,9 @@ class ShardedModel:
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Say whether the next forward and backward are the last of an optimizer step."""
-        if not self._is_reduced_late:
-            pass  # whole gradients, or those of one replica, have no room between micro-batches
-        elif self._stage < 2:
+        if self._is_reduced_late and self._stage < 2:
             self._root.set_requires_gradient_sync(is_last)
-        else:
+        elif self._is_reduced_late:
             self._root.set_requires_all_reduce(is_last)
         if self._stage < 3:
             self._root.set_reshard_after_backward(is_last)
@@ -309,14 +307,11 @@ class ShardedPolicy(BasePolicy):
         """Bring back what `sleep` moved away; as `Policy.wake`."""
         self._parking.restore()
 
-    @property
-    def _stride(self) -> int:
-        return self._stride_of(self.masters)
-
     def _sampled_weights(self) -> Tensor:
         """For each sampled element one over the number of processes that hold it, [K] float64."""
         shards = [(local_part(p), _num_copies(p)) for p in self.masters.values()]
-        numbers = torch.tensor([ceil(shard.numel() / self._stride) for shard, _ in shards])
+        stride = self._stride(self.masters)
+        numbers = torch.tensor([ceil(shard.numel() / stride) for shard, _ in shards])
         weights = torch.tensor([1 / copies for _, copies in shards], dtype=torch.float64)
         return weights.repeat_interleave(numbers).to(self.device)
 

@@ -62,6 +62,8 @@ class VisitingLayers:
         """Free all layers' device memory. They come again, as their homes are then."""
         for index in list(self._here):
             self._leave(index)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # homes are not read from here on
 
     def _run(
         self, index: int, run: Callable[..., Any], call: Callable[..., Any], *args: Any
