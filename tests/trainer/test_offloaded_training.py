@@ -203,11 +203,24 @@ def use_late_lanes(monkeypatch: pytest.MonkeyPatch, wait: Callable[[Any], None])
         monkeypatch.setattr(module, "wait_for", wait)
 
 
+class ReusedMemory(StreamedGradients):
+    """What is freed belongs to somebody else at once."""
+
+    def _let_go(self) -> None:
+        value, _ = self._leaving[0]
+        super()._let_go()
+        value.fill_(float("nan"))
+
+
 @pytest.mark.parametrize("recompute", ["off", "full"])
-def test_nothing_is_read_before_it_has_arrived(recompute: str, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_read_before_it_has_arrived_or_freed_before_it_has_left(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+):
     fields: dict[str, Any] = {"num_hidden_layers": 3, "dtype": torch.bfloat16}
     expected = course(trainer_of(model_of(**fields), recompute=recompute))
     use_late_lanes(monkeypatch, wait_late)
+    monkeypatch.setattr(host_state, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(policy_module, "StreamedGradients", ReusedMemory)
     trainer = trainer_of(model_of(**fields), recompute=recompute, **PARAMETERS)
     check_equal(course(trainer), expected)
 

@@ -133,7 +133,7 @@ class StreamedGradients(HostGradients):
     """
 
     def __init__(
-        self, like: Mapping[str, Tensor], device: torch.device, *, window_bytes: int = 0
+        self, like: Mapping[str, Tensor], device: torch.device, *, window_bytes: int
     ) -> None:
         """Of parameters `like`; of DTensors this process's part. The window is `window_bytes`, or a
         bucket where that is more. A compiled layer brings all its gradients at once: a window of
@@ -148,8 +148,8 @@ class StreamedGradients(HostGradients):
         self._host = dict(zip(parts, self._buffer.tensors(layout), strict=True))
         self._window = max(window_bytes, BUCKET_BYTES)
         self._norms: dict[str, Tensor] = {}
-        self._order: list[Piece] = []
-        self._index: dict[Piece, int] = {}
+        self._order: dict[Piece, int] = {}
+        """In which backward brings pieces."""
         self._arriving, self._going = Lane(device), Lane(device)
         self._stored: dict[Piece, torch.Event | None] = {}
         self._ahead: dict[Piece, tuple[Tensor, torch.Event | None]] = {}
@@ -162,19 +162,17 @@ class StreamedGradients(HostGradients):
         host, is_first = self._host[name], name not in self._norms
         norms: list[Tensor] = []
         start = 0
-        for piece in pieces_of(gradient.detach()):
-            place = Piece(name, start, start + piece.numel())
-            start = place.stop
+        for fresh in pieces_of(gradient.detach()):
+            piece = Piece(name, start, start + fresh.numel())
+            start = piece.stop
             if is_first:
-                value = piece.to(host.dtype, copy=True)
-                if place not in self._index:
-                    self._index[place] = len(self._order)
-                    self._order.append(place)
+                value = fresh.to(host.dtype, copy=True)
+                self._order.setdefault(piece, len(self._order))
             else:
-                value = self._fetched(place).add_(piece)
-                self._fetch_ahead(place)
+                value = self._fetched(piece).add_(fresh)
+                self._fetch_ahead(piece)
             norms.append(norm_of_pieces([value]))
-            self._store(place, value)
+            self._store(piece, value)
         self._norms[name] = torch.stack(norms)
 
     @property
@@ -197,13 +195,13 @@ class StreamedGradients(HostGradients):
         self._norms.clear()
         self.scale = None
 
-    def _store(self, place: Piece, value: Tensor) -> None:
+    def _store(self, piece: Piece, value: Tensor) -> None:
         while self._leaving and self._bytes_leaving + value.nbytes > self._window:
             self._let_go()
         with self._going.after(mark_of(self.device)):
-            self._on_host(place).copy_(value, non_blocking=True)
-            self._stored[place] = self._going.mark()
-        self._leaving.append((value, self._stored[place]))
+            self._on_host(piece).copy_(value, non_blocking=True)
+            self._stored[piece] = self._going.mark()
+        self._leaving.append((value, self._stored[piece]))
 
     @property
     def _bytes_leaving(self) -> int:
@@ -215,25 +213,25 @@ class StreamedGradients(HostGradients):
         _, is_out = self._leaving.popleft()
         wait_for(is_out)
 
-    def _fetched(self, place: Piece) -> Tensor:
-        if place not in self._ahead:
-            self._fetch(place)
-        value, is_in = self._ahead.pop(place)
+    def _fetched(self, piece: Piece) -> Tensor:
+        if piece not in self._ahead:
+            self._fetch(piece)
+        value, is_in = self._ahead.pop(piece)
         wait_for(is_in)
         return value
 
-    def _fetch(self, place: Piece) -> None:
-        host = self._on_host(place)
+    def _fetch(self, piece: Piece) -> None:
+        host = self._on_host(piece)
         value = torch.empty_like(host, device=self.device)
         # The memory may still be read by earlier work of the current stream.
-        with self._arriving.after(mark_of(self.device), self._stored[place]):
+        with self._arriving.after(mark_of(self.device), self._stored[piece]):
             value.copy_(host, non_blocking=True)
-            self._ahead[place] = value, self._arriving.mark()
+            self._ahead[piece] = value, self._arriving.mark()
 
-    def _fetch_ahead(self, place: Piece) -> None:
-        """Fetch what backward will bring after `place`, a window of it."""
+    def _fetch_ahead(self, piece: Piece) -> None:
+        """Fetch what backward will bring after `piece`, a window of it."""
         num_bytes = sum(value.nbytes for value, _ in self._ahead.values())
-        for following in islice(self._order, self._index[place] + 1, None):
+        for following in islice(self._order, self._order[piece] + 1, None):
             if num_bytes >= self._window or following.name not in self._norms:
                 return
             if following not in self._ahead:
@@ -248,8 +246,8 @@ class StreamedGradients(HostGradients):
             wait_for(is_in)
         self._ahead.clear()
 
-    def _on_host(self, place: Piece) -> Tensor:
-        return self._host[place.name].view(-1)[place.start : place.stop]
+    def _on_host(self, piece: Piece) -> Tensor:
+        return self._host[piece.name].view(-1)[piece.start : piece.stop]
 
 
 def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:

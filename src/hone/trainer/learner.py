@@ -114,6 +114,12 @@ class Learner(ABC):
                 _require_training_layers(model)
             # Decoders of our own recompute by themselves, and there is nothing to compile.
             plain = not (self._exact or cfg.fused_layers)
+            if cfg.offload_parameters and not plain:
+                own = "model.exact" if self._exact else "trainer.fused_layers"
+                raise UserError(
+                    f"trainer.offload_parameters is on, but {own} trains layers of its own, whose "
+                    "weights stay on the device. Switch one of them off."
+                )
             policy = Policy(
                 model,
                 recompute=cfg.recompute if plain else "off",

@@ -356,7 +356,7 @@ class _AdamW:
                 state = self._on_host[piece.name]
                 changed += _part(state.exp_avg, piece), _part(state.exp_avg_sq, piece)
                 if host is not None:
-                    changed.append(_part(self._parameters[piece.name], piece))
+                    changed.append(_part(host.masters[piece.name], piece))
             return Bucket(
                 changed,
                 read=[] if away is None else [_part(gradients[p.name], p) for p in pieces],
@@ -368,8 +368,9 @@ class _AdamW:
             operands: list[_Operand] = []
             for piece in buckets[index]:
                 exp_avg, exp_avg_sq = next(changed), next(changed)
-                master = next(changed) if host else _part(self._parameters[piece.name], piece)
-                gradient = next(read) if away else _part(gradients[piece.name], piece)
+                own = self._parameters[piece.name]
+                master = _part(own, piece) if host is None else next(changed)
+                gradient = _part(gradients[piece.name], piece) if away is None else next(read)
                 if away is not None and away.scale is not None:
                     gradient.mul_(away.scale)
                 operands.append(

@@ -159,15 +159,17 @@ class Policy(BasePolicy):
             layers, mode=recompute, every=recompute_every_n_layers, offload=offload_activations
         )
         self._visiting: VisitingLayers | None = None
+        self._homes: Mapping[Tensor, Tensor] = {}
+        """Where values of layers' tensors are kept between passes, if not in the tensors."""
         if offload_parameters:
             self._visiting = VisitingLayers(layers, self.device)
+            self._homes = self._visiting.homes
             cast(nn.Module, model).to(self.device)
         # A shared tensor once; those that are frozen have no masters.
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._names = {parameter: name for name, parameter in self.parameters.items()}
         if offload_parameters or (offload_optimizer and not self._computes_in_masters):
-            homes = {n: self._home(p) for n, p in self.parameters.items()}
-            homes = {n: home for n, home in homes.items() if home is not self.parameters[n]}
+            homes = {n: self._homes[p] for n, p in self.parameters.items() if p in self._homes}
             self.host_masters = HostMasters.copied(self.parameters, self.device, homes)
             self._masters = self.host_masters.masters
         elif self._computes_in_masters:
@@ -196,11 +198,6 @@ class Policy(BasePolicy):
     @property
     def _computes_in_masters(self) -> bool:
         return self.dtype in (torch.float32, torch.float64)
-
-    def _home(self, tensor: Tensor) -> Tensor:
-        """Where a weight's values are kept between passes."""
-        home = None if self._visiting is None else self._visiting.home(tensor)
-        return tensor if home is None else home
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
@@ -290,7 +287,8 @@ class Policy(BasePolicy):
             for name, master in self.masters.items():
                 saved = tensors[name]
                 master.copy_(saved.full() if isinstance(saved, StoredTensor) else saved)
-                self._home(self.parameters[name]).copy_(master)
+                parameter = self.parameters[name]
+                self._homes.get(parameter, parameter).copy_(master)
 
     @property
     def offloads_parameters(self) -> bool:
@@ -299,17 +297,9 @@ class Policy(BasePolicy):
 
     @property
     def host_bytes(self) -> int:
-        num_bytes = super().host_bytes
-        if self._visiting is None or self.host_masters is None:
-            return num_bytes
-        # A float32 home is a master.
-        homes = {n: self._visiting.home(p) for n, p in self.parameters.items()}
-        masters = {n: home for n, home in homes.items() if n not in self.host_masters.homes}
-        return (
-            num_bytes
-            + self._visiting.num_bytes
-            - sum(home.nbytes for home in masters.values() if home is not None)
-        )
+        masters = {master.data_ptr() for master in self._masters.values()}
+        homes = (home for home in self._homes.values() if home.data_ptr() not in masters)
+        return super().host_bytes + sum(home.nbytes for home in homes)
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -320,7 +310,7 @@ class Policy(BasePolicy):
             yield from export_weights(self.model)
             return
         for name, value in self.model.state_dict(keep_vars=True).items():
-            yield name, self._home(value).detach().to(self.device)
+            yield name, self._homes.get(value, value).detach().to(self.device)
 
     def sleep(self, moments: Iterable[Tensor] = ()) -> None:
         """Move masters, gradients and an optimizer's `moments` from the device to pinned host

@@ -30,6 +30,8 @@ class VisitingLayers:
         computes may be compiled, but not the layer, whose hooks run outside. Raises UserError where
         the host has too little memory."""
         self._layers = [_Visitor(layer, device) for layer in layers]
+        self.homes = {t: home for visitor in self._layers for t, home in visitor.homes.items()}
+        """Where values of the layers' parameters and buffers are kept, in host memory."""
         self._device = device
         self._lane = Lane(device)
         self._here: dict[int, torch.Event | None] = {}
@@ -44,19 +46,6 @@ class VisitingLayers:
             else:
                 layer.register_forward_pre_hook(partial(self._before_forward, index))
                 layer.register_forward_hook(partial(self._after_forward, index))
-
-    @property
-    def num_bytes(self) -> int:
-        """Of host memory."""
-        return sum(home.nbytes for visitor in self._layers for home in visitor.homes.values())
-
-    def home(self, tensor: Tensor) -> Tensor | None:
-        """Where a parameter's or buffer's values are kept, in host memory; None where it is no
-        layer's."""
-        for visitor in self._layers:
-            if tensor in visitor.homes:
-                return visitor.homes[tensor]
-        return None
 
     def send_home(self) -> None:
         """Free all layers' device memory. They come again, as their homes are then."""

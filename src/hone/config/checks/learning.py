@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from hone.config.algorithm import GROUP_ESTIMATORS, AlgorithmConfig
 from hone.config.checks.finding import Finding, differs, error, warning
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 _BUDGET = "trainer.max_tokens_per_microbatch"
+_OFFLOADS = ("offload_optimizer", "offload_gradients", "offload_parameters")
 
 
 def check_budget(
@@ -114,9 +116,6 @@ def check_memory(
             )
 
 
-_OFFLOADS = ("offload_optimizer", "offload_gradients", "offload_parameters")
-
-
 def _recompute(trainer: SFTTrainerConfig, *, exact: bool) -> Iterator[Finding]:
     mode, every = trainer.recompute, trainer.recompute_every_n_layers
     if trainer.offload_activations and mode == "off":
@@ -168,7 +167,7 @@ def _offload(trainer: SFTTrainerConfig) -> Iterator[Finding]:
         "the step that streams states fetches gradients too",
         "without weights on the device there is no room for what is twice as large",
     )
-    for needed, name, reason in zip(_OFFLOADS, _OFFLOADS[1:], reasons, strict=False):
+    for (needed, name), reason in zip(pairwise(_OFFLOADS), reasons, strict=True):
         if getattr(trainer, name) and not getattr(trainer, needed):
             yield error(
                 f"trainer.{name} is on, and trainer.{needed} is off: {reason}. Turn "
