@@ -98,7 +98,8 @@ def test_a_supervised_run(tmp_path: Path) -> None:
     assert "No alarm was raised" in page.text
 
 
-def test_an_empty_folder_says_so(tmp_path: Path) -> None:
+def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
     _, page = render(tmp_path)
     assert "No step has been recorded in this folder yet" in page.text
 

@@ -19,7 +19,7 @@ from hone.checkpoint.store import CheckpointStore
 from hone.config.parallel import ParallelConfig
 from hone.config.trainer import OptimizerConfig
 from hone.distributed.mesh import Mesh, MeshSizes
-from hone.loops.launch import restore
+from hone.loops.resuming import restore
 from hone.trainer import optimizers
 from hone.trainer.optimizers import FlatLayout, ParameterOptimizer
 from tests.trainer.examples import make_trainer, random_rows, tiny_model

@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     if as_json:
         _print_json(cfg, findings, derived)
     else:
-        _print_tables(cfg, findings, derived)
+        _print_tables(cfg, findings, derived, nproc)
     return 2 if any(finding.level == "error" for finding in findings) else 0
 
 
@@ -106,7 +106,9 @@ def _print_json(cfg: Section, findings: list[Finding], derived: list[Derived]) -
     sys.stdout.write(json.dumps(outcome, indent=2) + "\n")
 
 
-def _print_tables(cfg: Section, findings: list[Finding], derived: list[Derived]) -> None:
+def _print_tables(
+    cfg: Section, findings: list[Finding], derived: list[Derived], nproc: int | None
+) -> None:
     console = Console(highlight=False)
     console.print(Text("What was set (the rest is default)", style="bold"))
     console.print(to_yaml(cfg.model_dump(mode="json", exclude_defaults=True)), markup=False)
@@ -116,6 +118,9 @@ def _print_tables(cfg: Section, findings: list[Finding], derived: list[Derived])
     for finding in findings:
         style = "bold red" if finding.level == "error" else "yellow"
         console.print(Text.assemble((f"{finding.level}: ", style), finding.message))
+    if nproc is None:
+        hint = "What depends on the number of processes is not checked: add --nproc N, or 1."
+        console.print(Text(hint, style="dim"))
     num_errors = sum(finding.level == "error" for finding in findings)
     summary = f"errors: {num_errors}, warnings: {len(findings) - num_errors}"
     console.print(Text(summary, style="bold red" if num_errors else "bold green"))

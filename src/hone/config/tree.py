@@ -97,7 +97,7 @@ class EvaluateConfig(Section):
 
     run: EvaluateRunConfig = EvaluateRunConfig()
     model: ModelConfig
-    data: EvaluateDataConfig
+    data: EvaluateDataConfig = EvaluateDataConfig()
     engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
     eval: EvaluationConfig = EvaluationConfig()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,18 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.checkpoint.export import export_hf, export_hf_streamed
-from hone.checkpoint.random_state import restore_random_state
-from hone.checkpoint.sharded import StoredTensor
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.base import Section
 from hone.config.errors import UserError
-from hone.config.load import dump_config
 from hone.config.model import LoraConfig, ModelConfig
 from hone.config.parallel import ParallelConfig
 from hone.config.run import CheckpointConfig, GenerateRunConfig, RunConfig
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.distributed.watch import Watch
+from hone.loops.resuming import announce, find_checkpoint, save_config
 from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
 from hone.trainer.learner import Learner
@@ -44,8 +40,6 @@ __all__ = [
     "join",
     "launch",
     "load_for_training",
-    "origin",
-    "restore",
 ]
 
 _log = logging.getLogger(__name__)
@@ -61,6 +55,12 @@ class Launch:
     store: CheckpointStore
     checkpoint: Checkpoint | None
     """What to go on from; None starts afresh."""
+    cfg: Section
+
+    def save_config(self) -> None:
+        """Write the configuration into the run folder: once nothing stands against going on."""
+        if self.mesh.is_first:
+            save_config(self.dir, self.cfg)
 
     @property
     def device(self) -> torch.device:
@@ -127,10 +127,10 @@ def join(run: GenerateRunConfig, parallel: ParallelConfig) -> Generator[tuple[Me
 def launch(
     run: RunConfig, checkpoint: CheckpointConfig, parallel: ParallelConfig, tree: Section
 ) -> Generator[Launch]:
-    """Join the other processes, seed everything, prepare the run folder, save the configuration.
+    """Join the other processes, seed everything, find out where to go on.
 
-    Seeds are equal in all processes. The first one alone writes. Raises UserError where
-    `run.resume` does not fit what the folder holds.
+    Seeds are equal in all processes. Raises UserError where `run.resume` does not fit what the
+    folder holds, or another command has written it.
     """
     with join(run, parallel) as (mesh, watch):
         random.seed(run.seed)
@@ -143,14 +143,14 @@ def launch(
             mesh=mesh,
             timeout_s=0.9 * parallel.timeout_s,  # it knows whose file is missing, the watch less
         )
-        found = _find(run, store)
+        found = find_checkpoint(run, store, tree)
         mesh.agree("the checkpoint to go on from", None if found is None else found.step)
         if found is not None:
-            _log.info("%s", origin(found, mesh.sizes))
+            for line in announce(found, run, tree, mesh.sizes):
+                _log.info("%s", line)
         if mesh.is_first:
             run.dir.mkdir(parents=True, exist_ok=True)
-            (run.dir / "config.yaml").write_text(dump_config(tree), encoding="utf-8")
-        yield Launch(mesh=mesh, watch=watch, dir=run.dir, store=store, checkpoint=found)
+        yield Launch(mesh=mesh, watch=watch, dir=run.dir, store=store, checkpoint=found, cfg=tree)
 
 
 def export(
@@ -192,66 +192,7 @@ def load_for_training(
     return load_model(cfg, device=mesh.device, seed=seed, on_host=on_host)
 
 
-def restore(trainer: Learner, parts: Mapping[str, Any]) -> None:
-    """Let trainer and random generators go on from a checkpoint, whatever processes wrote it.
-
-    Each process reads what it holds. Raises ValueError where it belongs to another model.
-    """
-    trainer.load_state_dict(parts["trainer"], parts["trainer_metadata"])
-    restore_random_state(_in_memory(parts["random"]))
-
-
-def origin(found: Checkpoint, own: MeshSizes) -> str:
-    """One line on where the run goes on from, who wrote that, and how it is read."""
-    line = f"going on after step {found.step}, from {found.path}"
-    if found.saved_at is not None:
-        line += f", saved {time.strftime('%Y-%m-%d %H:%M', time.localtime(found.saved_at))}"
-    if found.written_by is None:
-        return line
-    line += f" by {_described(found.written_by)}"
-    if found.written_by != own:
-        line += f"; now {_described(own)}, so each reads its own regions of the tensors"
-    return line
-
-
-def _described(sizes: MeshSizes) -> str:
-    """For example `8 processes (data 4 x tensor 2, shards over 4)`."""
-    if sizes.world == 1:
-        return "1 process"
-    axes = {name: getattr(sizes, name) for name in ("data", "ring", "ulysses", "tensor")}
-    product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
-    return f"{sizes.world} processes ({product}, shards over {sizes.fsdp})"
-
-
-def _in_memory(tree: Any) -> Any:
-    """A small tree with its tensors read."""
-    match tree:
-        case StoredTensor():
-            return tree.full()
-        case dict():
-            return {key: _in_memory(value) for key, value in tree.items()}
-        case list():
-            return [_in_memory(value) for value in tree]
-        case _:
-            return tree
-
-
 def _wholes(masters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Gather tensors of which processes hold parts, one after the other."""
     for name, master in masters.items():
         yield name, whole(master.detach())
-
-
-def _find(run: RunConfig, store: CheckpointStore) -> Checkpoint | None:
-    """The checkpoint that `run.resume` asks for. A folder with damaged ones only is an error: to
-    start afresh beside them would look like going on."""
-    if isinstance(run.resume, int):
-        return store.load(run.resume)
-    if store.is_empty:
-        return None
-    if run.resume == "never":
-        raise UserError(
-            f"run.resume is never, but run.dir={str(run.dir)!r} holds checkpoints. Choose another "
-            "run.dir, or run.resume=auto to go on from them."
-        )
-    return store.load("latest")

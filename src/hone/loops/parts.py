@@ -24,8 +24,9 @@ from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import cache_dtype
 from hone.loops.exchange import Exchange
 from hone.loops.experience import Experience
-from hone.loops.launch import Launch, launch, load_for_training, restore
+from hone.loops.launch import Launch, launch, load_for_training
 from hone.loops.recorder import Limits, Recorder, alarms_for
+from hone.loops.resuming import restore
 from hone.models.adapters import adapt
 from hone.models.decoder import alias_module
 from hone.models.load import (
@@ -319,6 +320,7 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
         )
         if begin.checkpoint is not None:
             parts.load_state(begin.checkpoint.parts)
+        begin.save_config()
         restore_random_state(random_state)  # whatever the engine has drawn to profile itself
         yield parts
 

@@ -9,9 +9,10 @@ from hone.checkpoint.random_state import capture_random_state
 from hone.config.tree import SFTConfig
 from hone.data.sft import load_sft
 from hone.loops.interrupt import Interrupt
-from hone.loops.launch import Launch, export, launch, load_for_training, restore
+from hone.loops.launch import Launch, export, launch, load_for_training
 from hone.loops.parts import recording
 from hone.loops.recorder import alarms_for
+from hone.loops.resuming import restore
 from hone.loops.saving import Saver, due
 from hone.loops.sync import Outcome
 from hone.models.adapters import adapt
@@ -58,6 +59,7 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
         state: Mapping[str, Any] = begin.checkpoint.parts
         restore(trainer, state)
         data.train.load_state_dict(state["data"])
+    begin.save_config()
 
     def state_parts() -> dict[str, Any]:
         tensors, metadata = trainer.state_dict()

@@ -16,6 +16,9 @@ from hone.config.errors import UserError
 
 __all__ = ["RunFolder"]
 
+_FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")
+"""What a folder is known by as one of a run: it has one of them."""
+
 _STEP = re.compile(rb'\{"step": (\d+),')
 
 
@@ -34,9 +37,9 @@ class RunFolder:
     def read(cls, path: Path) -> RunFolder:
         """Read what exists; missing files count as empty.
 
-        Raises UserError when `path` is no folder.
+        Raises UserError when `path` is no folder of a run.
         """
-        if not path.is_dir():
+        if not any((path / name).is_file() for name in _FILES):
             raise UserError(f"{path} is not a run folder: give the folder that `run.dir` named.")
         merged: dict[int, dict[str, Any]] = {}
         for row in _json_rows(path / "metrics.jsonl"):
