@@ -43,7 +43,14 @@ def test_supervised_runs_show_their_loss() -> None:
     header, line = lines_of([{"train/loss": 2.5, "train/grad_norm": 0.7, "eval/loss": 2.25}])
     assert header.split()[1:4] == ["loss", "grad", "lr"]
     assert line.split()[1:4] == ["2.500", "0.700", "·"]
-    assert line.endswith("eval 2.250")
+    assert line.endswith("eval loss 2.250")
+
+
+def test_fast_steps_share_a_line() -> None:
+    fast = ROW | {"time/step_s": 0.2}
+    rows = [fast, fast, fast | {"eval/reward/mean": 0.5}, *[fast] * 4, ROW, fast]
+    steps = [int(line.split()[0]) for line in lines_of(rows)[1:]]
+    assert steps == [1, 3, 6, 8, 9], "the first, evaluated, due, slow, and the last"
 
 
 def test_the_header_returns() -> None:

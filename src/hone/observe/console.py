@@ -4,7 +4,9 @@
          1     0.125   212.0      1.84   3.1e-04     9,512    12.4s    0.41
          2     0.141   208.3      1.83   2.9e-04    10,006    11.8s    0.43
 
-Without a terminal the same lines come without bar and colour, so that logs stay plain text.
+Of steps that are over in less than half a second one in each half second has a line, and each that
+was evaluated. Without a terminal the same lines come without bar and colour, so that logs stay
+plain text.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from rich.text import Text
 __all__ = ["RL_COLUMNS", "SFT_COLUMNS", "Column", "Console"]
 
 HEADER_EVERY = 40
+_LINE_EVERY_S = 0.5
+_EVALUATIONS = {"eval/reward/mean": "eval", "eval/loss": "eval loss"}
+"""Metrics of an evaluation, and how a line names them."""
 
 
 class Column(NamedTuple):
@@ -94,6 +99,9 @@ class Console:
     ) -> None:
         self._console = output or RichConsole(highlight=False, soft_wrap=True)
         self._lines = 0
+        self._total_steps = total_steps
+        self._untold_s = math.inf
+        """How long steps have taken since the last line."""
         self._shown_at = 0.0
         self._progress = Progress(
             TextColumn("  "),
@@ -123,7 +131,15 @@ class Console:
         self._progress.stop()
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Print the line of a finished step and move the bar."""
+        """Print the line of a finished step, unless another was just printed, and move the bar."""
+        self._progress.update(self._task, completed=step, doing="")
+        self._untold_s += scalars.get("time/step_s", math.inf)
+        is_due = self._untold_s >= _LINE_EVERY_S or step == self._total_steps
+        if is_due or not scalars.keys().isdisjoint(_EVALUATIONS):
+            self._print_step(step, scalars)
+            self._untold_s = 0.0
+
+    def _print_step(self, step: int, scalars: Mapping[str, float]) -> None:
         is_supervised = "train/loss" in scalars or "eval/loss" in scalars
         is_supervised = is_supervised and "reward/mean" not in scalars
         columns = SFT_COLUMNS if is_supervised else RL_COLUMNS
@@ -134,11 +150,10 @@ class Console:
         line = Text(f"{step:>6}", style="bold")
         for column in columns:
             line.append(f"{_cell(column, scalars):>{column.width}}", style="not bold")
-        for metric in ("eval/reward/mean", "eval/loss"):
+        for metric, name in _EVALUATIONS.items():
             if metric in scalars:
-                line.append(f"   eval {_compact(scalars[metric])}", style="not bold cyan")
+                line.append(f"   {name} {_compact(scalars[metric])}", style="not bold cyan")
         self._print(line)
-        self._progress.update(self._task, completed=step, doing="")
 
     def progress(self, finished: int, total: int) -> None:
         """Show how many samples of the current step are done; cheap enough for every token."""
