@@ -91,6 +91,13 @@ def test_a_block_at_a_gradients_address_that_is_gone_before_the_end_is_none():
     assert found.largest["other"] == 9
 
 
+def test_a_block_that_was_given_back_unseen_does_not_count_beside_the_next():
+    marks = Marks(gradients={7}, forwards=[(0, 0)], passes_end=4)
+    found = play(record((9, 1), (7, 5), (7, 30)), held=held(), base=0, marks=marks)
+    assert found.largest["gradients"] == 30
+    assert found.peak == 31
+
+
 def test_memory_nobody_had_counted_may_be_given_back():
     marks = Marks(gradients=set(), forwards=[], passes_end=0)
     found = play(record((55, -10), (1, 4)), held=held(), base=0, marks=marks)

@@ -210,6 +210,7 @@ def play(events: list[Event], *, held: Held, base: int, marks: Marks) -> MemoryU
     `base` bytes exist before the first event, those of `held` and others. `held.kinds` also has the
     addresses of weights that are gathered during the step.
     """
+    events = [*_with_all_releases(events)]
     ends = _ends(events)
     now: dict[Kind, int] = {kind: held.total(kind) for kind in KINDS}
     now["other"] += base - sum(now.values())
@@ -254,6 +255,19 @@ def _kind(event: Event, end: float, held: Held, marks: Marks) -> Kind:
         is_gathered = held.kinds.get(event.address) == "weights"
         return "weights" if is_gathered else "activations"
     return "other"
+
+
+def _with_all_releases(events: list[Event]) -> Iterator[Event]:
+    """The events, and a release before each block that is taken where another was: the record does
+    not see what threads of gloo and NCCL give back."""
+    taken: dict[int, int] = {}
+    for event in events:
+        before = taken.pop(event.address, None)
+        if event.num_bytes > 0:
+            if before is not None:
+                yield Event(event.time, event.address, -before)
+            taken[event.address] = event.num_bytes
+        yield event
 
 
 def _ends(events: list[Event]) -> list[float]:
