@@ -13,7 +13,7 @@ from hone.rewards.scorer import Scorer
 from hone.types import Prompt, Sample, StopReason
 
 MISBEHAVING = str(Path(__file__).with_name("misbehaving.py"))
-LIMIT_S = 0.5
+LIMIT_S = 1.0
 
 
 def make_sample(text="", *, answer=None, num_tokens=3, stop="eos", index=0, **metadata):

@@ -35,7 +35,8 @@ def check_failures_are_exact(samples, stats, count):
     assert dict(stats.num_failed) == dict.fromkeys(INJECTED, count)
     assert stats.num_scored == len(samples) - count * len(INJECTED)
     assert stats.num_pending == 0
-    assert stats.num_kills == count
+    # A machine that stalls may find a worker overdue that has just delivered.
+    assert stats.num_kills >= count
     for sample in samples:
         expected = next((kind for kind, text in INJECTED.items() if text == sample.text), None)
         assert sample.failure is expected, sample.failure_detail
