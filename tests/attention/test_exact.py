@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from tests.attention.hopper import products
+from tests.interpreted import run_interpreted
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
 
@@ -20,11 +17,7 @@ MAX_ERROR = 2e-3
 
 @pytest.fixture(scope="module")
 def results():
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.attention.interpreted_exact"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_interpreted("tests.attention.interpreted_exact")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.attention.cases import BUGS, DECODE_CASES, DTYPES, FP8_CASES, FP8_LIMIT, HALF_CASES
+from tests.interpreted import run_interpreted
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
 
 
 @pytest.fixture(scope="module")
 def results():
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.attention.interpreted_kernels"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_interpreted("tests.attention.interpreted_kernels")
 
 
 @pytest.mark.parametrize("case", DECODE_CASES)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +10,7 @@ import pytest
 from hone.types import SamplingParams
 from tests.engine import reference
 from tests.engine.test_sampler import assert_counts_fit
+from tests.interpreted import run_interpreted
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported"),
@@ -30,11 +27,7 @@ LOGPROB_TOLERANCE = 2e-6
 
 @pytest.fixture(scope="module")
 def results():
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.engine.interpreted_sampling"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_interpreted("tests.engine.interpreted_sampling")
 
 
 @pytest.mark.parametrize("filtered", [False, True])

@@ -71,3 +71,8 @@ def make_config(inputs: Path, tmp_path: Path) -> MakeConfig:
         return RLConfig.model_validate(tree)
 
     return make
+
+
+def has_a_row(file: Path) -> bool:
+    """Whether `metrics.jsonl` has a whole line: the last may be half written."""
+    return file.exists() and "\n" in file.read_text()

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.torch import load_file
-from tests.loops.conftest import MakeConfig
+from tests.loops.conftest import MakeConfig, has_a_row
 
 from hone.checkpoint.store import CheckpointStore
 from hone.config.base import Section
@@ -210,11 +210,6 @@ def test_R24_an_evaluation_in_two_processes(make_config: MakeConfig, tmp_path: P
 
 
 # -- ends ---------------------------------------------------------------------------------------
-
-
-def has_a_row(file: Path) -> bool:
-    """A whole one: the last may be half written."""
-    return file.exists() and "\n" in file.read_text()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.loops.conftest import MakeConfig
+from tests.loops.conftest import MakeConfig, has_a_row
 
 from hone.checkpoint.store import CheckpointStore
 from hone.config.load import dump_config
@@ -201,11 +201,6 @@ def test_R17_planted_a_forgotten_part_is_seen(
         sync.train(parts)
     with pytest.raises(AssertionError):
         assert_same(state_of(straight.run.dir, 4), state_of(broken.run.dir, 4))
-
-
-def has_a_row(file: Path) -> bool:
-    """A whole one: the last may be half written."""
-    return file.exists() and "\n" in file.read_text()
 
 
 @contextmanager

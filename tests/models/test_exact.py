@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from hone.models import exact
 from tests.attention.hopper import products
+from tests.interpreted import run_interpreted
 
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
 SHAPES = ("even", "odd", "long")
@@ -22,11 +19,7 @@ SHAPES = ("even", "odd", "long")
 
 @pytest.fixture(scope="module")
 def results():
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.models.interpreted_exact"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_interpreted("tests.models.interpreted_exact")
 
 
 @needs_triton

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+
+from tests.interpreted import run_interpreted
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
 CASES = {
@@ -23,11 +21,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results():
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.models.interpreted_layer_gradients"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_interpreted("tests.models.interpreted_layer_gradients")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.interpreted import run_interpreted
 from tests.models.layer_cases import (
     DTYPES,
     NORM_CASES,
@@ -44,11 +41,7 @@ BUGS = [
 
 @pytest.fixture(scope="module")
 def results():
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.models.interpreted_layer_kernels"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_interpreted("tests.models.interpreted_layer_kernels")
 
 
 def is_right(found, dtype):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from hone.attention import PackedContext
 from hone.models.training_layers import has_training_layers, training_backbone
+from tests.interpreted import run_interpreted
 from tests.models.training_cases import BUGS, CASES
 from tests.trainer.examples import tiny_model
 
@@ -21,11 +18,7 @@ needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot
 
 @pytest.fixture(scope="module")
 def results():
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.models.interpreted_training_layers"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_interpreted("tests.models.interpreted_training_layers")
 
 
 @needs_triton

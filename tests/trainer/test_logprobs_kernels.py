@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
+from tests.interpreted import run_interpreted
 from tests.trainer.logprob_cases import BUGS, CASES
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
@@ -17,11 +14,7 @@ pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot b
 
 @pytest.fixture(scope="module")
 def results():
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.trainer.interpreted_logprobs"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run_interpreted("tests.trainer.interpreted_logprobs")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ from hone.config.trainer import OptimizerConfig
 from hone.trainer import optimizers
 from hone.trainer.host_state import HostMasters
 from hone.trainer.optimizers import FlatLayout, ParameterOptimizer, adamw_bfloat16_
+from tests.interpreted import run_interpreted
 
 SHAPES = {"embed": (12, 6), "wide": (4, 10), "tall": (10, 4), "norm": (6,)}
 
@@ -295,14 +293,7 @@ def test_one_bfloat16_step_is_the_textbook_one_before_rounding():
 
 def test_the_kernel_equals_the_step_in_torch():
     """In Triton's interpreter, in a process of its own: it is chosen before triton is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer.interpreted_adamw"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    outcome = json.loads(done.stdout)
+    outcome = run_interpreted("tests.trainer.interpreted_adamw")
     for errors in outcome["found"].values():
         assert errors["master"] < 1e-6
         # Float sums may differ in their last bit, which the noise turns into a bfloat16 step.
