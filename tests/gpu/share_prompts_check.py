@@ -172,7 +172,8 @@ def rows_of(num_prompts: int, prompt: int, completion: int, vocab: int) -> list[
 def trainer_of(model: PreTrainedModel, **settings: Any) -> PolicyTrainer:
     return PolicyTrainer(
         model,
-        TrainerConfig(max_tokens_per_microbatch=BUDGET, **settings),
+        # The layers that train with shared prompts, in the ordinary rows too.
+        TrainerConfig(max_tokens_per_microbatch=BUDGET, fused_layers=False, **settings),
         AlgorithmConfig(),
         temperature=1.0,
         max_completion_tokens=1024,

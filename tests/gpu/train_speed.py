@@ -180,8 +180,8 @@ def kernels(run: Run) -> None:
         "rotate": [{}, {"ROTATE_ROWS": 8}, {"ROTATE_ROWS": 32}],
         "rotate_gradients": [
             {},
-            {"ROTATE_ROWS": 8},
-            {"ROTATE_ROWS": 32},
+            {"ROTATE_GRADIENT_ROWS": 16},
+            {"ROTATE_GRADIENT_ROWS": 64},
             {"PROGRAMS": 2112},
             {"PROGRAMS": 528},
         ],

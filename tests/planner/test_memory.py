@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from hone.config.derived import AxisSizes
-from hone.config.model import LoraConfig
+from hone.config.model import LoraConfig, TrainedModelConfig
 from hone.config.trainer import TrainerConfig
 from hone.models.tiny import SHAPES
 from hone.planner import hardware
-from hone.planner.memory import adapter_params, layer_code, training_memory
+from hone.planner.memory import adapter_params, layer_code, planned_peak, training_memory
 from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import training_flops
 from tests.planner.memory_cases import (
@@ -220,6 +220,66 @@ def test_who_computes_layers():
     assert layer_code(**{**gpu, "fused_layers": True}) == "own"
     assert layer_code(**{**gpu, "compile": False}) == "eager"
     assert layer_code(**{**gpu, "on_gpu": False}) == "eager"
+
+
+PASSES = [  # shape, recompute, every, tokens: GiB at the peak of a pass with gradients, no moments
+    ("qwen3-0.6b", "off", 1, 16384, 22.1),
+    ("qwen3-0.6b", "selective", 1, 16384, 19.47),
+    ("qwen3-0.6b", "full", 1, 16384, 8.068),
+    ("qwen3-0.6b", "off", 1, 32768, 37.12),
+    ("qwen3-1.7b", "off", 1, 16384, 40.27),
+    ("qwen3-4b", "selective", 1, 16384, 78.63),
+    ("qwen3-8b", "full", 2, 16384, 109.1),
+]
+"""Measured on an H200, benchmarks/README.md."""
+
+STEPS = [  # settings of 4B steps with compiled layers, 16,384 tokens a micro-batch: GiB
+    ({}, 130.75),
+    ({"recompute": "full"}, 73.48),
+    ({"recompute": "selective"}, 77.96),
+    ({"recompute": "full", "recompute_every_n_layers": 2}, 102.06),
+    ({"recompute": "full", "offload_activations": True}, 70.83),
+    ({"offload_optimizer": True}, 85.68),
+    ({"offload_optimizer": True, "offload_gradients": True}, 71.0),
+    ({"optimizer": {"state_dtype": "bfloat16"}}, 115.77),
+]
+"""Measured on an H200, benchmarks/memory.md."""
+
+
+@pytest.mark.parametrize(("settings", "peak"), STEPS)
+def test_R15_knobs_of_compiled_layers_are_planned_as_measured(settings, peak):
+    cfg = TrainerConfig.model_validate(settings)
+    plan = training_memory(
+        public("qwen3-4b"), cfg, dtype="bfloat16", num_tokens=16384, layers="compiled"
+    )
+    assert plan.peak / GIB == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "recompute", "every", "num_tokens", "peak"), PASSES)
+def test_R15_passes_of_own_layers_are_planned_as_measured(name, recompute, every, num_tokens, peak):
+    cfg = TrainerConfig(recompute=recompute, recompute_every_n_layers=every)
+    plan = training_memory(public(name), cfg, dtype="bfloat16", num_tokens=num_tokens, layers="own")
+    assert plan.peak_phase == "head"
+    assert (plan.peak - plan.optimizer) / GIB == pytest.approx(peak, rel=0.01)
+
+
+def test_hone_check_plans_the_layers_that_train():
+    shape, model = public("qwen3-0.6b"), TrainedModelConfig(path="x")
+
+    def found(world_size, device="cuda", **settings):
+        cfg = TrainerConfig(**settings)
+        return planned_peak(shape, model, cfg, device=device, world_size=world_size).value
+
+    def planned(layers, **settings):
+        cfg, tokens = TrainerConfig(**settings), TrainerConfig().max_tokens_per_microbatch
+        plan = training_memory(shape, cfg, dtype="bfloat16", num_tokens=tokens, layers=layers)
+        return round(plan.peak / GIB, 1)
+
+    assert found(1) == planned("own") != planned("compiled")
+    assert found(1, device="auto") == planned("own")
+    assert found(1, fused_layers=False) == planned("compiled")
+    assert found(1, compile=False) == planned("eager")
+    assert found(1, share_prompts=True) == planned("compiled")
 
 
 # -- FLOPs ---------------------------------------------------------------------------------------

@@ -7,19 +7,24 @@ import torch
 from torch import Tensor
 
 
+def power_below(x: Tensor) -> Tensor:
+    """The largest power of two that is not above x, float64 and positive, bit by bit: `2.0 ** n`
+    may be off by the last bit on a GPU, and then numbers half-way between two of float8 move."""
+    return ((x.view(torch.int64) >> 52) << 52).view(torch.float64)
+
+
 def e4m3(x: Tensor) -> Tensor:
     """The nearest number with three bits of mantissa and an exponent from -6, at most 448; ties to
-    even."""
+    even. x is float64."""
     magnitude = x.abs().clamp(max=448.0)
-    exponent = magnitude.clamp(min=2.0**-6).log2().floor()
-    step = 2.0 ** (exponent - 3)
+    step = power_below(magnitude.clamp(min=2.0**-6)) / 8
     return x.sign() * (magnitude / step).round() * step
 
 
 def rounded(x: Tensor, dim: int) -> Tensor:
     """Each row along `dim` in float8, under the largest power of two that keeps it within 448."""
     largest = x.abs().amax(dim, keepdim=True).clamp(min=1e-12)
-    scale = 2.0 ** (448.0 / largest).log2().floor()
+    scale = power_below(448.0 / largest)
     return e4m3(x * scale) / scale
 
 

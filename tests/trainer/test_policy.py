@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
@@ -271,3 +272,90 @@ def test_fused_layers_are_refused_with_the_reason(
     monkeypatch.setattr(learner, "has_training_layers", lambda model: False)
     with pytest.raises(UserError, match=reason):
         make_trainer(model, fused_layers=True)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_added_in_place_and_those_of_autograd_meet(offload: bool):
+    """As with a tied embedding, whose head goes through autograd."""
+    policy = Policy(
+        tiny_model(dtype=torch.bfloat16, num_hidden_layers=1), offload_optimizer=offload
+    )
+    name, parameter = next(iter(policy.parameters.items()))
+    for _ in range(2):
+        policy.gradient_of(parameter).add_(1)
+        (2 * parameter).sum().backward()
+    assert {n: g.unique().tolist() for n, g in policy.gradients.items()} == {name: [6.0]}
+    assert policy.gradients[name].dtype == torch.float32
+    assert parameter.grad is None
+
+
+FUSED_BY_DEFAULT: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"recompute": "full", "offload_optimizer": True}, None),
+    ({"fused_layers": True, "compile": True}, None),
+    ({"fused_layers": False}, "trainer.fused_layers is off"),
+    ({"compile": False}, "trainer.compile is set"),
+    ({"share_prompts": True}, "trainer.share_prompts is on"),
+    ({"recompute": "full", "offload_activations": True}, "trainer.offload_activations is on"),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason"), FUSED_BY_DEFAULT)
+def test_fused_layers_train_where_they_serve_and_the_log_says_why_not(
+    settings: dict[str, Any],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    trainer, made = on_pretended_gpu(monkeypatch, caplog, settings, torch.bfloat16)
+    assert trainer.trains_fused_layers == (reason is None)
+    # A reference in other layers than its policy's would diverge from it before the first step.
+    wanted = [trainer.policy.model, trainer.reference] if reason is None else []
+    assert [id(model) for model in made] == [id(model) for model in wanted]
+    if settings.get("fused_layers") is None:
+        assert (reason or "are hone's own") in caplog.text
+
+
+def test_other_formats_and_changed_models_keep_their_layers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    trainer, _ = on_pretended_gpu(monkeypatch, caplog, {}, torch.float32)
+    assert not trainer.trains_fused_layers
+    assert "those of transformers: the model computes in float32" in caplog.text
+    trainer, _ = on_pretended_gpu(monkeypatch, caplog, {}, torch.bfloat16, fusible=False)
+    assert not trainer.trains_fused_layers
+    assert "the model has been changed" in caplog.text
+
+
+def on_pretended_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    *,
+    fusible: bool = True,
+):
+    """A trainer that takes its CPU for a GPU, and the models it made fused layers for."""
+    model, reference = (tiny_model(dtype=dtype, num_hidden_layers=1) for _ in range(2))
+    made: list[PreTrainedModel] = []
+
+    def make_backbone(model: PreTrainedModel, *_: Any, **__: Any) -> None:
+        made.append(model)
+
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr(learner, "has_training_layers", lambda model: fusible)
+    monkeypatch.setattr(learner, "training_backbone", make_backbone)
+    monkeypatch.setattr(learner, "ParameterOptimizer", lambda *_, **__: None)
+    monkeypatch.setattr(learner, "Policy", lambda model, **_: PretendedPolicy(model))
+    with caplog.at_level("INFO", logger=learner.__name__):
+        return make_trainer(model, reference=reference, **settings), made
+
+
+class PretendedPolicy:
+    """Nothing but its model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.masters: dict[str, Tensor] = {}
+        self.embedding_names: set[str] = set()
+        self.host_masters = self.host_gradients = self.gradient_of = None

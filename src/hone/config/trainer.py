@@ -120,12 +120,17 @@ class SFTTrainerConfig(Section):
 
     compile: bool | None = None
     """Compile decoder layers and head with torch.compile: half the time and two thirds of the
-    memory on a GPU, for ten to twenty seconds in the first step; unset: on CUDA only."""
+    memory on a GPU, for ten to twenty seconds in the first step. Unset: on CUDA only, where
+    `fused_layers` may take the place of the decoder layers; set, transformers' layers train."""
 
-    fused_layers: bool = False
-    """Train through hone's own fused decoder layers (llama, mistral, qwen2 and qwen3 on one GPU)
-    instead of compiled ones of transformers: about a tenth faster on an H200, with less memory and
-    nothing to compile. Their gradients are proven on the CPU, not yet on a GPU."""
+    fused_layers: bool | None = None
+    """Train through hone's own fused decoder layers (llama, mistral, qwen2 and qwen3 in one process
+    on a GPU) instead of those of transformers: on an H200 forward and backward take 3 to 7 % less
+    time than compiled, with less memory and nothing to compile. Unset: where they serve and are
+    verified, that is in bfloat16, with `compile` unset, all weights trained, products in
+    their default precision, no prompts shared, and activations, gradients and weights on the
+    device. `hone check` and the run's log name the layers that train and, where they are
+    transformers', the reason."""
 
     matmul_precision: MatmulPrecision = "default"
     """How operands of matrix products are rounded; weights, masters and exports stay as they are.
@@ -133,8 +138,9 @@ class SFTTrainerConfig(Section):
     mantissa. `fp8` (bfloat16 models; GPUs from Ada and Hopper on; extra `fp8`): projections of
     decoder layers multiply in float8, forward and backward; attention, head and engine do not. Then
     the launch gate measures that rounding too: it tells a bug from it only by limits of your own
-    (`trainer.parity.max_kl`), and `algorithm.correction` is advised. Proven on the CPU, not yet on
-    a GPU."""
+    (`trainer.parity.max_kl`), and `algorithm.correction` is advised. On an H200 steps of 0.6B take
+    half as long again, with gradients off by 0.19 where bfloat16's are by 0.015; larger models are
+    not measured."""
 
     logits_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time; bounds memory at this many times the vocabulary."""

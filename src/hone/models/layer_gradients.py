@@ -51,6 +51,8 @@ NORM_WARPS = 8
 SILU_BLOCK = 1024
 ROTATE_ROWS = 16
 """Heads that a program takes at a time."""
+ROTATE_GRADIENT_ROWS = 32
+"""The same, backward."""
 
 
 class NormGradients(NamedTuple):
@@ -227,7 +229,7 @@ def rotate_gradients(
     num_tokens, num_heads, head_dim = grad_q.shape
     num_kv_heads = grad_k.shape[1]
     num_all_heads = num_heads + 2 * num_kv_heads
-    num_programs = min(triton.cdiv(num_tokens * num_all_heads, ROTATE_ROWS), PROGRAMS)
+    num_programs = min(triton.cdiv(num_tokens * num_all_heads, ROTATE_GRADIENT_ROWS), PROGRAMS)
     grad_qkv = grad_q.new_empty(num_tokens, num_all_heads, head_dim)
     has_norms = q_norm is not None
     parts_P2D = grad_q.new_empty(
@@ -249,7 +251,7 @@ def rotate_gradients(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        ROWS=ROTATE_ROWS,
+        ROWS=ROTATE_GRADIENT_ROWS,
         BLOCK=triton.next_power_of_2(head_dim // 2),
         num_warps=4,
     )

@@ -10,6 +10,7 @@ metrics merged over it.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import StoredTensor, take
+from hone.config.derived import plain_layers_reason
 from hone.config.errors import UserError
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
@@ -46,6 +48,8 @@ from hone.trainer.tensor import parallelize
 from hone.types import MicroBatch, Trajectory
 
 __all__ = ["Learner"]
+
+_log = logging.getLogger(__name__)
 
 
 class Learner(ABC):
@@ -90,6 +94,9 @@ class Learner(ABC):
         on_gpu = self._mesh.device.type == "cuda"
         self._compile = on_gpu if cfg.compile is None else cfg.compile
         self._cost = _attention_cost(model)
+        self._apply_matmul_precision(model)
+        self.trains_fused_layers = self._takes_fused_layers(model)
+        """Whether hone's own decoder layers train, rather than those of transformers."""
         self.policy = self._make_policy(model)
         self.num_steps = 0
         self._total_steps = total_steps
@@ -104,16 +111,35 @@ class Learner(ABC):
             host_gradients=self.policy.host_gradients,
         )
 
+    def _takes_fused_layers(self, model: PreTrainedModel) -> bool:
+        """Raises UserError, with the reason, where they are asked for and do not serve."""
+        cfg, mesh = self._shared_cfg, self._mesh
+        if cfg.fused_layers:
+            _require_training_layers(model, mesh)
+            return True
+        reason = plain_layers_reason(
+            cfg,
+            family=model.config.model_type,
+            dtype=str(model.dtype).removeprefix("torch."),
+            on_gpu=mesh.device.type == "cuda",
+            adapted=is_adapted(model),
+            exact=self._exact,
+            world_size=mesh.world.size,
+        )
+        if reason is None and not has_training_layers(model):
+            reason = "the model has been changed, or Triton is not installed"
+        if mesh.device.type == "cuda" and not self._exact:
+            whose = "hone's own" if reason is None else f"those of transformers: {reason}"
+            _log.info("decoder layers that train are %s", whose)
+        return reason is None
+
     def _make_policy(self, model: PreTrainedModel) -> Policy | ShardedPolicy:
         cfg, mesh = self._shared_cfg, self._mesh
-        self._apply_matmul_precision(model)
         if mesh.world.size == 1:
             if self._exact:
                 self._decode_exactly(model)
-            if cfg.fused_layers:
-                _require_training_layers(model)
             # Decoders of our own recompute by themselves, and there is nothing to compile.
-            plain = not (self._exact or cfg.fused_layers)
+            plain = not (self._exact or self.trains_fused_layers)
             if cfg.offload_parameters and not plain:
                 own = "model.exact" if self._exact else "trainer.fused_layers"
                 raise UserError(
@@ -131,7 +157,7 @@ class Learner(ABC):
                 compile=self._compile and plain,
                 device=mesh.device,
             )
-            if cfg.fused_layers:
+            if self.trains_fused_layers:
                 self._backbones[model] = training_backbone(
                     model,
                     policy.gradient_of,
@@ -173,7 +199,9 @@ class Learner(ABC):
         if self._exact:
             self._decode_exactly(model)
         if mesh.world.size == 1:
-            if self._compile and not self._exact:
+            if self.trains_fused_layers and has_training_layers(model):
+                self._backbones[model] = training_backbone(model)
+            elif self._compile and not self._exact:
                 _compile_forward(model)
             return
         mesh = mesh.for_reference(cfg)
@@ -436,9 +464,11 @@ class Learner(ABC):
         raise NonFiniteError(message)
 
 
-def _require_training_layers(model: PreTrainedModel) -> None:
+def _require_training_layers(model: PreTrainedModel, mesh: Mesh) -> None:
     """Raise UserError, with the reason, where hone's own layers cannot train the model."""
-    if model.device.type != "cuda":
+    if mesh.world.size > 1:
+        reason = f"they train in one process, and {mesh.world.size} were started"
+    elif model.device.type != "cuda":
         reason = f"they run on CUDA GPUs, and this run is on {model.device.type}"
     elif is_adapted(model):
         reason = "they do not train adapters, and model.lora.rank is above 0"
