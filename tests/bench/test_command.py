@@ -16,6 +16,7 @@ from hone.bench.workloads import Workload
 from hone.cli.main import main
 from hone.config import schema
 from hone.config.bench import BenchModelConfig
+from hone.config.errors import UserError
 from hone.config.tree import BenchEngineConfig
 from hone.engine.engine import EmbeddedEngine
 from hone.models.tiny import SHAPES, make_tiny_model
@@ -105,6 +106,27 @@ def test_against_vllm(
         "skip_tokenizer_init": True,
     }
     check_svg(folder / "bench.svg", num_panels=4)
+
+
+@pytest.mark.usefixtures("folder")
+def test_vllms_numbers_outlive_ours(
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise UserError("out of time")
+
+    monkeypatch.setenv("PYTHONPATH", str(FAKE), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(FAKE)
+    monkeypatch.setattr("hone.bench.bench._run_hone", fail)
+    flags = ("--workload=requests.jsonl", "--against=vllm", "--engine.max_num_seqs=8")
+    assert "out of time" in output(capsys, *BASE, *flags, "--engine.kv_cache_gib=0.5", code=2)
+    found = json.loads(Path("bench.json").read_text())
+    assert [*found["engines"]] == ["vllm"]
+    assert found["engines"]["vllm"]["summary"]["tokens_per_s"] > 0
+    assert found["speedup"] is None
+    assert "vLLM's numbers are in bench.json; ours follow" in caplog.text
 
 
 @pytest.fixture

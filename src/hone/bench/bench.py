@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What `hone bench engine` has found: ours first, then the engine it is compared with."""
+    """What `hone bench engine` has found: ours first, then the engine it is compared with.
+
+    While ours has not run yet, the other alone.
+    """
 
     cfg: BenchEngineConfig
     workload: Workload
@@ -54,10 +57,13 @@ class BenchResult:
         return self.cfg.model.shape or str(self.cfg.model.path)
 
 
-def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
+def bench_engine(
+    cfg: BenchEngineConfig, write: Callable[[BenchResult], object] = lambda _: None
+) -> BenchResult:
     """Draw the requests, check that they fit, run them.
 
-    vLLM goes first and is gone when our engine starts, so each has the device to itself. Before
+    vLLM goes first and is gone when our engine starts, so each has the device to itself; its
+    numbers are given to `write` in between, so that they outlive what happens to ours. Before
     anything runs, UserError or ValueError is raised where the model cannot be served, or a request
     or the KV cache does not fit.
     """
@@ -85,15 +91,14 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
             max_model_len=_max_model_len(cfg, workload),
             resident_bytes=shape.num_params * dtype.itemsize // tp.size,
         )
-        runs: list[EngineRun] = []
+        others: list[EngineRun] = []
         if cfg.against is not None:
             log = cfg.output.with_suffix(".vllm.log")
             _log.info("vLLM runs first; it logs to %s", log)
             options = _vllm_options(cfg, model_cfg, workload, dtype)
-            runs.append(
+            others.append(
                 run_vllm(options, warmup=warmup.requests, requests=workload.requests, log=log)
             )
-        runs.insert(0, _run_hone(cfg, model_cfg, tp, warmup, workload))
         limits = Limits(
             shape=shape,
             peaks=_together(device_peaks(device, dtype), cfg.engine.tensor_parallel_size),
@@ -102,7 +107,11 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
             max_num_seqs=cfg.engine.max_num_seqs,
             shares_prompts=cfg.engine.enable_prefix_caching,
         )
-    return BenchResult(cfg, workload, limits, tuple(runs))
+        if others:
+            write(BenchResult(cfg, workload, limits, tuple(others)))
+            _log.info("vLLM's numbers are in %s; ours follow", cfg.output)
+        ours = _run_hone(cfg, model_cfg, tp, warmup, workload)
+    return BenchResult(cfg, workload, limits, (ours, *others))
 
 
 def _run_hone(

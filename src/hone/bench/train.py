@@ -217,7 +217,7 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
             memory=memory,
             allocator_peak=allocator and allocator[0],
             allocator_reserved=allocator and allocator[1],
-            plan=_plan(cfg, shape, probe, mesh, dtype),
+            plan=_plan(cfg, shape, probe, mesh, dtype, fused_layers=trainer.trains_fused_layers),
         )
         return _of_all(result, mesh)
 
@@ -344,7 +344,13 @@ def _rates(mesh: Mesh, dtype: torch.dtype) -> Rates:
 
 
 def _plan(
-    cfg: BenchTrainConfig, shape: ModelShape, probe: _Probe, mesh: Mesh, dtype: torch.dtype
+    cfg: BenchTrainConfig,
+    shape: ModelShape,
+    probe: _Probe,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    *,
+    fused_layers: bool,
 ) -> TrainingMemory:
     """What was to be expected of the fullest micro-batch."""
     parallel, world = cfg.trainer.parallel, mesh.world.size
@@ -359,7 +365,7 @@ def _plan(
         layers=layer_code(
             on_gpu=mesh.device.type == "cuda",
             compile=cfg.trainer.compile,
-            fused_layers=cfg.trainer.fused_layers,
+            fused_layers=fused_layers,
         ),
         lora=cfg.model.lora,
         sizes=axis_sizes(

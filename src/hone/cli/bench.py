@@ -76,7 +76,7 @@ def _engine(arguments: Sequence[str]) -> int:
     from hone.bench.report import print_table, write_files
 
     quiet_transformers()
-    result = bench_engine(cfg)
+    result = bench_engine(cfg, write_files)
     if processes().rank > 0:
         return 0
     plot = write_files(result)
