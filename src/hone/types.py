@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Completion",
     "Engine",
+    "EngineLostError",
     "EngineStats",
     "FailureKind",
     "Group",
@@ -33,6 +34,7 @@ __all__ = [
     "Request",
     "Reward",
     "Sample",
+    "SamplingEngine",
     "SamplingParams",
     "StopReason",
     "TensorRecord",
@@ -56,6 +58,8 @@ class StopReason(StrEnum):
     """`max_tokens` or the context limit was reached: the completion is truncated."""
     ABORT = "abort"
     """The request was withdrawn; the completion is what had been sampled until then."""
+    ERROR = "error"
+    """No engine can serve the request; `Completion.error` says why."""
 
 
 class FailureKind(StrEnum):
@@ -68,6 +72,7 @@ class FailureKind(StrEnum):
     INVALID = "invalid"
     """The scorer returned something that is not a finite number."""
     ENGINE = "engine"
+    """No engine can serve the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +136,8 @@ class Completion:
     stop_reason: StopReason
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were read from the prefix cache."""
+    error: str = ""
+    """With stop reason `error`, why no engine can serve the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,8 +308,21 @@ class WeightManifest:
     tensors: Mapping[str, TensorRecord]
 
 
-class Engine(Protocol):
-    """Samples completions. `step` is driven by the caller; nothing runs behind its back."""
+class EngineLostError(RuntimeError):
+    """An engine of other threads or processes has ended, or must be taken to have: its requests and
+    its weights are gone."""
+
+    def __init__(self, engine: str, cause: str) -> None:
+        super().__init__(engine, cause)  # what pickle makes it of again
+        self.engine = engine
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"{self.engine} is lost: {self.cause}"
+
+
+class SamplingEngine(Protocol):
+    """Samples completions: what rollouts need of an engine."""
 
     @property
     def weight_version(self) -> int: ...
@@ -330,6 +350,12 @@ class Engine(Protocol):
         """Allocate the KV cache again. Legal only while asleep."""
         ...
 
+    def stats(self) -> EngineStats: ...
+
+
+class Engine(SamplingEngine, Protocol):
+    """An engine in this process. `step` is driven by the caller; nothing runs behind its back."""
+
     def begin_sync(self) -> None:
         """Refuse to sample until `finish_sync` has confirmed a manifest."""
         ...
@@ -348,8 +374,6 @@ class Engine(Protocol):
         Raises RuntimeError naming missing, unexpected and different tensors.
         """
         ...
-
-    def stats(self) -> EngineStats: ...
 
 
 class Trainer(Protocol):

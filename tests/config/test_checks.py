@@ -50,6 +50,33 @@ ROWS: list[Row] = [
      "trainer.prompts_per_minibatch rollout.prompts_per_step"),
     ("rl", "trainer.prompts_per_minibatch=128", "error",
      "trainer.prompts_per_minibatch rollout.prompts_per_step"),
+    # engines apart, sampling ahead (X1, G4)
+    ("rl", "cluster.num_trainers=4", "error", "cluster.num_trainers cluster.num_engines"),
+    ("rl", "cluster.num_engines=2 cluster.num_trainers=12 engine.tensor_parallel_size=2 "
+     "cluster.num_nodes=2 cluster.devices_per_node=7 cluster.address=auto", "error",
+     "cluster.num_trainers cluster.num_engines engine.tensor_parallel_size cluster.num_nodes "
+     "cluster.devices_per_node"),
+    ("rl", "cluster.num_engines=1 engine.tensor_parallel_size=2 cluster.num_nodes=4 "
+     "cluster.devices_per_node=1 cluster.address=auto", "error",
+     "engine.tensor_parallel_size cluster.devices_per_node"),
+    ("rl", "cluster.num_engines=2 cluster.devices_per_node=4", "warning",
+     "cluster.num_engines cluster.num_trainers cluster.devices_per_node"),
+    ("rl", "cluster.num_engines=2 cluster.num_nodes=2", "error",
+     "cluster.num_nodes cluster.address"),
+    ("rl", "--nproc=3 cluster.num_engines=1 cluster.num_trainers=2", "error",
+     "cluster.num_trainers"),
+    ("rl", "cluster.num_engines=1 engine.enable_sleep=true", "error",
+     "engine.enable_sleep cluster.num_engines"),
+    ("rl", "cluster.num_engines=1 trainer.enable_sleep=true", "error",
+     "trainer.enable_sleep cluster.num_engines"),
+    ("rl", "pipeline.enabled=true", "error", "pipeline.enabled cluster.num_engines"),
+    ("rl", "pipeline.max_staleness=2", "warning", "pipeline.max_staleness pipeline.enabled"),
+    ("rl", "pipeline.enabled=true cluster.num_engines=1 rollout.oversample_prompts=4", "error",
+     "rollout.oversample_prompts pipeline.enabled"),
+    ("rl", "pipeline.enabled=true cluster.num_engines=1", "warning",
+     "pipeline.max_staleness algorithm.correction.kind"),
+    ("rl", "pipeline.enabled=true cluster.num_engines=1 pipeline.async_queue_size=3", "warning",
+     "pipeline.async_queue_size pipeline.max_staleness"),
     # memory
     ("rl", "trainer.offload_activations=true trainer.recompute=off", "error",
      "trainer.offload_activations trainer.recompute"),
@@ -89,6 +116,24 @@ ROWS: list[Row] = [
      "trainer.matmul_precision trainer.parity.max_kl"),
     ("rl", "trainer.matmul_precision=fp8", "warning",
      "trainer.matmul_precision algorithm.correction.kind"),
+    # vLLM as the engine
+    *[("rl", f"engine.backend=vllm {key}={value}", "error", f"{key} engine.backend")
+      for key, value in (
+          ("model.exact", "true"), ("engine.kv_cache_dtype", "fp8"), ("engine.speculation", "true"),
+          ("engine.tensor_parallel_size", "2"), ("engine.block_size", "32"),
+          ("rollout.temperature", "0.001"), ("engine.max_num_batched_tokens", "8"))],
+    ("eval", "engine.backend=vllm eval.temperature=0.001", "error",
+     "eval.temperature engine.backend"),
+    ("rl", "engine.backend=vllm engine.compile=false", "warning", "engine.compile engine.backend"),
+    ("rl", "engine.backend=vllm engine.enable_sleep=true run.device=cpu", "warning",
+     "engine.enable_sleep engine.backend run.device"),
+    ("rl", "engine.sleep_level=2", "warning", "engine.sleep_level engine.backend"),
+    ("rl", "engine.backend=vllm engine.sleep_level=2", "warning",
+     "engine.sleep_level engine.enable_sleep"),
+    ("rl", "engine.backend=vllm engine.sleep_level=2 engine.enable_sleep=true", "error",
+     "engine.sleep_level checkpoint.every_n_steps"),
+    ("rl", "engine.backend=vllm engine.sleep_level=2 engine.enable_sleep=true "
+     "eval.every_n_steps=5", "error", "engine.sleep_level checkpoint.keep_best"),
     # shared prompts
     ("rl", "trainer.share_prompts=true trainer.parallel.ring_size=2", "error",
      "trainer.share_prompts trainer.parallel.ring_size"),

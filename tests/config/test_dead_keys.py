@@ -17,9 +17,10 @@ from hone.config.tree import (
     GenerateConfig,
     RLConfig,
     SFTConfig,
+    SimulateConfig,
 )
 
-TREES = [RLConfig, SFTConfig, EvaluateConfig, GenerateConfig, BenchEngineConfig]
+TREES = [RLConfig, SFTConfig, EvaluateConfig, GenerateConfig, BenchEngineConfig, SimulateConfig]
 BY_NAME = {"prompt", "answer", "completion", "task"}
 """Keys of `columns`, which `data/columns.py` reads with `getattr`, one for each role."""
 HOLDERS = {"cfg", "config", "source", "entry", "run", "checkpoint"}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
 from tests.loops.test_processes import ALL_SAMPLES, assert_same_run, rows, run_hone
 
-from hone.loops import sync
+from hone.loops import reinforce
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -35,8 +35,8 @@ def test_adapters_learn_and_the_engine_samples_what_is_exported(
 ) -> None:
     """The launch gate compares the adapted trainer with the merged engine in each launch."""
     lora = LORA | {"load_in_4bit": four_bits}
-    sync.run(config(make_config, tmp_path / "run", lora, run={"steps": 2}))
-    sync.run(config(make_config, tmp_path / "run", lora, run={"steps": 3}))
+    reinforce.run(config(make_config, tmp_path / "run", lora, run={"steps": 2}))
+    reinforce.run(config(make_config, tmp_path / "run", lora, run={"steps": 3}))
     found = rows(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2, 3]
     assert all(row["off_policy/parity/kl"] < 1e-9 for row in (found[0], found[2]))
@@ -57,7 +57,7 @@ def test_adapters_of_two_processes_are_those_of_one(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     one = config(make_config, tmp_path / "one", LORA)
-    sync.run(one)
+    reinforce.run(one)
     two = config(make_config, tmp_path / "two", LORA)
     run_hone("rl", two, tmp_path, "--nproc", "2", "--trainer.parallel.zero_stage", "3")
     assert_same_run(one.run.dir, two.run.dir)
@@ -79,6 +79,6 @@ def test_the_trainer_sleeps_while_the_engine_generates(
             run={"dir": tmp_path / str(sleeps), "steps": 2},
             trainer={"optimizer": {"lr": 3e-3}, "enable_sleep": sleeps},
         )
-        sync.run(cfg)
+        reinforce.run(cfg)
         weights.append(load_file(cfg.run.dir / "model" / "model.safetensors"))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

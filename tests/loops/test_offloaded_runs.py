@@ -13,7 +13,7 @@ from tests.loops.test_processes import ALL_SAMPLES, rows
 
 from hone.config.tree import SFTConfig
 from hone.data.arithmetic import generate
-from hone.loops import supervised, sync
+from hone.loops import reinforce, supervised
 
 AWAY = {"offload_optimizer": True, "offload_gradients": True, "offload_parameters": True}
 
@@ -26,7 +26,7 @@ def check_same_export(one: Path, other: Path) -> None:
 
 def test_adapters_beside_weights_on_the_host(make_config: MakeConfig, tmp_path: Path) -> None:
     for name, knobs in (("plain", {}), ("away", AWAY)):
-        sync.run(
+        reinforce.run(
             make_config(
                 run={"dir": tmp_path / name, "device": "cpu", "steps": 2},
                 model={"path": make_config().model.path, "lora": {"rank": 4, "alpha": 8.0}},

@@ -24,7 +24,7 @@ from hone.config.base import Section
 from hone.config.load import dump_config
 from hone.config.tree import EvaluateConfig, SFTConfig
 from hone.data.arithmetic import generate, write_jsonl
-from hone.loops import inference, supervised, sync
+from hone.loops import inference, reinforce, supervised
 
 OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s", "engine/steps", "engine/kv_cache_usage")
 OF_THE_LAUNCH = ("off_policy/parity/",)
@@ -116,14 +116,14 @@ def test_R24_two_processes_are_one_run(
         "log": ALL_SAMPLES,
     }
     one = make_config(run={"dir": tmp_path / "one"}, **sections)
-    sync.run(one)
+    reinforce.run(one)
     two = make_config(run={"dir": tmp_path / "two", "steps": 2}, **sections)
     output = run_hone("rl", two, tmp_path, "--nproc", "2")
     assert output.count("done after step 2") == 1
     assert output.count("rows kept") == 1, "one process speaks"
     assert_metrics_of_samples(two.run.dir)
     with caplog.at_level(logging.INFO, "hone"):
-        sync.run(make_config(run={"dir": tmp_path / "two"}, **sections))
+        reinforce.run(make_config(run={"dir": tmp_path / "two"}, **sections))
     assert "by 2 processes (data 2, shards over 2); now 1 process, so" in caplog.text
     assert_same_run(one.run.dir, two.run.dir)
 
@@ -138,7 +138,7 @@ def test_R21_four_processes_share_few_prompts(make_config: MakeConfig, tmp_path:
         "log": ALL_SAMPLES,
     }
     one = make_config(run={"dir": tmp_path / "one"}, **sections)
-    sync.run(one)
+    reinforce.run(one)
     assert any(row["rollout/carried_samples"] for row in rows(one.run.dir))
     four = make_config(run={"dir": tmp_path / "four"}, **sections)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

@@ -24,7 +24,7 @@ from tests.loops.conftest import MakeConfig, has_a_row
 from hone.checkpoint.store import CheckpointStore
 from hone.config.load import dump_config
 from hone.config.tree import RLConfig
-from hone.loops import sync
+from hone.loops import reinforce, sync
 from hone.loops.parts import assemble
 from hone.observe.run_folder import RunFolder
 
@@ -74,18 +74,18 @@ def assert_same(a: Any, b: Any, path: str = "") -> None:
 def test_R25_the_same_run_twice_is_the_same_run(make_config: MakeConfig, tmp_path: Path) -> None:
     dirs = [tmp_path / "first", tmp_path / "second"]
     for run_dir in dirs:
-        sync.run(make_config(run={"dir": run_dir, "steps": 4}, log={"samples_per_step": 99}))
+        reinforce.run(make_config(run={"dir": run_dir, "steps": 4}, log={"samples_per_step": 99}))
     assert metrics(dirs[0]) == metrics(dirs[1])
     assert samples(dirs[0]) == samples(dirs[1])
     assert weights_hash(dirs[0]) == weights_hash(dirs[1])
     other = tmp_path / "other"
-    sync.run(make_config(run={"dir": other, "steps": 4, "seed": 1}))
+    reinforce.run(make_config(run={"dir": other, "steps": 4, "seed": 1}))
     assert weights_hash(other) != weights_hash(dirs[0])
 
 
 def test_R24_the_time_is_accounted_for(make_config: MakeConfig) -> None:
     cfg = make_config(run={"steps": 5}, eval={"every_n_steps": 2}, checkpoint={"every_n_steps": 2})
-    sync.run(cfg)
+    reinforce.run(cfg)
     for row in map(json.loads, (cfg.run.dir / "metrics.jsonl").open()):
         assert row["time/unattributed_s"] <= 0.05 * row["time/step_s"] + 0.01, row["step"]
 
@@ -93,7 +93,7 @@ def test_R24_the_time_is_accounted_for(make_config: MakeConfig) -> None:
 def test_on_policy_metrics_say_so(make_config: MakeConfig) -> None:
     """With one process, one version and float32 there is no mismatch to speak of."""
     cfg = make_config()
-    sync.run(cfg)
+    reinforce.run(cfg)
     for step, row in enumerate(metrics(cfg.run.dir), start=1):
         assert row["step"] == step
         assert row["rollout/weight_version/min"] == row["rollout/weight_version/max"] == step - 1
@@ -147,7 +147,7 @@ def test_R17_resume_after_kill_is_exact(make_config: MakeConfig, tmp_path: Path)
         "log": {"samples_per_step": 99},
     }
     straight = make_config(run={"dir": tmp_path / "straight", "steps": 12}, **sections)
-    sync.run(straight)
+    reinforce.run(straight)
     broken = make_config(run={"dir": tmp_path / "broken"}, **sections)
     for life in (Life(12, kill_after=4), Life(12, kill_after=8), Life(12)):
         run_life(broken, life, tmp_path)
@@ -162,11 +162,11 @@ def test_R17_resume_after_kill_is_exact(make_config: MakeConfig, tmp_path: Path)
 @pytest.mark.parametrize("part", ["trainer", "trainer_metadata", "data", "rollout", "random"])
 def test_R17_a_checkpoint_without_a_part_is_refused(make_config: MakeConfig, part: str) -> None:
     cfg = make_config(run={"steps": 1})
-    sync.run(cfg)
+    reinforce.run(cfg)
     for file in (cfg.run.dir / "checkpoints" / "step_1").glob(f"{part}.*"):
         file.unlink()
     with pytest.raises((ValueError, OSError), match=part):
-        sync.run(make_config(run={"steps": 2, "resume": 1}))
+        reinforce.run(make_config(run={"steps": 2, "resume": 1}))
 
 
 @pytest.mark.parametrize("bug", ["moments", "data", "rollout"])
@@ -178,9 +178,9 @@ def test_R17_planted_a_forgotten_part_is_seen(
     if bug == "rollout":
         sections["rollout"] = {"oversample_prompts": 3, "max_completion_tokens": 12}
     straight = make_config(run={"dir": tmp_path / "straight", "steps": 4}, **sections)
-    sync.run(straight)
+    reinforce.run(straight)
     broken = make_config(run={"dir": tmp_path / "broken", "steps": 2}, **sections)
-    sync.run(broken)
+    reinforce.run(broken)
     resumed = make_config(run={"dir": tmp_path / "broken", "steps": 4}, **sections)
     with assemble(resumed) as parts:
         fresh = make_config(run={"dir": tmp_path / "fresh"}, **sections)
@@ -282,9 +282,9 @@ def test_R25_any_end_leaves_nothing_running(
 
 def test_a_second_launch_has_nothing_left_to_do(make_config: MakeConfig) -> None:
     cfg = make_config()
-    first = sync.run(cfg)
+    first = reinforce.run(cfg)
     before = metrics(cfg.run.dir)
-    second = sync.run(cfg)
+    second = reinforce.run(cfg)
     assert (first.steps, second.steps) == (3, 3)
     assert metrics(cfg.run.dir) == before
 
@@ -292,7 +292,7 @@ def test_a_second_launch_has_nothing_left_to_do(make_config: MakeConfig) -> None
 def test_reward_rises(make_config: MakeConfig) -> None:
     """Even digits pay: 40 steps are enough to see it (R25's tiny task)."""
     cfg = make_config(run={"steps": 40}, rollout={"prompts_per_step": 8})
-    sync.run(cfg)
+    reinforce.run(cfg)
     rewards = [row["reward/mean"] for row in metrics(cfg.run.dir)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.25
 
@@ -307,7 +307,7 @@ def test_R24_older_weights_are_no_mismatch_of_engine_and_trainer(make_config: Ma
     cfg = make_config(
         run={"steps": 5}, rollout={"oversample_prompts": 3, "max_completion_tokens": 12}
     )
-    sync.run(cfg)
+    reinforce.run(cfg)
     rows = metrics(cfg.run.dir)
     mixed = [r for r in rows if r["rollout/weight_version/min"] < r["rollout/weight_version/max"]]
     assert mixed, "the run must carry samples over"
@@ -324,7 +324,7 @@ def test_R24_a_single_sample_has_no_spread_to_miss(make_config: MakeConfig) -> N
         rollout={"prompts_per_step": 8, "n_samples_per_prompt": 1},
         algorithm={"advantage": "reinforce_pp"},
     )
-    sync.run(cfg)
+    reinforce.run(cfg)
     assert all(row["train/grad_norm"] > 0 for row in metrics(cfg.run.dir))
     assert "zero_spread" not in alarms(cfg.run.dir)
 
@@ -337,7 +337,7 @@ def test_a_float32_export_of_a_bfloat16_run_keeps_the_masters(
         model={"path": str(inputs / "model"), "dtype": "bfloat16"},
         checkpoint={"every_n_steps": 0, "export_dtype": "float32"},
     )
-    sync.run(cfg)
+    reinforce.run(cfg)
     saved = state_of(cfg.run.dir, 3)["trainer"]
     exported = load_file(cfg.run.dir / "model" / "model.safetensors")
     for name, tensor in exported.items():

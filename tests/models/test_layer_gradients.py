@@ -50,7 +50,11 @@ def test_kernels_compile_for_hopper(tmp_path, monkeypatch, complete):
         (gradients._norm_gradient_kernel, norm, ("residual_grad_ptr",)),
         (gradients._silu_gradient_kernel, {"WIDTH": 3072, "BLOCK": 1024}, ()),
         (gradients._rotate_kernel, heads | {"OUT_HEADS": 24}, norms),
-        (gradients._rotate_gradient_kernel, heads, (*norms, "qkv_ptr")),
+        (
+            gradients._rotate_gradient_kernel,
+            heads | {"ROWS": gradients.ROTATE_GRADIENT_ROWS},
+            (*norms, "qkv_ptr"),
+        ),
     ):
         absent = {} if complete else dict.fromkeys(optional)
         present = [name for name in kernel.arg_names if name in types and name not in absent]

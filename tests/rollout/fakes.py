@@ -42,11 +42,15 @@ class CyclicPrompts:
 
 
 class FakeEngine:
-    """Token t of a request depends on (seed, t) alone; a third of the positions end it."""
+    """Token t of a request depends on (seed, t) alone; one in `end_every` positions ends it, or
+    else `length` says how many tokens it gets."""
 
-    def __init__(self, *, end_every: int = 6) -> None:
+    def __init__(
+        self, *, end_every: int = 6, length: Callable[[Request], int] | None = None
+    ) -> None:
         self.weight_version = 0
         self.end_every = end_every
+        self.length = length
         self.submitted: list[Request] = []
         self.num_steps = self.num_generated_tokens = 0
         self._running: dict[str, tuple[Request, Completion]] = {}
@@ -76,7 +80,7 @@ class FakeEngine:
             completion.token_ids.append(value % 50)
             completion.logprobs.append(-1.0 - value % 7 / 7)
             completion.weight_versions.append(self.weight_version)
-            if value % self.end_every == 0:
+            if self._ends(request, value, len(completion.token_ids)):
                 completion.stop_reason = StopReason.EOS
             elif len(completion.token_ids) == request.sampling.max_tokens:
                 completion.stop_reason = StopReason.LENGTH
@@ -85,6 +89,11 @@ class FakeEngine:
             finished.append(completion)
             del self._running[request.id]
         return finished
+
+    def _ends(self, request: Request, value: int, num_tokens: int) -> bool:
+        if self.length is not None:
+            return num_tokens == self.length(request)
+        return value % self.end_every == 0
 
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:
         return [self._running.pop(request_id)[1] for request_id in request_ids]
@@ -123,6 +132,26 @@ class FakeEngine:
         )
 
 
+class LateEngine(FakeEngine):
+    """Returns what has finished a step later, and passes it over in `abort`, as engines do that
+    compute ahead."""
+
+    def __init__(self, *, length: Callable[[Request], int]) -> None:
+        super().__init__(length=length)
+        self._late: list[Completion] = []
+
+    def step(self) -> list[Completion]:
+        ready, self._late = self._late, super().step()
+        return ready
+
+    def abort(self, request_ids: Iterable[str]) -> list[Completion]:
+        return super().abort([name for name in request_ids if name in self._running])
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._running or self._late)
+
+
 def by_first_token(sample: Sample) -> float:
     return float(sample.token_ids[0] % 2)
 
@@ -148,7 +177,7 @@ class FakeScorer:
         ready = [sample for left, sample in self._waiting if left == 0]
         self._waiting = [(left - 1, sample) for left, sample in self._waiting if left]
         for sample in ready:
-            sample.failure = self.fails(sample)
+            sample.failure = sample.failure or self.fails(sample)
             if sample.failure is None:
                 sample.reward = Reward(total=self.reward(sample))
         return sorted(ready, key=lambda sample: draw("order", sample.id))

@@ -145,7 +145,7 @@ def test_each_prompt_is_used_once_when_samples_are_carried_over() -> None:
 
 
 def test_a_sample_aborted_often_enough_is_waited_for() -> None:
-    engine = FakeEngine(end_every=60)
+    engine = FakeEngine(length=lambda request: 90 if request.prompt_ids[2] % 4 == 3 else 2)
     rollout = make(
         engine=engine, oversample_prompts=4, max_completion_tokens=200, max_aborted_count=1
     )

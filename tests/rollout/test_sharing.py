@@ -12,9 +12,11 @@ import pytest
 
 from hone.config.rollout import RolloutConfig
 from hone.config.run import EvaluationConfig
+from hone.rollout import open_groups as open_groups_module
 from hone.rollout import rollout as rollout_module
+from hone.rollout.counts import RolloutCounts
 from hone.rollout.evaluate import evaluate
-from hone.rollout.rollout import Alone, Rollout, RolloutCounts
+from hone.rollout.rollout import Alone, Rollout
 from hone.rollout.state import group_to_dict
 from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, prompt
 
@@ -174,10 +176,10 @@ def bug_local_counts(self: Rollout, num_groups: int) -> bool:
 
 def bug_own_seeds(prompt_: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs["number"] = id(threading.current_thread())
-    return rollout_module_requests_for(prompt_, *args, **kwargs)
+    return unbroken_requests_for(prompt_, *args, **kwargs)
 
 
-rollout_module_requests_for = rollout_module.requests_for
+unbroken_requests_for = open_groups_module.requests_for
 
 
 @pytest.mark.parametrize("bug", ["counts", "seeds", "tokens"])
@@ -186,7 +188,7 @@ def test_R21_planted_sharing(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "counts":
         monkeypatch.setattr(Rollout, "_goes_on", bug_local_counts)
     elif bug == "seeds":
-        monkeypatch.setattr(rollout_module, "requests_for", bug_own_seeds)
+        monkeypatch.setattr(open_groups_module, "requests_for", bug_own_seeds)
     else:  # what was sampled of an unfinished sample stays with its owner
         told = rollout_module._Told
         monkeypatch.setattr(

@@ -12,11 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hone.cli.command import load_arguments, take_nproc
+from hone.cli.command import (
+    check_rl_here,
+    load_arguments,
+    local_gpu,
+    local_shape,
+    take_nproc,
+)
 from hone.cli.help import TREES, print_help
 from hone.config import UserError
 from hone.config.base import Section
-from hone.config.checks import Finding, check_eval, check_generate, check_rl, check_sft
+from hone.config.checks import Finding, check_eval, check_generate, check_sft
 from hone.config.derived import (
     Derived,
     derived_eval,
@@ -26,9 +32,8 @@ from hone.config.derived import (
 )
 from hone.config.recipe import to_yaml
 from hone.config.tree import RLConfig, SFTConfig
-from hone.planner.hardware import installed_gpu
 from hone.planner.memory import planned_peak
-from hone.planner.model_shape import ModelShape
+from hone.planner.run_memory import derived_run_memory
 
 __all__ = ["run"]
 
@@ -41,7 +46,7 @@ needs no GPU. Exit code: 2 with errors, else 0. `hone check COMMAND --help` expl
 """
 
 _CHECKS: dict[str, tuple[Callable[..., list[Finding]], Callable[..., list[Derived]]]] = {
-    "rl": (check_rl, derived_rl),
+    "rl": (check_rl_here, derived_rl),
     "sft": (check_sft, derived_sft),
     "eval": (check_eval, derived_eval),
     "generate": (check_generate, derived_generate),
@@ -59,6 +64,8 @@ def run(argv: Sequence[str]) -> int:
         return 0
     as_json = "--json" in words
     cfg = load_arguments(TREES[command or "rl"], [word for word in words if word != "--json"])
+    if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.num_engines:
+        nproc = cfg.cluster.num_trainers
     check, derive = _CHECKS[command or "rl"]
     findings = check(cfg, nproc)
     derived = _derived(derive, cfg, nproc)
@@ -71,30 +78,20 @@ def run(argv: Sequence[str]) -> int:
 
 def _derived(derive: Callable[..., list[Derived]], cfg: Any, nproc: int | None) -> list[Derived]:
     """The numbers that follow; none where the processes make no mesh, which is among the errors."""
-    shape = _shape(cfg)
+    shape, gpu = local_shape(cfg.model.path), local_gpu()
     try:
         rows = derive(cfg, world_size=nproc, num_params=shape and shape.num_params)
-        peak = None
-        if shape is not None and isinstance(cfg, RLConfig | SFTConfig):
-            peak = planned_peak(
-                shape,
-                cfg.model,
-                cfg.trainer,
-                device=cfg.run.device,
-                world_size=nproc,
-                gpu=installed_gpu(),
-            )
+        if shape is None or not isinstance(cfg, RLConfig | SFTConfig):
+            return rows
+        peak = planned_peak(
+            shape, cfg.model, cfg.trainer, device=cfg.run.device, world_size=nproc, gpu=gpu
+        )
+        rows += [] if peak is None else [peak]
+        if isinstance(cfg, RLConfig):
+            rows += derived_run_memory(cfg, shape, world_size=nproc, gpu=gpu)
     except UserError:
         return []
-    return rows if peak is None else [*rows, peak]
-
-
-def _shape(cfg: Any) -> ModelShape | None:
-    """That of a model whose `config.json` is here; None for others."""
-    try:
-        return ModelShape.from_config(cfg.model.path)
-    except (OSError, ValueError):
-        return None
+    return rows
 
 
 def _print_json(cfg: Section, findings: list[Finding], derived: list[Derived]) -> None:

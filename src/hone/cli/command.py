@@ -11,19 +11,24 @@ from typing import TypeVar
 
 from hone.config import UserError
 from hone.config.base import Section
-from hone.config.checks import Finding
+from hone.config.checks import Finding, check_rl
 from hone.config.checks.parallel import check_processes
 from hone.config.load import load_config, resolve_recipe
 from hone.config.run import RunConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
-from hone.planner.hardware import max_gpus
+from hone.planner.hardware import Peaks, installed_gpu, max_gpus
+from hone.planner.model_shape import ModelShape
+from hone.planner.run_memory import check_run_memory
 
 __all__ = [
+    "check_rl_here",
     "conclude",
     "load_arguments",
     "load_checked",
+    "local_gpu",
+    "local_shape",
     "quiet_transformers",
     "run_in_processes",
     "take_nproc",
@@ -104,6 +109,33 @@ def run_in_processes(
     _require_no_error([*served])
     _log.info("starting %d processes", nproc)
     return spawn([sys.executable, "-m", "hone", command, *argv], nproc)
+
+
+def check_rl_here(cfg: RLConfig, world_size: int | None) -> list[Finding]:
+    """Findings for `hone rl`, among them whether it fits on the GPU of this host, where that, the
+    number of processes and the model's `config.json` are known."""
+    findings = check_rl(cfg, world_size)
+    gpu, shape = local_gpu(), local_shape(cfg.model.path)
+    if gpu is None or shape is None or world_size is None:
+        return findings
+    try:
+        room = [*check_run_memory(cfg, shape, world_size=world_size, gpu=gpu)]
+    except UserError:  # the processes make no mesh, which is among the errors
+        room = []
+    return sorted([*findings, *room], key=lambda finding: finding.level)
+
+
+def local_gpu() -> Peaks | None:
+    """The GPU that a run on this host would use; None without one, and for one that is unknown."""
+    return installed_gpu() if max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) != 0 else None
+
+
+def local_shape(model_path: str) -> ModelShape | None:
+    """The shape of a model whose `config.json` is here and can be planned for; None for others."""
+    try:
+        return ModelShape.from_config(model_path)
+    except (OSError, ValueError):
+        return None
 
 
 def _require_no_error(findings: Sequence[Finding]) -> None:

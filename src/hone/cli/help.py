@@ -21,6 +21,7 @@ from hone.config.tree import (
     GenerateConfig,
     RLConfig,
     SFTConfig,
+    SimulateConfig,
 )
 
 __all__ = ["TREES", "print_help"]
@@ -37,6 +38,7 @@ _PAGES: dict[str, type[Section]] = {
     **TREES,
     "bench engine": BenchEngineConfig,
     "bench train": BenchTrainConfig,
+    "simulate": SimulateConfig,
 }
 
 _MAX_WIDTH = 100

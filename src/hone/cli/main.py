@@ -26,6 +26,7 @@ COMMANDS = {
     "eval": "score a model on a data set",
     "report": "draw the report of a run folder",
     "bench": "measure the engine (beside vLLM where wanted) or training",
+    "simulate": "predict step times on GPUs, for every mode and split; needs none",
     "check": "check a recipe and print its derived numbers; needs no GPU",
 }
 
@@ -53,11 +54,11 @@ _AFTERWARDS = {"rl": _GOES_ON, "sft": _GOES_ON, "quickstart": "the same command 
 """What is left of a command that was interrupted where it could not save, by its name."""
 
 _MEMORY_ADVICE = """\
-In this order (benchmarks/memory.md has the numbers): on several GPUs raise
-trainer.parallel.zero_stage; switch engine.enable_sleep on, or lower engine.gpu_memory_utilization;
-set trainer.optimizer.state_dtype to bfloat16, trainer.recompute to selective or full,
-trainer.offload_optimizer on. A smaller trainer.max_tokens_per_microbatch helps where activations
-are not recomputed. `hone check` shows what training needs, by kind."""
+In this order (benchmarks/memory.md has the numbers): lower engine.gpu_memory_utilization, or switch
+engine.enable_sleep on; set trainer.optimizer.state_dtype to bfloat16; on several GPUs raise
+trainer.parallel.zero_stage; lower trainer.max_tokens_per_microbatch; switch
+trainer.offload_optimizer on; set trainer.recompute to full, which comes before the offload where an
+optimizer step has fewer than six micro-batches. `hone check` shows what training needs, by kind."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from hone.cli.command import quiet_transformers
 from hone.config import UserError
 
-__all__ = ["run"]
+__all__ = ["make_inputs", "paths", "run"]
 
 DEFAULT_FOLDER = Path("runs/quickstart")
 NUM_PROBLEMS, NUM_HELD_OUT = 950, 200
@@ -39,11 +39,11 @@ def run(argv: Sequence[str]) -> int:
     if _inputs_are_made(folder, arguments.seed):
         _say(f"Going on with the quick start in {folder}; remove the folder to start afresh")
     else:
-        _make_inputs(folder, arguments.seed)
+        make_inputs(folder, arguments.seed)
     shared = ["--run.seed", str(arguments.seed)]
-    code = _call("sft", ["quickstart-sft", *_paths(folder, "sft"), *shared])
+    code = _call("sft", ["quickstart-sft", *paths(folder, "sft"), *shared])
     if code == 0:
-        code = _call("rl", ["quickstart-rl", *_paths(folder, "rl"), *shared])
+        code = _call("rl", ["quickstart-rl", *paths(folder, "rl"), *shared])
     if code == 0:
         _conclude(folder)
     return code
@@ -64,7 +64,7 @@ def _inputs_are_made(folder: Path, seed: int) -> bool:
     )
 
 
-def _make_inputs(folder: Path, seed: int) -> None:
+def make_inputs(folder: Path, seed: int) -> None:
     """The model folder and the problems: train, held out, and demonstrations of the former."""
     from hone.data.arithmetic import ALPHABET, generate, two_teachers, write_jsonl
     from hone.models.tiny import make_char_tokenizer, make_tiny_model
@@ -83,16 +83,16 @@ def _make_inputs(folder: Path, seed: int) -> None:
     (folder / "quickstart.json").write_text(json.dumps({"seed": seed}))  # last: all is there
 
 
-def _paths(folder: Path, command: str) -> list[str]:
+def paths(folder: Path, command: str) -> list[str]:
     """Flags that move a recipe's files into `folder`."""
-    paths = {
+    moved = {
         "run.dir": folder / command,
         "model.path": folder / ("model" if command == "sft" else "sft/model"),
         "data.train.0.path": folder
         / ("demonstrations.jsonl" if command == "sft" else "train.jsonl"),
         "data.eval.0.path": folder / "eval.jsonl",
     }
-    return [part for key, path in paths.items() for part in (f"--{key}", str(path))]
+    return [part for key, path in moved.items() for part in (f"--{key}", str(path))]
 
 
 def _call(command: str, arguments: list[str]) -> int:

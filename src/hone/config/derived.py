@@ -15,10 +15,11 @@ from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
 from hone.config.parallel import ParallelConfig
 from hone.config.rollout import GenerationConfig
-from hone.config.trainer import SFTTrainerConfig
+from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 
 __all__ = [
+    "FUSED_FAMILIES",
     "AxisSizes",
     "Derived",
     "axis_sizes",
@@ -30,7 +31,12 @@ __all__ = [
     "kv_dtype",
     "layout",
     "optimizer_steps_per_rollout",
+    "plain_layers_reason",
+    "samples_per_optimizer_step",
 ]
+
+FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that hone has fused layers for."""
 
 _GIB = 2**30
 
@@ -60,6 +66,50 @@ def optimizer_steps_per_rollout(cfg: RLConfig) -> int:
     """Optimizer steps that one rollout is used for, over all its epochs."""
     prompts = cfg.rollout.prompts_per_step
     return _ceil(prompts, cfg.trainer.prompts_per_minibatch or prompts) * cfg.trainer.num_epochs
+
+
+def samples_per_optimizer_step(cfg: RLConfig) -> int:
+    """Samples of one mini-batch, over all devices."""
+    prompts = cfg.rollout.prompts_per_step
+    mini_prompts = min(cfg.trainer.prompts_per_minibatch or prompts, prompts)
+    return mini_prompts * cfg.rollout.n_samples_per_prompt
+
+
+def plain_layers_reason(
+    trainer: SFTTrainerConfig,
+    *,
+    family: str,
+    dtype: str,
+    on_gpu: bool,
+    adapted: bool,
+    exact: bool,
+    world_size: int,
+) -> str | None:
+    """Why decoder layers of transformers train; None where hone's own do (`trainer.fused_layers`).
+
+    Left unset, these train where they serve and have been compared with transformers' on a GPU.
+    `dtype` is the format of forward and backward, `auto` that of a GPU.
+    """
+    if trainer.fused_layers is not None:
+        return None if trainer.fused_layers else "trainer.fused_layers is off"
+    shares_prompts = isinstance(trainer, TrainerConfig) and trainer.share_prompts
+    offloads = ("offload_activations", "offload_gradients", "offload_parameters")
+    reasons = (
+        (not on_gpu, "the run is on a CPU"),
+        (family not in FUSED_FAMILIES, f"the family is {family}"),
+        (world_size > 1, f"{world_size} processes train together"),
+        (dtype == "float32", "the model computes in float32"),
+        (adapted, "model.lora.rank is above 0"),
+        (exact, "model.exact is on, which has its own"),
+        (trainer.compile is not None, "trainer.compile is set"),
+        (
+            trainer.matmul_precision != "default",
+            f"trainer.matmul_precision is {trainer.matmul_precision}",
+        ),
+        (shares_prompts, "trainer.share_prompts is on"),
+        *((getattr(trainer, name), f"trainer.{name} is on") for name in offloads),
+    )
+    return next((reason for applies, reason in reasons if applies), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +199,12 @@ def derived_rl(
     prompts, num_samples = rollout.prompts_per_step, rollout.n_samples_per_prompt
     samples = prompts * num_samples
     mini_prompts = min(cfg.trainer.prompts_per_minibatch or prompts, prompts)
-    mini = mini_prompts * num_samples
+    mini = samples_per_optimizer_step(cfg)
     per_rollout = optimizer_steps_per_rollout(cfg)
     longest = cfg.data.max_prompt_tokens + rollout.max_completion_tokens
     sizes = layout(cfg.trainer.parallel, world_size)
+    adapted, is_apart = cfg.model.lora.rank > 0, cfg.cluster.num_engines > 0
+    is_alias = sizes.world == 1 and not adapted and cfg.engine.backend == "embedded"
     return [
         Derived("prompts_per_step", prompts, "rollout.prompts_per_step"),
         Derived("samples_per_step", samples, f"{prompts} prompts x {num_samples} samples"),
@@ -173,8 +225,11 @@ def derived_rl(
             f"prompt {cfg.data.max_prompt_tokens} + completion {rollout.max_completion_tokens}",
         ),
         Derived("max_tokens_per_step", samples * longest, f"{samples} samples x {longest}"),
+        *_cluster(cfg),
+        *_pipeline(cfg),
         *_layout(cfg.trainer, mini, sizes),
         *_micro_batches(cfg.trainer, mini, longest, sizes),
+        *_layers(cfg, sizes),
         *_engine(cfg.engine, cfg.model, cfg.run.device, longest),
         *_training_memory(
             cfg.model,
@@ -182,8 +237,10 @@ def derived_rl(
             num_params,
             sizes,
             zero_stage=cfg.trainer.parallel.zero_stage,
-            generates=True,
-            reference=cfg.algorithm.kl.coef > 0,
+            engine_copy=not is_apart and not is_alias,
+            shares_weights=not is_apart and is_alias,
+            reference=cfg.algorithm.kl.coef > 0 and not adapted,
+            adapted=adapted,
         ),
     ]
 
@@ -201,14 +258,17 @@ def derived_sft(
         Derived("max_tokens_per_step", rows * longest, f"{rows} rows x {longest}"),
         *_layout(cfg.trainer, rows, sizes),
         *_micro_batches(cfg.trainer, rows, longest, sizes),
+        *_layers(cfg, sizes),
         *_training_memory(
             cfg.model,
             cfg.run.device,
             num_params,
             sizes,
             zero_stage=cfg.trainer.parallel.zero_stage,
-            generates=False,
+            engine_copy=False,
+            shares_weights=False,
             reference=False,
+            adapted=cfg.model.lora.rank > 0,
         ),
     ]
 
@@ -248,6 +308,46 @@ def _generation(
         rows.append(Derived("parameters", num_params, "from config.json"))
         rows.append(_gib("weights_gib", num_params, _num_bytes(dtype), dtype))
     return rows
+
+
+def _cluster(cfg: RLConfig) -> Iterator[Derived]:
+    """Devices by role, where engines have their own."""
+    cluster, size = cfg.cluster, cfg.engine.tensor_parallel_size
+    if cluster.num_engines == 0:
+        return
+    sampling = cluster.num_engines * size
+    yield Derived("trainer_devices", cluster.num_trainers, "cluster.num_trainers")
+    yield Derived(
+        "engine_devices",
+        sampling,
+        f"cluster.num_engines {cluster.num_engines} x engine.tensor_parallel_size {size}",
+    )
+    there = ""
+    if cluster.devices_per_node is not None:
+        held = cluster.num_nodes * cluster.devices_per_node
+        there = f"; there are {cluster.num_nodes} nodes x {cluster.devices_per_node} = {held}"
+    yield Derived(
+        "devices", cluster.num_trainers + sampling, f"{cluster.num_trainers} + {sampling}{there}"
+    )
+
+
+def _pipeline(cfg: RLConfig) -> Iterator[Derived]:
+    """How far sampling runs ahead of the training, where it does."""
+    pipeline, prompts = cfg.pipeline, cfg.rollout.prompts_per_step
+    if not pipeline.enabled:
+        return
+    queue, staleness = pipeline.async_queue_size, pipeline.max_staleness
+    ahead = min(queue, staleness)
+    yield Derived(
+        "groups_ahead",
+        ahead * prompts,
+        f"{ahead} batches of {prompts} prompts: the lesser of pipeline.async_queue_size {queue} "
+        f"and pipeline.max_staleness {staleness}",
+    )
+    yield Derived(
+        "max_open_groups", (1 + ahead) * prompts, "those, and the batch that is trained next"
+    )
+    yield Derived("max_staleness", staleness, "updates between the weights of a sample and its own")
 
 
 def _layout(trainer: SFTTrainerConfig, mini: int, sizes: AxisSizes) -> Iterator[Derived]:
@@ -308,6 +408,25 @@ def _micro_batches(
     )
 
 
+def _layers(cfg: RLConfig | SFTConfig, sizes: AxisSizes) -> Iterator[Derived]:
+    """Whose decoder layers train, where the model's `config.json` is at hand; exact mode has its
+    own."""
+    facts, device = ModelFacts.read(cfg.model.path), cfg.run.device
+    if facts is None or facts.family is None or cfg.model.exact:
+        return
+    reason = plain_layers_reason(
+        cfg.trainer,
+        family=facts.family,
+        dtype=compute_dtype(cfg.model, device),
+        on_gpu=device != "cpu",
+        adapted=cfg.model.lora.rank > 0,
+        exact=cfg.model.exact,
+        world_size=sizes.world,
+    )
+    how = reason or ("on a GPU" if device == "auto" else "trainer.fused_layers")
+    yield Derived("decoder_layers", "transformers'" if reason else "hone's own", how)
+
+
 def _engine(
     engine: EngineConfig, model: ModelConfig, device: str, longest: int
 ) -> Iterator[Derived]:
@@ -345,44 +464,53 @@ def _training_memory(
     sizes: AxisSizes,
     *,
     zero_stage: int,
-    generates: bool,
+    engine_copy: bool,
+    shares_weights: bool,
     reference: bool,
+    adapted: bool,
 ) -> Iterator[Derived]:
-    """Memory of one device that does not depend on the batch, in GiB."""
+    """Memory of one device that does not depend on the batch, in GiB.
+
+    `engine_copy`: beside the trainer lie weights of the engine's own; `shares_weights`: it samples
+    with the trainer's. Of adapters nothing is counted.
+    """
     if num_params is None:
         return
     dtype = compute_dtype(model, device)
     held = "bfloat16" if dtype == "auto" else dtype
     mixed = held != "float32"
     tensor, shards = sizes.tensor, sizes.tensor * sizes.fsdp
-    alone = sizes.world == 1
+    reference_shards = shards if zero_stage else sizes.world
     yield Derived("parameters", num_params, "from config.json")
 
     def part(name: str, num_bytes: int, how: str, parts: int) -> Derived:
         split = f" / {parts} parts" if parts > 1 else ""
         return _gib(name, num_params, num_bytes, how + split, parts)
 
-    whole = f"{held}, shared with the engine" if alone and generates else held
-    parts = [
-        part("weights_gib", _num_bytes(held), whole, shards if zero_stage == 3 else tensor),
-        part("masters_gib", 4 * mixed, "float32" if mixed else "the weights themselves", shards),
-        part("gradients_gib", 4, "float32", shards if zero_stage >= 2 else tensor),
-        part("optimizer_gib", 8, "two float32 moments; Muon keeps one for matrices", shards),
-    ]
-    if generates and not alone:
+    whole = f"{held}, shared with the engine" if shares_weights else held
+    parts = [part("weights_gib", _num_bytes(held), whole, shards if zero_stage == 3 else tensor)]
+    if not adapted:
+        master = "float32" if mixed else "the weights themselves"
+        parts += [
+            part("masters_gib", 4 * mixed, master, shards),
+            part("gradients_gib", 4, "float32", shards if zero_stage >= 2 else tensor),
+            part("optimizer_gib", 8, "two float32 moments; Muon keeps one for matrices", shards),
+        ]
+    if engine_copy:
         parts.append(part("engine_gib", _num_bytes(held), f"{held}, the engine's own", 1))
     if reference:
         parts.append(
             part(
                 "reference_gib",
                 _num_bytes(held),
-                f"{held}, for the KL term",
-                shards if zero_stage == 3 else tensor,
+                f"{held}, for the KL term; sharded in every stage",
+                reference_shards,
             )
         )
     yield from parts
     total = round(sum(float(part.value) for part in parts), 3)
-    yield Derived("total_gib", total, "of one device, before activations and KV cache")
+    before = "adapters, activations and KV cache" if adapted else "activations and KV cache"
+    yield Derived("total_gib", total, f"of one device, before {before}")
 
 
 def _gib(name: str, num_params: int, num_bytes: int, how: str, parts: int = 1) -> Derived:

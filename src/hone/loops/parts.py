@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import cache_dtype
+from hone.loops.controller import Controller, LedRollout, LedStream
 from hone.loops.exchange import Exchange
 from hone.loops.experience import Experience
 from hone.loops.launch import Launch, launch, load_for_training
@@ -42,19 +43,30 @@ from hone.models.tokenizer import load_tokenizer
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.loggers import RunLog
+from hone.observe.metrics import Metrics
 from hone.observe.peaks import device_peaks
 from hone.observe.spans import Spans
 from hone.planner.model_shape import ModelShape
 from hone.rewards.pool import default_num_workers
 from hone.rewards.scorer import Scorer
+from hone.rollout.counts import RolloutCounts
+from hone.rollout.engine_group import EngineGroup
+from hone.rollout.evaluate import evaluate, summarise
+from hone.rollout.open_groups import Progress
 from hone.rollout.requests import Decode
-from hone.rollout.rollout import Rollout
+from hone.rollout.rollout import Alone, Peers, Rollout
+from hone.rollout.stream import RolloutStream
+from hone.rollout.vllm import VLLMEngine
 from hone.trainer.precision import require_matmul_precision
 from hone.trainer.trainer import PolicyTrainer
-from hone.weights.sync import WeightSync
+from hone.types import Engine, Group, Sample, SamplingEngine
+from hone.weights.broadcast import BroadcastSync
+from hone.weights.sync import SyncReport, WeightSync
 
 __all__ = [
+    "Engines",
     "InferenceParts",
+    "MakeEngines",
     "RLParts",
     "assemble",
     "assemble_inference",
@@ -64,9 +76,38 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Engines that have devices of their own."""
+
+    group: EngineGroup
+    host: str
+    """How they reach this process."""
+
+
+MakeEngines = Callable[[RLConfig], AbstractContextManager[Engines]]
+"""Starts them; they end with the context."""
+
+
+class _Collects(Protocol):
+    """Where the groups of a step come from."""
+
+    @property
+    def counts(self) -> RolloutCounts: ...
+    def collect(self, step: int, progress: Progress | None = None, /) -> list[Group]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class _Pushes(Protocol):
+    """How weights reach all engines."""
+
+    def push(self, version: int) -> SyncReport: ...
+
+
 @dataclass(slots=True)
 class RLParts:
-    """What `loops.sync.train` works with."""
+    """What the loops work with. All processes have the same parts, but for the engine."""
 
     cfg: RLConfig
     launch: Launch
@@ -74,14 +115,19 @@ class RLParts:
     tokenizer: PreTrainedTokenizerBase
     data: PromptData
     scorer: Scorer
-    engine: EmbeddedEngine
+    engine: SamplingEngine | None
+    """Of this process; engines with devices of their own are the first one's."""
     trainer: PolicyTrainer
-    rollout: Rollout
+    rollout: _Collects
     experience: Experience
-    weights: WeightSync
+    weights: _Pushes
     recorder: Recorder
     decode: Decode
     peers: Exchange
+    controller: Controller | None = None
+    """Who leads, where engines have devices of their own."""
+    stream: LedStream | None = None
+    """The same as `rollout`, where that runs ahead of the training."""
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint must hold, by part."""
@@ -110,15 +156,37 @@ class RLParts:
             self.cfg.engine.enable_sleep,
             self.cfg.trainer.enable_sleep,
         )
-        if engine_sleeps:
+        if engine_sleeps and self.engine is not None:
             self.engine.sleep()
         if trainer_sleeps:
             self.trainer.wake()
         yield
         if trainer_sleeps:
             self.trainer.sleep()
-        if engine_sleeps:
+        if engine_sleeps and self.engine is not None:
             self.engine.wake()
+
+    def evaluate(self) -> Metrics:
+        """Held-out prompts, sampled and scored, as metrics. Nothing else may be in flight."""
+        with self.core_for_rewards():
+            if self.controller is None:
+                samples = self._evaluated(self.peers)
+            else:
+                samples = self.controller.share(partial(self._evaluated, Alone()))
+        return summarise(samples, self.cfg.eval)
+
+    def _evaluated(self, peers: Peers, progress: Progress | None = None) -> list[Sample]:
+        assert self.engine is not None
+        return evaluate(
+            self.data.eval,
+            engine=self.engine,
+            scorer=self.scorer,
+            cfg=self.cfg.eval,
+            decode=self.decode,
+            seed=self.cfg.run.seed,
+            peers=peers,
+            progress=progress,
+        )
 
     def core_for_rewards(self) -> AbstractContextManager[None]:
         """Inside, a CPU that generates leaves one core to reward workers.
@@ -161,6 +229,9 @@ def _limits(cfg: RLConfig, model: PreTrainedModel, mesh: Mesh) -> Limits:
         shape=ModelShape.from_config(model.config.to_dict()),
         peaks=device_peaks(mesh.device, dtype),
         num_devices=mesh.world.size,
+        num_engines=cfg.cluster.num_engines or mesh.world.size,
+        devices_per_engine=cfg.engine.tensor_parallel_size,
+        overlaps=cfg.pipeline.enabled,
         bytes_per_value=dtype.itemsize,
         kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
         max_num_seqs=cfg.engine.max_num_seqs,
@@ -171,14 +242,21 @@ def _limits(cfg: RLConfig, model: PreTrainedModel, mesh: Mesh) -> Limits:
     )
 
 
-def _engine(
+def make_engine(
     cfg: RLConfig | EvaluateConfig | GenerateConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
     owns_weights: bool,
     tensor_parallel: TensorParallel | None = None,
-) -> EmbeddedEngine:
+) -> Engine:
+    if cfg.engine.backend == "vllm":
+        return VLLMEngine(
+            model,
+            cfg.engine,
+            eos_token_ids=eos_token_ids(model, tokenizer),
+            tokenizer=tokenizer,
+        )
     return EmbeddedEngine(
         model,
         cfg.engine,
@@ -229,15 +307,16 @@ def recording(
 
 
 @contextmanager
-def assemble(cfg: RLConfig) -> Generator[RLParts]:
+def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generator[RLParts]:
     """Build the parts of a run, restored from its checkpoint; release them at the end.
 
     Cheap and likely mistakes come first: configuration, tokenizer and data are read before any
-    weight is loaded.
+    weight is loaded. `make_engines` is needed with `cluster.num_engines`; the first process calls
+    it.
     """
     with ExitStack() as stack:
         begin = stack.enter_context(launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg))
-        mesh = begin.mesh
+        mesh, is_apart = begin.mesh, cfg.cluster.num_engines > 0
         check_exact(cfg.model, mesh.device)
         require_matmul_precision(
             cfg.trainer.matmul_precision, compute_dtype(cfg.model, mesh.device), mesh.device
@@ -253,23 +332,19 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
         )
         scorer = stack.enter_context(
             Scorer(
-                share_of_workers(cfg.reward),
+                cfg.reward if is_apart else share_of_workers(cfg.reward),
                 max_completion_tokens=cfg.rollout.max_completion_tokens,
             )
         )
+        engines = None
+        if is_apart and mesh.is_first:
+            assert make_engines is not None, "cluster.num_engines needs someone to start them"
+            engines = stack.enter_context(make_engines(cfg))
         load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
         model = load(on_host=cfg.trainer.offload_parameters)
         limits = _limits(cfg, model, mesh)
         lora = cfg.model.lora
-        # What the engine samples with is the trained module itself where that is one and whole.
-        is_alone = mesh.world.size == 1
-        is_alias = is_alone and not lora.rank
-        if is_alias:
-            sampled = alias_module(model)
-        elif is_alone:
-            sampled = load()
-        else:  # the first sync fills it, before anything is sampled
-            sampled = blank_model(cfg.model, device=mesh.device)
+        sampled = None if is_apart else _sampled_model(cfg, model, mesh, load)
         if lora.rank:
             adapt(model, lora, seed=cfg.run.seed)
         trainer = PolicyTrainer(
@@ -291,19 +366,22 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
         random_state = capture_random_state()
         if cfg.trainer.enable_sleep:
             trainer.sleep()  # before the engine looks how much memory there is
-        engine = _engine(cfg, sampled, tokenizer, owns_weights=not is_alias)
-        recorder = stack.enter_context(recording(cfg, begin, alarms_for(sampled), limits))
         decode, peers = decoder(tokenizer), Exchange(mesh)
-        parts = RLParts(
-            cfg=cfg,
-            launch=begin,
-            model=model,
-            tokenizer=tokenizer,
-            data=data,
-            scorer=scorer,
-            engine=engine,
-            trainer=trainer,
-            rollout=Rollout(
+        if sampled is None:
+            group = engines and engines.group
+            weights = BroadcastSync(
+                trainer,
+                mesh,
+                group,
+                bucket_bytes=cfg.cluster.update_weight_buffer_size,
+                timeout_s=cfg.cluster.engine_timeout_s,
+                host=engines.host if engines else "",
+            )
+            sampling = _apart(cfg, Controller(mesh, group, weights), scorer, data, decode)
+        else:
+            is_alias = mesh.world.size == 1 and not lora.rank
+            engine = make_engine(cfg, sampled, tokenizer, owns_weights=not is_alias)
+            rollout = Rollout(
                 engine=engine,
                 scorer=scorer,
                 prompts=data.train,
@@ -311,12 +389,28 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
                 decode=decode,
                 seed=cfg.run.seed,
                 peers=peers,
-            ),
+            )
+            sampling = _Sampling(engine, rollout, WeightSync(trainer, engine))
+        staleness = cfg.pipeline.max_staleness if cfg.pipeline.enabled else 0
+        alarms = alarms_for(model, max_staleness=staleness)
+        recorder = stack.enter_context(recording(cfg, begin, alarms, limits))
+        parts = RLParts(
+            cfg=cfg,
+            launch=begin,
+            model=model,
+            tokenizer=tokenizer,
+            data=data,
+            scorer=scorer,
+            engine=sampling.engine,
+            trainer=trainer,
+            rollout=sampling.rollout,
             experience=Experience(trainer, cfg.algorithm),
-            weights=WeightSync(trainer, engine),
+            weights=sampling.weights,
             recorder=recorder,
             decode=decode,
             peers=peers,
+            controller=sampling.controller,
+            stream=sampling.stream,
         )
         if begin.checkpoint is not None:
             parts.load_state(begin.checkpoint.parts)
@@ -325,13 +419,59 @@ def assemble(cfg: RLConfig) -> Generator[RLParts]:
         yield parts
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """The side of a run that samples."""
+
+    engine: SamplingEngine | None
+    rollout: _Collects
+    weights: _Pushes
+    controller: Controller | None = None
+    stream: LedStream | None = None
+
+
+def _apart(
+    cfg: RLConfig, controller: Controller, scorer: Scorer, data: PromptData, decode: Decode
+) -> _Sampling:
+    """Engines with devices of their own, which the first process has."""
+    engines = controller.engines
+    if not cfg.pipeline.enabled:
+        rollout = engines and Rollout(
+            engine=engines,
+            scorer=scorer,
+            prompts=data.train,
+            cfg=cfg.rollout,
+            decode=decode,
+            seed=cfg.run.seed,
+        )
+        return _Sampling(engines, LedRollout(controller, rollout), controller, controller)
+    stream = engines and RolloutStream(
+        engines, scorer, data.train, cfg.rollout, cfg.pipeline, decode, cfg.run.seed
+    )
+    led = LedStream(controller, stream)
+    return _Sampling(engines, led, controller, controller, led)
+
+
+def _sampled_model(
+    cfg: RLConfig,
+    model: PreTrainedModel,
+    mesh: Mesh,
+    load: Callable[[], PreTrainedModel],
+) -> PreTrainedModel:
+    """What an engine beside the trainer samples with: `model` itself where that is whole and
+    becomes the policy as it is."""
+    if mesh.world.size > 1:  # the first sync fills it, before anything is sampled
+        return blank_model(cfg.model, device=mesh.device)
+    return load() if cfg.model.lora.rank else alias_module(model)
+
+
 @dataclass(slots=True)
 class InferenceParts:
     """What evaluation and generation work with: no trainer."""
 
     tokenizer: PreTrainedTokenizerBase
     data: PromptData
-    engine: EmbeddedEngine
+    engine: Engine
     decode: Decode
     tensor_parallel: TensorParallel
 
@@ -353,5 +493,5 @@ def assemble_inference(
         ),
     )
     model = load_model(cfg.model, device=device, seed=cfg.run.seed, tp=tp)
-    engine = _engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)
+    engine = make_engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)
     return InferenceParts(tokenizer, data, engine, decoder(tokenizer), tp)

@@ -33,6 +33,11 @@ class Limits:
     shape: ModelShape
     peaks: Peaks
     num_devices: int
+    """Of the trainer."""
+    num_engines: int
+    devices_per_engine: int
+    overlaps: bool
+    """Engines sample while the trainer trains."""
     bytes_per_value: int
     kv_bytes_per_value: int
     max_num_seqs: int
@@ -44,11 +49,11 @@ class Limits:
         self, groups: Sequence[Group], rows: Sequence[Trajectory], seconds: Mapping[str, float]
     ) -> dict[str, float]:
         """`R_gen`, `R_train`, `R_step`: limit over measured time, from the actual lengths."""
-        share = groups[:: self.num_devices]  # as the first device has it
+        share = groups[:: self.num_engines]  # as the first engine has it
         samples = [sample for group in share for sample in group.samples if sample.token_ids]
         if not samples or not rows:
             return {}
-        generate_s = generation_time_s(
+        of_one_engine_s = generation_time_s(
             self.shape,
             self.peaks,
             [len(sample.prompt.token_ids) for sample in samples],
@@ -58,6 +63,7 @@ class Limits:
             bytes_per_value=self.bytes_per_value,
             kv_bytes_per_value=self.kv_bytes_per_value,
         )
+        generate_s = of_one_engine_s / self.devices_per_engine
         of_one_device_s = training_time_s(
             self.shape,
             self.peaks,
@@ -67,11 +73,13 @@ class Limits:
         )
         train_s = of_one_device_s / self.num_devices
         measured_train_s = seconds.get("train", 0.0) + seconds.get("experience", 0.0)
-        return {
-            "perf/R_gen": generate_s / max(seconds.get("generate", 0.0), 1e-9),
-            "perf/R_train": train_s / max(measured_train_s, 1e-9),
-            "perf/R_step": (generate_s + train_s) / max(seconds["step"], 1e-9),
-        }
+        ratios = {"perf/R_train": train_s / max(measured_train_s, 1e-9)}
+        if self.overlaps:  # the time that engines took for these samples is not known
+            limit_s = max(generate_s, train_s)
+        else:
+            ratios["perf/R_gen"] = generate_s / max(seconds.get("generate", 0.0), 1e-9)
+            limit_s = generate_s + train_s
+        return ratios | {"perf/R_step": limit_s / max(seconds["step"], 1e-9)}
 
 
 def memory_metrics(device: torch.device) -> Metrics:
@@ -93,9 +101,12 @@ def memory_metrics(device: torch.device) -> Metrics:
     return metrics
 
 
-def alarms_for(model: PreTrainedModel) -> Alarms:
+def alarms_for(model: PreTrainedModel, *, max_staleness: int = 0) -> Alarms:
     """Alarms whose limit on the engine's mismatch fits the number format of the model."""
-    return Alarms(max_mismatch_kl=1e-4 if model.dtype == torch.float32 else 1e-2)
+    return Alarms(
+        max_mismatch_kl=1e-4 if model.dtype == torch.float32 else 1e-2,
+        max_staleness=max_staleness,
+    )
 
 
 @dataclass(slots=True)
@@ -142,7 +153,9 @@ class Recorder:
         scalars["perf/tokens_per_s"] = num_tokens / max(seconds["step"], 1e-9)
         if groups:
             sampled = sum(len(s.token_ids) for group in groups for s in group.samples)
-            scalars["perf/generated_tokens_per_s"] = sampled / max(seconds["generate"], 1e-9)
+            overlaps = self.limits is not None and self.limits.overlaps
+            generating_s = seconds["step" if overlaps else "generate"]
+            scalars["perf/generated_tokens_per_s"] = sampled / max(generating_s, 1e-9)
         if self.limits is not None and groups:
             scalars |= self.limits.ratios(groups, rows, seconds)
         self.log.log(step, scalars)

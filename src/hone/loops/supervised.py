@@ -14,7 +14,7 @@ from hone.loops.parts import recording
 from hone.loops.recorder import alarms_for
 from hone.loops.resuming import restore
 from hone.loops.saving import Saver, due
-from hone.loops.sync import Outcome
+from hone.loops.step import Outcome
 from hone.models.adapters import adapt
 from hone.models.load import compute_dtype
 from hone.models.tokenizer import load_tokenizer

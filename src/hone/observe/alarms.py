@@ -72,11 +72,13 @@ class Alarms:
     """Checks every step against all rules.
 
     `max_mismatch_kl` is the largest healthy divergence of trainer and engine: about 1e-2 for
-    bfloat16 (its floor is 1.5e-3), 1e-4 for float32.
+    bfloat16 (its floor is 1.5e-3), 1e-4 for float32. Samples may be `max_staleness` updates older
+    than the policy that they train.
     """
 
-    def __init__(self, *, max_mismatch_kl: float = 1e-2) -> None:
-        self._rules = _mismatch_rules(max_mismatch_kl) + _SAMPLING + _LEARNING + _MACHINE
+    def __init__(self, *, max_mismatch_kl: float = 1e-2, max_staleness: int = 0) -> None:
+        mismatch = _mismatch_rules(max_mismatch_kl, max_staleness)
+        self._rules = mismatch + _SAMPLING + _LEARNING + _MACHINE
         self._history = History()
         self._last_breach: dict[str, int] = {}
 
@@ -108,7 +110,7 @@ class Alarms:
 # -- Rules: what is watched by default -----------------------------------------------------------
 
 
-def _mismatch_rules(max_kl: float) -> tuple[Rule, ...]:
+def _mismatch_rules(max_kl: float, max_staleness: int) -> tuple[Rule, ...]:
     kl = "off_policy/mismatch_kl"
     return (
         Rule(
@@ -131,7 +133,7 @@ def _mismatch_rules(max_kl: float) -> tuple[Rule, ...]:
         ),
         Rule(
             "stuck_version",
-            stuck("rollout/weight_version/max", steps=3),
+            stuck("rollout/weight_version/max", steps=3 + max_staleness),
             "The policy is trained, but samples still come from the same weight version: weights "
             "do not reach the engine.",
         ),

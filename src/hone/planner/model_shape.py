@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["SUPPORTED_FAMILIES", "ModelShape"]
+__all__ = ["SUPPORTED_FAMILIES", "ModelShape", "public_shape"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,3 +195,30 @@ def _num_sliding_layers(family: str, config: Mapping[str, Any]) -> int:
             return num_layers - num_layers // config.get("sliding_window_pattern", 6)
         case _:
             return 0
+
+
+def public_shape(name: str) -> ModelShape | None:
+    """The shape of a public model by its name in lower case, such as `qwen3-8b`; None: unknown."""
+    match name:
+        case "qwen3-0.6b":
+            sizes = (28, 1024, 16, 3072)
+        case "qwen3-1.7b":
+            sizes = (28, 2048, 16, 6144)
+        case "qwen3-4b":
+            sizes = (36, 2560, 32, 9728)
+        case "qwen3-8b":
+            sizes = (36, 4096, 32, 12288)
+        case _:
+            return None
+    num_layers, hidden_size, num_heads, intermediate_size = sizes
+    return ModelShape(
+        family="qwen3",
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=intermediate_size,
+        vocab_size=151_936,
+        tied=name != "qwen3-8b",
+    )

@@ -86,9 +86,15 @@ class Scorer:
             self._inline.append(RewardFunction(builtin, name=name, weight=entry.weight, args={}))
 
     def submit(self, sample: Sample) -> None:
-        """Begin to score `sample`; `poll` returns it when it is done."""
+        """Begin to score `sample`; `poll` returns it when it is done.
+
+        One that has failed already comes back as it is.
+        """
         assert sample.reward is None, f"{sample.id=} {sample.reward=}"
-        assert sample.failure is None, f"{sample.id=} {sample.failure=}"
+        if sample.failure is not None:
+            self._num_failed[sample.failure] += 1
+            self._done.append(sample)
+            return
         given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
         if self._pool is None:
             self._finish(sample, score(self._inline, given))

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import Mean, Metrics
+from hone.rollout.open_groups import SampleScorer
 from hone.rollout.requests import Decode, requests_for, sample_of
-from hone.rollout.rollout import Alone, Peers, SampleScorer
+from hone.rollout.rollout import Alone, Peers
 from hone.rollout.state import sample_of_values, sample_values
-from hone.types import Engine, Prompt, Sample
+from hone.types import Prompt, Sample, SamplingEngine
 
 __all__ = ["evaluate", "pass_at_k", "summarise"]
 
@@ -19,7 +20,7 @@ __all__ = ["evaluate", "pass_at_k", "summarise"]
 def evaluate(
     prompts: Sequence[Prompt],
     *,
-    engine: Engine,
+    engine: SamplingEngine,
     scorer: SampleScorer,
     cfg: EvaluationConfig,
     decode: Decode,

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 
 from hone.algorithms.advantages import has_spread
 from hone.observe.metrics import Distribution, Last, Max, Mean, Metrics, Min, Sum
-from hone.rollout.rollout import RolloutCounts
+from hone.rollout.counts import RolloutCounts, StreamCounts
 from hone.types import FailureKind, Group, Sample, StopReason
 
 __all__ = ["rollout_metrics"]
 
 
 def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
-    """Metrics under `rollout/` and `reward/`. Failed samples are counted and enter no mean."""
+    """Metrics under `rollout/` and `reward/`, and those of a stream where it counted.
+
+    Failed samples are counted and enter no mean.
+    """
     samples = [sample for group in groups for sample in group.samples]
     valid = [sample for sample in samples if sample.valid]
     return (
@@ -23,6 +26,7 @@ def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
         | _sample_metrics(samples, valid)
         | _group_metrics(groups)
         | _machine_metrics(counts)
+        | (_stream_metrics(counts) if isinstance(counts, StreamCounts) else {})
         | {
             "rollout/dropped_groups": Sum(counts.num_dropped_groups),
             "rollout/refill_rounds": Sum(counts.num_refill_rounds),
@@ -47,6 +51,16 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
     if not math.isnan(counts.reward_p99_s):
         metrics["time/reward/p99_s"] = Last(counts.reward_p99_s)
     return metrics
+
+
+def _stream_metrics(counts: StreamCounts) -> Metrics:
+    """How far sampling was ahead of training."""
+    return {
+        "rollout/staleness": Distribution.of([float(updates) for updates in counts.staleness]),
+        "rollout/too_old_groups": Sum(counts.num_too_old),
+        "rollout/buffered_groups": Last(counts.num_buffered_groups),
+        "rollout/in_flight_samples": Last(counts.num_in_flight_samples),
+    }
 
 
 def _reward_metrics(valid: Sequence[Sample]) -> Metrics:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from hone.config.rollout import GenerationConfig
-from hone.types import Completion, Prompt, Request, Sample, SamplingParams
+from hone.types import Completion, FailureKind, Prompt, Request, Sample, SamplingParams
 
 __all__ = ["Decode", "request_seed", "requests_for", "sample_of"]
 
@@ -56,7 +56,10 @@ def requests_for(
 
 
 def sample_of(prompt: Prompt, index: int, completion: Completion, decode: Decode) -> Sample:
-    """The sample that a finished completion is. Every token of it was sampled by the policy."""
+    """The sample that a finished completion is. Every token of it was sampled by the policy.
+
+    One with an error has failed.
+    """
     return Sample(
         id=completion.request_id,
         prompt=prompt,
@@ -67,4 +70,6 @@ def sample_of(prompt: Prompt, index: int, completion: Completion, decode: Decode
         loss_mask=[True] * len(completion.token_ids),
         stop_reason=completion.stop_reason,
         text=decode(completion.token_ids),
+        failure=FailureKind.ENGINE if completion.error else None,
+        failure_detail=completion.error,
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from hone.models.manifest import ManifestDiff, build_manifest, memory_of
 from hone.types import Engine, Trainer
 
-__all__ = ["NonFiniteWeightsError", "SyncReport", "WeightSync"]
+__all__ = ["Delivery", "NonFiniteWeightsError", "SyncReport", "WeightSync"]
 
 GROUP_BYTES = 1 << 28
 """Whole weights that are held at a time, up to the last one."""
@@ -38,7 +38,7 @@ class SyncReport:
     seconds: float
     """Wall time from the first refusal of tokens to the engine's confirmation."""
     bytes: int
-    """Bytes written into the engine's tensors; 0 when all are aliased."""
+    """Bytes written into the engine's tensors, or sent to engines; 0 when all are aliased."""
     num_tensors: int
     """Names in the manifest."""
     aliased: bool
@@ -61,7 +61,7 @@ class WeightSync:
         """
         start = perf_counter()
         self.engine.begin_sync()
-        delivery = _Delivery(self.engine)
+        delivery = Delivery(self.engine)
         manifest = build_manifest(
             delivery.sources(self.trainer.named_weights()), version, dtypes=delivery.dtypes
         )
@@ -76,8 +76,8 @@ class WeightSync:
         )
 
 
-class _Delivery:
-    """One push: weights go into the engine's tensors as they come."""
+class Delivery:
+    """One push into one engine, or rank of one: weights go into its tensors as they come."""
 
     def __init__(self, engine: Engine) -> None:
         self.targets = dict(engine.named_weights())

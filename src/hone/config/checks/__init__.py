@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from hone.config.checks.cluster import check_cluster, check_pipeline
 from hone.config.checks.files import check_data, check_log, check_model
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.generation import (
@@ -57,6 +58,7 @@ from hone.config.checks.schedule import (
     check_run,
     evaluates,
 )
+from hone.config.checks.vllm import check_vllm, check_vllm_sleep
 from hone.config.derived import kv_dtype, optimizer_steps_per_rollout
 from hone.config.model_facts import ModelFacts
 from hone.config.rollout import GenerationConfig
@@ -95,6 +97,8 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
             facts=facts,
             has_reference=cfg.algorithm.kl.coef > 0,
         ),
+        check_cluster(cfg, world_size),
+        check_pipeline(cfg),
         check_share(
             world_size,
             key="rollout.prompts_per_step",
@@ -108,7 +112,7 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
             exact=cfg.model.exact,
             device=cfg.run.device,
             world_size=world_size,
-            samples_in_place=not cfg.model.lora.rank,
+            samples_in_place=not cfg.model.lora.rank and not cfg.cluster.num_engines,
         ),
         *_layers(cfg, world_size),
         check_rounded_trainer(cfg.trainer, cfg.algorithm),
@@ -123,6 +127,7 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
         check_run(cfg.run),
         check_evaluation(cfg.eval, cfg.data, cfg.run),
         check_checkpoints(cfg.checkpoint, cfg.run),
+        check_vllm_sleep(cfg.engine, cfg.checkpoint, cfg.eval),
         check_log(cfg.log),
     ]
     if evaluates(cfg.eval):
@@ -134,6 +139,7 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
                 cfg.eval, "eval", num_samples=cfg.eval.n_samples_per_prompt, facts=facts
             ),
             check_ranking(cfg.eval),
+            check_vllm(cfg.engine, cfg.model, {"eval": cfg.eval}, device=cfg.run.device),
             check_passing(cfg.eval, cfg.reward),
             _eval_length(cfg),
         ]
@@ -258,8 +264,13 @@ def _generating(
             samples_key=samples_key(section),
             trains=section == "rollout",
         ),
-        check_tensor_parallel(cfg.engine, facts=facts, scores=section != "generation"),
+        check_tensor_parallel(
+            cfg.engine,
+            facts=facts,
+            scores=section != "generation" and not _is_apart(cfg),
+        ),
         check_exact(cfg.model, cfg.engine, device=device, facts=facts),
+        check_vllm(cfg.engine, cfg.model, {section: generation}, device=device),
         check_kv_cache(
             cfg.engine,
             longest=cfg.data.max_prompt_tokens + generation.max_completion_tokens,
@@ -268,6 +279,11 @@ def _generating(
             facts=facts,
         ),
     ]
+
+
+def _is_apart(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> bool:
+    """Whether engines have devices of their own, and one process tells them what to do."""
+    return isinstance(cfg, RLConfig) and cfg.cluster.num_engines > 0
 
 
 def _concurrency(cfg: RLConfig) -> list[Finding]:

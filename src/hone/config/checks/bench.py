@@ -29,6 +29,7 @@ from hone.config.checks.parallel import (
     check_share,
     context_size,
 )
+from hone.config.checks.vllm import check_vllm_bench
 from hone.config.engine import EngineConfig
 from hone.config.extras import is_installed
 from hone.config.model import ModelConfig, TrainedModelConfig
@@ -50,6 +51,7 @@ def check_bench_engine(cfg: BenchEngineConfig, world_size: int) -> list[Finding]
         *check_tensor_parallel(cfg.engine, facts=facts, scores=False),
         *_processes(cfg.engine, world_size),
         *check_exact(cfg.model, cfg.engine, device=cfg.run.device, facts=facts),
+        *check_vllm_bench(cfg.engine),
         *_comparison(cfg),
         *_output(cfg),
     ]

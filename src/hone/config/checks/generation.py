@@ -9,6 +9,7 @@ from pathlib import Path
 from hone.config.bench import BenchModelConfig
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.data import DataConfig
+from hone.config.derived import FUSED_FAMILIES
 from hone.config.engine import EngineConfig
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
@@ -29,8 +30,6 @@ __all__ = [
 
 _GIB = 2**30
 _SMALL_BATCHED_TOKENS = 2048
-_FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families with fused layers, which alone are divided among devices or computed exactly."""
 
 
 def samples_key(section: str) -> str:
@@ -280,16 +279,17 @@ def check_tensor_parallel(
     asked = f"engine.tensor_parallel_size is {size}"
     if scores:
         yield error(
-            f"{asked}, which `hone generate` and `hone bench engine` serve; with rewards, in "
-            "`hone rl` and `hone eval`, an engine uses one device. Set it to 1.",
+            f"{asked}, which `hone generate`, `hone bench engine` and, with cluster.num_engines, "
+            "`hone rl` serve; an engine beside its trainer, or in `hone eval`, uses one device. "
+            "Set it to 1.",
             "engine.tensor_parallel_size",
         )
         return
     family = facts.family if facts else None
-    if family is not None and family not in _FUSED_FAMILIES:
+    if family is not None and family not in FUSED_FAMILIES:
         yield error(
             f"{asked}, but the model at model.path is of the family {family!r}, which is not "
-            f"divided among devices; {', '.join(_FUSED_FAMILIES)} are. Set it to 1.",
+            f"divided among devices; {', '.join(FUSED_FAMILIES)} are. Set it to 1.",
             "engine.tensor_parallel_size",
             "model.path",
         )
@@ -337,10 +337,10 @@ def check_exact(
                 key,
             )
     family = facts.family if facts else None
-    if family is not None and family not in _FUSED_FAMILIES:
+    if family is not None and family not in FUSED_FAMILIES:
         yield error(
             f"model.exact is on, but the model at model.path is of the family {family!r}; served "
-            f"are {', '.join(_FUSED_FAMILIES)}. Set model.exact to false.",
+            f"are {', '.join(FUSED_FAMILIES)}. Set model.exact to false.",
             "model.exact",
             "model.path",
         )

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=hone
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+# Every GPU trains and samples: sbatch slurm_colocated.sh RECIPE [flags]
+set -euo pipefail
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+exec srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
+  --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" \
+  -m hone rl "$@"

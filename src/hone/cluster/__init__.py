@@ -1,0 +1,1 @@
+"""Processes on Ray: the only room that imports it."""

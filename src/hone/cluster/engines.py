@@ -1,0 +1,249 @@
+"""Engines on devices of their own: a Ray that has room for them, and the actors in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from time import monotonic
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from hone.cluster.actors import EngineRank, RayHandle
+from hone.config.cluster import ClusterConfig
+from hone.config.errors import UserError
+from hone.config.tree import RLConfig
+from hone.distributed.processes import processes
+from hone.loops.parts import Engines
+from hone.rollout.engine_group import EngineGroup
+from hone.types import EngineLostError
+
+__all__ = ["make_engines"]
+
+_log = logging.getLogger(__name__)
+
+_PLACING_S = 60.0
+"""How long devices that others hold are waited for."""
+_STARTING_S = 900.0
+"""How long an engine may take to read its model's configuration and to record its graphs."""
+_CALLS = 8
+"""Calls of one engine that run side by side: the longest waits for weights."""
+
+
+@contextmanager
+def make_engines(cfg: RLConfig) -> Generator[Engines]:
+    """Start the engines of `cluster.num_engines`; they end with the context.
+
+    Raises UserError where there is no such cluster, or it has too few devices.
+    """
+    uses_gpus = cfg.run.device != "cpu" and torch.cuda.is_available()
+    with _joined(cfg, uses_gpus=uses_gpus):
+        placed = _place(cfg, uses_gpus=uses_gpus)
+
+        def start(index: int) -> RayHandle:
+            return _start(cfg, placed, index, uses_gpus=uses_gpus)
+
+        handles = [start(index) for index in range(cfg.cluster.num_engines)]
+        # Before the other trainers miss this one: it knows what is slow, they do not.
+        starting_s = min(_STARTING_S, 0.9 * cfg.trainer.parallel.timeout_s)
+        _await(handles, starting_s)
+        group = EngineGroup(
+            handles,
+            restart=start,
+            timeout_s=cfg.cluster.engine_timeout_s,
+            max_restarts=cfg.cluster.max_engine_restarts,
+            start_timeout_s=starting_s,
+        )
+        try:
+            is_local = cfg.cluster.address is None
+            yield Engines(group, "127.0.0.1" if is_local else ray.util.get_node_ip_address())
+        finally:
+            group.close()
+            remove_placement_group(placed)
+
+
+@contextmanager
+def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
+    """Be the driver of a Ray: of `cluster.address`, or of one of this host alone."""
+    address = cfg.cluster.address
+    if address is None:
+        with _own_devices(cfg, uses_gpus=uses_gpus) as (num_cpus, num_gpus):
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    else:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RayError, ValueError) as error:
+            raise UserError(
+                f"there is no Ray cluster at cluster.address={address!r}: {error}. Start one with "
+                "`ray start --head`, or unset cluster.address for one of this host alone."
+            ) from error
+    try:
+        if address is not None:
+            _check_nodes(cfg.cluster, "GPU" if uses_gpus else "CPU")
+            if uses_gpus:
+                _reserve_own()
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> Generator[tuple[int, int]]:
+    """The CPUs and GPUs that a Ray of this host may give away: all but the trainers' devices.
+
+    Its processes inherit the environment that they are started in, hence the visible GPUs.
+    """
+    needed = cfg.cluster.num_engines * cfg.engine.tensor_parallel_size
+    num_cpus = max(os.cpu_count() or 1, needed)
+    if not uses_gpus:
+        yield num_cpus, 0
+        return
+    visible = _visible_gpus()
+    left = visible[processes().local_world_size :]
+    if needed > len(left):
+        raise UserError(
+            f"{_sum(cfg.cluster, cfg.engine.tensor_parallel_size)}, and this host has "
+            f"{len(visible)} GPUs. Use fewer, or name a Ray cluster with cluster.address."
+        )
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(left)
+    try:
+        yield num_cpus, len(left)
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _visible_gpus() -> list[str]:
+    """The GPUs of this process as CUDA names them, in the order of their indices."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named:
+        return named.split(",")
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _sum(cluster: ClusterConfig, tensor_parallel_size: int) -> str:
+    num_ranks = cluster.num_engines * tensor_parallel_size
+    return (
+        f"{cluster.num_trainers + num_ranks} devices are needed: cluster.num_trainers "
+        f"{cluster.num_trainers} + cluster.num_engines {cluster.num_engines} x "
+        f"engine.tensor_parallel_size {tensor_parallel_size}"
+    )
+
+
+def _check_nodes(cluster: ClusterConfig, kind: str) -> None:
+    """Whether the Ray that was joined is the cluster that the configuration speaks of."""
+    devices = [int(n["Resources"].get(kind, 0)) for n in ray.nodes() if n["Alive"]]
+    expected = cluster.devices_per_node or 1
+    if sum(number >= expected for number in devices) < cluster.num_nodes:
+        raise UserError(
+            f"the Ray cluster has {len(devices)} nodes with {devices} {kind}s; asked for are "
+            f"cluster.num_nodes {cluster.num_nodes} with cluster.devices_per_node {expected} or "
+            "more each. Start Ray on the others, or ask for fewer."
+        )
+
+
+class _Holder:
+    """Keeps GPUs of a host from others, and says which."""
+
+    def gpus(self) -> list[str]:
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def _reserve_own() -> None:
+    """Take the trainers' GPUs of this host out of what Ray gives away, where it has them."""
+    own, context = processes(), ray.get_runtime_context()
+    node = next(n for n in ray.nodes() if n["NodeID"] == context.get_node_id())
+    if not node["Resources"].get("GPU"):
+        return
+    mine = set(_visible_gpus()[: own.local_world_size])
+    holder: Any = (
+        ray.remote(num_cpus=0)(_Holder)
+        .options(
+            num_gpus=own.local_world_size,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+        )
+        .remote()
+    )
+    try:
+        held = set(ray.get(holder.gpus.remote(), timeout=_PLACING_S))
+    except RayError as error:
+        raise UserError(
+            f"this host is part of the Ray cluster, which has not given its {own.local_world_size} "
+            f"GPUs for training within {_PLACING_S:.0f} s. End what holds them: {error}"
+        ) from error
+    if held != mine:
+        raise UserError(
+            f"the trainers of this host use GPUs {sorted(mine)}, and its Ray gives them "
+            f"{sorted(held)}: it holds others of them. End what does, or start Ray here with the "
+            "engines' GPUs alone (CUDA_VISIBLE_DEVICES)."
+        )
+
+
+def _place(cfg: RLConfig, *, uses_gpus: bool) -> PlacementGroup:
+    """Devices for every engine, the ranks of one on one host."""
+    size = cfg.engine.tensor_parallel_size
+    bundle = {"CPU": float(size)} | ({"GPU": float(size)} if uses_gpus else {})
+    placed = placement_group([bundle] * cfg.cluster.num_engines, strategy="PACK")
+    if not placed.wait(_PLACING_S):
+        remove_placement_group(placed)
+        kind = "GPU" if uses_gpus else "CPU"
+        total = int(ray.cluster_resources().get(kind, 0))
+        free = int(ray.available_resources().get(kind, 0))
+        raise UserError(
+            f"cluster.num_engines {cfg.cluster.num_engines} x engine.tensor_parallel_size {size} "
+            f"need {cfg.cluster.num_engines * size} {kind}s, an engine's on one host; the cluster "
+            f"has {total}, of which {free} are free. Use fewer engines, or end what holds them."
+        )
+    return placed
+
+
+def _start(cfg: RLConfig, placed: PlacementGroup, index: int, *, uses_gpus: bool) -> RayHandle:
+    """Begin to make engine `index` on its devices."""
+    actor = ray.remote(EngineRank).options(
+        num_cpus=1,
+        num_gpus=1 if uses_gpus else 0,
+        max_concurrency=_CALLS,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            placed, placement_group_bundle_index=index
+        ),
+    )
+    name = f"engine {index}"
+    ranks = [actor.remote(cfg, name, rank) for rank in range(cfg.engine.tensor_parallel_size)]
+    return RayHandle(name, ranks)
+
+
+def _await(handles: list[RayHandle], timeout_s: float) -> None:
+    """Wait until all are made, or gone: these are started anew, as any that are lost later.
+
+    Raises UserError for what was refused, with its own words, and TimeoutError.
+    """
+    deadline = monotonic() + timeout_s
+    for handle in handles:
+        for pending in handle.started:  # one rank is lost with another, whose own words count
+            try:
+                with suppress(EngineLostError):
+                    pending.result(max(deadline - monotonic(), 0.0))
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"{handle.name} has not started within {timeout_s:.0f} s. Is its process on "
+                    "the way (`ray list actors`), or stopped?"
+                ) from error

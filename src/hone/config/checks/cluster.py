@@ -1,0 +1,143 @@
+"""Engines on devices of their own, and sampling ahead of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hone.config.checks.finding import Finding, differs, error, warning
+from hone.config.tree import RLConfig
+
+__all__ = ["check_cluster", "check_pipeline"]
+
+
+def check_cluster(cfg: RLConfig, world_size: int | None) -> Iterator[Finding]:
+    """Whether the devices of all roles add up, and which settings need engines apart."""
+    cluster = cfg.cluster
+    if cluster.num_engines == 0:
+        meant = [f"cluster.{name}" for name in differs(cluster, *type(cluster).model_fields)]
+        if meant:
+            yield error(
+                f"{', '.join(meant)}: set, but cluster.num_engines is 0, so that every training "
+                "process has its engine on its own device and there is no cluster. Set "
+                "cluster.num_engines, or remove it; --nproc N starts N training processes.",
+                *meant,
+                "cluster.num_engines",
+            )
+        return
+    if world_size is not None and world_size != cluster.num_trainers:
+        yield error(
+            f"cluster.num_trainers is {cluster.num_trainers}, but {world_size} training processes "
+            "were asked for. With cluster.num_engines leave out --nproc; under torchrun start "
+            "cluster.num_trainers processes.",
+            "cluster.num_trainers",
+        )
+    if cluster.address is None and cluster.num_nodes > 1:
+        yield error(
+            f"cluster.num_nodes is {cluster.num_nodes}, but cluster.address is unset, so that the "
+            "run stays on this host. Name the Ray cluster, or set cluster.num_nodes to 1.",
+            "cluster.num_nodes",
+            "cluster.address",
+        )
+    yield from _devices(cfg)
+    for section, enabled in (
+        ("engine", cfg.engine.enable_sleep),
+        ("trainer", cfg.trainer.enable_sleep),
+    ):
+        if enabled:
+            yield error(
+                f"{section}.enable_sleep is on, which makes room for whom it shares a device with; "
+                f"with cluster.num_engines {cluster.num_engines} trainers and engines share none. "
+                "Set it to false.",
+                f"{section}.enable_sleep",
+                "cluster.num_engines",
+            )
+
+
+def _devices(cfg: RLConfig) -> Iterator[Finding]:
+    """The sum that a placement is: every role has devices of its own."""
+    cluster, size = cfg.cluster, cfg.engine.tensor_parallel_size
+    if cluster.devices_per_node is None:
+        return
+    held = cluster.num_nodes * cluster.devices_per_node
+    there = (
+        f"cluster.num_nodes {cluster.num_nodes} x cluster.devices_per_node "
+        f"{cluster.devices_per_node} = {held}"
+    )
+    needed = cluster.num_trainers + cluster.num_engines * size
+    keys = (
+        "cluster.num_trainers",
+        "cluster.num_engines",
+        "engine.tensor_parallel_size",
+        "cluster.num_nodes",
+        "cluster.devices_per_node",
+    )
+    if needed > held:
+        yield error(
+            f"{needed} devices are needed: cluster.num_trainers {cluster.num_trainers} + "
+            f"cluster.num_engines {cluster.num_engines} x engine.tensor_parallel_size {size} = "
+            f"{cluster.num_trainers} + {cluster.num_engines * size}; there are {there}. Use fewer, "
+            "or more nodes.",
+            *keys,
+        )
+    elif size > cluster.devices_per_node:
+        yield error(
+            f"engine.tensor_parallel_size is {size}, but a node has cluster.devices_per_node "
+            f"{cluster.devices_per_node}: the ranks of an engine talk twice a layer and must be on "
+            "one node. Use at most that.",
+            "engine.tensor_parallel_size",
+            "cluster.devices_per_node",
+        )
+    elif needed < held:
+        yield warning(
+            f"{held - needed} of {there} devices stay idle: cluster.num_trainers "
+            f"{cluster.num_trainers} + cluster.num_engines {cluster.num_engines} x "
+            f"engine.tensor_parallel_size {size} = {needed}. The best use of them is more engines.",
+            *keys,
+        )
+
+
+def check_pipeline(cfg: RLConfig) -> Iterator[Finding]:
+    """What sampling ahead needs, and what it cannot be combined with."""
+    pipeline = cfg.pipeline
+    if not pipeline.enabled:
+        meant = [f"pipeline.{name}" for name in differs(pipeline, *type(pipeline).model_fields)]
+        if meant:
+            yield warning(
+                f"{', '.join(meant)}: set, but pipeline.enabled is false, so that it does nothing. "
+                "Enable it, or remove it.",
+                *meant,
+                "pipeline.enabled",
+            )
+        return
+    if cfg.cluster.num_engines == 0:
+        yield error(
+            "pipeline.enabled is on, but cluster.num_engines is 0: an engine on the trainer's "
+            "device cannot sample while it trains. Set cluster.num_engines, or switch it off.",
+            "pipeline.enabled",
+            "cluster.num_engines",
+        )
+    if cfg.rollout.oversample_prompts:
+        yield error(
+            f"rollout.oversample_prompts is {cfg.rollout.oversample_prompts}, but with "
+            "pipeline.enabled engines begin samples ahead anyway, as many as "
+            "pipeline.max_staleness and pipeline.async_queue_size allow. Set it to 0.",
+            "rollout.oversample_prompts",
+            "pipeline.enabled",
+        )
+    if pipeline.max_staleness > 0 and cfg.algorithm.correction.kind == "none":
+        yield warning(
+            f"pipeline.max_staleness is {pipeline.max_staleness}, so that older weights have "
+            "sampled part of what is trained, and algorithm.correction.kind is none: their "
+            "gradient is biased. `tis` weights each token by how likely it is now.",
+            "pipeline.max_staleness",
+            "algorithm.correction.kind",
+        )
+    is_meant = bool(differs(pipeline, "async_queue_size"))
+    if is_meant and pipeline.async_queue_size > pipeline.max_staleness:
+        yield warning(
+            f"pipeline.async_queue_size is {pipeline.async_queue_size}, but with "
+            f"pipeline.max_staleness {pipeline.max_staleness} no more than so many batches may be "
+            "sampled ahead. Raise pipeline.max_staleness, or lower it.",
+            "pipeline.async_queue_size",
+            "pipeline.max_staleness",
+        )

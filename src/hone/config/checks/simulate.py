@@ -1,0 +1,59 @@
+"""The checks of `hone simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hone.config.checks.finding import Finding, error, warning
+from hone.config.checks.generation import check_output
+from hone.config.tree import SimulateConfig
+
+__all__ = ["check_simulate"]
+
+
+def check_simulate(cfg: SimulateConfig, world_size: int) -> list[Finding]:
+    """Findings for `hone simulate`, errors first."""
+    findings = [*_output(cfg), *_lengths(cfg), *_devices(cfg)]
+    return sorted(findings, key=lambda finding: finding.level)
+
+
+def _output(cfg: SimulateConfig) -> Iterator[Finding]:
+    if cfg.output.suffix != ".json":
+        yield error(
+            f"output is '{cfg.output}'; give the path of a .json file, such as simulate.json.",
+            "output",
+        )
+    else:
+        yield from check_output(cfg.output)
+
+
+def _lengths(cfg: SimulateConfig) -> Iterator[Finding]:
+    lengths, keys = cfg.simulate.lengths, ("simulate.lengths.path", "simulate.lengths.distribution")
+    if lengths.distribution == "file" and lengths.path is None:
+        yield error(
+            "simulate.lengths.distribution is file; name the file in simulate.lengths.path.", *keys
+        )
+    elif lengths.distribution != "file" and lengths.path is not None:
+        yield warning(
+            "simulate.lengths.path has no effect with simulate.lengths.distribution "
+            f"{lengths.distribution}; set simulate.lengths.distribution to file, or remove "
+            "simulate.lengths.path.",
+            *keys,
+        )
+
+
+def _devices(cfg: SimulateConfig) -> Iterator[Finding]:
+    """Whether the split of the recipe is one of the GPUs that are asked for."""
+    trainers, engines = cfg.cluster.num_trainers, cfg.cluster.num_engines
+    size, gpus = cfg.engine.tensor_parallel_size, cfg.simulate.gpus
+    total = trainers + engines * size
+    if engines and gpus not in (None, total):
+        yield error(
+            f"simulate.gpus is {gpus}, but cluster.num_trainers {trainers} + cluster.num_engines "
+            f"{engines} x engine.tensor_parallel_size {size} = {total} GPUs. Leave out "
+            "simulate.gpus, or set cluster.num_engines to 0, which tries all splits.",
+            "simulate.gpus",
+            "cluster.num_trainers",
+            "cluster.num_engines",
+            "engine.tensor_parallel_size",
+        )

@@ -1,0 +1,37 @@
+"""Training while the next samples are being drawn."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.base import Section
+
+__all__ = ["PipelineConfig"]
+
+
+class PipelineConfig(Section):
+    """Asynchronous training: engines go on sampling while the trainer trains."""
+
+    enabled: bool = False
+    """Overlap sampling and training. Needs engines of their own (`cluster.num_engines`)."""
+
+    max_staleness: int = Field(default=1, ge=0)
+    """Updates that may lie between the weights that began a sample and the update it is trained in:
+    a hard bound. 0 is the synchronous run. Start with 1; raise it while training waits for samples,
+    lower it where the loss is unstable."""
+
+    async_queue_size: int = Field(default=1, ge=1)
+    """Batches that may be sampled ahead of the one in training. What is begun at a time is bounded
+    by this and by `max_staleness`, whichever is less."""
+
+    in_flight: Literal["pause", "abort", "finish"] = "pause"
+    """Unfinished samples at a change of weights. `pause`: they keep their keys and values and go on
+    under the new weights. `abort`: they are put back with their tokens, whose keys and values are
+    computed anew. `finish`: they end under their own weights, and the change waits for them."""
+
+    too_old: Literal["wait", "drop"] = "wait"
+    """Samples about to exceed `max_staleness`. `wait`: the update waits until they are complete,
+    so that each prompt is trained once. `drop`: the update takes what is complete, and what has
+    become too old is dropped and counted; long samples are dropped more often than short ones."""

@@ -1,0 +1,94 @@
+"""What `hone simulate` assumes of devices, lengths and the speed that programs reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.base import Section
+from hone.config.model import TrainedModelConfig
+
+__all__ = ["LengthsConfig", "SimulatedModelConfig", "SimulationConfig"]
+
+
+class SimulatedModelConfig(TrainedModelConfig):
+    """The model, of which only the shape counts."""
+
+    path: str = ""
+    """Folder in the Hugging Face layout, of which `config.json` is read, or the hub name of a
+    public shape, such as `Qwen/Qwen3-0.6B`."""
+
+    shape: Literal["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"] | None = None
+    """Public shape, in place of `path`."""
+
+
+class LengthsConfig(Section):
+    """Completion lengths, all cut at `rollout.max_completion_tokens`."""
+
+    distribution: Literal["fixed", "uniform", "lognormal", "file"] = "lognormal"
+    """`fixed`: all are `median`. `uniform`: 1 to twice `median`. `lognormal`: of `median` and
+    `sigma`. `file`: drawn from `path`."""
+
+    median: float = Field(default=800.0, ge=1)
+    """Median length, in tokens."""
+
+    sigma: float = Field(default=0.7, ge=0)
+    """Standard deviation of the logarithm of log-normal lengths."""
+
+    path: Path | None = None
+    """JSONL file of measured lengths; a line has `tokens` (a number) or `token_ids` (a list), as
+    `samples.jsonl` of a run folder has."""
+
+
+class SimulationConfig(Section):
+    """Devices, lengths, and what share of the hardware's limits programs reach. Defaults are from
+    one H200 (benchmarks/README.md) where nothing else is said."""
+
+    gpus: int | None = Field(default=None, ge=1)
+    """GPUs in all; unset: those that `cluster` asks for, 8 where it has no engines."""
+
+    gpu: str = "H200"
+    """Their type, a name of hone's table of devices."""
+
+    prompt_tokens: int = Field(default=256, ge=1)
+    """Tokens of every prompt."""
+
+    lengths: LengthsConfig = LengthsConfig()
+    """Completion lengths."""
+
+    staleness: tuple[int, ...] = (1, 2)
+    """Values of `pipeline.max_staleness` that are tried, besides the recipe's own."""
+
+    steps: int = Field(default=20, ge=4)
+    """Updates of each run, of which the first quarter is not counted."""
+
+    decode_share: float = Field(default=0.9, gt=0, le=1)
+    """Share of the limit (bandwidth, matrix rate) that decode steps reach, `decode_overhead_s`
+    apart."""
+
+    decode_overhead_s: float = Field(default=0.0005, ge=0)
+    """Seconds of a decode step that do not depend on the batch."""
+
+    prefill_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of the matrix rate that computing prompts reaches."""
+
+    training_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of the matrix rate that a step of one trainer reaches; what is recomputed does not
+    count."""
+
+    training_scaling: float = Field(default=0.93, gt=0, le=1)
+    """The same of several trainers against one."""
+
+    tensor_parallel_scaling: float = Field(default=0.74, gt=0, le=1)
+    """Speed of an engine for every doubling of its devices, as a share of twice the speed."""
+
+    sync_bytes_per_s: float = Field(default=5e10, gt=0)
+    """Rate at which weights reach engines on devices of their own. An assumption: not measured."""
+
+    switch_s: float = Field(default=0.1, ge=0)
+    """Seconds a step for sync, sleep and wake where engines share the trainers' devices."""
+
+    overhead_s: float = Field(default=0.15, ge=0)
+    """Seconds a step for rows and records, in which the trainers wait."""

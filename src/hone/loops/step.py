@@ -1,0 +1,104 @@
+"""What follows the update of a step in every loop: evaluate, record, save, and perhaps end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from hone.loops.interrupt import Interrupt
+from hone.loops.parity import check_parity
+from hone.loops.parts import RLParts
+from hone.loops.saving import Saver, due
+from hone.models.load import compute_dtype
+from hone.observe.metrics import Last, Metrics, Sum, to_scalars
+from hone.rollout.metrics import rollout_metrics
+from hone.types import Group, Sample, Trajectory
+from hone.weights.sync import SyncReport
+
+__all__ = ["Outcome", "StepEnd", "gate", "samples_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    """Updates done in all, earlier launches included."""
+    interrupted: bool
+
+
+class StepEnd:
+    """The end of each step of one loop."""
+
+    def __init__(
+        self,
+        parts: RLParts,
+        interrupt: Interrupt,
+        *,
+        at_rest: Callable[[], AbstractContextManager[None]] = nullcontext,
+        readable: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Inside `at_rest` the engines are free for an evaluation, inside `readable` everything
+        that a checkpoint holds is where it can be read."""
+        self._parts = parts
+        self._interrupt = interrupt
+        self._at_rest = at_rest
+        self._saver = Saver(parts.launch.store, parts.cfg.checkpoint, parts.state, readable)
+
+    def finish(
+        self,
+        step: int,
+        metrics: Metrics,
+        *,
+        groups: Sequence[Group],
+        rows: Sequence[Trajectory],
+        sync: SyncReport,
+    ) -> bool:
+        """Whether the run was asked to end after `step`. Collective."""
+        parts, span = self._parts, self._parts.recorder.spans.span
+        cfg, rank = parts.cfg, None
+        if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
+            with span("eval"), self._at_rest():
+                evaluated = parts.evaluate()
+            rank = to_scalars(evaluated).get(cfg.eval.metric)
+            metrics = metrics | evaluated
+        with span("record"):
+            metrics |= rollout_metrics(groups, parts.rollout.counts)
+            metrics |= {
+                "time/sync/proof_s": Last(sync.seconds),
+                "rollout/groups_without_baseline": Sum(parts.experience.num_dropped_groups),
+            }
+            parts.recorder.record(step, metrics, groups=groups, rows=rows)
+        # After the row is written: a run that dies in between computes the step again.
+        with span("checkpoint"):
+            stop = self._interrupt.is_requested()
+            if self._saver.after(step, rank, is_last=stop or step == cfg.run.steps):
+                parts.recorder.event("checkpoint", step=step, metric=rank)
+        if stop:
+            parts.recorder.event("interrupted", step=step)
+        return stop
+
+
+def samples_of(groups: Sequence[Group]) -> list[Sample]:
+    """All samples, group by group."""
+    return [sample for group in groups for sample in group.samples]
+
+
+def gate(parts: RLParts, rows: list[Trajectory]) -> Metrics:
+    """The launch gate's report as metrics; raises where engine and trainer disagree."""
+    dtype = compute_dtype(parts.cfg.model, parts.launch.device)
+    report = check_parity(
+        rows,
+        parts.trainer,
+        parts.cfg.trainer.parity,
+        dtype="bfloat16" if dtype.itemsize == 2 else "float32",
+        exact=parts.cfg.model.exact,
+    )
+    if report is None:
+        return {}
+    return {
+        "off_policy/parity/kl": Last(report.kl),
+        "off_policy/parity/share_outside": Last(report.share_outside),
+        "off_policy/parity/max_difference": Last(report.max_difference),
+    }

@@ -1,0 +1,443 @@
+"""Memory of a device over the phases of a run of `hone rl`, before anything is started.
+
+    phases = run_phases(cfg, shape, world_size=1, gpu=gpu)
+    phases[1].name, phases[1].num_bytes, phases[1].parts
+
+A step generates, trains and syncs. Where trainer and engine share a device, what one holds while
+the other works decides whether the run fits: the KV cache stays unless `engine.enable_sleep`,
+masters and moments stay unless `trainer.enable_sleep`. Where they are apart, each has a device of
+its own.
+
+Of the trainer all is `training_memory`. The cache is sized as the engine does it when it starts,
+before the trainer has moments, which is why a cache that was granted may be missing later. On an
+H200 whole runs of Qwen3-0.6B and 1.7B peaked 1 to 2 % below what is planned here. Not compared with
+measurements: vLLM's division of its share, adapters, engines apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+from hone.config.base import Section
+from hone.config.checks import Finding, check_rl
+from hone.config.checks.finding import error
+from hone.config.derived import (
+    Derived,
+    compute_dtype,
+    kv_dtype,
+    layout,
+    samples_per_optimizer_step,
+)
+from hone.config.model_facts import ModelFacts
+from hone.config.tree import RLConfig
+from hone.planner.hardware import Peaks
+from hone.planner.memory import TrainingMemory, planned_step
+from hone.planner.model_shape import ModelShape
+
+__all__ = ["Phase", "check_run_memory", "derived_run_memory", "run_phases"]
+
+_GIB = 1 << 30
+CONTEXT_BYTES = _GIB
+"""CUDA's context, libraries, loaded kernels and the pools of CUDA graphs, of one process."""
+CACHE_MARGIN_BYTES = _GIB // 2
+"""What the engine leaves free where free memory bounds the cache; as `hone.engine.kv_cache`."""
+GROUP_BYTES = 1 << 28
+"""Whole weights that a sync within a process holds at a time; as `hone.weights.sync`."""
+
+PhaseName = Literal["generate", "train", "sync"]
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What one device holds at most in one phase of a step, in bytes by kind."""
+
+    name: PhaseName
+    role: Literal["", "trainer", "engine"]
+    """Whose device it is; empty where they share one."""
+    parts: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """The sum."""
+        return sum(self.parts.values())
+
+    @property
+    def title(self) -> str:
+        """The phase, after its role where devices have one."""
+        return f"{self.role} {self.name}".strip()
+
+    @property
+    def sum_in_words(self) -> str:
+        """The parts in GiB, those that show."""
+        shown = {name: num / _GIB for name, num in self.parts.items() if num >= 0.05 * _GIB}
+        return " + ".join(f"{name} {gib:.1f}" for name, gib in shown.items())
+
+    def in_words(self) -> str:
+        """All of it and its parts, in GiB."""
+        return f"{self.num_bytes / _GIB:.1f} GiB ({self.sum_in_words})"
+
+
+def run_phases(
+    cfg: RLConfig, shape: ModelShape, *, world_size: int | None, gpu: Peaks | None
+) -> tuple[Phase, ...]:
+    """The phases of a step on the device that has most, for `world_size` trainers; None: as few as
+    make up one replica.
+
+    Nothing where the cache's size is not known, which without `engine.kv_cache_gib` takes the size
+    of a GPU's memory, and nothing on a CPU. Raises UserError as `layout` does.
+    """
+    run = _Run(cfg, shape, world_size, gpu)
+    return () if cfg.run.device == "cpu" or run.cache is None else run.phases()
+
+
+def derived_run_memory(
+    cfg: RLConfig, shape: ModelShape, *, world_size: int | None, gpu: Peaks | None
+) -> list[Derived]:
+    """The lines of `hone check`: each phase's peak, beside what `gpu` has; as `run_phases`."""
+    has = "" if gpu is None else f". {gpu.name} has {gpu.memory_gib}"
+    return [
+        Derived(
+            f"{phase.title.replace(' ', '_')}_peak_gib",
+            round(phase.num_bytes / _GIB, 1),
+            phase.sum_in_words + has,
+        )
+        for phase in run_phases(cfg, shape, world_size=world_size, gpu=gpu)
+    ]
+
+
+def check_run_memory(
+    cfg: RLConfig, shape: ModelShape, *, world_size: int, gpu: Peaks
+) -> Iterator[Finding]:
+    """Whether every phase fits the memory of `gpu`. Raises UserError as `layout` does."""
+    if gpu.memory_gib is None or cfg.run.device == "cpu":
+        return
+    fit = _Fit(shape, world_size, gpu)
+    if not fit.excess(cfg):
+        return
+    changes = _remedies(cfg, fit)
+    keys = dict.fromkeys(key for change in changes for key in change)
+    yield error(
+        f"{_lack(_Run(cfg, shape, world_size, gpu), gpu)} {_remedy(changes)}",
+        *(keys or _LAST_RESORT),
+    )
+
+
+def _lack(run: _Run, gpu: Peaks) -> str:
+    """What does not fit, and what it consists of."""
+    limit, phases = (gpu.memory_gib or 0) * _GIB, run.phases()
+    over = [phase for phase in phases if phase.num_bytes > limit]
+    told = ""
+    if over:
+        others = [phase for phase in phases if phase not in over]
+        told = (
+            f"by prediction the run does not fit into the {gpu.memory_gib} GiB of a GPU "
+            f"({gpu.name}): {_listed([f'{x.title} takes {x.in_words()}' for x in over])}"
+        )
+        fitting = [f"{x.title} {x.in_words()}" for x in others]
+        told += f"; {_listed(fitting)} would fit." if fitting else "."
+    if run.lacks_room_for_one:
+        told += (
+            f"{' ' * bool(told)}By prediction the KV cache has {run.cache_gib:.2f} GiB, and one "
+            f"sequence of {run.max_model_len} tokens (engine.max_model_len) takes "
+            f"{run.sequence_gib:.2f}."
+        )
+    return told
+
+
+_LAST_RESORT = ("trainer.parallel.zero_stage", "model.lora.rank")
+
+
+def _remedy(changes: list[dict[str, Any]]) -> str:
+    told = [
+        _listed([f"{key} to {str(change[key]).lower()}" for key in change]) for change in changes
+    ]
+    match told:
+        case []:
+            return (
+                "No other setting makes enough room: train on more devices (--nproc, with "
+                "trainer.parallel.zero_stage 3), adapters alone (model.lora.rank), or a smaller "
+                "model."
+            )
+        case [only]:
+            return f"Set {only}."
+        case _:
+            return f"Set one of these: {'; '.join(told)}."
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])
+
+
+class _Run:
+    """Both sides of a run, on a device that has both or on one for each."""
+
+    def __init__(
+        self, cfg: RLConfig, shape: ModelShape, world_size: int | None, gpu: Peaks | None
+    ) -> None:
+        self.cfg, self.shape, self.gpu = cfg, shape, gpu
+        self.is_apart = cfg.cluster.num_engines > 0
+        self.is_vllm = cfg.engine.backend == "vllm"
+        self.sizes = layout(cfg.trainer.parallel, world_size)
+        dtype = compute_dtype(cfg.model, cfg.run.device)
+        self.num_bytes = 4 if dtype == "float32" else 2
+        facts = ModelFacts.read(cfg.model.path)
+        self.max_model_len = cfg.engine.max_model_len or (facts and facts.context_length)
+
+    # -- the trainer -----------------------------------------------------------------------------
+
+    @cached_property
+    def step(self) -> TrainingMemory:
+        """An optimizer step with the largest micro-batches that the run's rows can make."""
+        cfg, sizes = self.cfg, self.sizes
+        trainer = cfg.trainer
+        rows = -(-samples_per_optimizer_step(cfg) // sizes.data)
+        longest = cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens
+        if trainer.micro_batch_size is not None:
+            is_single = rows <= trainer.micro_batch_size
+            num_tokens = -(-min(trainer.micro_batch_size, rows) * longest // sizes.context)
+        else:
+            whole = -(-rows * longest // sizes.context)
+            is_single = whole <= trainer.max_tokens_per_microbatch
+            num_tokens = min(whole, trainer.max_tokens_per_microbatch)
+        return planned_step(
+            self.shape,
+            cfg.model,
+            trainer,
+            device=cfg.run.device,
+            sizes=sizes,
+            num_tokens=num_tokens,
+            num_micro_batches=1 if is_single else 2,
+        )
+
+    @property
+    def reference(self) -> int:
+        """The frozen model of the KL term, sharded in every stage; with adapters it is the base."""
+        if self.cfg.algorithm.kl.coef == 0 or self.cfg.model.lora.rank:
+            return 0
+        sizes, zero_stage = self.sizes, self.cfg.trainer.parallel.zero_stage
+        parts = sizes.fsdp * sizes.tensor if zero_stage else sizes.world
+        return -(-self.shape.weight_bytes(self.num_bytes) // parts)
+
+    def trainer_at_rest(self, *, has_moments: bool = True) -> dict[str, int]:
+        """While the engine works."""
+        asleep = self.cfg.trainer.enable_sleep and not self.is_apart
+        return {
+            "weights": self.step.weights,
+            "masters": 0 if asleep else self.step.masters,
+            "moments": 0 if asleep or not has_moments else self.step.optimizer,
+            "reference": self.reference,
+        }
+
+    def trainer_at_work(self) -> dict[str, int]:
+        """At the peak of its step, besides the engine."""
+        step = self.step
+        held = step.weights + step.masters + step.optimizer
+        return {
+            "weights": step.weights,
+            "masters": step.masters,
+            "moments": step.optimizer,
+            "gradients, activations and work": step.peak - held,
+            "reference": self.reference,
+        }
+
+    # -- the engine ------------------------------------------------------------------------------
+
+    @property
+    def engine_weights(self) -> int:
+        """What the engine samples with, where that is not the trainer's own module."""
+        is_alias = self.sizes.world == 1 and not self.cfg.model.lora.rank and not self.is_vllm
+        if is_alias and not self.is_apart:
+            return 0
+        parts = self.cfg.engine.tensor_parallel_size
+        return -(-self.shape.weight_bytes(self.num_bytes) // parts)
+
+    @property
+    def engine_step(self) -> int:
+        """Of the largest prefill, and of decode, whose graphs keep their memory to themselves."""
+        engine, shape = self.cfg.engine, self.shape
+        values = 3 * shape.intermediate_size // engine.tensor_parallel_size + 2 * shape.hidden_size
+        logits = engine.max_num_seqs * shape.vocab_size * (4 + self.num_bytes)
+        return engine.max_num_batched_tokens * values * self.num_bytes + logits
+
+    @property
+    def sequence_bytes(self) -> int | None:
+        """Keys and values of one sequence of full length."""
+        if self.max_model_len is None:
+            return None
+        engine = self.cfg.engine
+        kv_bytes = 1 if kv_dtype(engine, self.cfg.model, "cuda") == "fp8" else self.num_bytes
+        num_tokens = -(-self.max_model_len // engine.block_size) * engine.block_size
+        per_token = self.shape.kv_bytes_per_token(kv_bytes) // engine.tensor_parallel_size
+        return num_tokens * per_token
+
+    @cached_property
+    def cache(self) -> int | None:
+        """Bytes of the KV cache, as the engine chooses them; None where they are not known."""
+        engine = self.cfg.engine
+        if engine.kv_cache_gib is not None:
+            return int(engine.kv_cache_gib * _GIB)
+        if self.gpu is None or self.gpu.memory_gib is None:
+            return None
+        total = self.gpu.memory_gib * _GIB
+        own = self.engine_weights + self.engine_step
+        limits = [int(total * engine.gpu_memory_utilization) - own]
+        if not self.is_vllm:
+            beside = 0 if self.is_apart else sum(self.trainer_at_rest(has_moments=False).values())
+            limits.append(total - CONTEXT_BYTES - beside - own - CACHE_MARGIN_BYTES)
+            if self.sequence_bytes is not None:
+                limits.append(engine.max_num_seqs * self.sequence_bytes)
+        return max(min(limits), 0)
+
+    @property
+    def lacks_room_for_one(self) -> bool:
+        """Whether the cache is too small for the engine to start."""
+        known = self.cache is not None and self.sequence_bytes is not None
+        return known and self.cache_gib < self.sequence_gib
+
+    @property
+    def cache_gib(self) -> float:
+        return (self.cache or 0) / _GIB
+
+    @property
+    def sequence_gib(self) -> float:
+        return (self.sequence_bytes or 0) / _GIB
+
+    def engine(self, *, awake: bool) -> dict[str, int]:
+        weights_stay = awake or not self.is_vllm
+        return {
+            "engine's weights": self.engine_weights if weights_stay else 0,
+            "KV cache": (self.cache or 0) if awake else 0,
+        }
+
+    # -- phases ----------------------------------------------------------------------------------
+
+    def phases(self) -> tuple[Phase, ...]:
+        return self._apart() if self.is_apart else self._shared()
+
+    def _shared(self) -> tuple[Phase, ...]:
+        at_rest, awake = self.trainer_at_rest(), self.engine(awake=True)
+        asleep = self.engine(awake=not self.cfg.engine.enable_sleep)
+        moving = self._moving if self.engine_weights else 0
+        rest = {"CUDA": CONTEXT_BYTES}
+        return (
+            Phase("generate", "", at_rest | awake | {"engine's step": self.engine_step} | rest),
+            Phase("train", "", self.trainer_at_work() | asleep | rest),
+            Phase("sync", "", at_rest | awake | {"weights on their way": moving} | rest),
+        )
+
+    def _apart(self) -> tuple[Phase, ...]:
+        at_rest, engine = self.trainer_at_rest(), self.engine(awake=True)
+        buffers = 2 * self.cfg.cluster.update_weight_buffer_size
+        rest = {"CUDA": CONTEXT_BYTES}
+        sent, received = self._moving + buffers, buffers
+        return (
+            Phase("train", "trainer", self.trainer_at_work() | rest),
+            Phase("sync", "trainer", at_rest | {"weights on their way": sent} | rest),
+            Phase("generate", "engine", engine | {"engine's step": self.engine_step} | rest),
+            Phase("sync", "engine", engine | {"weights on their way": received} | rest),
+        )
+
+    @property
+    def _moving(self) -> int:
+        """Whole weights that exist beside both sides': a group, and the tensor that ends it."""
+        return GROUP_BYTES + self.shape.head_params * self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """How far a configuration is from fitting."""
+
+    shape: ModelShape
+    world_size: int
+    gpu: Peaks
+
+    def excess(self, cfg: RLConfig) -> int:
+        """Bytes by which the worst phase does not fit; 0 where all do and the engine starts."""
+        run = _Run(cfg, self.shape, self.world_size, self.gpu)
+        worst = max((phase.num_bytes for phase in run.phases()), default=0)
+        too_much = max(worst - (self.gpu.memory_gib or 0) * _GIB, 0)
+        missing = (run.sequence_bytes or 0) - (run.cache or 0) if run.lacks_room_for_one else 0
+        return max(too_much, missing)
+
+    def other_cache(self, cfg: RLConfig) -> dict[str, Any] | None:
+        """The cache that fits and is nearest to the configured one, by its key; None: none is."""
+        engine = cfg.engine
+        if engine.kv_cache_gib is not None:
+            left = int(10 * (engine.kv_cache_gib - self.excess(cfg) / _GIB)) / 10
+            changes = [{"engine.kv_cache_gib": left}] if left > 0 else []
+        else:
+            now = engine.gpu_memory_utilization
+            shares = sorted((n / 100 for n in range(1, 96)), key=lambda share: abs(share - now))
+            changes = [{"engine.gpu_memory_utilization": share} for share in shares]
+        return next((change for change in changes if not self.excess(_changed(cfg, change))), None)
+
+
+def _remedies(cfg: RLConfig, fit: _Fit) -> list[dict[str, Any]]:
+    """Each single change that makes the run fit, the cheapest first; else several that do together.
+
+    The order is that of benchmarks/memory.md, by time a GiB.
+    """
+    known = _errors(cfg, fit.world_size)
+
+    def is_served(change: Mapping[str, Any]) -> bool:
+        return _errors(_changed(cfg, change), fit.world_size) <= known
+
+    singles = [change for change in _candidates(cfg) if is_served(change)]
+    found = [change for change in singles if not fit.excess(_changed(cfg, change))]
+    if cache := fit.other_cache(cfg):
+        found.insert(0, cache)
+    if found:
+        return found
+    together: dict[str, Any] = {}
+    for change in singles:
+        further = together | change
+        before, after = _changed(cfg, together), _changed(cfg, further)
+        if fit.excess(after) >= fit.excess(before) or not is_served(further):
+            continue
+        together = further
+        if not fit.excess(after):
+            return [_without_needless(cfg, together, fit)]
+        if cache := fit.other_cache(after):
+            return [_without_needless(cfg, together | cache, fit)]
+    return []
+
+
+def _without_needless(cfg: RLConfig, change: dict[str, Any], fit: _Fit) -> dict[str, Any]:
+    for key in change:
+        fewer = {other: change[other] for other in change if other != key}
+        if not fit.excess(_changed(cfg, fewer)):
+            return _without_needless(cfg, fewer, fit)
+    return change
+
+
+def _candidates(cfg: RLConfig) -> Iterator[dict[str, Any]]:
+    trainer = cfg.trainer
+    yield {"engine.max_model_len": cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens}
+    yield {"engine.enable_sleep": True}
+    yield {"trainer.optimizer.state_dtype": "bfloat16"}
+    yield {"trainer.parallel.zero_stage": 3}
+    yield {"trainer.max_tokens_per_microbatch": trainer.max_tokens_per_microbatch // 2}
+    yield {"trainer.enable_sleep": True}
+    yield {"trainer.offload_optimizer": True}
+    yield {"trainer.recompute": "full"}
+
+
+def _errors(cfg: RLConfig, world_size: int) -> set[Finding]:
+    return {finding for finding in check_rl(cfg, world_size) if finding.level == "error"}
+
+
+def _changed(cfg: RLConfig, change: Mapping[str, Any]) -> RLConfig:
+    for key, value in change.items():
+        cfg = _replaced(cfg, key.split("."), value)
+    return cfg
+
+
+def _replaced(section: S, path: list[str], value: Any) -> S:
+    name, *inner = path
+    if inner:
+        value = _replaced(getattr(section, name), inner, value)
+    return section.model_copy(update={name: value})

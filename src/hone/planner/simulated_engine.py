@@ -1,0 +1,247 @@
+"""One engine of a simulated run: continuous batching, from event to event.
+
+A decode step of B sequences that read K keys takes
+
+    t(B, K) = max(weights_s, B * seq_s) + K * key_s + overhead_s
+
+and until a sequence ends B stays and K grows by B a step, so that n steps are one sum. Samples are
+admitted in their order at step boundaries; their prompts are computed there, which yields the first
+token of each and keeps the others waiting.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+__all__ = ["EngineRates", "SimulatedEngine", "SimulatedSample"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRates:
+    """Seconds that an engine takes for each kind of work."""
+
+    weights_s: float
+    """Reading the weights once, in a decode step."""
+    seq_s: float = 0.0
+    """Matrix products of one sequence in a decode step."""
+    key_s: float = 0.0
+    """Reading the keys and values of one token."""
+    overhead_s: float = 0.0
+    """What a decode step takes whatever its batch."""
+    prefill_token_s: float = 0.0
+    """Matrix products of one token of a prompt."""
+    prefill_key_s: float = 0.0
+    """Attention of one token of a prompt to one before it."""
+    prefill_seq_s: float = 0.0
+    """The first token's logits."""
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedSample:
+    """A completion that will have `length` tokens."""
+
+    group: int
+    """Number of its group: members share a prompt."""
+    length: int
+    num_prompt_tokens: int
+    most_tokens: int
+    """Length at which it would be cut: all that is known before it ends."""
+    done: int = 0
+    """Tokens sampled when it was last out of the running batch."""
+    ended_s: float = math.inf
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that it may still take, prompt included."""
+        return self.num_prompt_tokens + self.most_tokens - self.done
+
+
+@dataclass(slots=True)
+class SimulatedEngine:
+    """Devices that hold one copy of the weights, and the samples dealt to them."""
+
+    rates: EngineRates
+    max_num_seqs: int
+    max_num_keys: int
+    """Tokens whose keys and values fit the cache. One whole sample must fit."""
+    shares_prompts: bool = True
+    """A group's prompt is computed once, as long as the weights stay."""
+    time_s: float = 0.0
+    """The step boundary at which it stands; an idle engine's may lie in the past."""
+    outstanding_tokens: int = 0
+    """Of all samples that it has: what dealing goes by."""
+    num_tokens: int = 0
+    """Sampled so far."""
+    num_preemptions: int = 0
+    busy: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """Intervals of work, in order, none touching the next."""
+    _waiting: deque[SimulatedSample] = field(default_factory=deque[SimulatedSample])
+    _running: list[tuple[int, int, SimulatedSample]] = field(
+        default_factory=list[tuple[int, int, SimulatedSample]]
+    )
+    """A heap of (step at which it ends, running number, sample)."""
+    _ended: list[SimulatedSample] = field(default_factory=list[SimulatedSample])
+    _prompts: set[int] = field(default_factory=set[int])
+    """Groups whose prompt is cached."""
+    _step: int = 0
+    _num_keys: int = 0
+    """Tokens of all running samples: the keys that the next step reads."""
+    _order: Iterator[int] = field(default_factory=count)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def submit(self, samples: Iterable[SimulatedSample], now_s: float) -> None:
+        """Take samples on at the first step boundary from `now_s` on."""
+        self.settle(now_s)
+        for sample in samples:
+            self._waiting.append(sample)
+            self.outstanding_tokens += sample.outstanding_tokens
+        self._admit()
+
+    def next_event_s(self) -> float:
+        """When the running batch changes; inf where nothing runs."""
+        if not self._running:
+            return math.inf
+        return self.time_s + self._steps_s(self._steps_to_event())
+
+    def settle(self, now_s: float) -> None:
+        """Work up to the first step boundary at or after `now_s`."""
+        while self._running and self.time_s < now_s:
+            num_steps = self._steps_to_event()
+            if self.time_s + self._steps_s(num_steps) > now_s:
+                num_steps = min(num_steps, self._steps_until(now_s))
+            self._make(num_steps)
+        self.time_s = max(self.time_s, now_s)
+
+    def take_ended(self) -> list[SimulatedSample]:
+        """Samples that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def hold(self, until_s: float) -> None:
+        """Stand still; keys and values stay, prompts are computed anew for later samples."""
+        self.time_s = until_s
+        self._prompts.clear()
+
+    def abort(self, groups: set[int] | None = None) -> list[SimulatedSample]:
+        """Give back the unfinished samples (of these groups) with their tokens, in the order in
+        which they came."""
+
+        def leaves(sample: SimulatedSample) -> bool:
+            return groups is None or sample.group in groups
+
+        running = sorted(self._running, key=lambda entry: entry[1])
+        aborted = [entry for entry in running if leaves(entry[2])]
+        for entry in aborted:
+            self._stop(entry)
+        self._running = [entry for entry in self._running if not leaves(entry[2])]
+        heapq.heapify(self._running)
+        waiting = [sample for sample in self._waiting if leaves(sample)]
+        self._waiting = deque(sample for sample in self._waiting if not leaves(sample))
+        samples = [sample for *_, sample in aborted] + waiting
+        self.outstanding_tokens -= sum(sample.outstanding_tokens for sample in samples)
+        self._admit()
+        return samples
+
+    def _steps_s(self, num_steps: int) -> float:
+        """Time of the next so many decode steps of the running batch."""
+        rates, size = self.rates, len(self._running)
+        keys = num_steps * self._num_keys + size * (num_steps * (num_steps - 1) // 2)
+        fixed = max(rates.weights_s, size * rates.seq_s) + rates.overhead_s
+        return num_steps * fixed + keys * rates.key_s
+
+    def _steps_to_event(self) -> int:
+        """Decode steps until a sample ends or the cache is full; at least 1."""
+        until_end = self._running[0][0] - self._step
+        until_full = (self.max_num_keys - self._num_keys) // len(self._running)
+        return max(min(until_end, until_full), 1)
+
+    def _steps_until(self, now_s: float) -> int:
+        """The fewest decode steps that reach `now_s`, which lies ahead."""
+        linear = self._steps_s(1)
+        growth = len(self._running) * self.rates.key_s
+        left = now_s - self.time_s
+        if growth:
+            # linear * n + growth * n * (n - 1) / 2 = left
+            b = linear - growth / 2
+            guess = (math.sqrt(b * b + 2 * growth * left) - b) / growth
+        else:
+            guess = left / linear
+        num_steps = max(math.ceil(guess) - 1, 1)
+        while self.time_s + self._steps_s(num_steps) < now_s:
+            num_steps += 1
+        return num_steps
+
+    def _make(self, num_steps: int) -> None:
+        """Make decode steps, at most up to the next event."""
+        size = len(self._running)
+        self._work(self._steps_s(num_steps))
+        self._step += num_steps
+        self._num_keys += num_steps * size
+        self.num_tokens += num_steps * size
+        while self._running and self._running[0][0] == self._step:
+            _, _, sample = heapq.heappop(self._running)
+            self._num_keys -= sample.num_prompt_tokens + sample.length
+            self._end(sample)
+        while self._num_keys + len(self._running) > self.max_num_keys:
+            latest = max(self._running, key=lambda entry: entry[1])
+            self._running.remove(latest)
+            heapq.heapify(self._running)
+            self._stop(latest)
+            self._waiting.appendleft(latest[2])
+            self.num_preemptions += 1
+        self._admit()
+
+    def _admit(self) -> None:
+        """Start waiting samples as long as there is room, and compute their prompts."""
+        rates, seconds = self.rates, 0.0
+        ended: list[SimulatedSample] = []
+        while self._waiting and len(self._running) < self.max_num_seqs:
+            sample = self._waiting[0]
+            context = sample.num_prompt_tokens + sample.done
+            if self._num_keys + context + 1 + len(self._running) + 1 > self.max_num_keys:
+                break
+            self._waiting.popleft()
+            known = sample.num_prompt_tokens if sample.group in self._prompts else 0
+            seconds += rates.prefill_seq_s + (context - known) * rates.prefill_token_s
+            seconds += (context**2 - known**2) / 2 * rates.prefill_key_s
+            if self.shares_prompts:
+                self._prompts.add(sample.group)
+            self.num_tokens += 1
+            if sample.done + 1 == sample.length:
+                ended.append(sample)
+                continue
+            self._num_keys += context + 1
+            end = self._step + sample.length - sample.done - 1
+            heapq.heappush(self._running, (end, next(self._order), sample))
+        if seconds:
+            self._work(seconds)
+        for sample in ended:
+            self._end(sample)
+
+    def _work(self, seconds: float) -> None:
+        start = self.time_s
+        self.time_s += seconds
+        if self.busy and self.busy[-1][1] == start:
+            start = self.busy.pop()[0]
+        self.busy.append((start, self.time_s))
+
+    def _end(self, sample: SimulatedSample) -> None:
+        self.outstanding_tokens -= sample.outstanding_tokens
+        sample.done, sample.ended_s = sample.length, self.time_s
+        self._ended.append(sample)
+
+    def _stop(self, entry: tuple[int, int, SimulatedSample]) -> None:
+        """Write down how far a running sample has come, and free its keys."""
+        end, _, sample = entry
+        done = sample.length - (end - self._step)
+        self.outstanding_tokens -= done - sample.done
+        self._num_keys -= sample.num_prompt_tokens + done
+        sample.done = done

@@ -1,0 +1,428 @@
+"""A run, simulated: where the time of a step goes for a mode, a placement and lengths.
+
+    run = simulate(placement, rates, lengths, num_prompt_tokens=256, num_steps=20,
+                   rollout=cfg.rollout, pipeline=cfg.pipeline, engine=cfg.engine)
+    run.step_s, run.tokens_per_s, run.engine_idle, run.trainer_idle
+
+Engines (`simulated_engine.py`) jump from one end of a sample to the next; the controller deals
+groups to the engine with the fewest outstanding tokens, takes batches, trains and syncs by the
+rules of a run. With B = `rollout.prompts_per_step` and k = `pipeline.max_staleness`:
+
+* Synchronous: a step begins what is missing of B + `oversample_prompts` groups, trains the first B
+  that are complete and carries the rest over with its tokens.
+* Asynchronous: at each version groups are begun until (1 + min(k, `async_queue_size`)) B are not
+  trained. A group that was begun under version b is trained by update b + k at the latest, or
+  dropped (`too_old`).
+
+Rewards take no time of their own, and evaluation and checkpoints are left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hone.config.engine import EngineConfig
+from hone.config.pipeline import PipelineConfig
+from hone.config.rollout import RolloutConfig
+from hone.planner.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
+from hone.planner.staleness import choose
+
+__all__ = ["Placement", "Rates", "SimulatedRun", "SimulatedStep", "simulate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Who has which devices."""
+
+    num_trainers: int
+    num_engines: int
+    tensor_parallel_size: int = 1
+    """Devices of an engine."""
+    colocated: bool = False
+    """Engines on the trainers' devices; they take turns."""
+
+    @property
+    def num_gpus(self) -> int:
+        engines = self.num_engines * self.tensor_parallel_size
+        return self.num_trainers if self.colocated else self.num_trainers + engines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Seconds that the parts of a placement take for their work."""
+
+    engine: EngineRates
+    train_s: Callable[[Sequence[int], int], float]
+    """All trainers together, for an update: from the lengths of its rows, prompts included, and how
+    many of their tokens are trained."""
+    sync_s: float
+    """Weights to the engines; colocated, with sleep and wake. Trainers and engines take part."""
+    max_num_keys: int
+    """Tokens whose keys and values fit the cache of an engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """One update: waiting for its samples, training, waiting for engines to come to a halt, and
+    sync, one after the other."""
+
+    start_s: float
+    wait_s: float
+    train_s: float
+    halt_s: float
+    sync_s: float
+    num_tokens: int
+    """Trained rows, prompts included."""
+    groups: tuple[int, ...]
+    """Numbers of the groups that were trained, in the order in which they were begun."""
+    staleness: tuple[int, ...]
+    """Of each, the updates between the weights that began it and those it trained."""
+    num_dropped: int
+    """Groups dropped at its end for being too old."""
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.wait_s + self.train_s + self.halt_s + self.sync_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """What has happened. Rates and shares leave out the first quarter of the steps."""
+
+    placement: Placement
+    rollout: RolloutConfig
+    pipeline: PipelineConfig
+    steps: tuple[SimulatedStep, ...]
+    engine_busy: tuple[tuple[tuple[float, float], ...], ...]
+    """Intervals in which each engine worked."""
+    num_sampled_tokens: int
+    num_open_tokens: int
+    """Of them, those of samples that were begun and not trained."""
+    num_dropped_tokens: int
+    num_preemptions: int
+
+    @property
+    def steady(self) -> tuple[SimulatedStep, ...]:
+        """The steps that are counted."""
+        return self.steps[len(self.steps) // 4 :]
+
+    @property
+    def seconds(self) -> float:
+        """All counted steps."""
+        return self.steady[-1].end_s - self.steady[0].start_s
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / len(self.steady)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens, prompts included, over all devices."""
+        return sum(step.num_tokens for step in self.steady) / self.seconds
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens_per_s / self.placement.num_gpus
+
+    @property
+    def engine_idle(self) -> float:
+        """Share of the time in which an engine's devices do no work, the mean over engines."""
+        start, end = self.steady[0].start_s, self.steady[-1].end_s
+        worked = sum(
+            max(min(stop, end) - max(begin, start), 0.0)
+            for intervals in self.engine_busy
+            for begin, stop in intervals
+        ) / len(self.engine_busy)
+        others = sum(x.sync_s + x.train_s * self.placement.colocated for x in self.steady)
+        return max(1.0 - (worked + others) / self.seconds, 0.0)
+
+    @property
+    def trainer_idle(self) -> float:
+        """The same of trainers, which are the same devices where colocated."""
+        if self.placement.colocated:
+            return self.engine_idle
+        return sum(step.wait_s + step.halt_s for step in self.steady) / self.seconds
+
+    @property
+    def staleness_mean(self) -> float:
+        found = [staleness for step in self.steady for staleness in step.staleness]
+        return sum(found) / len(found)
+
+    @property
+    def staleness_max(self) -> int:
+        return max(staleness for step in self.steps for staleness in step.staleness)
+
+    @property
+    def dropped_share(self) -> float:
+        """Of all groups that were trained or dropped."""
+        dropped = sum(step.num_dropped for step in self.steady)
+        return dropped / (dropped + sum(len(step.groups) for step in self.steady))
+
+
+def simulate(
+    placement: Placement,
+    rates: Rates,
+    lengths: Sequence[Sequence[int]],
+    *,
+    num_prompt_tokens: int,
+    num_steps: int,
+    rollout: RolloutConfig,
+    pipeline: PipelineConfig,
+    engine: EngineConfig,
+) -> SimulatedRun:
+    """Simulate `num_steps` updates.
+
+    `lengths` are the completion lengths of the samples of each group, from the start again when
+    they are used up. Raises ValueError for a cache that one full sample does not fit.
+    """
+    longest = num_prompt_tokens + max(rollout.max_completion_tokens, *map(max, lengths))
+    if longest >= rates.max_num_keys:
+        raise ValueError(f"{longest} tokens of a sample do not fit a cache: {rates.max_num_keys=}")
+    run = _Run(
+        placement=placement,
+        rates=rates,
+        lengths=lengths,
+        num_prompt_tokens=num_prompt_tokens,
+        rollout=rollout,
+        pipeline=pipeline,
+        engines=[
+            SimulatedEngine(
+                rates.engine,
+                engine.max_num_seqs,
+                rates.max_num_keys,
+                shares_prompts=engine.enable_prefix_caching,
+            )
+            for _ in range(placement.num_engines)
+        ],
+    )
+    steps = tuple(run.step(update) for update in range(num_steps))
+    run.suspend()  # which counts what running samples have
+    open_samples = [x for group in run.open.values() for x in group.samples]
+    return SimulatedRun(
+        placement=placement,
+        rollout=rollout,
+        pipeline=pipeline,
+        steps=steps,
+        engine_busy=tuple(tuple(engine.busy) for engine in run.engines),
+        num_sampled_tokens=sum(engine.num_tokens for engine in run.engines),
+        num_open_tokens=sum(x.done for x in open_samples),
+        num_dropped_tokens=run.num_dropped_tokens,
+        num_preemptions=sum(engine.num_preemptions for engine in run.engines),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    number: int
+    version: int
+    """Of the weights that began it."""
+    samples: list[SimulatedSample]
+    num_unfinished: int
+    completed_s: float = 0.0
+    is_complete: bool = False
+    """The controller has seen all of it."""
+    aborted_count: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    placement: Placement
+    rates: Rates
+    lengths: Sequence[Sequence[int]]
+    num_prompt_tokens: int
+    rollout: RolloutConfig
+    pipeline: PipelineConfig
+    engines: list[SimulatedEngine]
+    now_s: float = 0.0
+    open: dict[int, _Group] = field(default_factory=dict[int, _Group])
+    """Begun and not trained, in this order."""
+    num_begun: int = 0
+    num_dropped_tokens: int = 0
+    events_s: list[float] = field(init=False)
+    """When the batch of each engine changes next."""
+    completing: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """A heap of groups that will be complete: when, and their number."""
+    suspended: list[_Group] = field(default_factory=list[_Group])
+
+    def __post_init__(self) -> None:
+        self.events_s = [math.inf] * len(self.engines)
+
+    def step(self, update: int) -> SimulatedStep:
+        """Take a batch, train it, and give its weights to the engines."""
+        start_s = self.now_s
+        self._begin(update)
+        while (batch := self._choose(update)) is None:
+            assert self._next_completion(math.inf), f"nothing left to wait for, {update=}"
+        if not self.pipeline.enabled:
+            self._halt()
+            self.suspend()
+        trained_from_s = self.now_s
+        rows = [x.num_prompt_tokens + x.length for group in batch for x in group.samples]
+        num_trained = sum(x.length for group in batch for x in group.samples)
+        train_s = self.rates.train_s(rows, num_trained)
+        trained_s = trained_from_s + train_s
+        while self._next_completion(trained_s):
+            pass
+        self.now_s = trained_s
+        for group in batch:
+            del self.open[group.number]
+        halted_s = self._sync()
+        return SimulatedStep(
+            start_s=start_s,
+            wait_s=trained_from_s - start_s,
+            train_s=train_s,
+            halt_s=halted_s - trained_s,
+            sync_s=self.now_s - halted_s,
+            num_tokens=sum(rows),
+            groups=tuple(group.number for group in batch),
+            staleness=tuple(update - group.version for group in batch),
+            num_dropped=self._drop(update + 1),
+        )
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    def _begin(self, version: int) -> None:
+        """Deal what was put back, then new groups."""
+        for group in self.suspended:
+            self._deal(group)
+        self.suspended = []
+        num_groups, pipeline = self.rollout.prompts_per_step, self.pipeline
+        if pipeline.enabled:
+            most = num_groups * (1 + min(pipeline.max_staleness, pipeline.async_queue_size))
+        else:
+            most = num_groups + self.rollout.oversample_prompts
+        for _ in range(most - len(self.open)):
+            number, self.num_begun = self.num_begun, self.num_begun + 1
+            lengths = self.lengths[number % len(self.lengths)]
+            cut = self.rollout.max_completion_tokens
+            samples = [
+                SimulatedSample(number, length, self.num_prompt_tokens, cut) for length in lengths
+            ]
+            self.open[number] = _Group(number, version, samples, len(samples))
+            self._deal(self.open[number])
+
+    def _deal(self, group: _Group) -> None:
+        """Give what is unfinished of a group to the engine that has least to do."""
+        engines = self.engines
+        index = min(range(len(engines)), key=lambda i: engines[i].outstanding_tokens)
+        unfinished = [sample for sample in group.samples if sample.done < sample.length]
+        engines[index].submit(unfinished, self.now_s)
+        self._refresh(index)
+
+    def _choose(self, update: int) -> list[_Group] | None:
+        """The batch of this update, in the order in which it was begun; None: not yet."""
+        groups, num_groups = list(self.open.values()), self.rollout.prompts_per_step
+        complete = [group for group in groups if group.is_complete]
+        if len(complete) < num_groups:
+            return None
+        if not self.pipeline.enabled:
+            limit = self.rollout.max_aborted_count
+            overdue = limit is not None and any(
+                group.aborted_count >= limit and not group.is_complete for group in groups
+            )
+            return None if overdue else complete[:num_groups]
+        if self.pipeline.too_old == "drop":
+            return complete[:num_groups]
+        chosen = choose(
+            [group.version + self.pipeline.max_staleness for group in groups],
+            [group.is_complete for group in groups],
+            update=update,
+            size=num_groups,
+        )
+        return None if chosen is None else [groups[index] for index in chosen]
+
+    def _drop(self, version: int) -> int:
+        """Forget what may not be trained any more; returns the number of groups."""
+        if not self.pipeline.enabled:
+            return 0
+        oldest = version - self.pipeline.max_staleness
+        old = {group.number for group in self.open.values() if group.version < oldest}
+        if not old:
+            return 0
+        for index, engine in enumerate(self.engines):
+            engine.abort(old)
+            self._refresh(index)
+        self.suspended = [group for group in self.suspended if group.number not in old]
+        self.completing = [entry for entry in self.completing if entry[1] not in old]
+        heapq.heapify(self.completing)
+        for number in old:
+            self.num_dropped_tokens += sum(x.done for x in self.open.pop(number).samples)
+        return len(old)
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def _sync(self) -> float:
+        """Bring engines to a halt, in the way that is asked for, and give them the weights; returns
+        when they had come to it."""
+        in_flight = self.pipeline.in_flight
+        if self.pipeline.enabled and in_flight == "finish":
+            while min(self.events_s) < math.inf:
+                self._next_event()
+        self._halt()
+        if self.pipeline.enabled and in_flight == "abort":
+            self.suspend()
+        halted_s = self.now_s
+        self.now_s += self.rates.sync_s
+        for index, engine in enumerate(self.engines):
+            engine.hold(self.now_s)
+            self._refresh(index)
+        return halted_s
+
+    def _halt(self) -> None:
+        """Let every engine end the step that it is in."""
+        for index, engine in enumerate(self.engines):
+            engine.settle(self.now_s)
+            self._refresh(index)
+        self.now_s = max(engine.time_s for engine in self.engines)
+        while self.completing:
+            self._see_completion()
+
+    def suspend(self) -> None:
+        """Take back what is unfinished, with its tokens."""
+        for index, engine in enumerate(self.engines):
+            engine.abort()
+            self._refresh(index)
+        self.suspended = [group for group in self.open.values() if not group.is_complete]
+        for group in self.suspended:
+            group.aborted_count += 1
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def _next_completion(self, until_s: float) -> bool:
+        """Let engines work until a group is complete, with all that are at the same time; False:
+        none is by then."""
+        while True:
+            event_s = min(self.events_s)
+            completed_s = self.completing[0][0] if self.completing else math.inf
+            if min(event_s, completed_s) > until_s or event_s == completed_s == math.inf:
+                return False
+            if completed_s < event_s:
+                while self.completing and self.completing[0][0] == completed_s:
+                    self._see_completion()
+                return True
+            self._next_event()
+
+    def _next_event(self) -> None:
+        event_s = min(self.events_s)
+        index = self.events_s.index(event_s)
+        self.engines[index].settle(event_s)
+        self._refresh(index)
+
+    def _refresh(self, index: int) -> None:
+        """Look what an engine has ended and when its batch changes next."""
+        engine = self.engines[index]
+        for sample in engine.take_ended():
+            group = self.open[sample.group]
+            group.num_unfinished -= 1
+            group.completed_s = max(group.completed_s, sample.ended_s)
+            if not group.num_unfinished:
+                heapq.heappush(self.completing, (group.completed_s, group.number))
+        self.events_s[index] = engine.next_event_s()
+
+    def _see_completion(self) -> None:
+        completed_s, number = heapq.heappop(self.completing)
+        self.now_s = max(self.now_s, completed_s)
+        self.open[number].is_complete = True

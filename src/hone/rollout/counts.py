@@ -1,0 +1,81 @@
+"""What a rollout counts while it makes the groups of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+__all__ = ["RolloutCounts", "StreamCounts"]
+
+
+@dataclass(slots=True)
+class RolloutCounts:
+    """What happened to the groups of one step, in all processes together."""
+
+    num_dropped_groups: int = 0
+    """Dropped by dynamic sampling for want of reward spread."""
+    num_refill_rounds: int = 0
+    num_carried_samples: int = 0
+    """Unfinished samples handed to the next step."""
+    num_cached_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_preemptions: int = 0
+    num_engine_steps: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_generated_tokens: int = 0
+    engine_busy_s: float = 0.0
+    max_kv_cache_usage: float = 0.0
+    """Largest share of KV blocks in use, 0 to 1."""
+    num_kills: int = 0
+    """Reward workers killed at their deadline."""
+    reward_p99_s: float = math.nan
+    """99th percentile of the time in reward functions; nan where nothing was scored. Of the process
+    where it is largest."""
+    wait_s: float = 0.0
+    """Longest time that a process waited for the others' groups, or for its batch of a stream."""
+
+    @classmethod
+    def over(cls, processes: Sequence[RolloutCounts]) -> RolloutCounts:
+        """The counts of all processes as one."""
+        times = [c.reward_p99_s for c in processes if not math.isnan(c.reward_p99_s)]
+        added = {name: sum(getattr(c, name) for c in processes) for name in _OF_ONE_PROCESS}
+        return replace(
+            processes[0],
+            **added,
+            max_kv_cache_usage=max(c.max_kv_cache_usage for c in processes),
+            reward_p99_s=max(times, default=math.nan),
+            wait_s=max(c.wait_s for c in processes),
+        )
+
+
+_OF_ONE_PROCESS = (
+    "num_cached_tokens",
+    "num_prompt_tokens",
+    "num_preemptions",
+    "num_engine_steps",
+    "num_drafted_tokens",
+    "num_accepted_tokens",
+    "num_generated_tokens",
+    "engine_busy_s",
+    "num_kills",
+)
+"""Counts of what a process does with its own groups; the others are equal in all."""
+
+
+@dataclass(slots=True)
+class StreamCounts(RolloutCounts):
+    """What happened in a stream between one batch and the next, evaluations left out.
+
+    Its `num_carried_samples` were unfinished when the weights changed.
+    """
+
+    staleness: list[int] = field(default_factory=list[int])
+    """Updates between the weights that began a group of the batch and its training."""
+    num_too_old: int = 0
+    """Groups dropped because they could not be trained within `pipeline.max_staleness`."""
+    num_buffered_groups: int = 0
+    """Complete groups left when the batch was taken."""
+    num_in_flight_samples: int = 0
+    """Unfinished samples when the batch was taken, those begun in its place included."""

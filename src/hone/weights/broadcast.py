@@ -1,0 +1,507 @@
+"""Weights from training processes to engines in processes of their own, proven.
+
+All training processes walk through `named_weights()` together, which makes one weight whole at a
+time. The first one fills buckets with them and broadcasts these to every rank of every engine, two
+at a time: one is filled, or taken apart, while the other is on its way. An engine's rank copies its
+part of each weight into the tensors it samples with.
+
+The proof has two halves. What arrived is compared with the sender's manifest of what it read from
+the trainer; what the engine samples with is compared, by `Engine.finish_sync`, with a manifest of
+the rank's parts of what arrived. Each rank waits until the first half has succeeded everywhere, so
+that the ranks of one engine never part ways. After a failure anywhere the delivery is repeated for
+all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hone.distributed.mesh import Mesh
+from hone.models.manifest import build_manifest, compare
+from hone.types import (
+    Engine,
+    EngineLostError,
+    TensorRecord,
+    Trainer,
+    WeightManifest,
+)
+from hone.weights.buckets import Bucket, Entry, layout_of, plan_buckets
+from hone.weights.link import Board, Link, LinkError, host_store, join_store
+from hone.weights.sync import (
+    Delivery,
+    NonFiniteWeightsError,
+    SyncReport,
+    check_finite,
+    match_layout,
+)
+
+__all__ = [
+    "BroadcastSync",
+    "Pending",
+    "ReceiveSpec",
+    "Received",
+    "Receivers",
+    "WeightReceiver",
+]
+
+BUFFERS = 2
+"""Buckets that exist at a time."""
+SETTLE_S = 5.0
+"""How long engines have to say how they fared, after a delivery has failed."""
+LOOK_S = 0.2
+"""Between two looks at whether an engine has failed."""
+
+AGAIN = "push again, and engines are told of it"
+SENT, RECEIVED = "sent a manifest", "received all weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveSpec:
+    """What an engine must know to take one delivery. Pickles."""
+
+    version: int
+    delivery: int
+    """Counts the sender's attempts."""
+    host: str
+    port: int
+    """Of the sender's store."""
+    names: tuple[str, ...]
+    """Members of the link by rank, for messages; the sender is first."""
+    entries: tuple[Entry, ...]
+    """What comes, in this order."""
+    bucket_bytes: int
+    timeout_s: float
+    """For the whole delivery, from when a rank begins with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What one rank has taken."""
+
+    version: int
+    bytes: int
+    """Written into the engine's tensors."""
+    seconds: float
+
+
+class Pending(Protocol):
+    """An answer that is under way."""
+
+    def result(self, timeout_s: float, /) -> Any:
+        """The answer, or what was raised in its place.
+
+        Raises TimeoutError while there is none (it can be asked for again), EngineLostError where
+        there will be none.
+        """
+        ...
+
+
+class Receivers(Protocol):
+    """The engines, as the sender reaches them."""
+
+    @property
+    def engine_ranks(self) -> Mapping[str, int]:
+        """How many ranks each live engine has, by its name, in a fixed order."""
+        ...
+
+    def begin_sync(self) -> None:
+        """Let nothing be sampled until `finish_sync`. Legal again after a delivery that failed."""
+        ...
+
+    def start_receive(self, spec: ReceiveSpec) -> Sequence[Pending]:
+        """Let every rank of every engine call `WeightReceiver.receive`, in the order of
+        `engine_ranks`. Returns the answer of each engine, which comes when all its ranks have."""
+        ...
+
+    def finish_sync(self, version: int) -> None:
+        """Engines hold `version` and may sample."""
+        ...
+
+
+class BroadcastSync:
+    """The way of weights from the processes of a trainer to engines elsewhere."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        mesh: Mesh,
+        receivers: Receivers | None,
+        *,
+        bucket_bytes: int,
+        timeout_s: float,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Every training process makes one; `receivers` are given to the first alone.
+
+        `timeout_s` is for a whole delivery. `host` is how engines reach this machine.
+        """
+        if mesh.is_first != (receivers is not None):
+            raise ValueError(
+                "the first training process, and no other, gets receivers: this one has rank "
+                f"{mesh.world.rank} and {'none' if receivers is None else 'some'}"
+            )
+        self.trainer = trainer
+        self.mesh = mesh
+        self.receivers = receivers
+        self.bucket_bytes = bucket_bytes
+        self.timeout_s = timeout_s
+        self.host = host
+        self._layout: Sequence[Entry] | None = None
+        self._store: dist.TCPStore | None = None
+        self._link: Link | None = None
+        self._delivery = 0
+
+    @torch.no_grad()
+    def push(self, version: int) -> SyncReport:
+        """Make all engines sample with the trainer's weights from now on, as `version`.
+
+        Collective over the training processes: all get the same report, or raise.
+
+        Raises NonFiniteWeightsError, EngineLostError where an engine is gone or silent, and
+        RuntimeError naming engine and tensors where weights did not arrive as they were sent.
+        After an error no engine samples until a later push succeeds; that one may come at once.
+        """
+        if self._layout is None:
+            # Walked through once more, since engines must know what comes before it does.
+            self._layout = layout_of(self.trainer.named_weights())
+        weights = iter(self.trainer.named_weights())
+        if self.receivers is None:
+            _exhaust(weights)
+            return self._agree(None)
+        try:
+            report = self._deliver(version, self.receivers, self._layout, weights)
+        except Exception as error:
+            _exhaust(weights)  # the other processes are on the same walk
+            self._layout = None  # it may be why
+            self.mesh.gather(_portable(error))
+            raise
+        return self._agree(report)
+
+    def close(self) -> None:
+        """Leave the link."""
+        self._drop_link()
+        self._store = None
+
+    def _agree(self, outcome: SyncReport | Exception | None) -> SyncReport:
+        """What the first process, alone, knows came of it."""
+        told = self.mesh.gather(outcome)[0]
+        if isinstance(told, Exception):
+            self._layout = None  # it may be why
+            raise told
+        return told
+
+    def _deliver(
+        self,
+        version: int,
+        receivers: Receivers,
+        layout: Sequence[Entry],
+        weights: Iterable[tuple[str, Tensor]],
+    ) -> SyncReport:
+        start = perf_counter()
+        receivers.begin_sync()
+        if self._store is None:
+            self._store = host_store(self.host, timeout_s=self.timeout_s)
+        self._delivery += 1
+        ranks = receivers.engine_ranks
+        spec = ReceiveSpec(
+            version=version,
+            delivery=self._delivery,
+            host=self.host,
+            port=self._store.port,
+            names=_member_names(ranks),
+            entries=tuple(layout),
+            bucket_bytes=self.bucket_bytes,
+            timeout_s=self.timeout_s,
+        )
+        engines = _Answers(dict(zip(ranks, receivers.start_receive(spec), strict=True)))
+        board = _board(self._store, spec, rank=0, watch=engines.look)
+        buckets = plan_buckets(layout, self.bucket_bytes)
+        try:
+            self._link = Link.meet(self._store, board, self.mesh.device, self._link)
+            sender = _Sender(self._link, board, buckets, self.mesh.device)
+            manifest = build_manifest(sender.send(weights), version)
+            board.put(SENT, manifest)
+            board.put(RECEIVED)
+            board.gather(RECEIVED)
+            late = f"it had not taken over its weights after {self.timeout_s:g} s"
+            if failure := engines.failure(board.left_s, late):
+                raise failure
+        except Exception as error:
+            board.give_up(f"{spec.names[0]}: {error}")
+            self._drop_link()
+            cause = engines.failure(SETTLE_S, f"no answer to a delivery that failed: {error}")
+            if isinstance(error, LinkError) and not isinstance(cause, LinkError | None):
+                raise cause from error
+            raise
+        board.clear()
+        receivers.finish_sync(version)
+        return SyncReport(
+            seconds=perf_counter() - start,
+            bytes=sum(bucket.num_bytes for bucket in buckets),
+            num_tensors=len(manifest.tensors),
+            aliased=False,
+        )
+
+    def _drop_link(self) -> None:
+        if self._link is not None:
+            self._link.drop()
+            self._link = None
+
+
+def _member_names(ranks: Mapping[str, int]) -> tuple[str, ...]:
+    """Of the members of a link, by rank."""
+    names = ["the trainer"]
+    for engine, num_ranks in ranks.items():
+        several = [f"{engine} rank {rank}" for rank in range(num_ranks)]
+        names += several if num_ranks > 1 else [engine]
+    return tuple(names)
+
+
+def _exhaust(weights: Iterable[tuple[str, Tensor]]) -> None:
+    for _ in weights:
+        pass
+
+
+def _portable(error: Exception) -> Exception:
+    """The same for other processes; of any class it might not pickle."""
+    kinds = (EngineLostError, NonFiniteWeightsError)
+    return error if isinstance(error, kinds) else RuntimeError(str(error))
+
+
+class _Sender:
+    """Fills buckets in the order of a walk, and sends them."""
+
+    def __init__(
+        self, link: Link, board: Board, buckets: Sequence[Bucket], device: torch.device
+    ) -> None:
+        self._link = link
+        self._board = board
+        self._buckets = buckets
+        self._device = device
+        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight after it has been put into its bucket; full buckets are on their way.
+
+        Raises NonFiniteWeightsError before a bucket with such weights is sent, and RuntimeError
+        where weights are not those of the buckets.
+        """
+        slots = self._slots()
+        further_names = {n for b in self._buckets for e in b.entries for n in e.names[1:]}
+        for name, tensor in weights:
+            if name not in further_names:
+                entry, view = next(slots, (None, None))
+                _require_next(entry, name, tensor)
+                assert view is not None
+                view.copy_(tensor)
+            yield name, tensor
+        if (left := next(slots, None)) is not None:
+            raise RuntimeError(f"The trainer no longer exports {left[0].names[0]}; {AGAIN}")
+
+    def _slots(self) -> Iterator[tuple[Entry, Tensor]]:
+        """Where each entry goes. A bucket leaves when the entry behind it is asked for."""
+        for bucket in self._buckets:
+            while len(self._in_flight) >= BUFFERS:
+                self._wait_for_oldest()
+            buffer = bucket.new_buffer(self._device)
+            views = bucket.views(buffer)
+            yield from zip(bucket.entries, views, strict=True)
+            named = {e.names[0]: view for e, view in zip(bucket.entries, views, strict=True)}
+            check_finite(named, {name: view.dtype for name, view in named.items()})
+            self._in_flight.append((self._link.broadcast(buffer), buffer))
+        while self._in_flight:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        work, _ = self._in_flight[0]
+        self._link.wait(work, self._board)
+        self._in_flight.popleft()
+
+
+def _require_next(entry: Entry | None, name: str, tensor: Tensor) -> None:
+    """Raise RuntimeError unless `tensor` is what comes next."""
+    if entry is None or entry.names[0] != name:
+        wanted = "nothing more" if entry is None else entry.names[0]
+        raise RuntimeError(f"The trainer exports {name} where it had {wanted} before; {AGAIN}")
+    if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
+        raise RuntimeError(
+            f"{name} was {list(entry.shape)} {entry.dtype} before and is {list(tensor.shape)} "
+            f"{tensor.dtype} now; {AGAIN}"
+        )
+
+
+class _Answers:
+    """What engines say of one delivery, by engine."""
+
+    def __init__(self, pending: Mapping[str, Pending]) -> None:
+        self._pending = pending
+        self._next_look = monotonic() + LOOK_S
+
+    def look(self) -> None:
+        """Raise LinkError where an engine has failed by now. Cheap to call often."""
+        if monotonic() < self._next_look:
+            return
+        self._next_look = monotonic() + LOOK_S
+        for engine, pending in self._pending.items():
+            try:
+                pending.result(0.0)
+            except TimeoutError:
+                continue
+            except (RuntimeError, ValueError, OSError) as error:
+                raise LinkError(f"{engine}: {error}") from error
+
+    def failure(self, timeout_s: float, late: str) -> Exception | None:
+        """Wait until all have answered, and return the failure that is nearest to the cause.
+
+        That is an engine's death before what others found wrong, before a link that broke. `late`
+        is why an engine is taken to be dead that does not answer.
+        """
+        deadline = monotonic() + timeout_s
+        failures: list[Exception] = []
+        for engine, pending in self._pending.items():
+            try:
+                pending.result(max(deadline - monotonic(), 0.0))
+            except TimeoutError:
+                failures.append(EngineLostError(engine, late))
+            except (EngineLostError, LinkError) as error:
+                failures.append(error)
+            except NonFiniteWeightsError as error:
+                failures.append(NonFiniteWeightsError(f"{engine}: {error}"))
+            except (RuntimeError, ValueError, OSError) as error:
+                failures.append(RuntimeError(f"{engine}: {error}"))
+        failures.sort(key=_distance)
+        return failures[0] if failures else None
+
+
+def _distance(error: Exception) -> int:
+    """From the cause."""
+    return 0 if isinstance(error, EngineLostError) else 2 if isinstance(error, LinkError) else 1
+
+
+def _board(
+    store: dist.Store,
+    spec: ReceiveSpec,
+    *,
+    rank: int,
+    watch: Callable[[], None] | None = None,
+) -> Board:
+    return Board(
+        store,
+        spec.delivery,
+        names=spec.names,
+        rank=rank,
+        timeout_s=spec.timeout_s,
+        watch=watch,
+    )
+
+
+class WeightReceiver:
+    """Takes weights in the process of an engine, or of one of its ranks."""
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self.engine = engine
+        self.device = device
+        self._place: tuple[str, int] | None = None
+        self._store: dist.TCPStore | None = None
+        self._link: Link | None = None
+
+    @torch.no_grad()
+    def receive(self, spec: ReceiveSpec, rank: int) -> Received:
+        """Take one delivery; the engine then samples with it, as `spec.version`.
+
+        `rank` counts all ranks of all engines. Raises RuntimeError naming tensors that the engine
+        cannot take, that did not arrive as they were sent, or that it does not hold;
+        NonFiniteWeightsError for values that are too large for its format; and LinkError where
+        the sender, or another engine, is gone or gives up. After an error the engine refuses to
+        sample until a later delivery succeeds.
+        """
+        start = perf_counter()
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with on_device:
+            board = _board(self._join(spec), spec, rank=1 + rank)
+            try:
+                self.engine.begin_sync()
+                delivery = Delivery(self.engine)
+                manifest = self._take(spec, board, delivery)
+            except Exception as error:
+                if not isinstance(error, LinkError):
+                    board.give_up(f"{spec.names[board.rank]}: {error}")
+                self.close()
+                raise
+            self.engine.finish_sync(manifest)
+        return Received(
+            version=spec.version, bytes=delivery.num_bytes, seconds=perf_counter() - start
+        )
+
+    def close(self) -> None:
+        """Leave the link."""
+        if self._link is not None:
+            self._link.drop()
+        self._link = self._store = self._place = None
+
+    def _join(self, spec: ReceiveSpec) -> dist.TCPStore:
+        """The sender's store."""
+        place = spec.host, spec.port
+        if self._store is None or self._place != place:
+            self.close()
+            self._store = join_store(spec.host, spec.port, timeout_s=spec.timeout_s)
+            self._place = place
+        return self._store
+
+    def _take(self, spec: ReceiveSpec, board: Board, delivery: Delivery) -> WeightManifest:
+        """The manifest that the engine's own tensors must have."""
+        if diff := match_layout(self._part_shapes(spec.entries), delivery.targets):
+            raise RuntimeError(f"it cannot take version {spec.version}: {diff.describe()}")
+        assert self._store is not None
+        self._link = Link.meet(self._store, board, self.device, self._link)
+        arrived: dict[str, TensorRecord] = {}
+        whole = self._arriving(spec, self._link, board, arrived)
+        parts = build_manifest(delivery.sources(whole), spec.version, dtypes=delivery.dtypes)
+        (sent,) = board.gather(SENT, [0])
+        if sent.version != spec.version:
+            raise RuntimeError(f"version {spec.version} was announced, and {sent.version} came")
+        if diff := compare(sent, WeightManifest(spec.version, arrived)):
+            raise RuntimeError(
+                f"version {spec.version} did not arrive as it was sent: {diff.describe()}"
+            )
+        board.put(RECEIVED)
+        board.gather(RECEIVED)
+        return parts
+
+    def _part_shapes(self, entries: Iterable[Entry]) -> dict[str, torch.Size]:
+        """Of what this rank should hold."""
+        return {
+            name: self.engine.shard(name, torch.empty(entry.shape, device="meta")).shape
+            for entry in entries
+            for name in entry.names
+        }
+
+    def _arriving(
+        self, spec: ReceiveSpec, link: Link, board: Board, records: dict[str, TensorRecord]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights as they come, and write down what they are."""
+        waiting = deque(plan_buckets(spec.entries, spec.bucket_bytes))
+        coming: deque[tuple[Bucket, Tensor, dist.Work]] = deque()
+        while waiting or coming:
+            while waiting and len(coming) < BUFFERS:
+                bucket = waiting.popleft()
+                buffer = bucket.new_buffer(self.device)
+                coming.append((bucket, buffer, link.broadcast(buffer)))
+            bucket, buffer, work = coming[0]
+            link.wait(work, board)
+            coming.popleft()
+            named = dict(bucket.named_views(buffer))
+            del buffer
+            # Bucket by bucket: all names of one memory are in the same.
+            records |= build_manifest(named.items(), spec.version).tensors
+            yield from named.items()
+            del named  # before there is memory for another bucket

@@ -1,0 +1,255 @@
+"""A process group over processes that were started separately.
+
+The sender of weights hosts a store at a port of its own. Each delivery has a `Board` in it, where
+members leave notes for each other: that they have come, how they have fared, why they give up.
+Tensors go over a `Link`, a process group of its own (gloo for CPUs, NCCL for GPUs), which is kept
+from delivery to delivery as long as members are the same and still hold it.
+
+No wait is without a deadline, and none ends without the names of those who were waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Board", "Link", "LinkError", "host_store", "join_store"]
+
+POLL_S, MAX_POLL_S, POLL_GROWTH = 0.0001, 0.02, 1.1
+"""Between two looks at what is waited for: at first, at most, and from one to the next. So a wait
+takes a tenth too long, whatever it is for."""
+
+
+class LinkError(RuntimeError):
+    """Members of a delivery do not reach each other, are late, or give up. Says who and why."""
+
+
+def host_store(host: str, *, timeout_s: float) -> dist.TCPStore:
+    """The sender's store, at a free port. `host` is how others reach this machine."""
+    return dist.TCPStore(
+        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
+    """A connection to the sender's store. Raises LinkError where nobody answers there."""
+    try:
+        return dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise LinkError(
+            f"the sender of weights does not answer at {host}:{port} within {timeout_s:g} s. "
+            "Can this machine reach that address?"
+        ) from error
+
+
+class Board:
+    """Notes that the members of one delivery leave for each other.
+
+    `names` are all members by rank, the sender first. `watch` is called now and then while this
+    member waits; what it raises ends the wait.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        delivery: int,
+        *,
+        names: Sequence[str],
+        rank: int,
+        timeout_s: float,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
+        self.delivery = delivery
+        self.names = names
+        self.rank = rank
+        self._store = dist.PrefixStore(f"delivery {delivery}", store)
+        self.timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._watch = watch
+        self._deeds: list[str] = []
+
+    @property
+    def left_s(self) -> float:
+        """Until the delivery must have come to its end."""
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def put(self, deed: str, value: Any = None) -> None:
+        """Note that this member has done `deed`, with a picklable value for the others."""
+        self._deeds.append(deed)
+        with self._reaching():
+            # Bytes are taken as they are, though not by the stubs.
+            self._store.set(_key(deed, self.rank), cast(str, pickle.dumps(value)))
+
+    def gather(self, deed: str, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The values that members (all, or `ranks`) have put with `deed`; waits for them."""
+        ranks = range(len(self.names)) if ranks is None else ranks
+        keys = [_key(deed, rank) for rank in ranks]
+
+        def missing() -> str:
+            late = [r for r, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
+            return f"{', '.join(self.names[rank] for rank in late)} had not {deed}"
+
+        with self._reaching():
+            self.wait(lambda: self._store.check(keys), missing)
+            return [pickle.loads(value) for value in self._store.multi_get(keys)]
+
+    def give_up(self, reason: str) -> None:
+        """Tell all members that this delivery fails. The first reason stands."""
+        with self._reaching():
+            self._store.compare_set("given up", "", reason)
+
+    def wait(self, is_done: Callable[[], bool], missing: Callable[[], str]) -> None:
+        """Return once `is_done`.
+
+        Raises LinkError, with what is `missing`, past the deadline, with the reason where a member
+        gives up, and where the store is gone.
+        """
+        pause, since_look = POLL_S, 0.0
+        while not is_done():
+            if since_look >= MAX_POLL_S:
+                since_look = 0.0
+                self._look()
+                if not self.left_s:
+                    raise LinkError(f"{missing()} after {self.timeout_s:g} s")
+            time.sleep(pause)
+            since_look += pause
+            pause = min(POLL_GROWTH * pause, MAX_POLL_S)
+
+    def _look(self) -> None:
+        """For reasons not to wait any more."""
+        with self._reaching():
+            if self._store.check(["given up"]):
+                raise LinkError(self._store.get("given up").decode())
+        if self._watch is not None:
+            self._watch()
+
+    def clear(self) -> None:
+        """Remove what members have put, when all have read it."""
+        for deed in self._deeds:
+            for rank in range(len(self.names)):
+                self._store.delete_key(_key(deed, rank))
+
+    @contextmanager
+    def _reaching(self) -> Generator[None]:
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            raise LinkError(f"{self.names[0]} is gone, and its store of notes with it") from error
+
+
+def _key(deed: str, rank: int) -> str:
+    return f"{deed}/{rank}"
+
+
+class Link:
+    """One member's end of a process group for one-way traffic from rank 0.
+
+    With NCCL calls belong to the current stream, as in torch.distributed.
+    """
+
+    def __init__(
+        self, store: dist.Store, generation: int, board: Board, device: torch.device
+    ) -> None:
+        """Collective over the members of `board`; use `meet`."""
+        self.generation = generation
+        self.names = tuple(board.names)
+        size = len(board.names)
+        scoped = dist.PrefixStore(f"link {generation}", store)
+        timeout = timedelta(seconds=board.timeout_s)
+        self._group: Any  # the stubs lack what all backends have
+        if device.type == "cuda":
+            self._group = _nccl_group(scoped, board.rank, size, timeout)
+            return
+        try:
+            self._group = dist.ProcessGroupGloo(scoped, board.rank, size, timeout)
+        except RuntimeError as error:
+            raise LinkError(
+                f"{board.names[board.rank]} could not connect to the others "
+                f"({', '.join(n for n in board.names if n != board.names[board.rank])}): {error}"
+            ) from error
+
+    @classmethod
+    def meet(cls, store: dist.Store, board: Board, device: torch.device, held: Link | None) -> Link:
+        """The link that all members still hold, or a new one. Collective.
+
+        Raises LinkError with those who did not come, and RuntimeError where some members are on
+        CPUs and some on GPUs, which no link spans.
+        """
+        if held is not None and held.names != tuple(board.names):
+            held.drop()  # it also leads to members that are gone
+            held = None
+        board.put("joined the link", (held and held.generation, device.type))
+        notes = board.gather("joined the link")
+        apart = [
+            name for name, (_, kind) in zip(board.names, notes, strict=True) if kind != device.type
+        ]
+        if apart:
+            raise RuntimeError(
+                f"{board.names[board.rank]} is on a {device.type} device, {', '.join(apart)} not: "
+                "weights go from CPU to CPU or from GPU to GPU"
+            )
+        if held is not None and all(generation == held.generation for generation, _ in notes):
+            return held
+        if held is not None:
+            held.drop()
+        return cls(store, board.delivery, board, device)
+
+    def broadcast(self, tensor: Tensor) -> dist.Work:
+        """Begin to send a contiguous tensor (rank 0), or to fill it (all others)."""
+        try:
+            return self._group.broadcast(tensor, 0)
+        except RuntimeError as error:
+            raise LinkError(f"the link broke: {error}") from error
+
+    def wait(self, work: dist.Work, board: Board) -> None:
+        """Wait, on the host, until a broadcast has ended.
+
+        Raises LinkError where a connection broke, and as `Board.wait`.
+        """
+        # Not in `work.wait`, which sees neither who gives up nor, with NCCL, who is gone.
+        board.wait(work.is_completed, lambda: "some member had not passed all weights on")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise LinkError(f"the link broke: {error}") from error
+
+    def drop(self) -> None:
+        """Break the connections, also under a broadcast: the others' waits end, too."""
+        if self._group is None:
+            return
+        self._group.abort()
+        # With gloo they break when the group is gone, which waits for broadcasts under way, up to
+        # their timeout. Not in a daemon: an interpreter that ends must not cut that short.
+        held = [self._group]
+        self._group = None
+        threading.Thread(target=held.clear, name="hone-link").start()
+
+
+def _nccl_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroupNCCL:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.group_name = "weights"
+    options.global_ranks_in_group = list(range(size))
+    # Deadlines are kept by `Link.wait`. The backend's own watchdog would end this process, where
+    # only the link must go: it comes late, and is told to leave errors to others.
+    options._timeout = 4 * timeout
+    before = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # read by the constructor
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+        else:
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = before

@@ -1,0 +1,160 @@
+"""Whole runs on Ray, started as a user starts them, with engines that are killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from hone.data.arithmetic import ALPHABET, generate, write_jsonl
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
+
+pytest.importorskip("ray")
+
+PROMPTS, SAMPLES = 4, 4
+LIMIT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ray")
+    make_tiny_model(
+        folder / "model",
+        tokenizer=make_char_tokenizer(ALPHABET),
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    write_jsonl(folder / "train.jsonl", generate(400, seed=0, low=0, high=30))
+    return folder
+
+
+def recipe(folder: Path, name: str, steps: int, **sections: Any) -> Path:
+    tree: dict[str, Any] = {
+        "run": {"dir": f"{name}-run", "steps": steps, "device": "cpu"},
+        "model": {"path": "model"},
+        "data": {"train": [{"path": "train.jsonl"}], "chat": "never", "max_prompt_tokens": 8},
+        "rollout": {
+            "prompts_per_step": PROMPTS,
+            "n_samples_per_prompt": SAMPLES,
+            "max_completion_tokens": 8,
+        },
+        "engine": {"max_num_seqs": 16, "max_model_len": 32, "block_size": 4},
+        "reward": {"functions": [{"fn": "exact_match"}]},
+        "algorithm": {"correction": {"kind": "tis"}},
+        "checkpoint": {"every_n_steps": 0},
+        "log": {"samples_per_step": 99, "report": False, "tensorboard": False},
+    } | sections
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def start(recipe: Path) -> subprocess.Popen[str]:
+    """`hone rl RECIPE`, with its output in a pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "hone", "rl", str(recipe)],
+        cwd=recipe.parent,
+        # Ray would write a token of its own into the home folder.
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_row(run: subprocess.Popen[str], file: Path, number: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not file.exists() or file.read_text().count("\n") < number:
+        assert run.poll() is None, run.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def engine_processes(run: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Those of this run's Ray, which are not its children but its raylet's."""
+    found: list[psutil.Process] = []
+    for process in psutil.Process(run.pid).children(recursive=True):
+        try:
+            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::EngineRank"):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_trained_once(folder: Path, steps: int) -> None:
+    """Every prompt that was trained had all its samples, once."""
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    samples: Sequence[dict[str, Any]] = [json.loads(line) for line in lines]
+    counts = Counter(sample["prompt_id"] for sample in samples)
+    assert len(samples) == steps * PROMPTS * SAMPLES
+    assert set(counts.values()) == {SAMPLES}
+
+
+def test_R11_a_killed_engine_is_replaced_and_no_sample_is_lost_or_trained_twice(
+    folder: Path,
+) -> None:
+    steps = 40
+    path = recipe(
+        folder,
+        "killed",
+        steps,
+        cluster={"num_engines": 2},
+        pipeline={"enabled": True, "max_staleness": 1},
+    )
+    run = start(path)
+    rows = folder / "killed-run" / "metrics.jsonl"
+    wait_for_row(run, rows, 3)
+    (victim, *_) = engine_processes(run)
+    victim.send_signal(signal.SIGKILL)
+    output, _ = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == 0, output
+    assert "is lost and started anew (restart 1 of at most 3)" in output, output
+    assert len(rows_of(rows.parent)) == steps
+    check_trained_once(rows.parent, steps)
+
+
+def test_two_trainers_sync_with_an_engine_of_two_ranks_and_end_on_ctrl_c(folder: Path) -> None:
+    path = recipe(
+        folder,
+        "ranks",
+        200,
+        cluster={"num_engines": 1, "num_trainers": 2},
+        engine={
+            "max_num_seqs": 16,
+            "max_model_len": 32,
+            "block_size": 4,
+            "tensor_parallel_size": 2,
+        },
+        trainer={"parallel": {"zero_stage": 3}},
+    )
+    run = start(path)
+    rows = folder / "ranks-run" / "metrics.jsonl"
+    wait_for_row(run, rows, 2)
+    os.kill(run.pid, signal.SIGINT)
+    output, _ = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == 130, output
+    assert "stopped and saved after step" in output, output
+    check_trained_once(rows.parent, len(rows_of(rows.parent)))
+    assert rows_of(rows.parent)[0]["off_policy/parity/kl"] < 1e-6

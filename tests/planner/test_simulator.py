@@ -1,0 +1,692 @@
+"""Simulated runs against formulas, a twin that makes every token, and measurements."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.config import UserError
+from hone.config.engine import EngineConfig
+from hone.config.pipeline import PipelineConfig
+from hone.config.rollout import RolloutConfig
+from hone.config.simulate import LengthsConfig
+from hone.config.tree import SimulateConfig
+from hone.planner.comparison import compare, placement_rates
+from hone.planner.hardware import GPUS
+from hone.planner.lengths import draw_lengths
+from hone.planner.model_shape import ModelShape, public_shape
+from hone.planner.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
+from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
+from hone.planner.timeline import draw_timelines
+
+SHAPES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")
+
+
+def of_cost(engine: EngineRates, *, train_s: float, sync_s: float, max_num_keys: int) -> Rates:
+    """Training that takes the same time whatever its rows."""
+    return Rates(
+        engine=engine,
+        train_s=lambda rows, num_trained: train_s,
+        sync_s=sync_s,
+        max_num_keys=max_num_keys,
+    )
+
+
+# -- formulas -------------------------------------------------------------------------------------
+
+ONE = EngineRates(
+    weights_s=0.5,
+    seq_s=0.01,
+    key_s=0.001,
+    overhead_s=0.25,
+    prefill_token_s=0.02,
+    prefill_key_s=0.003,
+    prefill_seq_s=0.1,
+)
+PROMPT, LENGTH, GROUPS, MEMBERS = 5, 7, 4, 2
+BATCH = GROUPS * MEMBERS
+GENERATE = (
+    # A group's prompt is computed once; each sample has its own first logits.
+    GROUPS * (PROMPT * 0.02 + PROMPT**2 / 2 * 0.003)
+    + BATCH * 0.1
+    + sum(0.5 + 0.25 + 0.001 * BATCH * (PROMPT + 1 + n) for n in range(LENGTH - 1))
+)
+
+
+def fixed_lengths(
+    placement: Placement, *, train_s: float, sync_s: float = 0.0, **pipeline: Any
+) -> SimulatedRun:
+    return simulate(
+        placement,
+        of_cost(ONE, train_s=train_s, sync_s=sync_s, max_num_keys=10_000),
+        [[LENGTH] * MEMBERS],
+        num_prompt_tokens=PROMPT,
+        num_steps=8,
+        rollout=RolloutConfig(
+            prompts_per_step=GROUPS, n_samples_per_prompt=MEMBERS, max_completion_tokens=LENGTH
+        ),
+        pipeline=PipelineConfig.model_validate(pipeline),
+        engine=EngineConfig(max_num_seqs=BATCH),
+    )
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_a_synchronous_step_is_generate_train_sync(colocated: bool) -> None:
+    placement = Placement(num_trainers=1, num_engines=1, colocated=colocated)
+    run = fixed_lengths(placement, train_s=3.0, sync_s=0.5)
+    for step in run.steps:
+        assert step.wait_s == pytest.approx(GENERATE)
+        assert (step.train_s, step.sync_s) == pytest.approx((3.0, 0.5))
+        assert step.staleness == (0,) * GROUPS
+    assert run.step_s == pytest.approx(GENERATE + 3.5)
+    tokens = BATCH * (PROMPT + LENGTH)
+    assert run.tokens_per_s == pytest.approx(tokens / run.step_s)
+    assert run.tokens_per_s_per_gpu == pytest.approx(run.tokens_per_s / (1 if colocated else 2))
+    if colocated:
+        assert run.engine_idle == run.trainer_idle == pytest.approx(0.0)
+    else:
+        assert run.engine_idle == pytest.approx(3.0 / run.step_s)
+        assert run.trainer_idle == pytest.approx(GENERATE / run.step_s)
+
+
+@pytest.mark.parametrize("train_s", [0.3 * GENERATE, 3.0 * GENERATE])
+def test_staleness_1_overlaps_all_but_the_sync(train_s: float) -> None:
+    """A step lasts as long as the slower side, and the sync, for which both stop."""
+    run = fixed_lengths(
+        Placement(num_trainers=1, num_engines=1), train_s=train_s, sync_s=0.5, enabled=True
+    )
+    assert run.step_s == pytest.approx(max(GENERATE, train_s) + 0.5)
+    assert (run.staleness_mean, run.staleness_max) == (1.0, 1)
+    assert run.engine_idle == pytest.approx(max(train_s - GENERATE, 0.0) / run.step_s)
+    assert run.trainer_idle == pytest.approx(max(GENERATE - train_s, 0.0) / run.step_s)
+    assert all(step.sync_s == pytest.approx(0.5) for step in run.steps)
+
+
+def test_engines_wait_for_the_slowest() -> None:
+    """Two engines with a long and a short sample each: the short ones save nothing."""
+    rates = of_cost(EngineRates(weights_s=1.0), train_s=2.0, sync_s=0.0, max_num_keys=1000)
+    run = simulate(
+        Placement(num_trainers=2, num_engines=2, colocated=True),
+        rates,
+        [[21], [11]],
+        num_prompt_tokens=1,
+        num_steps=4,
+        rollout=RolloutConfig(prompts_per_step=2, n_samples_per_prompt=1, max_completion_tokens=21),
+        pipeline=PipelineConfig(),
+        engine=EngineConfig(),
+    )
+    assert run.step_s == pytest.approx(20 + 2)
+    assert run.engine_idle == pytest.approx(10 / 2 / 22)
+
+
+# -- the twin -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class TokenSample:
+    group: int
+    length: int
+    done: int = 0
+    ended_s: float = math.inf
+
+
+@dataclass(eq=False)
+class TokenEngine:
+    """Makes one decode step at a time."""
+
+    case: Case
+    time_s: float = 0.0
+    waiting: list[TokenSample] = field(default_factory=list[TokenSample])
+    running: list[TokenSample] = field(default_factory=list[TokenSample])
+    prompts: set[int] = field(default_factory=set[int])
+
+    @property
+    def step_end_s(self) -> float:
+        if not self.running:
+            return math.inf
+        rates, size = self.case.rates.engine, len(self.running)
+        step_s = max(rates.weights_s, size * rates.seq_s) + rates.overhead_s
+        return self.time_s + step_s + self.keys * rates.key_s
+
+    @property
+    def keys(self) -> int:
+        return sum(self.case.prompt + x.done for x in self.running)
+
+    @property
+    def outstanding(self) -> int:
+        """What the controller knows: tokens that come later are not reported."""
+        return sum(self.reported[x] for x in [*self.waiting, *self.running])
+
+    reported: dict[TokenSample, int] = field(default_factory=dict[TokenSample, int])
+
+    def report(self, sample: TokenSample) -> None:
+        self.reported[sample] = self.case.prompt + self.case.rollout.max_completion_tokens
+        self.reported[sample] -= sample.done
+
+    def step(self) -> None:
+        self.time_s = self.step_end_s
+        for sample in self.running:
+            sample.done += 1
+            if sample.done == sample.length:
+                sample.ended_s = self.time_s
+        self.running = [x for x in self.running if x.done < x.length]
+        while self.keys + len(self.running) > self.case.rates.max_num_keys:
+            self.report(self.running[-1])
+            self.waiting.insert(0, self.running.pop())
+        self.admit()
+
+    def admit(self) -> None:
+        rates, instant = self.case.rates.engine, list[TokenSample]()
+        while self.waiting and len(self.running) < self.case.engine.max_num_seqs:
+            sample = self.waiting[0]
+            context = self.case.prompt + sample.done
+            if self.keys + len(self.running) + context + 2 > self.case.rates.max_num_keys:
+                break
+            self.waiting.pop(0)
+            known = self.case.prompt if sample.group in self.prompts else 0
+            if self.case.engine.enable_prefix_caching:
+                self.prompts.add(sample.group)
+            self.time_s += rates.prefill_seq_s
+            for position in range(known, context):
+                self.time_s += rates.prefill_token_s + rates.prefill_key_s * (position + 0.5)
+            sample.done += 1
+            (self.running if sample.done < sample.length else instant).append(sample)
+        for sample in instant:
+            sample.ended_s = self.time_s
+
+    def take_back(self, leaves: Callable[[TokenSample], bool]) -> None:
+        for sample in [x for x in [*self.running, *self.waiting] if leaves(x)]:
+            (self.running if sample in self.running else self.waiting).remove(sample)
+        self.admit()
+
+
+@dataclass(kw_only=True)
+class Case:
+    """Everything that a run depends on."""
+
+    placement: Placement
+    rates: Rates
+    lengths: list[list[int]]
+    prompt: int
+    num_steps: int
+    rollout: RolloutConfig
+    pipeline: PipelineConfig
+    engine: EngineConfig
+
+    def simulate(self) -> SimulatedRun:
+        return simulate(
+            self.placement,
+            self.rates,
+            self.lengths,
+            num_prompt_tokens=self.prompt,
+            num_steps=self.num_steps,
+            rollout=self.rollout,
+            pipeline=self.pipeline,
+            engine=self.engine,
+        )
+
+
+@dataclass
+class TokenRun:
+    """The controller by the words of docs/design/cluster.md, over engines of single steps."""
+
+    case: Case
+
+    def run(self) -> list[tuple[float, float, float, tuple[int, ...], int]]:
+        """(wait, train, sync, trained groups, dropped groups) of each step."""
+        case = self.case
+        pipeline, size = case.pipeline, case.rollout.prompts_per_step
+        self.engines = [TokenEngine(case) for _ in range(case.placement.num_engines)]
+        self.groups: list[list[TokenSample]] = []
+        self.begun: list[int] = []
+        self.aborted: list[int] = []
+        self.gone: set[int] = set()
+        self.now, trained, dropped = 0.0, 0, 0
+        put_back: list[int] = []
+        steps: list[tuple[float, float, float, tuple[int, ...], int]] = []
+        for version in range(case.num_steps):
+            start = self.now
+            for group in put_back:
+                self.deal(group)
+            put_back = []
+            while self.may_begin(version, trained + dropped):
+                lengths = case.lengths[len(self.groups) % len(case.lengths)]
+                self.groups.append([TokenSample(len(self.groups), x) for x in lengths])
+                self.begun.append(version)
+                self.aborted.append(0)
+                self.deal(len(self.groups) - 1)
+            while (batch := self.batch(version)) is None:
+                self.event()
+            if not pipeline.enabled:
+                self.halt()
+                put_back = self.take_back()
+            taken = self.now
+            rows = [case.prompt + x.length for group in batch for x in self.groups[group]]
+            end = taken + case.rates.train_s(rows, sum(rows) - case.prompt * len(rows))
+            while self.next_event_s() <= end:
+                self.event()
+            self.now = end
+            self.gone.update(batch)
+            trained += size
+            if pipeline.enabled and pipeline.in_flight == "finish":
+                while any(engine.running for engine in self.engines):
+                    self.event()
+            self.halt()
+            if pipeline.enabled and pipeline.in_flight == "abort":
+                put_back = self.take_back()
+            self.now += case.rates.sync_s
+            for engine in self.engines:
+                engine.time_s, engine.prompts = self.now, set()
+            late = {
+                group
+                for group in self.open()
+                if pipeline.enabled and version + 1 - self.begun[group] > pipeline.max_staleness
+            }
+            self.gone |= late
+            dropped += len(late)
+            put_back = [group for group in put_back if group not in late]
+            if late:
+                for engine in self.engines:
+                    engine.take_back(lambda sample, late=late: sample.group in late)
+            steps.append((taken - start, end - taken, self.now - end, tuple(batch), len(late)))
+        return steps
+
+    def may_begin(self, version: int, num_gone: int) -> bool:
+        case, size, begun = self.case, self.case.rollout.prompts_per_step, len(self.groups)
+        if not case.pipeline.enabled:
+            return begun - num_gone < size + case.rollout.oversample_prompts
+        k, queue = case.pipeline.max_staleness, case.pipeline.async_queue_size
+        num_dropped = num_gone - version * size
+        return begun < (version + k + 1) * size + num_dropped and (
+            begun - num_gone < (1 + queue) * size
+        )
+
+    def deal(self, group: int) -> None:
+        engine = min(self.engines, key=lambda engine: engine.outstanding)
+        while engine.running and engine.time_s < self.now:
+            engine.step()
+        engine.time_s = max(engine.time_s, self.now)
+        for sample in self.groups[group]:
+            if sample.done < sample.length:
+                engine.waiting.append(sample)
+                engine.report(sample)
+        engine.admit()
+
+    def open(self) -> list[int]:
+        return [group for group in range(len(self.groups)) if group not in self.gone]
+
+    def completed_s(self, group: int) -> float:
+        return max(sample.ended_s for sample in self.groups[group])
+
+    def batch(self, update: int) -> list[int] | None:
+        rollout, pipeline = self.case.rollout, self.case.pipeline
+        size = rollout.prompts_per_step
+        complete = [group for group in self.open() if self.completed_s(group) <= self.now]
+        rest = [group for group in self.open() if group not in complete]
+        if not pipeline.enabled:
+            limit = rollout.max_aborted_count
+            if limit is not None and any(self.aborted[group] >= limit for group in rest):
+                return None
+            return complete[:size] if len(complete) >= size else None
+        if len(complete) < size:
+            return None
+        if pipeline.too_old == "drop":
+            return complete[:size]
+        deadline = [begun + pipeline.max_staleness for begun in self.begun]
+        chosen = sorted(complete, key=lambda group: deadline[group])[:size]
+        stay = [group for group in self.open() if group not in chosen]
+        for d in range(update, update + 20):
+            if sum(deadline[group] <= d for group in stay) > (d - update) * size:
+                return None
+        return sorted(chosen)
+
+    def next_event_s(self) -> float:
+        ends = [engine.step_end_s for engine in self.engines]
+        later = [x.ended_s for group in self.groups for x in group if self.now < x.ended_s]
+        return min([*ends, *later])
+
+    def event(self) -> None:
+        event = self.next_event_s()
+        assert event < math.inf
+        self.now = max(self.now, event)
+        for engine in self.engines:
+            if engine.step_end_s == event:
+                engine.step()
+
+    def halt(self) -> None:
+        for engine in self.engines:
+            while engine.running and engine.time_s < self.now:
+                engine.step()
+            engine.time_s = max(engine.time_s, self.now)
+        self.now = max(engine.time_s for engine in self.engines)
+
+    def take_back(self) -> list[int]:
+        for engine in self.engines:
+            engine.running, engine.waiting = [], []
+        put_back = [group for group in self.open() if math.isinf(self.completed_s(group))]
+        for group in put_back:
+            self.aborted[group] += 1
+        return put_back
+
+
+def random_case(seed: int) -> Case:
+    """A few groups on a few engines, in any mode."""
+    rng = random.Random(seed)
+    size, members, longest = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 12)
+    prompt, too_old = rng.randint(1, 5), rng.choice(["wait", "drop"])
+
+    def seconds(high: float) -> float:
+        """Often nothing; in sixty-fourths, so that sums are exact in any order."""
+        return rng.choice([0, rng.randint(1, int(high * 64)) / 64])
+
+    engine = EngineRates(
+        weights_s=0.5 + seconds(1),
+        seq_s=seconds(0.5),
+        key_s=seconds(0.125),
+        overhead_s=seconds(1),
+        prefill_token_s=seconds(1),
+        prefill_key_s=seconds(0.125),
+        prefill_seq_s=seconds(1),
+    )
+    row_s, base_s = seconds(0.5), seconds(5)
+    rates = Rates(
+        engine=engine,
+        train_s=lambda rows, num_trained: base_s + row_s * sum(rows) + num_trained / 8,
+        sync_s=seconds(3),
+        max_num_keys=prompt + longest + rng.randint(1, 40),
+    )
+    pipeline = PipelineConfig.model_validate(
+        {
+            "enabled": rng.random() < 0.7,
+            "max_staleness": rng.randint(0, 4),
+            "async_queue_size": rng.randint(1, 4),
+            "in_flight": rng.choice(["pause", "abort", "finish"]),
+            "too_old": too_old,
+        }
+    )
+    colocated = not pipeline.enabled and rng.random() < 0.5
+    return Case(
+        placement=Placement(num_trainers=2, num_engines=rng.randint(1, 3), colocated=colocated),
+        rates=rates,
+        lengths=[[rng.randint(1, longest) for _ in range(members)] for _ in range(13)],
+        prompt=prompt,
+        num_steps=6,
+        rollout=RolloutConfig(
+            prompts_per_step=size,
+            n_samples_per_prompt=members,
+            max_completion_tokens=longest,
+            oversample_prompts=rng.choice([0, 0, 1, 3]),
+            max_aborted_count=rng.choice([None, 0, 1]),
+        ),
+        pipeline=pipeline,
+        engine=EngineConfig(
+            max_num_seqs=rng.randint(1, 6), enable_prefix_caching=rng.random() < 0.5
+        ),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_run_equals_one_that_makes_every_token(seed: int) -> None:
+    case = random_case(seed)
+    run, steps = case.simulate(), TokenRun(case).run()
+    assert [x.groups for x in run.steps] == [groups for *_, groups, _ in steps]
+    assert [x.num_dropped for x in run.steps] == [dropped for *_, dropped in steps]
+    found = [(x.wait_s, x.train_s, x.halt_s + x.sync_s) for x in run.steps]
+    assert found == [x[:3] for x in steps]
+    assert all(x.sync_s == case.rates.sync_s for x in run.steps)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_nothing_is_lost_and_nothing_is_too_old(seed: int) -> None:
+    case = random_case(seed)
+    run, size = case.simulate(), case.rollout.prompts_per_step
+    trained = [group for step in run.steps for group in step.groups]
+    assert len(set(trained)) == len(trained) == size * case.num_steps
+    lengths = [sum(case.lengths[group % 13]) for group in trained]
+    rows = sum(step.num_tokens for step in run.steps)
+    assert rows == sum(lengths) + len(trained) * len(case.lengths[0]) * case.prompt
+    assert run.num_sampled_tokens == (sum(lengths) + run.num_open_tokens + run.num_dropped_tokens)
+    for busy in run.engine_busy:
+        assert all(start < end for start, end in busy)
+        assert all(one[1] < other[0] for one, other in pairwise(busy))
+    assert 0 <= run.engine_idle <= 1
+    assert 0 <= run.trainer_idle < 1
+    if case.pipeline.enabled:
+        assert 0 <= run.staleness_max <= case.pipeline.max_staleness
+        if case.pipeline.too_old == "wait":
+            assert run.num_dropped_tokens == 0
+    elif not case.rollout.oversample_prompts:
+        assert run.staleness_max == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["wait", "drop"]))
+def test_R19_staleness_0_is_the_synchronous_run(seed: int, too_old: str) -> None:
+    case = random_case(seed)
+    case = replace(
+        case,
+        placement=replace(case.placement, colocated=False),
+        rollout=case.rollout.model_copy(update={"oversample_prompts": 0}),
+    )
+    never = {"enabled": True, "max_staleness": 0, "too_old": too_old}
+    synchronous = replace(case, pipeline=PipelineConfig())
+    stale = replace(case, pipeline=case.pipeline.model_copy(update=never))
+    assert stale.simulate().steps == synchronous.simulate().steps
+
+
+# -- what is assumed, and what was measured -------------------------------------------------------
+
+
+def config(**sections: Any) -> SimulateConfig:
+    return SimulateConfig.model_validate({"model": {"shape": "qwen3-8b"}, **sections})
+
+
+def measured_engine(shape: str, max_num_seqs: int) -> SimulatedEngine:
+    cfg = config(engine={"gpu_memory_utilization": 0.9})
+    named = public_shape(shape)
+    assert named is not None
+    placement = Placement(num_trainers=1, num_engines=1, colocated=True)
+    rates = placement_rates(cfg, named, GPUS[0], placement)
+    return SimulatedEngine(rates.engine, max_num_seqs, rates.max_num_keys)
+
+
+@pytest.mark.parametrize(
+    ("shape", "workload", "tokens_per_s"),
+    [
+        ("qwen3-0.6b", "uniform", 27_973),
+        ("qwen3-8b", "uniform", 10_188),
+        ("qwen3-0.6b", "groups", 29_903),
+    ],
+)
+def test_engines_are_as_fast_as_those_measured(
+    shape: str, workload: str, tokens_per_s: float
+) -> None:
+    """The workloads of benchmarks/README.md, within 10 %."""
+    rng = np.random.default_rng(0)
+    if workload == "uniform":
+        drawn = rng.integers(100, 1025, (256, 2)).tolist()
+        samples = [SimulatedSample(n, y, x, 1024) for n, (x, y) in enumerate(drawn)]
+    else:
+        cfg = LengthsConfig(median=800, sigma=0.7)
+        lengths = draw_lengths(cfg, 512, most=3800, rng=rng)
+        samples = [SimulatedSample(n // 8, x, 256, 3800) for n, x in enumerate(lengths)]
+    engine = measured_engine(shape, 256 if workload == "uniform" else 512)
+    engine.submit(samples, 0.0)
+    while engine.has_unfinished:
+        engine.settle(engine.next_event_s())
+    assert engine.num_tokens == sum(sample.length for sample in samples)
+    assert engine.num_tokens / engine.time_s == pytest.approx(tokens_per_s, rel=0.1)
+
+
+def test_rates_follow_devices_and_settings() -> None:
+    shape = public_shape("qwen3-8b")
+    assert shape is not None
+    apart = Placement(num_trainers=2, num_engines=1)
+
+    def rates(placement: Placement = apart, **sections: Any) -> Rates:
+        return placement_rates(config(**sections), shape, GPUS[0], placement)
+
+    plain, rows = rates(), [1000] * 8
+    assert plain.engine.weights_s == pytest.approx(shape.decode_bytes() / 4.3e12 / 0.9)
+    assert plain.sync_s == pytest.approx(shape.num_params * 2 / 5e10)
+    held = (140 * 2**30 * 0.5 - shape.weight_bytes()) / shape.kv_bytes_per_token()
+    assert plain.max_num_keys == int(held)
+    alone = rates(replace(apart, num_trainers=1)).train_s(rows, 7000) - 0.15
+    assert alone / (plain.train_s(rows, 7000) - 0.15) == pytest.approx(2 * 0.93)
+    pair = rates(replace(apart, tensor_parallel_size=2))
+    assert plain.engine.key_s / pair.engine.key_s == pytest.approx(1.48)
+    assert rates(replace(apart, colocated=True)).sync_s == 0.1
+    halved = rates(engine={"kv_cache_dtype": "fp8"}).engine.key_s
+    assert halved == pytest.approx(plain.engine.key_s / 2)
+    scored = rates(algorithm={"kl": {"coef": 0.1}}).train_s(rows, 7000) - 0.15
+    assert scored / (plain.train_s(rows, 7000) - 0.15) == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_public_shapes_are_those_of_the_models(name: str, tmp_path: Path) -> None:
+    from hone.models.tiny import make_model_folder
+
+    make_model_folder(tmp_path, name)
+    assert public_shape(name) == ModelShape.from_config(tmp_path)
+
+
+def test_lengths() -> None:
+    def drawn(most: int = 10**6, **fields: Any) -> Any:
+        cfg = LengthsConfig.model_validate(fields)
+        return np.array(draw_lengths(cfg, 4000, most=most, rng=np.random.default_rng(0)))
+
+    assert set(drawn(distribution="fixed", median=7.0)) == {7}
+    uniform = drawn(distribution="uniform", median=50)
+    assert (uniform.min(), uniform.max()) == (1, 100)
+    normal = drawn(median=800, sigma=0.7)
+    assert np.median(normal) == pytest.approx(800, rel=0.05)
+    assert np.log(normal).std() == pytest.approx(0.7, rel=0.05)
+    assert drawn(most=900).max() == 900
+
+
+def test_measured_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    cfg = LengthsConfig(distribution="file", path=path)
+
+    def drawn() -> set[int]:
+        return set(draw_lengths(cfg, 100, most=50, rng=np.random.default_rng(0)))
+
+    path.write_text('{"tokens": 3}\n\n{"token_ids": [1, 2]}\n{"tokens": 900}\n')
+    assert drawn() == {2, 3, 50}
+    for text, said in (
+        ("", "has no lengths"),
+        ('{"tokens": 3}\nx\n', "lengths.jsonl:2: a line must be"),
+        ('{"tokens": 0}\n', "a whole number from 1 on"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=said):
+            drawn()
+
+
+# -- all modes and splits -------------------------------------------------------------------------
+
+SMALL = {"prompts_per_step": 8, "n_samples_per_prompt": 4, "max_completion_tokens": 512}
+
+
+def small(**simulate_fields: Any) -> dict[str, Any]:
+    fields = {"steps": 8, "lengths": {"median": 100, "sigma": 1.0}, **simulate_fields}
+    return {"model": {"shape": "qwen3-0.6b"}, "rollout": SMALL, "simulate": fields}
+
+
+def test_all_modes_are_ranked_against_the_plain_one() -> None:
+    result = compare(config(**small(gpus=4)))
+    assert {(x.mode, x.split) for x in result.outcomes} >= {
+        ("sync colocated", "4 = 4"),
+        ("partial colocated", "4 = 4"),
+        ("sync separate", "3 + 1"),
+        ("partial separate", "1 + 3"),
+        ("async, staleness 1", "2 + 2"),
+        ("async, staleness 2", "1 + 3"),
+    }
+    assert len(result.outcomes) == 2 + 3 * 4
+    rates = [x.run.tokens_per_s for x in result.outcomes]
+    assert rates == sorted(rates, reverse=True)
+    assert result.plain.split == "4 = 4"
+    assert result.speedup(result.plain) == 1
+    assert all(x.run.placement.num_gpus == 4 for x in result.outcomes)
+
+
+def test_the_verdict_says_where_asynchrony_does_not_pay() -> None:
+    """Equal lengths and full batches leave nothing to overlap but the training."""
+    even = small(gpus=2, lengths={"distribution": "fixed", "median": 400}, overhead_s=0)
+    even["rollout"] = SMALL | {"prompts_per_step": 128}
+    result = compare(config(**even))
+    assert result.verdict.startswith("Asynchrony does not pay: the best of it (async, staleness")
+    tail = small(gpus=8, lengths={"median": 60, "sigma": 1.5})
+    assert compare(config(**tail)).verdict.startswith("Asynchrony pays: the best of it")
+    alone = compare(config(**small(gpus=1)))
+    assert "Asynchrony needs engines on GPUs of their own" in alone.verdict
+    assert any("leaves none of 1 to trainers" in note for note in alone.notes)
+
+
+def test_splits_follow_the_recipe() -> None:
+    asked = config(**small(staleness=[4]), cluster={"num_trainers": 2, "num_engines": 3})
+    splits = {x.split for x in compare(asked).outcomes}
+    assert splits == {"5 = 5", "2 + 3"}
+    assert {x.mode for x in compare(asked).outcomes if x.is_async} == {
+        "async, staleness 1",
+        "async, staleness 4",
+    }
+    pairs = {"engine": {"tensor_parallel_size": 2}, "trainer": {"parallel": {"ring_size": 3}}}
+    result = compare(config(**small(gpus=7), **pairs))
+    assert {x.split for x in result.outcomes} == {"3 + 2 x 2"}
+    assert result.plain.mode == "sync separate"
+    assert any("engines of 2 GPUs do not divide 7" in note for note in result.notes)
+    many = compare(config(**small(gpus=40, steps=4)))
+    assert any("16 of 39 splits were tried" in note for note in many.notes)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"simulate": {"gpu": "H2000"}}, "'H2000', which hone's table lacks; it has H200, B200"),
+        ({"model": {}}, "neither model.shape nor model.path is set"),
+        ({"model": {"path": "no/such"}}, "model.path is 'no/such', which is no folder with"),
+        (
+            {"simulate": {"gpus": 3}, "engine": {"tensor_parallel_size": 4}},
+            "3 x H200 cannot be split into trainers and engines",
+        ),
+        ({"simulate": {"gpus": 1}}, "1 x H200 cannot be split.*more than the 140 GiB"),
+        (
+            {"rollout": {"max_completion_tokens": 10**6}},
+            "colocated and separate engines: their KV cache holds [0-9]+ tokens",
+        ),
+    ],
+)
+def test_mistakes_are_explained(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        compare(config(**sections))
+
+
+def test_the_plot_shows_who_worked() -> None:
+    result = compare(config(**small(gpus=20, steps=4)))
+    runs = [(f"<{x.mode}>", x.run) for x in (result.outcomes[0], result.plain)]
+    svg = ElementTree.fromstring(draw_timelines("a & b", runs))
+    texts = [x.text or "" for x in svg.iter() if x.tag.endswith("}text")]
+    assert texts[0] == "a & b"
+    assert {f"<{x}>" for x in ("sync colocated",)} <= set(texts)
+    assert sum(text.startswith("engine ") for text in texts) <= 16
+    bars = [x.attrib for x in svg.iter() if x.tag.endswith("}rect") and "." in x.attrib["width"]]
+    assert bars
+    for bar in bars:
+        assert 92 <= float(bar["x"]) <= float(bar["x"]) + float(bar["width"]) <= 902.02
+    assert json.dumps(texts)

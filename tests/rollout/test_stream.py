@@ -1,0 +1,770 @@
+"""R19: groups ahead of the training. The rule of batches has a twin that tries everything."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from itertools import combinations, product
+from random import Random
+from threading import Event, get_ident
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hone.config.pipeline import PipelineConfig
+from hone.config.rollout import RolloutConfig
+from hone.config.run import EvaluationConfig
+from hone.observe.metrics import to_scalars
+from hone.planner.staleness import choose, too_late
+from hone.rollout import stream as stream_module
+from hone.rollout.counts import RolloutCounts
+from hone.rollout.evaluate import evaluate
+from hone.rollout.metrics import rollout_metrics
+from hone.rollout.rollout import Rollout
+from hone.rollout.state import group_to_dict
+from hone.rollout.stream import RolloutStream
+from hone.types import Completion, FailureKind, Group, Request, Sample, StopReason
+from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, LateEngine, draw, prompt
+
+BASE: dict[str, Any] = {
+    "prompts_per_step": 4,
+    "n_samples_per_prompt": 2,
+    "max_completion_tokens": 100,
+}
+
+
+def number_of(request_id: str) -> int:
+    """Running number of a group, which here is also that of its prompt."""
+    return int(request_id.split("/")[0].split("-")[1])
+
+
+def heavy_tailed(request: Request) -> int:
+    """One prompt in eight has answers that are thirty times longer."""
+    key = draw("length", request.sampling.seed)
+    return 60 + key % 30 if number_of(request.id) % 8 == 3 else 1 + key % 4
+
+
+def make(
+    *,
+    engine: FakeEngine | None = None,
+    scorer: FakeScorer | None = None,
+    pipeline: dict[str, Any] | None = None,
+    **rollout: Any,
+) -> RolloutStream:
+    return RolloutStream(
+        engine=engine or FakeEngine(length=heavy_tailed),
+        scorer=scorer or FakeScorer(),
+        prompts=CyclicPrompts(),
+        rollout_cfg=RolloutConfig.model_validate(BASE | rollout),
+        pipeline_cfg=PipelineConfig.model_validate({"enabled": True} | (pipeline or {})),
+        decode=lambda ids: " ".join(map(str, ids)),
+        seed=7,
+    )
+
+
+def bring_weights(stream: RolloutStream, version: int) -> None:
+    num_started = stream._open._num_started
+    stream.before_sync()
+    assert stream._open._num_started == num_started
+    stream.engine.weight_version = version  # type: ignore[misc]
+    stream.after_sync(version)
+
+
+def batches(
+    stream: RolloutStream,
+    num_steps: int,
+    *,
+    first: int = 0,
+    num_pumps: Callable[[], int] = lambda: 2,
+) -> Iterator[list[Group]]:
+    """One batch a step; in between some steps of the engine while it would be trained."""
+    for version in range(first, first + num_steps):
+        yield stream.take(version)
+        for _ in range(num_pumps()):
+            stream.pump(0.0)
+        bring_weights(stream, version + 1)
+
+
+def as_values(groups: list[Group]) -> list[dict[str, Any]]:
+    return [group_to_dict(group) for group in groups]
+
+
+def prompts_of(groups: list[Group]) -> list[int]:
+    return [int(group.prompt.id.removeprefix("data:")) for group in groups]
+
+
+# --- the choice of a batch ---------------------------------------------------------------------
+
+
+def can_meet(deadlines: list[int], first_update: int, size: int) -> bool:
+    """Whether any assignment of groups to updates, `size` each, meets all deadlines."""
+    options = [range(first_update, due + 1) for due in deadlines]
+    return any(
+        all(count <= size for count in Counter(assignment).values())
+        for assignment in product(*options)
+    )
+
+
+sorted_deadlines = st.lists(st.integers(0, 3), max_size=6).map(sorted)
+
+
+@given(sorted_deadlines, st.data(), st.integers(1, 3))
+@settings(max_examples=300, deadline=None)
+def test_R19_a_batch_is_taken_exactly_where_some_choice_keeps_the_bound(
+    deadlines: list[int], data: st.DataObject, size: int
+) -> None:
+    flags = st.lists(st.booleans(), min_size=len(deadlines), max_size=len(deadlines))
+    is_complete = data.draw(flags)
+    complete = [position for position, done in enumerate(is_complete) if done]
+    allowed = [
+        chosen
+        for chosen in combinations(complete, size)
+        if can_meet([d for i, d in enumerate(deadlines) if i not in chosen], 1, size)
+    ]
+    actual = choose(deadlines, is_complete, update=0, size=size)
+    if actual is None:
+        assert not allowed
+    else:
+        assert tuple(actual) in allowed
+
+
+@given(sorted_deadlines, st.integers(1, 3))
+@settings(max_examples=200, deadline=None)
+def test_no_more_is_too_late_than_must_be(deadlines: list[int], size: int) -> None:
+    late = too_late(deadlines, update=1, size=size)
+    kept = [due for position, due in enumerate(deadlines) if position not in late]
+    assert can_meet(kept, 1, size)
+    for more in combinations(deadlines, len(kept) + 1):
+        assert not can_meet(list(more), 1, size)
+
+
+# --- staleness 0 -------------------------------------------------------------------------------
+
+SYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dynamic": {"dynamic_sampling": True},
+    "dynamic, gives up": {"dynamic_sampling": True, "max_refill_rounds": 2},
+    "masks": {
+        "max_completion_tokens": 5,
+        "truncated_samples": "mask",
+        "mask_off_policy_tokens": True,
+    },
+}
+COUNTED = [f.name for f in fields(RolloutCounts) if f.name not in ("wait_s", "reward_p99_s")]
+
+
+@pytest.mark.parametrize("in_flight", ["pause", "abort", "finish"])
+@pytest.mark.parametrize("too_old", ["wait", "drop"])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_R19_staleness_0_is_the_synchronous_run(name: str, too_old: str, in_flight: str) -> None:
+    options = {"n_samples_per_prompt": 3, "max_completion_tokens": 12} | SYNCHRONOUS[name]
+    stream = make(
+        engine=FakeEngine(),
+        scorer=FakeScorer(delay=3),
+        pipeline={"max_staleness": 0, "too_old": too_old, "in_flight": in_flight},
+        **options,
+    )
+    engine = FakeEngine()
+    rollout = Rollout(
+        engine=engine,
+        scorer=FakeScorer(delay=1),
+        prompts=CyclicPrompts(),
+        cfg=stream.rollout_cfg,
+        decode=stream.decode,
+        seed=7,
+    )
+    sizes = set[int]()
+    for version, groups in enumerate(batches(stream, 8)):
+        engine.weight_version = version
+        expected = rollout.collect(version + 1)
+        assert as_values(groups) == as_values(expected)
+        for field in COUNTED:
+            assert getattr(stream.counts, field) == getattr(rollout.counts, field), field
+        assert stream.prompts.position == rollout.prompts.position
+        assert stream.counts.staleness == [0] * len(groups)
+        sizes.add(len(groups))
+    assert [r.id for r in stream.engine.submitted] == [r.id for r in engine.submitted]
+    assert (min(sizes) < 4) == (name == "dynamic, gives up")
+
+
+# --- the contract at any staleness -------------------------------------------------------------
+
+
+def check_contract(
+    pipeline: dict[str, Any],
+    *,
+    num_steps: int = 20,
+    seed: int = 1,
+    scorer: FakeScorer | None = None,
+    engine: FakeEngine | None = None,
+    **rollout: Any,
+) -> None:
+    """Bounds, counts, and what becomes of every prompt, with durations that nobody foresees."""
+    rng = Random(seed)
+    engine = engine or FakeEngine(length=heavy_tailed)
+    stream = make(engine=engine, scorer=scorer, pipeline=pipeline, **rollout)
+    size, n = stream.rollout_cfg.prompts_per_step, stream.rollout_cfg.n_samples_per_prompt
+    bound, queue = stream.pipeline_cfg.max_staleness, stream.pipeline_cfg.async_queue_size
+    trained: list[int] = []
+    num_flat = num_too_old = 0
+    step = engine.step
+
+    def limited() -> list[Completion]:
+        assert engine.num_steps < 400 * num_steps, "a batch is refused for ever"
+        num_open, version = len(stream._open), engine.weight_version
+        assert num_open <= (1 + queue) * size
+        gone = num_flat + num_too_old + stream._counting.num_dropped_groups
+        gone += stream._counting.num_too_old
+        assert stream.prompts.position - gone <= (version + bound + 1) * size
+        return step()
+
+    engine.step = limited  # type: ignore[method-assign]
+    pumps = batches(stream, num_steps, num_pumps=lambda: rng.choice([0, 1, 3, 9, 40]))
+    for version, groups in enumerate(pumps):
+        seeds = {request.id: request.sampling.seed for request in engine.submitted}
+        counts = stream.counts
+        assert len(counts.staleness) == len(groups) == size
+        assert all(0 <= staleness <= bound for staleness in counts.staleness)
+        assert prompts_of(groups) == sorted(prompts_of(groups))
+        for group in groups:
+            assert [sample.index for sample in group.samples] == list(range(n))
+            for sample in group.samples:
+                assert all(0 <= version - v <= bound for v in sample.weight_versions)
+                expected = [draw(seeds[sample.id], t) % 50 for t in range(len(sample.token_ids))]
+                assert sample.token_ids == expected
+        trained += prompts_of(groups)
+        num_flat += counts.num_dropped_groups
+        num_too_old += counts.num_too_old
+    num_flat += stream._counting.num_dropped_groups
+    num_too_old += stream._counting.num_too_old
+    still_open = prompts_of([entry.group for entry in stream._open])
+    assert len(set(trained + still_open)) == len(trained + still_open)
+    drawn = stream.prompts.position
+    assert len(trained) + len(still_open) + num_flat + num_too_old == drawn
+    assert pipeline["too_old"] == "drop" or num_too_old == 0
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    delay=st.integers(0, 3),
+    is_late=st.booleans(),
+    dynamic=st.booleans(),
+    pipeline=st.fixed_dictionaries(
+        {
+            "max_staleness": st.integers(0, 4),
+            "async_queue_size": st.integers(1, 4),
+            "in_flight": st.sampled_from(["pause", "abort", "finish"]),
+            "too_old": st.sampled_from(["wait", "drop"]),
+        }
+    ),
+)
+@settings(max_examples=40, deadline=None)
+def test_R19_the_bound_holds_and_every_prompt_is_accounted_for(
+    seed: int, delay: int, is_late: bool, dynamic: bool, pipeline: dict[str, Any]
+) -> None:
+    check_contract(
+        pipeline,
+        num_steps=8,
+        seed=seed,
+        scorer=FakeScorer(delay=delay),
+        engine=LateEngine(length=heavy_tailed) if is_late else None,
+        dynamic_sampling=dynamic,
+        max_refill_rounds=50,
+    )
+
+
+def bug_never_waits(deadlines: list[int], is_complete: list[bool], **options: Any) -> Any:
+    chosen = [position for position, done in enumerate(is_complete) if done][: options["size"]]
+    return chosen if len(chosen) == options["size"] else None
+
+
+def bug_looks_one_update_too_late(deadlines: Any, is_complete: Any, **options: Any) -> Any:
+    """Leaves more for the next update than it can take, which shows an update later."""
+    return choose([due + 1 for due in deadlines], is_complete, **options)
+
+
+def bug_newest_first(deadlines: Any, is_complete: list[bool], **options: Any) -> Any:
+    chosen = choose(deadlines, is_complete, **options)
+    complete = [position for position, done in enumerate(is_complete) if done]
+    return None if chosen is None else complete[-len(chosen) :]
+
+
+@pytest.mark.parametrize("bug", [bug_never_waits, bug_looks_one_update_too_late, bug_newest_first])
+def test_R19_planted_choice(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = {"max_staleness": 2, "async_queue_size": 2, "too_old": "wait"}
+    check_contract(pipeline)
+    monkeypatch.setattr(stream_module, "choose", bug)
+    with pytest.raises(AssertionError):
+        check_contract(pipeline)
+
+
+@pytest.mark.parametrize("extra", [1, 4])
+def test_R19_planted_admission(extra: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = RolloutStream._room.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(RolloutStream, "_room", property(lambda self: room(self) + extra))
+    with pytest.raises(AssertionError):
+        check_contract({"max_staleness": 1, "too_old": "wait"})
+
+
+# --- length bias -------------------------------------------------------------------------------
+
+
+def share_of_long(trained: list[int]) -> float:
+    """How much of what was trained is long, relative to its share of the data."""
+    return 8 * sum(number % 8 == 3 for number in trained) / len(trained)
+
+
+NUM_BIAS_STEPS = 400
+
+
+def test_R19_oversampling_has_no_length_bias() -> None:
+    rollout = Rollout(
+        engine=FakeEngine(length=heavy_tailed),
+        scorer=FakeScorer(),
+        prompts=CyclicPrompts(),
+        cfg=RolloutConfig.model_validate(BASE | {"oversample_prompts": 4}),
+        decode=str,
+        seed=7,
+    )
+    trained: list[int] = []
+    for step in range(NUM_BIAS_STEPS):
+        trained += prompts_of(rollout.collect(step))
+        left = prompts_of([entry.group for entry in rollout._open if entry.complete])
+        assert max(trained[-4:]) < min(left, default=math.inf), "complete groups go oldest first"
+    assert len(set(trained)) == len(trained) == 4 * NUM_BIAS_STEPS
+    assert share_of_long(trained) == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("too_old", ["wait", "drop"])
+def test_R19_waiting_has_no_length_bias_and_dropping_has(too_old: str) -> None:
+    stream = make(pipeline={"max_staleness": 2, "async_queue_size": 2, "too_old": too_old})
+    trained: list[int] = []
+    num_too_old = 0
+    for groups in batches(stream, NUM_BIAS_STEPS):
+        trained += prompts_of(groups)
+        num_too_old += stream.counts.num_too_old
+    assert len(set(trained)) == len(trained) == 4 * NUM_BIAS_STEPS
+    if too_old == "wait":
+        assert num_too_old == 0
+        assert share_of_long(trained) == pytest.approx(1.0, abs=0.02)
+    else:
+        assert num_too_old > 50
+        assert share_of_long(trained) < 0.8
+
+
+# --- filling up --------------------------------------------------------------------------------
+
+
+def test_R19_room_is_filled_in_the_call_that_makes_it() -> None:
+    stream = make(engine=FakeEngine(length=lambda _: 1), dynamic_sampling=True)
+    engine = stream.engine
+    stream.admit(0)
+    assert len(stream._open) == 8, "two batches: one to train next, one ahead"
+    while not stream._counting.num_dropped_groups:
+        before = len(engine.submitted)
+        stream.pump(0.0)
+    dropped = stream._counting.num_dropped_groups
+    assert len(engine.submitted) - before == 2 * dropped
+    assert len(stream._open) == 8
+    stream.take(0)
+    assert len(stream._open) == 4, "the batch in training leaves one ahead"
+    bring_weights(stream, 1)
+    stream.pump(0.0)
+    assert len(stream._open) == 8
+
+
+@pytest.mark.parametrize("too_old", ["wait", "drop"])
+def test_dynamic_sampling_gives_up_ahead_of_the_training_too(too_old: str) -> None:
+    stream = make(
+        scorer=FakeScorer(lambda _: 1.0),
+        pipeline={"too_old": too_old},
+        dynamic_sampling=True,
+        max_refill_rounds=3,
+    )
+    for groups in batches(stream, 4):
+        assert groups == []
+        assert stream.counts.num_refill_rounds == 2
+        assert stream.counts.num_dropped_groups >= 12
+        assert len(stream._open) >= 4, "sampling goes on while the loop does"
+
+
+@pytest.mark.parametrize(("staleness", "queue", "expected"), [(3, 1, 1), (1, 3, 1), (2, 2, 2)])
+def test_how_far_ahead(staleness: int, queue: int, expected: int) -> None:
+    stream = make(pipeline={"max_staleness": staleness, "async_queue_size": queue})
+    for _ in batches(stream, 6):
+        assert len(stream._open) == 4 * expected
+
+
+# --- changes of weights ------------------------------------------------------------------------
+
+
+def versions_of(groups: list[Group]) -> list[int]:
+    """How many versions sampled each sample."""
+    return [len(set(s.weight_versions)) for group in groups for s in group.samples]
+
+
+@pytest.mark.parametrize("in_flight", ["pause", "abort", "finish"])
+def test_unfinished_samples_at_a_change_of_weights(in_flight: str) -> None:
+    engine = FakeEngine(length=lambda request: 20 + draw(request.id) % 20)
+    stream = make(
+        engine=engine,
+        pipeline={"in_flight": in_flight, "max_staleness": 3, "async_queue_size": 3},
+        mask_off_policy_tokens=True,
+    )
+    num_versions: list[int] = []
+    num_resumed = num_carried = 0
+    for version, groups in enumerate(batches(stream, 10)):
+        num_versions += versions_of(groups)
+        for sample in (sample for group in groups for sample in group.samples):
+            assert sample.loss_mask == [v == version for v in sample.weight_versions]
+        num_carried += stream.counts.num_carried_samples
+    for request in engine.submitted:
+        num_resumed += request.resumed is not None
+        assert request.priority == (-1 if request.resumed is not None else 0)
+    ids = [request.id for request in engine.submitted]
+    if in_flight == "finish":
+        assert set(num_versions) == {1}
+        assert num_carried == 0
+    else:
+        assert max(num_versions) > 1
+        assert num_carried > 0
+    assert (num_resumed > 0) == (in_flight == "abort") == (len(set(ids)) < len(ids))
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_sample_aborted_often_enough_finishes_first(limit: int) -> None:
+    stream = make(
+        pipeline={"in_flight": "abort", "max_staleness": 3, "async_queue_size": 3},
+        max_aborted_count=limit,
+    )
+    calls: list[tuple[int, int]] = []
+    for version in range(8):
+        stream.take(version)
+        stream.before_sync(lambda *counts: calls.append(counts))
+        with pytest.raises(AssertionError, match="after_sync"):
+            stream.pump(0.0)
+        assert all(entry.aborted_count <= limit for entry in stream._open if not entry.generated)
+        stream.engine.weight_version = version + 1  # type: ignore[misc]
+        stream.after_sync(version + 1)
+    assert calls
+    assert all(finished <= wanted for finished, wanted in calls)
+    submitted = Counter(request.id for request in stream.engine.submitted)
+    assert max(submitted.values()) == limit + 1
+
+
+# --- suspension and state ----------------------------------------------------------------------
+
+
+ENGINES: list[Callable[[], FakeEngine]] = [
+    lambda: FakeEngine(length=heavy_tailed),
+    lambda: LateEngine(length=heavy_tailed),
+]
+STREAM = {"max_staleness": 2, "async_queue_size": 2, "in_flight": "abort"}
+
+
+@pytest.mark.parametrize("make_engine", ENGINES, ids=["fake", "late"])
+def test_an_evaluation_in_between_changes_nothing(make_engine: Callable[[], FakeEngine]) -> None:
+    """Neither groups nor counts, nor how often a sample was aborted."""
+
+    def evaluate_with(stream: RolloutStream) -> None:
+        samples = evaluate(
+            [prompt(number) for number in range(3)],
+            engine=stream.engine,
+            scorer=stream.scorer,
+            cfg=EvaluationConfig(n_samples_per_prompt=2, max_completion_tokens=9),
+            decode=str,
+            seed=3,
+        )
+        assert len(samples) == 6
+
+    def trained(*, evaluates: bool) -> list[Any]:
+        stream = make(
+            engine=make_engine(), scorer=FakeScorer(delay=2), pipeline=STREAM, max_aborted_count=1
+        )
+        found: list[Any] = []
+        for version, groups in enumerate(batches(stream, 12)):
+            counts = stream.counts
+            found.append((as_values(groups), counts.num_generated_tokens, counts.num_engine_steps))
+            aborted = {entry.group.id: entry.aborted_count for entry in stream._open}
+            stream.suspend()
+            assert not stream.engine.has_unfinished
+            assert not stream.scorer.pending
+            if evaluates:
+                evaluate_with(stream)
+            stream.resume()
+            assert aborted == {entry.group.id: entry.aborted_count for entry in stream._open}
+            assert version < 1 or aborted
+        return found
+
+    assert trained(evaluates=True) == trained(evaluates=False)
+
+
+def after(stream: RolloutStream, num_steps: int) -> RolloutStream:
+    """Suspended after so many steps, as for a checkpoint."""
+    for _ in batches(stream, num_steps):
+        pass
+    stream.suspend()
+    return stream
+
+
+@pytest.mark.parametrize("make_engine", ENGINES, ids=["fake", "late"])
+@pytest.mark.parametrize("too_old", ["wait", "drop"])
+def test_R17_a_stream_goes_on_from_its_state(too_old: str, make_engine: Any) -> None:
+    def fresh() -> RolloutStream:
+        return make(
+            engine=make_engine(),
+            scorer=FakeScorer(delay=2),
+            pipeline=STREAM | {"too_old": too_old},
+            max_aborted_count=2,
+        )
+
+    first = after(fresh(), 6)
+    saved = json.loads(json.dumps(first.state_dict()))
+    assert any(entry["requests"] for entry in saved["open"])
+    assert any(not entry["requests"] for entry in saved["open"])
+    first.resume()
+    expected = [as_values(groups) for groups in batches(first, 6, first=6)]
+    second = fresh()
+    second.load_state_dict(saved)
+    second.prompts.position = saved["num_started"]
+    second.engine.weight_version = 6  # type: ignore[misc]
+    assert [as_values(groups) for groups in batches(second, 6, first=6)] == expected
+
+
+def test_R17_planted_state_without_a_buffered_group() -> None:
+    first = after(make(pipeline=STREAM), 6)
+    saved = first.state_dict()
+    first.resume()
+    expected = [as_values(groups) for groups in batches(first, 3, first=6)]
+    saved["open"] = [entry for entry in saved["open"] if entry["requests"]]
+    second = make(pipeline=STREAM)
+    second.load_state_dict(saved)
+    second.prompts.position = saved["num_started"]
+    second.engine.weight_version = 6  # type: ignore[misc]
+    assert [as_values(groups) for groups in batches(second, 3, first=6)] != expected
+
+
+@pytest.mark.parametrize("too_old", ["wait", "drop"])
+def test_a_run_that_goes_on_with_less_staleness_drops_what_cannot_meet_it(too_old: str) -> None:
+    first = after(make(pipeline={"max_staleness": 5, "async_queue_size": 5}), 8)
+    num_open = len(first._open)
+    second = make(pipeline={"max_staleness": 1, "too_old": too_old})
+    second.load_state_dict(first.state_dict())
+    second.prompts.position = first.prompts.position
+    second.engine.weight_version = 8  # type: ignore[misc]
+    dropped = 0
+    for groups in batches(second, 6, first=8):
+        assert len(groups) == 4
+        assert max(second.counts.staleness) <= 1
+        dropped += second.counts.num_too_old
+    assert 0 < dropped <= num_open
+    assert not second._open._discarded
+
+
+def test_an_oversampled_rollout_may_go_on_as_a_stream() -> None:
+    rollout = Rollout(
+        engine=FakeEngine(length=heavy_tailed),
+        scorer=FakeScorer(),
+        prompts=CyclicPrompts(),
+        cfg=RolloutConfig.model_validate(BASE | {"oversample_prompts": 4}),
+        decode=str,
+        seed=7,
+    )
+    trained = prompts_of(rollout.collect(1))
+    stream = make()
+    stream.load_state_dict(json.loads(json.dumps(rollout.state_dict())))
+    stream.prompts.position = rollout.prompts.position
+    stream.engine.weight_version = 1  # type: ignore[misc]
+    for groups in batches(stream, 5, first=1):
+        trained += prompts_of(groups)
+    assert set(range(8)) < set(trained)
+    assert len(set(trained)) == len(trained)
+
+
+# --- a thread ----------------------------------------------------------------------------------
+
+
+def test_a_thread_pumps_while_the_caller_trains() -> None:
+    stream = make(scorer=FakeScorer(delay=3))
+    threads = set[int]()
+    step = stream.engine.step
+
+    def noted() -> list[Completion]:
+        threads.add(get_ident())
+        return step()
+
+    stream.take(0)
+    stream.engine.step = noted  # type: ignore[method-assign]
+    with stream.in_background():
+        for call in (lambda: stream.pump(0.0), lambda: stream.take(1), stream.suspend):
+            with pytest.raises(AssertionError, match="in_background"):
+                call()
+        while stream._is_busy:  # until all that may be begun is complete
+            time.sleep(0.001)
+    assert len(threads) == 1
+    assert threads != {get_ident()}
+    bring_weights(stream, 1)
+    num_steps = stream.engine.num_steps
+    assert len(stream.take(1)) == 4
+    assert stream.engine.num_steps == num_steps, "the batch was there"
+
+
+class Broken(RuntimeError): ...
+
+
+def test_an_error_of_the_thread_reaches_the_caller() -> None:
+    stream = make()
+    failed = Event()
+
+    def fails() -> list[Completion]:
+        failed.set()
+        raise Broken("engine")
+
+    stream.take(0)
+    stream.engine.step = fails  # type: ignore[method-assign]
+    with pytest.raises(Broken), stream.in_background():
+        assert failed.wait(10)
+    failed.clear()
+
+    def trains() -> None:
+        with stream.in_background():
+            assert failed.wait(10)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        trains()
+    assert "Broken" in caught.value.__notes__[0]
+    with pytest.raises(Broken):
+        stream.pump(0.0)
+
+
+# --- failures, size, metrics -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("too_old", ["wait", "drop"])
+def test_R12_failures_are_counted_and_carry_no_reward(too_old: str) -> None:
+    """Of rewards, of requests that no engine can serve, and of calls that raise."""
+    kinds = [kind for kind in FailureKind if kind is not FailureKind.ENGINE]
+
+    def fails(sample: Sample) -> FailureKind | None:
+        key = draw("fail", sample.id)
+        return kinds[key // 7 % len(kinds)] if key % 7 == 0 else None
+
+    def is_refused(request_id: str) -> bool:
+        return draw("refused", request_id) % 11 == 0
+
+    stream = make(scorer=FakeScorer(delay=2, fails=fails), pipeline={"too_old": too_old})
+    step = stream.engine.step
+    num_calls = 0
+
+    def breaks_now_and_then() -> list[Completion]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls % 5 == 0:
+            raise Broken("this call, not the next")
+        completions = step()
+        for completion in completions:
+            if is_refused(completion.request_id):
+                completion.stop_reason, completion.error = StopReason.ERROR, "too long"
+        return completions
+
+    stream.engine.step = breaks_now_and_then  # type: ignore[method-assign]
+    expected: Counter[FailureKind | None] = Counter()
+    counted: Counter[FailureKind | None] = Counter()
+    for version in range(40):
+        groups = None
+        while groups is None:
+            try:
+                groups = stream.take(version)
+            except Broken:
+                continue
+        samples = [sample for group in groups for sample in group.samples]
+        assert len(samples) == 8
+        for sample in samples:
+            failure = FailureKind.ENGINE if is_refused(sample.id) else fails(sample)
+            assert sample.failure == failure
+            assert (sample.reward is None) == (failure is not None)
+            expected[failure] += 1
+        scalars = to_scalars(rollout_metrics(groups, stream.counts))
+        counted.update({kind: int(scalars[f"rollout/failed/{kind}"]) for kind in FailureKind})
+        counted[None] += int(scalars["rollout/valid"])
+        bring_weights(stream, version + 1)
+    assert counted == expected
+    assert all(expected[kind] for kind in FailureKind)
+
+
+def held(thing: Any, seen: set[int] | None = None) -> int:
+    """How many objects are reachable by attributes and containers."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen or isinstance(thing, (str, int, float, type(None), FakeEngine)):
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, dict):
+        parts: list[Any] = [*thing.keys(), *thing.values()]
+    elif isinstance(thing, (list, tuple, set)):
+        parts = list(thing)
+    else:
+        names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+        parts = [getattr(thing, name) for name in names if hasattr(thing, name)]
+        parts += list(getattr(thing, "__dict__", {}).values())
+    return 1 + sum(held(part, seen) for part in parts) + len(parts)
+
+
+@pytest.mark.parametrize("too_old", ["wait", "drop"])
+def test_R16_a_long_run_holds_no_more_than_a_short_one(too_old: str) -> None:
+    stream = make(
+        pipeline={"max_staleness": 2, "async_queue_size": 2, "too_old": too_old},
+        scorer=FakeScorer(delay=2),
+        dynamic_sampling=True,
+        max_refill_rounds=50,
+        prompts_per_step=2,
+    )
+    sizes: list[int] = []
+    for step, _ in enumerate(batches(stream, 2_000)):
+        stream.engine.submitted.clear()
+        if step % 5 == 0:
+            sizes.append(held(stream))
+    assert max(sizes[200:]) <= 1.5 * max(sizes[:40])
+    assert len(stream._open._discarded) <= 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_scores_of_dropped_groups_are_passed_over(dynamic: bool) -> None:
+    stream = make(
+        engine=FakeEngine(length=lambda _: 1),
+        scorer=FakeScorer(delay=40),
+        pipeline={"too_old": "drop"},
+        dynamic_sampling=dynamic,
+        max_refill_rounds=50,
+    )
+    num_awaited = 0
+    for version in range(20):
+        assert len(stream.take(version)) == 4
+        bring_weights(stream, version + 1)
+        num_awaited += len(stream._open._discarded)
+    assert num_awaited, "a group must be dropped before its scores come"
+    stream.suspend()
+    assert not stream._open._discarded
+
+
+def test_the_stream_says_how_far_it_was_ahead() -> None:
+    stream = make(pipeline={"max_staleness": 2, "async_queue_size": 2})
+    seen: list[int] = []
+    for groups in batches(stream, 6):
+        counts = stream.counts
+        scalars = to_scalars(rollout_metrics(groups, counts))
+        assert scalars["rollout/staleness/mean"] == sum(counts.staleness) / 4
+        assert scalars["rollout/staleness/max"] == max(counts.staleness)
+        assert scalars["rollout/too_old_groups"] == 0
+        num_buffered = scalars["rollout/buffered_groups"]
+        assert 0 <= num_buffered <= 8
+        assert (8 - num_buffered) <= scalars["rollout/in_flight_samples"] <= 16
+        assert not math.isnan(scalars["time/generate/wait_s"])
+        seen.append(max(counts.staleness))
+    assert max(seen) > 0

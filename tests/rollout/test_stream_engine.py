@@ -1,0 +1,152 @@
+"""R19 with the embedded engine and weights that change: staleness 0 is the synchronous run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hone.config.engine import EngineConfig
+from hone.config.model import ModelConfig
+from hone.config.pipeline import PipelineConfig
+from hone.config.rollout import RolloutConfig
+from hone.engine import EmbeddedEngine
+from hone.models.load import load_model
+from hone.models.manifest import build_manifest
+from hone.models.tiny import make_tiny_model
+from hone.rollout.counts import RolloutCounts
+from hone.rollout.rollout import Rollout
+from hone.rollout.state import group_to_dict
+from hone.rollout.stream import RolloutStream
+from hone.types import Prompt
+from tests.rollout.fakes import FakeScorer
+
+OPTIONS = {
+    "prompts_per_step": 3,
+    "n_samples_per_prompt": 2,
+    "max_completion_tokens": 12,
+    "dynamic_sampling": True,
+    "max_refill_rounds": 3,
+    "truncated_samples": "mask",
+    "mask_off_policy_tokens": True,
+}
+COUNTED = [f.name for f in fields(RolloutCounts) if not f.name.endswith("_s")]
+
+
+class Prompts:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def take(self, num: int) -> list[Prompt]:
+        start, self.position = self.position, self.position + num
+        return [
+            Prompt(id=f"data:{i}", token_ids=tuple(range(3 + i % 30, 6 + i % 37)), text="")
+            for i in range(start, start + num)
+        ]
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], PreTrainedModel]:
+    folder = make_tiny_model(
+        tmp_path_factory.mktemp("tiny"),
+        num_layers=2,
+        hidden_size=32,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        initializer_range=0.25,
+        seed=5,
+    )
+    return lambda: load_model(ModelConfig(path=str(Path(folder))), device="cpu", seed=0)
+
+
+def set_weights(engine: EmbeddedEngine, version: int) -> None:
+    """The weights of a version: a function of it alone."""
+    engine.begin_sync()
+    with torch.no_grad():
+        for index, parameter in enumerate(engine.model.parameters()):
+            generator = torch.Generator().manual_seed(1000 * version + index)
+            parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
+    engine.finish_sync(build_manifest(engine.named_weights(), version))
+
+
+def parts(model: PreTrainedModel) -> dict[str, Any]:
+    cfg = EngineConfig(kv_cache_gib=0.001, max_num_seqs=4, max_num_batched_tokens=64, block_size=4)
+    return {
+        "engine": EmbeddedEngine(model, cfg, eos_token_ids=tuple(range(40, 60)), max_model_len=64),
+        "scorer": FakeScorer(delay=2),
+        "prompts": Prompts(),
+        "decode": lambda ids: " ".join(map(str, ids)),
+        "seed": 7,
+    }
+
+
+def make_stream(model: PreTrainedModel, **pipeline: Any) -> RolloutStream:
+    return RolloutStream(
+        rollout_cfg=RolloutConfig.model_validate(OPTIONS),
+        pipeline_cfg=PipelineConfig.model_validate({"enabled": True} | pipeline),
+        **parts(model),
+    )
+
+
+def batches(stream: RolloutStream, versions: range, num_pumps: int) -> Iterator[Any]:
+    for version in versions:
+        yield [group_to_dict(group) for group in stream.take(version)]
+        for _ in range(num_pumps):
+            stream.pump(0.0)
+        stream.before_sync()
+        set_weights(stream.engine, version + 1)  # type: ignore[arg-type]
+        stream.after_sync(version + 1)
+
+
+@pytest.mark.parametrize("in_flight", ["pause", "abort", "finish"])
+def test_R19_staleness_0_is_bit_for_bit_the_synchronous_run(
+    make_model: Callable[[], PreTrainedModel], in_flight: str
+) -> None:
+    rollout = Rollout(cfg=RolloutConfig.model_validate(OPTIONS), **parts(make_model()))
+    stream = make_stream(make_model(), max_staleness=0, in_flight=in_flight)
+    set_weights(rollout.engine, 0)  # type: ignore[arg-type]
+    set_weights(stream.engine, 0)  # type: ignore[arg-type]
+    num_dropped = num_truncated = 0
+    for version, actual in enumerate(batches(stream, range(5), num_pumps=2)):
+        expected = [group_to_dict(group) for group in rollout.collect(version + 1)]
+        assert actual == expected
+        for name in COUNTED:
+            assert getattr(stream.counts, name) == getattr(rollout.counts, name), name
+        num_dropped += stream.counts.num_dropped_groups
+        num_truncated += sum(s["stop_reason"] == "length" for g in actual for s in g["samples"])
+        set_weights(rollout.engine, version + 1)  # type: ignore[arg-type]
+    assert num_dropped
+    assert num_truncated
+    assert stream.prompts.position == rollout.prompts.position
+
+
+@pytest.mark.parametrize("in_flight", ["pause", "abort"])
+def test_R17_a_stream_goes_on_bit_for_bit(
+    make_model: Callable[[], PreTrainedModel], in_flight: str
+) -> None:
+    pipeline = {"max_staleness": 2, "async_queue_size": 2, "in_flight": in_flight}
+    first, second = (make_stream(make_model(), **pipeline) for _ in range(2))
+    set_weights(first.engine, 0)  # type: ignore[arg-type]
+    begun = list(batches(first, range(3), num_pumps=2))
+    first.suspend()
+    state = json.loads(json.dumps(first.state_dict()))
+    assert any(r["resumed"] for entry in state["open"] for r in entry["requests"].values())
+    second.load_state_dict(state)
+    second.prompts.position = first.prompts.position
+    first.resume()
+    set_weights(second.engine, 3)  # type: ignore[arg-type]
+    expected = list(batches(first, range(3, 6), num_pumps=2))
+    actual = list(batches(second, range(3, 6), num_pumps=2))
+    assert actual == expected
+    versions = [
+        {v for s in g["samples"] for v in s["weight_versions"]} for step in begun for g in step
+    ]
+    assert max(map(len, versions)) > 1, "weights must change within groups"

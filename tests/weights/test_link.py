@@ -1,0 +1,135 @@
+"""Notes between members of a delivery: deadlines, reasons and names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from socket import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hone.weights.link import Board, Link, LinkError, host_store, join_store
+from tests.ranks import ROOT
+
+NAMES = ("the trainer", "one", "two")
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return host_store("127.0.0.1", timeout_s=5.0)
+
+
+def board(
+    store: dist.Store, rank: int, timeout_s: float = 0.3, watch: Callable[[], None] | None = None
+) -> Board:
+    return Board(store, 7, names=NAMES, rank=rank, timeout_s=timeout_s, watch=watch)
+
+
+def member(store: dist.TCPStore, rank: int) -> tuple[dist.TCPStore, Board]:
+    own = join_store("127.0.0.1", store.port, timeout_s=5.0)
+    return own, board(own, rank, timeout_s=10.0)
+
+
+def test_notes_arrive_by_rank(store: dist.TCPStore) -> None:
+    for rank in (2, 0, 1):
+        board(store, rank).put("come", {"rank": rank})
+    _, notes = member(store, 1)
+    assert [note["rank"] for note in notes.gather("come")] == [0, 1, 2]
+    board(store, 0).put("come")
+    assert notes.gather("come", [0]) == [None]
+
+
+def test_R11_those_who_did_not_come_are_named_at_the_deadline(store: dist.TCPStore) -> None:
+    waiting = board(store, 0)
+    board(store, 1).put("joined the link")
+    start = time.monotonic()
+    with pytest.raises(LinkError, match=r"^the trainer, two had not joined the link after 0.3 s$"):
+        waiting.gather("joined the link")
+    assert 0.25 < time.monotonic() - start < 2
+
+
+def test_R11_a_reason_ends_every_wait_and_the_first_stands(store: dist.TCPStore) -> None:
+    _, other = member(store, 2)
+    other.give_up("two: no memory")
+    board(store, 1).give_up("one: the link broke")
+    with pytest.raises(LinkError, match=r"^two: no memory$"):
+        board(store, 0, timeout_s=60.0).gather("come")
+    later = Board(store, 8, names=NAMES, rank=0, timeout_s=0.1)
+    with pytest.raises(LinkError, match="had not come"):
+        later.gather("come")
+
+
+def test_R11_what_the_watch_raises_ends_a_wait(store: dist.TCPStore) -> None:
+    def watch() -> None:
+        raise LinkError("one: gone")
+
+    with pytest.raises(LinkError, match="one: gone"):
+        board(store, 0, timeout_s=60.0, watch=watch).gather("come")
+
+
+def test_R11_a_sender_that_is_gone_is_named() -> None:
+    gone = host_store("127.0.0.1", timeout_s=5.0)
+    _, notes = member(gone, 1)
+    del gone
+    with pytest.raises(LinkError, match="the trainer is gone"):
+        notes.gather("come")
+
+
+def test_R11_nobody_answers() -> None:
+    with closing(socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(LinkError, match=f"does not answer at 127.0.0.1:{port} within 1 s"):
+        join_store("127.0.0.1", port, timeout_s=1.0)
+
+
+def meet_all(store: dist.TCPStore, devices: list[str]) -> list[Link | Exception]:
+    def meet(rank: int) -> Link | Exception:
+        own, notes = member(store, rank)
+        try:
+            return Link.meet(own, notes, torch.device(devices[rank]), None)
+        except RuntimeError as error:
+            return error
+
+    with ThreadPoolExecutor(len(NAMES)) as pool:
+        return list(pool.map(meet, range(len(NAMES))))
+
+
+def test_no_link_spans_kinds_of_devices(store: dist.TCPStore) -> None:
+    told = meet_all(store, ["cpu", "cpu", "meta"])
+    assert "the trainer is on a cpu device, two not" in str(told[0])
+    assert "two is on a meta device, the trainer, one not" in str(told[2])
+
+
+def test_R11_a_dropped_link_ends_the_others_broadcasts(store: dist.TCPStore) -> None:
+    sender, *others = meet_all(store, ["cpu"] * 3)
+    assert isinstance(sender, Link)
+    waiting = [link.broadcast(torch.empty(9, dtype=torch.uint8)) for link in others]
+    sender.drop()
+    sender.drop()
+    for link, work in zip(others, waiting, strict=True):
+        with pytest.raises(LinkError, match="the link broke"):
+            link.wait(work, member(store, 1)[1])
+        link.drop()
+
+
+def test_R25_a_process_ends_well_right_after_it_has_dropped_a_link() -> None:
+    """Under a broadcast that nobody sends, whose group takes a moment to go."""
+    script = """
+from tests.weights.test_link import *
+store = host_store("127.0.0.1", timeout_s=5.0)
+links = meet_all(store, ["cpu"] * 3)
+work = links[1].broadcast(torch.empty(9, dtype=torch.uint8))
+for link in links:
+    link.drop()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
