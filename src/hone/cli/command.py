@@ -18,9 +18,9 @@ from hone.config.run import RunConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
+from hone.planner.fitting import check_run_memory
 from hone.planner.hardware import Peaks, installed_gpu, max_gpus
 from hone.planner.model_shape import ModelShape
-from hone.planner.run_memory import check_run_memory
 
 __all__ = [
     "check_rl_here",
