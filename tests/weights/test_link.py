@@ -119,6 +119,25 @@ def test_R11_a_dropped_link_ends_the_others_broadcasts(store: dist.TCPStore) -> 
         link.drop()
 
 
+def test_R11_those_who_stay_leave_a_link_with_one_who_is_gone(store: dist.TCPStore) -> None:
+    *staying, gone = meet_all(store, ["cpu"] * 3)
+    assert isinstance(gone, Link)
+    gone.drop()
+
+    def take(rank: int) -> torch.Tensor:
+        own, held = join_store("127.0.0.1", store.port, timeout_s=5.0), staying[rank]
+        assert isinstance(held, Link)
+        notes = Board(own, 8, names=NAMES[:2], rank=rank, timeout_s=10.0)
+        link = Link.meet(own, notes, torch.device("cpu"), held)
+        tensor = torch.arange(9) if rank == 0 else torch.zeros(9, dtype=torch.int64)
+        link.wait(link.broadcast(tensor), notes)
+        return tensor
+
+    with ThreadPoolExecutor(2) as pool:
+        for tensor in pool.map(take, range(2)):
+            assert torch.equal(tensor, torch.arange(9))
+
+
 def test_R25_a_process_ends_well_right_after_it_has_dropped_a_link() -> None:
     """Under a broadcast that nobody sends, whose group takes a moment to go."""
     script = """

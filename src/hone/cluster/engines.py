@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any
@@ -35,6 +35,8 @@ _PLACING_S = 60.0
 """How long devices that others hold are waited for."""
 _STARTING_S = 900.0
 """How long an engine may take to read its model's configuration and to record its graphs."""
+_RAY_GONE_S = 10
+"""How long processes of a Ray of this host look for its head, which never comes again."""
 _CALLS = 8
 """Calls of one engine that run side by side: the longest waits for weights."""
 
@@ -75,26 +77,20 @@ def make_engines(cfg: RLConfig) -> Generator[Engines]:
 def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
     """Be the driver of a Ray: of `cluster.address`, or of one of this host alone."""
     address = cfg.cluster.address
-    if address is None:
-        with _own_devices(cfg, uses_gpus=uses_gpus) as (num_cpus, num_gpus):
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-    else:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RayError, ValueError) as error:
-            raise UserError(
-                f"there is no Ray cluster at cluster.address={address!r}: {error}. Start one with "
-                "`ray start --head`, or unset cluster.address for one of this host alone."
-            ) from error
-    try:
-        if address is not None:
+    try:  # an interrupt may find it half started
+        if address is None:
+            num_cpus, num_gpus, environment = _own_devices(cfg, uses_gpus=uses_gpus)
+            with _environment(environment):
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+        else:
+            _join(address)
             _check_nodes(cfg.cluster, "GPU" if uses_gpus else "CPU")
             if uses_gpus:
                 _reserve_own()
@@ -103,17 +99,25 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
         ray.shutdown()
 
 
-@contextmanager
-def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> Generator[tuple[int, int]]:
-    """The CPUs and GPUs that a Ray of this host may give away: all but the trainers' devices.
+def _join(address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RayError, ValueError) as error:
+        raise UserError(
+            f"there is no Ray cluster at cluster.address={address!r}: {error}. Start one with "
+            "`ray start --head`, or unset cluster.address for one of this host alone."
+        ) from error
 
-    Its processes inherit the environment that they are started in, hence the visible GPUs.
-    """
+
+def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str, str]]:
+    """The CPUs and GPUs that a Ray of this host may give away, all but the trainers' devices, and
+    the environment that it must be started in: its processes inherit that."""
     needed = cfg.cluster.num_engines * cfg.engine.tensor_parallel_size
     num_cpus = max(os.cpu_count() or 1, needed)
+    # Where all of it is killed at once, its agents end only when they have not found it so long.
+    environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": f"{_RAY_GONE_S}"}
     if not uses_gpus:
-        yield num_cpus, 0
-        return
+        return num_cpus, 0, environment
     visible = _visible_gpus()
     left = visible[processes().local_world_size :]
     if needed > len(left):
@@ -121,15 +125,22 @@ def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> Generator[tuple[int, int]
             f"{_sum(cfg.cluster, cfg.engine.tensor_parallel_size)}, and this host has "
             f"{len(visible)} GPUs. Use fewer, or name a Ray cluster with cluster.address."
         )
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(left)
+    return num_cpus, len(left), environment | {"CUDA_VISIBLE_DEVICES": ",".join(left)}
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Generator[None]:
+    """What processes inherit that are started inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
-        yield num_cpus, len(left)
+        yield
     finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _visible_gpus() -> list[str]:

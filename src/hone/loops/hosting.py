@@ -31,8 +31,11 @@ def make_host(cfg: RLConfig, *, name: str = "engine") -> EngineHost:
     check_exact(cfg.model, device)
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
     tokenizer = load_tokenizer(cfg.model)
-    model = shard_model(blank_model(cfg.model, device=device), tp)
-    engine = make_engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)
+    is_vllm = cfg.engine.backend == "vllm"
+    model = shard_model(blank_model(cfg.model, device="meta" if is_vllm else device), tp)
+    engine = make_engine(
+        cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp, device=device
+    )
     receiver = WeightReceiver(engine, device)
     group = None
     if tp.size > 1:

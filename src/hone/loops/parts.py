@@ -249,13 +249,17 @@ def make_engine(
     *,
     owns_weights: bool,
     tensor_parallel: TensorParallel | None = None,
+    device: torch.device | None = None,
 ) -> Engine:
+    """The engine of `engine.backend` over `model`; vLLM has weights of its own, so that the model
+    may then lie on meta and `device` says where vLLM runs."""
     if cfg.engine.backend == "vllm":
         return VLLMEngine(
             model,
             cfg.engine,
             eos_token_ids=eos_token_ids(model, tokenizer),
             tokenizer=tokenizer,
+            device=device,
         )
     return EmbeddedEngine(
         model,
@@ -380,7 +384,9 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
             sampling = _apart(cfg, Controller(mesh, group, weights), scorer, data, decode)
         else:
             is_alias = mesh.world.size == 1 and not lora.rank
-            engine = make_engine(cfg, sampled, tokenizer, owns_weights=not is_alias)
+            engine = make_engine(
+                cfg, sampled, tokenizer, owns_weights=not is_alias, device=mesh.device
+            )
             rollout = Rollout(
                 engine=engine,
                 scorer=scorer,
@@ -460,6 +466,8 @@ def _sampled_model(
 ) -> PreTrainedModel:
     """What an engine beside the trainer samples with: `model` itself where that is whole and
     becomes the policy as it is."""
+    if cfg.engine.backend == "vllm":
+        return blank_model(cfg.model, device="meta")
     if mesh.world.size > 1:  # the first sync fills it, before anything is sampled
         return blank_model(cfg.model, device=mesh.device)
     return load() if cfg.model.lora.rank else alias_module(model)

@@ -158,6 +158,8 @@ class Recorder:
             scalars["perf/generated_tokens_per_s"] = sampled / max(generating_s, 1e-9)
         if self.limits is not None and groups:
             scalars |= self.limits.ratios(groups, rows, seconds)
+            there_s = self.limits.num_engines * max(seconds["step"], 1e-9)
+            scalars["perf/engine_busy_share"] = scalars["perf/engine_busy_s"] / there_s
         self.log.log(step, scalars)
         if groups:
             advantages = {

@@ -112,6 +112,13 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
             ("rollout/duplicate_share", "duplicates in a group"),
             scale="share",
         ),
+        _chart(
+            "Staleness",
+            "updates since the group was begun",
+            ("rollout/staleness/mean", "mean"),
+            ("rollout/staleness/max", "largest"),
+            scale="zero",
+        ),
     ),
     "Speed and memory": (
         _chart(
@@ -127,6 +134,12 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
             ("perf/R_gen", "generation"),
             ("perf/R_train", "training"),
             ("perf/R_step", "whole step"),
+            scale="share",
+        ),
+        _chart(
+            "Engines at work",
+            "share of a step",
+            ("perf/engine_busy_share", "of all engines"),
             scale="share",
         ),
         _chart(

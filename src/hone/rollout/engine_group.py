@@ -215,7 +215,6 @@ class EngineGroup:
         self._receivers: list[_Member] = []
         """Who takes part in a delivery of weights."""
         self._deliveries: list[tuple[_Member, Pending]] = []
-        self._starved_s = 0.0
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -251,8 +250,9 @@ class EngineGroup:
     def step(self) -> list[Completion]:
         """What any engine has finished, waiting for a moment where that is nothing.
 
-        Raises EnginesLostError, and RuntimeError between `begin_sync` and `finish_sync` or where
-        requests have waited for `timeout_s` for an engine with weights.
+        Where no engine has weights, requests wait for the caller to deliver them (`needs_weights`):
+        it may be about other things meanwhile. Raises EnginesLostError, and RuntimeError between
+        `begin_sync` and `finish_sync`.
         """
         if self._is_syncing:
             raise RuntimeError("step() while weights are being delivered; repeat a failed delivery")
@@ -266,7 +266,7 @@ class EngineGroup:
             if member.poll is not None:
                 self._look_at(member, deadline)
         if self._waiting and self.needs_weights:
-            self._starve()
+            sleep(WAIT_S)
         finished, self._finished = self._finished, []
         return finished
 
@@ -385,7 +385,6 @@ class EngineGroup:
             member.silent_s, member.looked_at = 0.0, now
         self._weight_version = version
         self._is_syncing = False
-        self._starved_s = 0.0
         self._deal()
 
     def _judge(self, member: _Member, delivery: Pending, wait_s: float) -> None:
@@ -464,15 +463,6 @@ class EngineGroup:
         if member.requests and member.silent_s > self._timeout_s:
             state = "answers, but makes no step" if polled is not None else "does not answer"
             self._lose(member, f"no progress for {member.silent_s:.1f} s: it {state}")
-
-    def _starve(self) -> None:
-        sleep(WAIT_S)
-        self._starved_s += WAIT_S
-        if self._starved_s > self._timeout_s:
-            raise RuntimeError(
-                f"requests have waited {self._starved_s:.1f} s for an engine with weights: deliver "
-                "them again where `needs_weights` says so"
-            )
 
     def _settle(self, member: _Member) -> None:
         """Wait for what has been sent: calls may overtake each other."""

@@ -45,6 +45,7 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
         "engine/accepted_draft_tokens": Sum(counts.num_accepted_tokens),
         "engine/kv_cache_usage/max": Max(counts.max_kv_cache_usage),
         "perf/engine_tokens_per_s": Mean(counts.num_generated_tokens, counts.engine_busy_s),
+        "perf/engine_busy_s": Sum(counts.engine_busy_s),
         "rollout/killed_reward_workers": Sum(counts.num_kills),
         "time/generate/wait_s": Last(counts.wait_s),
     }

@@ -263,6 +263,9 @@ def _generating(
             num_samples=num_samples,
             samples_key=samples_key(section),
             trains=section == "rollout",
+            shares_device=section == "rollout"
+            and not _is_apart(cfg)
+            and not cfg.engine.enable_sleep,
         ),
         check_tensor_parallel(
             cfg.engine,

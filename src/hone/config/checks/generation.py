@@ -186,7 +186,13 @@ def check_filters(rollout: RolloutConfig) -> Iterator[Finding]:
 
 
 def check_engine(
-    engine: EngineConfig, *, device: str, num_samples: int, samples_key: str, trains: bool
+    engine: EngineConfig,
+    *,
+    device: str,
+    num_samples: int,
+    samples_key: str,
+    trains: bool,
+    shares_device: bool = False,
 ) -> Iterator[Finding]:
     """Concurrency and memory of generation."""
     if engine.max_num_seqs < num_samples:
@@ -226,7 +232,7 @@ def check_engine(
             "engine.enable_prefix_caching",
             samples_key,
         )
-    if trains and engine.kv_cache_gib is None and engine.gpu_memory_utilization > 0.8:
+    if shares_device and engine.kv_cache_gib is None and engine.gpu_memory_utilization > 0.8:
         yield warning(
             f"engine.gpu_memory_utilization is {engine.gpu_memory_utilization:g}, but the trainer "
             "needs the same GPU for gradients, optimizer and activations; start with 0.5, or set "
