@@ -18,6 +18,7 @@ from hone.cli.help import TREES
 from hone.cli.main import COMMANDS, main
 from hone.config import UserError, schema
 from hone.config.recipe import recipe_names
+from hone.planner.hardware import Peaks
 from tests.config import workspace as files
 from tests.config.test_checks import ROWS
 from tests.config.workspace import BASE
@@ -175,6 +176,32 @@ def test_check_prints_settings_numbers_and_findings(
     text = output(capsys, "check", *BASE["rl"], *bad_layout, code=2)
     assert "which does not divide" in " ".join(text.split())
     assert "Derived numbers" not in text
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_R22_a_run_that_cannot_fit_never_starts(
+    nproc: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In `hone rl` as in `hone check`, and only where this host has the GPU."""
+    small = Peaks("Small", 1e12, 1e14, "datasheet", memory_gib=1)
+    monkeypatch.setattr("hone.cli.command.installed_gpu", lambda: small)
+    monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: 2)
+    monkeypatch.setattr("hone.cli.command.spawn", lambda command, nproc: 0)
+    monkeypatch.setitem(sys.modules, "hone.loops", ModuleType("hone.loops"))  # would load torch
+    argv = (*BASE["rl"], "--nproc", nproc)
+    if nproc == "2":
+        told = output(capsys, "rl", *argv, code=2)
+    else:
+        told = output(capsys, "rl", *BASE["rl"], code=2)
+    assert "by prediction the run does not fit into the 1 GiB of a GPU (Small)" in told
+    assert "train takes 1." in told
+    told = " ".join(output(capsys, "check", *argv, code=2).split())
+    assert "generate_peak_gib" in told
+    assert "does not fit into the 1 GiB" in told
+    undecided = output(capsys, "check", *BASE["rl"])  # other numbers of processes may
+    assert "errors: 0" in undecided
+    monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: 0)
+    assert "errors: 0" in output(capsys, "check", *argv)
 
 
 # -- --nproc ------------------------------------------------------------------------------------

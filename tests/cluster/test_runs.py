@@ -99,6 +99,16 @@ def engine_processes(run: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
+def kill_one(run: subprocess.Popen[str], of: int) -> None:
+    """Kill an engine's process once there are so many."""
+    deadline = time.monotonic() + LIMIT_S
+    while len(found := engine_processes(run)) < of:
+        assert run.poll() is None, run.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    found[-1].send_signal(signal.SIGKILL)
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -112,9 +122,10 @@ def check_trained_once(folder: Path, steps: int) -> None:
     assert set(counts.values()) == {SAMPLES}
 
 
-def test_R11_a_killed_engine_is_replaced_and_no_sample_is_lost_or_trained_twice(
+def test_R11_killed_engines_are_replaced_and_no_sample_is_lost_or_trained_twice(
     folder: Path,
 ) -> None:
+    """One as it starts, one at work."""
     steps = 40
     path = recipe(
         folder,
@@ -125,21 +136,22 @@ def test_R11_a_killed_engine_is_replaced_and_no_sample_is_lost_or_trained_twice(
     )
     run = start(path)
     rows = folder / "killed-run" / "metrics.jsonl"
+    kill_one(run, 2)
     wait_for_row(run, rows, 3)
-    (victim, *_) = engine_processes(run)
-    victim.send_signal(signal.SIGKILL)
+    kill_one(run, 1)
     output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, output
-    assert "is lost and started anew (restart 1 of at most 3)" in output, output
+    assert "is lost and started anew (restart 2 of at most 3)" in output, output
     assert len(rows_of(rows.parent)) == steps
     check_trained_once(rows.parent, steps)
 
 
-def test_two_trainers_sync_with_an_engine_of_two_ranks_and_end_on_ctrl_c(folder: Path) -> None:
+def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
+    """A rank of the engine is replaced; Ctrl-C, and a trainer that is killed, end all there is."""
     path = recipe(
         folder,
         "ranks",
-        200,
+        2000,
         cluster={"num_engines": 1, "num_trainers": 2},
         engine={
             "max_num_seqs": 16,
@@ -148,13 +160,33 @@ def test_two_trainers_sync_with_an_engine_of_two_ranks_and_end_on_ctrl_c(folder:
             "tensor_parallel_size": 2,
         },
         trainer={"parallel": {"zero_stage": 3}},
+        checkpoint={"every_n_steps": 2},
     )
     run = start(path)
     rows = folder / "ranks-run" / "metrics.jsonl"
     wait_for_row(run, rows, 2)
+    assert rows_of(rows.parent)[0]["off_policy/parity/kl"] < 1e-6
+    kill_one(run, 2)
+    wait_for_row(run, rows, len(rows_of(rows.parent)) + 3)
+    processes = psutil.Process(run.pid).children(recursive=True)
     os.kill(run.pid, signal.SIGINT)
     output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 130, output
+    assert "(restart 1 of at most 3)" in output, output
     assert "stopped and saved after step" in output, output
-    check_trained_once(rows.parent, len(rows_of(rows.parent)))
-    assert rows_of(rows.parent)[0]["off_policy/parity/kl"] < 1e-6
+    assert not psutil.wait_procs(processes, timeout=30.0)[1]
+    done = len(rows_of(rows.parent))
+    check_trained_once(rows.parent, done)
+
+    run = start(path)
+    wait_for_row(run, rows, done + 3)
+    processes = psutil.Process(run.pid).children(recursive=True)
+    children = psutil.Process(run.pid).children()
+    trainers = sorted((p for p in children if "rl" in p.cmdline()), key=lambda p: p.pid)
+    trainers[1].kill()
+    output, _ = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == 1, output
+    (first, *_) = [line for line in output.splitlines() if line.startswith("error:")]
+    assert f"rank 1 (pid {trainers[1].pid}) was killed by SIGKILL" in first
+    ray = [p for p in psutil.wait_procs(processes, timeout=30.0)[1] if "Agent" not in p.name()]
+    assert not ray, "Ray's agents alone look for it for a minute"

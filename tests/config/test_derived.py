@@ -165,6 +165,55 @@ def test_memory_of_a_model(workspace: Path) -> None:
     assert found["reference_gib"] == 4
 
 
+def test_memory_of_engines_and_references(workspace: Path) -> None:
+    """Who has weights of its own: not an engine that samples with the trainer's, nor one apart."""
+
+    def found(*flags: str, world_size: int = 1) -> dict[str, Any]:
+        cfg = load_config(RLConfig, None, [*BASE["rl"], "--run.device=cuda", *flags])
+        return rows(cfg, world_size=world_size, num_params=2**30)
+
+    kl, apart = "--algorithm.kl.coef=1", ("--cluster.num_trainers=4", "--cluster.num_engines=2")
+    assert "engine_gib" not in found()
+    assert found(world_size=4)["engine_gib"] == 2
+    assert "engine_gib" not in found(*apart, world_size=4)
+    assert found("--engine.backend=vllm")["engine_gib"] == 2
+    for stage in ("0", "1", "3"):
+        flags = (kl, f"--trainer.parallel.zero_stage={stage}")
+        assert found(*flags, world_size=4)["reference_gib"] == 0.5
+    adapted = found(kl, "--model.lora.rank=8")
+    assert adapted["engine_gib"] == 2
+    assert adapted.keys().isdisjoint({"reference_gib", "masters_gib", "optimizer_gib"})
+
+
+@pytest.mark.parametrize(
+    ("queue", "staleness", "ahead"), [(1, 1, 1), (1, 4, 1), (4, 2, 2), (3, 0, 0)]
+)
+def test_a_cluster_is_added_up_and_its_lead_bounded(
+    queue: int, staleness: int, ahead: int, workspace: Path
+) -> None:
+    flags = (
+        "--cluster.num_trainers=8",
+        "--cluster.num_engines=4",
+        "--engine.tensor_parallel_size=2",
+        "--cluster.num_nodes=2",
+        "--cluster.devices_per_node=8",
+    )
+    pipeline = (
+        "--pipeline.enabled=true",
+        f"--pipeline.async_queue_size={queue}",
+        f"--pipeline.max_staleness={staleness}",
+    )
+    cfg = load_config(RLConfig, None, [*BASE["rl"], *flags, *pipeline])
+    found = rows(cfg, world_size=8)
+    assert [found[f"{role}devices"] for role in ("trainer_", "engine_", "")] == [8, 8, 16]
+    names = ("groups_ahead", "max_open_groups", "max_staleness")
+    assert [found[name] for name in names] == [64 * ahead, 64 * (1 + ahead), staleness]
+    synchronous = rows(load_config(RLConfig, None, [*BASE["rl"], *flags]), world_size=8)
+    assert synchronous["devices"] == 16
+    assert synchronous.keys().isdisjoint(names)
+    assert "devices" not in rows(load_config(RLConfig, None, BASE["rl"]))
+
+
 def test_the_kv_cache_of_a_model(workspace: Path) -> None:
     cfg = load_config(RLConfig, None, [*BASE["rl"], "--run.device=cpu", "--engine.block_size=100"])
     found = rows(cfg)

@@ -102,3 +102,46 @@ def test_separate_engines_serve_two_trainers_evaluation_and_adapters(
     )
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all("eval/reward/mean" in row for row in rows)
+
+
+LEARNING: dict[str, dict[str, Any]] = {
+    "beside": {},
+    "carried over": {"rollout": {"oversample_prompts": 4}},
+    "apart": {"cluster": APART},
+    "ahead, paused": {"cluster": APART, "pipeline": {"enabled": True, "max_staleness": 1}},
+    "ahead, put back": {
+        "cluster": APART,
+        "pipeline": {
+            "enabled": True,
+            "max_staleness": 2,
+            "async_queue_size": 2,
+            "in_flight": "abort",
+        },
+    },
+}
+
+
+@pytest.mark.slow
+def test_every_mode_learns_as_much(make_config: MakeConfig, tmp_path: Path) -> None:
+    """The reward of the last steps, for three seeds each."""
+    ends: dict[str, list[float]] = {}
+    sizes = {"prompts_per_step": 8, "n_samples_per_prompt": 4, "max_completion_tokens": 8}
+    for mode, sections in LEARNING.items():
+        for seed in range(3):
+            rows = run(
+                make_config(
+                    **sections
+                    | {
+                        "run": {"dir": tmp_path / f"{mode}{seed}", "steps": 20, "seed": seed},
+                        "rollout": sizes | sections.get("rollout", {}),
+                        "algorithm": {"correction": {"kind": "tis"}},
+                        "trainer": {"optimizer": {"lr": 6e-3}, "logits_chunk_tokens": 64},
+                        "eval": {"at_end": False, "max_completion_tokens": 8},
+                    }
+                )
+            )
+            rewards = [row["reward/mean"] for row in rows]
+            assert sum(rewards[-4:]) > sum(rewards[:4]) + 4 * 0.15, f"{mode=} {seed=} {rewards=}"
+            ends.setdefault(mode, []).append(sum(rewards[-4:]) / 4)
+    means = {mode: sum(values) / len(values) for mode, values in ends.items()}
+    assert max(means.values()) - min(means.values()) < 0.12, means

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from hone.cli.command import (
     check_rl_here,
+    known_shape,
     load_arguments,
     local_gpu,
-    local_shape,
     take_nproc,
 )
 from hone.cli.help import TREES, print_help
@@ -41,8 +41,9 @@ _USAGE = """\
 usage: hone check [rl|sft|eval|generate] RECIPE [--section.key VALUE ...] [--nproc N] [--json]
 
 Resolves and checks a recipe (of `hone rl` unless another command is named), and prints what is
-wrong, what was set, and the numbers that follow, in N processes where that is said. Loads no model;
-needs no GPU. Exit code: 2 with errors, else 0. `hone check COMMAND --help` explains the keys.
+wrong, what was set, and the numbers that follow, in N processes where that is said. With a GPU on
+this host also the memory of each phase of `hone rl`, and whether it fits. Loads no model; needs no
+GPU. Exit code: 2 with errors, else 0. `hone check COMMAND --help` explains the keys.
 """
 
 _CHECKS: dict[str, tuple[Callable[..., list[Finding]], Callable[..., list[Derived]]]] = {
@@ -78,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _derived(derive: Callable[..., list[Derived]], cfg: Any, nproc: int | None) -> list[Derived]:
     """The numbers that follow; none where the processes make no mesh, which is among the errors."""
-    shape, gpu = local_shape(cfg.model.path), local_gpu()
+    shape, gpu = known_shape(cfg.model.path), local_gpu()
     try:
         rows = derive(cfg, world_size=nproc, num_params=shape and shape.num_params)
         if shape is None or not isinstance(cfg, RLConfig | SFTConfig):

@@ -20,15 +20,15 @@ from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
 from hone.planner.fitting import check_run_memory
 from hone.planner.hardware import Peaks, installed_gpu, max_gpus
-from hone.planner.model_shape import ModelShape
+from hone.planner.model_shape import ModelShape, public_shape
 
 __all__ = [
     "check_rl_here",
     "conclude",
+    "known_shape",
     "load_arguments",
     "load_checked",
     "local_gpu",
-    "local_shape",
     "quiet_transformers",
     "run_in_processes",
     "take_nproc",
@@ -113,9 +113,9 @@ def run_in_processes(
 
 def check_rl_here(cfg: RLConfig, world_size: int | None) -> list[Finding]:
     """Findings for `hone rl`, among them whether it fits on the GPU of this host, where that, the
-    number of processes and the model's `config.json` are known."""
+    number of processes and the model's shape are known."""
     findings = check_rl(cfg, world_size)
-    gpu, shape = local_gpu(), local_shape(cfg.model.path)
+    gpu, shape = local_gpu(), known_shape(cfg.model.path)
     if gpu is None or shape is None or world_size is None:
         return findings
     try:
@@ -130,8 +130,11 @@ def local_gpu() -> Peaks | None:
     return installed_gpu() if max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) != 0 else None
 
 
-def local_shape(model_path: str) -> ModelShape | None:
-    """The shape of a model whose `config.json` is here and can be planned for; None for others."""
+def known_shape(model_path: str) -> ModelShape | None:
+    """The shape of a model whose `config.json` is here or whose hub name is that of a public shape;
+    None for others, and for families that are not planned for."""
+    if not Path(model_path).exists():
+        return public_shape(model_path.rpartition("/")[2].lower())
     try:
         return ModelShape.from_config(model_path)
     except (OSError, ValueError):

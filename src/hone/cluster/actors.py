@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import ray
@@ -109,7 +110,7 @@ class _RayPending:
 
     def _raise_of_others(self) -> None:
         """Raise EngineLostError where another rank is gone, or has failed."""
-        for ref in ray.wait(self.others, num_returns=len(self.others), timeout=0.0)[0]:
+        for ref in ray.wait([*self.others], num_returns=len(self.others), timeout=0.0)[0]:
             try:
                 ray.get(ref)
             except RayError as error:
@@ -125,13 +126,26 @@ class RayHandle:
         self._ranks = list(ranks)
         first = self._ranks[0]
         address = first.address.remote()
-        started = [rank.start.remote(address) for rank in self._ranks]
+        self._starting = [rank.start.remote(address) for rank in self._ranks]
         self._following = [rank.follow.remote() for rank in self._ranks[1:]]
-        self.started = [_RayPending(name, ref, self._following) for ref in started]
 
     @property
     def num_ranks(self) -> int:
         return len(self._ranks)
+
+    def wait_until_made(self, timeout_s: float) -> None:
+        """Wait for all ranks. Raises what one has refused, TimeoutError, and EngineLostError where
+        one is gone: the others may wait for it long."""
+        waiting, deadline = list(self._starting), monotonic() + timeout_s
+        while waiting:
+            ended, waiting = ray.wait(waiting, timeout=max(deadline - monotonic(), 0.0))
+            if not ended:
+                raise TimeoutError(
+                    f"{self.name} has not started within 15 minutes, or nine tenths of "
+                    "trainer.parallel.timeout_s. Is its process stopped (`ray list actors`)?"
+                )
+            for ref in ended:
+                _RayPending(self.name, ref, ()).result(0.0)
 
     def call(self, method: str, /, *args: Any) -> _RayPending:
         """Begin a call of a method of the host."""

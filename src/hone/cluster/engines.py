@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from time import monotonic
@@ -96,7 +98,22 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
                 _reserve_own()
         yield
     finally:
-        ray.shutdown()
+        with _undisturbed():
+            ray.shutdown()
+
+
+@contextmanager
+def _undisturbed() -> Generator[None]:
+    """Ctrl-C does nothing inside: after half a shutdown Ray ends this process, with a code of its
+    own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _join(address: str) -> None:
@@ -249,12 +266,5 @@ def _await(handles: list[RayHandle], timeout_s: float) -> None:
     """
     deadline = monotonic() + timeout_s
     for handle in handles:
-        for pending in handle.started:  # one rank is lost with another, whose own words count
-            try:
-                with suppress(EngineLostError):
-                    pending.result(max(deadline - monotonic(), 0.0))
-            except TimeoutError as error:
-                raise TimeoutError(
-                    f"{handle.name} has not started within {timeout_s:.0f} s. Is its process on "
-                    "the way (`ray list actors`), or stopped?"
-                ) from error
+        with suppress(EngineLostError):
+            handle.wait_until_made(max(deadline - monotonic(), 0.0))

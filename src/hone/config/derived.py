@@ -305,7 +305,7 @@ def _generation(
         *_engine(cfg.engine, cfg.model, cfg.run.device, longest),
     ]
     if num_params is not None:
-        rows.append(Derived("parameters", num_params, "from config.json"))
+        rows.append(Derived("parameters", num_params, "from config.json or the public name"))
         rows.append(_gib("weights_gib", num_params, _num_bytes(dtype), dtype))
     return rows
 
@@ -481,7 +481,7 @@ def _training_memory(
     mixed = held != "float32"
     tensor, shards = sizes.tensor, sizes.tensor * sizes.fsdp
     reference_shards = shards if zero_stage else sizes.world
-    yield Derived("parameters", num_params, "from config.json")
+    yield Derived("parameters", num_params, "from config.json or the public name")
 
     def part(name: str, num_bytes: int, how: str, parts: int) -> Derived:
         split = f" / {parts} parts" if parts > 1 else ""

@@ -1,0 +1,179 @@
+"""Whether a run of `hone rl` fits into a GPU, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hone.config.base import Section
+from hone.config.checks import Finding, check_rl
+from hone.config.checks.finding import error
+from hone.config.tree import RLConfig
+from hone.planner.hardware import Peaks
+from hone.planner.model_shape import ModelShape
+from hone.planner.run_memory import RunMemory
+
+__all__ = ["check_run_memory"]
+
+_GIB = 1 << 30
+_LAST_RESORT = ("trainer.parallel.zero_stage", "model.lora.rank")
+S = TypeVar("S", bound=Section)
+
+
+def check_run_memory(
+    cfg: RLConfig, shape: ModelShape, *, world_size: int, gpu: Peaks
+) -> Iterator[Finding]:
+    """Whether every phase fits the memory of `gpu`. Raises UserError as `layout` does."""
+    if gpu.memory_gib is None or cfg.run.device == "cpu":
+        return
+    fit = _Fit(shape, world_size, gpu)
+    if not fit.excess(cfg):
+        return
+    changes = _remedies(cfg, fit)
+    keys = dict.fromkeys(key for change in changes for key in change)
+    yield error(
+        f"{_lack(RunMemory(cfg, shape, world_size, gpu), gpu)} {_remedy(changes)}",
+        *(keys or _LAST_RESORT),
+    )
+
+
+def _lack(run: RunMemory, gpu: Peaks) -> str:
+    """What does not fit, and what it consists of."""
+    limit, phases = (gpu.memory_gib or 0) * _GIB, run.phases()
+    over = [phase for phase in phases if phase.num_bytes > limit]
+    told = ""
+    if over:
+        others = [phase for phase in phases if phase not in over]
+        told = (
+            f"by prediction the run does not fit into the {gpu.memory_gib} GiB of a GPU "
+            f"({gpu.name}): {_listed([f'{x.title} takes {x.in_words()}' for x in over])}"
+        )
+        fitting = [f"{x.title} {x.in_words()}" for x in others]
+        told += f"; {_listed(fitting)} would fit." if fitting else "."
+    if run.lacks_room_for_one:
+        told += (
+            f"{' ' * bool(told)}By prediction the KV cache has {run.cache_gib:.2f} GiB, and one "
+            f"sequence of {run.max_model_len} tokens (engine.max_model_len) takes "
+            f"{run.sequence_gib:.2f}."
+        )
+    return told
+
+
+def _remedy(changes: list[dict[str, Any]]) -> str:
+    told = [
+        _listed([f"{key} to {str(change[key]).lower()}" for key in change]) for change in changes
+    ]
+    match told:
+        case []:
+            return (
+                "No other setting makes enough room: train on more devices (--nproc, with "
+                "trainer.parallel.zero_stage 3), adapters alone (model.lora.rank), or a smaller "
+                "model."
+            )
+        case [only]:
+            return f"Set {only}."
+        case _:
+            return f"Set one of these: {'; '.join(told)}."
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """How far a configuration is from fitting."""
+
+    shape: ModelShape
+    world_size: int
+    gpu: Peaks
+
+    def excess(self, cfg: RLConfig) -> int:
+        """Bytes that are lacking, over all phases; 0 where all fit and the engine starts."""
+        run = RunMemory(cfg, self.shape, self.world_size, self.gpu)
+        limit = (self.gpu.memory_gib or 0) * _GIB
+        too_much = sum(max(phase.num_bytes - limit, 0) for phase in run.phases())
+        missing = (run.sequence_bytes or 0) - (run.cache or 0) if run.lacks_room_for_one else 0
+        return too_much + missing
+
+    def other_cache(self, cfg: RLConfig) -> dict[str, Any] | None:
+        """The cache that fits and is nearest to the configured one, by its key; None: none is."""
+        engine = cfg.engine
+        if engine.kv_cache_gib is not None:
+            key, now = "engine.kv_cache_gib", engine.kv_cache_gib
+            sizes = {round(now * n / 100, 1) for n in range(1, 201)} - {0.0}
+        else:
+            key, now = "engine.gpu_memory_utilization", engine.gpu_memory_utilization
+            sizes = {n / 100 for n in range(1, 96)}
+        nearest = sorted(sizes, key=lambda size: abs(size - now))
+        return next(
+            ({key: size} for size in nearest if not self.excess(_changed(cfg, {key: size}))), None
+        )
+
+
+def _remedies(cfg: RLConfig, fit: _Fit) -> list[dict[str, Any]]:
+    """Each single change that makes the run fit, the cheapest first; else several that do together.
+
+    The order is that of benchmarks/memory.md, by time a GiB.
+    """
+    known = _errors(cfg, fit.world_size)
+
+    def is_served(change: Mapping[str, Any]) -> bool:
+        return _errors(_changed(cfg, change), fit.world_size) <= known
+
+    singles = [change for change in _candidates(cfg) if is_served(change)]
+    found = [change for change in singles if not fit.excess(_changed(cfg, change))]
+    if cache := fit.other_cache(cfg):
+        found.insert(0, cache)
+    if found:
+        return found
+    together: dict[str, Any] = {}
+    for change in singles:
+        further = together | change
+        before, after = _changed(cfg, together), _changed(cfg, further)
+        if fit.excess(after) >= fit.excess(before) or not is_served(further):
+            continue
+        together = further
+        if not fit.excess(after):
+            return [_without_needless(cfg, together, fit)]
+        if cache := fit.other_cache(after):
+            return [_without_needless(cfg, together | cache, fit)]
+    return []
+
+
+def _without_needless(cfg: RLConfig, change: dict[str, Any], fit: _Fit) -> dict[str, Any]:
+    for key in change:
+        fewer = {other: change[other] for other in change if other != key}
+        if not fit.excess(_changed(cfg, fewer)):
+            return _without_needless(cfg, fewer, fit)
+    return change
+
+
+def _candidates(cfg: RLConfig) -> Iterator[dict[str, Any]]:
+    trainer = cfg.trainer
+    yield {"engine.max_model_len": cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens}
+    yield {"engine.enable_sleep": True}
+    yield {"trainer.optimizer.state_dtype": "bfloat16"}
+    yield {"trainer.parallel.zero_stage": 3}
+    yield {"trainer.max_tokens_per_microbatch": trainer.max_tokens_per_microbatch // 2}
+    yield {"trainer.enable_sleep": True}
+    yield {"trainer.offload_optimizer": True}
+    yield {"trainer.recompute": "full"}
+
+
+def _errors(cfg: RLConfig, world_size: int) -> set[Finding]:
+    return {finding for finding in check_rl(cfg, world_size) if finding.level == "error"}
+
+
+def _changed(cfg: RLConfig, change: Mapping[str, Any]) -> RLConfig:
+    for key, value in change.items():
+        cfg = _replaced(cfg, key.split("."), value)
+    return cfg
+
+
+def _replaced(section: S, path: list[str], value: Any) -> S:
+    name, *inner = path
+    if inner:
+        value = _replaced(getattr(section, name), inner, value)
+    return section.model_copy(update={name: value})

@@ -1,0 +1,350 @@
+"""Planned memory of whole runs: against measured ones, by hand, and what is advised."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from hone.config.checks import check_rl
+from hone.config.derived import AxisSizes
+from hone.config.load import load_config
+from hone.config.trainer import TrainerConfig
+from hone.config.tree import RLConfig
+from hone.engine import kv_cache
+from hone.planner import run_memory
+from hone.planner.fitting import check_run_memory
+from hone.planner.hardware import Peaks, gpu_peaks
+from hone.planner.memory import training_memory
+from hone.planner.model_shape import ModelShape, public_shape
+from hone.planner.run_memory import Phase, RunMemory, derived_run_memory, run_phases
+from hone.weights import sync
+
+GIB = 1 << 30
+TOLERANCE = 0.025
+"""Of a whole run's peak; micro-batches are planned full and the measured were 94 % full."""
+RUN = (
+    "--model.path=public/model",
+    "--data.train=[{path: public/data}]",
+    "--run.device=cuda",
+    "--rollout.prompts_per_step=32",
+    "--data.max_prompt_tokens=264",
+    "--rollout.max_completion_tokens=1024",
+    "--engine.max_model_len=1288",
+)
+"""benchmarks/rl_step.py with default settings."""
+APART = ("--cluster.num_trainers=2", "--cluster.num_engines=2")
+
+
+def h200() -> Peaks:
+    found = gpu_peaks("NVIDIA H200")
+    assert found is not None
+    return found
+
+
+def shape_of(name: str) -> ModelShape:
+    found = public_shape(name)
+    assert found is not None
+    return found
+
+
+def configured(*flags: str) -> RLConfig:
+    return load_config(RLConfig, None, [*RUN, *flags])
+
+
+def phases(*flags: str, name: str = "qwen3-0.6b", world_size: int = 1) -> dict[str, Phase]:
+    found = run_phases(configured(*flags), shape_of(name), world_size=world_size, gpu=h200())
+    return {phase.title: phase for phase in found}
+
+
+def findings(*flags: str, name: str, world_size: int = 1) -> list[str]:
+    cfg = configured(*flags)
+    found = [*check_run_memory(cfg, shape_of(name), world_size=world_size, gpu=h200())]
+    assert all(key in finding.message for finding in found for key in finding.keys)
+    return [finding.message for finding in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "gib"),
+    [
+        ("qwen3-0.6b", "own", 61.83),
+        ("qwen3-0.6b", "compiled", 66.04),
+        ("qwen3-1.7b", "compiled", 96.28),
+    ],
+)
+def test_R15_whole_runs_are_planned_as_measured(name: str, layers: str, gib: float) -> None:
+    """benchmarks/README.md, whole steps on one H200."""
+    found = phases(f"--trainer.fused_layers={str(layers == 'own').lower()}", name=name)
+    assert found["train"].parts["KV cache"] / GIB == pytest.approx(35.44, abs=0.01)
+    assert max(phase.num_bytes for phase in found.values()) == found["train"].num_bytes
+    assert found["train"].num_bytes / GIB == pytest.approx(gib, rel=TOLERANCE)
+
+
+def test_R15_a_sleeping_cache_leaves_generation_as_the_peak() -> None:
+    """benchmarks/README.md, what each setting is worth: 43.7 GiB with `engine.enable_sleep`."""
+    found = phases("--trainer.fused_layers=false", "--engine.enable_sleep=true")
+    assert max(phase.num_bytes for phase in found.values()) == found["generate"].num_bytes
+    assert found["generate"].num_bytes / GIB == pytest.approx(43.7, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "stage", "gib"), [(36, 3, 76.22), (36, 2, 88.21), (12, 3, 38.72), (12, 2, 42.28)]
+)
+def test_steps_of_two_processes_are_planned_as_measured(
+    num_layers: int, stage: Any, gib: float
+) -> None:
+    """tests/gpu/parallel_check.py: 8B, or some of its layers, two passes of 16,384 tokens a GPU."""
+    plan = training_memory(
+        replace(shape_of("qwen3-8b"), num_layers=num_layers),
+        TrainerConfig.model_validate({"recompute": "full", "parallel": {"zero_stage": stage}}),
+        dtype="bfloat16",
+        num_tokens=16_384,
+        layers="compiled",
+        sizes=AxisSizes(data=2, fsdp=2),
+    )
+    assert plan.peak / GIB == pytest.approx(gib, rel=0.05)
+
+
+def test_constants_are_those_of_the_code_that_is_planned() -> None:
+    assert run_memory.CACHE_MARGIN_BYTES == kv_cache._MARGIN_BYTES
+    assert run_memory.GROUP_BYTES == sync.GROUP_BYTES
+
+
+def test_who_sleeps_leaves_the_device() -> None:
+    both = phases("--engine.enable_sleep=true", "--trainer.enable_sleep=true")
+    none = phases()
+    asleep = {"KV cache": "train", "masters": "generate", "moments": "sync"}
+    for part, phase in asleep.items():
+        assert both[phase].parts[part] == 0 < none[phase].parts[part]
+    for phase in both:
+        gone = {part for part in none[phase].parts if both[phase].parts[part] == 0}
+        gone -= {part for part, num_bytes in none[phase].parts.items() if num_bytes == 0}
+        assert gone == ({"KV cache"} if phase == "train" else {"masters", "moments"})
+
+
+def test_weights_lie_there_as_often_as_somebody_needs_them() -> None:
+    """bfloat16 weights of 0.6B: one module; a copy of the engine's; a reference in shards."""
+    whole = 2 * shape_of("qwen3-0.6b").num_params
+
+    def held(*flags: str, world_size: int = 1) -> tuple[int, int, int]:
+        parts = phases(*flags, world_size=world_size)["generate"].parts
+        return parts["weights"], parts["engine's weights"], parts["reference"]
+
+    kl = "--algorithm.kl.coef=0.1"
+    assert held() == (whole, 0, 0)
+    assert held(kl) == (whole, 0, whole)
+    assert held(kl, world_size=4) == (0, whole, whole // 4)
+    assert held(kl, "--trainer.parallel.zero_stage=0", world_size=4) == (0, whole, whole // 4)
+    of_adapters = held(kl, "--model.lora.rank=8")
+    assert whole < of_adapters[0] < 1.1 * whole
+    assert of_adapters[1:] == (whole, 0)
+    assert held("--engine.backend=vllm")[1] == whole
+
+
+def test_the_cache_is_the_smallest_of_three() -> None:
+    def cache(*flags: str, name: str = "qwen3-0.6b") -> float:
+        return phases(*flags, name=name)["generate"].parts["KV cache"] / GIB
+
+    longer = "--engine.max_model_len=40960"
+    step = phases()["generate"].parts["engine's step"] / GIB
+    assert cache() == pytest.approx(256 * 81 * 16 * 112 * 1024 / GIB)  # what sequences can use
+    assert cache("--engine.kv_cache_dtype=fp8") == pytest.approx(cache() / 2)
+    assert cache(longer) == pytest.approx(70 - step)  # half of the GPU
+    # What is free beside weights and masters; moments come later, which is what is predicted.
+    held = 6 * shape_of("qwen3-0.6b").num_params / GIB
+    assert cache(longer, "--engine.gpu_memory_utilization=1") == pytest.approx(
+        140 - 1.5 - held - step
+    )
+    assert cache(longer, "--engine.kv_cache_gib=3") == 3
+    vllm = cache("--engine.backend=vllm")  # takes its share whatever sequences can use
+    assert vllm == pytest.approx(70 - step - 2 * shape_of("qwen3-0.6b").num_params / GIB)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_R15_the_planned_cache_is_the_one_that_the_engine_takes(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    name = draw.choice(["qwen3-0.6b", "qwen3-4b"])
+    shape, world_size = shape_of(name), draw.choice([1, 4])
+    cfg = configured(
+        f"--engine.gpu_memory_utilization={draw.choice([0.3, 0.6, 0.95, 1.0])}",
+        f"--engine.max_model_len={draw.choice([1288, 4000, 40_960])}",
+        f"--engine.max_num_seqs={draw.choice([8, 64, 512])}",
+        f"--engine.block_size={draw.choice([16, 32])}",
+        f"--engine.kv_cache_dtype={draw.choice(['auto', 'fp8'])}",
+        f"--trainer.enable_sleep={str(draw.random() < 0.5).lower()}",
+        f"--algorithm.kl.coef={draw.choice([0, 1])}",
+    )
+    run = RunMemory(cfg, shape, world_size, h200())
+    config = Qwen3Config(
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    cache = kv_cache.KVCache(
+        config,
+        block_size=cfg.engine.block_size,
+        dtype=kv_cache.cache_dtype(cfg.engine, torch.bfloat16),
+        device=torch.device("cpu"),
+    )
+    cache.device = torch.device("cuda")  # nothing is allocated there
+    held = sum(run.trainer_at_rest(has_moments=False).values()) + run.engine_weights
+    memory = 140 * GIB, 140 * GIB - run_memory.CONTEXT_BYTES - held
+    monkeypatch.setattr(kv_cache, "_cuda_memory", lambda device: memory)
+    num_blocks = kv_cache.choose_num_blocks(
+        cache,
+        cfg.engine,
+        max_model_len=run.max_model_len or 0,
+        reserved_bytes=run.engine_step,
+        resident_bytes=run.engine_weights,
+    )
+    assert run.cache is not None
+    assert num_blocks == run.cache // cache.block_bytes
+
+
+def test_engines_apart_have_devices_of_their_own() -> None:
+    found = phases(*APART, "--engine.tensor_parallel_size=2", world_size=2)
+    assert [*found] == ["trainer train", "trainer sync", "engine generate", "engine sync"]
+    half = shape_of("qwen3-0.6b").num_params
+    assert found["engine generate"].parts["engine's weights"] == half
+    assert "masters" not in found["engine generate"].parts
+    assert "KV cache" not in found["trainer train"].parts
+    buffers = 2 * (512 << 20)
+    assert found["engine sync"].parts["weights on their way"] == buffers
+
+
+def test_small_steps_do_not_fill_a_micro_batch() -> None:
+    few = phases("--rollout.prompts_per_step=1", "--rollout.n_samples_per_prompt=2")
+    many = phases("--trainer.micro_batch_size=2")
+    part = "gradients, activations and work"
+    assert few["train"].parts[part] < 0.5 * phases()["train"].parts[part]
+    gradients = 4 * shape_of("qwen3-0.6b").num_params  # of the micro-batch before
+    assert many["train"].parts[part] - few["train"].parts[part] == gradients
+
+
+def test_nothing_is_said_where_nothing_is_known() -> None:
+    shape = shape_of("qwen3-0.6b")
+    assert run_phases(configured(), shape, world_size=1, gpu=None) == ()
+    with_size = configured("--engine.kv_cache_gib=3")
+    assert len(run_phases(with_size, shape, world_size=1, gpu=None)) == 3
+    on_cpu = load_config(RLConfig, None, [*RUN, "--run.device=cpu"])
+    assert derived_run_memory(on_cpu, shape, world_size=1, gpu=h200()) == []
+    huge = shape_of("qwen3-8b")
+    assert [*check_run_memory(on_cpu, huge, world_size=1, gpu=h200())] == []
+
+
+def test_hone_check_has_a_line_for_each_phase() -> None:
+    lines = derived_run_memory(configured(), shape_of("qwen3-0.6b"), world_size=1, gpu=h200())
+    names = ["generate_peak_gib", "train_peak_gib", "sync_peak_gib"]
+    assert [line.name for line in lines] == names
+    parts = [float(n) for n in re.findall(r"[a-zA-Z] (\d+\.\d)", lines[1].how)]
+    assert sum(parts) == pytest.approx(float(lines[1].value), abs=0.3)
+    assert lines[1].how.endswith("H200 has 140")
+
+
+# -- what does not fit ---------------------------------------------------------------------------
+
+
+def advised(message: str) -> list[list[str]]:
+    """Flags of each alternative that a message gives."""
+    _, _, told = message.rpartition("Set ")
+    changes = told.removeprefix("one of these: ").rstrip(".").split("; ")
+    return [
+        [f"--{key}={value}" for key, value in re.findall(r"([a-z_.4]+) to ([\w.]*\w)", change)]
+        for change in changes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "world_size"),
+    [
+        ("qwen3-4b", ("--engine.max_model_len=4096",), 1),
+        ("qwen3-8b", ("--engine.max_model_len=4096",), 1),
+        ("qwen3-8b", ("--engine.max_model_len=4096", "--algorithm.kl.coef=0.1"), 8),
+        ("qwen3-1.7b", ("--engine.gpu_memory_utilization=0.9", "--engine.max_model_len=40960"), 1),
+        (
+            "qwen3-1.7b",
+            (
+                "--engine.gpu_memory_utilization=0.9",
+                "--engine.max_model_len=40960",
+                "--engine.enable_sleep=true",
+            ),
+            1,
+        ),
+        ("qwen3-4b", ("--engine.kv_cache_gib=60",), 1),
+        ("qwen3-8b", ("--engine.gpu_memory_utilization=0.1",), 8),
+        ("qwen3-8b", (*APART, "--engine.kv_cache_gib=130"), 2),
+    ],
+)
+def test_R22_a_run_that_cannot_fit_is_refused_and_every_advice_holds(
+    name: str, flags: tuple[str, ...], world_size: int
+) -> None:
+    (message,) = findings(*flags, name=name, world_size=world_size)
+    assert "140 GiB" in message or "KV cache has 0.00 GiB" in message
+    alternatives = advised(message)
+    assert alternatives
+    for change in alternatives:
+        assert findings(*flags, *change, name=name, world_size=world_size) == []
+        told = check_rl(configured(*flags, *change), world_size)
+        assert [finding.message for finding in told if finding.level == "error"] == []
+
+
+def test_a_refusal_names_phases_and_numbers() -> None:
+    (message,) = findings("--engine.max_model_len=4096", name="qwen3-4b")
+    assert "train takes 184.3 GiB (weights 7.5 + masters 15.0 + moments 30.0" in message
+    assert "generate 123.4 GiB (" in message
+    assert "engine.gpu_memory_utilization to 0.18; engine.enable_sleep to true" in message
+
+
+def test_the_largest_share_that_fits_is_named() -> None:
+    flags = ("--engine.max_model_len=4096",)
+    assert findings(*flags, "--engine.gpu_memory_utilization=0.18", name="qwen3-4b") == []
+    assert findings(*flags, "--engine.gpu_memory_utilization=0.19", name="qwen3-4b") != []
+
+
+def test_what_no_setting_can_fit_needs_more_devices() -> None:
+    shape = ModelShape(
+        family="llama",
+        num_layers=80,
+        hidden_size=8192,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=28672,
+        vocab_size=128_256,
+        tied=False,
+    )
+    (found,) = check_run_memory(configured(), shape, world_size=1, gpu=h200())
+    assert "No other setting makes enough room: train on more devices" in found.message
+
+
+@pytest.mark.parametrize(
+    ("part", "bug", "seen_by"),
+    [
+        ("engine_weights", lambda run: 0, test_weights_lie_there_as_often_as_somebody_needs_them),
+        ("reference", lambda run: 0, test_weights_lie_there_as_often_as_somebody_needs_them),
+        ("cache", lambda run: 70 * GIB, test_the_cache_is_the_smallest_of_three),
+        (
+            "engine_step",
+            lambda run: 10 * GIB,
+            test_R15_a_sleeping_cache_leaves_generation_as_the_peak,
+        ),
+    ],
+)
+def test_planted_bugs_are_seen(
+    part: str,
+    bug: Callable[[RunMemory], int],
+    seen_by: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RunMemory, part, property(bug))
+    with pytest.raises(AssertionError):
+        seen_by()
