@@ -210,7 +210,7 @@ class Trajectory:
     token_ids: list[int]
     loss_mask: list[bool]
     rollout_logprobs: Tensor | None = None  # [N] under the engine, when sampled
-    staleness: Tensor | None = None  # [N] int32 updates between sampling and training
+    staleness: Tensor | None = None  # [N] int32 updates since the oldest weights behind the token
     old_logprobs: Tensor | None = None  # [N] under the trainer, before the update
     ref_logprobs: Tensor | None = None  # [N] under the reference model
     advantages: Tensor | None = None  # [N]

@@ -147,7 +147,7 @@ def test_R11_killed_engines_are_replaced_and_no_sample_is_lost_or_trained_twice(
 
 
 def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
-    """A rank of the engine is replaced; Ctrl-C, and a trainer that is killed, end all there is."""
+    """A killed rank takes its engine along, which is replaced; Ctrl-C ends all processes."""
     path = recipe(
         folder,
         "ranks",
@@ -160,7 +160,6 @@ def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
             "tensor_parallel_size": 2,
         },
         trainer={"parallel": {"zero_stage": 3}},
-        checkpoint={"every_n_steps": 2},
     )
     run = start(path)
     rows = folder / "ranks-run" / "metrics.jsonl"
@@ -175,18 +174,4 @@ def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
     assert "(restart 1 of at most 3)" in output, output
     assert "stopped and saved after step" in output, output
     assert not psutil.wait_procs(processes, timeout=30.0)[1]
-    done = len(rows_of(rows.parent))
-    check_trained_once(rows.parent, done)
-
-    run = start(path)
-    wait_for_row(run, rows, done + 3)
-    processes = psutil.Process(run.pid).children(recursive=True)
-    children = psutil.Process(run.pid).children()
-    trainers = sorted((p for p in children if "rl" in p.cmdline()), key=lambda p: p.pid)
-    trainers[1].kill()
-    output, _ = run.communicate(timeout=LIMIT_S)
-    assert run.returncode == 1, output
-    (first, *_) = [line for line in output.splitlines() if line.startswith("error:")]
-    assert f"rank 1 (pid {trainers[1].pid}) was killed by SIGKILL" in first
-    ray = [p for p in psutil.wait_procs(processes, timeout=30.0)[1] if "Agent" not in p.name()]
-    assert not ray, "Ray's agents alone look for it for a minute"
+    check_trained_once(rows.parent, len(rows_of(rows.parent)))

@@ -307,7 +307,7 @@ class TokenRun:
         case, size, begun = self.case, self.case.rollout.prompts_per_step, len(self.groups)
         if not case.pipeline.enabled:
             return begun - num_gone < size + case.rollout.oversample_prompts
-        k, queue = case.pipeline.max_staleness, case.pipeline.async_queue_size
+        k, queue = case.pipeline.max_staleness, case.pipeline.batches_ahead
         num_dropped = num_gone - version * size
         return begun < (version + k + 1) * size + num_dropped and (
             begun - num_gone < (1 + queue) * size

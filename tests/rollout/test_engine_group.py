@@ -380,6 +380,33 @@ def test_R12_a_poisoned_prompt_fails_alone(local):
     assert "can never fit" in samples[0].failure_detail
 
 
+class Poisoned(Toy):
+    """Dies in the first step of a certain request."""
+
+    def step(self):
+        if "step-1/0" in self.running:
+            raise ZeroDivisionError("poison")
+        return super().step()
+
+
+def test_R12_a_prompt_that_kills_engines_fails_in_the_end(local):
+    """Its group is sampled together, so the samples beside it fail with it."""
+    group = local([Poisoned(), Poisoned()], spare=Poisoned)
+    sync(group, 1)
+    good, bad = make_group(0), make_group(1)
+    group.submit(good)
+    done = drain(group)
+    group.submit(bad)
+    while group.has_unfinished:
+        if group.needs_weights:
+            wait_for_starts(group)
+            sync(group, 1)
+        done |= {c.request_id: c for c in group.step()}
+    failed = [done.pop(request.id) for request in bad]
+    assert all(c.stop_reason is StopReason.ERROR and "poison" in c.error for c in failed)
+    check(done, good)
+
+
 def test_abort_returns_partial_rollouts_that_go_on_elsewhere(local):
     group = local([Toy(step_s=0.002) for _ in range(2)])
     sync(group, 1)
@@ -833,6 +860,7 @@ def interleave(seed, operations, num_engines):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_group, "monotonic", clock.monotonic)
         patch.setattr(engine_group, "sleep", clock.sleep)
+        patch.setattr(engine_group, "MAX_LOSSES", 10**6)  # many more die here than of a prompt
         group = EngineGroup(list(hosts), restart=restart, timeout_s=3.0, max_restarts=10**6)
         sync(group, 1, timeout_s=3.0)
         wanted, done, open_, version = {}, {}, deque(), 1

@@ -210,7 +210,7 @@ def check_contract(
     engine = engine or FakeEngine(length=heavy_tailed)
     stream = make(engine=engine, scorer=scorer, pipeline=pipeline, **rollout)
     size, n = stream.rollout_cfg.prompts_per_step, stream.rollout_cfg.n_samples_per_prompt
-    bound, queue = stream.pipeline_cfg.max_staleness, stream.pipeline_cfg.async_queue_size
+    bound, queue = stream.pipeline_cfg.max_staleness, stream.pipeline_cfg.batches_ahead
     trained: list[int] = []
     num_flat = num_too_old = 0
     step = engine.step

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from time import monotonic
 from typing import Any
 
@@ -42,17 +43,23 @@ class EngineRank:
         with socket.create_server(("", 0)) as server:
             return ray.util.get_node_ip_address(), server.getsockname()[1]
 
-    def start(self, address: tuple[str, int]) -> None:
-        """Make the engine; its first weights come with a sync."""
+    def gpus(self) -> list[str]:
+        """The GPU that Ray has given this rank, as CUDA names it; none on a CPU."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def start(self, address: tuple[str, int], *gpus: list[str]) -> None:
+        """Make the engine; its first weights come with a sync. `gpus` are those of each rank."""
         from hone.loops.hosting import make_host
 
         size = self._cfg.engine.tensor_parallel_size
-        # As torchrun would have it: Ray shows each rank the one GPU that it gave it.
-        os.environ |= {
+        if named := list(chain(*gpus)):
+            # Each rank sees all of them, as ranks that read each other's memory must.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named)
+        os.environ |= {  # as torchrun would have it
             "RANK": str(self._rank),
             "WORLD_SIZE": str(size),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": str(self._rank),
+            "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": address[0],
             "MASTER_PORT": str(address[1]),
             # A Ray of this host alone has inherited the trainers' environment.
@@ -77,7 +84,7 @@ class EngineRank:
     def _made(self) -> EngineHost:
         self._started.wait()
         if self._host is None:
-            raise RuntimeError(f"the engine could not be made: {self._failure}")
+            raise RuntimeError(f"{self._name} could not be made: {self._failure}")
         return self._host
 
 
@@ -126,7 +133,8 @@ class RayHandle:
         self._ranks = list(ranks)
         first = self._ranks[0]
         address = first.address.remote()
-        self._starting = [rank.start.remote(address) for rank in self._ranks]
+        gpus = [rank.gpus.remote() for rank in self._ranks]
+        self._starting = [rank.start.remote(address, *gpus) for rank in self._ranks]
         self._following = [rank.follow.remote() for rank in self._ranks[1:]]
 
     @property

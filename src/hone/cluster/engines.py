@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -39,6 +41,8 @@ _STARTING_S = 900.0
 """How long an engine may take to read its model's configuration and to record its graphs."""
 _RAY_GONE_S = 10
 """How long processes of a Ray of this host look for its head, which never comes again."""
+_ANSWER_S = 10.0
+"""How long a Ray cluster may take to answer at all."""
 _CALLS = 8
 """Calls of one engine that run side by side: the longest waits for weights."""
 
@@ -52,14 +56,18 @@ def make_engines(cfg: RLConfig) -> Generator[Engines]:
     uses_gpus = cfg.run.device != "cpu" and torch.cuda.is_available()
     with _joined(cfg, uses_gpus=uses_gpus):
         placed = _place(cfg, uses_gpus=uses_gpus)
+        cfg = _anywhere(cfg)
 
         def start(index: int) -> RayHandle:
             return _start(cfg, placed, index, uses_gpus=uses_gpus)
 
+        begun = monotonic()
+        _log.info("starting %d engines on Ray", cfg.cluster.num_engines)
         handles = [start(index) for index in range(cfg.cluster.num_engines)]
         # Before the other trainers miss this one: it knows what is slow, they do not.
         starting_s = min(_STARTING_S, 0.9 * cfg.trainer.parallel.timeout_s)
         _await(handles, starting_s)
+        _log.info("engines are there after %.1f s", monotonic() - begun)
         group = EngineGroup(
             handles,
             restart=start,
@@ -73,6 +81,14 @@ def make_engines(cfg: RLConfig) -> Generator[Engines]:
         finally:
             group.close()
             remove_placement_group(placed)
+
+
+def _anywhere(cfg: RLConfig) -> RLConfig:
+    """The same in processes that run in other folders."""
+    if not Path(cfg.model.path).exists():
+        return cfg
+    model = cfg.model.model_copy(update={"path": str(Path(cfg.model.path).resolve())})
+    return cfg.model_copy(update={"model": model})
 
 
 @contextmanager
@@ -94,9 +110,10 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
         else:
             _join(address)
             _check_nodes(cfg.cluster, "GPU" if uses_gpus else "CPU")
-            if uses_gpus:
-                _reserve_own()
+        # Ray takes back what nobody refers to any more.
+        holder = _reserve_own() if address is not None and uses_gpus else None
         yield
+        del holder
     finally:
         with _undisturbed():
             ray.shutdown()
@@ -117,9 +134,12 @@ def _undisturbed() -> Generator[None]:
 
 
 def _join(address: str) -> None:
+    host, _, port = address.rpartition(":")
     try:
+        if host and port.isdigit() and "//" not in host:  # Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RayError, ValueError) as error:
+    except (OSError, OverflowError, RayError, ValueError) as error:
         raise UserError(
             f"there is no Ray cluster at cluster.address={address!r}: {error}. Start one with "
             "`ray start --head`, or unset cluster.address for one of this host alone."
@@ -131,7 +151,6 @@ def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str,
     the environment that it must be started in: its processes inherit that."""
     needed = cfg.cluster.num_engines * cfg.engine.tensor_parallel_size
     num_cpus = max(os.cpu_count() or 1, needed)
-    # Where all of it is killed at once, its agents end only when they have not found it so long.
     environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": f"{_RAY_GONE_S}"}
     if not uses_gpus:
         return num_cpus, 0, environment
@@ -179,13 +198,14 @@ def _sum(cluster: ClusterConfig, tensor_parallel_size: int) -> str:
 
 def _check_nodes(cluster: ClusterConfig, kind: str) -> None:
     """Whether the Ray that was joined is the cluster that the configuration speaks of."""
-    devices = [int(n["Resources"].get(kind, 0)) for n in ray.nodes() if n["Alive"]]
-    expected = cluster.devices_per_node or 1
-    if sum(number >= expected for number in devices) < cluster.num_nodes:
+    devices = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+    expected = cluster.devices_per_node or 0
+    # A node without any may be there for the trainers, whose devices Ray need not know.
+    if len(devices) < cluster.num_nodes or any(0 < number < expected for number in devices):
         raise UserError(
             f"the Ray cluster has {len(devices)} nodes with {devices} {kind}s; asked for are "
-            f"cluster.num_nodes {cluster.num_nodes} with cluster.devices_per_node {expected} or "
-            "more each. Start Ray on the others, or ask for fewer."
+            f"cluster.num_nodes {cluster.num_nodes} and cluster.devices_per_node "
+            f"{cluster.devices_per_node or 'unset'}. Start Ray on the others, or ask for less."
         )
 
 
@@ -196,12 +216,13 @@ class _Holder:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
-def _reserve_own() -> None:
-    """Take the trainers' GPUs of this host out of what Ray gives away, where it has them."""
+def _reserve_own() -> Any:
+    """Take the trainers' GPUs of this host out of what Ray gives away, where it has them, as long
+    as the returned handle lives."""
     own, context = processes(), ray.get_runtime_context()
     node = next(n for n in ray.nodes() if n["NodeID"] == context.get_node_id())
     if not node["Resources"].get("GPU"):
-        return
+        return None
     mine = set(_visible_gpus()[: own.local_world_size])
     holder: Any = (
         ray.remote(num_cpus=0)(_Holder)
@@ -224,6 +245,7 @@ def _reserve_own() -> None:
             f"{sorted(held)}: it holds others of them. End what does, or start Ray here with the "
             "engines' GPUs alone (CUDA_VISIBLE_DEVICES)."
         )
+    return holder
 
 
 def _place(cfg: RLConfig, *, uses_gpus: bool) -> PlacementGroup:

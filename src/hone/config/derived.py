@@ -336,13 +336,16 @@ def _pipeline(cfg: RLConfig) -> Iterator[Derived]:
     pipeline, prompts = cfg.pipeline, cfg.rollout.prompts_per_step
     if not pipeline.enabled:
         return
-    queue, staleness = pipeline.async_queue_size, pipeline.max_staleness
-    ahead = min(queue, staleness)
+    queue, staleness, ahead = (
+        pipeline.async_queue_size,
+        pipeline.max_staleness,
+        pipeline.batches_ahead,
+    )
     yield Derived(
         "groups_ahead",
         ahead * prompts,
-        f"{ahead} batches of {prompts} prompts: the lesser of pipeline.async_queue_size {queue} "
-        f"and pipeline.max_staleness {staleness}",
+        f"{ahead} batches of {prompts} prompts: pipeline.max_staleness {staleness}"
+        + ("" if queue is None else f" or pipeline.async_queue_size {queue}, the lesser"),
     )
     yield Derived(
         "max_open_groups", (1 + ahead) * prompts, "those, and the batch that is trained next"

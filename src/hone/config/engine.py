@@ -20,9 +20,9 @@ class EngineConfig(Section):
 
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Fraction of the device's total memory that the engine may take: KV cache and activations, and
-    in `hone eval`, `hone generate` and `hone bench engine` the weights too; in training the weights
-    are the trainer's. The cache never takes more than what is free after a profiling run. On a CPU
-    it is sized by `kv_cache_gib`."""
+    the weights too but beside a trainer, who has them. The cache never takes more than what is free
+    after a profiling run. With `cluster.num_engines` an engine has its device for itself: 0.9. On a
+    CPU it is sized by `kv_cache_gib`."""
 
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """Size of the KV cache in GiB; unset: from `gpu_memory_utilization` on CUDA; on a CPU what

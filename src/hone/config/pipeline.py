@@ -22,9 +22,9 @@ class PipelineConfig(Section):
     a hard bound. 0 is the synchronous run. Start with 1; raise it while training waits for samples,
     lower it where the loss is unstable."""
 
-    async_queue_size: int = Field(default=1, ge=1)
-    """Batches that may be sampled ahead of the one in training. What is begun at a time is bounded
-    by this and by `max_staleness`, whichever is less."""
+    async_queue_size: int | None = Field(default=None, ge=1)
+    """Batches that may be begun ahead of the one in training; unset: `max_staleness`, which bounds
+    them as well."""
 
     in_flight: Literal["pause", "abort", "finish"] = "pause"
     """Unfinished samples at a change of weights. `pause`: they keep their keys and values and go on
@@ -35,3 +35,10 @@ class PipelineConfig(Section):
     """Samples about to exceed `max_staleness`. `wait`: the update waits until they are complete,
     so that each prompt is trained once. `drop`: the update takes what is complete, and what has
     become too old is dropped and counted; long samples are dropped more often than short ones."""
+
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches are begun, at most, beside the one in training."""
+        if self.async_queue_size is None:
+            return self.max_staleness
+        return min(self.async_queue_size, self.max_staleness)

@@ -202,6 +202,14 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def broadcast(self, value: Any) -> Any:
+        """The picklable `value` of the first process. Collective."""
+        if self.world.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=self.control, group_src=0)
+        return values[0]
+
     def gather_values(self, own_n: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """The values of every rank along data, in rank order, on the CPU.
 

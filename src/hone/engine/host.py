@@ -318,6 +318,9 @@ class EngineHost:
             errors.append(error)
         if self._group is not None:
             self._take_over_errors(self._group, errors)
+        for command, error in zip(commands, errors, strict=True):
+            if command.name == "receive" and error is not None:
+                self._pauses.add("without weights")  # on every rank, or they would part ways
         with self._changed:
             for command, value, error in zip(commands, values, errors, strict=True):
                 if command.future.done():  # abandoned

@@ -31,6 +31,9 @@ __all__ = ["Controller", "LedRollout", "LedStream"]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
+_PUSHES = 10
+"""Most times that one version is sent. An engine that takes part and is lost costs one of
+`cluster.max_engine_restarts`; this bounds what costs none."""
 _WORD_S = 5.0
 """How often those who wait hear that they should. Well below any deadline of theirs."""
 
@@ -58,12 +61,17 @@ class Controller:
         as engines may be restarted.
         """
         self._version = version
-        while True:
+        for _ in range(_PUSHES - 1):
             try:
                 return self.weights.push(version)
             except EngineLostError as error:
                 if self.mesh.is_first:
                     _log.warning("weights are sent once more: %s", error)
+        return self.weights.push(version)
+
+    def has_updated(self, version: int) -> None:
+        """The trainer holds `version` from now on; what is sent again before it is pushed is it."""
+        self._version = version
 
     def share(self, make: Callable[[Progress], T]) -> T:
         """What `make` returns in the first process, in all. Collective.
@@ -76,7 +84,7 @@ class Controller:
             self._tell(_News.VALUE, value)
             return value
         while True:
-            news, value = self.mesh.gather(None)[0]
+            news, value = self.mesh.broadcast(None)
             if news is _News.WEIGHTS:
                 self.push(self._version)
             elif news is _News.VALUE:
@@ -91,7 +99,7 @@ class Controller:
             self._tell(_News.WAIT)
 
     def _tell(self, news: _News, value: Any = None) -> None:
-        self.mesh.gather((news, value))
+        self.mesh.broadcast((news, value))
         self._told_at = monotonic()
 
 
@@ -139,6 +147,7 @@ class LedStream:
     def __init__(self, controller: Controller, stream: RolloutStream | None) -> None:
         self._controller = controller
         self._stream = stream
+        self._is_suspended = False
         self.counts = StreamCounts()
 
     def collect(self, step: int, progress: Progress | None = None) -> list[Group]:
@@ -160,7 +169,8 @@ class LedStream:
     def changing_weights(self, version: int) -> Generator[None]:
         """Inside, unfinished samples are as `pipeline.in_flight` says; `version` comes. Collective
         in that the others wait for the first process."""
-        self._controller.share(lambda between: self._before_sync(between))
+        self._controller.has_updated(version)
+        self._controller.share(self._before_sync)
         yield
         if self._stream is not None:
             self._stream.after_sync(version)
@@ -172,11 +182,14 @@ class LedStream:
     @contextmanager
     def suspended(self) -> Generator[None]:
         """Inside, nothing is in flight: engines are free, and the state holds every token."""
-        if self._stream is not None:
-            self._stream.suspend()
+        if self._stream is None or self._is_suspended:
+            yield
+            return
+        self._stream.suspend()
+        self._is_suspended = True
         yield
-        if self._stream is not None:
-            self._stream.resume()
+        self._is_suspended = False
+        self._stream.resume()
 
     def state_dict(self) -> dict[str, Any]:
         """That of the first process, which writes it; while suspended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -81,10 +82,15 @@ class Experience:
 
 
 def _row(sample: Sample, group: Group, version: int) -> Trajectory:
-    """Token ids as they were sampled, the mask as it was recorded."""
+    """Token ids as they were sampled, the mask as it was recorded.
+
+    A token that the present weights have drawn after older ones counts as stale: it may have been
+    drawn over keys and values of theirs, so that the trainer cannot find its log-probability again.
+    """
     trained = [t for t, is_trained in enumerate(sample.loss_mask) if is_trained]
     logprobs = [sample.logprobs[t] for t in trained]
-    staleness = [version - sample.weight_versions[t] for t in trained]
+    oldest = list(accumulate((version - drawn for drawn in sample.weight_versions), max))
+    staleness = [oldest[t] for t in trained]
     return Trajectory(
         id=sample.id,
         group_id=group.id,

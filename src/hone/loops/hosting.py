@@ -13,7 +13,7 @@ from hone.engine.host import EngineHost, LockStep
 from hone.loops.launch import choose_device
 from hone.loops.parts import Engines, make_engine
 from hone.models.load import blank_model, check_exact
-from hone.models.tensor_parallel import TensorParallel, shard_model
+from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.rollout.engine_group import EngineGroup, LocalHandle
 from hone.weights.broadcast import WeightReceiver
@@ -32,7 +32,7 @@ def make_host(cfg: RLConfig, *, name: str = "engine") -> EngineHost:
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
     tokenizer = load_tokenizer(cfg.model)
     is_vllm = cfg.engine.backend == "vllm"
-    model = shard_model(blank_model(cfg.model, device="meta" if is_vllm else device), tp)
+    model = blank_model(cfg.model, device="meta" if is_vllm else device, tp=tp)
     engine = make_engine(
         cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp, device=device
     )
@@ -48,7 +48,9 @@ def make_host(cfg: RLConfig, *, name: str = "engine") -> EngineHost:
 
 @contextmanager
 def local_engines(cfg: RLConfig) -> Generator[Engines]:
-    """`cluster.num_engines` engines in threads of this process, in place of a cluster."""
+    """`cluster.num_engines` engines in threads of this process, in place of a cluster: on a CPU,
+    since members of a process group over GPUs need one each."""
+    assert choose_device(cfg.run).type == "cpu", "engines on GPUs have processes of their own"
 
     def start(index: int) -> LocalHandle:
         return LocalHandle(make_host(cfg, name=f"engine {index}"))

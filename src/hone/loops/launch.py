@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import random
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def launch(
     Seeds are equal in all processes. Raises UserError where `run.resume` does not fit what the
     folder holds, or another command has written it.
     """
-    with join(run, parallel) as (mesh, watch):
+    with ExitStack() as stack, join(run, parallel) as (mesh, watch):
         random.seed(run.seed)
         np.random.seed(run.seed % 2**32)
         torch.manual_seed(run.seed)
@@ -150,7 +151,25 @@ def launch(
                 _log.info("%s", line)
         if mesh.is_first:
             run.dir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_alone_in(run.dir))
         yield Launch(mesh=mesh, watch=watch, dir=run.dir, store=store, checkpoint=found, cfg=tree)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Generator[None]:
+    """Keep other runs out of a run folder; the system lets go of it when this process ends.
+
+    Raises UserError where another run is in there.
+    """
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another run is at work in run.dir '{folder}'. Wait for its end, or name another "
+                "folder."
+            ) from error
+        yield
 
 
 def export(

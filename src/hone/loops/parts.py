@@ -114,9 +114,10 @@ class RLParts:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     data: PromptData
-    scorer: Scorer
+    scorer: Scorer | None
     engine: SamplingEngine | None
-    """Of this process; engines with devices of their own are the first one's."""
+    """Of this process; engines with devices of their own, and the scorer then, are the first
+    one's."""
     trainer: PolicyTrainer
     rollout: _Collects
     experience: Experience
@@ -177,6 +178,7 @@ class RLParts:
 
     def _evaluated(self, peers: Peers, progress: Progress | None = None) -> list[Sample]:
         assert self.engine is not None
+        assert self.scorer is not None
         return evaluate(
             self.data.eval,
             engine=self.engine,
@@ -195,7 +197,8 @@ class RLParts:
         all others for a time slice, thousands of times in a step.
         """
         on_cpu = self.launch.device.type == "cpu"
-        return _one_thread_less() if on_cpu and self.scorer.uses_workers else nullcontext()
+        uses_workers = self.scorer is not None and self.scorer.uses_workers
+        return _one_thread_less() if on_cpu and uses_workers else nullcontext()
 
 
 @contextmanager
@@ -306,7 +309,10 @@ def recording(
                     config=cfg.model_dump(mode="json"),
                 )
             )
-            recorder.console = stack.enter_context(Console(cfg.run.steps, done=begin.steps_done))
+            runs_ahead = isinstance(cfg, RLConfig) and cfg.pipeline.enabled
+            recorder.console = stack.enter_context(
+                Console(cfg.run.steps, done=begin.steps_done, runs_ahead=runs_ahead)
+            )
         yield recorder
 
 
@@ -334,12 +340,14 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
                 cfg.model, cfg.engine.max_model_len, _longest_completion(cfg)
             ),
         )
-        scorer = stack.enter_context(
-            Scorer(
-                cfg.reward if is_apart else share_of_workers(cfg.reward),
-                max_completion_tokens=cfg.rollout.max_completion_tokens,
+        scorer = None
+        if mesh.is_first or not is_apart:
+            scorer = stack.enter_context(
+                Scorer(
+                    cfg.reward if is_apart else share_of_workers(cfg.reward),
+                    max_completion_tokens=cfg.rollout.max_completion_tokens,
+                )
             )
-        )
         engines = None
         if is_apart and mesh.is_first:
             assert make_engines is not None, "cluster.num_engines needs someone to start them"
@@ -381,8 +389,10 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
                 timeout_s=cfg.cluster.engine_timeout_s,
                 host=engines.host if engines else "",
             )
+            stack.callback(weights.close)
             sampling = _apart(cfg, Controller(mesh, group, weights), scorer, data, decode)
         else:
+            assert scorer is not None
             is_alias = mesh.world.size == 1 and not lora.rank
             engine = make_engine(
                 cfg, sampled, tokenizer, owns_weights=not is_alias, device=mesh.device
@@ -437,23 +447,30 @@ class _Sampling:
 
 
 def _apart(
-    cfg: RLConfig, controller: Controller, scorer: Scorer, data: PromptData, decode: Decode
+    cfg: RLConfig,
+    controller: Controller,
+    scorer: Scorer | None,
+    data: PromptData,
+    decode: Decode,
 ) -> _Sampling:
-    """Engines with devices of their own, which the first process has."""
-    engines = controller.engines
+    """Engines with devices of their own, which the first process has, as it has the scorer."""
+    engines, rollout, stream = controller.engines, None, None
+    if engines is not None and scorer is not None:
+        if cfg.pipeline.enabled:
+            stream = RolloutStream(
+                engines, scorer, data.train, cfg.rollout, cfg.pipeline, decode, cfg.run.seed
+            )
+        else:
+            rollout = Rollout(
+                engine=engines,
+                scorer=scorer,
+                prompts=data.train,
+                cfg=cfg.rollout,
+                decode=decode,
+                seed=cfg.run.seed,
+            )
     if not cfg.pipeline.enabled:
-        rollout = engines and Rollout(
-            engine=engines,
-            scorer=scorer,
-            prompts=data.train,
-            cfg=cfg.rollout,
-            decode=decode,
-            seed=cfg.run.seed,
-        )
         return _Sampling(engines, LedRollout(controller, rollout), controller, controller)
-    stream = engines and RolloutStream(
-        engines, scorer, data.train, cfg.rollout, cfg.pipeline, decode, cfg.run.seed
-    )
     led = LedStream(controller, stream)
     return _Sampling(engines, led, controller, controller, led)
 

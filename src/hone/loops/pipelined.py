@@ -21,7 +21,7 @@ __all__ = ["train"]
 def train(parts: RLParts) -> Outcome:
     """The loop. Returns after `run.steps` updates or, on Ctrl-C, after the step in progress."""
     cfg, first, stream = parts.cfg, parts.launch.steps_done, parts.stream
-    span, done = parts.recorder.spans.span, first
+    span, done, is_gated = parts.recorder.spans.span, first, False
     assert stream is not None, "assembled without pipeline.enabled"
     with Interrupt(parts.launch.mesh, "the run saves after this step and ends") as interrupt:
         end = StepEnd(parts, interrupt, at_rest=stream.suspended, readable=stream.suspended)
@@ -38,7 +38,8 @@ def train(parts: RLParts) -> Outcome:
             with stream.in_background():
                 with span("experience"):
                     rows = parts.experience.build(groups, version=step - 1)
-                    metrics = gate(parts, rows) if step == first + 1 else {}
+                    metrics = {} if is_gated else gate(parts, rows)
+                    is_gated = is_gated or bool(metrics)
                 with span("train"):
                     metrics |= parts.trainer.update(rows)
             with span("sync"), stream.changing_weights(version=step):

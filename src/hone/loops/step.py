@@ -56,13 +56,27 @@ class StepEnd:
         sync: SyncReport,
     ) -> bool:
         """Whether the run was asked to end after `step`. Collective."""
-        parts, span = self._parts, self._parts.recorder.spans.span
-        cfg, rank = parts.cfg, None
+        cfg = self._parts.cfg
         if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
-            with span("eval"), self._at_rest():
-                evaluated = parts.evaluate()
-            rank = to_scalars(evaluated).get(cfg.eval.metric)
-            metrics = metrics | evaluated
+            with self._at_rest():
+                with self._parts.recorder.spans.span("eval"):
+                    evaluated = self._parts.evaluate()
+                rank = to_scalars(evaluated).get(cfg.eval.metric)
+                metrics = metrics | evaluated
+                return self._record(step, metrics, rank, groups=groups, rows=rows, sync=sync)
+        return self._record(step, metrics, None, groups=groups, rows=rows, sync=sync)
+
+    def _record(
+        self,
+        step: int,
+        metrics: Metrics,
+        rank: float | None,
+        *,
+        groups: Sequence[Group],
+        rows: Sequence[Trajectory],
+        sync: SyncReport,
+    ) -> bool:
+        parts, cfg, span = self._parts, self._parts.cfg, self._parts.recorder.spans.span
         with span("record"):
             metrics |= rollout_metrics(groups, parts.rollout.counts)
             metrics |= {

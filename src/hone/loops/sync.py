@@ -22,7 +22,7 @@ __all__ = ["train"]
 def train(parts: RLParts) -> Outcome:
     """The loop. Returns after `run.steps` updates or, on Ctrl-C, after the step in progress."""
     cfg, first = parts.cfg, parts.launch.steps_done
-    span, done = parts.recorder.spans.span, first
+    span, done, is_gated = parts.recorder.spans.span, first, False
     with Interrupt(parts.launch.mesh, "the run saves after this step and ends") as interrupt:
         end = StepEnd(parts, interrupt, readable=parts.training)
         parts.weights.push(version=first)
@@ -38,7 +38,8 @@ def train(parts: RLParts) -> Outcome:
             with parts.training():
                 with span("experience"):
                     rows = parts.experience.build(groups, version=step - 1)
-                    metrics = gate(parts, rows) if step == first + 1 else {}
+                    metrics = {} if is_gated else gate(parts, rows)
+                    is_gated = is_gated or bool(metrics)
                 with span("train"):
                     metrics |= parts.trainer.update(rows)
             with span("sync"):

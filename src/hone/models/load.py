@@ -113,12 +113,18 @@ def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) ->
     return model
 
 
-def blank_model(cfg: ModelConfig, *, device: torch.device | str) -> PreTrainedModel:
-    """The model of `load_model` with zeros for weights: to be filled by a sync. Raises as
-    `load_config`."""
+def blank_model(
+    cfg: ModelConfig, *, device: torch.device | str, tp: TensorParallel | None = None
+) -> PreTrainedModel:
+    """The model of `load_model` with zeros for weights: to be filled by a sync. With `tp` it has
+    room for this rank's parts alone. Raises as `load_config`, and UserError where the model cannot
+    be divided."""
     device = torch.device(device)
     model = _skeleton(cfg, device)
     buffers = _computed_buffers(model)
+    if tp is not None:
+        check_divides(model.config, tp.size)
+        model = shard_model(model, tp)
     zeros: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

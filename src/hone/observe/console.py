@@ -28,7 +28,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-__all__ = ["RL_COLUMNS", "SFT_COLUMNS", "Column", "Console"]
+__all__ = ["AHEAD_COLUMNS", "RL_COLUMNS", "SFT_COLUMNS", "Column", "Console"]
 
 HEADER_EVERY = 40
 _LINE_EVERY_S = 0.5
@@ -79,6 +79,14 @@ RL_COLUMNS = (
     *_SPEED,
 )
 
+AHEAD_COLUMNS = (
+    *RL_COLUMNS[:2],
+    Column("stale", ("rollout/staleness/mean",), 7, _ratio),
+    Column("wait", ("time/generate_s",), 8, _seconds),
+    *RL_COLUMNS[3:],
+)
+"""Of a run that samples ahead: how old samples are, and how long training waited for them."""
+
 SFT_COLUMNS = (
     Column("loss", ("train/loss",), 10, _compact),
     Column("grad", ("train/grad_norm",), 10, _compact),
@@ -91,12 +99,19 @@ class Console:
     """Prints step lines above a progress bar; a context manager.
 
     `done` steps of `total_steps` lie behind a resumed run. A column whose metric a step lacks
-    shows a dot, so that columns never move; an evaluation's score stands at the end of its line.
+    shows a dot, so that columns never move; a run that `runs_ahead` of its training has columns of
+    its own; an evaluation's score stands at the end of its line.
     """
 
     def __init__(
-        self, total_steps: int, *, done: int = 0, output: RichConsole | None = None
+        self,
+        total_steps: int,
+        *,
+        done: int = 0,
+        runs_ahead: bool = False,
+        output: RichConsole | None = None,
     ) -> None:
+        self._rl_columns = AHEAD_COLUMNS if runs_ahead else RL_COLUMNS
         self._console = output or RichConsole(highlight=False, soft_wrap=True)
         self._lines = 0
         self._total_steps = total_steps
@@ -142,7 +157,7 @@ class Console:
     def _print_step(self, step: int, scalars: Mapping[str, float]) -> None:
         is_supervised = "train/loss" in scalars or "eval/loss" in scalars
         is_supervised = is_supervised and "reward/mean" not in scalars
-        columns = SFT_COLUMNS if is_supervised else RL_COLUMNS
+        columns = SFT_COLUMNS if is_supervised else self._rl_columns
         if self._lines % HEADER_EVERY == 0:
             titles = "".join(f"{column.title:>{column.width}}" for column in columns)
             self._print(Text(f"{'step':>6}{titles}", style="dim"))

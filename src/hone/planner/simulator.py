@@ -10,7 +10,7 @@ rules of a run. With B = `rollout.prompts_per_step` and k = `pipeline.max_stalen
 
 * Synchronous: a step begins what is missing of B + `oversample_prompts` groups, trains the first B
   that are complete and carries the rest over with its tokens.
-* Asynchronous: at each version groups are begun until (1 + min(k, `async_queue_size`)) B are not
+* Asynchronous: at each version groups are begun until (1 + `batches_ahead`) B are not
   trained. A group that was begun under version b is trained by update b + k at the latest, or
   dropped (`too_old`).
 
@@ -291,7 +291,7 @@ class _Run:
         self.suspended = []
         num_groups, pipeline = self.rollout.prompts_per_step, self.pipeline
         if pipeline.enabled:
-            most = num_groups * (1 + min(pipeline.max_staleness, pipeline.async_queue_size))
+            most = num_groups * (1 + pipeline.batches_ahead)
         else:
             most = num_groups + self.rollout.oversample_prompts
         for _ in range(most - len(self.open)):

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from time import monotonic, sleep
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 WAIT_S = 0.05
 """Longest that a step waits for the first completion."""
+MAX_LOSSES = 3
+"""Engines that may die with a request before it is taken for the cause."""
 LOOK_S = 1.0
 """Longest silence that one look counts: an engine is not silent while nobody asks it."""
 SETTLE_S = 10.0
@@ -206,6 +209,8 @@ class EngineGroup:
         self._waiting: dict[str, dict[str, Request]] = {}
         """Requests that no engine has, by group and id."""
         self._finished: list[Completion] = []
+        self._num_losses: Counter[str] = Counter()
+        """Engines that died with a request, of those that are still open."""
         self._gone = NO_STATS
         """Counters of engines that are lost."""
         self._weight_version = 0
@@ -268,6 +273,8 @@ class EngineGroup:
         if self._waiting and self.needs_weights:
             sleep(WAIT_S)
         finished, self._finished = self._finished, []
+        for completion in finished:
+            self._num_losses.pop(completion.request_id, None)
         return finished
 
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:
@@ -348,9 +355,10 @@ class EngineGroup:
         deadline = monotonic() + min(SETTLE_S, self._timeout_s)
         for member, delivery in deliveries:
             self._judge(member, delivery, max(deadline - monotonic(), 0.0))
+        deadline = monotonic() + self._start_timeout_s
         for index in range(len(self._members)):
             while (member := self._members[index]).starting is not None:
-                if not self._has_started(member) and not self.needs_weights:
+                if not self._has_started(member, deadline) and not self.needs_weights:
                     break
         self._receivers = [member for member in self._members if member.starting is None]
 
@@ -536,7 +544,7 @@ class EngineGroup:
         num_requests = len(member.requests)
         for request_id in member.requests:
             del self._owners[request_id]
-        self._put_back(member.requests.values())
+        self._put_back(self._unsuspected(member.requests.values(), f"{name}: {cause}"))
         member.requests, member.num_tokens, member.has_weights = {}, 0, False
         self._gone = replace(
             _added(self._gone, member.stats), num_running=0, num_waiting=0, kv_cache_usage=0.0
@@ -561,13 +569,27 @@ class EngineGroup:
         self._members[member.index] = fresh
         fresh.starting = self._call(fresh, "weight_version")
 
-    def _has_started(self, member: _Member) -> bool:
+    def _unsuspected(self, requests: Iterable[Request], cause: str) -> Iterator[Request]:
+        """Those that another engine may try. Who was there each time that engines died may be why,
+        and fails alone."""
+        for request in requests:
+            self._num_losses[request.id] += 1
+            if self._num_losses[request.id] < MAX_LOSSES:
+                yield request
+                continue
+            _log.warning("%s fails: %d engines died with it", request.id, MAX_LOSSES)
+            error = f"{MAX_LOSSES} engines died while they had it, the last of this: {cause}"
+            self._finished.append(
+                replace(_unchanged(request), stop_reason=StopReason.ERROR, error=error)
+            )
+
+    def _has_started(self, member: _Member, deadline: float) -> bool:
         """Whether an engine has answered its first call; it then does as the others do.
 
-        One that must be waited for and does not come is lost.
+        One that must be waited for and has not come at the deadline is lost.
         """
         assert member.starting is not None
-        wait_s = self._start_timeout_s if self.needs_weights else 0.0
+        wait_s = max(deadline - monotonic(), 0.0) if self.needs_weights else 0.0
         try:
             member.starting.result(wait_s)
         except EngineLostError as error:
@@ -575,7 +597,10 @@ class EngineGroup:
             return False
         except TimeoutError:
             if self.needs_weights:
-                self._lose(member, f"it has not started within {wait_s:g} s")
+                self._lose(member, "it has not started in time")
+            return False
+        except (RuntimeError, ValueError, OSError) as error:
+            self._lose(member, f"it could not be made: {error}")
             return False
         member.starting = None
         if self._is_held:

@@ -180,6 +180,9 @@ class OpenGroups:
         while self.engine.has_unfinished:  # what had just finished
             for completion in self.engine.step():
                 self._come_back(completion)
+            # Or what an engine had that was lost meanwhile: nobody may be there to sample it.
+            for completion in self.engine.abort(running):
+                self._come_back(completion)
 
     def discard(self, entry: OpenGroup, *, is_in_engine: bool) -> None:
         """Give up a group, and withdraw its requests where the engine has them."""

@@ -178,6 +178,8 @@ class Rollout:
                 progress(sum(entry.num_finished for entry in self._own()), wanted)
         while any(entry.generated and entry.unscored for entry in self._own()):
             self._open.take_scores(SCORE_WAIT_S)
+            if progress is not None:
+                progress(sum(entry.num_finished for entry in self._own()), wanted)
 
     def _goes_on(self, num_groups: int) -> bool:
         """Whether engines must make another step: too few groups are generated in all processes, or

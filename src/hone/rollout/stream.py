@@ -125,7 +125,7 @@ class RolloutStream:
             counts=self._counting,
         )
         self._rounds = self._new_rounds(0)
-        self._ahead = min(self.pipeline_cfg.max_staleness, self.pipeline_cfg.async_queue_size)
+        self._ahead = self.pipeline_cfg.batches_ahead
 
     # -- batches ---------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
         *_generating(cfg, rollout, "rollout", num_samples, facts),
         check_reward(cfg.reward),
         check_training_distribution(rollout),
-        check_filters(rollout),
+        check_filters(rollout, runs_ahead=cfg.pipeline.enabled),
         _concurrency(cfg),
         _rounded_cache(cfg),
         check_budget(

@@ -124,7 +124,8 @@ def check_pipeline(cfg: RLConfig) -> Iterator[Finding]:
             "rollout.oversample_prompts",
             "pipeline.enabled",
         )
-    if pipeline.max_staleness > 0 and cfg.algorithm.correction.kind == "none":
+    is_corrected = cfg.rollout.mask_off_policy_tokens or cfg.algorithm.correction.kind != "none"
+    if pipeline.max_staleness > 0 and not is_corrected:
         yield warning(
             f"pipeline.max_staleness is {pipeline.max_staleness}, so that older weights have "
             "sampled part of what is trained, and algorithm.correction.kind is none: their "
@@ -132,10 +133,10 @@ def check_pipeline(cfg: RLConfig) -> Iterator[Finding]:
             "pipeline.max_staleness",
             "algorithm.correction.kind",
         )
-    is_meant = bool(differs(pipeline, "async_queue_size"))
-    if is_meant and pipeline.async_queue_size > pipeline.max_staleness:
+    queue_size = pipeline.async_queue_size
+    if queue_size is not None and queue_size > pipeline.max_staleness:
         yield warning(
-            f"pipeline.async_queue_size is {pipeline.async_queue_size}, but with "
+            f"pipeline.async_queue_size is {queue_size}, but with "
             f"pipeline.max_staleness {pipeline.max_staleness} no more than so many batches may be "
             "sampled ahead. Raise pipeline.max_staleness, or lower it.",
             "pipeline.async_queue_size",

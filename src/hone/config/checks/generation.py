@@ -145,8 +145,9 @@ def check_training_distribution(rollout: RolloutConfig) -> Iterator[Finding]:
         )
 
 
-def check_filters(rollout: RolloutConfig) -> Iterator[Finding]:
-    """Dynamic sampling, over-sampling and partial rollouts."""
+def check_filters(rollout: RolloutConfig, *, runs_ahead: bool) -> Iterator[Finding]:
+    """Dynamic sampling, over-sampling and partial rollouts; `runs_ahead`: of the training, which
+    has partial rollouts as well."""
     if rollout.dynamic_sampling and rollout.n_samples_per_prompt == 1:
         yield error(
             "rollout.dynamic_sampling drops groups whose rewards are all equal, which with "
@@ -160,6 +161,8 @@ def check_filters(rollout: RolloutConfig) -> Iterator[Finding]:
         ("mask_off_policy_tokens", "oversample_prompts", "above 0"),
     )
     for name, switch, wanted in needs:
+        if runs_ahead and switch == "oversample_prompts":
+            continue
         if differs(rollout, name) and not getattr(rollout, switch):
             yield warning(
                 f"rollout.{name} has no effect without rollout.{switch}; set rollout.{switch} "
