@@ -5,19 +5,22 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 # The first node trains on its eight GPUs, the others sample:
-#   sbatch slurm_async.sh RECIPE --cluster.num_trainers 8 --cluster.num_engines 16 --pipeline.enabled true
+#   sbatch slurm_async.sh RECIPE --cluster.num_trainers 8 --cluster.num_engines 16 --pipeline.enabled
 set -euo pipefail
+((SLURM_NNODES > 1)) || { echo 'two nodes at least: one trains, the others sample' >&2; exit 1; }
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]} port=6379
 # Ray gets no GPU of the first node: the trainers take them.
 srun --nodes 1 --ntasks 1 -w "$head" --overlap \
   ray start --head --port "$port" --num-gpus 0 --block &
-until ray status --address "$head:$port" > /dev/null 2>&1; do sleep 1; done
-if ((${#nodes[@]} > 1)); then
-  srun --nodes $((${#nodes[@]} - 1)) --ntasks $((${#nodes[@]} - 1)) -x "$head" --overlap \
-    ray start --address "$head:$port" --block &
-fi
-expected=$(((${#nodes[@]} - 1) * 8))
-until ray status --address "$head:$port" | grep -q "/$expected.0 GPU"; do sleep 1; done
+await() { # COMMAND: for two minutes at most
+  for _ in {1..120}; do eval "$1" && return; sleep 1; done
+  echo "Ray is not up after two minutes: $1" >&2; exit 1
+}
+await 'ray status --address "$head:$port" > /dev/null 2>&1'
+others=$((${#nodes[@]} - 1))
+srun --nodes "$others" --ntasks "$others" -x "$head" --overlap \
+  ray start --address "$head:$port" --block &
+await 'ray status --address "$head:$port" | grep "/$((others * 8)).0 GPU" > /dev/null'
 srun --nodes 1 --ntasks 1 -w "$head" --overlap --gpus-per-node 8 \
   hone rl "$@" --cluster.address "$head:$port"
