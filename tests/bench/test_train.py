@@ -324,7 +324,7 @@ def test_hone_check_plans_the_peak(
 ) -> None:
     from hone.planner.hardware import GPUS
 
-    monkeypatch.setattr("hone.cli.check.installed_gpu", lambda: GPUS[0])
+    monkeypatch.setattr("hone.cli.check.local_gpu", lambda: GPUS[0])
     words = ("check", "sft", "--model.path=model", "--model.init=random", "--data.train.0.path=x")
     found = json.loads(output(capsys, *words, "--json", code=2))["derived"]
     larger = (*words, "--trainer.max_tokens_per_microbatch=1000000", "--json")

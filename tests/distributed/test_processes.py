@@ -77,4 +77,5 @@ def test_nobody_else_reads_the_environment_of_torchrun():
     readers = [path.name for path in package.rglob("*.py") if reads.search(path.read_text())]
     assert readers == ["processes.py"]
     tree = [path for path in package.rglob("*.py") if '"WORLD_SIZE"' in path.read_text()]
-    assert sorted(path.name for path in tree) == ["processes.py", "spawn.py"]  # read, and set
+    # Read, and set: for trainers, and for the ranks of an engine.
+    assert sorted(path.name for path in tree) == ["actors.py", "processes.py", "spawn.py"]

@@ -106,7 +106,10 @@ def test_R20_rows_hold_the_sampled_ids_and_their_mask(make_config: MakeConfig) -
         assert row.rollout_logprobs.tolist() == pytest.approx(kept)
         assert len(row.rollout_logprobs) == len(row.advantages) == row.num_trained
     assert rows[1].staleness is not None
-    assert rows[1].staleness.tolist()[:2] == [2, 0]
+    # What comes after a token of older weights may have been drawn over their keys.
+    assert set(rows[1].staleness.tolist()) == {2}
+    assert rows[0].staleness is not None
+    assert set(rows[0].staleness.tolist()) == {0}
 
 
 class CountingTrainer:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hone.config.checks import generation as checks
+from hone.config.derived import FUSED_FAMILIES
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
@@ -342,4 +343,4 @@ def test_R22_configuration_is_checked_with_its_numbers():
 
 
 def test_families_that_are_checked_are_those_that_are_fused():
-    assert set(checks._FUSED_FAMILIES) == set(FAMILIES)
+    assert set(FUSED_FAMILIES) == set(FAMILIES)

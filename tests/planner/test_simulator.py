@@ -29,6 +29,7 @@ from hone.planner.lengths import draw_lengths
 from hone.planner.model_shape import ModelShape, public_shape
 from hone.planner.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
 from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
+from hone.planner.staleness import batches_ahead
 from hone.planner.timeline import draw_timelines
 
 SHAPES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")
@@ -307,7 +308,7 @@ class TokenRun:
         case, size, begun = self.case, self.case.rollout.prompts_per_step, len(self.groups)
         if not case.pipeline.enabled:
             return begun - num_gone < size + case.rollout.oversample_prompts
-        k, queue = case.pipeline.max_staleness, case.pipeline.batches_ahead
+        k, queue = case.pipeline.max_staleness, batches_ahead(case.pipeline)
         num_dropped = num_gone - version * size
         return begun < (version + k + 1) * size + num_dropped and (
             begun - num_gone < (1 + queue) * size

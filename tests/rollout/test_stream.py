@@ -21,7 +21,7 @@ from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import to_scalars
-from hone.planner.staleness import choose, too_late
+from hone.planner.staleness import batches_ahead, choose, too_late
 from hone.rollout import stream as stream_module
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.evaluate import evaluate
@@ -210,7 +210,7 @@ def check_contract(
     engine = engine or FakeEngine(length=heavy_tailed)
     stream = make(engine=engine, scorer=scorer, pipeline=pipeline, **rollout)
     size, n = stream.rollout_cfg.prompts_per_step, stream.rollout_cfg.n_samples_per_prompt
-    bound, queue = stream.pipeline_cfg.max_staleness, stream.pipeline_cfg.batches_ahead
+    bound, queue = stream.pipeline_cfg.max_staleness, batches_ahead(stream.pipeline_cfg)
     trained: list[int] = []
     num_flat = num_too_old = 0
     step = engine.step

@@ -336,11 +336,8 @@ def _pipeline(cfg: RLConfig) -> Iterator[Derived]:
     pipeline, prompts = cfg.pipeline, cfg.rollout.prompts_per_step
     if not pipeline.enabled:
         return
-    queue, staleness, ahead = (
-        pipeline.async_queue_size,
-        pipeline.max_staleness,
-        pipeline.batches_ahead,
-    )
+    queue, staleness = pipeline.async_queue_size, pipeline.max_staleness
+    ahead = staleness if queue is None else min(queue, staleness)
     yield Derived(
         "groups_ahead",
         ahead * prompts,

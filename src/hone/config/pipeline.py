@@ -35,10 +35,3 @@ class PipelineConfig(Section):
     """Samples about to exceed `max_staleness`. `wait`: the update waits until they are complete,
     so that each prompt is trained once. `drop`: the update takes what is complete, and what has
     become too old is dropped and counted; long samples are dropped more often than short ones."""
-
-    @property
-    def batches_ahead(self) -> int:
-        """How many batches are begun, at most, beside the one in training."""
-        if self.async_queue_size is None:
-            return self.max_staleness
-        return min(self.async_queue_size, self.max_staleness)

@@ -124,17 +124,24 @@ def blank_model(
     buffers = _computed_buffers(model)
     if tp is not None:
         check_divides(model.config, tp.size)
-        model = shard_model(model, tp)
+    shapes = {
+        parameter: parameter.shape if tp is None else shard_of(name, parameter, tp).shape
+        for name, parameter in model.named_parameters()
+    }
     zeros: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in zeros:  # else tied to one that is
-                zeros[parameter] = nn.Parameter(torch.zeros_like(parameter, device=device))
+                zeros[parameter] = nn.Parameter(
+                    torch.zeros(shapes[parameter], dtype=parameter.dtype, device=device)
+                )
             setattr(module, name, zeros[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros_like(buffer, device=device))
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
+    if tp is not None and tp.size > 1:
+        fit_to_rank(model, tp)
     return model
 
 

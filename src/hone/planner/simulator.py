@@ -28,7 +28,7 @@ from hone.config.engine import EngineConfig
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
 from hone.planner.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
-from hone.planner.staleness import choose
+from hone.planner.staleness import batches_ahead, choose
 
 __all__ = ["Placement", "Rates", "SimulatedRun", "SimulatedStep", "simulate"]
 
@@ -291,7 +291,7 @@ class _Run:
         self.suspended = []
         num_groups, pipeline = self.rollout.prompts_per_step, self.pipeline
         if pipeline.enabled:
-            most = num_groups * (1 + pipeline.batches_ahead)
+            most = num_groups * (1 + batches_ahead(pipeline))
         else:
             most = num_groups + self.rollout.oversample_prompts
         for _ in range(most - len(self.open)):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["choose", "too_late"]
+from hone.config.pipeline import PipelineConfig
+
+__all__ = ["batches_ahead", "choose", "too_late"]
+
+
+def batches_ahead(pipeline: PipelineConfig) -> int:
+    """How many batches are begun, at most, beside the one that is trained next."""
+    if pipeline.async_queue_size is None:
+        return pipeline.max_staleness
+    return min(pipeline.async_queue_size, pipeline.max_staleness)
 
 
 def choose(

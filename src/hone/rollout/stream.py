@@ -25,7 +25,7 @@ from typing import Any
 
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
-from hone.planner.staleness import choose, too_late
+from hone.planner.staleness import batches_ahead, choose, too_late
 from hone.rollout.counts import StreamCounts
 from hone.rollout.open_groups import (
     SCORE_WAIT_S,
@@ -125,7 +125,7 @@ class RolloutStream:
             counts=self._counting,
         )
         self._rounds = self._new_rounds(0)
-        self._ahead = self.pipeline_cfg.batches_ahead
+        self._ahead = batches_ahead(self.pipeline_cfg)
 
     # -- batches ---------------------------------------------------------------------------------
 
