@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 from hone.engine.host import EngineHost, Polled
 from hone.types import Completion, EngineLostError, EngineStats, Request, StopReason
+from hone.weights.broadcast import Pending
 
-__all__ = ["EngineGroup", "EngineHandle", "EnginesLostError", "LocalHandle", "Pending"]
+__all__ = ["EngineGroup", "EngineHandle", "EnginesLostError", "LocalHandle"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,17 +54,6 @@ NO_STATS = EngineStats(
 
 class EnginesLostError(ConnectionError):
     """Engines were lost more often than they may be restarted."""
-
-
-class Pending(Protocol):
-    """What a call will return."""
-
-    def result(self, timeout_s: float) -> Any:
-        """Wait for the value at most so long.
-
-        Raises what the call raised, TimeoutError, or EngineLostError where the engine is gone.
-        """
-        ...
 
 
 class EngineHandle(Protocol):
