@@ -74,12 +74,18 @@ def calls() -> dist.Store:
 
 # ---------------------------------------------------------------- engines
 
-begin = Link.broadcast
 
+class BeginLate:
+    """`Link.broadcast`, the first time long after it was called."""
 
-def begin_late(self: Link, tensor: Tensor) -> dist.Work:
-    time.sleep(HUNG_S + 5.0)
-    return begin(self, tensor)
+    def __init__(self) -> None:
+        self._pause_s = HUNG_S + 5.0
+        self._begin = Link.broadcast
+
+    def __call__(self, link: Link, tensor: Tensor) -> dist.Work:
+        pause_s, self._pause_s = self._pause_s, 0.0
+        time.sleep(pause_s)  # NCCL takes a broadcast whose other members are gone
+        return self._begin(link, tensor)
 
 
 class Served:
@@ -109,7 +115,8 @@ class Served:
     def receive(self, spec: ReceiveSpec, hangs: bool) -> float:
         if not hangs:
             return self.receiver.receive(spec, self.rank).seconds
-        with patch.object(Link, "broadcast", begin_late):
+        late = BeginLate()
+        with patch.object(Link, "broadcast", lambda link, tensor: late(link, tensor)):
             return self.receiver.receive(spec, self.rank).seconds
 
     def manifest(self) -> WeightManifest:
