@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,9 +44,8 @@ def run_ranks(module: str, world_size: int, *arguments: object, timeout_s: float
     return json.loads(printed)
 
 
-def main(world_size: int, module: str, arguments: Sequence[str]) -> int:
-    """The exit status of the first that failed."""
-    function = import_module(module).main
+def fork_ranks(world_size: int, function: Callable[[], object]) -> int:
+    """Call it in so many copies of this process. The exit status of the first that failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,7 +59,7 @@ def main(world_size: int, module: str, arguments: Sequence[str]) -> int:
             os.environ.update(common | own | sizes)
             if rank:
                 os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-            _run(lambda: function(*arguments))
+            _run(function)
         ranks.add(pid)
     while ranks:
         pid, status = os.wait()
@@ -71,7 +71,7 @@ def main(world_size: int, module: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(function: Any) -> NoReturn:
+def _run(function: Callable[[], object]) -> NoReturn:
     """Call it and end this process at once: threads of gloo may outlive their group."""
     status = 0
     try:
@@ -85,4 +85,5 @@ def _run(function: Any) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    size, module, *arguments = sys.argv[1:]
+    sys.exit(fork_ranks(int(size), partial(import_module(module).main, *arguments)))

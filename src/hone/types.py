@@ -383,6 +383,10 @@ class Trainer(Protocol):
         """Log-probability of each row's trained tokens, [N_i] float32 on the CPU."""
         ...
 
+    def needs_old_logprobs(self, rows: Sequence[Trajectory]) -> bool:
+        """Whether `update` takes the policy's log-probabilities where `rows` lack them."""
+        ...
+
     def update(self, rows: Sequence[Trajectory]) -> Mapping[str, Any]:
         """Train on the rows: mini-batches and epochs as configured. Returns metrics."""
         ...

@@ -156,6 +156,7 @@ def test_supervised_steps_and_adapters() -> None:
     assert found["speed"]["model_flops_per_step"] < flops_by_hand([16] * 5, 75)
 
 
+@pytest.mark.slow
 def test_tokens_and_rates_of_all_processes_count(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     flags = (*SMALL, "--rows.tokens=16", "--rows.per_step=8", "--trainer.parallel.zero_stage=3")
@@ -290,6 +291,25 @@ def test_warnings() -> None:
         "workload is 4, fewer than the 8 processes",
     ):
         assert any(part in message for message in messages), part
+
+
+def test_processes_that_share_rows_all_have_some() -> None:
+    def warnings(ring_size: int) -> list[str]:
+        cfg = BenchTrainConfig.model_validate(
+            {
+                "model": {"shape": "qwen3-0.6b"},
+                "rows": {"tokens": 4096, "per_step": 1},
+                "trainer": {
+                    "max_tokens_per_microbatch": 4096 // ring_size,
+                    "parallel": {"ring_size": ring_size},
+                },
+            }
+        )
+        return [finding.message for finding in train.check(cfg, 4) if finding.level == "warning"]
+
+    assert warnings(4) == []
+    assert any("fewer than the 2 groups of 2 processes" in message for message in warnings(2))
+    assert any("fewer than the 4 processes" in message for message in warnings(1))
 
 
 def test_rows_carry_what_the_objective_needs(folder: Path) -> None:

@@ -15,10 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from hone.data.arithmetic import ALPHABET, generate, write_jsonl
-from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from hone.config.load import dump_config
+from tests.tiny_runs import tiny_config, write_inputs
 
 pytest.importorskip("ray")
 
@@ -29,39 +28,24 @@ LIMIT_S = 240.0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ray")
-    make_tiny_model(
-        folder / "model",
-        tokenizer=make_char_tokenizer(ALPHABET),
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
-    write_jsonl(folder / "train.jsonl", generate(400, seed=0, low=0, high=30))
+    write_inputs(folder, num_kv_heads=2, num_rows=400, high=30)
     return folder
 
 
-def recipe(folder: Path, name: str, steps: int, **sections: Any) -> Path:
-    tree: dict[str, Any] = {
-        "run": {"dir": f"{name}-run", "steps": steps, "device": "cpu"},
-        "model": {"path": "model"},
-        "data": {"train": [{"path": "train.jsonl"}], "chat": "never", "max_prompt_tokens": 8},
-        "rollout": {
-            "prompts_per_step": PROMPTS,
-            "n_samples_per_prompt": SAMPLES,
-            "max_completion_tokens": 8,
-        },
-        "engine": {"max_num_seqs": 16, "max_model_len": 32, "block_size": 4},
-        "reward": {"functions": [{"fn": "exact_match"}]},
-        "algorithm": {"correction": {"kind": "tis"}},
-        "checkpoint": {"every_n_steps": 0},
-        "log": {"samples_per_step": 99, "report": False, "tensorboard": False},
-    } | sections
+def recipe(folder: Path, name: str, steps: int, **sections: dict[str, Any]) -> Path:
+    cfg = tiny_config(
+        folder,
+        folder / f"{name}-run",
+        **{
+            "run": {"steps": steps},
+            "rollout": {"prompts_per_step": PROMPTS, "n_samples_per_prompt": SAMPLES},
+            "algorithm": {"correction": {"kind": "tis"}},
+            "log": {"samples_per_step": 99},
+        }
+        | sections,
+    )
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(dump_config(cfg))
     return path
 
 
@@ -122,6 +106,7 @@ def check_trained_once(folder: Path, steps: int) -> None:
     assert set(counts.values()) == {SAMPLES}
 
 
+@pytest.mark.slow
 def test_R11_killed_engines_are_replaced_and_no_sample_is_lost_or_trained_twice(
     folder: Path,
 ) -> None:
@@ -146,6 +131,7 @@ def test_R11_killed_engines_are_replaced_and_no_sample_is_lost_or_trained_twice(
     check_trained_once(rows.parent, steps)
 
 
+@pytest.mark.slow
 def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
     """A killed rank takes its engine along, which is replaced; Ctrl-C ends all processes."""
     path = recipe(
@@ -153,12 +139,7 @@ def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
         "ranks",
         2000,
         cluster={"num_engines": 1, "num_trainers": 2},
-        engine={
-            "max_num_seqs": 16,
-            "max_model_len": 32,
-            "block_size": 4,
-            "tensor_parallel_size": 2,
-        },
+        engine={"tensor_parallel_size": 2},
         trainer={"parallel": {"zero_stage": 3}},
     )
     run = start(path)

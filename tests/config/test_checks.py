@@ -69,6 +69,24 @@ ROWS: list[Row] = [
      "engine.enable_sleep cluster.num_engines"),
     ("rl", "cluster.num_engines=1 trainer.enable_sleep=true", "error",
      "trainer.enable_sleep cluster.num_engines"),
+    ("rl", "cluster.num_references=4 cluster.num_engines=2 cluster.num_trainers=8 "
+     "engine.tensor_parallel_size=2 cluster.num_nodes=2 cluster.devices_per_node=7 "
+     "cluster.address=auto algorithm.kl.coef=0.1", "error",
+     "cluster.num_trainers cluster.num_engines engine.tensor_parallel_size cluster.num_references "
+     "cluster.num_nodes cluster.devices_per_node"),
+    ("rl", "cluster.num_references=1 cluster.devices_per_node=1 algorithm.kl.coef=0.1", "error",
+     "cluster.num_trainers cluster.num_references cluster.devices_per_node"),
+    ("rl", "cluster.num_references=1", "error", "cluster.num_references algorithm.kl.coef"),
+    ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1 model.lora.rank=8", "error",
+     "cluster.num_references model.lora.rank"),
+    ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1 cluster.num_trainers=4 "
+     "trainer.parallel.ring_size=4 trainer.max_tokens_per_microbatch=1023", "error",
+     "cluster.num_references trainer.max_tokens_per_microbatch"),
+    ("rl", "--nproc=3 cluster.num_references=1 algorithm.kl.coef=0.1", "error",
+     "cluster.num_trainers cluster.num_references"),
+    ("rl", "--nproc=2 cluster.num_trainers=2 cluster.num_references=1 algorithm.kl.coef=0.1 "
+     "trainer.parallel.reference_ring_size=2", "warning",
+     "trainer.parallel.reference_ring_size algorithm.kl.coef cluster.num_references"),
     ("rl", "pipeline.enabled=true", "error", "pipeline.enabled cluster.num_engines"),
     ("rl", "pipeline.max_staleness=2", "warning", "pipeline.max_staleness pipeline.enabled"),
     ("rl", "pipeline.enabled=true cluster.num_engines=1 rollout.oversample_prompts=4", "error",
@@ -120,10 +138,14 @@ ROWS: list[Row] = [
     *[("rl", f"engine.backend=vllm {key}={value}", "error", f"{key} engine.backend")
       for key, value in (
           ("model.exact", "true"), ("engine.kv_cache_dtype", "fp8"), ("engine.speculation", "true"),
-          ("engine.tensor_parallel_size", "2"), ("engine.block_size", "32"),
+          ("engine.block_size", "32"),
           ("rollout.temperature", "0.001"), ("engine.max_num_batched_tokens", "8"))],
     ("eval", "engine.backend=vllm eval.temperature=0.001", "error",
      "eval.temperature engine.backend"),
+    ("rl", "engine.backend=vllm engine.tensor_parallel_size=2", "error",
+     "engine.tensor_parallel_size"),
+    ("generate", "engine.backend=vllm engine.tensor_parallel_size=3", "error",
+     "engine.tensor_parallel_size model.path"),
     ("rl", "engine.backend=vllm engine.compile=false", "warning", "engine.compile engine.backend"),
     ("rl", "engine.backend=vllm engine.enable_sleep=true run.device=cpu", "warning",
      "engine.enable_sleep engine.backend run.device"),

@@ -180,6 +180,7 @@ def test_memory_of_engines_and_references(workspace: Path) -> None:
     for stage in ("0", "1", "3"):
         flags = (kl, f"--trainer.parallel.zero_stage={stage}")
         assert found(*flags, world_size=4)["reference_gib"] == 0.5
+    assert "reference_gib" not in found(kl, "--cluster.num_references=1")
     adapted = found(kl, "--model.lora.rank=8")
     assert adapted["engine_gib"] == 2
     assert adapted.keys().isdisjoint({"reference_gib", "masters_gib", "optimizer_gib"})
@@ -212,6 +213,9 @@ def test_a_cluster_is_added_up_and_its_lead_bounded(
     assert synchronous["devices"] == 16
     assert synchronous.keys().isdisjoint(names)
     assert "devices" not in rows(load_config(RLConfig, None, BASE["rl"]))
+    scoring = ("--cluster.num_references=3", "--algorithm.kl.coef=0.1")
+    found = rows(load_config(RLConfig, None, [*BASE["rl"], *flags, *scoring]), world_size=8)
+    assert [found["reference_devices"], found["devices"]] == [3, 19]
 
 
 def test_the_kv_cache_of_a_model(workspace: Path) -> None:

@@ -132,8 +132,8 @@ CHECKS = (check_killed, check_stopped, check_absent, check_silent, check_mistake
     [
         (check_killed, "train"),
         (check_killed, "checkpoint"),
-        (check_stopped, "generate"),
-        (check_stopped, "train"),
+        pytest.param(check_stopped, "generate", marks=pytest.mark.slow),
+        pytest.param(check_stopped, "train", marks=pytest.mark.slow),
         (check_absent, "sync"),
         (check_silent, "generate"),
         (check_mistake, "score"),
@@ -145,6 +145,7 @@ def test_R11_the_first_error_names_the_culprit(check: Callable[[str], None], pha
     check(phase)
 
 
+@pytest.mark.slow
 def test_R11_a_process_that_never_comes_is_named() -> None:
     end = watched("start", "hang")
     assert end.code == 1

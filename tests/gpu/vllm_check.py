@@ -1,8 +1,12 @@
-"""vLLM behind the Engine protocol on one GPU: parity, syncs, sleep, and its steps beside ours.
+"""vLLM behind the Engine protocol: parity, syncs, sleep, and its steps beside ours.
 
     python -m tests.gpu.vllm_check
     python -m tests.gpu.vllm_check speed --shape qwen3-0.6b
+    torchrun --nproc-per-node 2 -m tests.gpu.vllm_check tensor --shape qwen3-8b
     python -m tests.gpu.vllm_check --device cpu     # a tiny model: whether the script is sound
+
+Under torchrun all processes are ranks of one engine, ours as well as vLLM's, in every section;
+`tensor` is what matters there: that ranks agree, parity, syncs, and tokens a second beside ours.
 
 Weights are random; all requests carry seeds. vLLM runs as `engine.backend=vllm` runs it: in this
 process, without a step in flight. Exits with 1 where a check fails.
@@ -18,8 +22,12 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+import triton
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,10 +35,12 @@ from hone.attention import PackedContext
 from hone.bench.measure import decode_steps, measure
 from hone.config.engine import EngineConfig
 from hone.config.model import ModelConfig
+from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
-from hone.models.manifest import export_weights
+from hone.models.manifest import build_manifest, compare, export_weights
+from hone.models.tensor_parallel import TensorParallel, shard_model
 from hone.models.tiny import SHAPES, make_model_folder, make_tiny_model
 from hone.rollout.vllm import VLLMEngine
 from hone.types import Completion, Engine, Request, SamplingParams
@@ -55,29 +65,37 @@ class Source:
 
 
 class Checks:
-    """The sections, over one model and one vLLM engine that sleeps on request."""
+    """The sections, over one model and one vLLM engine that sleeps on request.
+
+    Of several ranks each holds the whole model as well, to score with.
+    """
 
     def __init__(self, run: Run, folder: Path) -> None:
         self.run = run
         self.device: str = run.args.device
+        own = processes()
+        device = torch.device("cuda", own.local_rank) if self.device == "cuda" else "cpu"
+        self.tp = TensorParallel.from_environment(own.world_size, torch.device(device))
         if self.device == "cuda":
             make_model_folder(folder, run.args.shape)
         else:
             make_tiny_model(folder, weights=False, max_position_embeddings=512)
         cfg = ModelConfig(path=str(folder), init="random")
-        self.model = load_model(cfg, device=self.device, seed=0)
+        self.model = load_model(cfg, device=device, seed=0)
         self.version = 0
+        torch.manual_seed(1)  # ranks must ask the same, and change weights alike
 
     def config(self, **fields: object) -> EngineConfig:
         size = 16 if self.device == "cuda" else 0.25
+        fields = {"tensor_parallel_size": self.tp.size, "kv_cache_gib": size, **fields}
         lengths = {"max_num_seqs": 256, "max_model_len": 2048 if self.device == "cuda" else 384}
-        return EngineConfig.model_validate({"kv_cache_gib": size, **lengths, **fields})
+        return EngineConfig.model_validate({**lengths, **fields})
 
     @cached_property
     def engine(self) -> VLLMEngine:
         start = perf_counter()
         cfg = self.config(backend="vllm", enable_sleep=True)
-        engine = VLLMEngine(self.model, cfg, eos_token_ids=())
+        engine = VLLMEngine(self.model, cfg, eos_token_ids=(), tensor_parallel=self.tp)
         self.run.row("vLLM made and filled, s", perf_counter() - start)
         return engine
 
@@ -127,9 +145,12 @@ class Checks:
 
     @torch.no_grad()
     def perturb(self) -> None:
+        """Change every weight and keep its size: larger logits would lose more to rounding."""
         for parameter in self.model.parameters():
-            size = parameter.std() + 0.1 * parameter.mean().abs()
-            parameter.add_(torch.randn_like(parameter) * size)
+            size, mean = parameter.std(), parameter.mean()
+            parameter.add_(torch.randn_like(parameter) * (size + 0.1 * mean.abs()))
+            if parameter.ndim > 1:
+                parameter.mul_(0.5**0.5)
 
     def parity(self) -> None:
         """R4: the first weights, and what is drawn again with the same seeds."""
@@ -198,6 +219,27 @@ class Checks:
                 self.run.row("sync after it, ms", self.push())
             self.check_parity(f"after sleep level {level}")
 
+    def tensor(self) -> None:
+        """R2 to R4 of the ranks of one engine, and its speed beside ours."""
+        if self.tp.size == 1:
+            raise RuntimeError("start it with torchrun --nproc-per-node 2")
+        self.check_ranks("weights that ranks have drawn")
+        self.parity()
+        self.check_samples("ranks sample the same")
+        self.sync()
+        self.check_ranks("weights that ranks have changed")
+        self.check_samples("ranks sample the same after syncs")
+        self.speed()
+
+    def check_ranks(self, name: str) -> None:
+        manifest = build_manifest(export_weights(self.model), 0)
+        self.run.check(name, not any(compare(manifest, other) for other in everywhere(manifest)))
+
+    def check_samples(self, name: str) -> None:
+        done = finish(self.engine, self.requests(64, group=4, num_prompt=100, max_tokens=64))
+        found = {key: (one.token_ids, one.logprobs) for key, one in done.items()}
+        self.run.check(name, all(other == found for other in everywhere(found)))
+
     def free_gib(self) -> float:
         return torch.cuda.mem_get_info()[0] / GIB if self.device == "cuda" else 0.0
 
@@ -205,15 +247,19 @@ class Checks:
         """Decode steps of the same requests, embedded and vLLM."""
 
         def embedded() -> Engine:
-            return EmbeddedEngine(self.model, self.config(), eos_token_ids=())
+            own = shard_model(self.model, self.tp)
+            return EmbeddedEngine(own, self.config(), eos_token_ids=(), tensor_parallel=self.tp)
 
-        times = self.step_ms(embedded)
+        # vLLM lets triton report what it compiles, as JSON, which the constants of ours are not.
+        with patch.object(triton.knobs.runtime, "jit_post_compile_hook", None):
+            times = self.step_ms(embedded)
         release()
-        for shape, ours in times.items():
-            theirs = self.step_ms(lambda: self.engine, shape)[shape]
-            self.run.row(
-                f"decode {shape[0]} x {shape[1]}: ms ours, vLLM, ratio", ours, theirs, theirs / ours
-            )
+        self.run.row(f"decode, TP {self.tp.size}: ms a step", "ours", "vLLM", "ratio", "tokens/s")
+        for (batch, num_prompt), ours in times.items():
+            theirs = self.step_ms(lambda: self.engine, (batch, num_prompt))[batch, num_prompt]
+            rates = " ".join(f"{1e3 * batch / ms:.0f}" for ms in (ours, theirs))
+            name = f"{batch} sequences of {num_prompt}"
+            self.run.row(name, ours, theirs, theirs / ours, rates)
 
     def step_ms(
         self, make: Callable[[], Engine], only: tuple[int, int] | None = None
@@ -231,6 +277,15 @@ class Checks:
         return found
 
 
+def everywhere(value: object) -> list[Any]:
+    """The value of every rank."""
+    values: list[Any] = [value]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
 def finish(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
     engine.submit(requests)
     done: dict[str, Completion] = {}
@@ -245,8 +300,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sections = ("parity", "sync", "sleep", "speed")
-    run = Run(__doc__, sections, seconds=400, add_flags=add_flags)
+    sections = ("parity", "sync", "sleep", "speed", "tensor")
+    run = Run(__doc__, sections, on_request=("tensor",), seconds=400, add_flags=add_flags)
+    if run.args.device == "cuda":
+        torch.cuda.set_device(processes().local_rank)
     with tempfile.TemporaryDirectory() as folder:
         checks = Checks(run, Path(folder))
         code = run.go({name: getattr(checks, name) for name in sections})

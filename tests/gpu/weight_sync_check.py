@@ -2,6 +2,7 @@
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 -m tests.gpu.weight_sync_check
     torchrun --nproc-per-node 8 -m tests.gpu.weight_sync_check --trainers 4 speed
+    torchrun --nproc-per-node 2 -m tests.gpu.weight_sync_check adapters      (one GPU for both, too)
     torchrun --nproc-per-node 3 -m tests.gpu.weight_sync_check --trainers 2 --dry   (on CPUs)
 
 The first `--trainers` processes train (FSDP, stage 3, where there are several), each of the others
@@ -12,6 +13,8 @@ has an engine. All reach each other over the weight link, and through the launch
               good, over a new link
     speed     an 8B-shaped model: seconds and GB/s of a delivery for each size of buckets, proof
               included; the first over a link also makes it
+    adapters  every bit of merged weights, whole base and 4-bit; an 8B-shaped model with adapters:
+              seconds and bytes with the base, with adapters alone, and of merged weights
 """
 
 from __future__ import annotations
@@ -34,14 +37,18 @@ from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import local_part
 from hone.config.engine import EngineConfig
+from hone.config.model import LoraConfig
 from hone.distributed.mesh import Mesh, MeshSizes
 from hone.engine.engine import EmbeddedEngine
+from hone.models.adapters import adapt, adapted_weights, merged_weights
 from hone.models.manifest import build_manifest, compare, export_weights
 from hone.trainer.sharded import ShardedPolicy
 from hone.types import EngineLostError, WeightManifest
 from hone.weights import broadcast
-from hone.weights.broadcast import BroadcastSync, ReceiveSpec, WeightReceiver
+from hone.weights.broadcast import BroadcastSync
 from hone.weights.link import Link
+from hone.weights.protocol import ReceiveSpec
+from hone.weights.receiver import WeightReceiver
 from tests.gpu.models import build
 from tests.gpu.sections import Run, release
 
@@ -196,6 +203,29 @@ class WholeTrainer:
         return export_weights(self._model)
 
 
+class AdaptedTrainer:
+    """Any number of processes', with adapters."""
+
+    def __init__(self, model: PreTrainedModel, mesh: Mesh, lora: LoraConfig) -> None:
+        adapt(model, lora, seed=0)
+        self._model = model
+        is_alone = mesh.world.size == 1
+        held = WholeTrainer(model) if is_alone else ShardedPolicy(model, mesh, stage=3)
+        self._held = held
+        self.stored = adapted_weights(model, held.named_weights)
+        assert self.stored is not None
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return merged_weights(self._model, self._held.named_weights())
+
+    @torch.no_grad()
+    def move(self) -> None:
+        assert self.stored is not None
+        for name, parameter in self._held.parameters.items():
+            if name in self.stored.trained:
+                local_part(parameter.detach()).add_(1 / 64)
+
+
 class Trainers:
     """This process's place among them, and what they send."""
 
@@ -212,9 +242,16 @@ class Trainers:
             return WholeTrainer(model)
         return ShardedPolicy(model, self.mesh, stage=3)
 
-    def sync(self, trainer: Any, bucket_bytes: int, timeout_s: float = 120.0) -> BroadcastSync:
+    def sync(
+        self, trainer: Any, bucket_bytes: int, timeout_s: float = 120.0, **adapted: Any
+    ) -> BroadcastSync:
         return BroadcastSync(
-            trainer, self.mesh, self.engines, bucket_bytes=bucket_bytes, timeout_s=timeout_s
+            trainer,
+            self.mesh,
+            self.engines,
+            bucket_bytes=bucket_bytes,
+            timeout_s=timeout_s,
+            **adapted,
         )
 
     def num_wrong(self, trainer: Any) -> int:
@@ -298,6 +335,40 @@ def time_deliveries(own: Trainers) -> None:
     own.run.check(f"floor {FLOOR_S} s", min(best) <= FLOOR_S and not wrong, min(best), wrong)
 
 
+def check_adapters(own: Trainers) -> None:
+    own.run.row("adapters", "tensors wrong", "seconds", "MiB sent")
+    for name, is_4bit in {"whole base": False, "4-bit base": True}.items():
+        for is_large in (False, True):
+            size = "8B" if is_large else "small"
+            if not own.run.has_time(f"{name}, {size}"):
+                continue
+            fields = DRY if own.is_dry else LARGE if is_large else SMALL
+            lora = LoraConfig(rank=32, alpha=48.0, load_in_4bit=is_4bit)
+            release()
+            if own.engines is not None:
+                own.engines.ask("make", fields)
+            model = build(**fields, device=own.mesh.device)
+            trainer = AdaptedTrainer(model, own.mesh, lora)
+            del model
+            sync = own.sync(trainer, 512 * MIB, adapted=trainer.stored)
+            for version in range(1, 1 + PUSHES):
+                trainer.move()
+                report = sync.push(version)
+                wrong = own.num_wrong(trainer)
+                what = f"{name}, {size}, {'with it' if version == 1 else 'adapters alone'}"
+                own.run.check(what, not wrong, wrong, report.seconds, report.bytes / MIB)
+            sync.close()
+            sync = own.sync(trainer, 512 * MIB)
+            sync.push(1 + PUSHES)
+            trainer.move()
+            report = sync.push(2 + PUSHES)
+            wrong = own.num_wrong(trainer)
+            what = f"{name}, {size}, merged weights"
+            own.run.check(what, not wrong, wrong, report.seconds, report.bytes / MIB)
+            sync.close()
+            del trainer, sync
+
+
 def _waited(device: torch.device, start: float) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -310,14 +381,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    run = Run(__doc__, ("parity", "hung", "speed"), seconds=240, add_flags=add_flags)
+    run = Run(__doc__, ("parity", "hung", "speed", "adapters"), seconds=300, add_flags=add_flags)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     num_trainers = run.args.trainers
     if not 0 < num_trainers < world:
         raise SystemExit(f"{num_trainers} trainers of {world} processes leave no engine")
     device = torch.device("cpu")
     if not run.args.dry:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        # On one GPU a trainer and an engine share it, and weights travel through host memory.
+        index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
     if rank >= num_trainers:
         serve(rank - num_trainers, device)
@@ -335,6 +408,7 @@ def main() -> None:
         "parity": partial(check_parity, own),
         "hung": partial(check_hung, own),
         "speed": partial(time_deliveries, own),
+        "adapters": partial(check_adapters, own),
     }
     try:
         code = run.go(sections)

@@ -70,6 +70,7 @@ def runs(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["replicas", "tensor parallel"])
 def test_several_processes_write_the_rows_of_one_in_their_order(runs, name):
     expected, found = runs["alone"][1], runs[name][1]
@@ -78,6 +79,7 @@ def test_several_processes_write_the_rows_of_one_in_their_order(runs, name):
         assert [row[key] for row in found] == [row[key] for row in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["replicas", "tensor parallel"])
 def test_the_first_process_talks_for_all(runs, name):
     (alone,), (first, second) = runs["alone"][0], runs[name][0]

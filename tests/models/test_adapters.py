@@ -14,9 +14,12 @@ from hone.config.errors import UserError
 from hone.config.model import LoraConfig, ModelConfig
 from hone.models import adapters
 from hone.models.adapters import (
+    ADAPTER,
     BLOCK,
+    Collector,
     LoraLinear,
     adapt,
+    adapted_weights,
     adapters_off,
     dequantise,
     is_adapted,
@@ -123,6 +126,46 @@ def test_merged_weights_compute_what_the_adapted_model_computes(folder, cfg):
     wrong = dict(merged_weights(adapted, export_weights(adapted)))
     plain.load_state_dict(wrong)
     assert not torch.allclose(changed, logits(plain), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cfg", [LORA, LORA_4BIT], ids=["whole", "4-bit"])
+def test_a_part_of_the_base_gives_the_bits_of_that_part(cfg, dtype):
+    torch.manual_seed(0)
+    layer = LoraLinear(nn.Linear(192, 320, bias=False).to(dtype), cfg)
+    stored = dict(export_weights(layer))
+    for name in ADAPTER:
+        stored[name] = torch.randn(stored[name].shape).to(dtype)
+    merged = layer.projection.merge(stored)
+    base = layer.base_weight(torch.float32).double()
+    twin = base + 2.0 * stored["lora_B"].double() @ stored["lora_A"].double()
+    assert merged.dtype == dtype
+    torch.testing.assert_close(merged, twin.to(dtype))
+    for cut in (lambda t: t[107:214], lambda t: t[:, 64:101], lambda t: t[::3, 1:]):
+        own = stored | ({} if layer.is_4bit else {"weight": cut(stored["weight"]).clone()})
+        assert torch.equal(layer.projection.merge(own, cut), cut(merged))
+
+
+def test_what_is_stored_of_an_adapted_model(folder):
+    model = load(folder)
+    assert adapted_weights(model, lambda: export_weights(model)) is None
+    adapt(model, LORA.model_copy(update={"target_modules": ("q_proj",)}), seed=0)
+    stored = adapted_weights(model, lambda: export_weights(model))
+    assert {path.rpartition(".")[2] for path in stored.projections} == {"q_proj"}
+    assert {n for n, _ in stored.named() if "lora" in n} == stored.trained
+    half = ((n, t) for n, t in stored.named() if not n.endswith("layers.0.self_attn.q_proj.lora_A"))
+    with pytest.raises(RuntimeError, match=r"are missing: model.layers.0.self_attn.q_proj.lora_A$"):
+        list(merged_weights(model, half))
+
+
+def test_a_collector_gives_what_belongs_together_once():
+    both = Collector({"x.y": frozenset("ab"), "z": frozenset("a")})
+    a, b = torch.zeros(1), torch.ones(1)
+    assert ["x.y.a" in both, "x.y.c" in both, "y.a" in both] == [True, False, False]
+    assert both.add("x.y.b", b) is None
+    assert both.add("z.a", a) == ("z", {"a": a})
+    assert both.add("x.y.a", a) == ("x.y", {"b": b, "a": a})
+    both.require_complete()
 
 
 def test_only_adapters_learn_and_they_begin_as_nothing(folder):

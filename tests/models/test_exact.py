@@ -47,6 +47,7 @@ def test_output_has_the_dtype_of_its_input_unless_told(results):
     assert results["dtypes"] == ["torch.float16", [0, 128]]
 
 
+@pytest.mark.slow
 @needs_triton
 def test_products_are_summed_by_16_on_hopper(tmp_path, monkeypatch):
     """The one order of additions that the code leaves to the matrix unit."""

@@ -219,6 +219,44 @@ def test_engines_apart_have_devices_of_their_own() -> None:
     assert "KV cache" not in found["trainer train"].parts
     buffers = 2 * (512 << 20)
     assert found["engine sync"].parts["weights on their way"] == buffers
+    adapted = phases(*APART, "--model.lora.rank=8", world_size=2)["engine sync"]
+    merging = 2 * run_memory.GROUP_BYTES + 6 * 1024 * 3072
+    assert adapted.parts["weights on their way"] == buffers + merging
+
+
+def test_a_reference_apart_has_a_device_of_its_own() -> None:
+    kl, scores = "--algorithm.kl.coef=0.1", "--cluster.num_references=1"
+    found = phases(kl, scores)
+    assert [*found] == ["generate", "train", "sync", "reference score"]
+    assert found["train"].parts["reference"] == 0
+    whole = 2 * shape_of("qwen3-0.6b").num_params
+    assert found["reference score"].parts["weights"] == whole
+    # Hidden states twice, and three values of the MLP, which are more than a chunk's logits.
+    tokens, hidden, inner = 8192, 1024, 3072
+    few = "--trainer.logits_chunk_tokens=64"
+    found = phases(kl, scores, few, f"--trainer.max_tokens_per_forward={tokens}")
+    work = found["reference score"].parts["activations and work"]
+    assert work == 2 * tokens * (2 * hidden + 3 * inner)
+    assert [*phases(kl, scores, *APART, world_size=2)][-1] == "reference score"
+
+
+def test_a_reference_that_one_device_cannot_hold_goes_back_to_the_trainers() -> None:
+    """78B in bfloat16, of which 16 trainers hold a share each."""
+    shape = replace(shape_of("qwen3-8b"), num_layers=400)
+    cfg = configured(
+        "--algorithm.kl.coef=0.1",
+        "--cluster.num_references=1",
+        "--cluster.num_trainers=16",
+        "--cluster.num_engines=1",
+        "--engine.tensor_parallel_size=2",
+        "--engine.gpu_memory_utilization=0.9",
+        "--trainer.max_tokens_per_microbatch=4096",
+        "--trainer.parallel.zero_stage=3",
+        "--trainer.recompute=full",
+    )
+    (found,) = check_run_memory(cfg, shape, world_size=16, gpu=h200())
+    assert "reference score takes 14" in found.message
+    assert "Set cluster.num_references to 0." in found.message
 
 
 def test_small_steps_do_not_fill_a_micro_batch() -> None:

@@ -499,7 +499,7 @@ def config(**sections: Any) -> SimulateConfig:
 
 
 def measured_engine(shape: str, max_num_seqs: int) -> SimulatedEngine:
-    cfg = config(engine={"gpu_memory_utilization": 0.9})
+    cfg = config(engine={"gpu_memory_utilization": 0.9}, simulate={"decode_overhead_s": 0.0005})
     named = public_shape(shape)
     assert named is not None
     placement = Placement(num_trainers=1, num_engines=1, colocated=True)
@@ -513,6 +513,7 @@ def measured_engine(shape: str, max_num_seqs: int) -> SimulatedEngine:
         ("qwen3-0.6b", "uniform", 27_973),
         ("qwen3-8b", "uniform", 10_188),
         ("qwen3-0.6b", "groups", 29_903),
+        ("qwen3-8b", "groups", 12_308),
     ],
 )
 def test_engines_are_as_fast_as_those_measured(
@@ -535,6 +536,27 @@ def test_engines_are_as_fast_as_those_measured(
     assert engine.num_tokens / engine.time_s == pytest.approx(tokens_per_s, rel=0.1)
 
 
+def test_runs_are_as_fast_as_those_measured() -> None:
+    """`benchmarks/modes.py` of 1.7B on two H200, within 10 %: completion tokens/s."""
+    cfg = config(
+        model={"shape": "qwen3-1.7b"},
+        rollout={"prompts_per_step": 16, "n_samples_per_prompt": 8, "max_completion_tokens": 3072},
+        simulate={"gpus": 2, "lengths": {"median": 300, "sigma": 1.0}},
+    )
+    measured = {
+        "sync separate": 6_865,
+        "sync colocated": 7_965,
+        "partial colocated": 11_368,
+        "async, staleness 1": 12_395,
+        "async, staleness 2": 15_443,
+    }
+    result = compare(cfg)
+    completions = float(np.mean(result.lengths))
+    share = completions / (completions + cfg.simulate.prompt_tokens)
+    found = {outcome.mode: share * outcome.run.tokens_per_s for outcome in result.outcomes}
+    assert {mode: found[mode] for mode in measured} == pytest.approx(measured, rel=0.1)
+
+
 def test_rates_follow_devices_and_settings() -> None:
     shape = public_shape("qwen3-8b")
     assert shape is not None
@@ -552,7 +574,11 @@ def test_rates_follow_devices_and_settings() -> None:
     assert alone / (plain.train_s(rows, 7000) - 0.15) == pytest.approx(2 * 0.93)
     pair = rates(replace(apart, tensor_parallel_size=2))
     assert plain.engine.key_s / pair.engine.key_s == pytest.approx(1.48)
-    assert rates(replace(apart, colocated=True)).sync_s == 0.1
+    assert rates(replace(apart, colocated=True)).sync_s == 0.15
+    # Of adapters rank * (in + out) travels, and what they are merged into is read on the host.
+    q_proj = {"rank": 8, "target_modules": ("q_proj",)}
+    lora_s = 36 * 2 * (8 * (4096 + 4096) + 4096 * 4096) / 5e10
+    assert rates(model={"shape": "qwen3-8b", "lora": q_proj}).sync_s == pytest.approx(lora_s)
     halved = rates(engine={"kv_cache_dtype": "fp8"}).engine.key_s
     assert halved == pytest.approx(plain.engine.key_s / 2)
     scored = rates(algorithm={"kl": {"coef": 0.1}}).train_s(rows, 7000) - 0.15
@@ -639,6 +665,33 @@ def test_the_verdict_says_where_asynchrony_does_not_pay() -> None:
     alone = compare(config(**small(gpus=1)))
     assert "Asynchrony needs engines on GPUs of their own" in alone.verdict
     assert any("leaves none of 1 to trainers" in note for note in alone.notes)
+
+
+def test_references_apart_take_their_time_off_the_trainers() -> None:
+    """Two of them beside two trainers, by hand; what trainers score meanwhile is no longer."""
+    shape, rows = public_shape("qwen3-0.6b"), [1000] * 8
+    assert shape is not None
+    placement = Placement(num_trainers=2, num_engines=1)
+
+    def train_s(coef: float, num_references: int, num_epochs: int = 1) -> float:
+        cfg = config(
+            simulate={"training_scaling": 1.0},
+            cluster={"num_engines": 1, "num_trainers": 2, "num_references": num_references},
+            algorithm={"kl": {"coef": coef}},
+            trainer={"num_epochs": num_epochs},
+        )
+        return placement_rates(cfg, shape, GPUS[0], placement).train_s(rows, 7000)
+
+    forward_s = train_s(0.1, 0) - train_s(0.0, 0)
+    assert forward_s > 0
+    assert train_s(0.1, 2) == pytest.approx(train_s(0.1, 0))
+    assert train_s(0.1, 1) == pytest.approx(train_s(0.0, 0) + 2 * forward_s)
+    assert train_s(0.1, 4) == pytest.approx(train_s(0.0, 0) + forward_s / 2)
+    assert train_s(0.1, 2, num_epochs=2) == pytest.approx(train_s(0.0, 0, num_epochs=2))
+    cluster = {"num_trainers": 2, "num_engines": 3, "num_references": 1}
+    result = compare(config(**small(), cluster=cluster, algorithm={"kl": {"coef": 0.1}}))
+    assert {x.split for x in result.outcomes} == {"5 = 5", "2 + 3"}
+    assert any("in no split" in note for note in result.notes)
 
 
 def test_splits_follow_the_recipe() -> None:

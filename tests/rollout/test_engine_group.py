@@ -32,7 +32,8 @@ from hone.types import (
     SamplingParams,
     StopReason,
 )
-from hone.weights.broadcast import BroadcastSync, WeightReceiver
+from hone.weights.broadcast import BroadcastSync
+from hone.weights.receiver import WeightReceiver
 from tests.engine.conftest import make_models  # noqa: F401  a fixture
 from tests.engine.test_generation import assert_equal, make_requests, run
 from tests.engine.test_sync import change_weights, push

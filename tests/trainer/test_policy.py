@@ -12,7 +12,7 @@ from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
 from hone.models.decoder import alias_module
 from hone.observe.metrics import to_scalars
-from hone.trainer import learner
+from hone.trainer import learner, scoring
 from hone.trainer import policy as policy_module
 from hone.trainer.host_state import HostMasters
 from hone.trainer.optimizers import ParameterOptimizer
@@ -343,8 +343,9 @@ def on_pretended_gpu(
         made.append(model)
 
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    monkeypatch.setattr(learner, "has_training_layers", lambda model: fusible)
-    monkeypatch.setattr(learner, "training_backbone", make_backbone)
+    monkeypatch.setattr(scoring, "has_training_layers", lambda model: fusible)
+    for module in (learner, scoring):
+        monkeypatch.setattr(module, "training_backbone", make_backbone)
     monkeypatch.setattr(learner, "ParameterOptimizer", lambda *_, **__: None)
     monkeypatch.setattr(learner, "Policy", lambda model, **_: PretendedPolicy(model))
     with caplog.at_level("INFO", logger=learner.__name__):

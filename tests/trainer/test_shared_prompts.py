@@ -15,7 +15,7 @@ from hone.attention import shared_prompts
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.errors import UserError
 from hone.config.trainer import TrainerConfig
-from hone.trainer import learner
+from hone.trainer import scoring
 from hone.trainer.packing import AttentionCost, collate, plan
 from hone.trainer.trainer import PolicyTrainer
 from hone.types import Trajectory
@@ -352,7 +352,7 @@ def predicted_by_the_prompt_before(batch):
 def test_planted_layouts_are_seen(bug, monkeypatch):
     model = tiny_model()
     expected = numbers(ROWS, model, OBJECTIVES["ppo"])
-    monkeypatch.setattr(learner, "collate", lambda *a, **o: bug(collate(*a, **o)))
+    monkeypatch.setattr(scoring, "collate", lambda *a, **o: bug(collate(*a, **o)))
     found = numbers(ROWS, model, OBJECTIVES["ppo"], share_prompts=True)
     assert differences(found, expected)[0] > 100 * LOGPROBS
 
@@ -389,7 +389,7 @@ def test_planted_gradients_of_a_prompt_that_count_once(monkeypatch):
     assert forward < LOGPROBS
     assert backward > 100 * GRADIENTS
 
-    real = learner.hidden_states
+    real = scoring.hidden_states
 
     class Hidden:
         def __init__(self, hidden):
@@ -398,7 +398,7 @@ def test_planted_gradients_of_a_prompt_that_count_once(monkeypatch):
         def __getitem__(self, index):
             return _FirstOnly.apply(self.hidden, index)
 
-    monkeypatch.setattr(learner, "hidden_states", lambda *a: Hidden(real(*a)))
+    monkeypatch.setattr(scoring, "hidden_states", lambda *a: Hidden(real(*a)))
     found = numbers(ROWS, model, OBJECTIVES["ppo"], share_prompts=True)
     forward, backward = differences(found, expected)
     assert forward < LOGPROBS

@@ -63,6 +63,7 @@ def test_R8_planted_bugs_are_caught(two, bug):
     assert is_right == (bug == "nothing")
 
 
+@pytest.mark.slow
 def test_R8_together_with_shards_over_data(four):
     for rank in four:
         assert len(rank) == 6

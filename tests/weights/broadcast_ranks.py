@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -27,8 +28,10 @@ from torch import Tensor
 
 from hone.checkpoint.sharded import local_part
 from hone.config.engine import EngineConfig
+from hone.config.model import LoraConfig
 from hone.distributed.mesh import Mesh, MeshSizes
 from hone.engine.engine import EmbeddedEngine
+from hone.models.adapters import adapt, adapted_weights, merged_weights
 from hone.models.manifest import (
     ManifestDiff,
     build_manifest,
@@ -40,10 +43,12 @@ from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.tensor import parallelize
 from hone.types import EngineLostError, Request, SamplingParams, WeightManifest
-from hone.weights import broadcast, sync
-from hone.weights.broadcast import BroadcastSync, ReceiveSpec, WeightReceiver
+from hone.weights import broadcast, receiver, sync
+from hone.weights.broadcast import BroadcastSync
 from hone.weights.buckets import Bucket
 from hone.weights.link import Link
+from hone.weights.protocol import ReceiveSpec
+from hone.weights.receiver import WeightReceiver
 from tests.trainer.examples import tiny_model
 
 CPU = torch.device("cpu")
@@ -155,7 +160,7 @@ FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
     "flipped bit": [(Bucket, "named_views", flip_one_bit)],
     "flipped bit, no proof": [
         (Bucket, "named_views", flip_one_bit),
-        (broadcast, "compare", believe),
+        (receiver, "compare", believe),
     ],
     "lost tensor": [(sync, "deliver", lose_first)],
     "reused too early": [(Bucket, "new_buffer", reuse), (Link, "wait", wait_long)],
@@ -379,6 +384,58 @@ def push_and_look(pushing: BroadcastSync, version: int, dtype: torch.dtype) -> d
     }
 
 
+class AdaptedPolicy:
+    """A sharded policy that trains adapters over a frozen base."""
+
+    def __init__(self, mesh: Mesh, lora: LoraConfig) -> None:
+        model = tiny_model(**CASES["qwen3, tied"])
+        adapt(model, lora, seed=3)
+        self.policy = ShardedPolicy(model, mesh, stage=3)
+        self.stored = adapted_weights(model, self.policy.named_weights)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return merged_weights(self.policy.model, self.policy.named_weights())
+
+    @torch.no_grad()
+    def move(self) -> None:
+        for name, parameter in self.policy.parameters.items():
+            if name in self.stored.trained:
+                local_part(parameter).add_(0.125)
+
+
+def adapters(mesh: Mesh, engines: Engines | None) -> dict[str, Any]:
+    """The base once, then adapters alone; the base again when an engine has been killed."""
+    found: dict[str, Any] = {}
+    for name, is_4bit in {"whole": False, "4-bit": True}.items():
+        lora = LoraConfig(rank=3, alpha=7.0, load_in_4bit=is_4bit)
+        trainer = AdaptedPolicy(mesh, lora)
+        if engines:
+            engines.make("qwen3, tied", torch.float32)
+        pushing = BroadcastSync(
+            trainer, mesh, engines, bucket_bytes=5000, timeout_s=20.0, adapted=trainer.stored
+        )
+        own: dict[str, Any] = {"bytes": [], "wrong": [], "told": []}
+        for version in range(1, 6):
+            trainer.move()
+            if version == 3:
+                if engines:
+                    engines.faults = {"two": "killed"}
+                with patch.object(broadcast, "SETTLE_S", 0.5):
+                    own["told"].append(outcome(partial(pushing.push, 3)))
+                if engines:
+                    engines.meet("two")
+                    engines.call("two", "make", "qwen3, tied", torch.float32)
+            own["bytes"].append(pushing.push(version).bytes)
+            whole = {n: t.clone() for n, t in trainer.named_weights()}
+            if engines:
+                own["wrong"] += engines.wrong(whole, torch.float32)
+        if engines:
+            own["tokens"] = engines.call("one", "generate")
+        pushing.close()
+        found[name] = own
+    return found
+
+
 def failures(mesh: Mesh, engines: Engines | None) -> dict[str, Any]:
     """Each is named on all ranks, leaves engines without tokens, and the next push is good."""
     found: dict[str, Any] = {}
@@ -475,6 +532,7 @@ def main(folder: str) -> None:
     engines = Engines(folder) if rank == 0 else None
     start = time.monotonic()
     found = {"arrivals": arrivals(meshes, engines)}
+    found["adapters"] = adapters(meshes["stage 3"], engines)
     found["failures"] = failures(meshes["stage 3"], engines)
     found["seconds"] = time.monotonic() - start
     if engines:

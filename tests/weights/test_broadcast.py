@@ -49,6 +49,17 @@ def test_R3_the_embedded_engine_samples_with_what_was_sent(found: Any) -> None:
     assert tokens == [[2] * 4] * 6
 
 
+@pytest.mark.parametrize("base", ["whole", "4-bit"])
+def test_R3_a_sharded_trainer_sends_its_base_once_and_then_adapters(found: Any, base: str) -> None:
+    own = found["adapters"][base]
+    assert own["wrong"] == []
+    assert own["tokens"] == [5] * 4
+    assert own["told"] == ["EngineLostError: two is lost: its process is gone"]
+    first, second, again, fourth, fifth = own["bytes"]
+    assert first == again > 2 * second
+    assert second == fourth == fifth
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_R2_R3_a_fault_is_named_everywhere_and_the_next_push_is_good(
     found: Any, fault: str

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from socket import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +106,21 @@ def test_no_link_spans_kinds_of_devices(store: dist.TCPStore) -> None:
     told = meet_all(store, ["cpu", "cpu", "meta"])
     assert "the trainer is on a cpu device, two not" in str(told[0])
     assert "two is on a meta device, the trainer, one not" in str(told[2])
+
+
+@pytest.mark.parametrize(("gpus", "kind"), [(["a", "b", "a"], "cpu"), (["a", "b", "c"], "cuda")])
+def test_a_link_of_members_that_share_a_gpu_goes_through_host_memory(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, gpus: list[str], kind: str
+) -> None:
+    def properties(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(uuid=gpus[device.index])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr("hone.weights.link._nccl_group", lambda *_: None)
+    for link in meet_all(store, ["cuda:0", "cuda:1", "cuda:2"]):
+        assert isinstance(link, Link)
+        assert link.device.type == kind
+        link.drop()
 
 
 def test_R11_a_dropped_link_ends_the_others_broadcasts(store: dist.TCPStore) -> None:

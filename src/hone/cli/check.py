@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     as_json = "--json" in words
     cfg = load_arguments(TREES[command or "rl"], [word for word in words if word != "--json"])
-    if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.num_engines:
+    if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         nproc = cfg.cluster.num_trainers
     check, derive = _CHECKS[command or "rl"]
     findings = check(cfg, nproc)

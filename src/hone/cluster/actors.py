@@ -1,4 +1,5 @@
-"""An engine in processes of its own, as Ray actors, and how the controller reaches it."""
+"""Engines and references in processes of their own, as Ray actors, and how the controller reaches
+them."""
 
 from __future__ import annotations
 
@@ -6,20 +7,24 @@ import os
 import re
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from hone.config.tree import RLConfig
-from hone.engine.host import EngineHost
 from hone.types import EngineLostError
 
-__all__ = ["EngineRank", "RayHandle"]
+if TYPE_CHECKING:
+    from hone.engine.host import EngineHost
+    from hone.trainer.scoring import ReferenceScorer
+
+__all__ = ["EngineRank", "RayHandle", "ReferenceRank"]
 
 _IDS = re.compile(r"(class_name|actor_id|namespace|pid|ip|name|node_id|job_id):")
 _GUESSES = "Some common causes include"
@@ -27,14 +32,15 @@ _SETTLE_S = 1.0
 """How long the first rank has to notice that another one is gone."""
 
 
-class EngineRank:
-    """One rank of an engine. Its methods run in threads of the actor, side by side."""
+class _Rank(ABC):
+    """One process of what is commanded from outside."""
 
-    def __init__(self, cfg: RLConfig, name: str, rank: int) -> None:
+    def __init__(self, cfg: RLConfig, name: str, rank: int = 0, size: int = 1) -> None:
         self._cfg = cfg
         self._name = name
         self._rank = rank
-        self._host: EngineHost | None = None
+        self._size = size
+        self._host: Any = None
         self._failure: BaseException | None = None
         self._started = threading.Event()
 
@@ -48,44 +54,64 @@ class EngineRank:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def start(self, address: tuple[str, int], *gpus: list[str]) -> None:
-        """Make the engine; its first weights come with a sync. `gpus` are those of each rank."""
-        from hone.loops.hosting import make_host
-
-        size = self._cfg.engine.tensor_parallel_size
+        """Make what the calls are for. `gpus` are those of each rank."""
         if named := list(chain(*gpus)):
             # Each rank sees all of them, as ranks that read each other's memory must.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named)
         os.environ |= {  # as torchrun would have it
             "RANK": str(self._rank),
-            "WORLD_SIZE": str(size),
+            "WORLD_SIZE": str(self._size),
             "LOCAL_RANK": str(self._rank),
-            "LOCAL_WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(self._size),
             "MASTER_ADDR": address[0],
             "MASTER_PORT": str(address[1]),
             # A Ray of this host alone has inherited the trainers' environment.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
         try:
-            self._host = make_host(self._cfg, name=self._name)
+            self._host = self._make()
         except BaseException as error:
             self._failure = error
             raise
         finally:
             self._started.set()
 
-    def follow(self) -> None:
-        """Do what the first rank does, until it is closed or gone."""
-        self._made().follow()
-
     def call(self, method: str, args: Sequence[Any]) -> Any:
-        """Call a method of the host, once that is made."""
+        """Call a method of what is made here, once it is."""
         return getattr(self._made(), method)(*args)
 
-    def _made(self) -> EngineHost:
+    @abstractmethod
+    def _make(self) -> Any:
+        """Make it, with the device of this process."""
+
+    def _made(self) -> Any:
         self._started.wait()
         if self._host is None:
             raise RuntimeError(f"{self._name} could not be made: {self._failure}")
         return self._host
+
+
+class EngineRank(_Rank):
+    """One rank of an engine, whose first weights come with a sync. Its methods run in threads of
+    the actor, side by side."""
+
+    def follow(self) -> None:
+        """Do what the first rank does, until it is closed or gone."""
+        self._made().follow()
+
+    def _make(self) -> EngineHost:
+        from hone.loops.hosting import make_host
+
+        return make_host(self._cfg, name=self._name)
+
+
+class ReferenceRank(_Rank):
+    """A reference, which is one process. Its methods run one after the other."""
+
+    def _make(self) -> ReferenceScorer:
+        from hone.loops.references import make_reference
+
+        return make_reference(self._cfg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +151,11 @@ class _RayPending:
 
 
 class RayHandle:
-    """One engine: the actors of its ranks, of which the first takes the calls."""
+    """One engine or reference: the actors of its ranks, of which the first takes the calls."""
 
     def __init__(self, name: str, ranks: Sequence[Any]) -> None:
-        """`ranks` are actors of `EngineRank`, whose methods Ray makes where no checker sees it."""
+        """`ranks` are actors of `EngineRank`, or one of `ReferenceRank`; Ray makes their methods
+        where no checker sees it."""
         self.name = name
         self._ranks = list(ranks)
         first = self._ranks[0]
@@ -156,7 +183,7 @@ class RayHandle:
                 _RayPending(self.name, ref, ()).result(0.0)
 
     def call(self, method: str, /, *args: Any) -> _RayPending:
-        """Begin a call of a method of the host."""
+        """Begin a call of a method of what the first rank has made."""
         return _RayPending(self.name, self._ranks[0].call.remote(method, args), self._following)
 
     def kill(self) -> None:

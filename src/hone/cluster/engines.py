@@ -1,4 +1,4 @@
-"""Engines on devices of their own: a Ray that has room for them, and the actors in it."""
+"""Engines and references on devices of their own: a Ray that has room for them, and the actors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -22,13 +22,14 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from hone.cluster.actors import EngineRank, RayHandle
+from hone.cluster.actors import EngineRank, RayHandle, ReferenceRank
 from hone.config.cluster import ClusterConfig
 from hone.config.errors import UserError
 from hone.config.tree import RLConfig
 from hone.distributed.processes import processes
-from hone.loops.parts import Engines
+from hone.loops.apart import Engines
 from hone.rollout.engine_group import EngineGroup
+from hone.rollout.reference_group import ReferenceGroup
 from hone.types import EngineLostError
 
 __all__ = ["make_engines"]
@@ -38,7 +39,8 @@ _log = logging.getLogger(__name__)
 _PLACING_S = 60.0
 """How long devices that others hold are waited for."""
 _STARTING_S = 900.0
-"""How long an engine may take to read its model's configuration and to record its graphs."""
+"""How long an engine may take to read its model's configuration and to record its graphs, and a
+reference to load its weights."""
 _RAY_GONE_S = 10
 """How long processes of a Ray of this host look for its head, which never comes again."""
 _ANSWER_S = 10.0
@@ -49,38 +51,53 @@ _CALLS = 8
 
 @contextmanager
 def make_engines(cfg: RLConfig) -> Generator[Engines]:
-    """Start the engines of `cluster.num_engines`; they end with the context.
+    """Start the engines and references of `cluster`; they end with the context.
 
     Raises UserError where there is no such cluster, or it has too few devices.
     """
-    uses_gpus = cfg.run.device != "cpu" and torch.cuda.is_available()
-    with _joined(cfg, uses_gpus=uses_gpus):
+    uses_gpus, cluster = cfg.run.device != "cpu" and torch.cuda.is_available(), cfg.cluster
+    with ExitStack() as stack:
+        stack.enter_context(_joined(cfg, uses_gpus=uses_gpus))
         placed = _place(cfg, uses_gpus=uses_gpus)
+        stack.callback(remove_placement_group, placed)
         cfg = _anywhere(cfg)
 
-        def start(index: int) -> RayHandle:
-            return _start(cfg, placed, index, uses_gpus=uses_gpus)
+        def start_engine(index: int) -> RayHandle:
+            return _start_engine(cfg, placed, index, uses_gpus=uses_gpus)
+
+        def start_reference(index: int) -> RayHandle:
+            return _start_reference(cfg, placed, index, uses_gpus=uses_gpus)
 
         begun = monotonic()
-        _log.info("starting %d engines on Ray", cfg.cluster.num_engines)
-        handles = [start(index) for index in range(cfg.cluster.num_engines)]
+        roles = cluster.devices(cfg.engine.tensor_parallel_size)
+        apart = [role.words for role in roles if role.role != "trainer"]
+        _log.info("starting on Ray: %s", ", ".join(apart))
+        engines = [start_engine(index) for index in range(cluster.num_engines)]
+        references = [start_reference(index) for index in range(cluster.num_references)]
         # Before the other trainers miss this one: it knows what is slow, they do not.
         starting_s = min(_STARTING_S, 0.9 * cfg.trainer.parallel.timeout_s)
-        _await(handles, starting_s)
-        _log.info("engines are there after %.1f s", monotonic() - begun)
+        _await([*engines, *references], starting_s)
+        _log.info("they are there after %.1f s", monotonic() - begun)
         group = EngineGroup(
-            handles,
-            restart=start,
-            timeout_s=cfg.cluster.engine_timeout_s,
-            max_restarts=cfg.cluster.max_engine_restarts,
+            engines,
+            restart=start_engine,
+            timeout_s=cluster.engine_timeout_s,
+            max_restarts=cluster.max_engine_restarts,
             start_timeout_s=starting_s,
         )
-        try:
-            is_local = cfg.cluster.address is None
-            yield Engines(group, "127.0.0.1" if is_local else ray.util.get_node_ip_address())
-        finally:
-            group.close()
-            remove_placement_group(placed)
+        stack.callback(group.close)
+        scoring = None
+        if references:
+            scoring = ReferenceGroup(
+                references,
+                restart=start_reference,
+                timeout_s=cluster.engine_timeout_s,
+                max_restarts=cluster.max_engine_restarts,
+                start_timeout_s=starting_s,
+            )
+            stack.callback(scoring.close)
+        is_local = cluster.address is None
+        yield Engines(group, "127.0.0.1" if is_local else ray.util.get_node_ip_address(), scoring)
 
 
 def _anywhere(cfg: RLConfig) -> RLConfig:
@@ -149,7 +166,9 @@ def _join(address: str) -> None:
 def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str, str]]:
     """The CPUs and GPUs that a Ray of this host may give away, all but the trainers' devices, and
     the environment that it must be started in: its processes inherit that."""
-    needed = cfg.cluster.num_engines * cfg.engine.tensor_parallel_size
+    roles = cfg.cluster.devices(cfg.engine.tensor_parallel_size)
+    total = sum(role.number for role in roles)
+    needed = total - cfg.cluster.num_trainers
     num_cpus = max(os.cpu_count() or 1, needed)
     environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": f"{_RAY_GONE_S}"}
     if not uses_gpus:
@@ -158,8 +177,8 @@ def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str,
     left = visible[processes().local_world_size :]
     if needed > len(left):
         raise UserError(
-            f"{_sum(cfg.cluster, cfg.engine.tensor_parallel_size)}, and this host has "
-            f"{len(visible)} GPUs. Use fewer, or name a Ray cluster with cluster.address."
+            f"{total} devices are needed: {' + '.join(role.words for role in roles)}, and this "
+            f"host has {len(visible)} GPUs. Use fewer, or name a Ray cluster with cluster.address."
         )
     return num_cpus, len(left), environment | {"CUDA_VISIBLE_DEVICES": ",".join(left)}
 
@@ -185,15 +204,6 @@ def _visible_gpus() -> list[str]:
     if named:
         return named.split(",")
     return [str(index) for index in range(torch.cuda.device_count())]
-
-
-def _sum(cluster: ClusterConfig, tensor_parallel_size: int) -> str:
-    num_ranks = cluster.num_engines * tensor_parallel_size
-    return (
-        f"{cluster.num_trainers + num_ranks} devices are needed: cluster.num_trainers "
-        f"{cluster.num_trainers} + cluster.num_engines {cluster.num_engines} x "
-        f"engine.tensor_parallel_size {tensor_parallel_size}"
-    )
 
 
 def _check_nodes(cluster: ClusterConfig, kind: str) -> None:
@@ -249,36 +259,54 @@ def _reserve_own() -> Any:
 
 
 def _place(cfg: RLConfig, *, uses_gpus: bool) -> PlacementGroup:
-    """Devices for every engine, the ranks of one on one host."""
-    size = cfg.engine.tensor_parallel_size
-    bundle = {"CPU": float(size)} | ({"GPU": float(size)} if uses_gpus else {})
-    placed = placement_group([bundle] * cfg.cluster.num_engines, strategy="PACK")
+    """Devices for every engine, the ranks of one on one host, and then for every reference."""
+    cluster, size = cfg.cluster, cfg.engine.tensor_parallel_size
+    kind = "GPU" if uses_gpus else "CPU"
+    sizes = [size] * cluster.num_engines + [1] * cluster.num_references
+    placed = placement_group([{"CPU": n} | {kind: n} for n in map(float, sizes)], strategy="PACK")
     if not placed.wait(_PLACING_S):
         remove_placement_group(placed)
-        kind = "GPU" if uses_gpus else "CPU"
         total = int(ray.cluster_resources().get(kind, 0))
         free = int(ray.available_resources().get(kind, 0))
+        words = [role.words for role in cluster.devices(size) if role.role != "trainer"]
         raise UserError(
-            f"cluster.num_engines {cfg.cluster.num_engines} x engine.tensor_parallel_size {size} "
-            f"need {cfg.cluster.num_engines * size} {kind}s, an engine's on one host; the cluster "
-            f"has {total}, of which {free} are free. Use fewer engines, or end what holds them."
+            f"{' + '.join(words)} need {sum(sizes)} {kind}s, an engine's on one host; the cluster "
+            f"has {total}, of which {free} are free. Use fewer, or end what holds them."
         )
     return placed
 
 
-def _start(cfg: RLConfig, placed: PlacementGroup, index: int, *, uses_gpus: bool) -> RayHandle:
+def _start_engine(
+    cfg: RLConfig, placed: PlacementGroup, index: int, *, uses_gpus: bool
+) -> RayHandle:
     """Begin to make engine `index` on its devices."""
-    actor = ray.remote(EngineRank).options(
+    actor = _actor(EngineRank, placed, index, uses_gpus=uses_gpus, num_calls=_CALLS)
+    name, size = f"engine {index}", cfg.engine.tensor_parallel_size
+    return RayHandle(name, [actor.remote(cfg, name, rank, size) for rank in range(size)])
+
+
+def _start_reference(
+    cfg: RLConfig, placed: PlacementGroup, index: int, *, uses_gpus: bool
+) -> RayHandle:
+    """Begin to make reference `index` on its device."""
+    bundle = cfg.cluster.num_engines + index
+    actor = _actor(ReferenceRank, placed, bundle, uses_gpus=uses_gpus, num_calls=1)
+    name = f"reference {index}"
+    return RayHandle(name, [actor.remote(cfg, name)])
+
+
+def _actor(
+    kind: type, placed: PlacementGroup, bundle: int, *, uses_gpus: bool, num_calls: int
+) -> Any:
+    """What makes actors of `kind`, each with a device of a bundle and so many calls at a time."""
+    return ray.remote(kind).options(
         num_cpus=1,
         num_gpus=1 if uses_gpus else 0,
-        max_concurrency=_CALLS,
+        max_concurrency=num_calls,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placed, placement_group_bundle_index=index
+            placed, placement_group_bundle_index=bundle
         ),
     )
-    name = f"engine {index}"
-    ranks = [actor.remote(cfg, name, rank) for rank in range(cfg.engine.tensor_parallel_size)]
-    return RayHandle(name, ranks)
 
 
 def _await(handles: list[RayHandle], timeout_s: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pydantic import Field
 
 from hone.config.base import Section
@@ -10,8 +12,8 @@ __all__ = ["ClusterConfig"]
 
 
 class ClusterConfig(Section):
-    """Processes on Ray. Without engines of their own none is started: each training process has an
-    engine on its own device, and `--nproc` says how many there are."""
+    """Processes on Ray. Where nothing but training has devices none is started: each training
+    process has an engine on its own device, and `--nproc` says how many there are."""
 
     address: str | None = None
     """Ray cluster to join: `auto` for the one this host belongs to, or `host:port`. Unset: a Ray of
@@ -24,19 +26,57 @@ class ClusterConfig(Section):
     """Engines on devices of their own, `engine.tensor_parallel_size` devices each. More engines are
     faster than larger ones where the model fits. 0: engines share the trainers' devices."""
 
+    num_references: int = Field(default=0, ge=0)
+    """Copies of the reference model of `algorithm.kl` on devices of their own, one each, which
+    share the rows of a step. 0: it lies beside the policy, sharded over the trainers."""
+
     num_nodes: int = Field(default=1, ge=1)
     """Hosts that the run may use."""
 
     devices_per_node: int | None = Field(default=None, ge=1)
     """GPUs of a host, or with `run.device` cpu processes that it may hold; unset: what Ray finds.
-    Trainers and engines together must fit."""
+    Trainers, engines and references together must fit."""
 
     update_weight_buffer_size: int = Field(default=512 << 20, ge=1)
     """Bytes of weights that are on their way to engines at a time; two such buffers are held. A
     tensor that is larger travels alone."""
 
     engine_timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds in which an engine that has work must show progress; a silent one is restarted."""
+    """Seconds in which an engine or a reference that has work must show progress; a silent one is
+    restarted."""
 
     max_engine_restarts: int = Field(default=3, ge=0)
-    """Restarts of engines in a run before it gives up."""
+    """Restarts of engines in a run before it gives up, and as many of references."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything but training has devices of its own, so that there is a cluster."""
+        return self.num_engines > 0 or self.num_references > 0
+
+    def devices(self, tensor_parallel_size: int) -> list[RoleDevices]:
+        """The devices of each role that has some, with engines of so many."""
+        num_ranks = self.num_engines * tensor_parallel_size
+        engine = ("cluster.num_engines", "engine.tensor_parallel_size")
+        sampling = f"{engine[0]} {self.num_engines} x {engine[1]} {tensor_parallel_size}"
+        roles = [
+            RoleDevices.of("trainer", "cluster.num_trainers", self.num_trainers),
+            RoleDevices("engine", num_ranks, sampling, engine),
+            RoleDevices.of("reference", "cluster.num_references", self.num_references),
+        ]
+        return [role for role in roles if role.number]
+
+
+class RoleDevices(NamedTuple):
+    """What a role has for itself."""
+
+    role: str
+    number: int
+    words: str
+    """The settings that it follows from."""
+    keys: tuple[str, ...]
+    """Their names."""
+
+    @classmethod
+    def of(cls, role: str, key: str, number: int) -> RoleDevices:
+        """As many as a setting says."""
+        return cls(role, number, f"{key} {number}", (key,))

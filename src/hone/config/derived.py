@@ -239,7 +239,7 @@ def derived_rl(
             zero_stage=cfg.trainer.parallel.zero_stage,
             engine_copy=not is_apart and not is_alias,
             shares_weights=not is_apart and is_alias,
-            reference=cfg.algorithm.kl.coef > 0 and not adapted,
+            reference=cfg.algorithm.kl.coef > 0 and not adapted and not cfg.cluster.num_references,
             adapted=adapted,
         ),
     ]
@@ -311,24 +311,19 @@ def _generation(
 
 
 def _cluster(cfg: RLConfig) -> Iterator[Derived]:
-    """Devices by role, where engines have their own."""
+    """Devices by role, where not all are the trainers'."""
     cluster, size = cfg.cluster, cfg.engine.tensor_parallel_size
-    if cluster.num_engines == 0:
+    if not cluster.is_used:
         return
-    sampling = cluster.num_engines * size
-    yield Derived("trainer_devices", cluster.num_trainers, "cluster.num_trainers")
-    yield Derived(
-        "engine_devices",
-        sampling,
-        f"cluster.num_engines {cluster.num_engines} x engine.tensor_parallel_size {size}",
-    )
+    roles = cluster.devices(size)
+    for role in roles:
+        yield Derived(f"{role.role}_devices", role.number, role.words)
     there = ""
     if cluster.devices_per_node is not None:
         held = cluster.num_nodes * cluster.devices_per_node
         there = f"; there are {cluster.num_nodes} nodes x {cluster.devices_per_node} = {held}"
-    yield Derived(
-        "devices", cluster.num_trainers + sampling, f"{cluster.num_trainers} + {sampling}{there}"
-    )
+    numbers = [role.number for role in roles]
+    yield Derived("devices", sum(numbers), f"{' + '.join(map(str, numbers))}{there}")
 
 
 def _pipeline(cfg: RLConfig) -> Iterator[Derived]:

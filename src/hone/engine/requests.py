@@ -1,13 +1,71 @@
-"""Which requests an engine takes."""
+"""Which requests an engine takes, and what it makes of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import count
 
+from transformers import PreTrainedTokenizerBase
+
+from hone.engine.detokenizer import StopStringWatcher
+from hone.engine.sequence import Sequence
 from hone.types import Completion, Request, SamplingParams
 
-__all__ = ["check_request"]
+__all__ = ["Intake", "check_request"]
+
+
+class Intake:
+    """Makes sequences of requests that can be served, in the order of their submission.
+
+    `tokenizer` serves stop strings alone; without one, requests with such are refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int],
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._arrivals = count()
+
+    def take(self, requests: Iterable[Request], in_use: Collection[str]) -> dict[str, Sequence]:
+        """A new sequence for each request, by its id.
+
+        Raises ValueError, naming the request, for one that can never fit, is malformed, or has an
+        id that is `in_use` or comes twice.
+        """
+        taken: dict[str, Sequence] = {}
+        for request in requests:
+            if request.id in in_use or request.id in taken:
+                raise ValueError(f"request id {request.id!r} is already in use")
+            taken[request.id] = self._sequence(request)
+        return taken
+
+    def _sequence(self, request: Request) -> Sequence:
+        params = request.sampling
+        stop_ids = self._eos_token_ids.union(params.stop_token_ids)
+        if params.ignore_eos:
+            stop_ids = frozenset[int]()
+        check_request(
+            request,
+            vocab_size=self._vocab_size,
+            max_model_len=self._max_model_len,
+            stop_ids=stop_ids,
+            has_tokenizer=self._tokenizer is not None,
+        )
+        watcher = None
+        if params.stop and not params.ignore_eos and self._tokenizer is not None:
+            watcher = StopStringWatcher(self._tokenizer, params.stop)
+        return Sequence(
+            request=request, arrival=next(self._arrivals), stop_ids=stop_ids, watcher=watcher
+        )
 
 
 def check_request(

@@ -3,32 +3,39 @@
 All processes make the same calls. The first one, the controller, draws prompts, drives the engines
 and scores; meanwhile the others wait for what it has to tell. That is a value in the end, before it
 now and then that they should go on waiting, and, where no engine is left that holds weights, that
-all of them must send theirs again.
+all of them must send theirs again. References that are elsewhere are driven by the first one too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from hone.distributed.mesh import Mesh
 from hone.rollout.counts import RolloutCounts, StreamCounts
 from hone.rollout.engine_group import EngineGroup
 from hone.rollout.open_groups import Progress
+from hone.rollout.reference_group import ReferenceGroup
 from hone.rollout.rollout import Rollout
 from hone.rollout.stream import RolloutStream
-from hone.types import EngineLostError, Group
+from hone.types import EngineLostError, Group, Trajectory
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.sync import SyncReport
 
-__all__ = ["Controller", "LedRollout", "LedStream"]
+__all__ = ["Controller", "LedReference", "LedRollout", "LedStream"]
 
 T = TypeVar("T")
+PlanPasses = Callable[[Sequence[Trajectory]], list[list[int]]]
+"""Rows to the indices of each pass."""
 _log = logging.getLogger(__name__)
 
 _PUSHES = 10
@@ -199,3 +206,33 @@ class LedStream:
         """Go on from `state_dict`."""
         if self._stream is not None:
             self._stream.load_state_dict(state)
+
+
+class LedReference:
+    """`ReferenceGroup` in the first process, its log-probabilities in all."""
+
+    def __init__(self, mesh: Mesh, references: ReferenceGroup | None, plan: PlanPasses) -> None:
+        """`plan` says in which passes rows are scored."""
+        self._mesh = mesh
+        self._references = references
+        self._plan = plan
+
+    def begin(self, rows: Sequence[Trajectory]) -> Callable[[], list[Tensor]]:
+        """Begin to score the trained tokens of `rows`; what is returned waits for the outcome:
+        [N_i] float32 on the CPU for each row. Collective, as is the waiting."""
+        passes = self._plan(rows)  # in all processes, since it refuses rows that are too long
+        if self._references is None:
+            return self._told
+        return partial(self._tell, self._references.begin(rows, passes))
+
+    def _tell(self, scoring: Future[list[Tensor]]) -> list[Tensor]:
+        while not wait([scoring], _WORD_S).done:
+            self._mesh.broadcast((_News.WAIT, None))
+        self._mesh.broadcast((_News.VALUE, scoring.result()))
+        return scoring.result()
+
+    def _told(self) -> list[Tensor]:
+        while True:
+            news, value = self._mesh.broadcast(None)
+            if news is _News.VALUE:
+                return value

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from hone.algorithms.advantages import ADVANTAGES, ScoredSample
 from hone.algorithms.kl import KL_ESTIMATORS
 from hone.config.algorithm import GROUP_ESTIMATORS, AlgorithmConfig
 from hone.types import Group, Sample, Trainer, Trajectory
 
-__all__ = ["Experience"]
+__all__ = ["Experience", "SeparateReference"]
+
+
+class SeparateReference(Protocol):
+    """The frozen model of the KL term, where it is scored beside whatever the trainer does."""
+
+    def begin(self, rows: Sequence[Trajectory], /) -> Callable[[], list[Tensor]]:
+        """Begin to score; what is returned waits for the log-probabilities, as those of
+        `Trainer.logprobs`. Collective, as is the waiting."""
+        ...
 
 
 @dataclass(slots=True)
@@ -22,11 +33,14 @@ class Experience:
 
     The policy's own log-probabilities are needed here only for a KL penalty in the reward. The
     trainer takes them itself where several optimizer steps share a rollout, and with one step the
-    policy has not moved, so no extra forward is run at all.
+    policy has not moved, so no extra forward is run at all. While a reference elsewhere is waited
+    for, what the trainer would take later is taken now.
     """
 
     trainer: Trainer
     cfg: AlgorithmConfig
+    reference: SeparateReference | None = None
+    """None: the trainer has it."""
     num_dropped_groups: int = 0
     """Groups of the last `build` with too few valid samples for a baseline."""
 
@@ -63,11 +77,14 @@ class Experience:
 
     def _score(self, rows: list[Trajectory]) -> None:
         """Fill in old and reference log-probabilities where they are used."""
-        if self._penalised:
+        has_reference, scoring = self.cfg.kl.coef > 0, None
+        if has_reference and self.reference is not None:
+            scoring = self.reference.begin(rows)
+        if self._penalised or (scoring is not None and self.trainer.needs_old_logprobs(rows)):
             for row, logprobs in zip(rows, self.trainer.logprobs(rows), strict=True):
                 row.old_logprobs = logprobs
-        if self.cfg.kl.coef > 0:
-            references = self.trainer.logprobs(rows, reference=True)
+        if has_reference:
+            references = scoring() if scoring else self.trainer.logprobs(rows, reference=True)
             for row, logprobs in zip(rows, references, strict=True):
                 row.ref_logprobs = logprobs
 

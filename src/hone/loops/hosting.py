@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from hone.config.tree import RLConfig
 from hone.engine.host import EngineHost, LockStep
+from hone.loops.apart import Engines
 from hone.loops.launch import choose_device
-from hone.loops.parts import Engines, make_engine
+from hone.loops.parts import make_engine
+from hone.loops.references import local_references
 from hone.models.load import blank_model, check_exact
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.rollout.engine_group import EngineGroup, LocalHandle
-from hone.weights.broadcast import WeightReceiver
+from hone.weights.receiver import WeightReceiver
 
 __all__ = ["local_engines", "make_host"]
 
@@ -31,8 +33,10 @@ def make_host(cfg: RLConfig, *, name: str = "engine") -> EngineHost:
     check_exact(cfg.model, device)
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
     tokenizer = load_tokenizer(cfg.model)
-    is_vllm = cfg.engine.backend == "vllm"
-    model = blank_model(cfg.model, device="meta" if is_vllm else device, tp=tp)
+    if cfg.engine.backend == "vllm":  # it makes room for weights of its own
+        model = blank_model(cfg.model, device="meta")
+    else:
+        model = blank_model(cfg.model, device=device, tp=tp)
     engine = make_engine(
         cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp, device=device
     )
@@ -48,8 +52,8 @@ def make_host(cfg: RLConfig, *, name: str = "engine") -> EngineHost:
 
 @contextmanager
 def local_engines(cfg: RLConfig) -> Generator[Engines]:
-    """`cluster.num_engines` engines in threads of this process, in place of a cluster: on a CPU,
-    since members of a process group over GPUs need one each."""
+    """The engines and references of `cluster` in threads of this process, in place of a cluster: on
+    a CPU, since nobody may wait for a GPU while an engine records CUDA graphs there."""
     assert choose_device(cfg.run).type == "cpu", "engines on GPUs have processes of their own"
 
     def start(index: int) -> LocalHandle:
@@ -61,7 +65,5 @@ def local_engines(cfg: RLConfig) -> Generator[Engines]:
         timeout_s=cfg.cluster.engine_timeout_s,
         max_restarts=cfg.cluster.max_engine_restarts,
     )
-    try:
-        yield Engines(group, host="127.0.0.1")
-    finally:
-        group.close()
+    with local_references(cfg) as references, closing(group):
+        yield Engines(group, host="127.0.0.1", references=references)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,7 +22,16 @@ from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import cache_dtype
-from hone.loops.controller import Controller, LedRollout, LedStream
+from hone.loops.apart import (
+    Collects,
+    MakeEngines,
+    Pushes,
+    Sampling,
+    reference_apart,
+    sampling_apart,
+    weights_to,
+)
+from hone.loops.controller import Controller, LedStream
 from hone.loops.exchange import Exchange
 from hone.loops.experience import Experience
 from hone.loops.launch import Launch, launch, load_for_training
@@ -49,24 +58,18 @@ from hone.observe.spans import Spans
 from hone.planner.model_shape import ModelShape
 from hone.rewards.pool import default_num_workers
 from hone.rewards.scorer import Scorer
-from hone.rollout.counts import RolloutCounts
-from hone.rollout.engine_group import EngineGroup
 from hone.rollout.evaluate import evaluate, summarise
 from hone.rollout.open_groups import Progress
 from hone.rollout.requests import Decode
 from hone.rollout.rollout import Alone, Peers, Rollout
-from hone.rollout.stream import RolloutStream
 from hone.rollout.vllm import VLLMEngine
 from hone.trainer.precision import require_matmul_precision
 from hone.trainer.trainer import PolicyTrainer
-from hone.types import Engine, Group, Sample, SamplingEngine
-from hone.weights.broadcast import BroadcastSync
-from hone.weights.sync import SyncReport, WeightSync
+from hone.types import Engine, Sample, SamplingEngine
+from hone.weights.sync import WeightSync
 
 __all__ = [
-    "Engines",
     "InferenceParts",
-    "MakeEngines",
     "RLParts",
     "assemble",
     "assemble_inference",
@@ -74,35 +77,6 @@ __all__ = [
     "recording",
     "share_of_workers",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """Engines that have devices of their own."""
-
-    group: EngineGroup
-    host: str
-    """How they reach this process."""
-
-
-MakeEngines = Callable[[RLConfig], AbstractContextManager[Engines]]
-"""Starts them; they end with the context."""
-
-
-class _Collects(Protocol):
-    """Where the groups of a step come from."""
-
-    @property
-    def counts(self) -> RolloutCounts: ...
-    def collect(self, step: int, progress: Progress | None = None, /) -> list[Group]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class _Pushes(Protocol):
-    """How weights reach all engines."""
-
-    def push(self, version: int) -> SyncReport: ...
 
 
 @dataclass(slots=True)
@@ -119,9 +93,9 @@ class RLParts:
     """Of this process; engines with devices of their own, and the scorer then, are the first
     one's."""
     trainer: PolicyTrainer
-    rollout: _Collects
+    rollout: Collects
     experience: Experience
-    weights: _Pushes
+    weights: Pushes
     recorder: Recorder
     decode: Decode
     peers: Exchange
@@ -241,7 +215,7 @@ def _limits(cfg: RLConfig, model: PreTrainedModel, mesh: Mesh) -> Limits:
         # Frozen weights, beside which adapters are trained, get no gradients.
         passes=(2.0 if cfg.model.lora.rank else 3.0) * cfg.trainer.num_epochs
         + scores_policy
-        + (kl.coef > 0),
+        + (kl.coef > 0 and not cfg.cluster.num_references),
     )
 
 
@@ -254,8 +228,10 @@ def make_engine(
     tensor_parallel: TensorParallel | None = None,
     device: torch.device | None = None,
 ) -> Engine:
-    """The engine of `engine.backend` over `model`; vLLM has weights of its own, so that the model
-    may then lie on meta and `device` says where vLLM runs."""
+    """The engine of `engine.backend` over `model`, which with `tensor_parallel` is this rank's.
+
+    vLLM has weights of its own: for it the model is whole in any case, may lie on meta, and
+    `device` says where vLLM runs."""
     if cfg.engine.backend == "vllm":
         return VLLMEngine(
             model,
@@ -263,6 +239,7 @@ def make_engine(
             eos_token_ids=eos_token_ids(model, tokenizer),
             tokenizer=tokenizer,
             device=device,
+            tensor_parallel=tensor_parallel,
         )
     return EmbeddedEngine(
         model,
@@ -321,8 +298,7 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
     """Build the parts of a run, restored from its checkpoint; release them at the end.
 
     Cheap and likely mistakes come first: configuration, tokenizer and data are read before any
-    weight is loaded. `make_engines` is needed with `cluster.num_engines`; the first process calls
-    it.
+    weight is loaded. `make_engines` is needed where the cluster is used, in the first process.
     """
     with ExitStack() as stack:
         begin = stack.enter_context(launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg))
@@ -349,8 +325,8 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
                 )
             )
         engines = None
-        if is_apart and mesh.is_first:
-            assert make_engines is not None, "cluster.num_engines needs someone to start them"
+        if cfg.cluster.is_used and mesh.is_first:
+            assert make_engines is not None, "engines and references need someone to start them"
             engines = stack.enter_context(make_engines(cfg))
         load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
         model = load(on_host=cfg.trainer.offload_parameters)
@@ -367,7 +343,7 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
             max_completion_tokens=cfg.rollout.max_completion_tokens,
             total_steps=cfg.run.steps * optimizer_steps_per_rollout(cfg),
             seed=cfg.run.seed,
-            reference=load() if cfg.algorithm.kl.coef > 0 and not lora.rank else None,
+            reference=load() if _has_reference(cfg) else None,
             dump_dir=begin.dir,
             exact=cfg.model.exact,
             mesh=mesh,
@@ -380,17 +356,10 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
             trainer.sleep()  # before the engine looks how much memory there is
         decode, peers = decoder(tokenizer), Exchange(mesh)
         if sampled is None:
-            group = engines and engines.group
-            weights = BroadcastSync(
-                trainer,
-                mesh,
-                group,
-                bucket_bytes=cfg.cluster.update_weight_buffer_size,
-                timeout_s=cfg.cluster.engine_timeout_s,
-                host=engines.host if engines else "",
-            )
+            weights = weights_to(engines, cfg.cluster, trainer, mesh)
             stack.callback(weights.close)
-            sampling = _apart(cfg, Controller(mesh, group, weights), scorer, data, decode)
+            controller = Controller(mesh, engines and engines.group, weights)
+            sampling = sampling_apart(cfg, controller, scorer, data, decode)
         else:
             assert scorer is not None
             is_alias = mesh.world.size == 1 and not lora.rank
@@ -406,7 +375,7 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
                 seed=cfg.run.seed,
                 peers=peers,
             )
-            sampling = _Sampling(engine, rollout, WeightSync(trainer, engine))
+            sampling = Sampling(engine, rollout, WeightSync(trainer, engine))
         staleness = cfg.pipeline.max_staleness if cfg.pipeline.enabled else 0
         alarms = alarms_for(model, max_staleness=staleness)
         recorder = stack.enter_context(recording(cfg, begin, alarms, limits))
@@ -420,7 +389,9 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
             engine=sampling.engine,
             trainer=trainer,
             rollout=sampling.rollout,
-            experience=Experience(trainer, cfg.algorithm),
+            experience=Experience(
+                trainer, cfg.algorithm, reference_apart(cfg.cluster, engines, trainer, mesh)
+            ),
             weights=sampling.weights,
             recorder=recorder,
             decode=decode,
@@ -435,44 +406,10 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
         yield parts
 
 
-@dataclass(frozen=True, slots=True)
-class _Sampling:
-    """The side of a run that samples."""
-
-    engine: SamplingEngine | None
-    rollout: _Collects
-    weights: _Pushes
-    controller: Controller | None = None
-    stream: LedStream | None = None
-
-
-def _apart(
-    cfg: RLConfig,
-    controller: Controller,
-    scorer: Scorer | None,
-    data: PromptData,
-    decode: Decode,
-) -> _Sampling:
-    """Engines with devices of their own, which the first process has, as it has the scorer."""
-    engines, rollout, stream = controller.engines, None, None
-    if engines is not None and scorer is not None:
-        if cfg.pipeline.enabled:
-            stream = RolloutStream(
-                engines, scorer, data.train, cfg.rollout, cfg.pipeline, decode, cfg.run.seed
-            )
-        else:
-            rollout = Rollout(
-                engine=engines,
-                scorer=scorer,
-                prompts=data.train,
-                cfg=cfg.rollout,
-                decode=decode,
-                seed=cfg.run.seed,
-            )
-    if not cfg.pipeline.enabled:
-        return _Sampling(engines, LedRollout(controller, rollout), controller, controller)
-    led = LedStream(controller, stream)
-    return _Sampling(engines, led, controller, controller, led)
+def _has_reference(cfg: RLConfig) -> bool:
+    """Whether the trainers hold a frozen model beside the policy."""
+    is_needed = cfg.algorithm.kl.coef > 0 and not cfg.model.lora.rank
+    return is_needed and not cfg.cluster.num_references
 
 
 def _sampled_model(
@@ -517,6 +454,7 @@ def assemble_inference(
             cfg.model, cfg.engine.max_model_len, max_completion_tokens
         ),
     )
-    model = load_model(cfg.model, device=device, seed=cfg.run.seed, tp=tp)
+    own = None if cfg.engine.backend == "vllm" else tp
+    model = load_model(cfg.model, device=device, seed=cfg.run.seed, tp=own)
     engine = make_engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)
     return InferenceParts(tokenizer, data, engine, decoder(tokenizer), tp)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hone.config.tree import RLConfig
 from hone.loops import pipelined, sync
+from hone.loops.apart import MakeEngines
 from hone.loops.interrupt import Interrupt
 from hone.loops.launch import export
-from hone.loops.parts import MakeEngines, assemble
+from hone.loops.parts import assemble
 from hone.loops.step import Outcome
 from hone.observe.report import write_report
 
@@ -16,7 +17,7 @@ __all__ = ["Outcome", "run"]
 def run(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Outcome:
     """Assemble, train, export the policy to `<run.dir>/model`, write the report.
 
-    `make_engines` starts the engines of `cluster.num_engines`.
+    `make_engines` starts the engines and references that have devices of their own.
     """
     with assemble(cfg, make_engines) as parts:
         outcome = pipelined.train(parts) if cfg.pipeline.enabled else sync.train(parts)

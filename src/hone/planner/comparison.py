@@ -20,7 +20,7 @@ from hone.config.simulate import SimulatedModelConfig
 from hone.config.tree import SimulateConfig
 from hone.planner.hardware import GPUS, Peaks, gpu_peaks
 from hone.planner.lengths import draw_lengths
-from hone.planner.memory import adapter_params, planned_peak
+from hone.planner.memory import adapted_params, adapter_params, planned_peak
 from hone.planner.model_shape import ModelShape, public_shape
 from hone.planner.roofline import training_flops
 from hone.planner.simulated_engine import EngineRates
@@ -30,6 +30,8 @@ __all__ = ["Comparison", "Outcome", "compare", "placement_rates"]
 
 _GPUS_UNSET = 8
 _MAX_SPLITS = 16
+_HOST_BYTES_PER_S = 5e10
+"""From host memory to a GPU. An assumption: not measured."""
 _TELLING = 1.1
 """Ratios below this are within the error of a prediction."""
 
@@ -135,6 +137,11 @@ def compare(cfg: SimulateConfig) -> Comparison:
             + "; ".join(notes)
             + "."
         )
+    if cfg.cluster.num_references:
+        notes.append(
+            f"cluster.num_references {cfg.cluster.num_references}: their time is part of a step; "
+            "their GPUs are in no split and in no rate a GPU"
+        )
     if shape.num_sliding_layers:
         notes.append("decode steps are taken to read all keys in layers with a sliding window too")
     outcomes = [
@@ -198,21 +205,33 @@ def placement_rates(
     if trainers > 1:
         training *= assumed_cfg.training_scaling
     num_epochs, adapters = cfg.trainer.num_epochs, adapter_params(shape, cfg.model.lora)
-    num_scored = (cfg.algorithm.kl.coef > 0) + (optimizer_steps_per_rollout(cfg) > 1)
+    has_old, has_reference = optimizer_steps_per_rollout(cfg) > 1, cfg.algorithm.kl.coef > 0
+    travelling, reread_s = weights, 0.0
+    if adapters:  # engines merge them into a base that they keep on the host
+        adapted = adapted_params(shape, cfg.model.lora)
+        bits = 4.5 if cfg.model.lora.load_in_4bit else 8 * num_bytes
+        travelling, reread_s = adapters * num_bytes, adapted * bits / 8 / size / _HOST_BYTES_PER_S
+    num_references = cfg.cluster.num_references
+    num_scored = has_old + (has_reference and not num_references)
+    scoring = gpu.flops_per_s * assumed_cfg.training_share * num_references
 
     def train_s(rows: Sequence[int], num_trained: int) -> float:
         flops = num_epochs * training_flops(
             shape, rows, num_head_tokens=num_trained, num_adapter_params=adapters or None
         )
-        flops += num_scored * shape.forward_flops(rows, num_head_tokens=num_trained)
-        return flops / training + assumed_cfg.overhead_s
+        forward_flops = shape.forward_flops(rows, num_head_tokens=num_trained)
+        seconds = (flops + num_scored * forward_flops) / training
+        if num_references:  # beside the policy's own scores, before the update
+            beside_s = has_old * forward_flops / training
+            seconds += max(forward_flops / scoring - beside_s, 0.0)
+        return seconds + assumed_cfg.overhead_s
 
     return Rates(
         engine=engine,
         train_s=train_s,
         sync_s=assumed_cfg.switch_s
         if placement.colocated
-        else weights / assumed_cfg.sync_bytes_per_s,
+        else travelling / assumed_cfg.sync_bytes_per_s + reread_s,
         max_num_keys=int(cache * size / shape.kv_bytes_per_token(kv_bytes)),
     )
 
@@ -357,8 +376,8 @@ def _shape(model: SimulatedModelConfig) -> ModelShape:
 
 
 def _num_gpus(cfg: SimulateConfig) -> int:
-    """GPUs in all."""
+    """GPUs in all, but for those of references, which every split leaves alone."""
     cluster = cfg.cluster
     if cluster.num_engines:
         return cluster.num_trainers + cluster.num_engines * cfg.engine.tensor_parallel_size
-    return cfg.simulate.gpus or _GPUS_UNSET
+    return (cfg.simulate.gpus or _GPUS_UNSET) - cluster.num_references

@@ -152,6 +152,8 @@ def _without_needless(cfg: RLConfig, change: dict[str, Any], fit: _Fit) -> dict[
 
 def _candidates(cfg: RLConfig) -> Iterator[dict[str, Any]]:
     trainer = cfg.trainer
+    if cfg.cluster.num_references:
+        yield {"cluster.num_references": 0}
     yield {"engine.max_model_len": cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens}
     yield {"engine.enable_sleep": True}
     yield {"trainer.optimizer.state_dtype": "bfloat16"}

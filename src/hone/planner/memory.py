@@ -216,6 +216,11 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     return sum(lora.rank * sum(t.size) * t.count for t in named)
 
 
+def adapted_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """Parameters of the frozen projections that have adapters."""
+    return sum(prod(t.size) * t.count for t in _tensors(shape) if t.has_adapter(lora))
+
+
 @dataclass(frozen=True, slots=True)
 class _Tensor:
     """A parameter as transformers has it, `count` times in the model."""

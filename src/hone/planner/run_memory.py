@@ -6,12 +6,12 @@
 A step generates, trains and syncs. Where trainer and engine share a device, what one holds while
 the other works decides whether the run fits: the KV cache stays unless `engine.enable_sleep`,
 masters and moments stay unless `trainer.enable_sleep`. Where they are apart, each has a device of
-its own.
+its own, as has a reference with `cluster.num_references`.
 
 Of the trainer all is `training_memory`. The cache is sized as the engine does it when it starts,
 before the trainer has moments, which is why a cache that was granted may be missing later. On an
 H200 whole runs of Qwen3-0.6B and 1.7B peaked 1 to 2 % below what is planned here. Not compared with
-measurements: vLLM's division of its share, adapters, engines apart.
+measurements: vLLM's division of its share, adapters, engines and references apart.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CACHE_MARGIN_BYTES = _GIB // 2
 GROUP_BYTES = 1 << 28
 """Whole weights that a sync within a process holds at a time; as `hone.weights.sync`."""
 
-PhaseName = Literal["generate", "train", "sync"]
+PhaseName = Literal["generate", "train", "sync", "score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Phase:
     """What one device holds at most in one phase of a step, in bytes by kind."""
 
     name: PhaseName
-    role: Literal["", "trainer", "engine"]
+    role: Literal["", "trainer", "engine", "reference"]
     """Whose device it is; empty where they share one."""
     parts: Mapping[str, int]
 
@@ -106,7 +106,7 @@ def derived_run_memory(
 
 
 class RunMemory:
-    """Both sides of a run, on a device that has both or on one for each."""
+    """All sides of a run, on a device that has them all or on one for each."""
 
     def __init__(
         self, cfg: RLConfig, shape: ModelShape, world_size: int | None, gpu: Peaks | None
@@ -120,15 +120,19 @@ class RunMemory:
         facts = ModelFacts.read(cfg.model.path)
         self.max_model_len = cfg.engine.max_model_len or (facts and facts.context_length)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return self.cfg.data.max_prompt_tokens + self.cfg.rollout.max_completion_tokens
+
     # -- the trainer -----------------------------------------------------------------------------
 
     @cached_property
     def step(self) -> TrainingMemory:
         """An optimizer step with the largest micro-batches that the run's rows can make."""
         cfg, sizes = self.cfg, self.sizes
-        trainer = cfg.trainer
+        trainer, longest = cfg.trainer, self.longest
         rows = -(-samples_per_optimizer_step(cfg) // sizes.data)
-        longest = cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens
         if trainer.micro_batch_size is not None:
             is_single = rows <= trainer.micro_batch_size
             num_tokens = -(-min(trainer.micro_batch_size, rows) * longest // sizes.context)
@@ -149,7 +153,8 @@ class RunMemory:
     @property
     def reference(self) -> int:
         """The frozen model of the KL term, sharded in every stage; with adapters it is the base."""
-        if self.cfg.algorithm.kl.coef == 0 or self.cfg.model.lora.rank:
+        is_elsewhere = self.cfg.cluster.num_references > 0
+        if self.cfg.algorithm.kl.coef == 0 or self.cfg.model.lora.rank or is_elsewhere:
             return 0
         sizes, zero_stage = self.sizes, self.cfg.trainer.parallel.zero_stage
         parts = sizes.fsdp * sizes.tensor if zero_stage else sizes.world
@@ -249,7 +254,8 @@ class RunMemory:
     # -- phases ----------------------------------------------------------------------------------
 
     def phases(self) -> tuple[Phase, ...]:
-        return self._apart() if self.is_apart else self._shared()
+        phases = self._apart() if self.is_apart else self._shared()
+        return (*phases, self._scoring()) if self.cfg.cluster.num_references else phases
 
     def _shared(self) -> tuple[Phase, ...]:
         at_rest, awake = self.trainer_at_rest(), self.engine(awake=True)
@@ -266,13 +272,43 @@ class RunMemory:
         at_rest, engine = self.trainer_at_rest(), self.engine(awake=True)
         buffers = 2 * self.cfg.cluster.update_weight_buffer_size
         rest = {"CUDA": CONTEXT_BYTES}
-        sent, received = self._moving + buffers, buffers
+        sent, received = self._moving + buffers, buffers + self._merging
         return (
             Phase("train", "trainer", self.trainer_at_work() | rest),
             Phase("sync", "trainer", at_rest | {"weights on their way": sent} | rest),
             Phase("generate", "engine", engine | {"engine's step": self.engine_step} | rest),
             Phase("sync", "engine", engine | {"weights on their way": received} | rest),
         )
+
+    def _scoring(self) -> Phase:
+        """A pass of a reference: the widest moment of a layer, or of the head."""
+        trainer, shape, values = self.cfg.trainer, self.shape, self.num_bytes
+        num_rows = self.cfg.rollout.prompts_per_step * self.cfg.rollout.n_samples_per_prompt
+        if trainer.micro_batch_size is not None:
+            num_tokens = min(trainer.micro_batch_size, num_rows) * self.longest
+        else:
+            budget = trainer.max_tokens_per_forward or 2 * trainer.max_tokens_per_microbatch
+            num_tokens = min(budget, num_rows * self.longest)
+        hidden = num_tokens * shape.hidden_size * values
+        layer = 3 * num_tokens * shape.intermediate_size * values
+        # As they come, and in float32 twice.
+        logits = trainer.logits_chunk_tokens * shape.vocab_size * (values + 2 * 4)
+        parts = {
+            "weights": shape.weight_bytes(values),
+            "activations and work": 2 * hidden + max(layer, hidden + logits),
+            "CUDA": CONTEXT_BYTES,
+        }
+        return Phase("score", "reference", parts)
+
+    @property
+    def _merging(self) -> int:
+        """Where an engine merges adapters: two groups of merged weights; base and product of the
+        largest, the latter in float32. Four bits become float32 by way of indices of 4 bytes."""
+        if not self.cfg.model.lora.rank:
+            return 0
+        largest = self.shape.hidden_size * self.shape.intermediate_size
+        base = 12 if self.cfg.model.lora.load_in_4bit else self.num_bytes
+        return 2 * GROUP_BYTES + largest * (4 + base)
 
     @property
     def _moving(self) -> int:

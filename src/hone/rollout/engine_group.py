@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from hone.engine.host import EngineHost, Polled
 from hone.types import Completion, EngineLostError, EngineStats, Request, StopReason
-from hone.weights.broadcast import Pending
+from hone.weights.protocol import Pending
 
 __all__ = ["EngineGroup", "EngineHandle", "EnginesLostError", "LocalHandle"]
 

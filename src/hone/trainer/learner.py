@@ -12,38 +12,31 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import StoredTensor, take
-from hone.config.derived import plain_layers_reason
 from hone.config.errors import UserError
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.models.adapters import is_adapted, merged_weights
-from hone.models.decoder import decoder_layers, hidden_states
-from hone.models.exact_decoder import PackedDecoder, require_exact
+from hone.models.adapters import AdaptedWeights, adapted_weights, is_adapted, merged_weights
+from hone.models.decoder import decoder_layers
 from hone.models.training_layers import has_training_layers, training_backbone
 from hone.observe.metrics import Last, Mean, Metric, Metrics, Sum, merge
-from hone.trainer.context import gather, split
-from hone.trainer.logprobs import token_logprobs
 from hone.trainer.offload import ActivationOffload
 from hone.trainer.optimizers import ParameterOptimizer
-from hone.trainer.packing import AttentionCost, Plan, check_rows, collate, digest, empty_batch, plan
 from hone.trainer.policy import NonFiniteError, Policy
-from hone.trainer.precision import apply_matmul_precision
 from hone.trainer.recompute import apply_recompute
 from hone.trainer.schedule import lr_scale
-from hone.trainer.sharded import ShardedModel, ShardedPolicy
+from hone.trainer.scoring import RowScorer, compile_forward, plain_layers
+from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.tensor import parallelize
 from hone.types import MicroBatch, Trajectory
 
@@ -52,7 +45,7 @@ __all__ = ["Learner"]
 _log = logging.getLogger(__name__)
 
 
-class Learner(ABC):
+class Learner(RowScorer, ABC):
     """A policy with everything an optimizer step needs."""
 
     def __init__(
@@ -74,33 +67,18 @@ class Learner(ABC):
         their prompt; not served with `exact`. `mesh` is shared by all processes that train
         together, each of which brings the same model, in host memory, on its device or deferred
         (`hone.models.deferred`); it is sharded in place."""
-        if temperature <= 0:
-            raise ValueError(
-                f"temperature={temperature}: log-probabilities are trained at the temperature that "
-                "samples, which must be above 0"
-            )
-        if exact and share_prompts:
-            raise UserError(
-                "trainer.share_prompts is not served with model.exact: attention to a shared "
-                "prompt is summed in another order than the engine's; set one of them to false"
-            )
-        self._exact = exact
-        self._share_prompts = share_prompts
-        self._backbones: dict[PreTrainedModel, Callable[..., Tensor]] = {}
-        """Instead of the model's own modules."""
-        self._sharded: dict[PreTrainedModel, ShardedModel] = {}
-        self._shared_cfg = cfg
-        self._mesh = Mesh.alone(model.device) if mesh is None else mesh
-        on_gpu = self._mesh.device.type == "cuda"
-        self._compile = on_gpu if cfg.compile is None else cfg.compile
-        self._cost = _attention_cost(model)
+        super().__init__(
+            model,
+            cfg,
+            temperature=temperature,
+            exact=exact,
+            share_prompts=share_prompts,
+            mesh=mesh,
+        )
         self._apply_matmul_precision(model)
         self.trains_fused_layers = self._takes_fused_layers(model)
-        """Whether hone's own decoder layers train, rather than those of transformers."""
         self.policy = self._make_policy(model)
-        self.num_steps = 0
         self._total_steps = total_steps
-        self._temperature = temperature
         self._dump_dir = dump_dir
         self._optimizer = ParameterOptimizer(
             self.policy.masters,
@@ -117,17 +95,7 @@ class Learner(ABC):
         if cfg.fused_layers:
             _require_training_layers(model, mesh)
             return True
-        reason = plain_layers_reason(
-            cfg,
-            family=model.config.model_type,
-            dtype=str(model.dtype).removeprefix("torch."),
-            on_gpu=mesh.device.type == "cuda",
-            adapted=is_adapted(model),
-            exact=self._exact,
-            world_size=mesh.world.size,
-        )
-        if reason is None and not has_training_layers(model):
-            reason = "the model has been changed, or Triton is not installed"
+        reason = plain_layers(model, cfg, exact=self._exact, num_trainers=mesh.world.size)
         if mesh.device.type == "cuda" and not self._exact:
             whose = "hone's own" if reason is None else f"those of transformers: {reason}"
             _log.info("decoder layers that train are %s", whose)
@@ -179,7 +147,7 @@ class Learner(ABC):
             offload=cfg.offload_activations,
         )
         if self._compile:
-            _compile_forward(model)
+            compile_forward(model)
         policy = ShardedPolicy(
             model,
             mesh,
@@ -191,52 +159,14 @@ class Learner(ABC):
         self._sharded[model] = policy.sharded
         return policy
 
-    def _add_reference(self, model: PreTrainedModel) -> None:
-        """Make ready a frozen model that is scored beside the policy."""
-        cfg, mesh = self._shared_cfg.parallel, self._mesh
-        # As the policy, which would have a divergence from itself otherwise.
-        self._apply_matmul_precision(model)
-        if self._exact:
-            self._decode_exactly(model)
-        if mesh.world.size == 1:
-            if self.trains_fused_layers and has_training_layers(model):
-                self._backbones[model] = training_backbone(model)
-            elif self._compile and not self._exact:
-                _compile_forward(model)
-            return
-        mesh = mesh.for_reference(cfg)
-        parallelize(model, mesh)
-        if self._compile:
-            _compile_forward(model)
-        self._sharded[model] = ShardedModel(
-            model.requires_grad_(False), mesh, stage=3, forward_prefetch=cfg.forward_prefetch
-        )
-
-    def _apply_matmul_precision(self, model: PreTrainedModel) -> None:
-        cfg = self._shared_cfg
-        own_products = self._exact or cfg.fused_layers or self._mesh.tensor.size > 1
-        if cfg.matmul_precision == "fp8" and own_products:
-            raise UserError(
-                "trainer.matmul_precision=fp8 is for the whole projections of transformers' "
-                "layers: set it to default, or model.exact and trainer.fused_layers to false and "
-                "trainer.parallel.tensor_parallel_size to 1"
-            )
-        apply_matmul_precision(model, cfg.matmul_precision, self._mesh.device)
-
-    def _decode_exactly(self, model: PreTrainedModel) -> None:
-        require_exact(model)
-        recompute = self._shared_cfg.recompute == "full"
-        self._backbones[model] = PackedDecoder(model, recompute=recompute)
-
-    @property
-    def groups(self) -> set[dist.ProcessGroup]:
-        """Every group that training has collectives in."""
-        return self._mesh.groups.union(*(model.mesh.groups for model in self._sharded.values()))
-
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights an engine must sample with, under Hugging Face names. With several processes
         whole tensors, gathered one by one: collective, and each exists while it is held."""
         return merged_weights(self.policy.model, self.policy.named_weights())
+
+    def adapted_weights(self) -> AdaptedWeights | None:
+        """The same as this trainer stores it, where it trains adapters."""
+        return adapted_weights(self.policy.model, self.policy.named_weights)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Masters and moments as named tensors, and counters that JSON can hold."""
@@ -285,68 +215,6 @@ class Learner(ABC):
         loss, metrics = self.forward_backward(rows)
         return metrics | self._optimizer_step(rows, loss)
 
-    def _score(
-        self, model: PreTrainedModel, batch: MicroBatch, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability and entropy of the trained tokens, [N] float32.
-
-        `batch` lies in host memory where the context axis has several ranks.
-        """
-        score = partial(self._score_whole, model, batch, with_entropy=with_entropy)
-        sharded = self._sharded.get(model)
-        return score() if sharded is None else sharded(score)
-
-    def _score_whole(
-        self, model: PreTrainedModel, batch: MicroBatch, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """`_score` where the weights that it needs are whole."""
-        mesh = self._mesh_of(model)
-        share = split(batch, mesh)
-        backbone = self._backbones.get(model) or partial(hidden_states, model)
-        hidden_TD = backbone(share.input_ids, share.position_ids, share.context)
-        # Not index_select: gradients of a state that predicts several tokens add up in any order.
-        hidden_ND = hidden_TD[share.predict_index]
-        logprobs, entropy = token_logprobs(
-            model,
-            hidden_ND,
-            share.labels,
-            temperature=self._temperature,
-            chunk_tokens=self._shared_cfg.logits_chunk_tokens,
-            with_entropy=with_entropy,
-            compile=self._compile,
-            exact=self._exact,
-            tensor=mesh.tensor,
-        )
-        return gather(logprobs, share), None if entropy is None else gather(entropy, share)
-
-    def _mesh_of(self, model: PreTrainedModel) -> Mesh:
-        sharded = self._sharded.get(model)
-        return self._mesh if sharded is None else sharded.mesh
-
-    def _score_rows(self, model: PreTrainedModel, rows: Sequence[Trajectory]) -> list[Tensor]:
-        """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU, no gradient."""
-        cfg = self._shared_cfg
-        mesh = self._mesh_of(model)
-        budget = cfg.max_tokens_per_forward or 2 * cfg.max_tokens_per_microbatch
-        passes = self._plan(rows, budget, mesh)
-        scored = [torch.empty(0, device=mesh.device)]
-        with torch.no_grad():
-            for indices in passes[mesh.data.rank]:
-                batch = self._collate(rows, [0.0] * len(rows), indices, mesh)
-                logprobs, _ = self._score(model, batch, with_entropy=False)
-                scored += [logprobs] if indices else []
-        if sharded := self._sharded.get(model):
-            sharded.free()
-
-        result = [torch.empty(0)] * len(rows)
-        orders = [[i for indices in own for i in indices] for own in passes]
-        lengths = [[rows[i].num_trained for i in order] for order in orders]
-        everyones = mesh.gather_values(torch.cat(scored), [sum(own) for own in lengths])
-        for order, own, values in zip(orders, lengths, everyones, strict=True):
-            for i, logprobs in zip(order, values.split(own), strict=True):
-                result[i] = logprobs.clone()
-        return result
-
     def _passes(self, rows: Sequence[Trajectory], weights: Sequence[float]) -> Iterator[MicroBatch]:
         """This rank's micro-batches of one optimizer step, each when the policy is ready for it.
 
@@ -367,51 +235,6 @@ class Learner(ABC):
         passes = self._plan(rows, self._shared_cfg.max_tokens_per_microbatch, self._mesh)
         for indices in passes[self._mesh.data.rank]:
             yield self._collate(rows, weights, indices, self._mesh)
-
-    def _plan(self, rows: Sequence[Trajectory], max_tokens: int, mesh: Mesh) -> Plan:
-        """Row indices of each pass of each rank along data; a row without trained tokens is in
-        none. `max_tokens` are those of one device. Raises DisagreementError, before anything is
-        computed, where processes have different rows or plans."""
-        cfg = self._shared_cfg
-        trained = [i for i, row in enumerate(rows) if row.num_trained]
-        planned = [rows[i] for i in trained]
-        passes = plan(
-            planned,
-            max_tokens=max_tokens * mesh.context.size,
-            num_ranks=mesh.data.size,
-            micro_batch_size=cfg.micro_batch_size,
-            cost=self._cost,
-            balance=cfg.parallel.balance_data,
-            share_prompts=self._share_prompts,
-        )
-        self._agree(rows, passes)
-        if mesh.world.size > 1:
-            check_rows(planned)  # on every rank, not just on that which will collate the bad one
-        return [[[trained[m] for m in members] for members in own] for own in passes]
-
-    def _agree(self, rows: Sequence[Trajectory], passes: Plan) -> None:
-        """Raise DisagreementError on every process where one has other rows, or would run other
-        passes. Collective, as everything is that follows from either."""
-        if self._mesh.world.size > 1:
-            numbers = {"step": self.num_steps, "rows": len(rows), "passes": list(map(len, passes))}
-            self._mesh.agree("rows and micro-batches", numbers | {"of": digest(rows, passes)})
-
-    def _collate(
-        self,
-        rows: Sequence[Trajectory],
-        weights: Sequence[float],
-        indices: Sequence[int],
-        mesh: Mesh,
-    ) -> MicroBatch:
-        device = mesh.device if mesh.context.size == 1 else "cpu"
-        if not indices:
-            return empty_batch(device)
-        return collate(
-            [rows[i] for i in indices],
-            [weights[i] for i in indices],
-            device,
-            share_prompts=self._share_prompts,
-        )
 
     def _merge_ranks(self, loss: Tensor, metrics: Metrics) -> tuple[Tensor, Metrics]:
         """Sum of the loss over the data axis, and metrics of all rows, equal on every rank."""
@@ -482,28 +305,11 @@ def _require_training_layers(model: PreTrainedModel, mesh: Mesh) -> None:
     raise UserError(f"trainer.fused_layers is on, but {reason}. Switch it off.")
 
 
-def _compile_forward(model: PreTrainedModel) -> None:
-    """Compile what decoder layers compute, but not the hooks that gather their weights."""
-    for layer in decoder_layers(model):
-        layer.forward = torch.compile(layer.forward, dynamic=True)
-
-
 def _on_host(metric: Metric) -> Metric:
     """The same metric with numbers in place of tensors, which wait on a device."""
     tensors = {f.name: getattr(metric, f.name) for f in fields(cast(Any, metric))}
     numbers = {name: float(v) for name, v in tensors.items() if isinstance(v, Tensor)}
     return replace(cast(Any, metric), **numbers)
-
-
-def _attention_cost(model: PreTrainedModel) -> AttentionCost:
-    config = model.config
-    heads: int = config.num_attention_heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return AttentionCost.of(
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        num_layers=config.num_hidden_layers,
-        attention_width=heads * head_dim,
-    )
 
 
 class _LaidOut(Mapping[str, Tensor]):

@@ -57,9 +57,9 @@ class PolicyTrainer(Learner):
         mesh: Mesh | None = None,
     ) -> None:
         """`temperature` is the one that sampled the rows, `total_steps` the optimizer steps of the
-        run, `seed` orders mini-batches. `reference` is the frozen model of the KL penalty; a model
-            with adapters is its own, without them. `exact`
-        and `mesh` as in `Learner`, for both models."""
+        run, `seed` orders mini-batches. `reference` is the frozen model of the KL penalty, where
+        that is scored here; a model with adapters is its own, without them. `exact` and `mesh` as
+        in `Learner`, for both models."""
         super().__init__(
             model,
             cfg,
@@ -90,7 +90,9 @@ class PolicyTrainer(Learner):
             with adapters_off(self.policy.model):
                 return self._score_rows(self.policy.model, rows)
         if self.reference is None:
-            raise ValueError("this trainer has no reference model; algorithm.kl.coef is 0")
+            raise ValueError(
+                "this trainer has no reference model: algorithm.kl.coef is 0, or it is elsewhere"
+            )
         return self._score_rows(self.reference, rows)
 
     def update(self, rows: Sequence[Trajectory]) -> Metrics:
@@ -102,11 +104,17 @@ class PolicyTrainer(Learner):
         self._agree(rows, [])
         self._check(rows)
         minibatches = list(self._minibatches(rows))
-        if len(minibatches) > 1:
+        if self.needs_old_logprobs(rows):
             minibatches = self._with_old_logprobs(rows, minibatches)
         metrics = merge(*(self.train(minibatch) for minibatch in minibatches))
         self.num_updates += 1
         return metrics
+
+    def needs_old_logprobs(self, rows: Sequence[Trajectory]) -> bool:
+        """Whether `update` makes several optimizer steps on `rows`, so that it takes the policy's
+        log-probabilities before the first of them, unless rows have them."""
+        num_groups = len(_by_group(rows))
+        return self.cfg.num_epochs > 1 or num_groups > self._groups_per_minibatch(num_groups)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, metadata = super().state_dict()
@@ -162,15 +170,16 @@ class PolicyTrainer(Learner):
 
     def _minibatches(self, rows: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
         """Rows of each optimizer step: every epoch draws its own order of groups."""
-        groups: dict[str, list[Trajectory]] = {}
-        for row in rows:
-            groups.setdefault(row.group_id or row.id, []).append(row)
-        size = self.cfg.prompts_per_minibatch or max(len(groups), 1)
+        groups = _by_group(rows)
+        size = self._groups_per_minibatch(len(groups))
         for epoch in range(self.cfg.num_epochs):
             order = list(groups)
             random.Random(f"{self._seed}/minibatch/{self.num_updates}/{epoch}").shuffle(order)
             for start in range(0, max(len(order), 1), size):
                 yield [row for group in order[start : start + size] for row in groups[group]]
+
+    def _groups_per_minibatch(self, num_groups: int) -> int:
+        return self.cfg.prompts_per_minibatch or max(num_groups, 1)
 
     def _with_old_logprobs(
         self, rows: Sequence[Trajectory], minibatches: list[list[Trajectory]]
@@ -195,6 +204,13 @@ class PolicyTrainer(Learner):
             if values and not bool(torch.cat(values).isfinite().all()):
                 culprit = next(r for r in rows if not getattr(r, name).isfinite().all())
                 self._stop(f"{name} of sequence {culprit.id!r}", rows)
+
+
+def _by_group(rows: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    groups: dict[str, list[Trajectory]] = {}
+    for row in rows:
+        groups.setdefault(row.group_id or row.id, []).append(row)
+    return groups
 
 
 def _is_fresh(batch: MicroBatch) -> Tensor:

@@ -5,126 +5,75 @@ time. The first one fills buckets with them and broadcasts these to every rank o
 at a time: one is filled, or taken apart, while the other is on its way. An engine's rank copies its
 part of each weight into the tensors it samples with.
 
+Of an adapted model the frozen base travels once, and then adapters alone, which engines merge
+themselves (`hone.weights.adapted`).
+
 The proof has two halves. What arrived is compared with the sender's manifest of what it read from
 the trainer; what the engine samples with is compared, by `Engine.finish_sync`, with a manifest of
-the rank's parts of what arrived. Each rank waits until the first half has succeeded everywhere, so
-that the ranks of one engine never part ways. After a failure anywhere the delivery is repeated for
-all.
+the rank's parts of what arrived. Where the rank has merged these, they are compared before with
+what the sender merges, part by part. Each rank waits until the first half has succeeded everywhere,
+so that the ranks of one engine never part ways. After a failure anywhere the delivery is repeated
+for all.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hone.distributed.mesh import Mesh
-from hone.models.manifest import build_manifest, compare
+from hone.models.adapters import AdaptedWeights, merge_stored
+from hone.models.manifest import build_manifest
 from hone.types import (
-    Engine,
     EngineLostError,
-    TensorRecord,
     Trainer,
     WeightManifest,
 )
-from hone.weights.buckets import Bucket, Entry, layout_of, plan_buckets
-from hone.weights.link import Board, Link, LinkError, host_store, join_store
+from hone.weights.adapted import (
+    AdapterSpec,
+    Holding,
+    Way,
+    arithmetic_of,
+    choose_way,
+    described,
+)
+from hone.weights.buckets import Bucket, Entry, layout_of
+from hone.weights.link import Board, Link, LinkError, host_store
+from hone.weights.protocol import (
+    BUFFERS,
+    CHOSE,
+    HOLDS,
+    RECEIVED,
+    SENT,
+    Pending,
+    Proof,
+    Receivers,
+    ReceiveSpec,
+    board_of,
+)
 from hone.weights.sync import (
-    Delivery,
     NonFiniteWeightsError,
     SyncReport,
     check_finite,
-    match_layout,
 )
 
-__all__ = [
-    "BroadcastSync",
-    "Pending",
-    "ReceiveSpec",
-    "Received",
-    "Receivers",
-    "WeightReceiver",
-]
+__all__ = ["BroadcastSync"]
 
-BUFFERS = 2
-"""Buckets that exist at a time."""
+_log = logging.getLogger(__name__)
+
 SETTLE_S = 5.0
 """How long engines have to say how they fared, after a delivery has failed."""
 LOOK_S = 0.2
 """Between two looks at whether an engine has failed."""
 
 AGAIN = "push again, and engines are told of it"
-SENT, RECEIVED = "sent a manifest", "received all weights"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveSpec:
-    """What an engine must know to take one delivery. Pickles."""
-
-    version: int
-    delivery: int
-    """Counts the sender's attempts."""
-    host: str
-    port: int
-    """Of the sender's store."""
-    names: tuple[str, ...]
-    """Members of the link by rank, for messages; the sender is first."""
-    entries: tuple[Entry, ...]
-    """What comes, in this order."""
-    bucket_bytes: int
-    timeout_s: float
-    """For the whole delivery, from when a rank begins with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
-    """What one rank has taken."""
-
-    version: int
-    bytes: int
-    """Written into the engine's tensors."""
-    seconds: float
-
-
-class Pending(Protocol):
-    """An answer that is under way."""
-
-    def result(self, timeout_s: float, /) -> Any:
-        """The answer, or what was raised in its place.
-
-        Raises TimeoutError while there is none (it can be asked for again), EngineLostError where
-        there will be none.
-        """
-        ...
-
-
-class Receivers(Protocol):
-    """The engines, as the sender reaches them."""
-
-    @property
-    def engine_ranks(self) -> Mapping[str, int]:
-        """How many ranks each live engine has, by its name, in a fixed order."""
-        ...
-
-    def begin_sync(self) -> None:
-        """Let nothing be sampled until `finish_sync`. Legal again after a delivery that failed."""
-        ...
-
-    def start_receive(self, spec: ReceiveSpec) -> Sequence[Pending]:
-        """Let every rank of every engine call `WeightReceiver.receive`, in the order of
-        `engine_ranks`. Returns the answer of each engine, which comes when all its ranks have."""
-        ...
-
-    def finish_sync(self, version: int) -> None:
-        """Engines hold `version` and may sample."""
-        ...
 
 
 class BroadcastSync:
@@ -139,10 +88,12 @@ class BroadcastSync:
         bucket_bytes: int,
         timeout_s: float,
         host: str = "127.0.0.1",
+        adapted: AdaptedWeights | None = None,
     ) -> None:
         """Every training process makes one; `receivers` are given to the first alone.
 
-        `timeout_s` is for a whole delivery. `host` is how engines reach this machine.
+        `timeout_s` is for a whole delivery. `host` is how engines reach this machine. `adapted` are
+        the trainer's weights as it stores them, where it trains adapters.
         """
         if mesh.is_first != (receivers is not None):
             raise ValueError(
@@ -155,10 +106,13 @@ class BroadcastSync:
         self.bucket_bytes = bucket_bytes
         self.timeout_s = timeout_s
         self.host = host
-        self._layout: Sequence[Entry] | None = None
+        self.adapted = adapted
+        self._base = uuid4().hex
+        self._layout: tuple[Sequence[Entry], AdapterSpec | None] | None = None
         self._store: dist.TCPStore | None = None
         self._link: Link | None = None
         self._delivery = 0
+        self._has_warned = False
 
     @torch.no_grad()
     def push(self, version: int) -> SyncReport:
@@ -172,8 +126,9 @@ class BroadcastSync:
         """
         if self._layout is None:
             # Walked through once more, since engines must know what comes before it does.
-            self._layout = layout_of(self.trainer.named_weights())
-        weights = iter(self.trainer.named_weights())
+            self._layout = self._lay_out()
+        walk = self.trainer.named_weights if self.adapted is None else self.adapted.named
+        weights = iter(walk())
         if self.receivers is None:
             _exhaust(weights)
             return self._agree(None)
@@ -191,6 +146,18 @@ class BroadcastSync:
         self._drop_link()
         self._store = None
 
+    def _lay_out(self) -> tuple[Sequence[Entry], AdapterSpec | None]:
+        """What engines must sample with, and what the trainer stores where that is not the same."""
+        entries = layout_of(self.trainer.named_weights())
+        if self.adapted is None:
+            return entries, None
+        return entries, AdapterSpec(
+            base=self._base,
+            entries=tuple(layout_of(self.adapted.named())),
+            trained=self.adapted.trained,
+            projections=self.adapted.projections,
+        )
+
     def _agree(self, outcome: SyncReport | Exception | None) -> SyncReport:
         """What the first process, alone, knows came of it."""
         told = self.mesh.gather(outcome)[0]
@@ -203,7 +170,7 @@ class BroadcastSync:
         self,
         version: int,
         receivers: Receivers,
-        layout: Sequence[Entry],
+        layout: tuple[Sequence[Entry], AdapterSpec | None],
         weights: Iterable[tuple[str, Tensor]],
     ) -> SyncReport:
         start = perf_counter()
@@ -212,24 +179,26 @@ class BroadcastSync:
             self._store = host_store(self.host, timeout_s=self.timeout_s)
         self._delivery += 1
         ranks = receivers.engine_ranks
+        entries, adapters = layout
         spec = ReceiveSpec(
             version=version,
             delivery=self._delivery,
             host=self.host,
             port=self._store.port,
             names=_member_names(ranks),
-            entries=tuple(layout),
+            entries=tuple(entries),
+            adapters=adapters,
             bucket_bytes=self.bucket_bytes,
             timeout_s=self.timeout_s,
         )
         engines = _Answers(dict(zip(ranks, receivers.start_receive(spec), strict=True)))
-        board = _board(self._store, spec, rank=0, watch=engines.look)
-        buckets = plan_buckets(layout, self.bucket_bytes)
+        board = board_of(self._store, spec, rank=0, watch=engines.look)
         try:
+            way, holdings = self._choose(spec, board)
+            buckets = spec.buckets(way)
             self._link = Link.meet(self._store, board, self.mesh.device, self._link)
             sender = _Sender(self._link, board, buckets, self.mesh.device)
-            manifest = build_manifest(sender.send(weights), version)
-            board.put(SENT, manifest)
+            board.put(SENT, _send(sender, spec, way, holdings, weights))
             board.put(RECEIVED)
             board.gather(RECEIVED)
             late = f"it had not taken over its weights after {self.timeout_s:g} s"
@@ -247,9 +216,32 @@ class BroadcastSync:
         return SyncReport(
             seconds=perf_counter() - start,
             bytes=sum(bucket.num_bytes for bucket in buckets),
-            num_tensors=len(manifest.tensors),
+            num_tensors=sum(len(entry.names) for entry in entries),
             aliased=False,
         )
+
+    def _choose(self, spec: ReceiveSpec, board: Board) -> tuple[Way, list[Holding]]:
+        """What this delivery consists of, and what each rank of the engines has said."""
+        if spec.adapters is None:
+            return Way.MERGED, []
+        holdings: list[Holding] = board.gather(HOLDS, range(1, len(spec.names)))
+        own = arithmetic_of(self.mesh.device)
+        way = choose_way(spec.adapters, own, holdings)
+        board.put(CHOSE, way)
+        if way is Way.MERGED and not self._has_warned:
+            self._has_warned = True
+            others = {
+                name: holding.arithmetic
+                for name, holding in zip(spec.names[1:], holdings, strict=True)
+                if holding.arithmetic != own
+            }
+            _log.warning(
+                "whole weights are sent at each sync, not adapters alone, since engines would "
+                "merge to other bits than the trainer. It computes on %s; %s",
+                own,
+                "; ".join(f"{name} on {arithmetic}" for name, arithmetic in others.items()),
+            )
+        return way, holdings
 
     def _drop_link(self) -> None:
         if self._link is not None:
@@ -277,6 +269,30 @@ def _portable(error: Exception) -> Exception:
     return error if isinstance(error, kinds) else RuntimeError(str(error))
 
 
+def _send(
+    sender: _Sender,
+    spec: ReceiveSpec,
+    way: Way,
+    holdings: Sequence[Holding],
+    weights: Iterable[tuple[str, Tensor]],
+) -> Proof:
+    """Send what the walk gives, and say what it was."""
+    adapters = spec.adapters
+    if adapters is None or way is Way.MERGED:
+        if adapters is not None:
+            weights = merge_stored(adapters.projections, weights)
+        return Proof(build_manifest(sender.send(weights), spec.version), {}, {})
+    stays = adapters.staying(way)
+    passing = described(adapters, stays, holdings, sender.send(weights, stays))
+    manifest = build_manifest(passing, spec.version)
+    come = {name for entry in adapters.travelling(way) for name in entry.names}
+    sent, merged, frozen = {}, {}, {}
+    for name, record in manifest.tensors.items():
+        kind = sent if name in come else frozen if name in stays else merged
+        kind[name] = record
+    return Proof(WeightManifest(manifest.version, sent), merged, frozen)
+
+
 class _Sender:
     """Fills buckets in the order of a walk, and sends them."""
 
@@ -289,8 +305,11 @@ class _Sender:
         self._device = device
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight after it has been put into its bucket; full buckets are on their way.
+    def send(
+        self, weights: Iterable[tuple[str, Tensor]], stays: frozenset[str] = frozenset()
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight after it has been put into its bucket, unless it is one that `stays`;
+        full buckets are on their way.
 
         Raises NonFiniteWeightsError before a bucket with such weights is sent, and RuntimeError
         where weights are not those of the buckets.
@@ -298,7 +317,7 @@ class _Sender:
         slots = self._slots()
         further_names = {n for b in self._buckets for e in b.entries for n in e.names[1:]}
         for name, tensor in weights:
-            if name not in further_names:
+            if name not in further_names and name not in stays:
                 entry, view = next(slots, (None, None))
                 _require_next(entry, name, tensor)
                 assert view is not None
@@ -317,6 +336,7 @@ class _Sender:
             yield from zip(bucket.entries, views, strict=True)
             named = {e.names[0]: view for e, view in zip(bucket.entries, views, strict=True)}
             check_finite(named, {name: view.dtype for name, view in named.items()})
+            buffer = buffer.to(self._link.device)
             self._in_flight.append((self._link.broadcast(buffer), buffer))
         while self._in_flight:
             self._wait_for_oldest()
@@ -385,123 +405,3 @@ class _Answers:
 def _distance(error: Exception) -> int:
     """From the cause."""
     return 0 if isinstance(error, EngineLostError) else 2 if isinstance(error, LinkError) else 1
-
-
-def _board(
-    store: dist.Store,
-    spec: ReceiveSpec,
-    *,
-    rank: int,
-    watch: Callable[[], None] | None = None,
-) -> Board:
-    return Board(
-        store,
-        spec.delivery,
-        names=spec.names,
-        rank=rank,
-        timeout_s=spec.timeout_s,
-        watch=watch,
-    )
-
-
-class WeightReceiver:
-    """Takes weights in the process of an engine, or of one of its ranks."""
-
-    def __init__(self, engine: Engine, device: torch.device) -> None:
-        self.engine = engine
-        self.device = device
-        self._place: tuple[str, int] | None = None
-        self._store: dist.TCPStore | None = None
-        self._link: Link | None = None
-
-    @torch.no_grad()
-    def receive(self, spec: ReceiveSpec, rank: int) -> Received:
-        """Take one delivery; the engine then samples with it, as `spec.version`.
-
-        `rank` counts all ranks of all engines. Raises RuntimeError naming tensors that the engine
-        cannot take, that did not arrive as they were sent, or that it does not hold;
-        NonFiniteWeightsError for values that are too large for its format; and LinkError where
-        the sender, or another engine, is gone or gives up. After an error the engine refuses to
-        sample until a later delivery succeeds.
-        """
-        start = perf_counter()
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with on_device:
-            board = _board(self._join(spec), spec, rank=1 + rank)
-            try:
-                self.engine.begin_sync()
-                delivery = Delivery(self.engine)
-                manifest = self._take(spec, board, delivery)
-            except Exception as error:
-                if not isinstance(error, LinkError):
-                    board.give_up(f"{spec.names[board.rank]}: {error}")
-                self.close()
-                raise
-            self.engine.finish_sync(manifest)
-        return Received(
-            version=spec.version, bytes=delivery.num_bytes, seconds=perf_counter() - start
-        )
-
-    def close(self) -> None:
-        """Leave the link."""
-        if self._link is not None:
-            self._link.drop()
-        self._link = self._store = self._place = None
-
-    def _join(self, spec: ReceiveSpec) -> dist.TCPStore:
-        """The sender's store."""
-        place = spec.host, spec.port
-        if self._store is None or self._place != place:
-            self.close()
-            self._store = join_store(spec.host, spec.port, timeout_s=spec.timeout_s)
-            self._place = place
-        return self._store
-
-    def _take(self, spec: ReceiveSpec, board: Board, delivery: Delivery) -> WeightManifest:
-        """The manifest that the engine's own tensors must have."""
-        if diff := match_layout(self._part_shapes(spec.entries), delivery.targets):
-            raise RuntimeError(f"it cannot take version {spec.version}: {diff.describe()}")
-        assert self._store is not None
-        self._link = Link.meet(self._store, board, self.device, self._link)
-        arrived: dict[str, TensorRecord] = {}
-        whole = self._arriving(spec, self._link, board, arrived)
-        parts = build_manifest(delivery.sources(whole), spec.version, dtypes=delivery.dtypes)
-        (sent,) = board.gather(SENT, [0])
-        if sent.version != spec.version:
-            raise RuntimeError(f"version {spec.version} was announced, and {sent.version} came")
-        if diff := compare(sent, WeightManifest(spec.version, arrived)):
-            raise RuntimeError(
-                f"version {spec.version} did not arrive as it was sent: {diff.describe()}"
-            )
-        board.put(RECEIVED)
-        board.gather(RECEIVED)
-        return parts
-
-    def _part_shapes(self, entries: Iterable[Entry]) -> dict[str, torch.Size]:
-        """Of what this rank should hold."""
-        return {
-            name: self.engine.shard(name, torch.empty(entry.shape, device="meta")).shape
-            for entry in entries
-            for name in entry.names
-        }
-
-    def _arriving(
-        self, spec: ReceiveSpec, link: Link, board: Board, records: dict[str, TensorRecord]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights as they come, and write down what they are."""
-        waiting = deque(plan_buckets(spec.entries, spec.bucket_bytes))
-        coming: deque[tuple[Bucket, Tensor, dist.Work]] = deque()
-        while waiting or coming:
-            while waiting and len(coming) < BUFFERS:
-                bucket = waiting.popleft()
-                buffer = bucket.new_buffer(self.device)
-                coming.append((bucket, buffer, link.broadcast(buffer)))
-            bucket, buffer, work = coming[0]
-            link.wait(work, board)
-            coming.popleft()
-            named = dict(bucket.named_views(buffer))
-            del buffer
-            # Bucket by bucket: all names of one memory are in the same.
-            records |= build_manifest(named.items(), spec.version).tensors
-            yield from named.items()
-            del named  # before there is memory for another bucket

@@ -154,7 +154,8 @@ def _key(deed: str, rank: int) -> str:
 class Link:
     """One member's end of a process group for one-way traffic from rank 0.
 
-    With NCCL calls belong to the current stream, as in torch.distributed.
+    With NCCL calls belong to the current stream, as in torch.distributed. Where members share a GPU
+    tensors travel through host memory, with gloo.
     """
 
     def __init__(
@@ -163,6 +164,8 @@ class Link:
         """Collective over the members of `board`; use `meet`."""
         self.generation = generation
         self.names = tuple(board.names)
+        self.device = device
+        """Where tensors must lie that travel."""
         size = len(board.names)
         scoped = dist.PrefixStore(f"link {generation}", store)
         timeout = timedelta(seconds=board.timeout_s)
@@ -188,20 +191,26 @@ class Link:
         if held is not None and held.names != tuple(board.names):
             held.drop()  # it also leads to members that are gone
             held = None
-        board.put("joined the link", (held and held.generation, device.type))
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        board.put("joined the link", (held and held.generation, device.type, gpu))
         notes = board.gather("joined the link")
         apart = [
-            name for name, (_, kind) in zip(board.names, notes, strict=True) if kind != device.type
+            name
+            for name, (_, kind, _) in zip(board.names, notes, strict=True)
+            if kind != device.type
         ]
         if apart:
             raise RuntimeError(
                 f"{board.names[board.rank]} is on a {device.type} device, {', '.join(apart)} not: "
                 "weights go from CPU to CPU or from GPU to GPU"
             )
-        if held is not None and all(generation == held.generation for generation, _ in notes):
+        if held is not None and all(generation == held.generation for generation, _, _ in notes):
             return held
         if held is not None:
             held.drop()
+        gpus = [gpu for _, _, gpu in notes]
+        if gpu is not None and len(set(gpus)) < len(gpus):
+            device = torch.device("cpu")  # NCCL wants a GPU for each member
         return cls(store, board.delivery, board, device)
 
     def broadcast(self, tensor: Tensor) -> dist.Work:

@@ -90,12 +90,17 @@ class Delivery:
         self.num_bytes = 0
         self._engine = engine
 
-    def sources(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the engine's part of each weight, after its delivery."""
-        for group in _in_groups(named, GROUP_BYTES):
+    def sources(
+        self, named: Iterable[tuple[str, Tensor]], *, are_parts: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the engine's part of each weight, after its delivery. `named` are whole weights or,
+        with `are_parts`, those parts."""
+        for group in in_groups(named, GROUP_BYTES):
             # Of whole weights, so that engines with different parts of them all refuse.
             check_finite({n: t for n, t in group.items() if n in self.targets}, self.dtypes)
-            parts = {name: self._engine.shard(name, tensor) for name, tensor in group.items()}
+            parts = group
+            if not are_parts:
+                parts = {name: self._engine.shard(name, tensor) for name, tensor in group.items()}
             self.shapes |= {name: part.shape for name, part in parts.items()}
             self._deliver(parts)
             yield from parts.items()
@@ -111,7 +116,7 @@ class Delivery:
         self.moved |= pairs.keys()
 
 
-def _in_groups(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+def in_groups(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
     """Neighbours of at least `limit` bytes together, as far as they go."""
     group: dict[str, Tensor] = {}
     for name, tensor in named:

@@ -48,6 +48,7 @@ from hone.config.checks.parallel import (
     check_parallel,
     check_share,
     context_size,
+    replica_size,
 )
 from hone.config.checks.rewards import check_reward
 from hone.config.checks.schedule import (
@@ -95,7 +96,7 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
             cfg.model,
             world_size=world_size,
             facts=facts,
-            has_reference=cfg.algorithm.kl.coef > 0,
+            has_reference=cfg.algorithm.kl.coef > 0 and not cfg.cluster.num_references,
         ),
         check_cluster(cfg, world_size),
         check_pipeline(cfg),
@@ -186,6 +187,7 @@ def check_sft(cfg: SFTConfig, world_size: int | None = None) -> list[Finding]:
                 key="data.examples_per_step",
                 number=cfg.data.examples_per_step,
                 what="train",
+                together=replica_size(cfg.trainer.parallel),
             ),
             check_memory(cfg.trainer, exact=False, device=cfg.run.device, world_size=world_size),
             *_layers(cfg, world_size),

@@ -28,6 +28,7 @@ from hone.config.checks.parallel import (
     check_parallel,
     check_share,
     context_size,
+    replica_size,
 )
 from hone.config.checks.vllm import check_vllm_bench
 from hone.config.engine import EngineConfig
@@ -202,6 +203,7 @@ def check_bench_train(
             key="rows.per_step" if is_fixed else "workload",
             number=num_rows,
             what="train",
+            together=replica_size(trainer.parallel),
         ),
         check_memory(trainer, exact=model.exact, device=cfg.run.device, world_size=world_size),
         (finding for finding in rates if finding.level == "error"),

@@ -13,7 +13,7 @@ __all__ = ["check_cluster", "check_pipeline"]
 def check_cluster(cfg: RLConfig, world_size: int | None) -> Iterator[Finding]:
     """Whether the devices of all roles add up, and which settings need engines apart."""
     cluster = cfg.cluster
-    if cluster.num_engines == 0:
+    if not cluster.is_used:
         meant = [f"cluster.{name}" for name in differs(cluster, *type(cluster).model_fields)]
         if meant:
             yield error(
@@ -24,12 +24,14 @@ def check_cluster(cfg: RLConfig, world_size: int | None) -> Iterator[Finding]:
                 "cluster.num_engines",
             )
         return
+    apart = "num_engines" if cluster.num_engines else "num_references"
     if world_size is not None and world_size != cluster.num_trainers:
         yield error(
             f"cluster.num_trainers is {cluster.num_trainers}, but {world_size} training processes "
-            "were asked for. With cluster.num_engines leave out --nproc; under torchrun start "
+            f"were asked for. With cluster.{apart} leave out --nproc; under torchrun start "
             "cluster.num_trainers processes.",
             "cluster.num_trainers",
+            f"cluster.{apart}",
         )
     if cluster.address is None and cluster.num_nodes > 1:
         yield error(
@@ -39,11 +41,12 @@ def check_cluster(cfg: RLConfig, world_size: int | None) -> Iterator[Finding]:
             "cluster.address",
         )
     yield from _devices(cfg)
+    yield from _references(cfg)
     for section, enabled in (
         ("engine", cfg.engine.enable_sleep),
         ("trainer", cfg.trainer.enable_sleep),
     ):
-        if enabled:
+        if enabled and cluster.num_engines:
             yield error(
                 f"{section}.enable_sleep is on, which makes room for whom it shares a device with; "
                 f"with cluster.num_engines {cluster.num_engines} trainers and engines share none. "
@@ -63,20 +66,18 @@ def _devices(cfg: RLConfig) -> Iterator[Finding]:
         f"cluster.num_nodes {cluster.num_nodes} x cluster.devices_per_node "
         f"{cluster.devices_per_node} = {held}"
     )
-    needed = cluster.num_trainers + cluster.num_engines * size
+    roles = cluster.devices(size)
+    needed, words = sum(role.number for role in roles), " + ".join(role.words for role in roles)
     keys = (
-        "cluster.num_trainers",
-        "cluster.num_engines",
-        "engine.tensor_parallel_size",
+        *(key for role in roles for key in role.keys),
         "cluster.num_nodes",
         "cluster.devices_per_node",
     )
     if needed > held:
         yield error(
-            f"{needed} devices are needed: cluster.num_trainers {cluster.num_trainers} + "
-            f"cluster.num_engines {cluster.num_engines} x engine.tensor_parallel_size {size} = "
-            f"{cluster.num_trainers} + {cluster.num_engines * size}; there are {there}. Use fewer, "
-            "or more nodes.",
+            f"{needed} devices are needed: {words} = "
+            f"{' + '.join(str(role.number) for role in roles)}; there are {there}. Use fewer, or "
+            "more nodes.",
             *keys,
         )
     elif size > cluster.devices_per_node:
@@ -89,10 +90,46 @@ def _devices(cfg: RLConfig) -> Iterator[Finding]:
         )
     elif needed < held:
         yield warning(
-            f"{held - needed} of {there} devices stay idle: cluster.num_trainers "
-            f"{cluster.num_trainers} + cluster.num_engines {cluster.num_engines} x "
-            f"engine.tensor_parallel_size {size} = {needed}. The best use of them is more engines.",
+            f"{held - needed} of {there} devices stay idle: {words} = {needed}. The best use of "
+            "them is more engines.",
             *keys,
+        )
+
+
+def _references(cfg: RLConfig) -> Iterator[Finding]:
+    """Whether there is something for references with devices of their own to score."""
+    num_references = cfg.cluster.num_references
+    if not num_references:
+        return
+    given = f"cluster.num_references is {num_references}, but"
+    if cfg.algorithm.kl.coef == 0:
+        yield error(
+            f"{given} algorithm.kl.coef is 0, so that there is no reference model and nothing for "
+            "it to score. Set algorithm.kl.coef, or remove cluster.num_references.",
+            "cluster.num_references",
+            "algorithm.kl.coef",
+        )
+    if cfg.model.lora.rank:
+        yield error(
+            f"{given} model.lora.rank is {cfg.model.lora.rank}: the reference of adapters is the "
+            "model without them, which the trainers have anyway. Remove cluster.num_references.",
+            "cluster.num_references",
+            "model.lora.rank",
+        )
+    trainer, longest = cfg.trainer, cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens
+    key, budget = "trainer.max_tokens_per_forward", trainer.max_tokens_per_forward
+    if budget is None:
+        key, budget = "trainer.max_tokens_per_microbatch", 2 * trainer.max_tokens_per_microbatch
+    if trainer.micro_batch_size is None and longest > budget:
+        yield error(
+            f"{given} a sequence of {longest} tokens (data.max_prompt_tokens + "
+            f"rollout.max_completion_tokens) does not fit into the {budget} that {key} gives a "
+            "pass of one device, and a reference has one. Raise it, or remove "
+            "cluster.num_references: beside the policy it shares the tokens of a row.",
+            "cluster.num_references",
+            "data.max_prompt_tokens",
+            "rollout.max_completion_tokens",
+            key,
         )
 
 

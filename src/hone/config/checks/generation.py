@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hone.config.bench import BenchModelConfig
 from hone.config.checks.finding import Finding, differs, error, warning
+from hone.config.checks.vllm import undivided
 from hone.config.data import DataConfig
 from hone.config.derived import FUSED_FAMILIES
 from hone.config.engine import EngineConfig
@@ -294,6 +295,10 @@ def check_tensor_parallel(
             "engine.tensor_parallel_size",
         )
         return
+    divided = facts.divided if facts else {}
+    if engine.backend == "vllm":
+        yield from _undivided(asked, undivided(divided, size))
+        return
     family = facts.family if facts else None
     if family is not None and family not in FUSED_FAMILIES:
         yield error(
@@ -310,8 +315,11 @@ def check_tensor_parallel(
             "engine.tensor_parallel_size",
             "engine.speculation",
         )
-    divided = facts.divided if facts else {}
     uneven = [f"{key} = {number}" for key, number in divided.items() if number % size]
+    yield from _undivided(asked, uneven)
+
+
+def _undivided(asked: str, uneven: Sequence[str]) -> Iterator[Finding]:
     if uneven:
         yield error(
             f"{asked}, which does not divide {', '.join(uneven)} of the model at model.path. "

@@ -67,7 +67,7 @@ def check_budget(
             _BUDGET,
             *longest_keys,
         )
-    elif budget < 2 * longest:
+    elif context_size == 1 and budget < 2 * longest:
         yield warning(
             f"{_BUDGET} is {budget}, less than twice the longest sequence ({total}): micro-batches "
             f"of long sequences stay half empty. Use {2 * longest} or more where memory allows.",

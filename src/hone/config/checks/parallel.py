@@ -19,6 +19,7 @@ __all__ = [
     "check_processes",
     "check_share",
     "context_size",
+    "replica_size",
 ]
 
 _SECTION = "trainer.parallel."
@@ -75,6 +76,11 @@ def context_size(parallel: ParallelConfig) -> int:
     return parallel.ring_size * parallel.ulysses_size
 
 
+def replica_size(parallel: ParallelConfig) -> int:
+    """Processes that train the same rows together."""
+    return context_size(parallel) * parallel.tensor_parallel_size
+
+
 def check_context_budget(
     trainer: SFTTrainerConfig, *, longest: int, longest_of: str
 ) -> Iterator[Finding]:
@@ -96,12 +102,17 @@ def check_context_budget(
     )
 
 
-def check_share(world_size: int | None, *, key: str, number: int, what: str) -> Iterator[Finding]:
-    """Whether `number` of something, set by `key`, gives every process some."""
-    if world_size is not None and number < world_size:
+def check_share(
+    world_size: int | None, *, key: str, number: int, what: str, together: int = 1
+) -> Iterator[Finding]:
+    """Whether `number` of something, set by `key`, gives every process some, or every `together`
+    of them that work on the same."""
+    shares = (world_size or 0) // together
+    if number < shares:
+        those = "processes" if together == 1 else f"groups of {together} processes"
         yield warning(
-            f"{key} is {number}, fewer than the {world_size} processes: {world_size - number} of "
-            f"them have nothing to {what}. Raise {key} to a multiple of {world_size}, or start "
+            f"{key} is {number}, fewer than the {shares} {those}: {shares - number} of "
+            f"them have nothing to {what}. Raise {key} to a multiple of {shares}, or start "
             "fewer processes.",
             key,
         )
@@ -121,10 +132,11 @@ def _sizes(
     keys = [f"{_SECTION}{name}" for name in differs(parallel, *_REFERENCE)]
     if not has_reference:
         yield warning(
-            f"{' and '.join(keys)} is set, but there is no reference model without "
-            "algorithm.kl.coef above 0. Remove it.",
+            f"{' and '.join(keys)} is set, but the trainers have no reference model: that takes "
+            "algorithm.kl.coef above 0 and cluster.num_references 0. Remove it.",
             *keys,
             "algorithm.kl.coef",
+            "cluster.num_references",
         )
         return
     try:

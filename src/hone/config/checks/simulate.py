@@ -44,16 +44,13 @@ def _lengths(cfg: SimulateConfig) -> Iterator[Finding]:
 
 def _devices(cfg: SimulateConfig) -> Iterator[Finding]:
     """Whether the split of the recipe is one of the GPUs that are asked for."""
-    trainers, engines = cfg.cluster.num_trainers, cfg.cluster.num_engines
-    size, gpus = cfg.engine.tensor_parallel_size, cfg.simulate.gpus
-    total = trainers + engines * size
-    if engines and gpus not in (None, total):
+    gpus, roles = cfg.simulate.gpus, cfg.cluster.devices(cfg.engine.tensor_parallel_size)
+    total = sum(role.number for role in roles)
+    if cfg.cluster.num_engines and gpus not in (None, total):
         yield error(
-            f"simulate.gpus is {gpus}, but cluster.num_trainers {trainers} + cluster.num_engines "
-            f"{engines} x engine.tensor_parallel_size {size} = {total} GPUs. Leave out "
-            "simulate.gpus, or set cluster.num_engines to 0, which tries all splits.",
+            f"simulate.gpus is {gpus}, but {' + '.join(role.words for role in roles)} = {total} "
+            "GPUs. Leave out simulate.gpus, or set cluster.num_engines to 0, which tries all "
+            "splits.",
             "simulate.gpus",
-            "cluster.num_trainers",
-            "cluster.num_engines",
-            "engine.tensor_parallel_size",
+            *(key for role in roles for key in role.keys),
         )

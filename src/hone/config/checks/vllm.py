@@ -11,9 +11,16 @@ from hone.config.model import ModelConfig
 from hone.config.rollout import GenerationConfig
 from hone.config.run import CheckpointConfig, EvalConfig
 
-__all__ = ["check_vllm", "check_vllm_bench", "check_vllm_sleep"]
+__all__ = [
+    "LOWEST_TEMPERATURE",
+    "check_vllm",
+    "check_vllm_bench",
+    "check_vllm_sleep",
+    "undivided",
+]
 
-_LOWEST_TEMPERATURE = 0.01
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this, and would then sample from another distribution."""
 
 
 def check_vllm(
@@ -66,13 +73,6 @@ def check_vllm(
             "false",
         ),
         (
-            "engine.tensor_parallel_size",
-            engine.tensor_parallel_size,
-            engine.tensor_parallel_size == 1,
-            "its weights are delivered to, and proven in, one process",
-            "1",
-        ),
-        (
             "engine.block_size",
             engine.block_size,
             not differs(engine, "block_size"),
@@ -97,10 +97,10 @@ def check_vllm(
             "engine.backend",
         )
     for section, generation in sampled.items():
-        if 0 < generation.temperature < _LOWEST_TEMPERATURE:
+        if 0 < generation.temperature < LOWEST_TEMPERATURE:
             yield error(
                 f"{section}.temperature is {generation.temperature:g}; engine.backend vllm samples "
-                f"at 0 (greedy), or {_LOWEST_TEMPERATURE} or more.",
+                f"at 0 (greedy), or {LOWEST_TEMPERATURE} or more.",
                 f"{section}.temperature",
                 "engine.backend",
             )
@@ -120,6 +120,18 @@ def check_vllm(
             "engine.backend",
             "run.device",
         )
+
+
+def undivided(numbers: Mapping[str, int], size: int) -> list[str]:
+    """Of numbers of `config.json`, those that so many ranks of vLLM cannot share.
+
+    A key head may be whole on several of them.
+    """
+    return [
+        f"{name} = {number}"
+        for name, number in numbers.items()
+        if number % size and (name != "num_key_value_heads" or size % number)
+    ]
 
 
 def check_vllm_sleep(

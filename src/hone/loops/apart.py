@@ -1,0 +1,143 @@
+"""The side of a run that has devices of its own: engines, references, and who leads them.
+
+All processes make these parts. The first one alone has what they stand for, `Engines`; it is None
+in the others, which are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hone.config.cluster import ClusterConfig
+from hone.config.tree import RLConfig
+from hone.data.prompts import PromptData
+from hone.distributed.mesh import Mesh
+from hone.loops.controller import Controller, LedReference, LedRollout, LedStream
+from hone.rewards.scorer import Scorer
+from hone.rollout.counts import RolloutCounts
+from hone.rollout.engine_group import EngineGroup
+from hone.rollout.open_groups import Progress
+from hone.rollout.reference_group import ReferenceGroup
+from hone.rollout.requests import Decode
+from hone.rollout.rollout import Rollout
+from hone.rollout.stream import RolloutStream
+from hone.trainer.trainer import PolicyTrainer
+from hone.types import Group, SamplingEngine, Trajectory
+from hone.weights.broadcast import BroadcastSync
+from hone.weights.sync import SyncReport
+
+__all__ = [
+    "Collects",
+    "Engines",
+    "MakeEngines",
+    "Pushes",
+    "Sampling",
+    "reference_apart",
+    "sampling_apart",
+    "weights_to",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What has devices of its own."""
+
+    group: EngineGroup
+    """Those that sample; of none where engines share the trainers' devices."""
+    host: str
+    """How they reach this process."""
+    references: ReferenceGroup | None = None
+    """Those that score under the reference model."""
+
+
+MakeEngines = Callable[[RLConfig], AbstractContextManager[Engines]]
+"""Starts them; they end with the context."""
+
+
+class Collects(Protocol):
+    """Where the groups of a step come from."""
+
+    @property
+    def counts(self) -> RolloutCounts: ...
+    def collect(self, step: int, progress: Progress | None = None, /) -> list[Group]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Pushes(Protocol):
+    """How weights reach all engines."""
+
+    def push(self, version: int) -> SyncReport: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The side of a run that samples."""
+
+    engine: SamplingEngine | None
+    rollout: Collects
+    weights: Pushes
+    controller: Controller | None = None
+    stream: LedStream | None = None
+
+
+def weights_to(
+    engines: Engines | None, cfg: ClusterConfig, trainer: PolicyTrainer, mesh: Mesh
+) -> BroadcastSync:
+    """How the trainers' weights reach engines."""
+    return BroadcastSync(
+        trainer,
+        mesh,
+        engines and engines.group,
+        bucket_bytes=cfg.update_weight_buffer_size,
+        timeout_s=cfg.engine_timeout_s,
+        host=engines.host if engines else "",
+        adapted=trainer.adapted_weights(),
+    )
+
+
+def sampling_apart(
+    cfg: RLConfig,
+    controller: Controller,
+    scorer: Scorer | None,
+    data: PromptData,
+    decode: Decode,
+) -> Sampling:
+    """The rollout of engines, which the first process drives, as it drives the scorer."""
+    engines, rollout, stream = controller.engines, None, None
+    if engines is not None and scorer is not None:
+        if cfg.pipeline.enabled:
+            stream = RolloutStream(
+                engines, scorer, data.train, cfg.rollout, cfg.pipeline, decode, cfg.run.seed
+            )
+        else:
+            rollout = Rollout(
+                engine=engines,
+                scorer=scorer,
+                prompts=data.train,
+                cfg=cfg.rollout,
+                decode=decode,
+                seed=cfg.run.seed,
+            )
+    if not cfg.pipeline.enabled:
+        return Sampling(engines, LedRollout(controller, rollout), controller, controller)
+    led = LedStream(controller, stream)
+    return Sampling(engines, led, controller, controller, led)
+
+
+def reference_apart(
+    cfg: ClusterConfig, engines: Engines | None, trainer: PolicyTrainer, mesh: Mesh
+) -> LedReference | None:
+    """The reference where it has devices of its own; None where the trainers have it."""
+    if not cfg.num_references:
+        return None
+    references = engines and engines.references
+    assert references is not None or not mesh.is_first, "the references have not been started"
+
+    def plan(rows: Sequence[Trajectory]) -> list[list[int]]:
+        return trainer.plan_elsewhere(rows, cfg.num_references)
+
+    return LedReference(mesh, references, plan)

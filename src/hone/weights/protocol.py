@@ -1,0 +1,137 @@
+"""What the sender of weights and those who receive them say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from hone.types import TensorRecord, WeightManifest
+from hone.weights.adapted import AdapterSpec, Way
+from hone.weights.buckets import Bucket, Entry, plan_buckets
+from hone.weights.link import Board
+
+__all__ = [
+    "BUFFERS",
+    "CHOSE",
+    "HOLDS",
+    "RECEIVED",
+    "SENT",
+    "Pending",
+    "Proof",
+    "ReceiveSpec",
+    "Received",
+    "Receivers",
+    "board_of",
+]
+
+BUFFERS = 2
+"""Buckets that exist at a time."""
+SENT, RECEIVED = "sent a manifest", "received all weights"
+HOLDS, CHOSE = "said what it holds", "chosen what to send"
+"""Deeds on the board of a delivery."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveSpec:
+    """What an engine must know to take one delivery. Pickles."""
+
+    version: int
+    delivery: int
+    """Counts the sender's attempts."""
+    host: str
+    port: int
+    """Of the sender's store."""
+    names: tuple[str, ...]
+    """Members of the link by rank, for messages; the sender is first."""
+    entries: tuple[Entry, ...]
+    """What engines must sample with, in the order in which it comes."""
+    adapters: AdapterSpec | None = None
+    """How they may make that themselves."""
+    bucket_bytes: int
+    timeout_s: float
+    """For the whole delivery, from when a rank begins with it."""
+
+    def buckets(self, way: Way) -> list[Bucket]:
+        """What comes, in this order."""
+        if way is Way.MERGED:
+            return plan_buckets(self.entries, self.bucket_bytes)
+        assert self.adapters is not None
+        limit = self.adapters.bucket_bytes(way, self.bucket_bytes)
+        return plan_buckets(self.adapters.travelling(way), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the sender says of a delivery."""
+
+    sent: WeightManifest
+    """Of what has travelled."""
+    merged: Mapping[str, TensorRecord]
+    """Of what engines merge, the parts, by `Cut.name`."""
+    frozen: Mapping[str, TensorRecord]
+    """Of what engines have got before and do not merge."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What one rank has taken."""
+
+    version: int
+    bytes: int
+    """Written into the engine's tensors."""
+    seconds: float
+
+
+class Pending(Protocol):
+    """An answer that is under way."""
+
+    def result(self, timeout_s: float, /) -> Any:
+        """The answer, or what was raised in its place.
+
+        Raises TimeoutError while there is none (it can be asked for again), EngineLostError where
+        there will be none.
+        """
+        ...
+
+
+class Receivers(Protocol):
+    """The engines, as the sender reaches them."""
+
+    @property
+    def engine_ranks(self) -> Mapping[str, int]:
+        """How many ranks each live engine has, by its name, in a fixed order."""
+        ...
+
+    def begin_sync(self) -> None:
+        """Let nothing be sampled until `finish_sync`. Legal again after a delivery that failed."""
+        ...
+
+    def start_receive(self, spec: ReceiveSpec) -> Sequence[Pending]:
+        """Let every rank of every engine call `WeightReceiver.receive`, in the order of
+        `engine_ranks`. Returns the answer of each engine, which comes when all its ranks have."""
+        ...
+
+    def finish_sync(self, version: int) -> None:
+        """Engines hold `version` and may sample."""
+        ...
+
+
+def board_of(
+    store: dist.Store,
+    spec: ReceiveSpec,
+    *,
+    rank: int,
+    watch: Callable[[], None] | None = None,
+) -> Board:
+    """The notes of one delivery, as the member with `rank` in the link sees them."""
+    return Board(
+        store,
+        spec.delivery,
+        names=spec.names,
+        rank=rank,
+        timeout_s=spec.timeout_s,
+        watch=watch,
+    )

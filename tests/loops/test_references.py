@@ -1,0 +1,196 @@
+"""The reference on devices of its own, in threads of this process: the run is the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Queue
+from time import sleep
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.loops.conftest import MakeConfig
+from torch import Tensor
+
+from hone.config.algorithm import AlgorithmConfig, KLConfig
+from hone.config.tree import RLConfig
+from hone.loops import controller, references, reinforce
+from hone.loops.experience import Experience
+from hone.loops.hosting import local_engines
+from hone.rollout.reference_group import LocalReference, ReferenceGroup
+from hone.types import Group, Prompt, Reward, Sample, StopReason, Trajectory
+
+LOSS: dict[str, Any] = {"kl": {"coef": 0.2}}
+REWARD: dict[str, Any] = {"kl": {"coef": 0.2, "placement": "reward", "estimator": "k1"}}
+
+
+class Peer:
+    """One of two processes; what the first one says, the other hears."""
+
+    def __init__(self, said: Queue[Any], *, is_first: bool) -> None:
+        self.said, self.is_first = said, is_first
+        self.num_told = 0
+
+    def broadcast(self, value: Any) -> Any:
+        self.num_told += 1
+        if self.is_first:
+            self.said.put(value)
+            return value
+        return self.said.get(timeout=20)
+
+
+def test_who_does_not_drive_references_hears_what_they_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And, while that takes long, now and then that it should wait on."""
+    monkeypatch.setattr(controller, "_WORD_S", 0.02)
+    rows = [
+        Trajectory(id=f"{n}", token_ids=[1] * (n + 2), loss_mask=[False] + [True] * (n + 1))
+        for n in range(5)
+    ]
+
+    class Scorer:
+        def score(self, rows: Sequence[Trajectory]) -> Any:
+            sleep(0.1)
+            return torch.cat([torch.zeros(0), *(torch.ones(r.num_trained) for r in rows)]).numpy()
+
+    group = ReferenceGroup(
+        [LocalReference("reference 0", Scorer())],
+        restart=lambda index: pytest.fail(f"{index} was lost"),
+        timeout_s=20.0,
+        max_restarts=0,
+    )
+    said: Queue[Any] = Queue()
+    peers = [Peer(said, is_first=is_first) for is_first in (True, False)]
+    leds = [
+        controller.LedReference(cast(Any, peer), references, lambda rows: [[4, 3], [1, 0, 2]])
+        for peer, references in zip(peers, (group, None), strict=True)
+    ]
+    waits = [led.begin(rows) for led in leds]
+    found = [wait() for wait in waits]
+    group.close()
+    for logprobs in found:
+        assert [values.tolist() for values in logprobs] == [[1.0] * (n + 1) for n in range(5)]
+    assert peers[0].num_told == peers[1].num_told > 2
+
+
+@pytest.mark.parametrize(
+    ("kl", "is_needed", "expected"),
+    [
+        ({"coef": 0.1}, False, ["begin", "wait"]),
+        ({"coef": 0.1}, True, ["begin", "policy", "wait"]),
+        ({"coef": 0.1, "placement": "reward"}, False, ["begin", "policy", "wait"]),
+        ({}, True, []),
+    ],
+)
+def test_the_policy_is_scored_while_a_reference_is(
+    kl: dict[str, Any], is_needed: bool, expected: list[str]
+) -> None:
+    """Where its scores are needed at all."""
+    order: list[str] = []
+
+    class Both:
+        def logprobs(self, rows: Sequence[Trajectory], *, reference: bool = False) -> list[Tensor]:
+            assert not reference
+            order.append("policy")
+            return [torch.zeros(row.num_trained) for row in rows]
+
+        def needs_old_logprobs(self, rows: Sequence[Trajectory]) -> bool:
+            return is_needed
+
+        def begin(self, rows: Sequence[Trajectory]) -> Callable[[], list[Tensor]]:
+            order.append("begin")
+
+            def wait() -> list[Tensor]:
+                order.append("wait")
+                return [torch.ones(row.num_trained) for row in rows]
+
+            return wait
+
+    both = Both()
+    prompt = Prompt(id="p", token_ids=(1, 2), text="")
+    samples = [
+        Sample(
+            id=f"p/{index}",
+            prompt=prompt,
+            index=index,
+            token_ids=[3],
+            logprobs=[-1.0],
+            weight_versions=[0],
+            loss_mask=[True],
+            stop_reason=StopReason.EOS,
+            reward=Reward(total=float(index)),
+        )
+        for index in range(2)
+    ]
+    cfg = AlgorithmConfig(kl=KLConfig(**kl), advantage="reinforce_pp")
+    group = Group(id="p", prompt=prompt, samples=samples)
+    rows = Experience(cast(Any, both), cfg, both).build([group], version=0)
+    assert order == expected
+    assert all((row.old_logprobs is not None) == ("policy" in order) for row in rows)
+    assert all((row.ref_logprobs is not None) == ("wait" in order) for row in rows)
+
+
+def run(cfg: RLConfig) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """The rows of a run, as far as they do not follow from time, and the weights at its end."""
+    reinforce.run(cfg, local_engines if cfg.cluster.is_used else None)
+    lines = (cfg.run.dir / "metrics.jsonl").read_text().splitlines()
+    kept = ("reward/", "train/", "policy/", "off_policy/", "step")
+    rows = [{k: v for k, v in json.loads(x).items() if k.startswith(kept)} for x in lines]
+    return rows, load_file(cfg.run.dir / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "trainer"),
+    [
+        (REWARD | {"advantage": "reinforce_pp"}, {}),
+        (LOSS, {"prompts_per_minibatch": 2, "share_prompts": True}),
+    ],
+    ids=["in the reward", "in the loss of several optimizer steps"],
+)
+def test_R19_one_reference_apart_is_the_run_beside_bit_for_bit(
+    make_config: MakeConfig, tmp_path: Path, algorithm: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    """It runs the passes of the trainer, several a step, at the temperature that samples."""
+    base = make_config()
+    sections: dict[str, Any] = {
+        "algorithm": algorithm,
+        "rollout": base.rollout.model_dump() | {"temperature": 0.8},
+        "trainer": base.trainer.model_dump() | {"max_tokens_per_forward": 48} | trainer,
+    }
+    beside, expected = run(make_config(run={"dir": tmp_path / "beside"}, **sections))
+    apart = {"num_references": 1}
+    rows, weights = run(make_config(run={"dir": tmp_path / "apart"}, cluster=apart, **sections))
+    assert beside[-1]["policy/ref_kl"] > 0
+    assert rows == beside
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_references_apart_are_the_policy_before_training_in_every_launch(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn weights, engines apart too, sampling ahead of a staleness of 0: two launches, of which
+    the second goes on, are the run beside, but for the last bits. Not so with other weights."""
+    model = make_config().model.model_dump() | {"init": "random"}
+    ahead = {"enabled": True, "max_staleness": 0}
+    sections: dict[str, Any] = {"model": model, "algorithm": {"kl": {"coef": 5.0}}}
+    apart = sections | {"cluster": {"num_engines": 1, "num_references": 2}, "pipeline": ahead}
+    _, expected = run(make_config(run={"dir": tmp_path / "beside"}, **sections))
+
+    def distance(name: str, *launches: int) -> float:
+        rows, weights = [], dict[str, Tensor]()
+        for steps in launches:
+            rows, weights = run(make_config(run={"dir": tmp_path / name, "steps": steps}, **apart))
+        assert len(rows) == 3
+        return max(float((weights[key] - expected[key]).abs().max()) for key in expected)
+
+    assert distance("apart", 1, 3) < 1e-5
+    real = references.load_model
+    monkeypatch.setattr(  # the planted bug
+        references, "load_model", lambda cfg, *, device, seed: real(cfg, device=device, seed=1)
+    )
+    assert distance("other", 3) > 1e-3

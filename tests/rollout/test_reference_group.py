@@ -1,0 +1,206 @@
+"""References elsewhere, as fakes in this process: what is handed out, and what follows a loss."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hone.rollout.engine_group import EnginesLostError
+from hone.rollout.reference_group import AHEAD, ReferenceGroup
+from hone.types import EngineLostError, Trajectory
+
+WAIT_S = 20.0
+
+
+def twin(row: Trajectory) -> Tensor:
+    """A row's log-probabilities under the fake reference."""
+    ids = torch.tensor(row.token_ids, dtype=torch.float32)
+    return -(ids.cumsum(0) / 7)[torch.tensor(row.loss_mask)]
+
+
+def random_rows(number: int, seed: int) -> list[Trajectory]:
+    draw = random.Random(seed)
+    rows: list[Trajectory] = []
+    for index in range(number):
+        mask = [False] + [draw.random() < 0.6 for _ in range(draw.randint(1, 30))]
+        ids = [draw.randrange(50) for _ in mask]
+        extra = torch.zeros(sum(mask))
+        rows.append(Trajectory(id=f"r{index}", token_ids=ids, loss_mask=mask, advantages=extra))
+    return rows
+
+
+def cut(rows: Sequence[Trajectory], size: int) -> list[list[int]]:
+    trained = [i for i, row in enumerate(rows) if row.num_trained]
+    return [trained[start : start + size] for start in range(0, len(trained), size)]
+
+
+class Fake:
+    """Scores a pass each time it is asked whether it has, but for what `fate` says of its life."""
+
+    num_ranks = 1
+
+    def __init__(self, name: str, fate: dict[int, Exception], slowness: int = 1) -> None:
+        """`fate` is what comes in place of the answer to the call of that number; the first is
+        whether it is there. Each of the others takes `slowness` looks."""
+        self.name, self.fate, self.slowness = name, fate, slowness
+        self.calls: list[list[Trajectory]] = []
+        self.num_open = self.most_open = 0
+        self.is_killed = False
+
+    def call(self, method: str, /, *args: Any) -> FakePending:
+        assert method == "score"
+        assert not self.is_killed
+        self.calls.append(args[0])
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        return FakePending(self, len(self.calls) - 1)
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+class FakePending:
+    def __init__(self, fake: Fake, number: int) -> None:
+        self.fake, self.number, self.looks = fake, number, 0
+
+    def result(self, timeout_s: float) -> Any:
+        assert not self.fake.is_killed
+        if error := self.fake.fate.get(self.number):
+            raise error
+        self.looks += 1
+        if self.number > 0 and self.looks < self.fake.slowness:
+            raise TimeoutError
+        self.fake.num_open -= 1
+        rows = self.fake.calls[self.number]
+        return torch.cat([torch.empty(0), *map(twin, rows)]).numpy()
+
+
+def make_group(fakes: list[Fake], restart: Callable[[int], Fake], **limits: Any) -> ReferenceGroup:
+    options = {"timeout_s": WAIT_S, "max_restarts": 3} | limits
+    return ReferenceGroup(fakes, restart=restart, **options)
+
+
+def score(group: ReferenceGroup, rows: Sequence[Trajectory], size: int) -> list[Tensor]:
+    return group.begin(rows, cut(rows, size)).result(WAIT_S)
+
+
+def assert_scored(found: Sequence[Tensor], rows: Sequence[Trajectory]) -> None:
+    for values, row in zip(found, rows, strict=True):
+        assert values.dtype == torch.float32
+        assert torch.equal(values, twin(row)), row.id
+
+
+def never(index: int) -> Fake:
+    raise AssertionError(f"reference {index} was started anew")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_are_scored_once_in_small_portions_by_all(seed: int) -> None:
+    """Also of a second step. What travels is bounded, and nothing but what decides the numbers."""
+    draw = random.Random(seed)
+    fakes = [Fake(f"reference {i}", {}, draw.randint(1, 3)) for i in range(draw.randint(1, 3))]
+    group = make_group(fakes, never)
+    for step in range(2):
+        rows = random_rows(draw.randint(0, 40), seed=10 * seed + step)
+        assert_scored(score(group, rows, draw.randint(1, 4)), rows)
+    group.close()
+    assert all(fake.is_killed for fake in fakes)
+    assert all(fake.most_open <= AHEAD for fake in fakes)
+    sent = [row for fake in fakes for call in fake.calls for row in call]
+    assert all(row.advantages is None for row in sent)
+
+
+def test_passes_are_dealt_by_their_tokens() -> None:
+    """The dearest first, each to who has least: equal shares here, though not equal numbers."""
+    lengths = [90, 30, 30, 30]
+    rows = [
+        Trajectory(id=f"{n}", token_ids=[1] * n, loss_mask=[False] + [True] * (n - 1))
+        for n in lengths
+    ]
+    fakes = [Fake("reference 0", {}, 40), Fake("reference 1", {}, 4)]
+    group = make_group(fakes, never)
+    assert_scored(score(group, rows, 1), rows)
+    group.close()
+    shares = [[row.num_tokens for call in fake.calls for row in call] for fake in fakes]
+    assert shares == [[90], [30, 30, 30]]
+
+
+def test_a_slow_reference_gets_fewer_passes() -> None:
+    rows = [
+        Trajectory(id=f"{n}", token_ids=[1] * 9, loss_mask=[False] + [True] * 8) for n in range(20)
+    ]
+    fakes = [Fake("reference 0", {}, 50), Fake("reference 1", {})]
+    group = make_group(fakes, never)
+    assert_scored(score(group, rows, 1), rows)
+    group.close()
+    assert len(fakes[0].calls) < 6 < len(fakes[1].calls)
+
+
+LOST = EngineLostError("reference 0", "killed by a test")
+FATES: dict[str, tuple[dict[int, Exception], str]] = {
+    "dies at work": ({2: LOST}, "killed by a test"),
+    "dies as it starts": ({0: LOST}, "killed by a test"),
+    "cannot be made": ({0: RuntimeError("no room")}, "it could not be made: no room"),
+    "breaks": ({1: RuntimeError("CUDA error")}, "RuntimeError: CUDA error"),
+    "hangs": ({2: TimeoutError()}, "it has not answered for"),
+    "never starts": ({0: TimeoutError()}, "it has not started in time"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fate", "number"), [*((fate, 1) for fate in FATES), ("dies at work", 2), ("hangs", 2)]
+)
+def test_R11_a_lost_reference_is_named_and_replaced_and_its_rows_are_scored_again(
+    fate: str, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    events, words = FATES[fate]
+    rows = random_rows(30, seed=5)
+    fakes = [Fake("reference 0", events)] + [Fake("reference 1", {}, 9)] * (number - 1)
+    fresh: list[Fake] = []
+
+    def restart(index: int) -> Fake:
+        assert index == 0
+        fresh.append(Fake("reference 0", {}))
+        return fresh[-1]
+
+    group = make_group(fakes, restart, timeout_s=0.2)
+    with caplog.at_level(logging.WARNING):
+        assert_scored(score(group, rows, 2), rows)
+    group.close()
+    assert len(fresh) == 1
+    assert fakes[0].is_killed
+    assert "reference 0 is lost and started anew (restart 1 of at most 3)" in caplog.text
+    assert words in caplog.text
+
+
+def test_R11_a_run_of_losses_ends_with_the_cause() -> None:
+    def restart(index: int) -> Fake:
+        return Fake(f"reference {index}", {1: LOST})
+
+    group = make_group([restart(0)], restart, max_restarts=2)
+    with pytest.raises(EnginesLostError, match=r"2 restarts .* used up .*killed by a test"):
+        score(group, random_rows(4, seed=0), 2)
+    group.close()
+
+
+def test_what_a_reference_refuses_is_raised_as_it_is() -> None:
+    group = make_group([Fake("reference 0", {1: ValueError("a bad row")})], never)
+    with pytest.raises(ValueError, match="a bad row"):
+        score(group, random_rows(4, seed=0), 2)
+    group.close()
+
+
+def test_closing_ends_what_waits_and_starts_nobody_anew() -> None:
+    group = make_group([Fake("reference 0", {1: TimeoutError()})], never)
+    rows = random_rows(4, seed=0)
+    scoring = group.begin(rows, cut(rows, 2))
+    group.close()
+    with pytest.raises(CancelledError):
+        scoring.result(WAIT_S)

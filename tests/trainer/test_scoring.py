@@ -1,0 +1,99 @@
+"""A reference on a device of its own gives the numbers of the one beside the policy."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hone.config.trainer import TrainerConfig
+from hone.trainer.scoring import ReferenceScorer
+from hone.trainer.trainer import PolicyTrainer
+from hone.types import Trajectory
+from tests.trainer.examples import eager_twin, make_trainer, random_rows, tiny_model
+
+SETTINGS = {
+    "whole": {"max_tokens_per_forward": 4096},
+    "passes": {"max_tokens_per_forward": 70},
+    "rows": {"micro_batch_size": 3},
+    "shared prompts": {"max_tokens_per_forward": 120, "share_prompts": True},
+}
+
+
+def rows_of_groups(num_rows: int, seed: int) -> list[Trajectory]:
+    """Every fourth has the prompt of the one before it; one trains nothing."""
+    rows = random_rows(num_rows, seed=seed)
+    for first, second in zip(rows[::4], rows[1::4], strict=False):
+        start, own = first.loss_mask.index(True), second.loss_mask.index(True)
+        second.token_ids = first.token_ids[:start] + second.token_ids[own:]
+        second.loss_mask = [False] * start + second.loss_mask[own:]
+    rows[5].loss_mask = [False] * len(rows[5].loss_mask)
+    return rows
+
+
+def elsewhere(
+    trainer: PolicyTrainer, scorer: ReferenceScorer, rows: list[Trajectory], num_devices: int
+) -> list[Tensor]:
+    """What `num_devices` references find, in an order of their own."""
+    found = [torch.empty(0)] * len(rows)
+    passes = trainer.plan_elsewhere(rows, num_devices)
+    random.Random(0).shuffle(passes)
+    for indices in passes:
+        values = torch.from_numpy(scorer.score([rows[i] for i in indices]))
+        lengths = [rows[i].num_trained for i in indices]
+        for i, logprobs in zip(indices, values.split(lengths), strict=True):
+            found[i] = logprobs
+    return found
+
+
+def expected_of(model: PreTrainedModel, row: Trajectory, temperature: float) -> Tensor:
+    """In float64, one row at a time."""
+    with torch.no_grad():
+        logits = eager_twin(model)(torch.tensor([row.token_ids])).logits[0, :-1]
+    logprobs = (logits / temperature).log_softmax(-1)
+    labels = torch.tensor(row.token_ids[1:])
+    return logprobs.gather(-1, labels[:, None])[:, 0][torch.tensor(row.loss_mask[1:])]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_numbers_are_those_of_a_reference_beside_the_policy(name: str, seed: int) -> None:
+    """With one device bit for bit; with three, whose passes are others, to the last bits."""
+    cfg = TrainerConfig.model_validate(SETTINGS[name])
+    reference, rows = tiny_model(seed=3 + seed), rows_of_groups(22, seed)
+    trainer = PolicyTrainer(
+        tiny_model(seed=seed),
+        cfg,
+        make_trainer(tiny_model()).algorithm,
+        temperature=0.7,
+        max_completion_tokens=24,
+        total_steps=1,
+        reference=copy.deepcopy(reference),
+    )
+    scorer = ReferenceScorer(copy.deepcopy(reference), cfg, num_trainers=1, temperature=0.7)
+    beside = trainer.logprobs(rows, reference=True)
+    for found, own in zip(elsewhere(trainer, scorer, rows, 1), beside, strict=True):
+        assert torch.equal(found, own)
+    for row, found in zip(rows, elsewhere(trainer, scorer, rows, 3), strict=True):
+        expected = expected_of(reference, row, 0.7)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_passes_are_of_like_size_for_each_device_and_the_dearest_come_first() -> None:
+    trainer = make_trainer(tiny_model(), max_tokens_per_forward=70)
+    rows = random_rows(40, seed=7)
+    passes = trainer.plan_elsewhere(rows, 4)
+    sizes = [sum(rows[i].num_tokens for i in indices) for indices in passes]
+    assert sorted(i for indices in passes for i in indices) == list(range(40))
+    assert max(sizes) <= 70
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(passes) % 4 == 0
+    shares = [sum(sizes[device::4]) for device in range(4)]
+    assert max(shares) < 1.1 * min(shares)
+    assert trainer.plan_elsewhere([], 4) == []
+    scorer = ReferenceScorer(tiny_model(), trainer.cfg, num_trainers=1, temperature=1.0)
+    assert scorer.score([]).shape == (0,)
