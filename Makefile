@@ -4,26 +4,43 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint install clean
+.PHONY: help quickstart test test-slow test-all test-vllm lint install clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-CPU_INDEX := https://download.pytorch.org/whl/cpu
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := -m pip install --disable-pip-version-check
+INSTALL := $(BIN)/python $(PIP_INSTALL) --constraint constraints.txt
+CPU_INDEX := --retries 1 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# vLLM pins what it needs, other versions than ours: it has an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_TORCH := $(shell grep '^torch==' constraints-vllm.txt)
 
 help:
 	@echo "make quickstart   train a tiny model on this machine and draw its report"
-	@echo "make test         run the tests"
+	@echo "make test         run the tests, without the slow ones"
+	@echo "make test-all     run the tests, then the slow ones"
+	@echo "make test-vllm    run the tests that need vLLM, on a CPU, in $(VLLM_VENV)"
 	@echo "make lint         run the linters and the type checker"
 	@echo "make install      set up $(VENV) only"
-	@echo "make clean        remove $(VENV) and caches; run folders stay"
+	@echo "make clean        remove $(VENV), $(VLLM_VENV) and caches; run folders stay"
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/hone quickstart
 
 test: $(VENV)/.installed-dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	@$(PYTEST) -n 2 -m "not slow"
+
+test-slow: $(VENV)/.installed-dev
+	@$(PYTEST) -n 2 -m slow
+
+test-all: test test-slow
+
+test-vllm: $(VLLM_VENV)/.installed
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -m vllm tests/rollout/test_vllm.py
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
@@ -34,27 +51,27 @@ lint: $(VENV)/.installed-dev
 install: $(VENV)/.installed
 
 clean:
-	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A step that fails shows the end of its log; a step that succeeds is silent.
-quietly = ( $(1) ) > $(VENV)/install.log 2>&1 || { tail -n 30 $(VENV)/install.log >&2; exit 1; }
+quietly = ( $(1) ) > $(@D)/install.log 2>&1 || { tail -n 30 $(@D)/install.log >&2; exit 1; }
 
-$(VENV)/bin/python:
+$(BIN)/python $(VLLM_BIN)/python: %/bin/python:
 	@python=$$(for name in $(PYTHON) python3.12 python3.13 python3.11 python3 python; do \
 	  "$$name" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	    2> /dev/null && { echo "$$name"; break; }; done || true); \
 	if [ -z "$$python" ]; then \
 	  echo "No Python 3.11, 3.12 or 3.13 with venv found; install one (Debian: python3-venv)," \
 	    "or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
-	echo "Setting up $(VENV) with $$("$$python" --version); this takes a few minutes, once."; \
-	"$$python" -m venv $(VENV)
+	echo "Setting up $* with $$("$$python" --version); this takes a few minutes, once."; \
+	"$$python" -m venv $*
 
 # Without a GPU the CPU build is wanted, ten times smaller. It has its own index; where that cannot
 # be reached, or has no build for this system, whatever the configured indices offer is taken.
-$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+$(VENV)/.torch: constraints.txt | $(BIN)/python
 	@$(call quietly, if nvidia-smi -L; then $(INSTALL) "torch==$(TORCH)"; else \
-	  $(INSTALL) --retries 1 --timeout 15 --extra-index-url $(CPU_INDEX) "torch==$(TORCH)+cpu" \
+	  $(INSTALL) $(CPU_INDEX) "torch==$(TORCH)+cpu" \
 	  || $(INSTALL) "torch==$(TORCH)"; fi)
 	@touch $@
 
@@ -67,4 +84,12 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(call quietly, $(INSTALL) --editable ".[dev]")
 	@$(call quietly, $(INSTALL) --no-deps --upgrade --target $(VENV)/fp8 torchao)
+	@touch $@
+
+# Of what vLLM requires three packages are left out: torchvision, torchaudio and torchcodec, whose
+# builds outside the index above want CUDA, and which text does not need.
+$(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml | $(VLLM_BIN)/python
+	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps $(CPU_INDEX) "$(VLLM_TORCH)")
+	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --requirement constraints-vllm.txt)
+	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --editable .)
 	@touch $@
