@@ -1,21 +1,49 @@
 """Do stale samples cost learning? The same task, the same updates, in every mode of sampling.
 
-    python benchmarks/learning.py --seeds 3 --steps 150 --output learning.json
+    python benchmarks/learning.py --seeds 3 --steps 150
+    python benchmarks/learning.py --task worked --device cuda --parallel 9 --steps 120
 
-The model and the sums of `hone quickstart`, from the same supervised start: reinforcement learning
-in turns, with samples carried over, and ahead of the training by 1, 2 and 4 updates, with the
-ratios of older weights corrected (`tis`) or not. Engines are threads of this process, so that the
-time of a step says nothing; what is compared is the reward after the same number of updates. Prints
-a table of held-out accuracy, and writes all curves and a plot.
+A tiny model learns a task by imitation, as far as its teachers are right. From there reinforcement
+learning goes on in turns, with samples carried over, and ahead of the training by 1, 2 and 4
+updates, with the ratios of older weights corrected (`tis`) or not. Tasks:
+
+    sums     the three digits of `hone quickstart`; answers of 2 tokens
+    worked   two numbers of 15 to 32 digits added in writing, column by column; answers of 150 to
+             320 tokens, all of which must be right, of a teacher who forgets one carry in ten
+
+Every run is a process of its own, and engines apart are threads of it, or on a GPU a further
+process on the same GPU: runs share what there is, and the time of a step says nothing. What is
+compared is the reward after the same number of updates. Further flags are settings of `hone rl`,
+`--trainer.optimizer.lr 1e-4`. Prints a table of held-out accuracy, and writes curves and a plot.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
+import signal
 import statistics
+import string
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+Row = dict[str, float]
+Curves = dict[str, list[list[Row]]]
+
+START = "supervised"
+"""The run that all others start from."""
+NUM_TRAIN, NUM_HELD_OUT = 20_000, 200
+CARELESS = 0.1
+NAMES = string.ascii_letters
+"""Of columns: what is added where is found by its name, which even two layers learn."""
+PROGRESS_S = 20.0
 
 
 def ahead(updates: int, correction: str, in_flight: str = "pause") -> list[str]:
@@ -41,103 +69,316 @@ MODES: dict[str, list[str]] = {
     "ahead by 4": ahead(4, "none"),
     "ahead by 4, tis": ahead(4, "tis"),
 }
-COLOURS = ["#1f77b4", "#9edae5", "#98df8a", "#2ca02c", "#bcbd22", "#ffbb78", "#ff7f0e", "#ff9896"]
-COLOURS += ["#d62728"]
+COLOURS = ["#1f77b4", "#9edae5", "#98df8a", "#2ca02c", "#bcbd22"]
+COLOURS.extend(["#ffbb78", "#ff7f0e", "#ff9896", "#d62728"])
 
 
-def run(folder: Path, mode: str, seed: int, steps: int) -> list[dict[str, float]]:
-    """The rows of one run, from the supervised model in `folder`."""
+def make_sums(folder: Path, seed: int) -> None:
+    """The inputs of the quick start."""
+    from hone.cli.quickstart import make_inputs
+
+    make_inputs(folder, seed)
+
+
+def make_worked(folder: Path, seed: int) -> None:
+    """A model of 0.8 M random weights, and sums worked out by a careful and a careless teacher."""
+    from hone.data.arithmetic import write_jsonl
+    from hone.models.tiny import make_char_tokenizer, make_tiny_model
+
+    draw = random.Random(seed)
+    rows = [worked_row(draw) for _ in range(NUM_HELD_OUT + NUM_TRAIN)]
+    write_jsonl(folder / "eval.jsonl", rows[:NUM_HELD_OUT])
+    for name in ("demonstrations", "train"):
+        write_jsonl(folder / f"{name}.jsonl", rows[NUM_HELD_OUT:])
+    tokenizer = make_char_tokenizer(string.ascii_letters + string.digits + "+=;")
+    make_tiny_model(folder / "model", tokenizer=tokenizer, seed=seed)
+
+
+def worked_row(draw: random.Random) -> dict[str, str]:
+    """A sum such as 495 + 37, `a57b93c40=` from its ones on, with the careless teacher's lines as
+    the completion and the careful one's, `a5+7+0=12;b9+3+1=13;c4+0+1=05;`, as the answer."""
+    columns = [(draw.randint(0, 9), draw.randint(0, 9)) for _ in range(draw.randint(15, 32))]
+    prompt = "".join(f"{name}{x}{y}" for name, (x, y) in zip(NAMES, columns, strict=False))
+    return {
+        "prompt": f"{prompt}=",
+        "completion": added(columns, lambda: draw.random() < CARELESS),
+        "answer": added(columns, lambda: False),
+    }
+
+
+def added(columns: Iterable[tuple[int, int]], forgets: Callable[[], bool]) -> str:
+    """A line for each column; `forgets` is asked of every carry whether it is lost."""
+    lines, carry = list[str](), 0
+    for name, (x, y) in zip(NAMES, columns, strict=False):
+        if carry and forgets():
+            carry = 0
+        total = x + y + carry
+        lines.append(f"{name}{x}+{y}+{carry}={total:02};")
+        carry = total // 10
+    return "".join(lines)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and what it changes in the recipes of the quick start."""
+
+    title: str
+    make_inputs: Callable[[Path, int], None]
+    sft: list[str] = field(default_factory=list[str])
+    rl: list[str] = field(default_factory=list[str])
+
+
+TASKS = {
+    "sums": Task("Three digits added at once", make_sums),
+    "worked": Task(
+        "Numbers of 15 to 32 digits added in writing, 150 to 320 tokens",
+        make_worked,
+        sft=[
+            "--run.steps=4000",
+            "--data.max_prompt_tokens=97",
+            "--data.max_tokens=420",
+            "--trainer.optimizer.lr=3e-3",
+        ],
+        rl=[
+            "--data.max_prompt_tokens=97",
+            "--rollout.max_completion_tokens=330",
+            "--eval.max_completion_tokens=330",
+            "--engine.max_model_len=428",
+            "--engine.kv_cache_gib=1",
+            "--reward.num_workers=2",
+            "--trainer.optimizer.lr=2e-4",
+        ],
+    ),
+}
+
+
+@dataclass
+class Run:
+    """One process of training, from the task's supervised model or up to it."""
+
+    mode: str
+    seed: int
+    task_folder: Path
+
+    @property
+    def title(self) -> str:
+        return f"{self.mode}, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """What all runs of a seed share."""
+        return self.task_folder / f"seed-{self.seed}"
+
+    @property
+    def dir(self) -> Path:
+        name = "sft" if self.mode == START else self.mode.replace(" ", "-").replace(",", "")
+        return self.folder / name
+
+    def rows(self) -> list[Row]:
+        """What it has measured so far."""
+        metrics = self.dir / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def imitate(run: Run, task: Task, args: argparse.Namespace) -> None:
+    """The model that all modes start from."""
+    from hone.cli import quickstart
+    from hone.cli.main import main
+
+    if not (run.folder / "train.jsonl").exists():
+        task.make_inputs(run.folder, run.seed)
+    flags = [f"--run.seed={run.seed}", f"--run.device={args.device}", *task.sft]
+    code = main(["sft", "quickstart-sft", *quickstart.paths(run.folder, "sft"), *flags])
+    sys.exit(code)
+
+
+def reinforce(run: Run, task: Task, args: argparse.Namespace, settings: list[str]) -> None:
+    """One mode, from the supervised model."""
+    from engine_process import process_engines
+    from hone.cli import quickstart
+    from hone.cli.command import quiet_transformers
     from hone.config.load import load_config, resolve_recipe
     from hone.config.tree import RLConfig
     from hone.loops import reinforce
     from hone.loops.hosting import local_engines
 
-    place = folder / mode.replace(" ", "-").replace(",", "")
     flags = {
-        "run.dir": place,
-        "run.steps": steps,
-        "run.seed": seed,
-        "run.device": "cpu",
-        "model.path": folder / "sft" / "model",
-        "data.train.0.path": folder / "train.jsonl",
-        "data.eval.0.path": folder / "eval.jsonl",
-        "eval.every_n_steps": max(steps // 10, 1),
+        "run.dir": run.dir,
+        "run.steps": args.steps,
+        "run.seed": run.seed,
+        "run.device": args.device,
+        "eval.every_n_steps": max(args.steps // 10, 1),
         "checkpoint.every_n_steps": 0,
         "log.report": "false",
         "log.tensorboard": "false",
     }
-    words = [f"--{key}={value}" for key, value in flags.items()] + MODES[mode]
+    words = [*quickstart.paths(run.folder, "rl"), *task.rl, *MODES[run.mode]]
+    words += [*(f"--{key}={value}" for key, value in flags.items()), *settings]
     cfg = load_config(RLConfig, resolve_recipe("quickstart-rl"), words)
-    reinforce.run(cfg, local_engines if cfg.cluster.num_engines else None)
-    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    engines = local_engines if args.device == "cpu" else process_engines
+    quiet_transformers()
+    reinforce.run(cfg, engines if cfg.cluster.num_engines else None)
 
 
-def supervised(folder: Path, seed: int) -> None:
-    """The inputs of the quick start and its first half, unless they are there."""
-    from hone.cli import quickstart
-    from hone.cli.main import main
+def run_all(
+    runs: Iterable[Run], args: argparse.Namespace, settings: list[str]
+) -> Generator[tuple[Run, int]]:
+    """Let all runs happen, some at a time, and say how they go; yields each with its exit code."""
+    waiting = deque(runs)
+    running: dict[int, tuple[Run, subprocess.Popen[bytes], float]] = {}
+    begun = told = time.monotonic()
+    try:
+        while waiting or running:
+            for slot in range(args.parallel):
+                if waiting and slot not in running:
+                    run = waiting.popleft()
+                    running[slot] = run, start(run, slot, args, settings), time.monotonic()
+            time.sleep(0.2)
+            now = time.monotonic()
+            for slot, (run, process, since) in list(running.items()):
+                if process.poll() is None and now - since < args.seconds:
+                    continue
+                if process.poll() is None:
+                    process.kill()  # its engine and reward workers see that it is gone
+                code = process.wait()
+                del running[slot]
+                print(outcome(run, code, now - since), flush=True)
+                yield run, code
+            if now - told > PROGRESS_S:
+                told = now
+                at = ", ".join(f"{r.mode} {len(r.rows())}" for r, _, _ in running.values())
+                print(f"   {now - begun:4.0f} s: updates of {at}", flush=True)
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
 
-    if (folder / "sft" / "model").exists():
-        return
-    if not folder.exists():
-        quickstart.make_inputs(folder, seed)
-    main(["sft", "quickstart-sft", *quickstart.paths(folder, "sft"), f"--run.seed={seed}"])
+
+def start(
+    run: Run, slot: int, args: argparse.Namespace, settings: list[str]
+) -> subprocess.Popen[bytes]:
+    """Begin a run; what it says goes into a file beside its folder."""
+    told = ["--task", args.task, "--device", args.device, "--steps", str(args.steps)]
+    told += ["--folder", str(args.folder), "--run", run.mode, str(run.seed), *settings]
+    environment = dict(os.environ)
+    if args.parallel > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    if args.device == "cuda":
+        gpus = visible_gpus()
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    run.dir.parent.mkdir(parents=True, exist_ok=True)
+    with run.dir.with_suffix(".log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, __file__, *told], env=environment, stdout=log, stderr=log
+        )
 
 
-def table(curves: dict[str, list[list[dict[str, float]]]]) -> str:
+def visible_gpus() -> list[str]:
+    import torch
+
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return named.split(",")
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def outcome(run: Run, code: int, seconds: float) -> str:
+    """How a run has ended, in a line; of one that failed also its last words."""
+    scores = accuracies(run.rows())
+    learned = f", accuracy {scores[0]:.3f} to {scores[-1]:.3f}" if scores else ""
+    if code == 0:
+        return f"-- {run.title}: {seconds:.0f} s{learned}"
+    log = run.dir.with_suffix(".log")
+    words = log.read_text(errors="replace").splitlines()[-20:]
+    return f"!! {run.title}: ended by {code} after {seconds:.0f} s{learned}; {log} ends with\n" + (
+        "\n".join(f"     {line}" for line in words)
+    )
+
+
+def accuracies(rows: Iterable[Row]) -> list[float]:
+    return [row["eval/reward/mean"] for row in rows if "eval/reward/mean" in row]
+
+
+def table(curves: Curves) -> str:
     """Held-out accuracy at the end and on the way, mean and range over seeds."""
     lines = [
-        "| mode | accuracy at the end | half-way | mean staleness |",
-        "| --- | --- | --- | --- |",
+        "| mode | updates | accuracy before | half-way | at the end | tokens | mean staleness |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for mode, runs in curves.items():
-        scored = [[r["eval/reward/mean"] for r in rows if "eval/reward/mean" in r] for rows in runs]
+        scored = [accuracies(rows) for rows in runs]
         ends, halves = [s[-1] for s in scored], [s[len(s) // 2] for s in scored]
-        trained = [[row for row in rows if row["step"] > 0] for rows in runs]
-        stale = [r.get("rollout/staleness/mean", 0.0) for rows in trained for r in rows]
+        trained = [row for rows in runs for row in rows if row["step"] > 0]
+        stale = [row.get("rollout/staleness/mean", 0.0) for row in trained]
+        tokens = [row["rollout/completion_tokens/mean"] for row in trained]
         lines.append(
-            f"| {mode} | {statistics.mean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}) | "
-            f"{statistics.mean(halves):.3f} | {statistics.mean(stale):.2f} |"
+            f"| {mode} | {min(int(rows[-1]['step']) for rows in runs)} | "
+            f"{statistics.mean(s[0] for s in scored):.3f} | {statistics.mean(halves):.3f} | "
+            f"{statistics.mean(ends):.3f} ({min(ends):.3f} to {max(ends):.3f}) | "
+            f"{statistics.mean(tokens):.0f} | {statistics.mean(stale):.2f} |"
         )
     return "\n".join(lines)
 
 
-def plot(curves: dict[str, list[list[dict[str, float]]]]) -> str:
+def plot(title: str, curves: Curves) -> str:
     """Held-out accuracy over updates, the mean over seeds."""
     from hone.bench.plot import Panel, Series, svg
 
     drawn: list[Series] = []
-    for (mode, runs), colour in zip(curves.items(), COLOURS, strict=False):
+    for mode, runs in curves.items():
         points: dict[int, list[float]] = {}
         for rows in runs:
             for row in rows:
                 if "eval/reward/mean" in row:
                     points.setdefault(int(row["step"]), []).append(row["eval/reward/mean"])
         line = [(float(step), statistics.mean(values)) for step, values in sorted(points.items())]
-        drawn.append(Series(mode, colour, line))
-    return svg("Held-out accuracy", [Panel("share of right answers", "updates", drawn)])
+        drawn.append(Series(mode, COLOURS[list(MODES).index(mode)], line))
+    return svg(title, [Panel("share of right answers, held out", "updates", drawn)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--task", default="sums", choices=list(TASKS))
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--folder", type=Path, help="unset: runs/learning-TASK")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
+    parser.add_argument("--seconds", type=float, default=3600, help="that a run may take")
     parser.add_argument("--output", type=Path, default=Path("learning.json"))
-    args = parser.parse_args()
-    curves: dict[str, list[Any]] = {mode: [] for mode in args.modes}
-    for seed in range(args.seeds):
-        folder = args.folder / f"seed-{seed}"
-        supervised(folder, seed)
-        for mode in args.modes:
-            print(f"-- {mode}, seed {seed}", flush=True)
-            curves[mode].append(run(folder, mode, seed, args.steps))
+    parser.add_argument("--run", nargs=2, metavar=("MODE", "SEED"), help=argparse.SUPPRESS)
+    args, settings = parser.parse_known_args()
+    args.folder = args.folder or Path(f"runs/learning-{args.task}")
+    task = TASKS[args.task]
+    if args.run:
+        run = Run(args.run[0], int(args.run[1]), args.folder)
+        if run.mode == START:
+            imitate(run, task, args)
+        else:
+            reinforce(run, task, args, settings)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the runs
+    starts = [Run(START, seed, args.folder) for seed in range(args.seeds)]
+    missing = [run for run in starts if not (run.dir / "model").exists()]
+    codes = [code for _, code in run_all(missing, args, settings)]
+    if any(codes):
+        sys.exit("there is no supervised model to start from")
+    runs = [Run(mode, start.seed, args.folder) for start in starts for mode in args.modes]
+    curves: Curves = {}
+    failed: list[str] = []
+    for ended, code in run_all(runs, args, settings):
+        if code:
+            failed.append(ended.title)
+        if accuracies(rows := ended.rows()):
+            curves.setdefault(ended.mode, []).append(rows)
+        curves = {mode: curves[mode] for mode in MODES if mode in curves}
         args.output.write_text(json.dumps(curves))
-        args.output.with_suffix(".svg").write_text(plot(curves))
+        args.output.with_suffix(".svg").write_text(plot(task.title, curves))
     print(table(curves))
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,141 @@
+"""An engine in a process of its own that shares the trainer's GPU, without a cluster.
+
+Nobody divides the GPU's time: such a run says what is learned, not how fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hone.config.tree import RLConfig
+from hone.engine.host import EngineHost
+from hone.loops.apart import Engines
+from hone.loops.hosting import make_host
+from hone.rollout.engine_group import EngineGroup
+from hone.types import EngineLostError
+
+CALLS = 8
+"""Calls of one engine that run side by side: the longest waits for weights."""
+STARTING_S = 300.0
+"""How long a process may take to import what it needs, and to make its engine."""
+
+
+@contextmanager
+def process_engines(cfg: RLConfig) -> Generator[Engines]:
+    """`cluster.num_engines` engines of one rank in processes of this host, in place of a cluster.
+
+    On GPUs they share the trainer's. Nobody divides its memory among them: give each its part with
+    `engine.kv_cache_gib`. Raises UserError as `make_host`.
+    """
+    assert cfg.engine.tensor_parallel_size == 1, "an engine of several ranks needs a cluster"
+
+    def start(index: int) -> ProcessHandle:
+        return ProcessHandle(cfg, f"engine {index}")
+
+    handles = [start(index) for index in range(cfg.cluster.num_engines)]
+    group = EngineGroup(
+        handles,
+        restart=start,
+        timeout_s=cfg.cluster.engine_timeout_s,
+        max_restarts=cfg.cluster.max_engine_restarts,
+        start_timeout_s=STARTING_S,
+    )
+    with closing(group):
+        for handle in handles:
+            handle.made.result(STARTING_S)
+        yield Engines(group, host="127.0.0.1")
+
+
+class ProcessHandle:
+    """A host in a process of its own on this machine, at the other end of a pipe."""
+
+    num_ranks = 1
+
+    def __init__(self, cfg: RLConfig, name: str) -> None:
+        self.name = name
+        spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=serve, args=(theirs, cfg, name), name=name)
+        self._process.daemon = True
+        self._process.start()
+        theirs.close()  # or nobody would learn of its end
+        # These are guarded by `_lock`.
+        self._lock = threading.Lock()
+        self._is_gone = False
+        self.made: Future[Any] = Future()
+        self._waiting: list[Future[Any] | None] = [self.made]
+        """Calls by number, None once answered. The first is answered when the host is made."""
+        threading.Thread(target=self._read, name=f"{name} answers", daemon=True).start()
+
+    def call(self, method: str, /, *args: Any) -> Future[Any]:
+        """Begin a call of a method of the host."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            if not self._is_gone:
+                with contextlib.suppress(BrokenPipeError):  # `_read` is about to notice
+                    self._pipe.send((len(self._waiting), method, args))
+                self._waiting.append(answer)
+                return answer
+        raise self._lost()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                number, value, error = self._pipe.recv()
+            except (EOFError, ConnectionResetError):
+                break
+            with self._lock:
+                answer, self._waiting[number] = self._waiting[number], None
+            assert answer is not None
+            if error is None:
+                answer.set_result(value)
+            else:
+                answer.set_exception(error)
+        self._process.join()
+        with self._lock:
+            self._is_gone = True
+        for answer in self._waiting:
+            if answer is not None:
+                answer.set_exception(self._lost())
+
+    def _lost(self) -> EngineLostError:
+        return EngineLostError(self.name, f"its process ended with code {self._process.exitcode}")
+
+
+def serve(pipe: Connection, cfg: RLConfig, name: str) -> None:
+    """Make a host and answer calls, side by side, until the other end is closed or gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, who then closes this
+    lock = threading.Lock()
+
+    def answer(number: int, call: Callable[[], Any]) -> None:
+        value = error = None
+        try:
+            value = call()
+        except Exception as raised:  # noqa: BLE001 - belongs to the caller, whatever it is
+            error = raised
+        with lock:
+            pipe.send((number, value, error))
+
+    hosts: list[EngineHost] = []
+    answer(0, lambda: hosts.append(make_host(cfg, name=name)))
+    threads = ThreadPoolExecutor(CALLS)
+    while hosts:
+        try:
+            number, method, args = pipe.recv()
+        except EOFError:
+            os._exit(0)  # not waiting for calls that nobody waits for any more
+        threads.submit(answer, number, partial(getattr(hosts[0], method), *args))
