@@ -137,7 +137,7 @@ TASKS = {
             "--run.steps=4000",
             "--data.max_prompt_tokens=97",
             "--data.max_tokens=420",
-            "--trainer.optimizer.lr=3e-3",
+            "--trainer.optimizer.lr=2e-3",
         ],
         rl=[
             "--data.max_prompt_tokens=97",

@@ -117,6 +117,57 @@ def test_R24_a_healthy_supervised_run_raises_nothing() -> None:
     ] == []
 
 
+AHEAD: dict[str, tuple[str, Scalars]] = {
+    "training_waits": ("time/generate_s", {"time/generate_s": 5.0, "time/step_s": 12.0}),
+    "engines_wait": (
+        "perf/engine_busy_share",
+        {"time/generate_s": 0.1, "time/step_s": 12.0, "perf/engine_busy_share": 0.3},
+    ),
+    "stale_samples": ("off_policy/kl", {"off_policy/kl": 0.2}),
+}
+HEALTHY_AHEAD = {
+    "time/generate_s": 1.0,
+    "time/step_s": 12.0,
+    "perf/engine_busy_share": 0.9,
+    "off_policy/kl": 0.01,
+}
+
+
+def raised_by(metrics: Scalars, *, max_staleness: int, num_steps: int = 6) -> list[Alarm]:
+    """On steps that are equal but for their versions."""
+    alarms, raised = Alarms(max_staleness=max_staleness), list[Alarm]()
+    for step in range(num_steps):
+        raised += alarms.check(step, {"rollout/weight_version/max": float(step), **metrics})
+    return raised
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_a_pipeline_out_of_balance_is_named(name: str) -> None:
+    metric, planted = AHEAD[name]
+    assert raised_by(HEALTHY_AHEAD, max_staleness=2) == []
+    (alarm,) = raised_by(HEALTHY_AHEAD | planted, max_staleness=2)
+    assert (alarm.name, alarm.metric) == (name, metric)
+    assert raised_by(HEALTHY_AHEAD | planted, max_staleness=0) == []
+    told = raised_by(HEALTHY_AHEAD | AHEAD["training_waits"][1], max_staleness=2)[0].advice
+    assert "pipeline.max_staleness 3 in place of 2" in told
+
+
+def test_a_long_tail_is_named_where_it_is_waited_for() -> None:
+    tail = {
+        "time/generate_s": 9.0,
+        "time/step_s": 12.0,
+        "rollout/completion_tokens/mean": 500.0,
+        "rollout/completion_tokens/max": 3072.0,
+    }
+    assert [alarm.name for alarm in raised_by(tail, max_staleness=0)] == ["long_tail"]
+    for even in (
+        {"rollout/completion_tokens/mean": 1200.0},
+        {"rollout/completion_tokens/max": 900.0, "rollout/completion_tokens/mean": 90.0},
+        {"time/generate_s": 6.0},
+    ):
+        assert raised_by(tail | even, max_staleness=0) == []
+
+
 def test_a_slow_leak_is_found() -> None:
     """A quarter of a percent of the memory each step, hidden from the rule for fast leaks."""
 

@@ -29,6 +29,7 @@ from hone.observe.symptoms import (
     many_failures,
     not_finite,
     only_when,
+    share_above,
     slow_phase,
     stuck,
     unattributed,
@@ -78,7 +79,8 @@ class Alarms:
 
     def __init__(self, *, max_mismatch_kl: float = 1e-2, max_staleness: int = 0) -> None:
         mismatch = _mismatch_rules(max_mismatch_kl, max_staleness)
-        self._rules = mismatch + _SAMPLING + _LEARNING + _MACHINE
+        pace = _ahead_rules(max_staleness) if max_staleness else _IN_TURNS
+        self._rules = mismatch + pace + _SAMPLING + _LEARNING + _MACHINE
         self._history = History()
         self._last_breach: dict[str, int] = {}
 
@@ -138,6 +140,54 @@ def _mismatch_rules(max_kl: float, max_staleness: int) -> tuple[Rule, ...]:
             "do not reach the engine.",
         ),
     )
+
+
+def _ahead_rules(max_staleness: int) -> tuple[Rule, ...]:
+    """Of a run that samples ahead of the training."""
+    more = f"pipeline.max_staleness {max_staleness + 1}"
+    return (
+        Rule(
+            "training_waits",
+            share_above("time/generate_s", "time/step_s", 0.3, steps=5),
+            f"The trainers wait for samples: {more} in place of {max_staleness} lets engines run "
+            "further ahead (2 to 3 are usual), cluster.num_engines adds some; `hone simulate` says "
+            "what either brings.",
+        ),
+        Rule(
+            "engines_wait",
+            only_when(
+                lambda now: now.get("time/generate_s", 0.0) < 0.05 * now.get("time/step_s", 0.0),
+                below("perf/engine_busy_share", 0.5, steps=5),
+            ),
+            "Engines stand still, waiting for the trainers: fewer engines or more trainers; a "
+            "smaller pipeline.max_staleness costs no time.",
+        ),
+        Rule(
+            "stale_samples",
+            above("off_policy/kl", 0.1, steps=3),
+            "The policy moves further between sampling and training than clipping or correction "
+            "make up for: in this order algorithm.correction.kind tis, a smaller "
+            "pipeline.max_staleness, a lower learning rate, pipeline.enabled false.",
+        ),
+    )
+
+
+def _has_long_tail(now: Mapping[str, float]) -> bool:
+    """Whether a few samples are far longer than most, and long enough to be waited for."""
+    longest = now.get("rollout/completion_tokens/max", 0.0)
+    return longest > max(4 * now.get("rollout/completion_tokens/mean", 0.0), 1000)
+
+
+_IN_TURNS = (
+    Rule(
+        "long_tail",
+        only_when(_has_long_tail, share_above("time/generate_s", "time/step_s", 0.6, steps=5)),
+        "Most of a step waits for its longest samples: rollout.oversample_prompts starts more and "
+        "carries the rest over, pipeline.enabled samples ahead on engines of their own; `hone "
+        "simulate` says what either brings.",
+    ),
+)
+"""Of a run in which sampling and training take turns."""
 
 
 _SAMPLING = (

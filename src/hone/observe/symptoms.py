@@ -28,6 +28,7 @@ __all__ = [
     "many_failures",
     "not_finite",
     "only_when",
+    "share_above",
     "slow_phase",
     "stuck",
     "unattributed",
@@ -91,6 +92,20 @@ def below(metric: str, limit: float, *, steps: int = 1) -> Test:
         newest = history.series(metric)[-steps:]
         if len(newest) == steps and max(newest) < limit:
             return Breach(metric, newest[-1], limit)
+        return None
+
+    return test
+
+
+def share_above(metric: str, whole: str, share: float, *, steps: int = 1) -> Test:
+    """In each of the newest `steps` the metric exceeds a share of another one."""
+
+    def test(history: History) -> Breach | None:
+        parts, wholes = history.series(metric)[-steps:], history.series(whole)[-steps:]
+        if len(parts) < steps or len(wholes) < steps:
+            return None
+        if all(part > share * total for part, total in zip(parts, wholes, strict=True)):
+            return Breach(metric, parts[-1], share * wholes[-1])
         return None
 
     return test
