@@ -89,6 +89,11 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
             ["--cluster.num_engines=3"],
             "+ cluster.num_engines 3 x engine.tensor_parallel_size 1 = 4",
         ),
+        (["--cluster.num_references=1"], "nothing for it to score"),
+        (
+            ["--cluster.num_references=8", "--algorithm.kl.coef=0.1", "--simulate.gpus=8"],
+            "leaves none of 8 GPUs to trainers and engines",
+        ),
         (["--output=x.svg"], "give the path of a .json file"),
         (["--simulate.lengths.distribution=file"], "simulate.lengths.path"),
     ):

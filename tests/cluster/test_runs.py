@@ -1,4 +1,4 @@
-"""Whole runs on Ray, started as a user starts them, with engines that are killed on the way."""
+"""Whole runs on Ray, started as a user starts them, of which parts are killed on the way."""
 
 from __future__ import annotations
 
@@ -71,22 +71,22 @@ def wait_for_row(run: subprocess.Popen[str], file: Path, number: int) -> None:
         time.sleep(0.05)
 
 
-def engine_processes(run: subprocess.Popen[str]) -> list[psutil.Process]:
+def actors(run: subprocess.Popen[str], kind: str) -> list[psutil.Process]:
     """Those of this run's Ray, which are not its children but its raylet's."""
     found: list[psutil.Process] = []
     for process in psutil.Process(run.pid).children(recursive=True):
         try:
-            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::EngineRank"):
+            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{kind}"):
                 found.append(process)
         except psutil.Error:
             continue
     return found
 
 
-def kill_one(run: subprocess.Popen[str], of: int) -> None:
-    """Kill an engine's process once there are so many."""
+def kill_one(run: subprocess.Popen[str], of: int, kind: str = "EngineRank") -> None:
+    """Kill the process of an engine, or a reference, once there are so many."""
     deadline = time.monotonic() + LIMIT_S
-    while len(found := engine_processes(run)) < of:
+    while len(found := actors(run, kind)) < of:
         assert run.poll() is None, run.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -156,3 +156,25 @@ def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
     assert "stopped and saved after step" in output, output
     assert not psutil.wait_procs(processes, timeout=30.0)[1]
     check_trained_once(rows.parent, len(rows_of(rows.parent)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "roles",
+    [{"num_engines": 1, "num_references": 2}, {"num_trainers": 2, "num_references": 1}],
+    ids=["engine apart", "engines beside two trainers"],
+)
+def test_R11_a_killed_reference_is_replaced(folder: Path, roles: dict[str, int]) -> None:
+    steps, name = 30, f"references-{len(roles)}-{roles.get('num_engines', 0)}"
+    path = recipe(folder, name, steps, cluster=roles, algorithm={"kl": {"coef": 0.1}})
+    run = start(path)
+    rows = folder / f"{name}-run" / "metrics.jsonl"
+    wait_for_row(run, rows, 3)
+    kill_one(run, roles["num_references"], "ReferenceRank")
+    output, _ = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == 0, output
+    assert "is lost and started anew (restart 1 of at most 3)" in output, output
+    found = rows_of(rows.parent)
+    assert [row["step"] for row in found] == list(range(1, steps + 1))
+    assert found[-1]["policy/ref_kl"] > 0 == pytest.approx(found[0]["policy/ref_kl"], abs=1e-6)
+    check_trained_once(rows.parent, steps)

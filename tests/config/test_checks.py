@@ -77,6 +77,10 @@ ROWS: list[Row] = [
     ("rl", "cluster.num_references=1 cluster.devices_per_node=1 algorithm.kl.coef=0.1", "error",
      "cluster.num_trainers cluster.num_references cluster.devices_per_node"),
     ("rl", "cluster.num_references=1", "error", "cluster.num_references algorithm.kl.coef"),
+    ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1 cluster.update_weight_buffer_size=9",
+     "warning", "cluster.update_weight_buffer_size cluster.num_engines"),
+    ("rl", "algorithm.kl.coef=0.1 model.lora.rank=8 trainer.parallel.reference_ring_size=1",
+     "warning", "trainer.parallel.reference_ring_size"),
     ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1 model.lora.rank=8", "error",
      "cluster.num_references model.lora.rank"),
     ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1 cluster.num_trainers=4 "
@@ -86,7 +90,7 @@ ROWS: list[Row] = [
      "cluster.num_trainers cluster.num_references"),
     ("rl", "--nproc=2 cluster.num_trainers=2 cluster.num_references=1 algorithm.kl.coef=0.1 "
      "trainer.parallel.reference_ring_size=2", "warning",
-     "trainer.parallel.reference_ring_size algorithm.kl.coef cluster.num_references"),
+     "trainer.parallel.reference_ring_size"),
     ("rl", "pipeline.enabled=true", "error", "pipeline.enabled cluster.num_engines"),
     ("rl", "pipeline.max_staleness=2", "warning", "pipeline.max_staleness pipeline.enabled"),
     ("rl", "pipeline.enabled=true cluster.num_engines=1 rollout.oversample_prompts=4", "error",
@@ -362,7 +366,7 @@ ROWS: list[Row] = [
     ("rl", "--nproc=4 algorithm.kl.coef=0.1 trainer.parallel.reference_ring_size=3", "error",
      "trainer.parallel.reference_ring_size trainer.parallel.tensor_parallel_size"),
     ("rl", "trainer.parallel.reference_ring_size=1", "warning",
-     "trainer.parallel.reference_ring_size algorithm.kl.coef"),
+     "trainer.parallel.reference_ring_size"),
     ("rl", "--nproc=2 model.exact=true", "error", "model.exact"),
     ("rl", "model.exact=true trainer.parallel.ring_size=2 trainer.max_tokens_per_microbatch=2047",
      "error", "model.exact trainer.parallel.ring_size"),

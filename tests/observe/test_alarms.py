@@ -148,6 +148,7 @@ def test_a_pipeline_out_of_balance_is_named(name: str) -> None:
     (alarm,) = raised_by(HEALTHY_AHEAD | planted, max_staleness=2)
     assert (alarm.name, alarm.metric) == (name, metric)
     assert raised_by(HEALTHY_AHEAD | planted, max_staleness=0) == []
+    assert raised_by(HEALTHY_AHEAD | {"off_policy/ratio/mean": 1.04}, max_staleness=2) == []
     told = raised_by(HEALTHY_AHEAD | AHEAD["training_waits"][1], max_staleness=2)[0].advice
     assert "pipeline.max_staleness 3 in place of 2" in told
 

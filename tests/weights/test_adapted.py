@@ -20,6 +20,7 @@ from hone.models.manifest import build_manifest, compare, export_weights, memory
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.types import WeightManifest
 from hone.weights import adapted
+from hone.weights.adapted import MergeDiffersError
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.protocol import ReceiveSpec
 from hone.weights.receiver import WeightReceiver
@@ -244,13 +245,39 @@ def test_ranks_keep_their_parts_of_the_adapted_projections_alone(setting: Settin
             assert shapes == held
 
 
-def test_too_little_host_memory_is_named(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = SimpleNamespace(available=1)
-    monkeypatch.setattr(adapted.psutil, "virtual_memory", lambda: nothing)
-    with pytest.raises(RuntimeError, match=r"GiB of 0\.0 GiB that are free. Adapt fewer"):
-        setting.push()
-    monkeypatch.undo()
+def test_engines_without_room_for_the_base_get_merged_weights(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that have it need no more room when another one starts again."""
     setting.push()
+    adapters = setting.push()
+    monkeypatch.setattr(adapted.psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
+    assert setting.push() == adapters
+    setting.engines.receivers["two"][0]._base = None  # as after a failure
+    base = setting.push()
+    assert base > adapters
+    assert not caplog.messages
+    setting.engines.start("one")
+    assert adapters < setting.push() != base
+    (warning,) = caplog.messages
+    assert "one: the frozen weights" in warning
+    assert "GiB of 0.0 GiB that are free" in warning
+    monkeypatch.undo()
+    assert setting.push() == base
+
+
+def test_engines_that_merge_otherwise_once_more_get_merged_weights(
+    setting: Setting, caplog: pytest.LogCaptureFixture
+) -> None:
+    setting.push()
+    adapters = setting.push()
+    setting.engines.edits["two"] = forget_scaling
+    for _ in ("adapters alone", "with the base"):
+        with pytest.raises(MergeDiffersError, match="two"):
+            setting.push()
+    assert setting.push() > adapters
+    (warning,) = caplog.messages
+    assert "two rank 0: it has merged to other bits" in warning
 
 
 def test_engines_that_compute_otherwise_get_merged_weights(
@@ -266,7 +293,7 @@ def test_engines_that_compute_otherwise_get_merged_weights(
         >= sum({memory_of(t): t.nbytes for _, t in tuple(setting.trainer.named_weights())}.values())
     )
     (warning,) = caplog.messages
-    assert "whole weights are sent" in warning
+    assert "merged weights are sent" in warning
     monkeypatch.undo()
     assert setting.push() < merged[0] / 4
 

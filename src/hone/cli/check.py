@@ -108,7 +108,7 @@ def _print_tables(
     cfg: Section, findings: list[Finding], derived: list[Derived], nproc: int | None
 ) -> None:
     console = Console(highlight=False)
-    console.print(Text("What was set (the rest is default)", style="bold"))
+    console.print(Text("What differs from the defaults", style="bold"))
     console.print(to_yaml(cfg.model_dump(mode="json", exclude_defaults=True)), markup=False)
     if derived:
         console.print(_table(derived))

@@ -40,8 +40,8 @@ x plain: tokens/s over those of the bold row.
 Lengths decide: give measured ones where there are any (simulate.lengths). The
 speed of programs is assumed to be what has been measured on one H200; every
 assumption is a key: `hone simulate --help simulate`. With cluster.num_engines
-only that split is simulated. Predictions have not been compared with measured
-runs of several GPUs.
+only that split is simulated. Five modes on two GPUs came out within 10 %
+(benchmarks/README.md); more GPUs have not been compared.
 
 examples:
   hone simulate gsm8k --simulate.gpus 8

@@ -157,9 +157,10 @@ def _join(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, OverflowError, RayError, ValueError) as error:
+        told = f"{error}".rstrip(".")
         raise UserError(
-            f"there is no Ray cluster at cluster.address={address!r}: {error}. Start one with "
-            "`ray start --head`, or unset cluster.address for one of this host alone."
+            f"there is no Ray cluster at cluster.address={address!r}: {told}. Start one with `ray "
+            "start --head`, or unset cluster.address for one of this host alone."
         ) from error
 
 

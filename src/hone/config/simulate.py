@@ -10,7 +10,10 @@ from pydantic import Field
 from hone.config.base import Section
 from hone.config.model import TrainedModelConfig
 
-__all__ = ["LengthsConfig", "SimulatedModelConfig", "SimulationConfig"]
+__all__ = ["GPUS_UNSET", "LengthsConfig", "SimulatedModelConfig", "SimulationConfig"]
+
+GPUS_UNSET = 8
+"""GPUs of a recipe that names none."""
 
 
 class SimulatedModelConfig(TrainedModelConfig):

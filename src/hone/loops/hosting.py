@@ -65,5 +65,5 @@ def local_engines(cfg: RLConfig) -> Generator[Engines]:
         timeout_s=cfg.cluster.engine_timeout_s,
         max_restarts=cfg.cluster.max_engine_restarts,
     )
-    with local_references(cfg) as references, closing(group):
+    with closing(group), local_references(cfg) as references:
         yield Engines(group, host="127.0.0.1", references=references)

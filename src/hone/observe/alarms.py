@@ -114,7 +114,7 @@ class Alarms:
 
 def _mismatch_rules(max_kl: float, max_staleness: int) -> tuple[Rule, ...]:
     kl = "off_policy/mismatch_kl"
-    return (
+    rules = (
         Rule(
             "mismatch_kl",
             above(kl, max_kl),
@@ -128,16 +128,22 @@ def _mismatch_rules(max_kl: float, max_staleness: int) -> tuple[Rule, ...]:
             "tensor since, or stale keys and values are being read.",
         ),
         Rule(
-            "ratio_mean",
-            either(above("off_policy/ratio/mean", 1.03), below("off_policy/ratio/mean", 0.97)),
-            "The mean ratio of trainer to engine must be 1: the engine samples from another "
-            "distribution (truncation, penalties, temperature) or holds other weights.",
-        ),
-        Rule(
             "stuck_version",
             stuck("rollout/weight_version/max", steps=3 + max_staleness),
             "The policy is trained, but samples still come from the same weight version: weights "
             "do not reach the engine.",
+        ),
+    )
+    if max_staleness:  # which moves the mean of few tokens, though not the divergence of fresh ones
+        return rules
+    ratio = "off_policy/ratio/mean"
+    return (
+        *rules,
+        Rule(
+            "ratio_mean",
+            either(above(ratio, 1.03), below(ratio, 0.97)),
+            "The mean ratio of trainer to engine must be 1: the engine samples from another "
+            "distribution (truncation, penalties, temperature) or holds other weights.",
         ),
     )
 

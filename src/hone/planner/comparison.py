@@ -16,7 +16,7 @@ from hone.config.derived import compute_dtype, kv_dtype, layout, optimizer_steps
 from hone.config.errors import UserError
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
-from hone.config.simulate import SimulatedModelConfig
+from hone.config.simulate import GPUS_UNSET, SimulatedModelConfig
 from hone.config.tree import SimulateConfig
 from hone.planner.hardware import GPUS, Peaks, gpu_peaks
 from hone.planner.lengths import draw_lengths
@@ -28,7 +28,6 @@ from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
 
 __all__ = ["Comparison", "Outcome", "compare", "placement_rates"]
 
-_GPUS_UNSET = 8
 _MAX_SPLITS = 16
 _HOST_BYTES_PER_S = 5e10
 """From host memory to a GPU. An assumption: not measured."""
@@ -209,8 +208,9 @@ def placement_rates(
     travelling, reread_s = weights, 0.0
     if adapters:  # engines merge them into a base that they keep on the host
         adapted = adapted_params(shape, cfg.model.lora)
-        bits = 4.5 if cfg.model.lora.load_in_4bit else 8 * num_bytes
-        travelling, reread_s = adapters * num_bytes, adapted * bits / 8 / size / _HOST_BYTES_PER_S
+        # Every rank keeps four bits whole.
+        kept = adapted * (4.5 / 8 if cfg.model.lora.load_in_4bit else num_bytes / size)
+        travelling, reread_s = adapters * num_bytes, kept / _HOST_BYTES_PER_S
     num_references = cfg.cluster.num_references
     num_scored = has_old + (has_reference and not num_references)
     scoring = gpu.flops_per_s * assumed_cfg.training_share * num_references
@@ -380,4 +380,4 @@ def _num_gpus(cfg: SimulateConfig) -> int:
     cluster = cfg.cluster
     if cluster.num_engines:
         return cluster.num_trainers + cluster.num_engines * cfg.engine.tensor_parallel_size
-    return (cfg.simulate.gpus or _GPUS_UNSET) - cluster.num_references
+    return (cfg.simulate.gpus or GPUS_UNSET) - cluster.num_references

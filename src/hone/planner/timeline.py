@@ -68,9 +68,11 @@ def _rows(run: SimulatedRun, seconds: float) -> list[_Row]:
     rows: list[_Row] = []
     for index in shown:
         sampling = [(begin, end, _SAMPLE) for begin, end in run.engine_busy[index]]
-        rows.append((f"engine {index}", [*sampling, *shared]))
+        name = "GPU" if run.placement.colocated else "engine"
+        rows.append((f"{name} {index}", [*sampling, *shared]))
     if not run.placement.colocated:
-        rows.append((f"{run.placement.num_trainers} trainers", [*train, *sync]))
+        number = run.placement.num_trainers
+        rows.append((f"{number} trainer{'s' * (number > 1)}", [*train, *sync]))
     return [(label, list(_clip(bars, start, seconds))) for label, bars in rows]
 
 

@@ -163,6 +163,8 @@ class ReferenceGroup:
     # -- in the thread ---------------------------------------------------------------------------
 
     def _score(self, step: _Step) -> list[Tensor]:
+        for member in self._members:  # nobody has asked them since the last step
+            member.heard_at = monotonic()
         while len(step.values) < len(step.passes):
             if self._is_closed.is_set():
                 raise CancelledError("references were closed")

@@ -8,7 +8,7 @@ device to the KV cache, each rank its parts. What nobody adapts lies in the engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -26,10 +26,12 @@ __all__ = [
     "Cut",
     "Holding",
     "KeptBase",
+    "MergeDiffersError",
     "Way",
     "arithmetic_of",
     "choose_way",
     "described",
+    "lacks_room",
 ]
 
 CHUNK_BYTES = 1 << 30
@@ -41,6 +43,11 @@ Shard = Callable[[str, Tensor], Tensor]
 """`Engine.shard`: the part of a whole weight that a rank holds."""
 
 
+class MergeDiffersError(RuntimeError):
+    """A rank has merged, or kept, something else than the trainer has. Sent once more, it gets the
+    base anew; where that does not help, merged weights."""
+
+
 class Way(Enum):
     """What a delivery to engines of an adapted model consists of."""
 
@@ -49,7 +56,7 @@ class Way(Enum):
     BASE = auto()
     """All that is stored: an engine is new, or has dropped the base."""
     MERGED = auto()
-    """Merged weights: some device would not merge to the trainer's bits."""
+    """Merged weights: some rank cannot merge, or would not to the trainer's bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +123,17 @@ class Holding:
     arithmetic: str
     cuts: Mapping[str, Cut]
     """Of the weights that are merged."""
+    objection: str | None = None
+    """Why it cannot merge."""
 
     @classmethod
     def of(
-        cls, kept: KeptBase | None, spec: AdapterSpec, shard: Shard, device: torch.device
+        cls,
+        kept: KeptBase | None,
+        spec: AdapterSpec,
+        shard: Shard,
+        device: torch.device,
+        objection: str | None = None,
     ) -> Holding:
         """That of a rank on `device` which keeps `kept`."""
         cuts = {
@@ -128,12 +142,18 @@ class Holding:
             )
             for path, projection in spec.projections.items()
         }
-        return cls(base=kept and kept.name, arithmetic=arithmetic_of(device), cuts=cuts)
+        return cls(
+            base=kept and kept.name,
+            arithmetic=arithmetic_of(device),
+            cuts=cuts,
+            objection=objection,
+        )
 
 
 def arithmetic_of(device: torch.device) -> str:
     """What makes the bits of a product of matrices, for people too: where it is equal they are."""
-    name = f"a CPU with {torch.backends.cpu.get_cpu_capability()}"
+    threads = torch.get_num_threads()  # who may cut a product along the sum
+    name = f"{threads} threads of a CPU with {torch.backends.cpu.get_cpu_capability()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     precision = torch.get_float32_matmul_precision()
@@ -143,7 +163,7 @@ def arithmetic_of(device: torch.device) -> str:
 def choose_way(spec: AdapterSpec, own: str, holdings: Iterable[Holding]) -> Way:
     """What must be sent to ranks of these holdings by a trainer whose arithmetic is `own`."""
     holdings = list(holdings)
-    if any(holding.arithmetic != own for holding in holdings):
+    if any(holding.objection or holding.arithmetic != own for holding in holdings):
         return Way.MERGED
     is_held = all(holding.base == spec.base for holding in holdings)
     return Way.ADAPTERS if is_held else Way.BASE
@@ -174,6 +194,24 @@ def described(
     collector.require_complete()
 
 
+def fits(layout: Sequence[Entry], memory: Mapping[str, Tensor]) -> bool:
+    """Whether `memory` has the tensors of `layout`."""
+    there = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in memory.items()}
+    return there == {entry.names[0]: (entry.shape, entry.dtype) for entry in layout}
+
+
+def lacks_room(layout: Sequence[Entry], memory: Mapping[str, Tensor]) -> str | None:
+    """Why there is no room for `layout` in host memory, as far as can be seen: ranks of a host look
+    at the same time."""
+    num_bytes, free = sum(entry.num_bytes for entry in layout), psutil.virtual_memory().available
+    if fits(layout, memory) or num_bytes <= free:
+        return None
+    return (
+        f"the frozen weights of adapted projections, which a rank keeps in host memory, take "
+        f"{num_bytes / 2**30:.1f} GiB of {free / 2**30:.1f} GiB that are free"
+    )
+
+
 @dataclass(slots=True)
 class KeptBase:
     """The frozen weights of adapted projections that a rank keeps in host memory: of whole formats
@@ -187,11 +225,8 @@ class KeptBase:
     """What the engine was proven to sample with, by the last delivery."""
 
     @classmethod
-    def allocate(cls, spec: AdapterSpec, shard: Shard, device: torch.device) -> KeptBase:
-        """Room for the base of `spec`, page-locked where `device` is a GPU.
-
-        Raises RuntimeError where the host has not enough.
-        """
+    def layout(cls, spec: AdapterSpec, shard: Shard) -> list[Entry]:
+        """What a rank keeps of the base of `spec`."""
         names = {
             f"{path}.{leaf}": f"{path}.weight"
             for path, projection in spec.projections.items()
@@ -206,19 +241,22 @@ class KeptBase:
             if name == names[name]:
                 shape = tuple(shard(name, torch.empty(shape, device="meta")).shape)
             entries.append(Entry((name,), shape, entry.dtype))
-        num_bytes, free = sum(e.num_bytes for e in entries), psutil.virtual_memory().available
-        if num_bytes > free:
-            raise RuntimeError(
-                "an engine's rank keeps the frozen weights of adapted projections in host memory: "
-                f"they take {num_bytes / 2**30:.1f} GiB of {free / 2**30:.1f} GiB that are free. "
-                "Adapt fewer (model.lora.target_modules), or have fewer engines on a host"
-            )
+        return entries
+
+    @classmethod
+    def allocate(
+        cls, name: str, layout: Sequence[Entry], memory: Mapping[str, Tensor], device: torch.device
+    ) -> KeptBase:
+        """Room for the base called `name`: `memory` of a former one where it fits, page-locked
+        where `device` is a GPU."""
+        if fits(layout, memory):
+            return cls(name, dict(memory))
         tensors: dict[str, Tensor] = {}
-        for bucket in plan_buckets(entries, CHUNK_BYTES):
+        for bucket in plan_buckets(layout, CHUNK_BYTES):
             is_pinned = device.type == "cuda"
-            memory = torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-            tensors |= bucket.named_views(memory)
-        return cls(spec.base, tensors)
+            chunk = torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            tensors |= bucket.named_views(chunk)
+        return cls(name, tensors)
 
     def merged(
         self,

@@ -39,6 +39,7 @@ from hone.types import (
 from hone.weights.adapted import (
     AdapterSpec,
     Holding,
+    MergeDiffersError,
     Way,
     arithmetic_of,
     choose_way,
@@ -230,16 +231,15 @@ class BroadcastSync:
         board.put(CHOSE, way)
         if way is Way.MERGED and not self._has_warned:
             self._has_warned = True
-            others = {
-                name: holding.arithmetic
+            reasons = [
+                f"{name}: {holding.objection or f'{holding.arithmetic}, the trainer has {own}'}"
                 for name, holding in zip(spec.names[1:], holdings, strict=True)
-                if holding.arithmetic != own
-            }
+                if holding.objection or holding.arithmetic != own
+            ]
             _log.warning(
-                "whole weights are sent at each sync, not adapters alone, since engines would "
-                "merge to other bits than the trainer. It computes on %s; %s",
-                own,
-                "; ".join(f"{name} on {arithmetic}" for name, arithmetic in others.items()),
+                "merged weights are sent at each sync, not adapters alone, since engines cannot "
+                "merge these to the trainer's bits. %s",
+                "; ".join(reasons),
             )
         return way, holdings
 
@@ -265,7 +265,7 @@ def _exhaust(weights: Iterable[tuple[str, Tensor]]) -> None:
 
 def _portable(error: Exception) -> Exception:
     """The same for other processes; of any class it might not pickle."""
-    kinds = (EngineLostError, NonFiniteWeightsError)
+    kinds = (EngineLostError, MergeDiffersError, NonFiniteWeightsError)
     return error if isinstance(error, kinds) else RuntimeError(str(error))
 
 
@@ -394,8 +394,8 @@ class _Answers:
                 failures.append(EngineLostError(engine, late))
             except (EngineLostError, LinkError) as error:
                 failures.append(error)
-            except NonFiniteWeightsError as error:
-                failures.append(NonFiniteWeightsError(f"{engine}: {error}"))
+            except (MergeDiffersError, NonFiniteWeightsError) as error:
+                failures.append(type(error)(f"{engine}: {error}"))
             except (RuntimeError, ValueError, OSError) as error:
                 failures.append(RuntimeError(f"{engine}: {error}"))
         failures.sort(key=_distance)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hone.models.manifest import build_manifest, compare
 from hone.types import Engine, TensorRecord, WeightManifest
-from hone.weights.adapted import Holding, KeptBase, Way
+from hone.weights.adapted import Holding, KeptBase, MergeDiffersError, Way, lacks_room
 from hone.weights.buckets import Bucket, Entry
 from hone.weights.link import Board, Link, LinkError, join_store
 from hone.weights.protocol import (
@@ -42,13 +42,18 @@ class WeightReceiver:
         self._store: dist.TCPStore | None = None
         self._link: Link | None = None
         self._base: KeptBase | None = None
+        self._memory: dict[str, Tensor] = {}
+        """Of the last base, trusted or not: page-locked memory would never come back."""
+        self._objection: str | None = None
+        """Why this rank no longer merges."""
 
     @torch.no_grad()
     def receive(self, spec: ReceiveSpec, rank: int) -> Received:
         """Take one delivery; the engine then samples with it, as `spec.version`.
 
         `rank` counts all ranks of all engines. Raises RuntimeError naming tensors that the engine
-        cannot take, that did not arrive as they were sent, or that it does not hold;
+        cannot take, that did not arrive as they were sent, or that it does not hold, of those that
+        it has merged MergeDiffersError;
         NonFiniteWeightsError for values that are too large for its format; and LinkError where
         the sender, or another engine, is gone or gives up. After an error the engine refuses to
         sample until a later delivery succeeds.
@@ -106,8 +111,10 @@ class WeightReceiver:
         else:
             assert spec.adapters is not None
             if way is Way.BASE:
-                self._base = base = None  # before there is memory for another
-                base = KeptBase.allocate(spec.adapters, self.engine.shard, self.device)
+                self._base = None
+                layout = KeptBase.layout(spec.adapters, self.engine.shard)
+                base = KeptBase.allocate(spec.adapters.base, layout, self._memory, self.device)
+                self._memory = base.tensors
             assert base is not None
             parts = base.merged(spec.adapters, way, self.engine.shard, coming)
             parts = _recorded(parts, spec.adapters.merged_names, merged)
@@ -123,7 +130,7 @@ class WeightReceiver:
                 f"version {spec.version} did not arrive as it was sent: {diff.describe()}"
             )
         if base is not None and way is not Way.MERGED:
-            self._require_same(spec, base, proof, merged)
+            self._require_same(spec, way, base, proof, merged)
         board.put(RECEIVED)
         board.gather(RECEIVED)
         if way is Way.ADAPTERS:
@@ -138,25 +145,31 @@ class WeightReceiver:
         """What comes, which the sender chooses once all ranks have said what they hold."""
         if spec.adapters is None:
             return Way.MERGED
-        board.put(HOLDS, Holding.of(self._base, spec.adapters, self.engine.shard, self.device))
+        shard, objection = self.engine.shard, self._objection
+        if objection is None and self._base is None:
+            objection = lacks_room(KeptBase.layout(spec.adapters, shard), self._memory)
+        board.put(HOLDS, Holding.of(self._base, spec.adapters, shard, self.device, objection))
         return board.gather(CHOSE, [0])[0]
 
     def _require_same(
         self,
         spec: ReceiveSpec,
+        way: Way,
         base: KeptBase,
         proof: Proof,
         merged: Mapping[str, TensorRecord],
     ) -> None:
-        """Raise RuntimeError unless this rank has merged what the sender has, and the sender has
-        frozen what it had when this rank got it."""
+        """Raise MergeDiffersError unless this rank has merged what the sender has, and the sender
+        has frozen what it had when this rank got it."""
         assert spec.adapters is not None
         cuts = Holding.of(base, spec.adapters, self.engine.shard, self.device).cuts
         wanted = {weight: proof.merged[cut.name(weight)] for weight, cut in cuts.items()}
         frozen = {name: base.arrived[name] for name in proof.frozen}
         expected = WeightManifest(spec.version, {**wanted, **proof.frozen})
         if diff := compare(expected, WeightManifest(spec.version, {**merged, **frozen})):
-            raise RuntimeError(
+            if way is Way.BASE:
+                self._objection = "it has merged to other bits than the trainer"
+            raise MergeDiffersError(
                 f"what it has merged, or kept, for version {spec.version} is not what the trainer "
                 f"has: {diff.describe()}"
             )

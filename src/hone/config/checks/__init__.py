@@ -96,7 +96,8 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
             cfg.model,
             world_size=world_size,
             facts=facts,
-            has_reference=cfg.algorithm.kl.coef > 0 and not cfg.cluster.num_references,
+            has_reference=cfg.algorithm.kl.coef > 0
+            and not (cfg.model.lora.rank or cfg.cluster.num_references),
         ),
         check_cluster(cfg, world_size),
         check_pipeline(cfg),

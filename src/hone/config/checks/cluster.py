@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hone.config.checks.finding import Finding, differs, error, warning
+from hone.config.checks.parallel import context_size
 from hone.config.tree import RLConfig
 
-__all__ = ["check_cluster", "check_pipeline"]
+__all__ = ["check_cluster", "check_pipeline", "check_references"]
 
 
 def check_cluster(cfg: RLConfig, world_size: int | None) -> Iterator[Finding]:
@@ -17,13 +18,22 @@ def check_cluster(cfg: RLConfig, world_size: int | None) -> Iterator[Finding]:
         meant = [f"cluster.{name}" for name in differs(cluster, *type(cluster).model_fields)]
         if meant:
             yield error(
-                f"{', '.join(meant)}: set, but cluster.num_engines is 0, so that every training "
-                "process has its engine on its own device and there is no cluster. Set "
-                "cluster.num_engines, or remove it; --nproc N starts N training processes.",
+                f"{', '.join(meant)}: set, but neither engines nor references have devices of "
+                "their own (cluster.num_engines and cluster.num_references are 0): every training "
+                "process has both on its own device, and there is no cluster. Set one of the two, "
+                "or remove it; --nproc N starts N training processes.",
                 *meant,
                 "cluster.num_engines",
+                "cluster.num_references",
             )
         return
+    if not cluster.num_engines and differs(cluster, "update_weight_buffer_size"):
+        yield warning(
+            "cluster.update_weight_buffer_size has no effect: cluster.num_engines is 0, and "
+            "weights stay in their processes. Remove it.",
+            "cluster.update_weight_buffer_size",
+            "cluster.num_engines",
+        )
     apart = "num_engines" if cluster.num_engines else "num_references"
     if world_size is not None and world_size != cluster.num_trainers:
         yield error(
@@ -41,7 +51,7 @@ def check_cluster(cfg: RLConfig, world_size: int | None) -> Iterator[Finding]:
             "cluster.address",
         )
     yield from _devices(cfg)
-    yield from _references(cfg)
+    yield from check_references(cfg)
     for section, enabled in (
         ("engine", cfg.engine.enable_sleep),
         ("trainer", cfg.trainer.enable_sleep),
@@ -91,12 +101,12 @@ def _devices(cfg: RLConfig) -> Iterator[Finding]:
     elif needed < held:
         yield warning(
             f"{held - needed} of {there} devices stay idle: {words} = {needed}. The best use of "
-            "them is more engines.",
+            f"them is more {'engines' if cluster.num_engines else 'trainers'}.",
             *keys,
         )
 
 
-def _references(cfg: RLConfig) -> Iterator[Finding]:
+def check_references(cfg: RLConfig) -> Iterator[Finding]:
     """Whether there is something for references with devices of their own to score."""
     num_references = cfg.cluster.num_references
     if not num_references:
@@ -117,6 +127,8 @@ def _references(cfg: RLConfig) -> Iterator[Finding]:
             "model.lora.rank",
         )
     trainer, longest = cfg.trainer, cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens
+    if context_size(trainer.parallel) == 1:
+        return  # what a trainer's pass holds, a reference's does
     key, budget = "trainer.max_tokens_per_forward", trainer.max_tokens_per_forward
     if budget is None:
         key, budget = "trainer.max_tokens_per_microbatch", 2 * trainer.max_tokens_per_microbatch

@@ -132,11 +132,10 @@ def _sizes(
     keys = [f"{_SECTION}{name}" for name in differs(parallel, *_REFERENCE)]
     if not has_reference:
         yield warning(
-            f"{' and '.join(keys)} is set, but the trainers have no reference model: that takes "
-            "algorithm.kl.coef above 0 and cluster.num_references 0. Remove it.",
+            f"{' and '.join(keys)} is set, but the trainers have no reference model of their own "
+            "(without a KL term there is none; with adapters it is the policy without them; or it "
+            "has devices of its own). Remove it.",
             *keys,
-            "algorithm.kl.coef",
-            "cluster.num_references",
         )
         return
     try:

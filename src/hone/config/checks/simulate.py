@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hone.config.checks.cluster import check_references
 from hone.config.checks.finding import Finding, error, warning
 from hone.config.checks.generation import check_output
+from hone.config.simulate import GPUS_UNSET
 from hone.config.tree import SimulateConfig
 
 __all__ = ["check_simulate"]
@@ -44,7 +46,16 @@ def _lengths(cfg: SimulateConfig) -> Iterator[Finding]:
 
 def _devices(cfg: SimulateConfig) -> Iterator[Finding]:
     """Whether the split of the recipe is one of the GPUs that are asked for."""
+    yield from check_references(cfg)
     gpus, roles = cfg.simulate.gpus, cfg.cluster.devices(cfg.engine.tensor_parallel_size)
+    num_references, there = cfg.cluster.num_references, gpus or GPUS_UNSET
+    if not cfg.cluster.num_engines and num_references >= there:
+        yield error(
+            f"cluster.num_references is {num_references}, which leaves none of {there} GPUs to "
+            "trainers and engines. Raise simulate.gpus, or use fewer.",
+            "cluster.num_references",
+            "simulate.gpus",
+        )
     total = sum(role.number for role in roles)
     if cfg.cluster.num_engines and gpus not in (None, total):
         yield error(
