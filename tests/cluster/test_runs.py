@@ -106,6 +106,13 @@ def check_trained_once(folder: Path, steps: int) -> None:
     assert set(counts.values()) == {SAMPLES}
 
 
+def test_more_processes_than_cores_can_serve_are_refused(folder: Path) -> None:
+    path = recipe(folder, "many", 1, cluster={"num_engines": 4 * (os.cpu_count() or 1)})
+    output, _ = (run := start(path)).communicate(timeout=LIMIT_S)
+    assert run.returncode == 2, output
+    assert "processes are needed: cluster.num_trainers 1 + cluster.num_engines" in output, output
+
+
 @pytest.mark.slow
 def test_R11_killed_engines_are_replaced_and_no_sample_is_lost_or_trained_twice(
     folder: Path,

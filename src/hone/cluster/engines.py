@@ -43,6 +43,8 @@ _STARTING_S = 900.0
 reference to load its weights."""
 _RAY_GONE_S = 10
 """How long processes of a Ray of this host look for its head, which never comes again."""
+_PER_CORE = 4
+"""Processes of a run on CPUs that may share a core: with many more none gets on."""
 _ANSWER_S = 10.0
 """How long a Ray cluster may take to answer at all."""
 _CALLS = 8
@@ -169,17 +171,24 @@ def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str,
     the environment that it must be started in: its processes inherit that."""
     roles = cfg.cluster.devices(cfg.engine.tensor_parallel_size)
     total = sum(role.number for role in roles)
-    needed = total - cfg.cluster.num_trainers
-    num_cpus = max(os.cpu_count() or 1, needed)
+    words = " + ".join(role.words for role in roles)
+    needed, num_cores = total - cfg.cluster.num_trainers, os.cpu_count() or 1
+    num_cpus = max(num_cores, needed)
     environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": f"{_RAY_GONE_S}"}
     if not uses_gpus:
+        if total > _PER_CORE * num_cores:
+            raise UserError(
+                f"{total} processes are needed: {words}, and this host has {num_cores} CPU cores, "
+                f"of which each serves {_PER_CORE} at most. Use fewer, or name a Ray cluster with "
+                "cluster.address."
+            )
         return num_cpus, 0, environment
     visible = _visible_gpus()
     left = visible[processes().local_world_size :]
     if needed > len(left):
         raise UserError(
-            f"{total} devices are needed: {' + '.join(role.words for role in roles)}, and this "
-            f"host has {len(visible)} GPUs. Use fewer, or name a Ray cluster with cluster.address."
+            f"{total} devices are needed: {words}, and this host has {len(visible)} GPUs. Use "
+            "fewer, or name a Ray cluster with cluster.address."
         )
     return num_cpus, len(left), environment | {"CUDA_VISIBLE_DEVICES": ",".join(left)}
 
