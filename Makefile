@@ -17,7 +17,6 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # vLLM pins what it needs, other versions than ours: it has an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
-VLLM_TORCH := $(shell grep '^torch==' constraints-vllm.txt)
 
 help:
 	@echo "make quickstart   train a tiny model on this machine and draw its report"
@@ -89,7 +88,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 # Of what vLLM requires three packages are left out: torchvision, torchaudio and torchcodec, whose
 # builds outside the index above want CUDA, and which text does not need.
 $(VLLM_VENV)/.installed: constraints-vllm.txt pyproject.toml | $(VLLM_BIN)/python
-	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps $(CPU_INDEX) "$(VLLM_TORCH)")
+	@$(call quietly, \
+	  $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps $(CPU_INDEX) "torch==$(TORCH)+cpu" \
+	  || $(VLLM_BIN)/python $(PIP_INSTALL) "torch==$(TORCH)")
 	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --requirement constraints-vllm.txt)
 	@$(call quietly, $(VLLM_BIN)/python $(PIP_INSTALL) --no-deps --editable .)
 	@touch $@
