@@ -20,4 +20,5 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # in what a reward function is given
     )

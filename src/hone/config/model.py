@@ -9,13 +9,7 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["LoraConfig", "ModelConfig", "ProjectionName", "TrainedModelConfig"]
-
-
-ProjectionName = Literal[
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-]
-"""Linear layers of a decoder layer: the served families have the same."""
+__all__ = ["LoraConfig", "ModelConfig", "TrainedModelConfig"]
 
 
 class LoraConfig(Section):
@@ -27,7 +21,7 @@ class LoraConfig(Section):
     alpha: float = Field(default=32.0, gt=0)
     """The adapters' output is scaled by `alpha / rank`."""
 
-    target_modules: tuple[ProjectionName, ...] = ()
+    target_modules: tuple[str, ...] = ()
     """Projections that get adapters, by name (`q_proj`, ...); none named: all of a layer's."""
 
     load_in_4bit: bool = False

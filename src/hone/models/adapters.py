@@ -201,8 +201,8 @@ def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
     """Freeze a model and give the projections of its decoder layers adapters, in place.
 
     `seed` draws them, on the CPU: they are equal wherever the model lies. Those of a model whose
-    weights are deferred come with these. Raises UserError with `cfg.load_in_4bit` for widths that
-    are no multiple of a block.
+    weights are deferred come with these. Raises UserError where `cfg.target_modules` names none of
+    the model's, and with `load_in_4bit` for widths that are no multiple of a block.
     """
     targets = _targets(model, cfg)
     model.requires_grad_(False)
@@ -262,10 +262,17 @@ def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear]:
     layers = cast(nn.ModuleList, model.base_model.layers)
     inside = {module for module in layers.modules() if isinstance(module, nn.Linear)}
     found = {path: m for path, m in model.named_modules() if m in inside}
+    names = sorted({path.rpartition(".")[2] for path in found})
+    wanted = cfg.target_modules or names
+    if unknown := [name for name in wanted if name not in names]:
+        raise UserError(
+            f"model.lora.target_modules names {', '.join(unknown)}, which this model has not; its "
+            f"layers have {', '.join(names)}"
+        )
     chosen = {
         path: cast(nn.Linear, layer)
         for path, layer in found.items()
-        if not cfg.target_modules or path.rpartition(".")[2] in cfg.target_modules
+        if path.rpartition(".")[2] in wanted
     }
     for path, layer in chosen.items():
         if cfg.load_in_4bit and layer.weight.numel() % BLOCK:
