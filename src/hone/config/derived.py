@@ -33,6 +33,7 @@ __all__ = [
     "optimizer_steps_per_rollout",
     "plain_layers_reason",
     "samples_per_optimizer_step",
+    "trainers_hold_reference",
 ]
 
 FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -66,6 +67,12 @@ def optimizer_steps_per_rollout(cfg: RLConfig) -> int:
     """Optimizer steps that one rollout is used for, over all its epochs."""
     prompts = cfg.rollout.prompts_per_step
     return _ceil(prompts, cfg.trainer.prompts_per_minibatch or prompts) * cfg.trainer.num_epochs
+
+
+def trainers_hold_reference(cfg: RLConfig) -> bool:
+    """Whether there is a frozen model beside the policy: the KL term has one, unless that is the
+    base of adapters, or has devices of its own."""
+    return cfg.algorithm.kl.coef > 0 and not (cfg.model.lora.rank or cfg.cluster.num_references)
 
 
 def samples_per_optimizer_step(cfg: RLConfig) -> int:

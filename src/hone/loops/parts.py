@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
 from hone.config.checks.schedule import evaluates
-from hone.config.derived import optimizer_steps_per_rollout
+from hone.config.derived import optimizer_steps_per_rollout, trainers_hold_reference
 from hone.config.model import ModelConfig
 from hone.config.reward import RewardConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
@@ -343,7 +343,7 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
             max_completion_tokens=cfg.rollout.max_completion_tokens,
             total_steps=cfg.run.steps * optimizer_steps_per_rollout(cfg),
             seed=cfg.run.seed,
-            reference=load() if _has_reference(cfg) else None,
+            reference=load() if trainers_hold_reference(cfg) else None,
             dump_dir=begin.dir,
             exact=cfg.model.exact,
             mesh=mesh,
@@ -404,12 +404,6 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
         begin.save_config()
         restore_random_state(random_state)  # whatever the engine has drawn to profile itself
         yield parts
-
-
-def _has_reference(cfg: RLConfig) -> bool:
-    """Whether the trainers hold a frozen model beside the policy."""
-    is_needed = cfg.algorithm.kl.coef > 0 and not cfg.model.lora.rank
-    return is_needed and not cfg.cluster.num_references
 
 
 def _sampled_model(

@@ -27,6 +27,7 @@ from hone.config.derived import (
     kv_dtype,
     layout,
     samples_per_optimizer_step,
+    trainers_hold_reference,
 )
 from hone.config.model_facts import ModelFacts
 from hone.config.tree import RLConfig
@@ -153,8 +154,7 @@ class RunMemory:
     @property
     def reference(self) -> int:
         """The frozen model of the KL term, sharded in every stage; with adapters it is the base."""
-        is_elsewhere = self.cfg.cluster.num_references > 0
-        if self.cfg.algorithm.kl.coef == 0 or self.cfg.model.lora.rank or is_elsewhere:
+        if not trainers_hold_reference(self.cfg):
             return 0
         sizes, zero_stage = self.sizes, self.cfg.trainer.parallel.zero_stage
         parts = sizes.fsdp * sizes.tensor if zero_stage else sizes.world

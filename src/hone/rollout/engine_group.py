@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from time import monotonic, sleep
 from typing import Any, Protocol
@@ -95,18 +94,10 @@ class LocalHandle:
     def call(self, method: str, /, *args: Any) -> Pending:
         if method == "poll":
             return _LocalPoll(self._host, *args)
-        return _LocalCall(self._host.start(method, *args))
+        return self._host.start(method, *args)
 
     def kill(self) -> None:
         self._host.abandon()
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalCall:
-    future: Future[Any]
-
-    def result(self, timeout_s: float) -> Any:
-        return self.future.result(timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

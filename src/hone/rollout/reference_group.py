@@ -51,19 +51,11 @@ class LocalReference:
 
     def call(self, method: str, /, *args: Any) -> Pending:
         """Begin a call of a method of the scorer, after those before it."""
-        return _LocalCall(self._thread.submit(getattr(self._scorer, method), *args))
+        return self._thread.submit(getattr(self._scorer, method), *args)
 
     def kill(self) -> None:
         """Begin no further call."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _LocalCall:
-    future: Future[Any]
-
-    def result(self, timeout_s: float) -> Any:
-        return self.future.result(timeout_s)
 
 
 @dataclass(slots=True, eq=False)

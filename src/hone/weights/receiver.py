@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hone.models.manifest import build_manifest, compare
 from hone.types import Engine, TensorRecord, WeightManifest
-from hone.weights.adapted import Holding, KeptBase, MergeDiffersError, Way, lacks_room
+from hone.weights.adapted import Cut, Holding, KeptBase, MergeDiffersError, Way, lacks_room
 from hone.weights.buckets import Bucket, Entry
 from hone.weights.link import Board, Link, LinkError, join_store
 from hone.weights.protocol import (
@@ -99,7 +99,7 @@ class WeightReceiver:
         """The manifest that the engine's own tensors must have."""
         if diff := match_layout(self._part_shapes(spec.entries), delivery.targets):
             raise RuntimeError(f"it cannot take version {spec.version}: {diff.describe()}")
-        way = self._way(spec, board)
+        way, cuts = self._way(spec, board)
         assert self._store is not None
         self._link = Link.meet(self._store, board, self.device, self._link)
         arrived: dict[str, TensorRecord] = {}
@@ -130,7 +130,7 @@ class WeightReceiver:
                 f"version {spec.version} did not arrive as it was sent: {diff.describe()}"
             )
         if base is not None and way is not Way.MERGED:
-            self._require_same(spec, way, base, proof, merged)
+            self._require_same(way, base, proof, cuts, merged)
         board.put(RECEIVED)
         board.gather(RECEIVED)
         if way is Way.ADAPTERS:
@@ -141,36 +141,37 @@ class WeightReceiver:
             self._base, base.arrived = base, arrived
         return manifest
 
-    def _way(self, spec: ReceiveSpec, board: Board) -> Way:
-        """What comes, which the sender chooses once all ranks have said what they hold."""
+    def _way(self, spec: ReceiveSpec, board: Board) -> tuple[Way, Mapping[str, Cut]]:
+        """What comes, which the sender chooses once all ranks have said what they hold, and this
+        rank's parts of what is merged."""
         if spec.adapters is None:
-            return Way.MERGED
+            return Way.MERGED, {}
         shard, objection = self.engine.shard, self._objection
         if objection is None and self._base is None:
             objection = lacks_room(KeptBase.layout(spec.adapters, shard), self._memory)
-        board.put(HOLDS, Holding.of(self._base, spec.adapters, shard, self.device, objection))
-        return board.gather(CHOSE, [0])[0]
+        holding = Holding.of(self._base, spec.adapters, shard, self.device, objection)
+        board.put(HOLDS, holding)
+        return board.gather(CHOSE, [0])[0], holding.cuts
 
     def _require_same(
         self,
-        spec: ReceiveSpec,
         way: Way,
         base: KeptBase,
         proof: Proof,
+        cuts: Mapping[str, Cut],
         merged: Mapping[str, TensorRecord],
     ) -> None:
         """Raise MergeDiffersError unless this rank has merged what the sender has, and the sender
         has frozen what it had when this rank got it."""
-        assert spec.adapters is not None
-        cuts = Holding.of(base, spec.adapters, self.engine.shard, self.device).cuts
         wanted = {weight: proof.merged[cut.name(weight)] for weight, cut in cuts.items()}
         frozen = {name: base.arrived[name] for name in proof.frozen}
-        expected = WeightManifest(spec.version, {**wanted, **proof.frozen})
-        if diff := compare(expected, WeightManifest(spec.version, {**merged, **frozen})):
+        version = proof.sent.version
+        expected = WeightManifest(version, {**wanted, **proof.frozen})
+        if diff := compare(expected, WeightManifest(version, {**merged, **frozen})):
             if way is Way.BASE:
                 self._objection = "it has merged to other bits than the trainer"
             raise MergeDiffersError(
-                f"what it has merged, or kept, for version {spec.version} is not what the trainer "
+                f"what it has merged, or kept, for version {version} is not what the trainer "
                 f"has: {diff.describe()}"
             )
 

@@ -60,7 +60,7 @@ from hone.config.checks.schedule import (
     evaluates,
 )
 from hone.config.checks.vllm import check_vllm, check_vllm_sleep
-from hone.config.derived import kv_dtype, optimizer_steps_per_rollout
+from hone.config.derived import kv_dtype, optimizer_steps_per_rollout, trainers_hold_reference
 from hone.config.model_facts import ModelFacts
 from hone.config.rollout import GenerationConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
@@ -96,8 +96,7 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
             cfg.model,
             world_size=world_size,
             facts=facts,
-            has_reference=cfg.algorithm.kl.coef > 0
-            and not (cfg.model.lora.rank or cfg.cluster.num_references),
+            has_reference=trainers_hold_reference(cfg),
         ),
         check_cluster(cfg, world_size),
         check_pipeline(cfg),
