@@ -34,8 +34,9 @@ from hone.config.trainer import TrainerConfig
 from hone.distributed.mesh import Mesh, MeshSizes
 from hone.distributed.processes import processes
 from hone.models.decoder import head_weight
+from hone.trainer.gathering import whole
 from hone.trainer.packing import AttentionCost, plan
-from hone.trainer.sharded import ShardedPolicy, whole
+from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.trainer import PolicyTrainer
 from hone.types import Trajectory
 from tests.gpu.models import build

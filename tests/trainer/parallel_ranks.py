@@ -17,8 +17,9 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hone.checkpoint.sharded import take
 from hone.checkpoint.store import CheckpointStore
@@ -31,6 +32,7 @@ from hone.distributed.mesh import Mesh, MeshSizes
 from hone.models.adapters import adapt
 from hone.models.manifest import export_weights
 from hone.observe.metrics import to_scalars
+from hone.trainer import gathering as gathering_room
 from hone.trainer import learner, precision, scoring, sharded
 from hone.trainer.host_state import HostGradients, StreamedGradients
 from hone.trainer.sharded import ShardedPolicy
@@ -155,6 +157,31 @@ def whole(tensor):
 
 def flatten(tensors):
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def gathering():
+    """Differences between tensors gathered together and one by one, for several sizes of groups."""
+    world = dist.get_world_size()
+    grids = {"one axis": (world,), "two copies": (world // 2, 2)} if world > 2 else {"": (world,)}
+    found = {}
+    for name, sizes in grids.items():
+        grid = init_device_mesh("cpu", sizes)
+        copies = [Replicate()] * (len(sizes) - 1)
+        torch.manual_seed(1)
+        values = [torch.randn(n, 3) for n in (8, 4, 5, 16, 1)] + [torch.randn(12), torch.randn(8)]
+        spread = [distribute_tensor(value, grid, [*copies, Shard(0)]) for value in values]
+        spread[3] = distribute_tensor(values[3][:, :2], grid, [*copies, Shard(1)])
+        spread.insert(2, torch.randn(7))
+        asked = [(t, torch.bfloat16 if i % 5 == 1 else t.dtype) for i, t in enumerate(spread)]
+        for limit in (1, 100, 1 << 20):
+            with patch.object(gathering_room, "GATHER_BYTES", limit):
+                together = list(gathering_room.wholes(asked))
+            found[f"{name} {limit}"] = [
+                i
+                for i, ((tensor, dtype), value) in enumerate(zip(asked, together, strict=True))
+                if value.dtype != dtype or not torch.equal(value, whole(tensor).to(dtype))
+            ]
+    return found
 
 
 def layouts():
@@ -692,10 +719,13 @@ def one_by_one(counts):
     return taking
 
 
+PARTS = (axes, gathering, layouts, schedules, disagreements, offloaded)
+
+
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    found = {part.__name__: part() for part in (axes, layouts, schedules, disagreements, offloaded)}
+    found = {part.__name__: part() for part in PARTS}
     if dist.get_world_size() == 2:
         for part in (bfloat16, float8, planted, non_finite, weight_sync, reference, supervised):
             found[part.__name__] = part()

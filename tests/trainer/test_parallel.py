@@ -76,6 +76,11 @@ def test_shards_lie_on_neighbours(ranks, layout, shards, sharers):
     assert [outcome["sharers"] for outcome in outcomes] == sharers
 
 
+def test_tensors_gathered_together_are_those_gathered_one_by_one(ranks):
+    for found in ranks:
+        assert not any(found["gathering"].values())
+
+
 def test_R1_R8_every_layout_computes_what_one_process_does(ranks):
     first = ranks[0]["layouts"]
     assert first.keys() == runs(len(ranks)).keys()

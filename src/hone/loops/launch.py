@@ -30,9 +30,9 @@ from hone.distributed.watch import Watch
 from hone.loops.resuming import announce, find_checkpoint, save_config
 from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
+from hone.trainer.gathering import wholes
 from hone.trainer.learner import Learner
 from hone.trainer.policy import Policy
-from hone.trainer.sharded import whole
 
 __all__ = [
     "Launch",
@@ -212,6 +212,6 @@ def load_for_training(
 
 
 def _wholes(masters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Gather tensors of which processes hold parts, one after the other."""
-    for name, master in masters.items():
-        yield name, whole(master.detach())
+    """Gather tensors of which processes hold parts."""
+    values = ((master.detach(), master.dtype) for master in masters.values())
+    yield from zip(masters, wholes(values), strict=True)

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hone.types import TensorRecord, WeightManifest
 
-__all__ = ["ManifestDiff", "build_manifest", "compare", "export_weights"]
+__all__ = ["ManifestBuilder", "ManifestDiff", "build_manifest", "compare", "export_weights"]
 
 ROW_WORDS = 16384
 GROUP_WORDS = 1 << 26
@@ -49,6 +49,7 @@ def build_manifest(
     version: int,
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    are_held: bool = False,
 ) -> WeightManifest:
     """Describe weights: one record a name, with the checksum of the exact bits.
 
@@ -56,36 +57,56 @@ def build_manifest(
     `tied_to`, so a change of tie state is a difference even where the values agree.
 
     `dtypes` casts a tensor before it is described, as the sync that exports it does. The work stays
-    on the tensors' device (one device for all); the host waits for it after every `GROUP_WORDS`.
-    Tensors made on the fly need not all exist at once: each is let go once it is described.
+    on the tensors' device (one device for all). Tensors made on the fly need not all exist at once:
+    they are let go after every `GROUP_WORDS`. Ones that `are_held` elsewhere take one launch.
     """
-    entries: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {}
-    owners: dict[object, tuple[str, StorageWeakRef]] = {}
+    builder = ManifestBuilder(dtypes, group_words=None if are_held else GROUP_WORDS)
+    for name, tensor in named:
+        builder.add(name, tensor)
+    return builder.finish(version)
 
-    def distinct() -> Iterator[Tensor]:
-        for name, tensor in named:
-            dtype = tensor.dtype if dtypes is None else dtypes.get(name, tensor.dtype)
-            owner, storage = owners.get(memory_of(tensor), (name, None))
-            if storage is None or storage.expired():  # the same address is not the same memory
-                owner = name
-                owners[memory_of(tensor)] = name, StorageWeakRef(tensor.untyped_storage())
-            entries[name] = tuple(tensor.shape), dtype, owner
-            if owner == name:
-                yield tensor.to(dtype)
 
-    values = checksums(distinct())
-    first_names = [name for name, (_, _, owner) in entries.items() if owner == name]
-    checksum_of = dict(zip(first_names, values, strict=True))
-    records = {
-        name: TensorRecord(
-            shape=shape,
-            dtype=str(dtype).removeprefix("torch."),
-            checksum=checksum_of[owner],
-            tied_to=None if owner == name else owner,
-        )
-        for name, (shape, dtype, owner) in entries.items()
-    }
-    return WeightManifest(version=version, tensors=records)
+class ManifestBuilder:
+    """`build_manifest` for a caller who does more with weights that come one by one."""
+
+    def __init__(
+        self, dtypes: Mapping[str, torch.dtype] | None = None, *, group_words: int | None = None
+    ) -> None:
+        """Without `group_words` weights are let go at `flush` alone."""
+        self._dtypes = dtypes or {}
+        self._entries: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {}
+        self._owners: dict[object, tuple[str, StorageWeakRef]] = {}
+        self._checksums = _Checksums(group_words)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        dtype = self._dtypes.get(name, tensor.dtype)
+        memory = memory_of(tensor)
+        owner, storage = self._owners.get(memory, (name, None))
+        if storage is None or storage.expired():  # the same address is not the same memory
+            owner = name
+            self._owners[memory] = name, StorageWeakRef(tensor.untyped_storage())
+        self._entries[name] = tuple(tensor.shape), dtype, owner
+        if owner == name:
+            self._checksums.add(tensor.to(dtype))
+
+    def flush(self) -> None:
+        """Let go of all weights. On a GPU the work has only begun."""
+        self._checksums.flush()
+
+    def finish(self, version: int) -> WeightManifest:
+        """Wait for the work, and return what was added."""
+        owners = [name for name, (_, _, owner) in self._entries.items() if owner == name]
+        checksum_of = dict(zip(owners, self._checksums.values(), strict=True))
+        records = {
+            name: TensorRecord(
+                shape=shape,
+                dtype=str(dtype).removeprefix("torch."),
+                checksum=checksum_of[owner],
+                tied_to=None if owner == name else owner,
+            )
+            for name, (shape, dtype, owner) in self._entries.items()
+        }
+        return WeightManifest(version=version, tensors=records)
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
@@ -150,27 +171,43 @@ def _difference(expected: TensorRecord, actual: TensorRecord) -> str:
     return f"tied to {found}, expected tied to {wanted}"
 
 
-def checksums(tensors: Iterable[Tensor], *, group_words: int = GROUP_WORDS) -> list[int]:
+def checksums(tensors: Iterable[Tensor], *, group_words: int | None = GROUP_WORDS) -> list[int]:
     """The checksum of each tensor's bits in row-major order; strides do not matter.
 
-    Tensors are taken in groups of about `group_words`, so that ones made on the fly need not all
-    exist at once. Grouping changes no value.
+    Tensors are let go in groups of about `group_words`, if it is given. Grouping changes no value.
     """
-    num_rows: list[int] = []
-    sums: list[Tensor] = []
-    group: list[Tensor] = []
-    size = 0
+    found = _Checksums(group_words)
     for tensor in tensors:
+        found.add(tensor)
+    return found.values()
+
+
+class _Checksums:
+    """Row sums of tensors as they come, and checksums in the end."""
+
+    def __init__(self, group_words: int | None) -> None:
+        self._group_words = group_words
+        self._group: list[Tensor] = []
+        self._size = 0
+        self._sums: list[Tensor] = []
+        self._num_rows: list[int] = []
+
+    def add(self, tensor: Tensor) -> None:
         words = _words(tensor)
-        num_rows.append(-(-words.numel() // ROW_WORDS))
-        group.append(words)
-        size += words.numel()
-        if size >= group_words:
-            sums.append(_row_sums(group))
-            group, size = [], 0
-    if group:
-        sums.append(_row_sums(group))
-    return _combine(sums, num_rows)
+        self._num_rows.append(-(-words.numel() // ROW_WORDS))
+        self._group.append(words)
+        self._size += words.numel()
+        if self._group_words is not None and self._size >= self._group_words:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._group:
+            self._sums.append(_row_sums(self._group))
+            self._group, self._size = [], 0
+
+    def values(self) -> list[int]:
+        self.flush()
+        return _combine(self._sums, self._num_rows)
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ def row_sums(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
     offset = (np.arange(num_rows.sum()) - np.repeat(num_rows.cumsum() - num_rows, num_rows)) * width
     address = np.repeat([words.data_ptr() for words in tensors], num_rows) + 4 * offset
     length = np.repeat(num_words, num_rows) - offset
-    rows = torch.from_numpy(np.stack([address, length])).to(table.device)
+    # From page-locked memory, so that the host does not wait for what the device has to do before.
+    rows = torch.from_numpy(np.stack([address, length])).pin_memory()
+    rows = rows.to(table.device, non_blocking=True)
     sums = torch.empty_like(rows[0])
     if len(sums):
         _row_sums_kernel[(len(sums),)](*rows, table, sums, WIDTH=width, num_warps=16)

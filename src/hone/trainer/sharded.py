@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import StoredTensor, laid_out, local_part, region_of, take
@@ -43,6 +43,7 @@ from hone.distributed.mesh import Mesh
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, take_source
 from hone.observe.metrics import Mean, Metrics
+from hone.trainer.gathering import wholes
 from hone.trainer.host_state import (
     HostGradients,
     HostMasters,
@@ -57,7 +58,7 @@ from hone.trainer.policy import (
     require_layout,
 )
 
-__all__ = ["ShardedModel", "ShardedPolicy", "whole"]
+__all__ = ["ShardedModel", "ShardedPolicy"]
 
 T = TypeVar("T")
 
@@ -281,15 +282,17 @@ class ShardedPolicy(BasePolicy):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under Hugging Face names in the format that computes.
 
-        Collective: each is gathered when it is asked for, and exists as long as the caller holds
-        it. A tied parameter comes under each of its names, one after the other.
+        Collective: they are gathered some at a time (`wholes`), and each exists as long as the
+        caller holds it. A tied parameter comes under each of its names, one after the other.
         """
         names: dict[Tensor, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             names.setdefault(value, []).append(name)
-        for value, tied in names.items():
-            is_parameter = isinstance(value, nn.Parameter)
-            gathered = whole(value.detach().to(self.dtype) if is_parameter else value)
+        values = (
+            (value.detach(), self.dtype if isinstance(value, nn.Parameter) else value.dtype)
+            for value in names
+        )
+        for tied, gathered in zip(names.values(), wholes(values), strict=True):
             for name in tied:
                 yield name, gathered
 
@@ -419,28 +422,6 @@ def _fill(
     source.give(take_part, device=device)
     if awaited:
         raise RuntimeError(f"{len(awaited)} tensors were not loaded, as {min(awaited)}")
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gathered from all processes that have parts of it. Collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local, grid = tensor.to_local(), tensor.device_mesh
-    if local.device.type != grid.device_type:  # offloaded: what gathers it is on the devices
-        tensor = DTensor.from_local(
-            local,
-            grid,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    # One axis after the other, which is how shards over several have been cut.
-    placements = list(tensor.placements)
-    for dim in range(len(placements)):
-        placements[dim] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
 
 
 def _num_copies(parameter: Tensor) -> int:

@@ -178,7 +178,9 @@ class Link:
         except RuntimeError as error:
             raise LinkError(
                 f"{board.names[board.rank]} could not connect to the others "
-                f"({', '.join(n for n in board.names if n != board.names[board.rank])}): {error}"
+                f"({', '.join(n for n in board.names if n != board.names[board.rank])}): {error}. "
+                "Each announces the address of one network interface; GLOO_SOCKET_IFNAME, set "
+                "where a process starts, names another."
             ) from error
 
     @classmethod

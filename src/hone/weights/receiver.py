@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.models.manifest import build_manifest, compare
+from hone.models.manifest import ManifestBuilder, build_manifest, compare
 from hone.types import Engine, TensorRecord, WeightManifest
 from hone.weights.adapted import Cut, Holding, KeptBase, MergeDiffersError, Way, lacks_room
 from hone.weights.buckets import Bucket, Entry
@@ -102,12 +102,14 @@ class WeightReceiver:
         way, cuts = self._way(spec, board)
         assert self._store is not None
         self._link = Link.meet(self._store, board, self.device, self._link)
-        arrived: dict[str, TensorRecord] = {}
+        arriving = ManifestBuilder()
         merged: dict[str, TensorRecord] = {}
         base = self._base
-        coming = self._arriving(spec, way, self._link, board, arrived)
+        coming = self._arriving(spec, way, self._link, board, arriving)
         if way is Way.MERGED:
-            own = delivery.sources(coming)
+            # The sender has looked at them.
+            own = delivery.sources(coming, are_finite=True)
+            own = _unlike(own, spec.entries, delivery)
         else:
             assert spec.adapters is not None
             if way is Way.BASE:
@@ -120,12 +122,15 @@ class WeightReceiver:
             parts = _recorded(parts, spec.adapters.merged_names, merged)
             own = delivery.sources(parts, are_parts=True)
         manifest = build_manifest(own, spec.version, dtypes=delivery.dtypes)
+        arrived = arriving.finish(spec.version)
+        if way is Way.MERGED:
+            manifest = WeightManifest(spec.version, {**arrived.tensors, **manifest.tensors})
         proof: Proof = board.gather(SENT, [0])[0]
         if proof.sent.version != spec.version:
             raise RuntimeError(
                 f"version {spec.version} was announced, and {proof.sent.version} came"
             )
-        if diff := compare(proof.sent, WeightManifest(spec.version, arrived)):
+        if diff := compare(proof.sent, arrived):
             raise RuntimeError(
                 f"version {spec.version} did not arrive as it was sent: {diff.describe()}"
             )
@@ -138,7 +143,7 @@ class WeightReceiver:
             return WeightManifest(spec.version, {**base.records, **manifest.tensors})
         if way is Way.BASE:
             assert base is not None
-            self._base, base.arrived = base, arrived
+            self._base, base.arrived = base, arrived.tensors
         return manifest
 
     def _way(self, spec: ReceiveSpec, board: Board) -> tuple[Way, Mapping[str, Cut]]:
@@ -184,14 +189,9 @@ class WeightReceiver:
         }
 
     def _arriving(
-        self,
-        spec: ReceiveSpec,
-        way: Way,
-        link: Link,
-        board: Board,
-        records: dict[str, TensorRecord],
+        self, spec: ReceiveSpec, way: Way, link: Link, board: Board, arrived: ManifestBuilder
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights as they come, and write down what they are."""
+        """Yield whole weights as they come, and add them to what has `arrived`."""
         waiting = deque(spec.buckets(way))
         coming: deque[tuple[Bucket, Tensor, dist.Work]] = deque()
         while waiting or coming:
@@ -204,10 +204,22 @@ class WeightReceiver:
             coming.popleft()
             named = dict(bucket.named_views(buffer.to(self.device)))
             del buffer
-            # Bucket by bucket: all names of one memory are in the same.
-            records |= build_manifest(named.items(), spec.version).tensors
+            for name, tensor in named.items():
+                arrived.add(name, tensor)
+            arrived.flush()
             yield from named.items()
             del named  # before there is memory for another bucket
+
+
+def _unlike(
+    parts: Iterable[tuple[str, Tensor]], entries: Iterable[Entry], delivery: Delivery
+) -> Iterator[tuple[str, Tensor]]:
+    """Parts that are not, bit for bit, the whole tensors that arrived, of which there are records
+    already."""
+    shapes = {name: entry.shape for entry in entries for name in entry.names}
+    for name, part in parts:
+        if tuple(part.shape) != shapes[name] or not delivery.is_as_it_came(name, part):
+            yield name, part
 
 
 def _recorded(

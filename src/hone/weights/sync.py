@@ -91,19 +91,33 @@ class Delivery:
         self._engine = engine
 
     def sources(
-        self, named: Iterable[tuple[str, Tensor]], *, are_parts: bool = False
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        *,
+        are_parts: bool = False,
+        are_finite: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the engine's part of each weight, after its delivery. `named` are whole weights or,
-        with `are_parts`, those parts."""
+        with `are_parts`, those parts. With `are_finite` they are in their own number format, and
+        are looked at only where the engine's is another."""
         for group in in_groups(named, GROUP_BYTES):
             # Of whole weights, so that engines with different parts of them all refuse.
-            check_finite({n: t for n, t in group.items() if n in self.targets}, self.dtypes)
+            doubtful = {
+                name: tensor
+                for name, tensor in group.items()
+                if name in self.targets and not (are_finite and self.is_as_it_came(name, tensor))
+            }
+            check_finite(doubtful, self.dtypes)
             parts = group
             if not are_parts:
                 parts = {name: self._engine.shard(name, tensor) for name, tensor in group.items()}
             self.shapes |= {name: part.shape for name, part in parts.items()}
             self._deliver(parts)
             yield from parts.items()
+
+    def is_as_it_came(self, name: str, tensor: Tensor) -> bool:
+        """Whether the engine holds that part in the number format of `tensor`."""
+        return self.dtypes.get(name) == tensor.dtype
 
     def _deliver(self, parts: Mapping[str, Tensor]) -> None:
         pairs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
@@ -119,11 +133,13 @@ class Delivery:
 def in_groups(named: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
     """Neighbours of at least `limit` bytes together, as far as they go."""
     group: dict[str, Tensor] = {}
+    num_bytes = 0
     for name, tensor in named:
         group[name] = tensor
-        if sum(t.nbytes for t in group.values()) >= limit:
+        num_bytes += tensor.nbytes
+        if num_bytes >= limit:
             yield group
-            group = {}
+            group, num_bytes = {}, 0
     if group:
         yield group
 

@@ -1,0 +1,103 @@
+"""Whole tensors from parts that processes hold, many of them in one collective.
+
+A model of 8B weights has 399 tensors, most of them small: asked for one by one, each costs more in
+launches and in waiting for the other processes than in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, groupby, pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from hone.trainer.tensor import gather_rows
+
+__all__ = ["whole", "wholes"]
+
+GATHER_BYTES = 1 << 27
+"""Whole tensors that are gathered at a time; a larger one travels alone."""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathered from all processes that have parts of it. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local, grid = tensor.to_local(), tensor.device_mesh
+    if local.device.type != grid.device_type:  # offloaded: what gathers it is on the devices
+        tensor = DTensor.from_local(
+            local,
+            grid,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    # One axis after the other, which is how shards over several have been cut.
+    placements = list(tensor.placements)
+    for dim in range(len(placements)):
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def wholes(tensors: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
+    """Each tensor as `whole(tensor.to(dtype))` gives it, in order. Collective.
+
+    Neighbours whose rows are dealt out evenly over one and the same axis travel together, up to
+    `GATHER_BYTES` of them. They are gathered when the first is asked for, each is made when it is
+    asked for itself, and exists as long as the caller holds it.
+    """
+    for (axis, dtype), neighbours in groupby(tensors, lambda item: (_axis(item[0]), item[1])):
+        if axis is None:
+            for tensor, _ in neighbours:
+                yield whole(tensor.to(dtype))
+            continue
+        for group in _in_groups((tensor for tensor, _ in neighbours), dtype):
+            yield from _together(group, axis, dtype)
+
+
+def _axis(tensor: Tensor) -> dist.ProcessGroup | None:
+    """The processes among which a tensor's rows are dealt out evenly; None where they are not."""
+    if not isinstance(tensor, DTensor):
+        return None
+    split = [dim for dim, p in enumerate(tensor.placements) if not p.is_replicate()]
+    if len(split) != 1 or not tensor.placements[split[0]].is_shard(0):
+        return None
+    if tensor.shape[0] % tensor.device_mesh.size(split[0]):
+        return None
+    return tensor.device_mesh.get_group(split[0])
+
+
+def _in_groups(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[list[DTensor]]:
+    group: list[DTensor] = []
+    total = 0
+    for tensor in tensors:
+        assert isinstance(tensor, DTensor)
+        num_bytes = tensor.numel() * dtype.itemsize
+        if group and total + num_bytes > GATHER_BYTES:
+            yield group
+            group, total = [], 0
+        group.append(tensor)
+        total += num_bytes
+    if group:
+        yield group
+
+
+def _together(
+    group: list[DTensor], axis: dist.ProcessGroup, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """The whole tensors of a group, as `dtype`."""
+    parts = [tensor.to_local() for tensor in group]
+    ends = [0, *accumulate(part.numel() for part in parts)]
+    own = torch.empty(ends[-1], dtype=dtype, device=group[0].device_mesh.device_type)
+    for part, (start, end) in zip(parts, pairwise(ends), strict=True):
+        own[start:end].view(part.shape).copy_(part)
+    gathered = gather_rows(own[None], axis)
+    del own, parts
+    for tensor, (start, end) in zip(group, pairwise(ends), strict=True):
+        # Of a tensor that has travelled alone this is the buffer itself.
+        yield gathered[:, start:end].reshape(tensor.shape)
