@@ -218,7 +218,7 @@ def test_exact_mode_reaches_model_and_engine(
     [
         (["--workload=unifrom"], ["'unifrom'", "Did you mean 'uniform'?"]),
         (["--workload=nothing.jsonl"], ["neither a file of requests nor one of decode, uniform"]),
-        (["--against=vllm"], ["package `vllm` is not installed"]),
+        (["--against=vllm"], ["against=vllm needs the `vllm` library"]),
         (["--against=sglang"], ["against: got 'sglang'"]),
         (["--model.shape=qwen3-0.6b"], ["both model.path and model.shape are set"]),
         (["--model.path=null"], ["neither model.path nor model.shape is set"]),

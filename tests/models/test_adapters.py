@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.attention import PackedContext
 from hone.config.errors import UserError
-from hone.config.model import LoraConfig, ModelConfig
+from hone.config.model import PROJECTIONS, LoraConfig, ModelConfig
 from hone.models import adapters
 from hone.models.adapters import (
     ADAPTER,
@@ -30,6 +31,7 @@ from hone.models.adapters import (
 from hone.models.decoder import head_logits, hidden_states
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
+from hone.models.support import FAMILIES
 from hone.models.tiny import make_tiny_model
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -211,8 +213,18 @@ def test_chosen_targets_alone_are_adapted(folder):
 
 def test_unknown_targets_are_named_with_those_there_are(folder):
     cfg = LORA.model_copy(update={"target_modules": ("q_proj", "c_attn")})
-    with pytest.raises(UserError, match=r"names c_attn, .* have down_proj, gate_proj, k_proj"):
+    with pytest.raises(UserError, match=r"names c_attn; .* are down_proj, gate_proj, k_proj"):
         adapt(load(folder), cfg, seed=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_R22_what_is_checked_before_a_run_is_what_every_family_has(family):
+    config = AutoConfig.for_model(family, num_hidden_layers=2, hidden_size=64)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    adapt(model, LORA, seed=0)
+    paths = adapted_weights(model, lambda: export_weights(model)).projections
+    assert {path.rpartition(".")[2] for path in paths} == set(PROJECTIONS)
 
 
 def test_saved_adapters_are_peft_s(folder, tmp_path):

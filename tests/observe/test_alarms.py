@@ -123,13 +123,13 @@ AHEAD: dict[str, tuple[str, Scalars]] = {
         "perf/engine_busy_share",
         {"time/generate_s": 0.1, "time/step_s": 12.0, "perf/engine_busy_share": 0.3},
     ),
-    "stale_samples": ("off_policy/kl", {"off_policy/kl": 0.2}),
+    "stale_samples": ("off_policy/kl", {"off_policy/kl": 0.03}),
 }
 HEALTHY_AHEAD = {
     "time/generate_s": 1.0,
     "time/step_s": 12.0,
     "perf/engine_busy_share": 0.9,
-    "off_policy/kl": 0.01,
+    "off_policy/kl": 0.005,
 }
 
 

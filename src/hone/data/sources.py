@@ -19,13 +19,12 @@ from typing import Any
 from hone.config.data import SourceConfig
 from hone.config.errors import UserError
 from hone.config.extras import import_extra
-from hone.config.paths import DATA_SUFFIXES, must_be_local
+from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local
 
 __all__ = ["Row", "read_source", "short_name", "shorten", "source_names"]
 
 logger = logging.getLogger(__name__)
 
-SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -46,7 +45,7 @@ def read_source(source: SourceConfig) -> list[Row]:
     path = Path(source.path).expanduser()
     if path.is_file():
         rows = _read_file(path)
-    elif path.is_dir() and any((path / name).exists() for name in SAVED_DATASET_FILES):
+    elif is_saved_dataset(path):
         rows = _read_saved(path, source.split)
     elif path.is_dir():
         files = _files_of_split(path, source.split)
@@ -179,7 +178,7 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 
 def _import_pyarrow() -> Any:
     """pyarrow with its Parquet reader; JSON files do without it."""
-    import_extra("pyarrow", module="pyarrow.parquet", install="pyarrow", needed_by="this source")
+    import_extra("pyarrow", module="pyarrow.parquet", needed_by="this source")
     import pyarrow
 
     return pyarrow
@@ -187,7 +186,7 @@ def _import_pyarrow() -> Any:
 
 def _import_datasets() -> Any:
     """The optional `datasets` library."""
-    return import_extra("datasets", install="hone-rl[data]", needed_by="this source")
+    return import_extra("datasets", needed_by="this source")
 
 
 def _read_saved(path: Path, split: str) -> Iterator[Row]:

@@ -286,9 +286,14 @@ def recording(
                     config=cfg.model_dump(mode="json"),
                 )
             )
-            runs_ahead = isinstance(cfg, RLConfig) and cfg.pipeline.enabled
+            is_rl = isinstance(cfg, RLConfig)
             recorder.console = stack.enter_context(
-                Console(cfg.run.steps, done=begin.steps_done, runs_ahead=runs_ahead)
+                Console(
+                    cfg.run.steps,
+                    done=begin.steps_done,
+                    runs_ahead=is_rl and cfg.pipeline.enabled,
+                    has_reference=is_rl and cfg.algorithm.kl.coef > 0,
+                )
             )
         yield recorder
 

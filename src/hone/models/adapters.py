@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.config.errors import UserError
-from hone.config.model import LoraConfig
+from hone.config.model import LoraConfig, unknown_targets
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 
 __all__ = [
@@ -264,11 +264,8 @@ def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear]:
     found = {path: m for path, m in model.named_modules() if m in inside}
     names = sorted({path.rpartition(".")[2] for path in found})
     wanted = cfg.target_modules or names
-    if unknown := [name for name in wanted if name not in names]:
-        raise UserError(
-            f"model.lora.target_modules names {', '.join(unknown)}, which this model has not; its "
-            f"layers have {', '.join(names)}"
-        )
+    if (problem := unknown_targets(cfg, names)) is not None:
+        raise UserError(problem)
     chosen = {
         path: cast(nn.Linear, layer)
         for path, layer in found.items()

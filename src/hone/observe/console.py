@@ -1,8 +1,11 @@
 """What a person sees while a run goes on: one line a step, and a bar on a terminal.
 
-      step    reward  length   entropy        KL     tok/s     time  R_step
-         1     0.125   212.0      1.84   3.1e-04     9,512    12.4s    0.41
-         2     0.141   208.3      1.83   2.9e-04    10,006    11.8s    0.43
+      step    reward   length   entropy  KL_rollout     tok/s     time  R_step
+         1     0.125    212.0     1.840     3.1e-04     9,512    12.4s    0.41
+         2     0.141    208.3     1.832     2.9e-04    10,006    11.8s    0.43
+
+`KL_rollout` is how far the policy that is trained is from the one that sampled; with a KL term
+`KL_ref`, how far it is from the reference, stands in its place.
 
 Of steps that are over in less than half a second one in each half second has a line, and each that
 was evaluated. Without a terminal the same lines come without bar and colour, so that logs stay
@@ -28,7 +31,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-__all__ = ["AHEAD_COLUMNS", "RL_COLUMNS", "SFT_COLUMNS", "Column", "Console"]
+__all__ = ["SFT_COLUMNS", "Column", "Console", "rl_columns"]
 
 HEADER_EVERY = 40
 _LINE_EVERY_S = 0.5
@@ -71,21 +74,27 @@ _SPEED = (
     Column("R_step", ("perf/R_step", "perf/R_train"), 8, _ratio),
 )
 
-RL_COLUMNS = (
-    Column("reward", ("reward/mean",), 10, _compact),
-    Column("length", ("rollout/completion_tokens/mean",), 9, _compact),
-    Column("entropy", ("policy/entropy",), 10, _compact),
-    Column("KL", ("policy/ref_kl", "policy/approx_kl", "off_policy/mismatch_kl"), 10, _compact),
-    *_SPEED,
-)
 
-AHEAD_COLUMNS = (
-    *RL_COLUMNS[:2],
-    Column("stale", ("rollout/staleness/mean",), 7, _ratio),
-    Column("wait", ("time/generate_s",), 8, _seconds),
-    *RL_COLUMNS[3:],
-)
-"""Of a run that samples ahead: how old samples are, and how long training waited for them."""
+def rl_columns(*, runs_ahead: bool, has_reference: bool) -> tuple[Column, ...]:
+    """Of a run that samples ahead: how old samples are, and how long training waited for them; of
+    others the entropy. The divergence is from the reference where there is one."""
+    own = (Column("entropy", ("policy/entropy",), 10, _compact),)
+    if runs_ahead:
+        own = (
+            Column("stale", ("rollout/staleness/mean",), 7, _ratio),
+            Column("wait", ("time/generate_s",), 8, _seconds),
+        )
+    title, metric = (
+        ("KL_ref", "policy/ref_kl") if has_reference else ("KL_rollout", "off_policy/kl")
+    )
+    return (
+        Column("reward", ("reward/mean",), 10, _compact),
+        Column("length", ("rollout/completion_tokens/mean",), 9, _compact),
+        *own,
+        Column(title, (metric,), 12, _compact),
+        *_SPEED,
+    )
+
 
 SFT_COLUMNS = (
     Column("loss", ("train/loss",), 10, _compact),
@@ -99,8 +108,8 @@ class Console:
     """Prints step lines above a progress bar; a context manager.
 
     `done` steps of `total_steps` lie behind a resumed run. A column whose metric a step lacks
-    shows a dot, so that columns never move; a run that `runs_ahead` of its training has columns of
-    its own; an evaluation's score stands at the end of its line.
+    shows a dot, so that columns never move; which there are, `rl_columns` says; an evaluation's
+    score stands at the end of its line.
     """
 
     def __init__(
@@ -109,9 +118,10 @@ class Console:
         *,
         done: int = 0,
         runs_ahead: bool = False,
+        has_reference: bool = False,
         output: RichConsole | None = None,
     ) -> None:
-        self._rl_columns = AHEAD_COLUMNS if runs_ahead else RL_COLUMNS
+        self._rl_columns = rl_columns(runs_ahead=runs_ahead, has_reference=has_reference)
         self._console = output or RichConsole(highlight=False, soft_wrap=True)
         self._lines = 0
         self._total_steps = total_steps

@@ -122,7 +122,6 @@ class TensorBoardLogger(_ScalarsOnly):
         tensorboard = import_extra(
             "tensorboard",
             module="torch.utils.tensorboard",
-            install="tensorboard",
             needed_by="log.tensorboard",
         )
         self._writer = tensorboard.SummaryWriter(
@@ -201,7 +200,7 @@ class _MLflowLogger(_ScalarsOnly):
 
 
 def _tracker(name: str) -> Any:
-    return import_extra(name, install=f"hone-rl[{name}]", needed_by=f"log.{name}")
+    return import_extra(name, needed_by=f"log.{name}")
 
 
 class RunLog:

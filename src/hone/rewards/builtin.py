@@ -193,7 +193,7 @@ def warm_up_math() -> None:
     Unreadable completions score 0, so a broken installation would look like a model that is always
     wrong. Raises UserError where it is missing or broken.
     """
-    import_extra("math_verify", install="math-verify", needed_by="the reward `math`")
+    import_extra("math_verify", needed_by="the reward `math`")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
     if Math()(completion="so $x = \\frac{2}{4}$", answer="0.5") != 1.0:
         raise UserError(

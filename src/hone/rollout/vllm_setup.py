@@ -125,8 +125,7 @@ def import_vllm(device: torch.device) -> Any:
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the trainer's threads are bound to none
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    package = "vllm-cpu" if device.type == "cpu" else "vllm"
-    vllm = import_extra("vllm", install=package, needed_by="engine.backend=vllm")
+    vllm = import_extra("vllm", needed_by="engine.backend=vllm", on_cpu=device.type == "cpu")
     found = str(vllm.__version__)
     served = f"{'.'.join(map(str, OLDEST))} or more, below {'.'.join(map(str, TOO_NEW))}"
     if not OLDEST <= _numbers(found) < TOO_NEW:

@@ -123,6 +123,5 @@ def _torchao_float8() -> Any:
     return import_extra(
         "torchao",
         module="torchao.float8",
-        install="hone-rl[fp8]",
         needed_by="trainer.matmul_precision=fp8",
     )

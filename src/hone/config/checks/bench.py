@@ -32,7 +32,7 @@ from hone.config.checks.parallel import (
 )
 from hone.config.checks.vllm import check_vllm_bench
 from hone.config.engine import EngineConfig
-from hone.config.extras import is_installed
+from hone.config.extras import missing_extra
 from hone.config.model import ModelConfig, TrainedModelConfig
 from hone.config.model_facts import ModelFacts
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
@@ -141,12 +141,9 @@ def _comparison(cfg: BenchEngineConfig) -> Iterator[Finding]:
             "against",
             "engine.tensor_parallel_size",
         )
-    if not is_installed(against):
-        yield error(
-            f"against is {against}, but the package `{against}` is not installed for this Python. "
-            f"Install it (`pip install {against}`), or leave against unset.",
-            "against",
-        )
+    missing = missing_extra(against, needed_by=f"against={against}", on_cpu=cfg.run.device == "cpu")
+    if missing is not None:
+        yield error(f"{missing}. Or leave against unset.", "against")
 
 
 def _output(cfg: BenchEngineConfig | BenchTrainConfig) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.parallel import context_size
+from hone.config.extras import missing_extra
 from hone.config.tree import RLConfig
 
 __all__ = ["check_cluster", "check_pipeline", "check_references"]
@@ -34,14 +35,16 @@ def check_cluster(cfg: RLConfig, world_size: int | None) -> Iterator[Finding]:
             "cluster.update_weight_buffer_size",
             "cluster.num_engines",
         )
-    apart = "num_engines" if cluster.num_engines else "num_references"
+    apart = cluster.used_by
+    if (missing := missing_extra("ray", needed_by=apart)) is not None:
+        yield error(f"{missing}.", apart)
     if world_size is not None and world_size != cluster.num_trainers:
         yield error(
             f"cluster.num_trainers is {cluster.num_trainers}, but {world_size} training processes "
-            f"were asked for. With cluster.{apart} leave out --nproc; under torchrun start "
+            f"were asked for. With {apart} leave out --nproc; under torchrun start "
             "cluster.num_trainers processes.",
             "cluster.num_trainers",
-            f"cluster.{apart}",
+            apart,
         )
     if cluster.address is None and cluster.num_nodes > 1:
         yield error(

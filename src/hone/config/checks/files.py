@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hone.config.checks.finding import Finding, error, warning
 from hone.config.data import TEMPLATE_FIELD, DataConfig, SourceConfig
-from hone.config.extras import is_installed
+from hone.config.extras import missing_extra
 from hone.config.model import ModelConfig
-from hone.config.paths import DATA_SUFFIXES, must_be_local
+from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local
 from hone.config.run import LogConfig
 from hone.config.tree import EvaluateDataConfig
 
@@ -134,7 +134,7 @@ def _identity(source: SourceConfig) -> tuple[str, str, str | None]:
 
 
 def _source(source: SourceConfig, key: str) -> Iterator[Finding]:
-    path = Path(source.path)
+    path = Path(source.path).expanduser()
     if must_be_local(source.path) and not path.exists():
         present = sorted(x.name for x in path.parent.glob("*") if x.suffix in DATA_SUFFIXES)
         there = f" '{path.parent}' holds {', '.join(present[:5])}." if present else ""
@@ -149,6 +149,8 @@ def _source(source: SourceConfig, key: str) -> Iterator[Finding]:
             f"{', '.join(DATA_SUFFIXES)}.",
             f"{key}.path",
         )
+    elif (missing := _missing_reader(path, source.path, f"{key}.path")) is not None:
+        yield error(f"{missing}.", f"{key}.path")
     if source.answer_pattern is not None:
         try:
             re.compile(source.answer_pattern)
@@ -158,6 +160,20 @@ def _source(source: SourceConfig, key: str) -> Iterator[Finding]:
                 f"{problem}.",
                 f"{key}.answer_pattern",
             )
+
+
+def _missing_reader(path: Path, given: str, key: str) -> str | None:
+    """What to tell where a source cannot be read for want of a library, else None."""
+    if not path.exists():
+        reading = f"{key}: there is no file or folder '{given}', and reading it from the hub"
+        return missing_extra("datasets", needed_by=reading)
+    if is_saved_dataset(path):
+        saved = f"{key} '{given}' is a data set that `datasets` has saved, and reading it"
+        return missing_extra("datasets", needed_by=saved)
+    files = [path] if path.is_file() else path.iterdir()
+    kinds = {file.suffix for file in files if file.suffix in DATA_SUFFIXES}
+    # Of a folder that also has others, the files of one split are read.
+    return missing_extra("pyarrow", needed_by=f"{key} '{given}'") if kinds == {".parquet"} else None
 
 
 def _rendering(data: DataConfig, model: ModelConfig) -> Iterator[Finding]:
@@ -183,10 +199,8 @@ def _rendering(data: DataConfig, model: ModelConfig) -> Iterator[Finding]:
 
 def check_log(log: LogConfig) -> Iterator[Finding]:
     """Whether the trackers that are switched on are installed."""
-    for name in ("wandb", "mlflow", "trackio"):
-        if getattr(log, name) and not is_installed(name):
-            yield error(
-                f"log.{name} is on but the package is not installed; run "
-                f"`pip install 'hone-rl[{name}]'`, or switch log.{name} off.",
-                f"log.{name}",
-            )
+    for name in ("tensorboard", "wandb", "mlflow", "trackio"):
+        if not getattr(log, name):
+            continue
+        if (missing := missing_extra(name, needed_by=f"log.{name}")) is not None:
+            yield error(f"{missing}. Or switch log.{name} off.", f"log.{name}")

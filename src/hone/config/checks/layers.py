@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.checks.finding import Finding, error, warning
-from hone.config.extras import is_installed
-from hone.config.model import LoraConfig, TrainedModelConfig
+from hone.config.extras import missing_extra
+from hone.config.model import LoraConfig, TrainedModelConfig, unknown_targets
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
 ]
 
 _RANK = "model.lora.rank"
+_TARGETS = "model.lora.target_modules"
 _PRECISION = "trainer.matmul_precision"
 
 
@@ -34,7 +35,16 @@ def check_adapters(
             "model.lora.load_in_4bit",
             _RANK,
         )
+    if (problem := unknown_targets(lora)) is not None:
+        yield error(problem, _TARGETS)
     if not lora.rank:
+        if lora.target_modules:
+            yield warning(
+                f"{_TARGETS} is set, but {_RANK} is 0: there are no adapters, and all weights are "
+                f"trained. Set {_RANK}, 16 for example, or remove {_TARGETS}.",
+                _TARGETS,
+                _RANK,
+            )
         return
     if exact:
         yield error(
@@ -120,12 +130,9 @@ def check_matmul_precision(
             )
     if precision != "fp8":
         return
-    if not is_installed("torchao"):
-        yield error(
-            f"{_PRECISION} is fp8, which needs the `torchao` library, and that is not installed: "
-            f"pip install 'hone-rl[fp8]'. Or set {_PRECISION} to default.",
-            _PRECISION,
-        )
+    missing = missing_extra("torchao", needed_by=f"{_PRECISION}=fp8")
+    if missing is not None:
+        yield error(f"{missing}. Or set {_PRECISION} to default.", _PRECISION)
     if trainer.compile is False:
         yield warning(
             f"{_PRECISION} is fp8, and trainer.compile is off: rounding operands by itself takes "

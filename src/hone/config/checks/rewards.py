@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hone.config.checks.finding import Finding, error, warning
-from hone.config.extras import is_installed
+from hone.config.extras import missing_extra
 from hone.config.reward import BUILTIN_REWARDS, RewardConfig
 
 __all__ = ["check_reward"]
@@ -31,12 +31,10 @@ def check_reward(reward: RewardConfig) -> Iterator[Finding]:
         problem = _problem(function.fn)
         if problem is not None:
             yield error(f"{key} '{function.fn}': {problem}", key)
-        elif function.fn == "math" and not is_installed("math_verify"):
-            yield error(
-                f"{key} is math, which needs the `math_verify` library; run "
-                "`pip install math-verify`.",
-                key,
-            )
+        elif function.fn == "math":
+            missing = missing_extra("math_verify", needed_by=f"{key}=math")
+            if missing is not None:
+                yield error(f"{missing}.", key)
     cores = os.cpu_count() or 1
     if reward.num_workers is not None and reward.num_workers > 4 * cores:
         yield warning(

