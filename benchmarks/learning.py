@@ -1,15 +1,16 @@
 """Do stale samples cost learning? The same task, the same updates, in every mode of sampling.
 
     python benchmarks/learning.py --seeds 3 --steps 150
-    python benchmarks/learning.py --task worked --device cuda --parallel 9 --steps 120
+    python benchmarks/learning.py --task chain --device cuda --parallel 9 --steps 120
 
 A tiny model learns a task by imitation, as far as its teachers are right. From there reinforcement
 learning goes on in turns, with samples carried over, and ahead of the training by 1, 2 and 4
 updates, with the ratios of older weights corrected (`tis`) or not. Tasks:
 
     sums     the three digits of `hone quickstart`; answers of 2 tokens
-    worked   two numbers of 15 to 32 digits added in writing, column by column; answers of 150 to
-             320 tokens, all of which must be right, of a teacher who forgets one carry in ten
+    chain    15 to 30 sums in a row, each of digits and a carry of the sums before it; answers of
+             160 to 325 tokens, all of which must be right, of a teacher who forgets one carry in
+             ten
 
 Every run is a process of its own, and engines apart are threads of it, or on a GPU a further
 process on the same GPU: runs share what there is, and the time of a step says nothing. What is
@@ -41,8 +42,9 @@ START = "supervised"
 """The run that all others start from."""
 NUM_TRAIN, NUM_HELD_OUT = 20_000, 200
 CARELESS = 0.1
-NAMES = string.ascii_letters
-"""Of columns: what is added where is found by its name, which even two layers learn."""
+SHORTEST, LONGEST = 15, 30
+"""Sums in a row. Their names count down, `c`, `b`, `a`, so that the prompt says how many."""
+NAMES = string.ascii_letters[:LONGEST]
 PROGRESS_S = 20.0
 
 
@@ -80,13 +82,14 @@ def make_sums(folder: Path, seed: int) -> None:
     make_inputs(folder, seed)
 
 
-def make_worked(folder: Path, seed: int) -> None:
-    """A model of 0.8 M random weights, and sums worked out by a careful and a careless teacher."""
+def make_chain(folder: Path, seed: int) -> None:
+    """A model of 0.8 M random weights, and chains by a careful and by a careless teacher."""
     from hone.data.arithmetic import write_jsonl
     from hone.models.tiny import make_char_tokenizer, make_tiny_model
 
     draw = random.Random(seed)
-    rows = [worked_row(draw) for _ in range(NUM_HELD_OUT + NUM_TRAIN)]
+    starts = draw.sample(range(10**4 * (LONGEST - SHORTEST + 1)), NUM_HELD_OUT + NUM_TRAIN)
+    rows = [chain_row(start, draw) for start in starts]
     write_jsonl(folder / "eval.jsonl", rows[:NUM_HELD_OUT])
     for name in ("demonstrations", "train"):
         write_jsonl(folder / f"{name}.jsonl", rows[NUM_HELD_OUT:])
@@ -94,28 +97,31 @@ def make_worked(folder: Path, seed: int) -> None:
     make_tiny_model(folder / "model", tokenizer=tokenizer, seed=seed)
 
 
-def worked_row(draw: random.Random) -> dict[str, str]:
-    """A sum such as 495 + 37, `a57b93c40=` from its ones on, with the careless teacher's lines as
-    the completion and the careful one's, `a5+7+0=12;b9+3+1=13;c4+0+1=05;`, as the answer."""
-    columns = [(draw.randint(0, 9), draw.randint(0, 9)) for _ in range(draw.randint(15, 32))]
-    prompt = "".join(f"{name}{x}{y}" for name, (x, y) in zip(NAMES, columns, strict=False))
+def chain_row(start: int, draw: random.Random) -> dict[str, str]:
+    """The first name and four digits as the prompt, such as `c3828`, the careless teacher's chain
+    as the completion, and the careful one's, `+0=11;b8281+1=10;a2810+1=03;`, as the answer."""
+    length, digits = SHORTEST + start // 10**4, f"{start % 10**4:04}"
     return {
-        "prompt": f"{prompt}=",
-        "completion": added(columns, lambda: draw.random() < CARELESS),
-        "answer": added(columns, lambda: False),
+        "prompt": f"{NAMES[length - 1]}{digits}",
+        "completion": chain(length, digits, lambda: draw.random() < CARELESS),
+        "answer": chain(length, digits, lambda: False),
     }
 
 
-def added(columns: Iterable[tuple[int, int]], forgets: Callable[[], bool]) -> str:
-    """A line for each column; `forgets` is asked of every carry whether it is lost."""
+def chain(length: int, digits: str, forgets: Callable[[], bool]) -> str:
+    """Add the first and the last digit and the carry, `length` times; the sum's ones then become
+    the last digit in place of the first. `forgets` is asked of every carry whether it is lost.
+
+    An add-with-carry generator of lags 4 and 1 (Marsaglia and Zaman, 1991): all that a line
+    needs is in the one before it, which a tiny model learns to find within minutes."""
     lines, carry = list[str](), 0
-    for name, (x, y) in zip(NAMES, columns, strict=False):
+    for name in reversed(NAMES[:length]):
         if carry and forgets():
             carry = 0
-        total = x + y + carry
-        lines.append(f"{name}{x}+{y}+{carry}={total:02};")
-        carry = total // 10
-    return "".join(lines)
+        total = int(digits[0]) + int(digits[-1]) + carry
+        lines.append(f"{name}{digits}+{carry}={total:02};")
+        carry, digits = total // 10, digits[1:] + str(total % 10)
+    return "".join(lines)[5:]  # the prompt is the rest of the first line
 
 
 @dataclass(frozen=True)
@@ -130,23 +136,18 @@ class Task:
 
 TASKS = {
     "sums": Task("Three digits added at once", make_sums),
-    "worked": Task(
-        "Numbers of 15 to 32 digits added in writing, 150 to 320 tokens",
-        make_worked,
-        sft=[
-            "--run.steps=4000",
-            "--data.max_prompt_tokens=97",
-            "--data.max_tokens=420",
-            "--trainer.optimizer.lr=2e-3",
-        ],
+    "chain": Task(
+        "Chains of 15 to 30 sums, 160 to 325 tokens",
+        make_chain,
+        sft=["--run.steps=1000", "--data.max_prompt_tokens=5", "--data.max_tokens=332"],
         rl=[
-            "--data.max_prompt_tokens=97",
-            "--rollout.max_completion_tokens=330",
-            "--eval.max_completion_tokens=330",
-            "--engine.max_model_len=428",
+            "--data.max_prompt_tokens=5",
+            "--rollout.max_completion_tokens=327",
+            "--eval.max_completion_tokens=327",
+            "--engine.max_model_len=332",
             "--engine.kv_cache_gib=1",
             "--reward.num_workers=2",
-            "--trainer.optimizer.lr=2e-4",
+            "--trainer.optimizer.lr=5e-5",
         ],
     ),
 }
