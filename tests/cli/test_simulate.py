@@ -65,15 +65,27 @@ def test_table_numbers_and_plot(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(written["runs"]) == 2 + 2 * 4
     for run in written["runs"]:
         assert len(run["steps"]) == 4
-        assert f"{run['tokens_per_s_per_gpu']:,.0f}" in flat
+        assert f"{run['tokens_per_s']:,.0f}" in flat
+        lengths = sum(step["num_completion_tokens"] for step in run["steps"])
+        prompts = 4 * 4 * 4 * 256  # steps, prompts, samples, tokens
+        assert sum(step["num_tokens"] for step in run["steps"]) == lengths + prompts
+        assert 0 < run["completion_tokens_per_s"] < run["tokens_per_s"]
+    assert f"{written['runs'][0]['completion_tokens_per_s']:,.0f} of completions" in flat
     assert Path("out/here.svg").read_text().startswith("<svg ")
+
+
+def test_nothing_is_written_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, *SMALL)
+    assert "sync colocated" in text
+    assert not list(Path.cwd().iterdir())
+    assert "numbers in" not in text
 
 
 def test_the_plain_run_is_shown_and_what_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     tail = ("--simulate.gpus=8", "--simulate.lengths.sigma=1.5", "--pipeline.too_old=drop")
     text = output(capsys, *SMALL, *tail)
     assert "sync colocated" in text
-    assert "slower ones are in simulate.json" in text
+    assert "slower ones are left out; --output FILE.json has all" in " ".join(text.split())
     assert "dropped" in text
 
 

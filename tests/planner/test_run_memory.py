@@ -24,6 +24,7 @@ from hone.planner.hardware import Peaks, gpu_peaks
 from hone.planner.memory import training_memory
 from hone.planner.model_shape import ModelShape, public_shape
 from hone.planner.run_memory import Phase, RunMemory, derived_run_memory, run_phases
+from hone.trainer import gathering
 from hone.weights import sync
 
 GIB = 1 << 30
@@ -114,6 +115,7 @@ def test_steps_of_two_processes_are_planned_as_measured(
 def test_constants_are_those_of_the_code_that_is_planned() -> None:
     assert run_memory.CACHE_MARGIN_BYTES == kv_cache._MARGIN_BYTES
     assert run_memory.GROUP_BYTES == sync.GROUP_BYTES
+    assert run_memory.GATHER_BYTES == gathering.GATHER_BYTES
 
 
 def test_who_sleeps_leaves_the_device() -> None:

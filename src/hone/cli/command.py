@@ -6,8 +6,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from hone.config import UserError
 from hone.config.base import Section
@@ -18,7 +21,7 @@ from hone.config.run import RunConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
-from hone.planner.fitting import check_run_memory
+from hone.planner.fitting import check_host_memory, check_run_memory
 from hone.planner.hardware import Peaks, installed_gpu, max_gpus
 from hone.planner.model_shape import ModelShape, public_shape
 
@@ -112,16 +115,19 @@ def run_in_processes(
 
 
 def check_rl_here(cfg: RLConfig, world_size: int | None) -> list[Finding]:
-    """Findings for `hone rl`, among them whether it fits on the GPU of this host, where that, the
-    number of processes and the model's shape are known."""
+    """Findings for `hone rl`, among them whether it fits into this host's memory and on its GPU,
+    where these, the number of processes and the model's shape are known."""
     findings = check_rl(cfg, world_size)
     gpu, shape = local_gpu(), known_shape(cfg.model.path)
-    if gpu is None or shape is None or world_size is None:
+    if shape is None:
         return findings
-    try:
-        room = [*check_run_memory(cfg, shape, world_size=world_size, gpu=gpu)]
-    except UserError:  # the processes make no mesh, which is among the errors
-        room = []
+    room: list[Finding] = []
+    if gpu is not None or cfg.run.device == "cpu":  # otherwise it is to run elsewhere
+        room += check_host_memory(cfg, shape, host_bytes=psutil.virtual_memory().total)
+    if gpu is not None and world_size is not None:
+        # Where the processes make no mesh, that is among the errors.
+        with suppress(UserError):
+            room += check_run_memory(cfg, shape, world_size=world_size, gpu=gpu)
     return sorted([*findings, *room], key=lambda finding: finding.level)
 
 

@@ -13,6 +13,8 @@ from hone.cli.command import (
     run_in_processes,
     take_nproc,
 )
+from hone.cluster.address import unreachable
+from hone.config.checks.finding import Finding, error
 from hone.config.extras import import_extra
 from hone.config.tree import RLConfig
 from hone.distributed.processes import processes
@@ -21,22 +23,31 @@ __all__ = ["run"]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check the recipe, then train. Torch is loaded only after every check has passed."""
+    """Check the recipe, then train. Torch and Ray are loaded only after every check has passed."""
     nproc, arguments = take_nproc(argv)
     cluster = load_arguments(RLConfig, arguments).cluster
-    if cluster.is_used:
-        needed_by = "cluster.num_engines" if cluster.num_engines else "cluster.num_references"
-        import_extra("ray", install="hone-rl[ray]", needed_by=needed_by)
-        if nproc is None and processes().world_size == 1:
-            nproc = cluster.num_trainers
+    if cluster.is_used and nproc is None and processes().world_size == 1:
+        nproc = cluster.num_trainers
     if nproc is not None and nproc > 1:
-        return run_in_processes("rl", RLConfig, arguments, check_rl_here, nproc)
-    cfg = load_checked(RLConfig, arguments, check_rl_here)
+        return run_in_processes("rl", RLConfig, arguments, _check, nproc)
+    cfg = load_checked(RLConfig, arguments, _check)
     make_engines = None
     if cfg.cluster.is_used:
+        import_extra("ray", needed_by=cluster.used_by)
         from hone.cluster.engines import make_engines
     from hone.loops import reinforce
 
     quiet_transformers()
     outcome = reinforce.run(cfg, make_engines)
     return conclude(cfg.run, steps=outcome.steps, interrupted=outcome.interrupted)
+
+
+def _check(cfg: RLConfig, world_size: int) -> list[Finding]:
+    """What `hone check` says, and whether there is a cluster to join: that may be known here alone.
+    The first process joins it."""
+    findings, address = check_rl_here(cfg, world_size), cfg.cluster.address
+    is_wrong = any(finding.level == "error" for finding in findings)
+    if is_wrong or address is None or not cfg.cluster.is_used or processes().rank > 0:
+        return findings
+    reason = unreachable(address)
+    return findings if reason is None else [error(reason, "cluster.address"), *findings]

@@ -32,10 +32,11 @@ usage: hone simulate [RECIPE] [--section.key VALUE ...]
 Simulates the steps of a recipe of `hone rl` on GPUs of a type, in every mode
 (synchronous, partial rollouts, asynchronous) and every split into trainers and
 engines, and ranks them: seconds a step, tokens/s, who is idle, how stale
-samples are. Needs no GPU, no model (only its shape) and no data. Writes a
-table, simulate.json and simulate.svg, the timeline of the best and of the plain
-run. Columns: `4 + 4` are trainers and engines apart, `8 = 8` the same devices;
-x plain: tokens/s over those of the bold row.
+samples are. Needs no GPU, no model (only its shape) and no data. It prints a
+table; --output FILE.json writes all numbers, and FILE.svg, the timeline of the
+best and of the plain run. Columns: `4 + 4` are trainers and engines apart,
+`8 = 8` the same devices; tok/s is that of `hone rl`, tokens of trained rows
+with their prompts over all GPUs; x plain: the same over that of the bold row.
 
 Lengths decide: give measured ones where there are any (simulate.lengths). The
 speed of programs is assumed to be what has been measured on one H200; every
@@ -44,7 +45,7 @@ only that split is simulated. Five modes on two GPUs came out within 10 %
 (benchmarks/README.md); more GPUs have not been compared.
 
 examples:
-  hone simulate gsm8k --simulate.gpus 8
+  hone simulate gsm8k --simulate.gpus 8 --output simulate.json
   hone simulate --model.shape qwen3-8b --simulate.gpus 32 \\
     --rollout.max_completion_tokens 8192 --simulate.lengths.median 1500
   hone simulate gsm8k --simulate.lengths.distribution file \\
@@ -59,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Simulate, print the ranking, write the numbers and the plot."""
+    """Simulate and print the ranking; write the numbers and the plot where that is asked for."""
     if not argv or any(word in ("-h", "--help") for word in argv):
         sections = [word for word in argv if not word.startswith("-")]
         if sections:
@@ -70,9 +71,10 @@ def run(argv: Sequence[str]) -> int:
         raise UserError("--nproc is not served by `hone simulate`; set simulate.gpus instead")
     cfg = load_checked(SimulateConfig, argv, check_simulate)
     result = compare(cfg)
-    plot = _write_files(result)
+    plot = None if cfg.output is None else _write_files(result, cfg.output)
     _print(result, Console(highlight=False))
-    _log.info("numbers in %s, plot in %s", cfg.output, plot)
+    if plot is not None:
+        _log.info("numbers in %s, plot in %s", cfg.output, plot)
     return 0
 
 
@@ -80,7 +82,7 @@ def _print(result: Comparison, console: Console) -> None:
     """The fastest and the plain run, one row each, and what follows from them."""
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column("mode", no_wrap=True)
-    for name in ("trainers + engines", "s/step", "tokens/s a GPU", "x plain"):
+    for name in ("trainers + engines", "s/step", "tok/s", "x plain"):
         table.add_column(name, justify="right")
     table.add_column("trainers, engines idle", justify="right")
     table.add_column("stale, most", justify="right")
@@ -99,7 +101,9 @@ def _print(result: Comparison, console: Console) -> None:
     console.print(table)
     if len(shown) < len(result.outcomes):
         rest = len(result.outcomes) - len(shown)
-        console.print(f"{rest} slower ones are in {result.cfg.output}", markup=False)
+        output = result.cfg.output
+        told = "left out; --output FILE.json has all" if output is None else f"in {output}"
+        console.print(f"{rest} slower ones are {told}", markup=False)
     for outcome in dict.fromkeys([result.outcomes[0], result.plain]):
         console.print(_where_time_goes(outcome), markup=False)
     for note in result.notes:
@@ -121,7 +125,7 @@ def _cells(result: Comparison, outcome: Outcome) -> list[str]:
         outcome.mode,
         outcome.split,
         f"{run.step_s:.1f}" if run.step_s >= 10 else f"{run.step_s:.3g}",
-        f"{run.tokens_per_s_per_gpu:,.0f}",
+        f"{run.tokens_per_s:,.0f}",
         f"{result.speedup(outcome):.2f}",
         f"{run.trainer_idle:.0%}, {run.engine_idle:.0%}",
         f"{run.staleness_mean:.2f}, {run.staleness_max}",
@@ -136,7 +140,9 @@ def _where_time_goes(outcome: Outcome) -> str:
     )
     return (
         f"a step of {outcome.name}: {wait_s:.3g} s for samples, {train_s:.3g} s training, "
-        f"{halt_s:.3g} s until engines halt, {sync_s:.3g} s for weights"
+        f"{halt_s:.3g} s until engines halt, {sync_s:.3g} s for weights; "
+        f"{outcome.run.tokens_per_s:,.0f} tok/s, "
+        f"{outcome.run.completion_tokens_per_s:,.0f} of completions"
     )
 
 
@@ -155,9 +161,8 @@ def _model(result: Comparison) -> str:
     return result.cfg.model.shape or result.cfg.model.path
 
 
-def _write_files(result: Comparison) -> Path:
+def _write_files(result: Comparison, output: Path) -> Path:
     """Write `output`, and the plot beside it; returns the path of the plot."""
-    output = result.cfg.output
     plot = output.with_suffix(".svg")
     with whole_file(output) as file:
         json.dump(_as_json(result), file, indent=1)
@@ -168,10 +173,7 @@ def _write_files(result: Comparison) -> Path:
         file.write(
             draw_timelines(
                 title,
-                [
-                    (f"{x.name}: {x.run.tokens_per_s_per_gpu:,.0f} tokens/s a GPU", x.run)
-                    for x in drawn
-                ],
+                [(f"{x.name}: {x.run.tokens_per_s:,.0f} tok/s", x.run) for x in drawn],
             )
         )
     return plot
@@ -192,7 +194,7 @@ def _as_json(result: Comparison) -> dict[str, Any]:
                 "placement": asdict(x.run.placement),
                 "step_s": x.run.step_s,
                 "tokens_per_s": x.run.tokens_per_s,
-                "tokens_per_s_per_gpu": x.run.tokens_per_s_per_gpu,
+                "completion_tokens_per_s": x.run.completion_tokens_per_s,
                 "speedup": result.speedup(x),
                 "engine_idle": x.run.engine_idle,
                 "trainer_idle": x.run.trainer_idle,
@@ -207,6 +209,7 @@ def _as_json(result: Comparison) -> dict[str, Any]:
                         "halt_s": round(step.halt_s, 6),
                         "sync_s": round(step.sync_s, 6),
                         "num_tokens": step.num_tokens,
+                        "num_completion_tokens": step.num_completion_tokens,
                         "staleness_mean": statistics.fmean(step.staleness),
                         "num_dropped": step.num_dropped,
                     }

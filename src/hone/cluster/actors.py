@@ -14,6 +14,7 @@ from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
@@ -24,12 +25,27 @@ if TYPE_CHECKING:
     from hone.engine.host import EngineHost
     from hone.trainer.scoring import ReferenceScorer
 
-__all__ = ["EngineRank", "RayHandle", "ReferenceRank"]
+__all__ = ["EngineRank", "RayHandle", "ReferenceRank", "network_environment"]
 
 _IDS = re.compile(r"(class_name|actor_id|namespace|pid|ip|name|node_id|job_id):")
 _GUESSES = "Some common causes include"
 _SETTLE_S = 1.0
 """How long the first rank has to notice that another one is gone."""
+
+
+def network_environment() -> dict[str, str]:
+    """What makes gloo meet other hosts of a Ray cluster where Ray does.
+
+    Left to itself it takes the address of this host's name, which is that of loopback where
+    `/etc/hosts` says so, as that of many systems does. NCCL looks for an interface by itself.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    own = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == own for address in addresses):
+            return {"GLOO_SOCKET_IFNAME": name}
+    return {}
 
 
 class _Rank(ABC):
@@ -68,6 +84,8 @@ class _Rank(ABC):
             # A Ray of this host alone has inherited the trainers' environment.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
+        if self._cfg.cluster.address is not None:
+            os.environ |= network_environment()
         try:
             self._host = self._make()
         except BaseException as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,7 +21,13 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from hone.cluster.actors import EngineRank, RayHandle, ReferenceRank
+from hone.cluster.actors import (
+    EngineRank,
+    RayHandle,
+    ReferenceRank,
+    network_environment,
+)
+from hone.cluster.address import no_cluster, unreachable
 from hone.config.cluster import ClusterConfig
 from hone.config.errors import UserError
 from hone.config.tree import RLConfig
@@ -45,8 +50,6 @@ _RAY_GONE_S = 10
 """How long processes of a Ray of this host look for its head, which never comes again."""
 _PER_CORE = 4
 """Processes of a run on CPUs that may share a core: with many more none gets on."""
-_ANSWER_S = 10.0
-"""How long a Ray cluster may take to answer at all."""
 _CALLS = 8
 """Calls of one engine that run side by side: the longest waits for weights."""
 
@@ -60,6 +63,8 @@ def make_engines(cfg: RLConfig) -> Generator[Engines]:
     uses_gpus, cluster = cfg.run.device != "cpu" and torch.cuda.is_available(), cfg.cluster
     with ExitStack() as stack:
         stack.enter_context(_joined(cfg, uses_gpus=uses_gpus))
+        if cluster.address is not None:
+            stack.enter_context(_environment(network_environment()))
         placed = _place(cfg, uses_gpus=uses_gpus)
         stack.callback(remove_placement_group, placed)
         cfg = _anywhere(cfg)
@@ -153,17 +158,12 @@ def _undisturbed() -> Generator[None]:
 
 
 def _join(address: str) -> None:
-    host, _, port = address.rpartition(":")
+    if (reason := unreachable(address)) is not None:
+        raise UserError(reason)
     try:
-        if host and port.isdigit() and "//" not in host:  # Ray itself tries for minutes
-            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, OverflowError, RayError, ValueError) as error:
-        told = f"{error}".rstrip(".")
-        raise UserError(
-            f"there is no Ray cluster at cluster.address={address!r}: {told}. Start one with `ray "
-            "start --head`, or unset cluster.address for one of this host alone."
-        ) from error
+    except (OSError, RayError, ValueError) as error:
+        raise UserError(no_cluster(address, f"{error}")) from error
 
 
 def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str, str]]:

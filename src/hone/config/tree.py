@@ -177,5 +177,6 @@ class SimulateConfig(RLConfig):
     model: SimulatedModelConfig = SimulatedModelConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     data: EvaluateDataConfig = EvaluateDataConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     simulate: SimulationConfig = SimulationConfig()
-    output: Path = Path("simulate.json")
-    """JSON file that receives all numbers; the plot lies beside it as `.svg`."""
+    output: Path | None = None
+    """JSON file that receives all numbers; the plot lies beside it as `.svg`. Unset: none is
+    written."""

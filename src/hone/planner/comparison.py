@@ -20,7 +20,7 @@ from hone.config.simulate import GPUS_UNSET, SimulatedModelConfig
 from hone.config.tree import SimulateConfig
 from hone.planner.hardware import GPUS, Peaks, gpu_peaks
 from hone.planner.lengths import draw_lengths
-from hone.planner.memory import adapted_params, adapter_params, planned_peak
+from hone.planner.memory import adapter_params, kept_base_bytes, planned_peak
 from hone.planner.model_shape import ModelShape, public_shape
 from hone.planner.roofline import training_flops
 from hone.planner.simulated_engine import EngineRates
@@ -139,7 +139,7 @@ def compare(cfg: SimulateConfig) -> Comparison:
     if cfg.cluster.num_references:
         notes.append(
             f"cluster.num_references {cfg.cluster.num_references}: their time is part of a step; "
-            "their GPUs are in no split and in no rate a GPU"
+            "their GPUs are in no split"
         )
     if shape.num_sliding_layers:
         notes.append("decode steps are taken to read all keys in layers with a sliding window too")
@@ -207,9 +207,9 @@ def placement_rates(
     has_old, has_reference = optimizer_steps_per_rollout(cfg) > 1, cfg.algorithm.kl.coef > 0
     travelling, reread_s = weights, 0.0
     if adapters:  # engines merge them into a base that they keep on the host
-        adapted = adapted_params(shape, cfg.model.lora)
-        # Every rank keeps four bits whole.
-        kept = adapted * (4.5 / 8 if cfg.model.lora.load_in_4bit else num_bytes / size)
+        kept = kept_base_bytes(
+            shape, cfg.model.lora, num_bytes=num_bytes, tensor_parallel_size=size
+        )
         travelling, reread_s = adapters * num_bytes, kept / _HOST_BYTES_PER_S
     num_references = cfg.cluster.num_references
     num_scored = has_old + (has_reference and not num_references)

@@ -45,6 +45,7 @@ __all__ = [
     "LayerCode",
     "TrainingMemory",
     "adapter_params",
+    "kept_base_bytes",
     "layer_code",
     "planned_peak",
     "planned_step",
@@ -216,9 +217,15 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     return sum(lora.rank * sum(t.size) * t.count for t in named)
 
 
-def adapted_params(shape: ModelShape, lora: LoraConfig) -> int:
-    """Parameters of the frozen projections that have adapters."""
-    return sum(prod(t.size) * t.count for t in _tensors(shape) if t.has_adapter(lora))
+def kept_base_bytes(
+    shape: ModelShape, lora: LoraConfig, *, num_bytes: int, tensor_parallel_size: int
+) -> int:
+    """Frozen weights of adapted projections that a rank of an engine apart keeps in host memory
+    (`hone.weights.adapted`): its parts, `num_bytes` an element, and of four bits all."""
+    adapted = [tensor for tensor in _tensors(shape) if tensor.has_adapter(lora)]
+    if lora.load_in_4bit:
+        return sum(_nf4_bytes(tensor) for tensor in adapted)
+    return num_bytes * sum(prod(t.local(tensor_parallel_size)) * t.count for t in adapted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +247,12 @@ class _Tensor:
     def local(self, tensor: int) -> tuple[int, ...]:
         """The part of one of `tensor` ranks."""
         return tuple(-(-n // tensor) if i == self.split else n for i, n in enumerate(self.size))
+
+
+def _nf4_bytes(tensor: _Tensor) -> int:
+    """Codes of four bits, and a float32 scale a block."""
+    elements = prod(tensor.size)
+    return tensor.count * (elements // 2 + 4 * (elements // _NF4_BLOCK))
 
 
 def _tensors(shape: ModelShape) -> Iterator[_Tensor]:
@@ -358,8 +371,7 @@ class _Step:
         is_adapted = tensor.has_adapter(self.lora)
         if is_adapted and self.lora.load_in_4bit:
             # Buffers, which are not sharded.
-            elements = prod(tensor.size)
-            num_bytes = tensor.count * (elements // 2 + 4 * (elements // _NF4_BLOCK))
+            num_bytes = _nf4_bytes(tensor)
             if self.is_shared:
                 self.counts.weights += num_bytes
             else:

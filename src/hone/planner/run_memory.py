@@ -32,10 +32,16 @@ from hone.config.derived import (
 from hone.config.model_facts import ModelFacts
 from hone.config.tree import RLConfig
 from hone.planner.hardware import Peaks
-from hone.planner.memory import TrainingMemory, planned_step
+from hone.planner.memory import TrainingMemory, kept_base_bytes, planned_step
 from hone.planner.model_shape import ModelShape
 
-__all__ = ["Phase", "RunMemory", "derived_run_memory", "run_phases"]
+__all__ = [
+    "Phase",
+    "RunMemory",
+    "derived_run_memory",
+    "engine_rank_host_bytes",
+    "run_phases",
+]
 
 _GIB = 1 << 30
 CONTEXT_BYTES = _GIB
@@ -44,6 +50,8 @@ CACHE_MARGIN_BYTES = _GIB // 2
 """What the engine leaves free where free memory bounds the cache; as `hone.engine.kv_cache`."""
 GROUP_BYTES = 1 << 28
 """Whole weights that a sync within a process holds at a time; as `hone.weights.sync`."""
+GATHER_BYTES = 1 << 27
+"""Whole weights that processes gather at a time; as `hone.trainer.gathering`."""
 
 PhaseName = Literal["generate", "train", "sync", "score"]
 
@@ -94,9 +102,10 @@ def run_phases(
 def derived_run_memory(
     cfg: RLConfig, shape: ModelShape, *, world_size: int | None, gpu: Peaks | None
 ) -> list[Derived]:
-    """The lines of `hone check`: each phase's peak, beside what `gpu` has; as `run_phases`."""
+    """The lines of `hone check`: each phase's peak, beside what `gpu` has, as `run_phases`, and
+    what engines keep of an adapted model in host memory."""
     has = "" if gpu is None else f". {gpu.name} has {gpu.memory_gib}"
-    return [
+    lines = [
         Derived(
             f"{phase.title.replace(' ', '_')}_peak_gib",
             round(phase.num_bytes / _GIB, 1),
@@ -104,6 +113,28 @@ def derived_run_memory(
         )
         for phase in run_phases(cfg, shape, world_size=world_size, gpu=gpu)
     ]
+    if kept := engine_rank_host_bytes(cfg, shape):
+        size = cfg.engine.tensor_parallel_size
+        how = f"host memory of each of {cfg.cluster.num_engines * size} engine ranks: the frozen "
+        how += "weights that adapters are merged into"
+        lines.append(Derived("engine_rank_host_gib", round(kept / _GIB, 1), how))
+    return lines
+
+
+def engine_rank_host_bytes(cfg: RLConfig, shape: ModelShape) -> int:
+    """Host memory of a rank of an engine that merges adapters itself; 0 where none does.
+
+    On a GPU it is page-locked, in chunks that are powers of two, of which the last ones of a rank
+    may be up to half empty.
+    """
+    if not cfg.model.lora.rank or not cfg.cluster.num_engines:
+        return 0
+    return kept_base_bytes(
+        shape,
+        cfg.model.lora,
+        num_bytes=4 if compute_dtype(cfg.model, cfg.run.device) == "float32" else 2,
+        tensor_parallel_size=cfg.engine.tensor_parallel_size,
+    )
 
 
 class RunMemory:
@@ -312,5 +343,9 @@ class RunMemory:
 
     @property
     def _moving(self) -> int:
-        """Whole weights that exist beside both sides': a group, and the tensor that ends it."""
-        return GROUP_BYTES + self.shape.head_params * self.num_bytes
+        """Whole weights that exist beside both sides': a group, and the tensor that ends it, which
+        several processes gather from parts of it in the format that travels."""
+        head = self.shape.head_params * self.num_bytes
+        if self.sizes.fsdp == 1:
+            return GROUP_BYTES + head
+        return GROUP_BYTES + max(head + head // self.sizes.fsdp, 2 * GATHER_BYTES)

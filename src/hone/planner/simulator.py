@@ -76,6 +76,8 @@ class SimulatedStep:
     sync_s: float
     num_tokens: int
     """Trained rows, prompts included."""
+    num_completion_tokens: int
+    """Of them, those that were sampled."""
     groups: tuple[int, ...]
     """Numbers of the groups that were trained, in the order in which they were begun."""
     staleness: tuple[int, ...]
@@ -120,12 +122,14 @@ class SimulatedRun:
 
     @property
     def tokens_per_s(self) -> float:
-        """Trained tokens, prompts included, over all devices."""
+        """Tokens of trained rows, prompts included, over all devices: `perf/tokens_per_s` of a
+        run."""
         return sum(step.num_tokens for step in self.steady) / self.seconds
 
     @property
-    def tokens_per_s_per_gpu(self) -> float:
-        return self.tokens_per_s / self.placement.num_gpus
+    def completion_tokens_per_s(self) -> float:
+        """Of them, those that were sampled: `rollout/num_tokens` of a run, over `time/step_s`."""
+        return sum(step.num_completion_tokens for step in self.steady) / self.seconds
 
     @property
     def engine_idle(self) -> float:
@@ -277,6 +281,7 @@ class _Run:
             halt_s=halted_s - trained_s,
             sync_s=self.now_s - halted_s,
             num_tokens=sum(rows),
+            num_completion_tokens=num_trained,
             groups=tuple(group.number for group in batch),
             staleness=tuple(update - group.version for group in batch),
             num_dropped=self._drop(update + 1),

@@ -20,6 +20,8 @@ def check_simulate(cfg: SimulateConfig, world_size: int) -> list[Finding]:
 
 
 def _output(cfg: SimulateConfig) -> Iterator[Finding]:
+    if cfg.output is None:
+        return
     if cfg.output.suffix != ".json":
         yield error(
             f"output is '{cfg.output}'; give the path of a .json file, such as simulate.json.",

@@ -1,0 +1,67 @@
+"""Whether a Ray cluster can be where `cluster.address` says, before anything is loaded or waited
+for: Ray itself tries for half a minute to several, whoever answers."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+__all__ = ["no_cluster", "unreachable"]
+
+_CONNECT_S = 5.0
+"""For each address that the host's name has; resolving it is not limited. Enough for two packets
+that are lost on the way."""
+_ANSWER_S = 10.0
+"""How long one who has taken the connection may take to speak."""
+_SETTINGS = 4
+"""The type of the frame that both sides of HTTP/2 begin with (RFC 9113, 3.4 and 6.5)."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
+
+
+def unreachable(address: str) -> str | None:
+    """Why no run can join a Ray at `address`, for people; None where one may be.
+
+    Takes what `cluster.address` may be: `host:port`, `ray://host:port` of Ray's client, and `auto`,
+    of which only `RAY_ADDRESS` is looked at. Other schemes are Ray's to judge.
+    """
+    meant = address
+    if address == "auto":
+        meant = os.environ.get("RAY_ADDRESS") or address
+    place = meant.removeprefix("ray://")
+    if meant == "auto" or "//" in place or (place != meant and ":" not in place):
+        return None
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        return no_cluster(address, f"{meant!r} is not of the form host:port")
+    try:
+        told = _answer(host.strip("[]"), int(port))
+    except (OSError, UnicodeError) as error:
+        told = f"nobody answers at port {port} of {host} ({error})"
+    return None if told is None else no_cluster(address, told)
+
+
+def no_cluster(address: str, told: str) -> str:
+    """The message that there is none, after what was `told` of it."""
+    return (
+        f"there is no Ray cluster at cluster.address={address!r}: {told.strip().rstrip('.')}. Name "
+        "host and port as `ray start --head` prints them (6379 where nothing else was asked for), "
+        "or unset cluster.address for a Ray of this host alone."
+    )
+
+
+def _answer(host: str, port: int) -> str | None:
+    """What is wrong with who listens there; None for one who speaks gRPC, as all of Ray does.
+
+    Raises OSError where nobody does.
+    """
+    with socket.create_connection((host, port), _CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return None  # what is said is encrypted
+        connection.settimeout(_ANSWER_S)
+        connection.sendall(_PREFACE)
+        header = b""
+        while len(header) < 4 and (more := connection.recv(4 - len(header))):
+            header += more
+    if len(header) == 4 and header[3] == _SETTINGS:
+        return None
+    return f"who answers at port {port} of {host} does not speak gRPC, as Ray does"

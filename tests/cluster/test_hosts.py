@@ -1,0 +1,80 @@
+"""A run over the nodes of a cluster, each with room for one engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from hone.config.load import dump_config
+from tests.tiny_runs import tiny_config, write_inputs
+
+pytest.importorskip("ray")
+
+from hone.cluster import actors
+
+
+def test_gloo_takes_the_interface_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the host's name, which may be loopback."""
+
+    def of(family: int, address: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=address)
+
+    there = {
+        "lo": [of(socket.AF_INET, "127.0.0.1")],
+        "eth1": [of(socket.AF_PACKET, "42:b5:ca:e0:e4:78"), of(socket.AF_INET, "10.9.0.1")],
+    }
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
+    for own, found in (("10.9.0.1", {"GLOO_SOCKET_IFNAME": "eth1"}), ("10.9.0.2", {})):
+        monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda own=own: own)
+        assert actors.network_environment() == found
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # of somebody who knows better
+    monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda: "10.9.0.1")
+    assert actors.network_environment() == {}
+
+
+@pytest.mark.slow
+def test_two_nodes_with_an_engine_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of one machine share its address and its files, so that placement, joining and weights
+    are shown here, and networks are not."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    from ray.cluster_utils import Cluster
+
+    write_inputs(tmp_path, num_kv_heads=2)
+    steps = 2
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        cfg = tiny_config(
+            tmp_path,
+            tmp_path / "run",
+            run={"steps": steps},
+            cluster={"num_engines": 2, "num_nodes": 2, "address": cluster.address},
+            algorithm={"correction": {"kind": "tis"}},
+        )
+        (tmp_path / "recipe.yaml").write_text(dump_config(cfg))
+        run = subprocess.run(
+            [sys.executable, "-m", "hone", "rl", "recipe.yaml"],
+            cwd=tmp_path,
+            env=dict(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=80,
+            check=False,
+        )
+    finally:
+        cluster.shutdown()
+    assert run.returncode == 0, run.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert rows[0]["off_policy/parity/kl"] < 1e-6
+    assert "is lost" not in run.stderr
