@@ -12,11 +12,14 @@ from itertools import accumulate, groupby, pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from hone.trainer.tensor import gather_rows
 
 __all__ = ["whole", "wholes"]
+
+_Axes = dict[tuple[DeviceMesh, tuple[Placement, ...]], dist.ProcessGroup | None]
 
 GATHER_BYTES = 1 << 27
 """Whole tensors that are gathered at a time; a larger one travels alone."""
@@ -51,7 +54,9 @@ def wholes(tensors: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
     `GATHER_BYTES` of them. They are gathered when the first is asked for, each is made when it is
     asked for itself, and exists as long as the caller holds it.
     """
-    for (axis, dtype), neighbours in groupby(tensors, lambda item: (_axis(item[0]), item[1])):
+    known: _Axes = {}
+    kinds = groupby(tensors, lambda item: (_axis(item[0], known), item[1]))
+    for (axis, dtype), neighbours in kinds:
         if axis is None:
             for tensor, _ in neighbours:
                 yield whole(tensor.to(dtype))
@@ -60,16 +65,22 @@ def wholes(tensors: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
             yield from _together(group, axis, dtype)
 
 
-def _axis(tensor: Tensor) -> dist.ProcessGroup | None:
+def _axis(tensor: Tensor, known: _Axes) -> dist.ProcessGroup | None:
     """The processes among which a tensor's rows are dealt out evenly; None where they are not."""
     if not isinstance(tensor, DTensor):
         return None
-    split = [dim for dim, p in enumerate(tensor.placements) if not p.is_replicate()]
-    if len(split) != 1 or not tensor.placements[split[0]].is_shard(0):
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    if (mesh, placements) not in known:  # a mesh takes 10 us to say it, for hundreds of tensors
+        known[mesh, placements] = _axis_of_rows(mesh, placements)
+    axis = known[mesh, placements]
+    return axis if axis is not None and tensor.shape[0] % axis.size() == 0 else None
+
+
+def _axis_of_rows(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> dist.ProcessGroup | None:
+    split = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(split) != 1 or not placements[split[0]].is_shard(0):
         return None
-    if tensor.shape[0] % tensor.device_mesh.size(split[0]):
-        return None
-    return tensor.device_mesh.get_group(split[0])
+    return mesh.get_group(split[0])
 
 
 def _in_groups(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[list[DTensor]]:
