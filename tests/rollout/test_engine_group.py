@@ -22,8 +22,9 @@ from hone.distributed.mesh import Mesh
 from hone.engine.host import EngineHost, Polled
 from hone.rewards.scorer import Scorer
 from hone.rollout import engine_group
-from hone.rollout.engine_group import NO_STATS, EngineGroup, EnginesLostError, LocalHandle
+from hone.rollout.engine_group import NO_STATS, EngineGroup
 from hone.rollout.evaluate import evaluate
+from hone.rollout.handles import EnginesLostError, LocalHandle
 from hone.types import (
     Completion,
     EngineLostError,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.rollout.engine_group import EnginesLostError
+from hone.rollout.handles import EnginesLostError
 from hone.rollout.reference_group import AHEAD, ReferenceGroup
 from hone.types import EngineLostError, Trajectory
 

@@ -20,7 +20,8 @@ from hone.distributed.mesh import Mesh
 from hone.loops.hosting import make_host
 from hone.models.tensor_parallel import TensorParallel
 from hone.rollout import vllm_setup, vllm_weights
-from hone.rollout.engine_group import EngineGroup, LocalHandle
+from hone.rollout.engine_group import EngineGroup
+from hone.rollout.handles import LocalHandle
 from hone.rollout.vllm import VLLMEngine
 from hone.types import Completion, Request
 from hone.weights import sync as sync_module

@@ -17,7 +17,8 @@ from hone.loops.references import local_references
 from hone.models.load import blank_model, check_exact
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
-from hone.rollout.engine_group import EngineGroup, LocalHandle
+from hone.rollout.engine_group import EngineGroup
+from hone.rollout.handles import LocalHandle
 from hone.weights.receiver import WeightReceiver
 
 __all__ = ["local_engines", "make_host"]

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hone.rollout.engine_group import EngineHandle, EnginesLostError
+from hone.rollout.handles import EngineHandle, EnginesLostError
 from hone.types import EngineLostError, Trajectory
 from hone.weights.protocol import Pending
 
