@@ -66,6 +66,10 @@ def test_others_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     host, port = nobody.split(":")
     for words in (repr(nobody), f"nobody answers at port {port} of {host} (", "ray start --head"):
         assert words in said
+    monkeypatch.setenv("RAY_ADDRESS", nobody)
+    assert f"RAY_ADDRESS, which auto reads, is {nobody!r}, and nobody" in (
+        unreachable("auto") or ""
+    )
     with listener(HTTP_1) as place:
         assert "does not speak gRPC" in (unreachable(place) or "")
     with listener(b"") as place:

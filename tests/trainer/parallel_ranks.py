@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hone.checkpoint.sharded import take
+from hone.checkpoint.sharded import local_part, take
 from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.extras import is_installed
@@ -162,7 +162,9 @@ def flatten(tensors):
 def gathering():
     """Differences between tensors gathered together and one by one, for several sizes of groups."""
     world = dist.get_world_size()
-    grids = {"one axis": (world,), "two copies": (world // 2, 2)} if world > 2 else {"": (world,)}
+    grids = {"one axis": (world,), "copies": (world, 1)}
+    if world > 2:
+        grids["two copies"] = (world // 2, 2)
     found = {}
     for name, sizes in grids.items():
         grid = init_device_mesh("cpu", sizes)
@@ -170,7 +172,7 @@ def gathering():
         torch.manual_seed(1)
         values = [torch.randn(n, 3) for n in (8, 4, 5, 16, 1)] + [torch.randn(12), torch.randn(8)]
         spread = [distribute_tensor(value, grid, [*copies, Shard(0)]) for value in values]
-        spread[3] = distribute_tensor(values[3][:, :2], grid, [*copies, Shard(1)])
+        spread[3] = distribute_tensor(values[3][:, : sizes[-1]], grid, [*copies, Shard(1)])
         spread.insert(2, torch.randn(7))
         asked = [(t, torch.bfloat16 if i % 5 == 1 else t.dtype) for i, t in enumerate(spread)]
         for limit in (1, 100, 1 << 20):
@@ -180,6 +182,13 @@ def gathering():
                 i
                 for i, ((tensor, dtype), value) in enumerate(zip(asked, together, strict=True))
                 if value.dtype != dtype or not torch.equal(value, whole(tensor).to(dtype))
+            ]
+        if name == "copies":  # of which each rank has all: nothing is made
+            held = {local_part(tensor).data_ptr() for tensor, _ in asked}
+            found["made anew"] = [
+                i
+                for i, ((tensor, dtype), value) in enumerate(zip(asked, together, strict=True))
+                if dtype == tensor.dtype and value.data_ptr() not in held
             ]
     return found
 

@@ -1,6 +1,7 @@
 """The checksum against its definition in plain integers, what it must see, and tie state."""
 
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -10,7 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hone.models import manifest as manifest_module
-from hone.models.manifest import ROW_WORDS, build_manifest, checksums, compare, export_weights
+from hone.models.manifest import (
+    ROW_WORDS,
+    ManifestBuilder,
+    build_manifest,
+    compare,
+    export_weights,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 MASK = 2**64 - 1
@@ -33,6 +40,13 @@ def checksum_by_hand(tensor: torch.Tensor) -> int:
         row_sum = sum(word * mix_by_hand(i + 2**63) for i, word in pairs) & MASK
         total += mix_by_hand((row_sum + mix_by_hand(row // ROW_WORDS)) & MASK)
     return total & MASK
+
+
+def checksums(tensors: Iterable[torch.Tensor], group_words: int | None = None) -> list[int]:
+    builder = ManifestBuilder(group_words=group_words)
+    for index, tensor in enumerate(tensors):
+        builder.add(f"{index}", tensor)
+    return [record.checksum for record in builder.finish(1).tensors.values()]
 
 
 def random_bits(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -24,28 +24,29 @@ def unreachable(address: str) -> str | None:
     Takes what `cluster.address` may be: `host:port`, `ray://host:port` of Ray's client, and `auto`,
     of which only `RAY_ADDRESS` is looked at. Other schemes are Ray's to judge.
     """
-    meant = address
+    meant, source = address, ""
     if address == "auto":
         meant = os.environ.get("RAY_ADDRESS") or address
+        source = f"RAY_ADDRESS, which auto reads, is {meant!r}, and "
     place = meant.removeprefix("ray://")
     if meant == "auto" or "//" in place or (place != meant and ":" not in place):
         return None
     host, _, port = place.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        return no_cluster(address, f"{meant!r} is not of the form host:port")
+        return no_cluster(address, f"{source}{meant!r} is not of the form host:port")
     try:
         told = _answer(host.strip("[]"), int(port))
     except (OSError, UnicodeError) as error:
         told = f"nobody answers at port {port} of {host} ({error})"
-    return None if told is None else no_cluster(address, told)
+    return None if told is None else no_cluster(address, source + told)
 
 
 def no_cluster(address: str, told: str) -> str:
     """The message that there is none, after what was `told` of it."""
     return (
         f"there is no Ray cluster at cluster.address={address!r}: {told.strip().rstrip('.')}. Name "
-        "host and port as `ray start --head` prints them (6379 where nothing else was asked for), "
-        "or unset cluster.address for a Ray of this host alone."
+        "host and port as `ray start --head` prints them (6379 where nothing else was asked for, "
+        "after ray:// 10001), or unset cluster.address for a Ray of this host alone."
     )
 
 

@@ -90,7 +90,7 @@ class SimulationConfig(Section):
 
     sync_bytes_per_s: float = Field(default=5e10, gt=0)
     """Rate at which weights reach engines on devices of their own, proof included: 5e10 of 1.7B in
-    a run, 1e11 of 8B."""
+    a run, 1.7e11 of 8B by itself."""
 
     switch_s: float = Field(default=0.15, ge=0)
     """Seconds a step for sync, sleep and wake where engines share the trainers' devices."""

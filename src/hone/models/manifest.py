@@ -79,6 +79,7 @@ class ManifestBuilder:
         self._checksums = _Checksums(group_words)
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Take in one weight, under one of its names."""
         dtype = self._dtypes.get(name, tensor.dtype)
         memory = memory_of(tensor)
         owner, storage = self._owners.get(memory, (name, None))
@@ -171,19 +172,11 @@ def _difference(expected: TensorRecord, actual: TensorRecord) -> str:
     return f"tied to {found}, expected tied to {wanted}"
 
 
-def checksums(tensors: Iterable[Tensor], *, group_words: int | None = GROUP_WORDS) -> list[int]:
+class _Checksums:
     """The checksum of each tensor's bits in row-major order; strides do not matter.
 
     Tensors are let go in groups of about `group_words`, if it is given. Grouping changes no value.
     """
-    found = _Checksums(group_words)
-    for tensor in tensors:
-        found.add(tensor)
-    return found.values()
-
-
-class _Checksums:
-    """Row sums of tensors as they come, and checksums in the end."""
 
     def __init__(self, group_words: int | None) -> None:
         self._group_words = group_words
@@ -212,7 +205,7 @@ class _Checksums:
 
 def _words(tensor: Tensor) -> Tensor:
     """The bits of a tensor as a flat int32 tensor, zero-padded to whole words."""
-    flat = tensor.contiguous().view(-1)
+    flat = tensor.detach().contiguous().view(-1)
     if flat.nbytes % 4:
         flat = nn.functional.pad(flat.view(torch.uint8), (0, -flat.nbytes % 4))
     elif flat.storage_offset() * flat.element_size() % 4:  # a view may not start inside a word

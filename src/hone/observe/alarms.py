@@ -170,12 +170,14 @@ def _ahead_rules(max_staleness: int) -> tuple[Rule, ...]:
         ),
         Rule(
             "stale_samples",
-            # What number formats alone may do. Runs of long answers that the delay broke went
-            # beyond it before their reward was gone; those that it did not stayed at 1e-4.
+            # The most that number formats alone do. Of runs with long answers all eight that lost
+            # their policy had gone beyond it, 1 to 16 steps before; no other had
+            # (benchmarks/README.md).
             above("off_policy/kl", 0.01, steps=3),
             "The policy moves further between sampling and training than clipping or correction "
-            "make up for: in this order algorithm.correction.kind tis, a lower learning rate, a "
-            "smaller pipeline.max_staleness, pipeline.enabled false.",
+            "make up for, and may soon be lost: go back to a checkpoint and lower "
+            "the learning rate; then algorithm.correction.kind tis, a smaller "
+            "pipeline.max_staleness, pipeline.enabled false.",
         ),
     )
 

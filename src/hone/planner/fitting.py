@@ -54,8 +54,9 @@ def check_host_memory(cfg: RLConfig, shape: ModelShape, *, host_bytes: int) -> I
         f"by prediction the {host_bytes / _GIB:.1f} GiB of this host's memory do not hold the "
         f"frozen weights that engines keep there to merge adapters into: {sampling.words} = "
         f"{num_ranks} ranks of {kept / _GIB:.1f} GiB (model.lora) take "
-        f"{num_ranks * kept / _GIB:.1f}. Use fewer engines, adapt fewer projections "
-        "(model.lora.target_modules), or name a Ray cluster of more hosts in cluster.address.",
+        f"{num_ranks * kept / _GIB:.1f}. Use fewer engines (none: cluster.num_engines 0), adapt "
+        "fewer projections (model.lora.target_modules), keep the base in four bits "
+        "(model.lora.load_in_4bit), or name a Ray cluster of more hosts in cluster.address.",
         *sampling.keys,
         "model.lora.target_modules",
         "cluster.address",

@@ -301,9 +301,10 @@ class RunMemory:
 
     def _apart(self) -> tuple[Phase, ...]:
         at_rest, engine = self.trainer_at_rest(), self.engine(awake=True)
-        buffers = 2 * self.cfg.cluster.update_weight_buffer_size
+        bucket = self.cfg.cluster.update_weight_buffer_size
         rest = {"CUDA": CONTEXT_BYTES}
-        sent, received = self._moving + buffers, buffers + self._merging
+        # Two are under way; an engine still has to deliver the end of a third.
+        sent, received = self._moving + 2 * bucket, 3 * bucket + self._merging
         return (
             Phase("train", "trainer", self.trainer_at_work() | rest),
             Phase("sync", "trainer", at_rest | {"weights on their way": sent} | rest),

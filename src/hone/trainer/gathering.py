@@ -78,7 +78,7 @@ def _axis(tensor: Tensor, known: _Axes) -> dist.ProcessGroup | None:
 
 def _axis_of_rows(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> dist.ProcessGroup | None:
     split = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    if len(split) != 1 or not placements[split[0]].is_shard(0):
+    if len(split) != 1 or not placements[split[0]].is_shard(0) or mesh.size(split[0]) == 1:
         return None
     return mesh.get_group(split[0])
 

@@ -161,7 +161,7 @@ class Learner(RowScorer, ABC):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights an engine must sample with, under Hugging Face names. With several processes
-        whole tensors, gathered one by one: collective, and each exists while it is held."""
+        whole tensors, gathered some at a time: collective, and each exists while it is held."""
         return merged_weights(self.policy.model, self.policy.named_weights())
 
     def adapted_weights(self) -> AdaptedWeights | None:

@@ -1,6 +1,6 @@
 """Weights from training processes to engines in processes of their own, proven.
 
-All training processes walk through `named_weights()` together, which makes one weight whole at a
+All training processes walk through `named_weights()` together, which makes weights whole some at a
 time. The first one fills buckets with them and broadcasts these to every rank of every engine, two
 at a time: one is filled, or taken apart, while the other is on its way. An engine's rank copies its
 part of each weight into the tensors it samples with.

@@ -5,8 +5,8 @@ recomputes the manifest from the tensors it samples with and refuses to sample u
 Tensors that are one memory on both sides (one process, one number format) are not moved, only
 proven. An engine that is one rank of several gets, and proves, its own parts.
 
-Weights are taken from the trainer one by one and let go in groups, since a trainer whose weights
-are spread over processes makes each whole only when it is asked for.
+Weights are taken from the trainer as they come and let go in groups, since a trainer whose weights
+are spread over processes makes them whole some at a time.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class Delivery:
             self.shapes |= {name: part.shape for name, part in parts.items()}
             self._deliver(parts)
             yield from parts.items()
+            del group, parts, doubtful  # before there are others
 
     def is_as_it_came(self, name: str, tensor: Tensor) -> bool:
         """Whether the engine holds that part in the number format of `tensor`."""
