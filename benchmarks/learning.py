@@ -33,6 +33,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 Row = dict[str, float]
@@ -88,11 +89,16 @@ def make_chain(folder: Path, seed: int) -> None:
     from hone.models.tiny import make_char_tokenizer, make_tiny_model
 
     draw = random.Random(seed)
-    starts = draw.sample(range(10**4 * (LONGEST - SHORTEST + 1)), NUM_HELD_OUT + NUM_TRAIN)
-    rows = [chain_row(start, draw) for start in starts]
-    write_jsonl(folder / "eval.jsonl", rows[:NUM_HELD_OUT])
+    starts = list(range(10**4 * (LONGEST - SHORTEST + 1)))
+    draw.shuffle(starts)
+    rows = (chain_row(start, draw) for start in starts)
+    held_out = list(islice(rows, NUM_HELD_OUT))
+    # The end of a chain is another one where nothing is carried into it.
+    hidden = {row["prompt"] + "+0" for row in held_out}
+    train = list(islice((row for row in rows if not begins_of_chains(row) & hidden), NUM_TRAIN))
+    write_jsonl(folder / "eval.jsonl", held_out)
     for name in ("demonstrations", "train"):
-        write_jsonl(folder / f"{name}.jsonl", rows[NUM_HELD_OUT:])
+        write_jsonl(folder / f"{name}.jsonl", train)
     tokenizer = make_char_tokenizer(string.ascii_letters + string.digits + "+=;")
     make_tiny_model(folder / "model", tokenizer=tokenizer, seed=seed)
 
@@ -106,6 +112,12 @@ def chain_row(start: int, draw: random.Random) -> dict[str, str]:
         "completion": chain(length, digits, lambda: draw.random() < CARELESS),
         "answer": chain(length, digits, lambda: False),
     }
+
+
+def begins_of_chains(row: dict[str, str]) -> set[str]:
+    """Names, digits and carries of all lines that a row shows."""
+    lines = f"{row['prompt']}{row['completion']};{row['prompt']}{row['answer']}".split(";")
+    return {line.partition("=")[0] for line in lines}
 
 
 def chain(length: int, digits: str, forgets: Callable[[], bool]) -> str:

@@ -123,7 +123,10 @@ AHEAD: dict[str, tuple[str, Scalars]] = {
         "perf/engine_busy_share",
         {"time/generate_s": 0.1, "time/step_s": 12.0, "perf/engine_busy_share": 0.3},
     ),
-    "stale_samples": ("off_policy/kl", {"off_policy/kl": 0.03}),
+    "stale_samples": (
+        "off_policy/kl",
+        {"off_policy/kl": 0.03, "rollout/completion_tokens/mean": 240.0},
+    ),
 }
 HEALTHY_AHEAD = {
     "time/generate_s": 1.0,
@@ -149,6 +152,8 @@ def test_a_pipeline_out_of_balance_is_named(name: str) -> None:
     assert (alarm.name, alarm.metric) == (name, metric)
     assert raised_by(HEALTHY_AHEAD | planted, max_staleness=0) == []
     assert raised_by(HEALTHY_AHEAD | {"off_policy/ratio/mean": 1.04}, max_staleness=2) == []
+    few = AHEAD["stale_samples"][1] | {"rollout/completion_tokens/mean": 5.0}
+    assert raised_by(HEALTHY_AHEAD | few, max_staleness=2) == []
     told = raised_by(HEALTHY_AHEAD | AHEAD["training_waits"][1], max_staleness=2)[0].advice
     assert "pipeline.max_staleness 3 in place of 2" in told
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import socket
 
+from hone.config.cluster import host_and_port
+
 __all__ = ["no_cluster", "unreachable"]
 
 _CONNECT_S = 5.0
@@ -21,21 +23,19 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0
 def unreachable(address: str) -> str | None:
     """Why no run can join a Ray at `address`, for people; None where one may be.
 
-    Takes what `cluster.address` may be: `host:port`, `ray://host:port` of Ray's client, and `auto`,
-    of which only `RAY_ADDRESS` is looked at. Other schemes are Ray's to judge.
+    Takes what `cluster.address` may be; of `auto` only `RAY_ADDRESS` is looked at.
     """
     meant, source = address, ""
     if address == "auto":
         meant = os.environ.get("RAY_ADDRESS") or address
         source = f"RAY_ADDRESS, which auto reads, is {meant!r}, and "
-    place = meant.removeprefix("ray://")
-    if meant == "auto" or "//" in place or (place != meant and ":" not in place):
+    if meant == "auto":
         return None
-    host, _, port = place.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        return no_cluster(address, f"{source}{meant!r} is not of the form host:port")
+    if (place := host_and_port(meant)) is None:
+        return no_cluster(address, f"{source}{meant!r} is neither host:port nor ray://host:port")
+    host, port = place
     try:
-        told = _answer(host.strip("[]"), int(port))
+        told = _answer(host, port)
     except (OSError, UnicodeError) as error:
         told = f"nobody answers at port {port} of {host} ({error})"
     return None if told is None else no_cluster(address, source + told)

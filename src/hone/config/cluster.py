@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["ClusterConfig"]
+__all__ = ["ClusterConfig", "host_and_port"]
 
 
 class ClusterConfig(Section):
@@ -85,3 +85,11 @@ class RoleDevices(NamedTuple):
     def of(cls, role: str, key: str, number: int) -> RoleDevices:
         """As many as a setting says."""
         return cls(role, number, f"{key} {number}", (key,))
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """What `host:port` or `ray://host:port` names; None for what is neither."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        return None
+    return host.strip("[]"), int(port)

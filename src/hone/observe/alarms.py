@@ -170,16 +170,22 @@ def _ahead_rules(max_staleness: int) -> tuple[Rule, ...]:
         ),
         Rule(
             "stale_samples",
-            # The most that number formats alone do. Of runs with long answers all eight that lost
-            # their policy had gone beyond it, 1 to 16 steps before; no other had
-            # (benchmarks/README.md).
-            above("off_policy/kl", 0.01, steps=3),
+            # The most that number formats alone do, and nats of a whole answer. Of runs with long
+            # answers all eight that lost their policy had gone beyond both, 1 to 16 steps before;
+            # no other had (benchmarks/README.md).
+            only_when(_answers_have_moved, above("off_policy/kl", 0.01, steps=3)),
             "The policy moves further between sampling and training than clipping or correction "
             "make up for, and may soon be lost: go back to a checkpoint and lower "
             "the learning rate; then algorithm.correction.kind tis, a smaller "
             "pipeline.max_staleness, pipeline.enabled false.",
         ),
     )
+
+
+def _answers_have_moved(now: Mapping[str, float]) -> bool:
+    """Whether a whole answer is of another distribution by now, not only some token of it."""
+    kl, length = now.get("off_policy/kl", 0.0), now.get("rollout/completion_tokens/mean", 0.0)
+    return kl * length > 2.0
 
 
 def _has_long_tail(now: Mapping[str, float]) -> bool:
@@ -301,7 +307,7 @@ _MACHINE = (
     Rule(
         "slow_phase",
         slow_phase,
-        "This phase suddenly takes far longer than before: look at trace.json of the step, other "
-        "load on the machine, and the scoring workers.",
+        "This phase suddenly takes far longer than before: look at trace.json of the step, an "
+        "engine that was restarted, other load on the machine, and the scoring workers.",
     ),
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.parallel import context_size
+from hone.config.cluster import host_and_port
 from hone.config.extras import missing_extra
 from hone.config.tree import RLConfig
 
@@ -51,6 +52,13 @@ def check_cluster(cfg: RLConfig, world_size: int | None) -> Iterator[Finding]:
             f"cluster.num_nodes is {cluster.num_nodes}, but cluster.address is unset, so that the "
             "run stays on this host. Name the Ray cluster, or set cluster.num_nodes to 1.",
             "cluster.num_nodes",
+            "cluster.address",
+        )
+    address = cluster.address
+    if address is not None and address != "auto" and host_and_port(address) is None:
+        yield error(
+            f"cluster.address is {address!r}: it must be host:port of the Ray cluster's head, "
+            "ray://host:port of Ray's client, or auto. Unset, a Ray of this host alone is started.",
             "cluster.address",
         )
     yield from _devices(cfg)
