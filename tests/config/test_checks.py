@@ -63,6 +63,7 @@ ROWS: list[Row] = [
      "engine.tensor_parallel_size cluster.devices_per_node"),
     ("rl", "cluster.num_engines=2 cluster.devices_per_node=4", "warning",
      "cluster.num_engines cluster.num_trainers cluster.devices_per_node"),
+    ("rl", "cluster.num_engines=1 cluster.address=tcp://head:6379", "error", "cluster.address"),
     ("rl", "cluster.num_engines=2 cluster.num_nodes=2", "error",
      "cluster.num_nodes cluster.address"),
     ("rl", "--nproc=3 cluster.num_engines=1 cluster.num_trainers=2", "error",
