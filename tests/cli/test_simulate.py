@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hone.cli.command import take_nproc
 from hone.cli.main import main
 from hone.config import schema
+from hone.config.checks import check_rl
 from hone.config.checks.simulate import check_simulate
-from hone.config.tree import SimulateConfig
+from hone.config.load import load_config, resolve_recipe
+from hone.config.tree import RLConfig, SimulateConfig
+from hone.planner.comparison import compare, run_flags
+from hone.planner.simulator import Placement
+from hone.planner.staleness import batches_ahead
+from tests.config import workspace
+from tests.config.workspace import BASE
 
 SMALL = (
     "--model.shape=qwen3-0.6b",
@@ -25,7 +34,7 @@ SMALL = (
 
 
 @pytest.fixture(autouse=True)
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -54,12 +63,15 @@ def test_R22_help_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_table_numbers_and_plot(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, *SMALL, "--output=out/here.json")
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(len(line) for line in text.splitlines() if not line.startswith("--")) <= 80
+    assert "\nmode               split s/step" in text
     flat = " ".join(text.split())
     assert "qwen3-0.6b on 3 x H200: 4 prompts of 256 tokens x 4 samples a step" in flat
-    assert "sync colocated 3 = 3" in flat
+    assert "sync colocated * 3 = 3" in flat
+    assert "* plain run (sync colocated); x plain: " in flat
+    assert "stale: updates behind, mean" in flat
     assert "Asynchrony " in flat
-    assert "a step of sync colocated, 3 GPUs: " in flat
+    assert re.search(r"a step of sync colocated, 3 GPUs: [0-9.]+ s sampling, ", flat)
     written = json.loads(Path("out/here.json").read_text())
     assert written["config"]["rollout"]["prompts_per_step"] == 4
     assert len(written["runs"]) == 2 + 2 * 4
@@ -94,7 +106,7 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Qwen/Qwen3-0.6B on 2 x H200: 32 prompts" in " ".join(text.split())
     for flags, said in (
         (["--simulate.gpu=H2000"], "hone's table lacks"),
-        (["--simulate.gpus=1", "--engine.tensor_parallel_size=2"], "cannot be split into trainers"),
+        (["--trainer.parallel.ring_size=4"], "cannot be split into trainers"),
         (["--simulate.gpuz=1"], "simulate.gpuz"),
         (["--nproc", "2"], "set simulate.gpus instead"),
         (
@@ -106,7 +118,11 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
             ["--cluster.num_references=8", "--algorithm.kl.coef=0.1", "--simulate.gpus=8"],
             "leaves none of 8 GPUs to trainers and engines",
         ),
-        (["--output=x.svg"], "give the path of a .json file"),
+        (
+            ["--output=x.svg"],
+            "give the path of a .json file, such as simulate.json. "
+            "The plot is written beside it as .svg",
+        ),
         (["--simulate.lengths.distribution=file"], "simulate.lengths.path"),
     ):
         assert said in output(capsys, *SMALL, *flags, code=2)
@@ -114,6 +130,83 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     unused = SimulateConfig.model_validate({"simulate": {"lengths": {"path": "x"}}})
     (finding,) = check_simulate(unused, 1)
     assert "simulate.lengths.path has no effect" in finding.message
+    hosts = SimulateConfig.model_validate({"cluster": {"devices_per_node": 8, "num_nodes": 2}})
+    (finding,) = check_simulate(hosts, 1)
+    assert (finding.level, finding.keys) == (
+        "warning",
+        ("cluster.num_nodes", "cluster.devices_per_node"),
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--simulate.gpus=2",),
+        ("--simulate.gpus=8", "--algorithm.correction.kind=none"),
+        ("--simulate.gpus=5", "--engine.tensor_parallel_size=2", "--engine.enable_sleep"),
+        ("--simulate.gpus=6", "--cluster.num_references=2", "--algorithm.kl.coef=0.1"),
+        ("--simulate.gpus=16", "--cluster.devices_per_node=8"),
+        (
+            "--cluster.num_trainers=2",
+            "--cluster.num_engines=2",
+            "--cluster.num_nodes=2",
+            "--cluster.devices_per_node=2",
+            "--cluster.address=auto",
+            "--pipeline.enabled",
+            "--pipeline.max_staleness=3",
+            "--pipeline.async_queue_size=2",
+            "--pipeline.in_flight=abort",
+        ),
+        ("--simulate.gpus=2", "--trainer.enable_sleep", "--rollout.oversample_prompts=4"),
+    ],
+)
+def test_the_flags_of_an_outcome_run_what_was_simulated(
+    given: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Loaded by `hone rl` they pass its checks, and mean this mode on these devices."""
+    workspace.fill(tmp_path)
+    recipe, quick = resolve_recipe("gsm8k"), ("--simulate.steps=4", "--simulate.lengths.median=50")
+    cfg = load_config(SimulateConfig, recipe, [*given, *quick, "--model.shape=qwen3-0.6b"])
+    outcomes = compare(cfg).outcomes
+    assert outcomes
+    kept = [flag for flag in given if not flag.startswith("--simulate.")]
+    data = [*BASE["rl"], "--data.eval=[]", "--eval.every_n_steps=0", "--eval.at_start=false"]
+    for outcome in outcomes:
+        nproc, flags = take_nproc(run_flags(cfg, outcome))
+        run = load_config(RLConfig, recipe, [*data, *kept, *flags])
+        cluster, placement = run.cluster, outcome.run.placement
+        trainers = cluster.num_trainers if cluster.is_used else nproc or 1
+        found = [x.message for x in check_rl(run, trainers)]
+        assert not found, (outcome.name, found)
+        assert placement == Placement(
+            num_trainers=trainers,
+            num_engines=cluster.num_engines or trainers,
+            tensor_parallel_size=run.engine.tensor_parallel_size,
+            colocated=not cluster.num_engines,
+        )
+        assert run.pipeline.enabled == outcome.is_async
+        assert run.rollout.oversample_prompts == outcome.run.rollout.oversample_prompts
+        if outcome.is_async:
+            simulated = outcome.run.pipeline
+            assert batches_ahead(run.pipeline) == batches_ahead(simulated)
+            assert run.pipeline.max_staleness == simulated.max_staleness
+            assert run.pipeline.in_flight == simulated.in_flight
+
+
+def test_the_fastest_comes_with_its_flags_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    given = (*SMALL, "--simulate.gpus=8", "--simulate.lengths.sigma=1.5")
+    best = compare(load_config(SimulateConfig, None, given)).outcomes[0]
+    assert best.is_async
+    text = output(capsys, *given)
+    assert re.search(
+        r"a step of async, [^:]*: [0-9.]+ s waiting for samples, ", " ".join(text.split())
+    )
+    last = text.splitlines()[-1]
+    placement = best.run.placement
+    assert f"--cluster.num_trainers {placement.num_trainers} " in last
+    assert f"--cluster.num_engines {placement.num_engines} " in last
+    assert "--pipeline.enabled true" in last
+    assert "--algorithm.correction.kind tis" in last
 
 
 def test_neither_torch_nor_transformers_is_loaded() -> None:

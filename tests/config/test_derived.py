@@ -213,6 +213,9 @@ def test_a_cluster_is_added_up_and_its_lead_bounded(
     assert synchronous["devices"] == 16
     assert synchronous.keys().isdisjoint(names)
     assert "devices" not in rows(load_config(RLConfig, None, BASE["rl"]))
+    unknown = load_config(RLConfig, None, [*BASE["rl"], *flags[:3]])
+    (devices,) = (row for row in derived_rl(unknown, world_size=8) if row.name == "devices")
+    assert "cluster.devices_per_node is unset" in devices.how
     scoring = ("--cluster.num_references=3", "--algorithm.kl.coef=0.1")
     found = rows(load_config(RLConfig, None, [*BASE["rl"], *flags, *scoring]), world_size=8)
     assert [found["reference_devices"], found["devices"]] == [3, 19]

@@ -707,7 +707,10 @@ def test_splits_follow_the_recipe() -> None:
     result = compare(config(**small(gpus=7), **pairs))
     assert {x.split for x in result.outcomes} == {"3 + 2 x 2"}
     assert result.plain.mode == "sync separate"
-    assert any("engines of 2 GPUs do not divide 7" in note for note in result.notes)
+    assert any("1 to 7 trainers: " in note for note in result.notes)
+    beside = compare(config(**small(gpus=4), engine={"tensor_parallel_size": 2}))
+    assert {x.split for x in beside.outcomes} == {"4 = 4", "2 + 1 x 2"}
+    assert any("colocated engines have one GPU each" in note for note in beside.notes)
     many = compare(config(**small(gpus=40, steps=4)))
     assert any("16 of 39 splits were tried" in note for note in many.notes)
 
@@ -719,7 +722,7 @@ def test_splits_follow_the_recipe() -> None:
         ({"model": {}}, "neither model.shape nor model.path is set"),
         ({"model": {"path": "no/such"}}, "model.path is 'no/such', which is no folder with"),
         (
-            {"simulate": {"gpus": 3}, "engine": {"tensor_parallel_size": 4}},
+            {"simulate": {"gpus": 3}, "trainer": {"parallel": {"ring_size": 4}}},
             "3 x H200 cannot be split into trainers and engines",
         ),
         ({"simulate": {"gpus": 1}}, "1 x H200 cannot be split.*more than the 140 GiB"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from hone.config import UserError
 from hone.config.checks.simulate import check_simulate
 from hone.config.tree import SimulateConfig
 from hone.observe.whole_file import whole_file
-from hone.planner.comparison import Comparison, Outcome, compare
+from hone.planner.comparison import Comparison, Outcome, compare, run_flags
 from hone.planner.timeline import draw_timelines
 
 __all__ = ["run"]
@@ -34,9 +35,9 @@ Simulates the steps of a recipe of `hone rl` on GPUs of a type, in every mode
 engines, and ranks them: seconds a step, tokens/s, who is idle, how stale
 samples are. Needs no GPU, no model (only its shape) and no data. It prints a
 table; --output FILE.json writes all numbers, and FILE.svg, the timeline of the
-best and of the plain run. Columns: `4 + 4` are trainers and engines apart,
-`8 = 8` the same devices; tok/s is that of `hone rl`, tokens of trained rows
-with their prompts over all GPUs; x plain: the same over that of the bold row.
+best and of the plain run. What the columns mean is below the table; tok/s is
+that of `hone rl`, tokens of trained rows with their prompts over all GPUs. The
+last line has the flags that make `hone rl` run the fastest.
 
 Lengths decide: give measured ones where there are any (simulate.lengths). The
 speed of programs is assumed to be what has been measured on one H200; every
@@ -82,13 +83,10 @@ def _print(result: Comparison, console: Console) -> None:
     """The fastest and the plain run, one row each, and what follows from them."""
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column("mode", no_wrap=True)
-    for name in ("trainers + engines", "s/step", "tok/s", "x plain"):
-        table.add_column(name, justify="right")
-    table.add_column("trainers, engines idle", justify="right")
-    table.add_column("stale, most", justify="right")
     has_dropped = any(x.run.dropped_share for x in result.outcomes)
-    if has_dropped:
-        table.add_column("dropped", justify="right")
+    dropped = ("dropped",) if has_dropped else ()
+    for name in ("split", "s/step", "tok/s", "x plain", "idle", "stale, most", *dropped):
+        table.add_column(name, justify="right", no_wrap=True)
     shown = list(result.outcomes[:_MAX_ROWS])
     if result.plain not in shown:
         shown[-1] = result.plain
@@ -99,6 +97,7 @@ def _print(result: Comparison, console: Console) -> None:
         table.add_row(*cells, style="bold" if outcome is result.plain else None)
     console.print(_title(result), style="bold", markup=False)
     console.print(table)
+    console.print(_legend(result), markup=False, style="dim")
     if len(shown) < len(result.outcomes):
         rest = len(result.outcomes) - len(shown)
         output = result.cfg.output
@@ -117,12 +116,30 @@ def _print(result: Comparison, console: Console) -> None:
             style="dim",
         )
     console.print(result.verdict, markup=False)
+    flags = run_flags(result.cfg, result.outcomes[0])
+    if flags:
+        console.print(
+            "To run the fastest, add this to `hone rl` with the recipe and flags given here (but "
+            "for --simulate, --output and --model.shape):",
+            markup=False,
+        )
+        console.print(shlex.join(flags), markup=False, soft_wrap=True)  # one line, to be copied
+    else:
+        console.print("The fastest is what `hone rl` does with this recipe as it is.", markup=False)
+
+
+def _legend(result: Comparison) -> str:
+    """What the columns mean; each line fits a terminal of 80 columns."""
+    return (
+        f"* plain run ({result.plain.mode}); x plain: tok/s over its; idle: trainers, engines\n"
+        "3 + 5: trainers, engines apart; 8 = 8: same GPUs; stale: updates behind, mean"
+    )
 
 
 def _cells(result: Comparison, outcome: Outcome) -> list[str]:
     run = outcome.run
     return [
-        outcome.mode,
+        outcome.mode + " *" * (outcome is result.plain),
         outcome.split,
         f"{run.step_s:.1f}" if run.step_s >= 10 else f"{run.step_s:.3g}",
         f"{run.tokens_per_s:,.0f}",
@@ -138,8 +155,9 @@ def _where_time_goes(outcome: Outcome) -> str:
         statistics.fmean(getattr(step, name) for step in steps)
         for name in ("wait_s", "train_s", "halt_s", "sync_s")
     )
+    sampling = "waiting for samples" if outcome.is_async else "sampling"
     return (
-        f"a step of {outcome.name}: {wait_s:.3g} s for samples, {train_s:.3g} s training, "
+        f"a step of {outcome.name}: {wait_s:.3g} s {sampling}, {train_s:.3g} s training, "
         f"{halt_s:.3g} s until engines halt, {sync_s:.3g} s for weights; "
         f"{outcome.run.tokens_per_s:,.0f} tok/s, "
         f"{outcome.run.completion_tokens_per_s:,.0f} of completions"
@@ -192,6 +210,7 @@ def _as_json(result: Comparison) -> dict[str, Any]:
             {
                 "mode": x.mode,
                 "placement": asdict(x.run.placement),
+                "flags": run_flags(result.cfg, x),
                 "step_s": x.run.step_s,
                 "tokens_per_s": x.run.tokens_per_s,
                 "completion_tokens_per_s": x.run.completion_tokens_per_s,

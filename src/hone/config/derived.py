@@ -325,7 +325,7 @@ def _cluster(cfg: RLConfig) -> Iterator[Derived]:
     roles = cluster.devices(size)
     for role in roles:
         yield Derived(f"{role.role}_devices", role.number, role.words)
-    there = ""
+    there = "; not checked against what there is: cluster.devices_per_node is unset"
     if cluster.devices_per_node is not None:
         held = cluster.num_nodes * cluster.devices_per_node
         there = f"; there are {cluster.num_nodes} nodes x {cluster.devices_per_node} = {held}"

@@ -1,17 +1,21 @@
 """All modes and splits of a number of GPUs, simulated and ranked.
 
 outcomes = compare(cfg).outcomes        # of a SimulateConfig; fastest first
+run_flags(cfg, outcomes[0])             # what `hone rl` is to be told for it
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from hone.config.cluster import ClusterConfig
 from hone.config.derived import compute_dtype, kv_dtype, layout, optimizer_steps_per_rollout
 from hone.config.errors import UserError
 from hone.config.pipeline import PipelineConfig
@@ -26,7 +30,7 @@ from hone.planner.roofline import training_flops
 from hone.planner.simulated_engine import EngineRates
 from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
 
-__all__ = ["Comparison", "Outcome", "compare", "placement_rates"]
+__all__ = ["Comparison", "Outcome", "compare", "placement_rates", "run_flags"]
 
 _MAX_SPLITS = 16
 _HOST_BYTES_PER_S = 5e10
@@ -56,7 +60,7 @@ class Outcome:
         """Mode and devices in words."""
         placement = self.run.placement
         if placement.colocated:
-            return f"{self.mode}, {placement.num_gpus} GPUs"
+            return f"{self.mode}, {placement.num_gpus} GPU{'s' * (placement.num_gpus > 1)}"
         trainers, engines = placement.num_trainers, placement.num_engines
         told = f"{trainers} trainer{'s' * (trainers > 1)} + {engines} engine{'s' * (engines > 1)}"
         if placement.tensor_parallel_size > 1:
@@ -172,6 +176,73 @@ def compare(cfg: SimulateConfig) -> Comparison:
     )
 
 
+def run_flags(cfg: SimulateConfig, outcome: Outcome) -> list[str]:
+    """The words that make `hone rl`, with the recipe and flags of `cfg`, run in the mode and on the
+    devices of `outcome`: `["--nproc", "8"]`, or `["--cluster.num_engines", "5", ...]`.
+
+    Where samples may be older than the weights and nothing corrects for it, `tis` is among them.
+    """
+    placement, rollout, pipeline = outcome.run.placement, outcome.run.rollout, PipelineConfig()
+    if outcome.is_async:
+        pipeline, queue = outcome.run.pipeline, outcome.run.pipeline.async_queue_size
+        if queue is not None and queue > pipeline.max_staleness:  # which bounds it as well
+            pipeline = pipeline.model_copy(update={"async_queue_size": None})
+    trainer, algorithm = cfg.trainer, cfg.algorithm
+    size = {"tensor_parallel_size": placement.tensor_parallel_size}
+    engine = cfg.engine.model_copy(update=size)
+    if not placement.colocated:  # to sleep is to leave a shared device to the other
+        engine = engine.model_copy(update={"enable_sleep": False})
+    if not placement.colocated or placement.num_trainers > 1:
+        trainer = trainer.model_copy(update={"enable_sleep": False})
+    is_old = (outcome.is_async and pipeline.max_staleness > 0) or rollout.oversample_prompts > 0
+    if is_old and algorithm.correction.kind == "none" and not rollout.mask_off_policy_tokens:
+        correction = algorithm.correction.model_copy(update={"kind": "tis"})
+        algorithm = algorithm.model_copy(update={"correction": correction})
+    cluster = _cluster(cfg.cluster, placement)
+    sections = {
+        "cluster": cluster,
+        "engine": engine,
+        "pipeline": pipeline,
+        "rollout": rollout,
+        "algorithm": algorithm,
+        "trainer": trainer,
+    }
+    words: list[str] = []
+    if not cluster.is_used and placement.num_trainers > 1:
+        words += ["--nproc", f"{placement.num_trainers}"]
+    for name, section in sections.items():
+        wanted = section.model_dump(mode="json")
+        for key, value in _changed(getattr(cfg, name).model_dump(mode="json"), wanted, name):
+            words += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
+def _cluster(cluster: ClusterConfig, placement: Placement) -> ClusterConfig:
+    """The cluster of a placement; the default, which is none, where no role is apart."""
+    if placement.colocated and not cluster.num_references:
+        return ClusterConfig()
+    update: dict[str, Any] = {
+        "num_trainers": placement.num_trainers,
+        "num_engines": 0 if placement.colocated else placement.num_engines,
+    }
+    per_node, needed = cluster.devices_per_node, placement.num_gpus + cluster.num_references
+    if per_node is not None and needed > cluster.num_nodes * per_node:
+        update |= {"num_nodes": -(-needed // per_node), "address": cluster.address or "auto"}
+    return cluster.model_copy(update=update)
+
+
+def _changed(
+    given: Mapping[str, Any], wanted: Mapping[str, Any], above: str
+) -> Iterator[tuple[str, Any]]:
+    """Dotted keys whose values are others, with those that are wanted."""
+    for name, value in wanted.items():
+        key = f"{above}.{name}"
+        if isinstance(value, dict) and isinstance(given[name], dict):
+            yield from _changed(given[name], value, key)
+        elif value != given[name]:
+            yield key, value
+
+
 def placement_rates(
     cfg: SimulateConfig, shape: ModelShape, gpu: Peaks, placement: Placement
 ) -> Rates:
@@ -257,7 +328,8 @@ def _modes(
 def _placements(
     cfg: SimulateConfig, shape: ModelShape, gpu: Peaks, num_gpus: int, notes: list[str]
 ) -> Iterator[Placement]:
-    """Colocated, then the recipe's split, or at most `_MAX_SPLITS` of all there are."""
+    """Colocated, then the recipe's split, or at most `_MAX_SPLITS` of all there are. An engine on a
+    trainer's device has that one alone."""
     size, asked = cfg.engine.tensor_parallel_size, cfg.cluster.num_engines
     splits = [asked] if asked else range(1, (num_gpus - 1) // size + 1)
     found: list[Placement] = []
@@ -277,18 +349,17 @@ def _placements(
                 )
             )
     reason = _refusal(cfg, shape, gpu, num_gpus)
-    if num_gpus % size:
-        notes.append(f"colocated: engines of {size} GPUs do not divide {num_gpus}")
-    elif reason == "memory":
+    if reason is None and size > 1:
+        notes.append(
+            "colocated engines have one GPU each: engine.tensor_parallel_size is for those apart"
+        )
+    if reason == "memory":
         too_large.append(num_gpus)
     elif reason is not None:
         refused.append((num_gpus, reason))
     else:
         yield Placement(
-            num_trainers=num_gpus,
-            num_engines=num_gpus // size,
-            tensor_parallel_size=size,
-            colocated=True,
+            num_trainers=num_gpus, num_engines=num_gpus, tensor_parallel_size=1, colocated=True
         )
     if too_large:
         notes.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hone.config.checks.cluster import check_references
-from hone.config.checks.finding import Finding, error, warning
+from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.generation import check_output
 from hone.config.simulate import GPUS_UNSET
 from hone.config.tree import SimulateConfig
@@ -15,7 +15,7 @@ __all__ = ["check_simulate"]
 
 def check_simulate(cfg: SimulateConfig, world_size: int) -> list[Finding]:
     """Findings for `hone simulate`, errors first."""
-    findings = [*_output(cfg), *_lengths(cfg), *_devices(cfg)]
+    findings = [*_output(cfg), *_lengths(cfg), *_devices(cfg), *_nodes(cfg)]
     return sorted(findings, key=lambda finding: finding.level)
 
 
@@ -24,7 +24,8 @@ def _output(cfg: SimulateConfig) -> Iterator[Finding]:
         return
     if cfg.output.suffix != ".json":
         yield error(
-            f"output is '{cfg.output}'; give the path of a .json file, such as simulate.json.",
+            f"output is '{cfg.output}'; give the path of a .json file, such as simulate.json. "
+            "The plot is written beside it as .svg.",
             "output",
         )
     else:
@@ -66,4 +67,16 @@ def _devices(cfg: SimulateConfig) -> Iterator[Finding]:
             "splits.",
             "simulate.gpus",
             *(key for role in roles for key in role.keys),
+        )
+
+
+def _nodes(cfg: SimulateConfig) -> Iterator[Finding]:
+    """A recipe of several hosts has these; there are none in a simulation."""
+    keys = [f"cluster.{x}" for x in differs(cfg.cluster, "num_nodes", "devices_per_node")]
+    if keys:
+        yield warning(
+            f"{' and '.join(keys)}: no effect on what is simulated, where any two GPUs are linked "
+            "alike, whatever their hosts. How many there are, simulate.gpus says, or with "
+            "cluster.num_engines the split.",
+            *keys,
         )
