@@ -223,6 +223,7 @@ def test_exact_mode_reaches_model_and_engine(
         (["--model.shape=qwen3-0.6b"], ["both model.path and model.shape are set"]),
         (["--model.path=null"], ["neither model.path nor model.shape is set"]),
         (["--model.path=nowhere/"], ["model.path 'nowhere/' does not exist"]),
+        (["--model.path=modl"], ["model.path 'modl' does not exist", "Did you mean 'model'?"]),
         (["--model.init=pretrained"], ["holds no weights"]),
         (["--workload=decode", "--decode.batch=300"], ["decode.batch is 300", "max_num_seqs"]),
         (["--workload=decode"], ["decode.context is 1024", "context of 512"]),

@@ -139,6 +139,30 @@ def test_R11_killed_engines_are_replaced_and_no_sample_is_lost_or_trained_twice(
 
 
 @pytest.mark.slow
+def test_R11_a_dead_ray_node_ends_the_run_and_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be started anew on it, so that no restart is waited for."""
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")  # when Ray misses the node
+    path = recipe(folder, "dead", 2000, cluster={"num_engines": 1}, pipeline={"enabled": True})
+    run = start(path)
+    wait_for_row(run, folder / "dead-run" / "metrics.jsonl", 2)
+    processes = psutil.Process(run.pid).children(recursive=True)
+    (raylet,) = (process for process in processes if process.name() == "raylet")
+    raylet.kill()
+    output, _ = run.communicate(timeout=25.0)
+    assert run.returncode == 1, output
+    told = output.partition("error: ")[2]
+    assert told.startswith("the Ray node of this host, "), output
+    assert "/logs'" in told
+    assert "goes on from the last checkpoint" in told
+    events = (folder / "dead-run" / "events.jsonl").read_text().splitlines()
+    lost = [event for event in map(json.loads, events) if event["kind"] == "engine_lost"]
+    assert [(event["name"], event["restart"]) for event in lost] == [("engine 0", 1)]
+    assert not psutil.wait_procs(processes, timeout=10.0)[1]
+
+
+@pytest.mark.slow
 def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
     """A killed rank takes its engine along, which is replaced; Ctrl-C ends all processes."""
     path = recipe(

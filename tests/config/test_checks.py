@@ -320,7 +320,12 @@ ROWS: list[Row] = [
     ("rl", "model.path=empty", "error", "model.path"),
     ("rl", "model.path=bare", "error", "model.init model.path"),
     ("rl", "model.path=mute", "error", "model.tokenizer model.path"),
+    *[(command, f"model.path={path}", level, "model.path")
+      for command in ("rl", "sft", "eval", "generate")
+      for path, level in (("modle", "error"), ("./modle", "error"), ("~/none", "error"),
+                          ("bare/none", "warning"))],
     ("rl", "model.tokenizer=./none", "error", "model.tokenizer"),
+    ("rl", "model.tokenizer=bare/none", "warning", "model.tokenizer"),
     ("rl", "model.chat_template=none.jinja", "error", "model.chat_template"),
     ("rl", "model.dtype=bfloat16 run.device=cpu", "warning", "model.dtype run.device"),
     ("rl", "data.train=[]", "error", "data.train"),
@@ -422,6 +427,15 @@ def assert_found(row: Row) -> None:
     for key in found[0].keys:
         assert key in found[0].message, f"{key=} {found[0].message=}"
     assert len(found[0].message) > len(keys) + 20
+
+
+def test_a_model_that_is_not_there_is_told_from_one_on_the_hub(workspace: Path) -> None:
+    (workspace / "runs" / "warm-up").mkdir(parents=True)
+    for path, near in {"modle": "model", "runs/warmup": "runs/warm-up"}.items():
+        assert f"Did you mean '{near}'?" in findings("rl", f"model.path={path}")[0].message
+    (found,) = findings("rl", "model.path=runs/nowhere")
+    assert "taken for a name on the hub: the folder 'runs' is here" in found.message
+    assert "Did you mean" not in found.message
 
 
 def assert_table() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from tests.tiny_runs import tiny_config, write_inputs
 
 from hone.config.tree import RLConfig
+from hone.loops.launch import launch
+from hone.loops.parts import RLParts, assemble
 
 MakeConfig = Callable[..., RLConfig]
 
@@ -27,6 +30,16 @@ def make_config(inputs: Path, tmp_path: Path) -> MakeConfig:
     """Builds the configuration of a run in `tmp_path`; keyword arguments override sections."""
 
     return partial(tiny_config, inputs, tmp_path / "run")
+
+
+@contextmanager
+def assembled(cfg: RLConfig) -> Generator[RLParts]:
+    """The parts of a run that has been launched."""
+    with (
+        launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg) as begin,
+        assemble(cfg, begin) as parts,
+    ):
+        yield parts
 
 
 def has_a_row(file: Path) -> bool:

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.loops.conftest import MakeConfig
+from tests.loops.conftest import MakeConfig, assembled
 from torch import Tensor
 
 from hone.config.algorithm import AlgorithmConfig, KLConfig
 from hone.config.tree import RLConfig
 from hone.loops.experience import Experience
-from hone.loops.parts import RLParts, assemble
+from hone.loops.parts import RLParts
 from hone.types import FailureKind, Group, Reward, Sample, Trajectory
 
 KINDS = list(FailureKind)
 
 
 def collected(cfg: RLConfig) -> tuple[RLParts, list[Group]]:
-    with assemble(cfg) as parts:
+    with assembled(cfg) as parts:
         parts.weights.push(0)
         return parts, parts.rollout.collect(1)
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
@@ -14,6 +15,7 @@ from tests.loops.test_processes import ALL_SAMPLES, rows
 from hone.config.tree import SFTConfig
 from hone.data.arithmetic import generate
 from hone.loops import reinforce, supervised
+from hone.loops.step import Outcome
 
 AWAY = {"offload_optimizer": True, "offload_gradients": True, "offload_parameters": True}
 
@@ -42,15 +44,15 @@ def test_adapters_beside_weights_on_the_host(make_config: MakeConfig, tmp_path: 
 
 
 def test_supervised_runs_go_on_and_export_weights_on_the_host(
-    make_config: MakeConfig, tmp_path: Path
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = make_config()
     sums = generate(20, seed=0, low=0, high=9)
     examples = [{"prompt": row["prompt"], "completion": row["answer"]} for row in sums]
     (tmp_path / "sft.jsonl").write_text("\n".join(map(json.dumps, examples)))
 
-    def run(name: str, steps: int, knobs: dict[str, Any]) -> None:
-        supervised.run(
+    def run(name: str, steps: int, knobs: dict[str, Any]) -> Outcome:
+        return supervised.run(
             SFTConfig.model_validate(
                 {
                     "run": {"dir": tmp_path / name, "steps": steps, "device": "cpu"},
@@ -65,3 +67,8 @@ def test_supervised_runs_go_on_and_export_weights_on_the_host(
     run("away", 2, AWAY)
     run("away", 3, AWAY)
     check_same_export(tmp_path / "plain", tmp_path / "away")
+
+    config = (tmp_path / "away" / "config.yaml").read_text()
+    monkeypatch.delattr(supervised, "load_for_training")
+    assert run("away", 3, {}) == Outcome(steps=3, interrupted=False), "nothing is left to train"
+    assert (tmp_path / "away" / "config.yaml").read_text() == config

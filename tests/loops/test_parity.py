@@ -7,14 +7,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from tests.loops.conftest import MakeConfig
+from tests.loops.conftest import MakeConfig, assembled
 from tests.models.exact_fakes import use_torch
 from transformers import PreTrainedModel
 
 from hone.config import UserError
 from hone.loops import sync
 from hone.loops.parity import check_parity, measure_parity
-from hone.loops.parts import RLParts, assemble
+from hone.loops.parts import RLParts
 from hone.models.decoder import alias_module
 from hone.models.generation import generation_model
 from hone.types import Trajectory
@@ -26,7 +26,7 @@ def first_rows(parts: RLParts) -> list[Trajectory]:
 
 
 def test_R4_engine_and_trainer_agree(make_config: MakeConfig) -> None:
-    with assemble(make_config(rollout={"prompts_per_step": 16})) as parts:
+    with assembled(make_config(rollout={"prompts_per_step": 16})) as parts:
         parts.weights.push(0)
         report = measure_parity(first_rows(parts), parts.trainer)
     assert report.num_tokens > 200
@@ -66,7 +66,7 @@ def test_R4_planted_bugs_stop_the_launch(
     make_config: MakeConfig, bug: Callable[[RLParts], None]
 ) -> None:
     cfg = make_config(run={"steps": 2}, rollout={"prompts_per_step": 8})
-    with assemble(cfg) as parts:
+    with assembled(cfg) as parts:
         _sharpen(parts)
         parts.weights.push(0)
         bug(parts)
@@ -75,7 +75,7 @@ def test_R4_planted_bugs_stop_the_launch(
 
 
 def test_R4_shifted_labels_are_caught(make_config: MakeConfig) -> None:
-    with assemble(make_config(rollout={"prompts_per_step": 8})) as parts:
+    with assembled(make_config(rollout={"prompts_per_step": 8})) as parts:
         _sharpen(parts)
         parts.weights.push(0)
         rows = first_rows(parts)
@@ -87,7 +87,7 @@ def test_R4_shifted_labels_are_caught(make_config: MakeConfig) -> None:
 
 
 def test_R4_exact_gate_demands_equal_bits(make_config: MakeConfig) -> None:
-    with assemble(make_config(rollout={"prompts_per_step": 8})) as parts:
+    with assembled(make_config(rollout={"prompts_per_step": 8})) as parts:
         parts.weights.push(0)
         rows = first_rows(parts)
         cfg = parts.cfg.trainer.parity
@@ -111,7 +111,7 @@ def test_model_exact_reaches_engine_trainer_and_gate(
     """With torch in place of the kernels, whose bits depend on the batch: the gate must say so."""
     products = use_torch(monkeypatch)
     cfg = make_config(run={"steps": 1}, rollout={"prompts_per_step": 8}, model={"exact": True})
-    with assemble(cfg) as parts:
+    with assembled(cfg) as parts:
         _sharpen(parts)
         parts.weights.push(0)
         rows = first_rows(parts)
@@ -126,7 +126,7 @@ def test_model_exact_reaches_engine_trainer_and_gate(
 
 def test_the_gate_can_be_opened(make_config: MakeConfig) -> None:
     cfg = make_config(run={"steps": 1}, trainer={"parity": {"enabled": False}})
-    with assemble(cfg) as parts:
+    with assembled(cfg) as parts:
         wrong_temperature(parts)
         assert sync.train(parts).steps == 1
 

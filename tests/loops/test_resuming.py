@@ -76,8 +76,10 @@ def test_what_has_changed_is_told(make_config: MakeConfig, tmp_path: Path) -> No
     assert not any("run." in line for line in lines)
 
 
-def test_a_run_with_nothing_left_to_do_says_so(make_config: MakeConfig) -> None:
-    cfg = make_config(run={"steps": 6})
+def test_a_run_with_nothing_left_to_do_says_so(make_config: MakeConfig, tmp_path: Path) -> None:
+    run = {"dir": tmp_path, "steps": 6}
+    save_config(tmp_path, make_config(run=run, trainer={"optimizer": {"lr": 1e-4}}))
+    cfg = make_config(run=run)
     _, line = announce(checkpoint(), cfg.run, cfg, ALONE)
     assert line.startswith("run.steps is 6: nothing is left to train. Raise it to go on")
 

@@ -19,13 +19,13 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.loops.conftest import MakeConfig, has_a_row
+from tests.loops.conftest import MakeConfig, assembled, has_a_row
 
 from hone.checkpoint.store import CheckpointStore
 from hone.config.load import dump_config
 from hone.config.tree import RLConfig
 from hone.loops import reinforce, sync
-from hone.loops.parts import assemble
+from hone.loops.step import Outcome
 from hone.observe.run_folder import RunFolder
 
 OF_THE_LAUNCH = ("time/", "perf/", "mem/", "timestamp_s", "off_policy/parity/")
@@ -88,6 +88,8 @@ def test_R24_the_time_is_accounted_for(make_config: MakeConfig) -> None:
     reinforce.run(cfg)
     for row in map(json.loads, (cfg.run.dir / "metrics.jsonl").open()):
         assert row["time/unattributed_s"] <= 0.05 * row["time/step_s"] + 0.01, row["step"]
+        assert row["perf/tokens_per_s"] > 0
+        assert not any(name.startswith("perf/R_") for name in row), "a CPU has no known limit"
 
 
 def test_on_policy_metrics_say_so(make_config: MakeConfig) -> None:
@@ -182,9 +184,9 @@ def test_R17_planted_a_forgotten_part_is_seen(
     broken = make_config(run={"dir": tmp_path / "broken", "steps": 2}, **sections)
     reinforce.run(broken)
     resumed = make_config(run={"dir": tmp_path / "broken", "steps": 4}, **sections)
-    with assemble(resumed) as parts:
+    with assembled(resumed) as parts:
         fresh = make_config(run={"dir": tmp_path / "fresh"}, **sections)
-        with assemble(fresh) as unresumed:
+        with assembled(fresh) as unresumed:
             if bug == "moments":
                 tensors, metadata = parts.trainer.state_dict()
                 untrained = unresumed.trainer.state_dict()[0]
@@ -280,13 +282,31 @@ def test_R25_any_end_leaves_nothing_running(
         assert metrics(cfg.run.dir)[-1]["step"] == steps[-1], "the step in progress is kept"
 
 
-def test_a_second_launch_has_nothing_left_to_do(make_config: MakeConfig) -> None:
-    cfg = make_config()
-    first = reinforce.run(cfg)
-    before = metrics(cfg.run.dir)
-    second = reinforce.run(cfg)
-    assert (first.steps, second.steps) == (3, 3)
-    assert metrics(cfg.run.dir) == before
+def files_of(run_dir: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
+
+
+def test_a_second_launch_has_nothing_left_to_do(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is told: it loads no model, and the folder tells of the run that was."""
+    first = make_config()
+    reinforce.run(first)
+    before = files_of(first.run.dir)
+    second = make_config(trainer={"optimizer": {"lr": 1e-5}}, run={"steps": 2})
+    with monkeypatch.context() as patch:
+        patch.delattr(reinforce, "assemble")
+        assert reinforce.run(second) == Outcome(steps=3, interrupted=False)
+    assert files_of(first.run.dir) == before
+
+    model = first.run.dir / "model" / "config.json"
+    os.utime(model, (0, 0))
+    reinforce.run(second)
+    assert model.stat().st_mtime > 0, "one of earlier steps is replaced"
+    config = first.run.dir / "config.yaml"
+    assert config.read_bytes() == before[config]
+    weights = model.with_name("model.safetensors")
+    assert weights.read_bytes() == before[weights]
 
 
 def test_reward_rises(make_config: MakeConfig) -> None:

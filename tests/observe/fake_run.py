@@ -87,7 +87,6 @@ def supervised_step(step: int, rng: np.random.Generator) -> Scalars:
         "time/unattributed_s": 0.01,
         "time/step_s": train_s + 0.01,
         "perf/tokens_per_s": 60_000 / (train_s + 0.01),
-        "perf/R_train": 0.5,
         "mem/rss_gib": 3.0,
         **({"eval/loss": loss + 0.05} if step % 25 == 0 else {}),
     }

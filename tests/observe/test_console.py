@@ -14,11 +14,16 @@ def lines_of(
     terminal: bool = False,
     runs_ahead: bool = False,
     has_reference: bool = False,
+    has_limit: bool = True,
 ) -> list[str]:
     output = io.StringIO()
     rich = RichConsole(file=output, width=100, force_terminal=terminal, color_system=None)
     with Console(
-        len(rows), runs_ahead=runs_ahead, has_reference=has_reference, output=rich
+        len(rows),
+        runs_ahead=runs_ahead,
+        has_reference=has_reference,
+        has_limit=has_limit,
+        output=rich,
     ) as console:
         for step, scalars in enumerate(rows, start=1):
             console.progress(3, 8)
@@ -67,9 +72,15 @@ def test_the_divergence_is_named_by_what_it_is_from(
     assert {name: shown[name] for name in shown if "KL" in name} == {title: value}
 
 
+def test_without_a_hardware_limit_there_is_no_column_for_it() -> None:
+    header, line = lines_of([ROW], has_limit=False)
+    assert len(header) == len(line)
+    assert header.split()[-2:] == ["tok/s", "time"]
+
+
 def test_supervised_runs_show_their_loss() -> None:
     header, line = lines_of([{"train/loss": 2.5, "train/grad_norm": 0.7, "eval/loss": 2.25}])
-    assert header.split()[1:4] == ["loss", "grad", "lr"]
+    assert header.split()[1:] == ["loss", "grad", "lr", "tok/s", "time"]
     assert line.split()[1:4] == ["2.500", "0.700", "·"]
     assert line.endswith("eval loss 2.250")
 

@@ -629,12 +629,47 @@ def test_R11_too_many_losses_end_the_run_and_name_engine_and_cause(local):
             raise ZeroDivisionError("worn out")
 
     group = local([Fragile()], spare=Fragile, max_restarts=2)
+    events = []
+    group.report_to(lambda kind, **fields: events.append((kind, fields)))
     group.submit(make_group(0))
     with pytest.raises(EnginesLostError, match=r"engine 0 is lost, and 2 restarts.*worn out"):
         drain(group)
     assert group.has_unfinished
+    assert [(kind, told["name"], told["restart"]) for kind, told in events] == [
+        ("engine_lost", "engine 0", restart) for restart in (1, 2, None)
+    ]
+    assert all("worn out" in told["cause"] for _, told in events)
     with pytest.raises(EnginesLostError):
         drain(group)
+
+
+def test_R11_where_nothing_can_be_started_anew_the_run_ends(local):
+    """At the restart, and where the start is waited for: `Gone` is what Ray's calls do then."""
+
+    class Gone:
+        name, num_ranks = "engine 0", 1
+
+        def call(self, method, *args):
+            return self
+
+        def result(self, timeout_s):
+            raise EnginesLostError("the node is gone")
+
+        def kill(self):
+            pass
+
+    def refuse(index):
+        raise EnginesLostError("the node is gone")
+
+    for restart in (lambda index: Gone(), refuse):
+        group = local([Toy()])
+        sync(group, 1)
+        group._restart = restart
+        group.submit(make_group(0))
+        group._members[0].handle.kill()
+        with pytest.raises(EnginesLostError, match="the node is gone"):
+            drain(group)
+        group.close()
 
 
 def test_a_restarted_engine_gets_nothing_before_the_next_delivery(local):

@@ -185,9 +185,13 @@ def test_R11_a_run_of_losses_ends_with_the_cause() -> None:
         return Fake(f"reference {index}", {1: LOST})
 
     group = make_group([restart(0)], restart, max_restarts=2)
+    told: list[dict[str, Any]] = []
+    group.report_to(lambda kind, **fields: told.append({"kind": kind} | fields))
     with pytest.raises(EnginesLostError, match=r"2 restarts .* used up .*killed by a test"):
         score(group, random_rows(4, seed=0), 2)
     group.close()
+    expected = {"kind": "reference_lost", "name": "reference 0", "cause": LOST.cause}
+    assert told == [expected | {"restart": restart} for restart in (1, 2, None)]
 
 
 def test_what_a_reference_refuses_is_raised_as_it_is() -> None:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +20,28 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from hone.config.tree import RLConfig
+from hone.rollout.handles import EnginesLostError
 from hone.types import EngineLostError
 
 if TYPE_CHECKING:
     from hone.engine.host import EngineHost
     from hone.trainer.scoring import ReferenceScorer
 
-__all__ = ["EngineRank", "RayHandle", "ReferenceRank", "network_environment"]
+__all__ = [
+    "EngineRank",
+    "RayHandle",
+    "ReferenceRank",
+    "check_own_node",
+    "network_environment",
+    "own_node",
+]
 
 _IDS = re.compile(r"(class_name|actor_id|namespace|pid|ip|name|node_id|job_id):")
 _GUESSES = "Some common causes include"
 _SETTLE_S = 1.0
 """How long the first rank has to notice that another one is gone."""
+_LOOK_S = 5.0
+"""How often those who wait ask whether Ray is still there."""
 
 
 def network_environment() -> dict[str, str]:
@@ -46,6 +57,28 @@ def network_environment() -> dict[str, str]:
         if any(address.address == own for address in addresses):
             return {"GLOO_SOCKET_IFNAME": name}
     return {}
+
+
+def own_node() -> dict[str, Any]:
+    """What Ray knows of the node of this process."""
+    own = ray.get_runtime_context().get_node_id()
+    return next(node for node in ray.nodes() if node["NodeID"] == own)
+
+
+def check_own_node() -> None:
+    """Raise EnginesLostError where the Ray node of this process is dead: Ray ends all that this
+    process has started, and starts nothing more for it."""
+    node = own_node()
+    if node["Alive"]:
+        return
+    logs = Path(node["RayletSocketName"]).parents[1] / "logs"
+    reason = node["DeathReasonMessage"].rstrip(".") or "it has left in order"
+    raise EnginesLostError(
+        f"the Ray node of this host, {node['NodeManagerAddress']}, has ended, and all engines and "
+        f"references with it: {reason}. Why is in raylet.out and dashboard_agent.log of "
+        f"'{logs}', or nowhere where something killed it (`dmesg` tells of memory). The same "
+        "command goes on from the last checkpoint."
+    )
 
 
 class _Rank(ABC):
@@ -143,8 +176,12 @@ class _RayPending:
 
     def result(self, timeout_s: float) -> Any:
         """Wait for it. Raises what the call has raised, TimeoutError, and EngineLostError where a
-        process of the engine is gone."""
-        ended, _ = ray.wait([self.ref, *self.others], timeout=timeout_s)
+        process of the engine is gone; EnginesLostError where Ray itself is."""
+        deadline = monotonic() + timeout_s
+        ended = self._ended(min(timeout_s, _LOOK_S))
+        while not ended and (left_s := deadline - monotonic()) > 0.0:
+            check_own_node()
+            ended = self._ended(min(left_s, _LOOK_S))
         if ended and self.ref not in ended:
             # What the first rank knows of it says more; it may also have closed in order.
             ended, _ = ray.wait([self.ref], timeout=min(timeout_s, _SETTLE_S))
@@ -158,6 +195,9 @@ class _RayPending:
             raise error.cause from None
         except RayError as error:
             raise EngineLostError(self.engine, _how(error)) from error
+
+    def _ended(self, timeout_s: float) -> list[ray.ObjectRef[Any]]:
+        return ray.wait([self.ref, *self.others], timeout=timeout_s)[0]
 
     def _raise_of_others(self) -> None:
         """Raise EngineLostError where another rank is gone, or has failed."""

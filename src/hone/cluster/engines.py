@@ -25,7 +25,9 @@ from hone.cluster.actors import (
     EngineRank,
     RayHandle,
     ReferenceRank,
+    check_own_node,
     network_environment,
+    own_node,
 )
 from hone.cluster.address import no_cluster, unreachable
 from hone.config.cluster import ClusterConfig
@@ -139,8 +141,10 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
         yield
         del holder
     finally:
-        with _undisturbed():
-            ray.shutdown()
+        # Where the node is dead Ray ends this process in there, before anybody has said why.
+        if not ray.is_initialized() or own_node()["Alive"]:
+            with _undisturbed():
+                ray.shutdown()
 
 
 @contextmanager
@@ -290,6 +294,7 @@ def _start_engine(
     cfg: RLConfig, placed: PlacementGroup, index: int, *, uses_gpus: bool
 ) -> RayHandle:
     """Begin to make engine `index` on its devices."""
+    check_own_node()
     actor = _actor(EngineRank, placed, index, uses_gpus=uses_gpus, num_calls=_CALLS)
     name, size = f"engine {index}", cfg.engine.tensor_parallel_size
     return RayHandle(name, [actor.remote(cfg, name, rank, size) for rank in range(size)])
@@ -299,6 +304,7 @@ def _start_reference(
     cfg: RLConfig, placed: PlacementGroup, index: int, *, uses_gpus: bool
 ) -> RayHandle:
     """Begin to make reference `index` on its device."""
+    check_own_node()
     bundle = cfg.cluster.num_engines + index
     actor = _actor(ReferenceRank, placed, bundle, uses_gpus=uses_gpus, num_calls=1)
     name = f"reference {index}"

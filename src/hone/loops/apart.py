@@ -19,6 +19,7 @@ from hone.loops.controller import Controller, LedReference, LedRollout, LedStrea
 from hone.rewards.scorer import Scorer
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.engine_group import EngineGroup
+from hone.rollout.handles import RecordEvent
 from hone.rollout.open_groups import Progress
 from hone.rollout.reference_group import ReferenceGroup
 from hone.rollout.requests import Decode
@@ -51,6 +52,12 @@ class Engines:
     """How they reach this process."""
     references: ReferenceGroup | None = None
     """Those that score under the reference model."""
+
+    def report_to(self, event: RecordEvent) -> None:
+        """Call `event` for each that is lost from now on, as both groups do."""
+        self.group.report_to(event)
+        if self.references is not None:
+            self.references.report_to(event)
 
 
 MakeEngines = Callable[[RLConfig], AbstractContextManager[Engines]]

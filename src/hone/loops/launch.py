@@ -38,6 +38,7 @@ __all__ = [
     "Launch",
     "choose_device",
     "export",
+    "is_complete",
     "join",
     "launch",
     "load_for_training",
@@ -56,11 +57,13 @@ class Launch:
     store: CheckpointStore
     checkpoint: Checkpoint | None
     """What to go on from; None starts afresh."""
+    total_steps: int
     cfg: Section
 
     def save_config(self) -> None:
-        """Write the configuration into the run folder: once nothing stands against going on."""
-        if self.mesh.is_first:
+        """Write the configuration into the run folder: once nothing stands against going on. One
+        that trains nothing leaves that which the run was trained with."""
+        if self.mesh.is_first and self.steps_done < self.total_steps:
             save_config(self.dir, self.cfg)
 
     @property
@@ -152,7 +155,15 @@ def launch(
         if mesh.is_first:
             run.dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_alone_in(run.dir))
-        yield Launch(mesh=mesh, watch=watch, dir=run.dir, store=store, checkpoint=found, cfg=tree)
+        yield Launch(
+            mesh=mesh,
+            watch=watch,
+            dir=run.dir,
+            store=store,
+            checkpoint=found,
+            total_steps=run.steps,
+            cfg=tree,
+        )
 
 
 @contextmanager
@@ -170,6 +181,20 @@ def _alone_in(folder: Path) -> Generator[None]:
                 "folder."
             ) from error
         yield
+
+
+def is_complete(begin: Launch, lora: LoraConfig) -> bool:
+    """Whether all steps lie behind the run, and `export` has written what came of them. Collective.
+
+    A run that ended between its last checkpoint and the export may have a model of earlier steps.
+    """
+    found = begin.checkpoint
+    if found is None or found.saved_at is None or found.step < begin.total_steps:
+        return False
+    written_last = begin.dir / ("adapter/adapter_config.json" if lora.rank else "model/config.json")
+    return begin.mesh.broadcast(
+        written_last.is_file() and written_last.stat().st_mtime >= found.saved_at
+    )
 
 
 def export(

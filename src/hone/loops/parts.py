@@ -34,7 +34,7 @@ from hone.loops.apart import (
 from hone.loops.controller import Controller, LedStream
 from hone.loops.exchange import Exchange
 from hone.loops.experience import Experience
-from hone.loops.launch import Launch, launch, load_for_training
+from hone.loops.launch import Launch, load_for_training
 from hone.loops.recorder import Limits, Recorder, alarms_for
 from hone.loops.resuming import restore
 from hone.models.adapters import adapt
@@ -204,7 +204,7 @@ def _limits(cfg: RLConfig, model: PreTrainedModel, mesh: Mesh) -> Limits:
     scores_policy = steps > 1 or (kl.coef > 0 and kl.placement == "reward")
     return Limits(
         shape=ModelShape.from_config(model.config.to_dict()),
-        peaks=device_peaks(mesh.device, dtype),
+        peaks=None if mesh.device.type == "cpu" else device_peaks(mesh.device, dtype),
         num_devices=mesh.world.size,
         num_engines=cfg.cluster.num_engines or mesh.world.size,
         devices_per_engine=cfg.engine.tensor_parallel_size,
@@ -293,20 +293,22 @@ def recording(
                     done=begin.steps_done,
                     runs_ahead=is_rl and cfg.pipeline.enabled,
                     has_reference=is_rl and cfg.algorithm.kl.coef > 0,
+                    has_limit=limits is not None and limits.peaks is not None,
                 )
             )
         yield recorder
 
 
 @contextmanager
-def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generator[RLParts]:
+def assemble(
+    cfg: RLConfig, begin: Launch, make_engines: MakeEngines | None = None
+) -> Generator[RLParts]:
     """Build the parts of a run, restored from its checkpoint; release them at the end.
 
     Cheap and likely mistakes come first: configuration, tokenizer and data are read before any
     weight is loaded. `make_engines` is needed where the cluster is used, in the first process.
     """
     with ExitStack() as stack:
-        begin = stack.enter_context(launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg))
         mesh, is_apart = begin.mesh, cfg.cluster.num_engines > 0
         check_exact(cfg.model, mesh.device)
         require_matmul_precision(
@@ -382,8 +384,11 @@ def assemble(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Generato
             )
             sampling = Sampling(engine, rollout, WeightSync(trainer, engine))
         staleness = cfg.pipeline.max_staleness if cfg.pipeline.enabled else 0
-        alarms = alarms_for(model, max_staleness=staleness)
-        recorder = stack.enter_context(recording(cfg, begin, alarms, limits))
+        recorder = stack.enter_context(
+            recording(cfg, begin, alarms_for(model, max_staleness=staleness), limits)
+        )
+        if engines is not None:
+            engines.report_to(recorder.event)
         parts = RLParts(
             cfg=cfg,
             launch=begin,

@@ -31,7 +31,8 @@ class Limits:
     """The roofline of this model on the devices of the run, which share the work evenly."""
 
     shape: ModelShape
-    peaks: Peaks
+    peaks: Peaks | None
+    """None on a CPU, whose rates are those that other work on the machine leaves."""
     num_devices: int
     """Of the trainer."""
     num_engines: int
@@ -48,7 +49,10 @@ class Limits:
     def ratios(
         self, groups: Sequence[Group], rows: Sequence[Trajectory], seconds: Mapping[str, float]
     ) -> dict[str, float]:
-        """`R_gen`, `R_train`, `R_step`: limit over measured time, from the actual lengths."""
+        """`R_gen`, `R_train`, `R_step`: limit over measured time, from the actual lengths.
+        Empty without peaks."""
+        if self.peaks is None:
+            return {}
         share = groups[:: self.num_engines]  # as the first engine has it
         samples = [sample for group in share for sample in group.samples if sample.token_ids]
         if not samples or not rows:

@@ -6,7 +6,7 @@ from hone.config.tree import RLConfig
 from hone.loops import pipelined, sync
 from hone.loops.apart import MakeEngines
 from hone.loops.interrupt import Interrupt
-from hone.loops.launch import export
+from hone.loops.launch import Launch, export, is_complete, launch
 from hone.loops.parts import assemble
 from hone.loops.step import Outcome
 from hone.observe.report import write_report
@@ -17,17 +17,25 @@ __all__ = ["Outcome", "run"]
 def run(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Outcome:
     """Assemble, train, export the policy to `<run.dir>/model`, write the report.
 
-    `make_engines` starts the engines and references that have devices of their own.
+    Of a run that has ended the report alone is written. `make_engines` starts the engines and
+    references that have devices of their own.
     """
-    with assemble(cfg, make_engines) as parts:
+    with launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg) as begin:
+        if is_complete(begin, cfg.model.lora):
+            outcome = Outcome(begin.steps_done, interrupted=False)
+        else:
+            outcome = _run(cfg, begin, make_engines)
+    if cfg.log.report and begin.mesh.is_first:
+        write_report(begin.dir)
+    return outcome
+
+
+def _run(cfg: RLConfig, begin: Launch, make_engines: MakeEngines | None) -> Outcome:
+    with assemble(cfg, begin, make_engines) as parts:
         outcome = pipelined.train(parts) if cfg.pipeline.enabled else sync.train(parts)
-        if parts.launch.mesh.is_first:
-            parts.recorder.spans.write_trace(parts.launch.dir / "trace.json")
-        writing = Interrupt(
-            parts.launch.mesh, "the model is being written", seen=outcome.interrupted
-        )
+        if begin.mesh.is_first:
+            parts.recorder.spans.write_trace(begin.dir / "trace.json")
+        writing = Interrupt(begin.mesh, "the model is being written", seen=outcome.interrupted)
         with parts.training(), writing:
-            export(parts.trainer, parts.tokenizer, cfg.checkpoint, parts.launch, cfg.model.lora)
-    if cfg.log.report and parts.launch.mesh.is_first:
-        write_report(cfg.run.dir)
+            export(parts.trainer, parts.tokenizer, cfg.checkpoint, begin, cfg.model.lora)
     return outcome

@@ -52,6 +52,7 @@ def announce(found: Checkpoint, run: RunConfig, tree: Section, sizes: MeshSizes)
             f"run.steps is {run.steps}: nothing is left to train. Raise it to go on, or choose "
             "another run.dir"
         )
+        return  # what has changed is not used
     before, now = _flat(_saved_config(run.dir)), _flat(yaml.safe_load(dump_config(tree)))
     changed = [key for key in now if key in before and before[key] != now[key]]
     for key in changed:

@@ -9,7 +9,7 @@ from hone.checkpoint.random_state import capture_random_state
 from hone.config.tree import SFTConfig
 from hone.data.sft import load_sft
 from hone.loops.interrupt import Interrupt
-from hone.loops.launch import Launch, export, launch, load_for_training
+from hone.loops.launch import Launch, export, is_complete, launch, load_for_training
 from hone.loops.parts import recording
 from hone.loops.recorder import alarms_for
 from hone.loops.resuming import restore
@@ -29,11 +29,15 @@ __all__ = ["run"]
 def run(cfg: SFTConfig) -> Outcome:
     """Train, export the model to `<run.dir>/model`, write the report.
 
-    As in the RL loop, step s is the model after s updates, Ctrl-C ends the run after the step in
-    progress, and several processes all run this.
+    Of a run that has ended the report alone is written. As in the RL loop, step s is the model
+    after s updates, Ctrl-C ends the run after the step in progress, and several processes all run
+    this.
     """
     with launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg) as begin:
-        outcome = _run(cfg, begin)
+        if is_complete(begin, cfg.model.lora):
+            outcome = Outcome(begin.steps_done, interrupted=False)
+        else:
+            outcome = _run(cfg, begin)
     if cfg.log.report and begin.mesh.is_first:
         write_report(begin.dir)
     return outcome

@@ -5,7 +5,7 @@
          2     0.141    208.3     1.832     2.9e-04    10,006    11.8s    0.43
 
 `KL_rollout` is how far the policy that is trained is from the one that sampled; with a KL term
-`KL_ref`, how far it is from the reference, stands in its place.
+`KL_ref`, how far it is from the reference, stands in its place. `R_step` is there on a GPU alone.
 
 Of steps that are over in less than half a second one in each half second has a line, and each that
 was evaluated. Without a terminal the same lines come without bar and colour, so that logs stay
@@ -40,11 +40,10 @@ _EVALUATIONS = {"eval/reward/mean": "eval", "eval/loss": "eval loss"}
 
 
 class Column(NamedTuple):
-    """A metric of the step line."""
+    """How the step line shows a metric."""
 
     title: str
-    metrics: tuple[str, ...]
-    """The first of these that a step has."""
+    metric: str
     width: int
     format: Callable[[float], str]
 
@@ -69,37 +68,39 @@ def _ratio(value: float) -> str:
 
 
 _SPEED = (
-    Column("tok/s", ("perf/tokens_per_s",), 10, _whole),
-    Column("time", ("time/step_s",), 9, _seconds),
-    Column("R_step", ("perf/R_step", "perf/R_train"), 8, _ratio),
+    Column("tok/s", "perf/tokens_per_s", 10, _whole),
+    Column("time", "time/step_s", 9, _seconds),
 )
+_LIMIT = Column("R_step", "perf/R_step", 8, _ratio)
 
 
-def rl_columns(*, runs_ahead: bool, has_reference: bool) -> tuple[Column, ...]:
+def rl_columns(*, runs_ahead: bool, has_reference: bool, has_limit: bool) -> tuple[Column, ...]:
     """Of a run that samples ahead: how old samples are, and how long training waited for them; of
-    others the entropy. The divergence is from the reference where there is one."""
-    own = (Column("entropy", ("policy/entropy",), 10, _compact),)
+    others the entropy. The divergence is from the reference where there is one; the share of the
+    hardware limit comes last, where that is known."""
+    own = (Column("entropy", "policy/entropy", 10, _compact),)
     if runs_ahead:
         own = (
-            Column("stale", ("rollout/staleness/mean",), 7, _ratio),
-            Column("wait", ("time/generate_s",), 8, _seconds),
+            Column("stale", "rollout/staleness/mean", 7, _ratio),
+            Column("wait", "time/generate_s", 8, _seconds),
         )
     title, metric = (
         ("KL_ref", "policy/ref_kl") if has_reference else ("KL_rollout", "off_policy/kl")
     )
     return (
-        Column("reward", ("reward/mean",), 10, _compact),
-        Column("length", ("rollout/completion_tokens/mean",), 9, _compact),
+        Column("reward", "reward/mean", 10, _compact),
+        Column("length", "rollout/completion_tokens/mean", 9, _compact),
         *own,
-        Column(title, (metric,), 12, _compact),
+        Column(title, metric, 12, _compact),
         *_SPEED,
+        *((_LIMIT,) if has_limit else ()),
     )
 
 
 SFT_COLUMNS = (
-    Column("loss", ("train/loss",), 10, _compact),
-    Column("grad", ("train/grad_norm",), 10, _compact),
-    Column("lr", ("train/lr",), 10, _compact),
+    Column("loss", "train/loss", 10, _compact),
+    Column("grad", "train/grad_norm", 10, _compact),
+    Column("lr", "train/lr", 10, _compact),
     *_SPEED,
 )
 
@@ -119,9 +120,12 @@ class Console:
         done: int = 0,
         runs_ahead: bool = False,
         has_reference: bool = False,
+        has_limit: bool = False,
         output: RichConsole | None = None,
     ) -> None:
-        self._rl_columns = rl_columns(runs_ahead=runs_ahead, has_reference=has_reference)
+        self._rl_columns = rl_columns(
+            runs_ahead=runs_ahead, has_reference=has_reference, has_limit=has_limit
+        )
         self._console = output or RichConsole(highlight=False, soft_wrap=True)
         self._lines = 0
         self._total_steps = total_steps
@@ -196,8 +200,7 @@ class Console:
 
 
 def _cell(column: Column, scalars: Mapping[str, float]) -> str:
-    for metric in column.metrics:
-        if metric in scalars:
-            value = scalars[metric]
-            return column.format(value) if math.isfinite(value) else str(value)
-    return "·"
+    value = scalars.get(column.metric)
+    if value is None:
+        return "·"
+    return column.format(value) if math.isfinite(value) else str(value)

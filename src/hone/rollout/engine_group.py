@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from time import monotonic, sleep
 from typing import Any
 
-from hone.rollout.handles import EngineHandle, EnginesLostError
+from hone.rollout.handles import EngineHandle, EnginesLostError, RecordEvent
 from hone.types import Completion, EngineLostError, EngineStats, Request, StopReason
 from hone.weights.protocol import Pending
 
@@ -121,6 +121,7 @@ class EngineGroup:
         self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
         self._max_restarts = max_restarts
         self._num_restarts = 0
+        self._event: RecordEvent | None = None
         self._members = [
             _Member(index, handle, handle.call("weight_version"))
             for index, handle in enumerate(handles)
@@ -141,6 +142,11 @@ class EngineGroup:
         self._receivers: list[_Member] = []
         """Who takes part in a delivery of weights."""
         self._deliveries: list[tuple[_Member, Pending]] = []
+
+    def report_to(self, event: RecordEvent) -> None:
+        """From now on call `event("engine_lost", name=..., restart=..., cause=...)` for each loss;
+        `restart` is the number of the one that follows, None where none is left."""
+        self._event = event
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -259,7 +265,7 @@ class EngineGroup:
         deadline = monotonic() + min(SETTLE_S, self._timeout_s)
         for member, call in calls:
             if call is not None:
-                with contextlib.suppress(TimeoutError, EngineLostError):
+                with contextlib.suppress(TimeoutError, EngineLostError, EnginesLostError):
                     call.result(max(deadline - monotonic(), 0.0))
             member.handle.kill()
 
@@ -447,7 +453,10 @@ class EngineGroup:
         return default
 
     def _try_to_close(self, member: _Member) -> Pending | None:
-        with contextlib.suppress(EngineLostError):
+        """None where the engine is lost, or has not started yet."""
+        with contextlib.suppress(TimeoutError, EngineLostError, RuntimeError, ValueError, OSError):
+            if member.starting is not None:
+                member.starting.result(0.0)
             return member.handle.call("close")
         return None
 
@@ -471,11 +480,16 @@ class EngineGroup:
             _added(self._gone, member.stats), num_running=0, num_waiting=0, kv_cache_usage=0.0
         )
         member.stats = NO_STATS
-        if self._num_restarts == self._max_restarts:
+        is_last = self._num_restarts == self._max_restarts
+        if self._event is not None:
+            restart = None if is_last else self._num_restarts + 1
+            self._event("engine_lost", name=name, restart=restart, cause=cause)
+        if is_last:
             raise EnginesLostError(
                 f"{name} is lost, and {self._max_restarts} restarts of engines have been used up "
                 f"(cluster.max_engine_restarts). What it died of: {cause}"
             )
+        handle = self._restart(member.index)
         self._num_restarts += 1
         _log.warning(
             "%s is lost and started anew (restart %d of at most %d); its %d requests begin again: "
@@ -486,7 +500,7 @@ class EngineGroup:
             num_requests,
             cause,
         )
-        fresh = _Member(member.index, self._restart(member.index), None)
+        fresh = _Member(member.index, handle, None)
         self._members[member.index] = fresh
         fresh.starting = self._call(fresh, "weight_version")
 
@@ -520,6 +534,8 @@ class EngineGroup:
             if self.needs_weights:
                 self._lose(member, "it has not started in time")
             return False
+        except EnginesLostError:
+            raise
         except (RuntimeError, ValueError, OSError) as error:
             self._lose(member, f"it could not be made: {error}")
             return False

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hone.engine.host import EngineHost, Polled
 from hone.weights.protocol import Pending
 
-__all__ = ["EngineHandle", "EnginesLostError", "LocalHandle"]
+__all__ = ["EngineHandle", "EnginesLostError", "LocalHandle", "RecordEvent"]
+
+RecordEvent = Callable[..., None]
+"""Takes the kind of what has happened, and its fields by name."""
 
 
 class EnginesLostError(ConnectionError):
-    """Engines were lost more often than they may be restarted."""
+    """Engines or references were lost that cannot be started anew: that was done as often as it
+    may be, or what they ran on is gone too."""
 
 
 class EngineHandle(Protocol):

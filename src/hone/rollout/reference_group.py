@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hone.rollout.handles import EngineHandle, EnginesLostError
+from hone.rollout.handles import EngineHandle, EnginesLostError, RecordEvent
 from hone.types import EngineLostError, Trajectory
 from hone.weights.protocol import Pending
 
@@ -131,6 +131,7 @@ class ReferenceGroup:
         self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
         self._max_restarts = max_restarts
         self._num_restarts = 0
+        self._event: RecordEvent | None = None
         self._members = [_new(index, handle) for index, handle in enumerate(handles)]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hone-references")
         self._is_closed = Event()
@@ -144,6 +145,12 @@ class ReferenceGroup:
         raises EnginesLostError, and what a reference has raised that is no failure of its own.
         """
         return self._thread.submit(self._score, _Step(rows, passes, deque(range(len(passes)))))
+
+    def report_to(self, event: RecordEvent) -> None:
+        """From now on call `event("reference_lost", name=..., restart=..., cause=...)` for each
+        loss, in the thread that scores; `restart` is the number of the one that follows, None where
+        none is left."""
+        self._event = event
 
     def close(self) -> None:
         """End all references, and what they are at."""
@@ -220,6 +227,8 @@ class ReferenceGroup:
                 self._lose(member, "it has not started in time", step)
         except EngineLostError as error:
             self._lose(member, error.cause, step)
+        except EnginesLostError:
+            raise
         except (RuntimeError, ValueError, OSError) as error:
             self._lose(member, f"it could not be made: {error}", step)
         else:
@@ -230,11 +239,16 @@ class ReferenceGroup:
         name = member.handle.name
         member.handle.kill()
         step.waiting.extendleft(number for number, _ in reversed(member.given))
-        if self._num_restarts == self._max_restarts:
+        is_last = self._num_restarts == self._max_restarts
+        if self._event is not None:
+            restart = None if is_last else self._num_restarts + 1
+            self._event("reference_lost", name=name, restart=restart, cause=cause)
+        if is_last:
             raise EnginesLostError(
                 f"{name} is lost, and {self._max_restarts} restarts of references have been used "
                 f"up (cluster.max_engine_restarts). What it died of: {cause}"
             )
+        handle = self._restart(member.index)
         self._num_restarts += 1
         _log.warning(
             "%s is lost and started anew (restart %d of at most %d); the %d passes it had are "
@@ -245,7 +259,7 @@ class ReferenceGroup:
             len(member.given),
             cause,
         )
-        self._members[member.index] = _new(member.index, self._restart(member.index))
+        self._members[member.index] = _new(member.index, handle)
 
 
 def _new(index: int, handle: EngineHandle) -> _Member:

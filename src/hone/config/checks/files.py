@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 from hone.config.checks.finding import Finding, error, warning
@@ -30,15 +31,10 @@ def check_model(
         )
     elif folder.is_dir():
         yield from _model_folder(model, folder, needs_tokenizer)
-    elif must_be_local(model.path):
-        yield error(
-            f"model.path '{model.path}' does not exist. Give a folder with config.json, or a hub "
-            "name such as Qwen/Qwen3-0.6B.",
-            "model.path",
-        )
-    tokenizer = model.tokenizer
-    if tokenizer is not None and must_be_local(tokenizer) and not Path(tokenizer).exists():
-        yield error(f"model.tokenizer '{tokenizer}' does not exist.", "model.tokenizer")
+    else:
+        yield from _not_here("model.path", model.path)
+    if model.tokenizer is not None and not Path(model.tokenizer).exists():
+        yield from _not_here("model.tokenizer", model.tokenizer)
     if model.chat_template is not None and not model.chat_template.is_file():
         yield error(
             f"model.chat_template '{model.chat_template}' is no file.", "model.chat_template"
@@ -49,6 +45,26 @@ def check_model(
             "leave model.dtype at auto.",
             "model.dtype",
             "run.device",
+        )
+
+
+def _not_here(key: str, path: str) -> Iterator[Finding]:
+    """What `key` names is no folder of this machine, and must then be `owner/name` on the hub."""
+    parent = Path(path).parent
+    folders = [x.name for x in parent.iterdir() if x.is_dir()] if parent.is_dir() else []
+    near = get_close_matches(Path(path).name, folders, 1)
+    hint = f" Did you mean '{parent / near[0]}'?" if near else ""
+    if must_be_local(path) or "/" not in path:
+        yield error(
+            f"{key} '{path}' does not exist.{hint} Give a folder with config.json, or a hub name "
+            "with its owner, such as Qwen/Qwen3-0.6B.",
+            key,
+        )
+    elif parent.is_dir():
+        yield warning(
+            f"{key} '{path}' is taken for a name on the hub: the folder '{parent}' is here and has "
+            f"no '{Path(path).name}'.{hint} Write './{path}' for what must be a folder.",
+            key,
         )
 
 

@@ -1,0 +1,78 @@
+"""Shares of the hardware limit: known napkin numbers, and none where the limit is not known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.bench.fakes import SHAPE
+
+from hone.loops.recorder import Limits
+from hone.planner.hardware import GPUS
+from hone.planner.roofline import generation_time_s, training_time_s
+from hone.types import Group, Prompt, Sample, StopReason, Trajectory
+
+LIMITS = Limits(
+    shape=SHAPE,
+    peaks=GPUS[0],
+    num_devices=2,
+    num_engines=2,
+    devices_per_engine=1,
+    overlaps=False,
+    bytes_per_value=2,
+    kv_bytes_per_value=2,
+    max_num_seqs=8,
+    passes=3.0,
+)
+SECONDS = {"generate": 3.0, "experience": 0.5, "train": 1.5, "step": 6.0}
+
+
+def make_group(index: int) -> Group:
+    prompt = Prompt(id=f"p{index}", token_ids=(1, 2, 3), text="")
+    sample = Sample(
+        id=f"s{index}",
+        prompt=prompt,
+        index=0,
+        token_ids=[4] * 5,
+        logprobs=[0.0] * 5,
+        weight_versions=[0] * 5,
+        loss_mask=[True] * 5,
+        stop_reason=StopReason.EOS,
+    )
+    return Group(id=f"g{index}", prompt=prompt, samples=[sample])
+
+
+GROUPS = [make_group(index) for index in range(4)]
+ROWS = [
+    Trajectory(id=f"r{index}", token_ids=[1] * 8, loss_mask=[False] * 3 + [True] * 5)
+    for index in range(4)
+]
+
+
+def test_measured_times_are_compared_with_the_limits() -> None:
+    """Each of two engines has two of the four samples; two devices share the rows."""
+    generate_s = generation_time_s(
+        SHAPE,
+        GPUS[0],
+        [3, 3],
+        [5, 5],
+        max_num_seqs=8,
+        prefill_lengths=[3, 3],
+        bytes_per_value=2,
+        kv_bytes_per_value=2,
+    )
+    train_s = training_time_s(SHAPE, GPUS[0], [8] * 4, passes=3.0, num_head_tokens=20) / 2
+    assert LIMITS.ratios(GROUPS, ROWS, SECONDS) == {
+        "perf/R_gen": pytest.approx(generate_s / 3.0),
+        "perf/R_train": pytest.approx(train_s / 2.0),
+        "perf/R_step": pytest.approx((generate_s + train_s) / 6.0),
+    }
+    assert replace(LIMITS, overlaps=True).ratios(GROUPS, ROWS, SECONDS) == {
+        "perf/R_train": pytest.approx(train_s / 2.0),
+        "perf/R_step": pytest.approx(max(generate_s, train_s) / 6.0),
+    }
+
+
+def test_nothing_is_compared_with_a_limit_that_is_not_known() -> None:
+    assert replace(LIMITS, peaks=None).ratios(GROUPS, ROWS, SECONDS) == {}
+    assert LIMITS.ratios(GROUPS, [], SECONDS) == {}
