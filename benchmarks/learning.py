@@ -35,6 +35,10 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hone.bench.plot import Series
 
 Row = dict[str, float]
 Curves = dict[str, list[list[Row]]]
@@ -333,19 +337,30 @@ def table(curves: Curves) -> str:
 
 
 def plot(title: str, curves: Curves) -> str:
-    """Held-out accuracy over updates, the mean over seeds."""
-    from hone.bench.plot import Panel, Series, svg
+    """Over updates, the means over seeds: held-out accuracy, and how far the policy had moved on
+    when it was trained on its samples."""
+    from hone.bench.plot import Panel, svg
 
-    drawn: list[Series] = []
+    panels = {
+        "share of right answers, held out": "eval/reward/mean",
+        "KL of the trained from the sampling policy, nats per token": "off_policy/kl",
+    }
+    return svg(title, [Panel(x, "updates", drawn(curves, key)) for x, key in panels.items()])
+
+
+def drawn(curves: Curves, key: str) -> list[Series]:
+    from hone.bench.plot import Series
+
+    lines: list[Series] = []
     for mode, runs in curves.items():
         points: dict[int, list[float]] = {}
         for rows in runs:
             for row in rows:
-                if "eval/reward/mean" in row:
-                    points.setdefault(int(row["step"]), []).append(row["eval/reward/mean"])
+                if key in row:
+                    points.setdefault(int(row["step"]), []).append(row[key])
         line = [(float(step), statistics.mean(values)) for step, values in sorted(points.items())]
-        drawn.append(Series(mode, COLOURS[list(MODES).index(mode)], line))
-    return svg(title, [Panel("share of right answers, held out", "updates", drawn)])
+        lines.append(Series(mode, COLOURS[list(MODES).index(mode)], line))
+    return lines
 
 
 def main() -> None:
