@@ -27,10 +27,10 @@ def unreachable(address: str) -> str | None:
     """
     meant, source = address, ""
     if address == "auto":
-        meant = os.environ.get("RAY_ADDRESS") or address
+        meant = os.environ.get("RAY_ADDRESS", "")
+        if meant in ("", "auto"):
+            return None
         source = f"RAY_ADDRESS, which auto reads, is {meant!r}, and "
-    if meant == "auto":
-        return None
     if (place := host_and_port(meant)) is None:
         return no_cluster(address, f"{source}{meant!r} is neither host:port nor ray://host:port")
     host, port = place

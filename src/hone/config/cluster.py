@@ -16,8 +16,8 @@ class ClusterConfig(Section):
     process has an engine on its own device, and `--nproc` says how many there are."""
 
     address: str | None = None
-    """Ray cluster to join: `auto` for the one this host belongs to, or `host:port`. Unset: a Ray of
-    this host alone is started for the run."""
+    """Ray cluster to join: `auto` for the one this host belongs to, `host:port` of its head, or
+    `ray://host:port` of Ray's client. Unset: a Ray of this host alone is started for the run."""
 
     num_trainers: int = Field(default=1, ge=1)
     """Processes that train together, one a device; `trainer.parallel` says how."""
