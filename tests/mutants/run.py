@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -204,7 +204,7 @@ class Runner:
 
 
 @contextmanager
-def _copy(root: Path) -> Iterator[Path]:
+def _copy(root: Path) -> Generator[Path]:
     """A copy of the tree, deleted afterwards. What tests only read is linked."""
     with tempfile.TemporaryDirectory(prefix="hone-mutant-", ignore_cleanup_errors=True) as folder:
         tree = Path(folder)
@@ -267,7 +267,9 @@ def run(mutants: Sequence[Mutant], runner: Runner, num_jobs: int, say: Callable[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tests.mutants.run", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="tests.mutants.run", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--only", default="", metavar="PATTERN", help="ids that hold this text")
     parser.add_argument("--area", default="", metavar="FILE", help="one file of the catalogue")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time")
