@@ -69,10 +69,15 @@ class Verdict:
 
 
 def load(catalogue: Path) -> list[Mutant]:
-    """Every mutant of a folder. ValueError for an entry that has not just the fields above."""
+    """Every mutant of a folder. ValueError for an entry that has not just the fields above, and for
+    a file that is not YAML."""
     mutants: list[Mutant] = []
     for file in sorted(catalogue.glob("*.yaml")):
-        for number, entry in enumerate(yaml.safe_load(file.read_text(encoding="utf-8")) or [], 1):
+        try:
+            entries = yaml.safe_load(file.read_text(encoding="utf-8")) or []
+        except yaml.YAMLError as error:
+            raise ValueError(f"{file.name}: {error}") from error
+        for number, entry in enumerate(entries, 1):
             mutants.append(_checked(entry, f"{file.name}, entry {number}", file.stem))
     return mutants
 

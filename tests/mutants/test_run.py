@@ -106,6 +106,12 @@ def test_an_entry_of_another_form_is_refused(tmp_path, text, complaint):
         load(tmp_path)
 
 
+def test_a_file_that_is_no_yaml_is_named(tmp_path):
+    (tmp_path / "shapes.yaml").write_text("- find: lambda a: b")
+    with pytest.raises(ValueError, match=r"^shapes.yaml: mapping values are not allowed"):
+        load(tmp_path)
+
+
 def test_of_two_mistakes_one_is_killed_and_one_survives(tree, monkeypatch, capsys):
     monkeypatch.setattr(run, "ROOT", tree)
     monkeypatch.setattr(run, "CATALOGUE", tree / "tests")
