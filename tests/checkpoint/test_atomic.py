@@ -21,9 +21,11 @@ from hone.checkpoint import store as store_module
 from hone.checkpoint.atomic import (
     MANIFEST_NAME,
     CheckpointError,
+    FileRecord,
     FolderManifest,
     publish_folder,
     read_manifest,
+    record_file,
 )
 from hone.checkpoint.store import CheckpointStore
 from hone.checkpoint.tree import split_tree, write_tree
@@ -81,6 +83,64 @@ def test_an_error_in_the_writer_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert list(tmp_path.iterdir()) == []
+
+
+# --- power cuts: what is published is on disk -----------------------------------------------
+
+
+class Disk:
+    """What has been flushed, and what had not been when a folder got its name."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.missed: list[str] = []
+        self._flushed: dict[int, tuple[int, int]] = {}
+        rename, fsync = Path.rename, os.fsync
+
+        def flushing(descriptor: int) -> None:
+            fsync(descriptor)
+            found = os.fstat(descriptor)
+            self._flushed[found.st_ino] = found.st_mtime_ns, found.st_size
+
+        def publishing(path: Path, target: Path) -> Path:
+            self.missed += [str(item.relative_to(path)) for item in self._unflushed(path)]
+            return rename(path, target)
+
+        patch.setattr(os, "fsync", flushing)
+        patch.setattr(Path, "rename", publishing)
+
+    def has(self, path: Path) -> bool:
+        """Whether a file's content, or a folder's entries, are there as they are now."""
+        found = path.stat()
+        return self._flushed.get(found.st_ino) == (found.st_mtime_ns, found.st_size)
+
+    def _unflushed(self, folder: Path) -> list[Path]:
+        return [item for item in (folder, *sorted(folder.rglob("*"))) if not self.has(item)]
+
+
+def test_R18_all_of_a_folder_is_on_disk_before_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    recorded: dict[str, FileRecord] = {}
+    with publish_folder(tmp_path / "a", recorded=recorded) as folder:
+        (folder / "sub").mkdir()
+        for name in ("plain.bin", "sub/plain.bin", "sub/recorded.bin"):
+            (folder / name).write_bytes(b"12345")
+        recorded["sub/recorded.bin"] = record_file(folder / "sub/recorded.bin")
+    assert disk.missed == []
+    assert {item.name for item in (tmp_path / "a").iterdir()} == {"sub", "plain.bin", MANIFEST_NAME}
+    assert disk.has(tmp_path), "the new name itself"
+
+
+def test_R18_all_of_a_checkpoint_is_on_disk_before_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (1, 2):
+        store.save(step, parts_of(step))
+        assert disk.missed == []
+        assert disk.has(tmp_path)
 
 
 # --- crashes: every file system call, and real kills ----------------------------------------

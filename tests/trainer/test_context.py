@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from hone.distributed.mesh import Axis, Mesh, MeshSizes
 from hone.trainer.context import gather, split
@@ -84,6 +86,34 @@ def test_shares_hold_every_token_once(ring, ulysses, number):
     expected = [*zip(batch.position_ids.tolist(), batch.input_ids.tolist(), strict=True)]
     assert sorted(found) == sorted(expected + [(p, 0) for p in range(padding)])
     assert len(trained) == len(batch.labels)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 3), (2, 2)])
+def test_gathered_values_and_their_gradients_are_those_of_one_process(ring, ulysses, monkeypatch):
+    """Every rank computes the same objective of what is gathered, and has its own tokens' part of
+    the gradient once. The ranks take turns here, with what the others would send worked out."""
+    batch = collate(uneven_rows(5, seed=1), [1.0] * 5, "cpu")
+    meshes = [alone_as(rank, ring=ring, ulysses=ulysses) for rank in range(ring * ulysses)]
+    shares = [split(batch, mesh) for mesh in meshes]
+    values_N2 = torch.randn(len(batch.labels), 2, dtype=torch.float64, requires_grad=True)
+    coefficients_N2 = torch.randn_like(values_N2)
+
+    def all_gather(received, sent, group):
+        for share, part in zip(shares, received, strict=True):
+            own = values_N2.detach()[share.others.own]
+            part.copy_(F.pad(own, (0, 0, 0, len(sent) - len(own))))
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **_: x.mul_(len(shares)))
+    (expected,) = torch.autograd.grad((values_N2**2 * coefficients_N2).sum(), values_N2)
+    found = torch.zeros_like(expected)
+    for share in shares:
+        values_n2 = values_N2.detach()[share.others.own].requires_grad_()
+        gathered = gather(values_n2, share)
+        assert torch.equal(gathered, values_N2)
+        (gathered**2 * coefficients_N2).sum().backward()
+        found[share.others.own] += values_n2.grad
+    assert torch.equal(found, expected)
 
 
 def test_one_rank_has_the_batch_itself():

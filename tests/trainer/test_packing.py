@@ -107,6 +107,26 @@ def test_R10_ranks_have_equally_many_passes_and_each_row_once(
         assert max(counts) - min(counts) <= 1
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 4000), max_size=120),
+    st.integers(4000, 9000),
+    st.integers(2, 9),
+    st.sampled_from([None, 1, 3]),
+)
+def test_what_ranks_do_in_all_differs_by_no_more_than_one_pass_does(
+    lengths: list[int], budget: int, num_ranks: int, size: int | None
+):
+    """Who has had most so far gets the cheapest pass next, so differences do not add up."""
+    passes = plan(
+        rows_of(lengths), max_tokens=budget, num_ranks=num_ranks, micro_batch_size=size, cost=COST
+    )
+    costs = [[sum(COST(lengths[i]) for i in members) for members in own] for own in passes]
+    totals = [sum(own) for own in costs]
+    in_one_pass = [max(together) - min(together) for together in zip(*costs, strict=True)]
+    assert max(totals) - min(totals) <= max(in_one_pass, default=0.0) + 1e-9 * max(totals)
+
+
 def share_of_work(passes: list[list[list[int]]], lengths: list[int]) -> float:
     """Of the time in which ranks wait for the slowest in every pass."""
     costs = [[sum(COST(lengths[i]) for i in members) for members in own] for own in passes]

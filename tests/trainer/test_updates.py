@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from hone.config.algorithm import AlgorithmConfig
+from hone.config.model import LoraConfig
 from hone.config.trainer import SFTTrainerConfig
+from hone.models.adapters import adapt
 from hone.observe.metrics import to_scalars
 from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
 from hone.types import Trajectory
@@ -61,8 +63,11 @@ def test_a_single_step_takes_its_own_logprobs_as_the_old_ones():
     assert metrics["train/num_optimizer_steps"] == 1
 
 
-def test_several_steps_remember_the_policy_before_the_first():
-    settings: dict[str, Any] = {"prompts_per_minibatch": 2, "optimizer": {"lr": 0.01}}
+@pytest.mark.parametrize(
+    "steps", [{"prompts_per_minibatch": 2}, {"num_epochs": 2}], ids=["mini-batches", "epochs"]
+)
+def test_several_steps_remember_the_policy_before_the_first(steps: dict[str, int]):
+    settings: dict[str, Any] = {**steps, "optimizer": {"lr": 0.01}}
     rows = on_policy_rows(16)
     trainer = make_trainer(tiny_model(), **settings)
     before = trainer.logprobs(rows)
@@ -136,6 +141,23 @@ def test_the_reference_scores_with_its_own_weights():
     expected = make_trainer(reference).logprobs(rows)
     for got, want in zip(trainer.logprobs(rows, reference=True), expected, strict=True):
         assert torch.equal(got, want)
+
+
+def test_the_reference_of_adapters_is_the_model_without_them():
+    base, model = tiny_model(), tiny_model()
+    adapt(model, LoraConfig(rank=4, alpha=8.0), seed=0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("lora_B"):
+                weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    trainer = make_trainer(model, AlgorithmConfig.model_validate({"kl": {"coef": 0.1}}))
+    rows = random_rows(5)
+    adapted = trainer.logprobs(rows)
+    scored = trainer.logprobs(rows, reference=True)
+    for got, want in zip(scored, make_trainer(base).logprobs(rows), strict=True):
+        assert torch.equal(got, want)
+    assert not any(map(torch.allclose, scored, adapted))
+    assert all(map(torch.equal, trainer.logprobs(rows), adapted)), "the adapters are on again"
 
 
 def resumable(dtype: torch.dtype, rule: str) -> PolicyTrainer:
