@@ -2,7 +2,7 @@
 
 `python -m tests.ranks WORLD_SIZE MODULE [ARGUMENT ...]` imports the module once, forks, and calls
 its `main(*arguments)` in every process. To import torch and transformers in each would take longer
-than most tests do.
+than most tests do. `main` of rank 0 prints JSON, or all ranks work with `run_parts`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+_REPORTS = "HONE_TEST_REPORTS"
+"""Names the folder of what ranks have found, a file each."""
 
 
 def run_ranks(module: str, world_size: int, *arguments: object, timeout_s: float) -> Any:
-    """What `main` of rank 0 has printed, JSON. One that fails ends all and fails the test."""
+    """What has been printed, JSON: by `main` of rank 0, or of all ranks that use `run_parts`, for
+    `parts_of`. One that fails otherwise ends all and fails the test."""
     command = [sys.executable, "-m", "tests.ranks", str(world_size), module, *map(str, arguments)]
     with subprocess.Popen(
         command,
@@ -41,6 +47,7 @@ def run_ranks(module: str, world_size: int, *arguments: object, timeout_s: float
             if parent.returncode is None:
                 os.killpg(parent.pid, signal.SIGKILL)
     assert parent.returncode == 0, errors
+    sys.stderr.write(errors)  # pytest shows it where a test fails
     return json.loads(printed)
 
 
@@ -84,6 +91,61 @@ def _run(function: Callable[[], object]) -> NoReturn:
     os._exit(status)
 
 
+class Parts(dict[str, Any]):
+    """What one rank has found in each part of its work.
+
+    To ask for a part that it has not finished fails the test, with what every rank has raised.
+    """
+
+    errors: str = ""
+
+    def __missing__(self, part: str) -> NoReturn:
+        if not self.errors:
+            raise KeyError(part)
+        pytest.fail(f"{part} was not finished.\n{self.errors}", pytrace=False)
+
+
+def parts_of(ranks: Sequence[dict[str, Any]]) -> list[Parts]:
+    """Of each rank, from the reports of `run_parts`."""
+    errors = [f"Rank {i}, {r['error']}" for i, r in enumerate(ranks) if r["error"]]
+    found = [Parts(rank["found"]) for rank in ranks]
+    for own in found:
+        own.errors = "\n".join(errors)
+    return found
+
+
+def run_parts(parts: Sequence[Callable[[], object]]) -> None:
+    """Call each, and report what they return, which JSON can hold. The first that raises is the
+    last: groups may be of no use after it, and a rank that ends closes its connections, so that no
+    other waits for it."""
+    report = Path(os.environ[_REPORTS]) / os.environ["RANK"]
+    found: dict[str, Any] = {}
+    error = ""
+    for part in parts:
+        # What stands there where a library ends this process, or another rank's end does.
+        ended = f"in {part.__name__}: the process was ended\n"
+        report.write_text(json.dumps({"found": found, "error": ended}), encoding="utf-8")
+        try:
+            found[part.__name__] = part()
+        except Exception:  # noqa: BLE001  whatever it is, a test fails with it
+            error = f"in {part.__name__}: {traceback.format_exc()}"
+            break
+    report.write_text(json.dumps({"found": found, "error": error}), encoding="utf-8")
+
+
+def _main(size: int, module: str, *arguments: str) -> int:
+    with TemporaryDirectory() as folder:
+        os.environ[_REPORTS] = folder
+        status = fork_ranks(size, partial(import_module(module).main, *arguments))
+        reports = [Path(folder) / str(rank) for rank in range(size)]
+        if not all(report.exists() for report in reports):
+            return status
+        found = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
+        if status and not any(own["error"] for own in found):
+            return status
+        json.dump(found, sys.stdout)
+    return 0
+
+
 if __name__ == "__main__":
-    size, module, *arguments = sys.argv[1:]
-    sys.exit(fork_ranks(int(size), partial(import_module(module).main, *arguments)))
+    sys.exit(_main(int(sys.argv[1]), *sys.argv[2:]))

@@ -1,12 +1,10 @@
-"""Trains in one of several processes (`tests.ranks`); rank 0 prints JSON.
+"""Trains in one of several processes (`tests.ranks`), part after part.
 
 Rank 0 also trains each model alone, and what comes out is compared there.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import cache
@@ -39,12 +37,15 @@ from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
 from hone.weights import sync
 from hone.weights.sync import WeightSync
+from tests.ranks import run_parts
 from tests.trainer import float8_twin
 from tests.trainer.examples import gradients, make_trainer, near_policy, random_rows, tiny_model
 from tests.trainer.parallel_cases import LAYOUTS, runs
 from tests.weights.test_sync import ModuleEngine
 
 CPU = torch.device("cpu")
+TIMEOUT_S = 60
+"""For what ranks do together; only where one does not come does another wait so long."""
 STEP = {"optimizer": {"lr": 0.01, "eps": 1e-3, "max_grad_norm": 0.3}}
 CUT = {"train/num_micro_batches"}
 """Metrics that say how the work was cut."""
@@ -57,7 +58,7 @@ def mesh_of(sizes, timeout_s):
     return Mesh.of_group(sizes, CPU, timeout=timedelta(seconds=timeout_s))
 
 
-def on_mesh(parallel=None, *, timeout_s=120):
+def on_mesh(parallel=None, *, timeout_s=TIMEOUT_S):
     sizes = MeshSizes.of(ParallelConfig(**parallel or {}), dist.get_world_size())
     return mesh_of(sizes, timeout_s)
 
@@ -347,7 +348,8 @@ def schedules():
             rows,
             {
                 "max_tokens_per_microbatch": 120,
-                "parallel": {"zero_stage": number % 4, "balance_data": bool(number % 2)},
+                # Of stage 3 a rank without rows gathers weights in passes without gradient too.
+                "parallel": {"zero_stage": 3 - number % 4, "balance_data": bool(number % 2)},
             },
         )
     return found
@@ -382,6 +384,9 @@ def disagreements():
     own = rows[:-1] if dist.get_rank() else rows
     found["rows"] = attempt(lambda: trainer.update(own))
     found["none trained"] = attempt(lambda: trainer.update([] if dist.get_rank() else rows))
+    cfg = SFTTrainerConfig.model_validate(STEP)
+    supervised = SupervisedTrainer(tiny_model(), cfg, total_steps=10, mesh=on_mesh())
+    found["no demonstrations"] = attempt(lambda: supervised.update([] if dist.get_rank() else rows))
     found["afterwards"] = attempt(lambda: trainer.update(rows))
     return found
 
@@ -729,19 +734,13 @@ def one_by_one(counts):
 
 
 PARTS = (axes, gathering, layouts, schedules, disagreements, offloaded)
+PARTS_OF_TWO = (
+    *(bfloat16, float8, planted, non_finite, weight_sync, reference, supervised),
+    *(states, restored, hang),
+)
 
 
 def main():
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    found = {part.__name__: part() for part in PARTS}
-    if dist.get_world_size() == 2:
-        for part in (bfloat16, float8, planted, non_finite, weight_sync, reference, supervised):
-            found[part.__name__] = part()
-        for part in (states, restored):
-            found[part.__name__] = part()
-        found["hang"] = hang()
-    all_found = everywhere(found)
-    if dist.get_rank() == 0:
-        json.dump(all_found, sys.stdout)
-    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    run_parts(PARTS + PARTS_OF_TWO if dist.get_world_size() == 2 else PARTS)

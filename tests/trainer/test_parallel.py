@@ -10,7 +10,7 @@ from math import prod
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import parts_of, run_ranks
 from tests.trainer.parallel_cases import LAYOUTS, runs
 
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
@@ -22,7 +22,7 @@ LIMITS = {"logprobs": 1e-5, "loss": 1e-5, "gradient": 1e-4, "metrics": 1e-3, "we
 @pytest.fixture(scope="module", params=WORLDS)
 def ranks(request):
     """What each rank found."""
-    return run_ranks("tests.trainer.parallel_ranks", request.param, timeout_s=400)
+    return parts_of(run_ranks("tests.trainer.parallel_ranks", request.param, timeout_s=400))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_R10_disagreement_is_an_error_on_every_rank(ranks):
     for found in ranks:
         outcome = found["disagreements"]
         assert outcome.pop("afterwards") == ""
-        assert len(outcome) == 4
+        assert len(outcome) == 5
         for message in outcome.values():
             assert message.startswith("DisagreementError: processes disagree on rows and micro-")
 
