@@ -12,6 +12,20 @@ MINIMUM_COLLECTED = {"": 4100, "not slow": 4040, "slow": 65}
 """Fewest tests that a run of everything may collect, by its `-m`; raise it as the suite grows."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """How long an example of Hypothesis takes is no finding: other programs may have the machine.
+
+    The environment of vLLM is without Hypothesis.
+    """
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "hone", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("hone")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n N`, a file whose tests share a fixture goes to one worker, other tests to any.

@@ -122,7 +122,7 @@ def run_life(cfg: RLConfig, life: Life, folder: Path) -> None:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ
     )
     metrics_file = cfg.run.dir / "metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while process.poll() is None and time.monotonic() < deadline:
         if life.kill_after is not None and metrics_file.exists():
             whole, _, _being_written = metrics_file.read_text().rpartition("\n")
@@ -217,10 +217,10 @@ def running(cfg: RLConfig, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150
         while not has_a_row(cfg.run.dir / "metrics.jsonl"):
             assert process.poll() is None, process.communicate()[0].decode()
-            assert time.monotonic() < deadline, "no step within a minute"
+            assert time.monotonic() < deadline, "no step in time"
             time.sleep(0.01)
         yield process
     finally:
@@ -249,7 +249,7 @@ class Ending:
     descendants: list[int] = field(default_factory=list)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(290)
 @pytest.mark.parametrize(
     "ending",
     [
@@ -267,9 +267,9 @@ def test_R25_any_end_leaves_nothing_running(
         children = psutil.Process(process.pid).children(recursive=True)
         assert children, "the reward workers"
         process.send_signal(ending.number)
-        output = process.communicate(timeout=30)[0].decode()
+        output = process.communicate(timeout=60)[0].decode()
         assert process.returncode == ending.code, output
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while any(child.is_running() for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [child for child in children if child.is_running()]

@@ -9,9 +9,9 @@ from hone.observe.peaks import device_peaks, measure_peaks
 
 
 def test_cpu_peaks_are_plausible_and_quick() -> None:
-    start = time.perf_counter()
+    start = time.thread_time()  # others may have the core for longer
     peaks = device_peaks(torch.device("cpu"), torch.float32)
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0
     assert 2e8 < peaks.bytes_per_s < 1e13
     assert 1e8 < peaks.flops_per_s < 1e14
     assert peaks.source == "measured"

@@ -36,21 +36,29 @@ def run_step(spans: Spans, sleep: Callable[[str], None]) -> dict[str, float]:
 def check_delay_is_named(seconds: dict[str, float], slow: str, delay_s: float) -> None:
     phases = {k: v for k, v in seconds.items() if k not in ("step", "unattributed")}
     assert max(phases, key=lambda name: phases[name]) == slow
-    assert phases[slow] == pytest.approx(delay_s, abs=0.1)
+    assert phases[slow] == pytest.approx(delay_s, abs=0.01)
     assert seconds["unattributed"] <= 0.05 * seconds["step"]
     top_level = sum(value for name, value in phases.items() if "/" not in name)
     assert top_level + seconds["unattributed"] == pytest.approx(seconds["step"], rel=0.02)
 
 
+def run_slow_step(slow: str) -> dict[str, float]:
+    clock = Clock()
+
+    def sleep(phase: str) -> None:
+        clock.now += 0.2 if phase == slow else 0.001
+
+    return run_step(Spans(clock=clock), sleep)
+
+
 @pytest.mark.parametrize("slow", ["generate", "train"])
 def test_R24_an_injected_delay_is_the_top_span(slow: str) -> None:
-    seconds = run_step(Spans(), lambda phase: time.sleep(0.2 if phase == slow else 0.001))
-    check_delay_is_named(seconds, slow, 0.2)
+    check_delay_is_named(run_slow_step(slow), slow, 0.2)
 
 
 def test_R24_a_delay_outside_of_spans_is_caught() -> None:
-    seconds = run_step(Spans(), lambda phase: time.sleep(0.2 if phase == "outside" else 0.001))
-    assert seconds["unattributed"] == pytest.approx(0.2, abs=0.1)
+    seconds = run_slow_step("outside")
+    assert seconds["unattributed"] == pytest.approx(0.2, abs=0.01)
     with pytest.raises(AssertionError):
         check_delay_is_named(seconds, "train", 0.2)
 
@@ -126,9 +134,9 @@ def test_the_trace_nests_like_the_spans(tmp_path: Path) -> None:
 
 def test_a_span_costs_microseconds() -> None:
     spans = Spans(max_trace_events=10)
-    start = time.perf_counter()
+    start = time.thread_time()  # others may have the core for longer
     for _ in range(10_000):
         with spans.span("decode"):
             pass
-    assert time.perf_counter() - start < 0.5
+    assert time.thread_time() - start < 0.5
     assert len(spans.trace_events()) == 10

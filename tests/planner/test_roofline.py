@@ -160,9 +160,9 @@ def test_a_shared_prompt_is_prefilled_once() -> None:
 def test_a_large_step_is_cheap_to_price() -> None:
     rng = np.random.default_rng(0)
     completions = np.minimum(rng.lognormal(6.7, 0.7, 8192), 8192).astype(int).clip(1).tolist()
-    start = time.perf_counter()
+    start = time.thread_time()  # others may have the core for longer
     generation_time_s(QWEN3["8B"], H200, [256] * 8192, completions, max_num_seqs=256)
-    assert time.perf_counter() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hone.rollout import reference_group
 from hone.rollout.handles import EnginesLostError
 from hone.rollout.reference_group import AHEAD, ReferenceGroup
 from hone.types import EngineLostError, Trajectory
@@ -41,15 +43,32 @@ def cut(rows: Sequence[Trajectory], size: int) -> list[list[int]]:
     return [trained[start : start + size] for start in range(0, len(trained), size)]
 
 
+class Clock:
+    """Time that passes where somebody waits for what never comes."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Fake:
     """Scores a pass each time it is asked whether it has, but for what `fate` says of its life."""
 
     num_ranks = 1
 
-    def __init__(self, name: str, fate: dict[int, Exception], slowness: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        fate: dict[int, Exception],
+        slowness: int = 1,
+        clock: Clock | None = None,
+    ) -> None:
         """`fate` is what comes in place of the answer to the call of that number; the first is
         whether it is there. Each of the others takes `slowness` looks."""
         self.name, self.fate, self.slowness = name, fate, slowness
+        self.clock = clock or Clock()
         self.calls: list[list[Trajectory]] = []
         self.num_open = self.most_open = 0
         self.is_killed = False
@@ -73,6 +92,7 @@ class FakePending:
     def result(self, timeout_s: float) -> Any:
         assert not self.fake.is_killed
         if error := self.fake.fate.get(self.number):
+            self.fake.clock.now += timeout_s or 0.05
             raise error
         self.looks += 1
         if self.number > 0 and self.looks < self.fake.slowness:
@@ -158,11 +178,16 @@ FATES: dict[str, tuple[dict[int, Exception], str]] = {
     ("fate", "number"), [*((fate, 1) for fate in FATES), ("dies at work", 2), ("hangs", 2)]
 )
 def test_R11_a_lost_reference_is_named_and_replaced_and_its_rows_are_scored_again(
-    fate: str, number: int, caplog: pytest.LogCaptureFixture
+    fate: str,
+    number: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events, words = FATES[fate]
-    rows = random_rows(30, seed=5)
-    fakes = [Fake("reference 0", events)] + [Fake("reference 1", {}, 9)] * (number - 1)
+    rows, clock = random_rows(30, seed=5), Clock()
+    monkeypatch.setattr(reference_group, "monotonic", clock)
+    fakes = [Fake("reference 0", events, clock=clock)]
+    fakes += [Fake("reference 1", {}, 9)] * (number - 1)
     fresh: list[Fake] = []
 
     def restart(index: int) -> Fake:

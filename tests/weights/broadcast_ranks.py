@@ -8,6 +8,7 @@ back. Trainers and engines share no process group: rank 0 calls engines over soc
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -143,8 +144,12 @@ def die(self: Link, work: Any, board: Any) -> None:
     os._exit(KILLED)
 
 
+given_up = multiprocessing.Event()
+"""Set once the trainer has stopped waiting for the engine that hangs."""
+
+
 def hang(self: Any) -> None:
-    time.sleep(2.5)
+    given_up.wait(60)
     begin_sync(self)
 
 
@@ -472,6 +477,8 @@ def failures(mesh: Mesh, engines: Engines | None) -> dict[str, Any]:
         with plant, patch.object(broadcast, "SETTLE_S", 0.5):
             told = outcome(lambda: pushing.push(next(versions)))
         seconds = time.monotonic() - start
+        if name == "hung":
+            given_up.set()
         whole = whole_weights(policy)
         weight[0, 0] = kept
         own = {"told": told, "seconds": seconds, "everywhere": mesh.gather(told)}

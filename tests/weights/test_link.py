@@ -52,7 +52,7 @@ def test_R11_those_who_did_not_come_are_named_at_the_deadline(store: dist.TCPSto
     start = time.monotonic()
     with pytest.raises(LinkError, match=r"^the trainer, two had not joined the link after 0.3 s$"):
         waiting.gather("joined the link")
-    assert 0.25 < time.monotonic() - start < 2
+    assert 0.25 < time.monotonic() - start < 60  # the store alone would wait for five minutes
 
 
 def test_R11_a_reason_ends_every_wait_and_the_first_stands(store: dist.TCPStore) -> None:
