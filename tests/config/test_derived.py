@@ -242,6 +242,10 @@ def test_whose_layers_train(workspace: Path) -> None:
     assert found("--run.device=cpu") == ("transformers'", "the run is on a CPU")
     for flag, reason in (
         ("--trainer.fused_layers=false", "trainer.fused_layers is off"),
+        ("--trainer.compile=false", "trainer.compile is set"),
+        ("--trainer.share_prompts=true", "trainer.share_prompts is on"),
+        ("--trainer.offload_activations=true", "trainer.offload_activations is on"),
+        ("--trainer.offload_parameters=true", "trainer.offload_parameters is on"),
         ("--model.lora.rank=8", "model.lora.rank is above 0"),
         ("--model.dtype=float32", "the model computes in float32"),
         ("--trainer.matmul_precision=fp8", "trainer.matmul_precision is fp8"),

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
+from hone.distributed.mesh import Axis, Mesh
 from hone.models.decoder import alias_module
 from hone.observe.metrics import to_scalars
 from hone.trainer import learner, scoring
@@ -325,6 +326,42 @@ def test_other_formats_and_changed_models_keep_their_layers(
     trainer, _ = on_pretended_gpu(monkeypatch, caplog, {}, torch.bfloat16, fusible=False)
     assert not trainer.trains_fused_layers
     assert "the model has been changed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("placement", "settings", "reason"),
+    [
+        ((1, "cuda"), {}, None),
+        ((8, "meta"), {}, "8 processes train together"),
+        ((8, "meta"), {"fused_layers": False}, "trainer.fused_layers is off"),
+        (
+            (1, "cpu"),
+            {"offload_parameters": True, "offload_gradients": True, "offload_optimizer": True},
+            "trainer.offload_gradients is on",
+        ),
+    ],
+)
+def test_the_reason_is_that_of_the_device_that_trains(
+    placement: tuple[int, str],
+    settings: dict[str, Any],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """Weights may lie elsewhere: several processes load theirs when shards are known, and those
+    that visit the device lie in host memory."""
+    num_processes, weights_on = placement
+    model = tiny_model(dtype=torch.bfloat16, num_hidden_layers=1)
+    monkeypatch.setattr(type(model), "device", torch.device(weights_on))
+    monkeypatch.setattr(scoring, "has_training_layers", lambda model: True)
+    monkeypatch.setattr(learner, "ParameterOptimizer", lambda *_, **__: None)
+    monkeypatch.setattr(learner.Learner, "_make_policy", lambda self, model: PretendedPolicy(model))
+    mesh = Mesh(torch.device("cuda"), world=Axis(size=num_processes))
+    with caplog.at_level("INFO", logger=learner.__name__):
+        trainer = make_trainer(model, mesh=mesh, **settings)
+    assert trainer.trains_fused_layers == (reason is None)
+    told = "hone's own" if reason is None else f"those of transformers: {reason}"
+    assert caplog.messages == [f"decoder layers that train are {told}"]
 
 
 def on_pretended_gpu(

@@ -95,7 +95,9 @@ class Learner(RowScorer, ABC):
         if cfg.fused_layers:
             _require_training_layers(model, mesh)
             return True
-        reason = plain_layers(model, cfg, exact=self._exact, num_trainers=mesh.world.size)
+        reason = plain_layers(
+            model, cfg, device=mesh.device, exact=self._exact, num_trainers=mesh.world.size
+        )
         if mesh.device.type == "cuda" and not self._exact:
             whose = "hone's own" if reason is None else f"those of transformers: {reason}"
             _log.info("decoder layers that train are %s", whose)
@@ -291,8 +293,8 @@ def _require_training_layers(model: PreTrainedModel, mesh: Mesh) -> None:
     """Raise UserError, with the reason, where hone's own layers cannot train the model."""
     if mesh.world.size > 1:
         reason = f"they train in one process, and {mesh.world.size} were started"
-    elif model.device.type != "cuda":
-        reason = f"they run on CUDA GPUs, and this run is on {model.device.type}"
+    elif mesh.device.type != "cuda":
+        reason = f"they run on CUDA GPUs, and this run is on {mesh.device.type}"
     elif is_adapted(model):
         reason = "they do not train adapters, and model.lora.rank is above 0"
     elif not has_training_layers(model):

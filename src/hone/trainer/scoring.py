@@ -267,7 +267,9 @@ class ReferenceScorer(RowScorer):
         super().__init__(
             model, cfg, temperature=temperature, exact=exact, share_prompts=cfg.share_prompts
         )
-        reason = plain_layers(model, cfg, exact=exact, num_trainers=num_trainers)
+        reason = plain_layers(
+            model, cfg, device=model.device, exact=exact, num_trainers=num_trainers
+        )
         self.trains_fused_layers = reason is None
         self._model = model.requires_grad_(False)
         self._add_reference(self._model)
@@ -278,15 +280,24 @@ class ReferenceScorer(RowScorer):
 
 
 def plain_layers(
-    model: PreTrainedModel, cfg: SFTTrainerConfig, *, exact: bool, num_trainers: int
+    model: PreTrainedModel,
+    cfg: SFTTrainerConfig,
+    *,
+    device: torch.device,
+    exact: bool,
+    num_trainers: int,
 ) -> str | None:
     """Why decoder layers of transformers compute `model` where `num_trainers` processes train it;
-    None where hone's own do. `model` has its weights, and nothing has been done to it."""
+    None where hone's own do. Nothing has been done to `model`.
+
+    `device` is the one that computes. The model itself may lie elsewhere: on meta where several
+    processes read their shards later, in host memory where its layers visit the device.
+    """
     reason = plain_layers_reason(
         cfg,
         family=model.config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
-        on_gpu=model.device.type == "cuda",
+        on_gpu=device.type == "cuda",
         adapted=is_adapted(model),
         exact=exact,
         world_size=num_trainers,
