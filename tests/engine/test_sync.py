@@ -113,6 +113,109 @@ def test_R9_planted_sharing_of_mixed_blocks_is_caught(own, monkeypatch):
         check_sequences_in_flight(own)
 
 
+class Recomputed:
+    """Stock models under each version of the weights, to score what an engine has sampled."""
+
+    def __init__(self, models):
+        self._plain, self._hone = models.plain, models.hone
+        self._versions = {}
+        self.remember(0)
+
+    def remember(self, version):
+        """The weights of now are `version`."""
+        self._versions[version] = copy.deepcopy(self._plain)
+        self._versions[version].load_state_dict(self._hone.state_dict())
+
+    @torch.no_grad()
+    def check(self, request, completion):
+        """Each token that no older one precedes has, under the version that it records, the
+        log-probability that was recorded; returns how many these are."""
+        versions = completion.weight_versions
+        assert versions == sorted(versions)
+        num_fresh = versions.count(versions[0])
+        token_ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+        logits = self._versions[versions[0]](token_ids, use_cache=False).logits[0].double()
+        start = len(request.prompt_ids)
+        scored = logits.log_softmax(-1)[start - 1 : -1].gather(1, token_ids[0, start:, None])[:, 0]
+        recorded = torch.tensor(completion.logprobs, dtype=torch.float64)
+        gap = (scored - recorded)[:num_fresh].abs().max()
+        assert gap < 1e-4, f"{request.id}: {float(gap):.3f} nats under version {versions[0]}"
+        return num_fresh
+
+
+LONG = [
+    Request(
+        id=f"{group}/{index}",
+        prompt_ids=tuple((7 * group + 3 * position) % 30 + 3 for position in range(17 + 4 * group)),
+        sampling=SamplingParams(max_tokens=11, seed=10 * group + index),
+    )
+    for group in range(3)
+    for index in range(2)
+]
+"""Groups of two; each prompt takes several steps of 8 tokens."""
+SMALL = {"max_num_batched_tokens": 8, "max_num_seqs": 6}
+CUT_PROMPTS = {
+    "shared prompts": SMALL,
+    "no prefix cache": {**SMALL, "enable_prefix_caching": False},
+    "a step in flight": {**SMALL, "in_flight": 1},
+    "preempted": {**SMALL, "kv_cache_gib": 14 * 4 * 256 / 2**30, "max_model_len": 40},
+}
+
+
+@pytest.mark.parametrize("name", CUT_PROMPTS)
+def test_R9_a_prompt_that_a_sync_cuts_in_two_begins_anew(own, name):
+    """Whatever step the weights change after: no token that counts as fresh was drawn over keys of
+    older weights."""
+    recomputed, num_cut, num_preempted = Recomputed(own), 0, 0
+    for num_steps in range(1, 13, 2):
+        engine = own.engine(**CUT_PROMPTS[name])
+        version = 2 * num_steps
+        push(engine, version - 1)
+        recomputed.remember(version - 1)
+        engine.submit(LONG)
+        done = {c.request_id: c for _ in range(num_steps) for c in engine.step()}
+        num_cut += any(
+            0 < sequence.num_computed < len(sequence.request.prompt_ids)
+            for sequence in engine._scheduler.running
+        )
+        change_weights(own.hone, seed=num_steps, scale=0.1)
+        push(engine, version)
+        recomputed.remember(version)
+        done |= run(engine, [])
+        assert len(done) == len(LONG)
+        for request in LONG:
+            assert recomputed.check(request, done[request.id]) > 0
+        num_preempted += engine.stats().num_preemptions
+    assert num_cut > 2
+    assert (num_preempted > 0) == (name == "preempted")
+
+
+def test_a_resumed_sample_that_a_sync_cuts_in_two_begins_anew(own):
+    """It goes on as one that is resumed after the sync."""
+    first = run(own.engine(), LONG[:2])
+    requests = [replace(r, resumed=first_tokens(first[r.id], 3)) for r in LONG[:2]]
+    change_weights(own.hone)
+    after = own.engine(**SMALL)
+    push(after, 2)
+    expected = run(after, requests)
+    engine = own.engine(**SMALL)
+    engine.submit(requests)
+    engine.step()
+    assert 0 < engine._scheduler.running[0].num_computed < len(LONG[0].prompt_ids)
+    # The engine computes with other weights until then.
+    undo = {n: p.detach().clone() for n, p in own.hone.named_parameters()}
+    change_weights(own.hone, seed=1)
+    engine.step()
+    with torch.no_grad():
+        for n, p in own.hone.named_parameters():
+            p.copy_(undo[n])
+    push(engine, 2)
+    actual = run(engine, [])
+    for completion in (*actual.values(), *expected.values()):
+        completion.num_cached_tokens = 0  # of the first admission
+    assert_equal(actual, expected)
+
+
 def test_preempted_sequences_are_recomputed_under_the_new_weights(own):
     """Recomputed from their tokens, they go on exactly like a resumed request."""
     requests = make_requests()[:3]

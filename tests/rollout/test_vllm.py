@@ -483,6 +483,26 @@ def test_weights_change_under_running_requests(
 
 
 @on_vllm
+@pytest.mark.parametrize("caches", [True, False], ids=["caches prefixes", "no cache"])
+def test_a_prompt_that_a_sync_cuts_in_two_begins_anew(models: Models, caches: bool) -> None:
+    """All its tokens record the new weights, so none may be drawn over keys of the old ones."""
+    engine = models.vllm(max_num_seqs=2, max_num_batched_tokens=64, enable_prefix_caching=caches)
+    request = Request(
+        id="cut",
+        prompt_ids=tuple(random.randrange(3, 40) for _ in range(200)),
+        sampling=SamplingParams(max_tokens=4, seed=1),
+    )
+    engine.submit([request])
+    engine.step()
+    engine.step()
+    perturb(models)
+    WeightSync(ModuleTrainer(models.hone), engine).push(version=5)
+    done = run(engine, [])
+    assert done["cut"].weight_versions == [5] * 4
+    assert largest_difference(models.plain, [request], done) < EXACT
+
+
+@on_vllm
 def test_prefixes_are_shared_within_a_group(shared: VLLMEngine) -> None:
     prompt = tuple(random.randrange(3, 40) for _ in range(200))
     before = shared.stats()

@@ -28,8 +28,9 @@ class PipelineConfig(Section):
 
     in_flight: Literal["pause", "abort", "finish"] = "pause"
     """Unfinished samples at a change of weights. `pause`: they keep their keys and values and go on
-    under the new weights. `abort`: they are put back with their tokens, whose keys and values are
-    computed anew. `finish`: they end under their own weights, and the change waits for them."""
+    under the new weights; a prompt that is half computed starts again. `abort`: they are put back
+    with their tokens, whose keys and values are computed anew. `finish`: they end under their own
+    weights, and the change waits for them."""
 
     too_old: Literal["wait", "drop"] = "wait"
     """Samples about to exceed `max_staleness`. `wait`: the update waits until they are complete,

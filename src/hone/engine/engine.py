@@ -278,8 +278,9 @@ class EmbeddedEngine:
         """Compare the engine's own tensors with the manifest and adopt its version.
 
         From then on no cached prefix of older weights is used. Running sequences go on with the
-        keys and values they have; `weight_versions` tells their tokens apart. With an FP8 cache,
-        whose scales are chosen anew, they are computed again. Raises RuntimeError naming missing,
+        keys and values they have; `weight_versions` tells their tokens apart. One whose prefill is
+        not through has no token that would tell, so its prefill starts again. With an FP8 cache,
+        whose scales are chosen anew, all are computed again. Raises RuntimeError naming missing,
         unexpected and different tensors, and stays in sync: the weights can be delivered again.
         """
         self._require(EngineState.SYNCING, call="finish_sync")
@@ -292,10 +293,13 @@ class EmbeddedEngine:
                 + (diff.describe() if diff else "on another rank")
             )
         self._weight_version = manifest.version
+        self._is_torn = True
         if self._runner.recalibrate():
-            self._is_torn = True
             self._make_good()
+        else:
+            self._scheduler.restart_prefills()
         self._blocks.invalidate_prefixes()
+        self._is_torn = False
         self.state = EngineState.AWAKE
 
     def stats(self) -> EngineStats:

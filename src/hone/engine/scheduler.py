@@ -117,6 +117,17 @@ class Scheduler:
         self._waiting = [(sequence.order, sequence) for sequence in waiting]
         heapq.heapify(self._waiting)
 
+    def restart_prefills(self) -> None:
+        """Back to waiting with the sequences that have keys and values of a part of their tokens.
+
+        Nothing may be in flight.
+        """
+        partial = [sequence for sequence in self.running if not sequence.is_decoding]
+        for sequence in partial:
+            self._vacate(sequence)
+            self.add(sequence)
+        self.running = [sequence for sequence in self.running if sequence not in partial]
+
     def _grow_running(self, num_drafts: int) -> None:
         """Room for one token in every running sequence, by preempting the last served if need be.
 

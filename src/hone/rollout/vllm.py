@@ -240,8 +240,9 @@ class VLLMEngine:
         """Compare what vLLM computes with to the manifest, and adopt its version.
 
         From then on no prefix cached under older weights is used, except by the sequences that are
-        running, which go on with the keys and values they have. Raises RuntimeError naming missing,
-        unexpected and different tensors, and stays in sync.
+        running, which go on with the keys and values they have. One without a token has none that
+        would tell of older weights, so its prefill starts again. Raises RuntimeError naming
+        missing, unexpected and different tensors, and stays in sync.
         """
         self._require(EngineState.SYNCING, call="finish_sync")
         found = build_manifest(self.named_weights(), manifest.version, are_held=True)
@@ -256,10 +257,9 @@ class VLLMEngine:
         self._lacks_weights = False
         self._num_syncs += 1
         self.state = EngineState.AWAKE
-        if self._caches_prefixes:
-            waiting = self._waiting()
-            self._take_back(waiting)
-            self._hand_over(waiting)
+        again = self._to_compute_again()
+        self._take_back(again)
+        self._hand_over(again)
 
     def stats(self) -> EngineStats:
         """A snapshot; counters run since the engine was made."""
@@ -296,6 +296,7 @@ class VLLMEngine:
             )
             self._keys[sequence.request.id] = key
             self._by_key[key] = sequence
+            sequence.is_decoding = False
 
     def _sampling_params(self, sequence: Sequence) -> Any:
         params = sequence.request.sampling
@@ -342,6 +343,7 @@ class VLLMEngine:
         for token_id, found in zip(sampled.token_ids, sampled.logprobs or (), strict=True):
             logprob = float(found[token_id].logprob)
             reason = sequence.append(int(token_id), logprob, self._weight_version)
+            sequence.is_decoding = True
             self._num_generated_tokens += 1
             if reason is not None:
                 return reason
@@ -354,11 +356,21 @@ class VLLMEngine:
     def _num_running(self) -> int:
         return len(self._scheduler.running)
 
-    def _waiting(self) -> list[Sequence]:
-        """Sequences without keys and values: not admitted yet, or preempted."""
+    def _to_compute_again(self) -> list[Sequence]:
+        """Sequences that vLLM must be given anew when weights have changed: those whose prefill is
+        not through and, where prefixes are cached, those without keys and values, not admitted yet
+        or preempted, which would look for them under the old weights' name."""
         # Of vLLM's own name for a request, ours is the beginning.
         running = {str(r.request_id).partition("-")[0] for r in self._scheduler.running}
-        return [s for name, s in self._sequences.items() if self._keys.get(name) not in running]
+        return [
+            sequence
+            for name, sequence in self._sequences.items()
+            if (
+                not sequence.is_decoding
+                if self._keys.get(name) in running
+                else self._caches_prefixes
+            )
+        ]
 
     def _eagerly(self) -> AbstractContextManager[Any]:
         """On a CPU, compiling vLLM's little helpers takes seconds and makes nothing faster."""
