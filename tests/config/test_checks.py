@@ -225,7 +225,18 @@ ROWS: list[Row] = [
     ("rl", "rollout.oversample_prompts=65", "warning",
      "rollout.oversample_prompts rollout.prompts_per_step"),
     ("rl", "rollout.oversample_prompts=8", "warning",
-     "rollout.oversample_prompts algorithm.correction.kind rollout.mask_off_policy_tokens"),
+     "rollout.oversample_prompts algorithm.correction.kind"),
+    # what is masked is not all that is old
+    ("rl", "rollout.oversample_prompts=8 rollout.mask_off_policy_tokens=true", "warning",
+     "rollout.oversample_prompts algorithm.correction.kind"),
+    ("rl", "pipeline.enabled=true cluster.num_engines=1 rollout.mask_off_policy_tokens=true",
+     "warning", "pipeline.max_staleness algorithm.correction.kind"),
+    *[("rl", f"pipeline.enabled=true cluster.num_engines=1 rollout.{key}=1 {flag}", "warning",
+       f"rollout.{key} {flag.split('=')[0]}")
+      for key in ("mask_off_policy_tokens", "max_aborted_count")
+      for flag in ("pipeline.in_flight=finish", "pipeline.max_staleness=0")],
+    ("rl", "pipeline.enabled=true cluster.num_engines=1 rollout.max_aborted_count=2 "
+     "pipeline.max_staleness=2", "warning", "rollout.max_aborted_count pipeline.max_staleness"),
     # engine (G8, E3)
     ("rl", "engine.max_num_seqs=4", "warning", "engine.max_num_seqs rollout.n_samples_per_prompt"),
     ("rl", "engine.max_num_seqs=1024", "warning",
@@ -267,6 +278,9 @@ ROWS: list[Row] = [
      "algorithm.kl.placement algorithm.advantage rollout.truncated_samples"),
     ("rl", "algorithm.kl.coef=0.01 algorithm.kl.placement=reward algorithm.kl.estimator=k1 "
      "rollout.oversample_prompts=16 rollout.mask_off_policy_tokens=true", "error",
+     "algorithm.kl.placement algorithm.advantage rollout.mask_off_policy_tokens"),
+    ("rl", "algorithm.kl.coef=0.01 algorithm.kl.placement=reward algorithm.kl.estimator=k1 "
+     "pipeline.enabled=true cluster.num_engines=1 rollout.mask_off_policy_tokens=true", "error",
      "algorithm.kl.placement algorithm.advantage rollout.mask_off_policy_tokens"),
     ("rl", "algorithm.kl.estimator=k2", "warning", "algorithm.kl.estimator algorithm.kl.coef"),
     ("rl", "algorithm.dual_clip=3 algorithm.loss=cispo", "error",
@@ -463,7 +477,11 @@ def test_a_sound_configuration_has_no_finding(command: str, workspace: Path) -> 
         "algorithm.advantage=dr_grpo algorithm.aggregation=constant",
         "algorithm.loss=cispo algorithm.clip_low=1 algorithm.clip_high=4",
         "algorithm.clip_high=0.28 algorithm.dual_clip=3",
-        "rollout.oversample_prompts=16 rollout.mask_off_policy_tokens=true",
+        "rollout.oversample_prompts=16 rollout.mask_off_policy_tokens=true "
+        "algorithm.correction.kind=tis",
+        "cluster.num_engines=1 pipeline.enabled=true pipeline.max_staleness=2 "
+        "rollout.mask_off_policy_tokens=true rollout.max_aborted_count=1 "
+        "algorithm.correction.kind=tis",
         "rollout.oversample_prompts=16 algorithm.correction.kind=tis",
         "rollout.dynamic_sampling=true rollout.max_refill_rounds=3",
         "trainer.optimizer.warmup_steps=100 trainer.prompts_per_minibatch=16",

@@ -284,9 +284,14 @@ class TokenRun:
             if pipeline.enabled and pipeline.in_flight == "finish":
                 while any(engine.running for engine in self.engines):
                     self.event()
+            elif pipeline.enabled:
+                while self.is_overdue():
+                    self.event()
             self.halt()
             if pipeline.enabled and pipeline.in_flight == "abort":
                 put_back = self.take_back()
+            elif pipeline.enabled:
+                self.count_interrupted()
             self.now += case.rates.sync_s
             for engine in self.engines:
                 engine.time_s, engine.prompts = self.now, set()
@@ -376,10 +381,20 @@ class TokenRun:
     def take_back(self) -> list[int]:
         for engine in self.engines:
             engine.running, engine.waiting = [], []
-        put_back = [group for group in self.open() if math.isinf(self.completed_s(group))]
-        for group in put_back:
+        return self.count_interrupted()
+
+    def count_interrupted(self) -> list[int]:
+        interrupted = [group for group in self.open() if math.isinf(self.completed_s(group))]
+        for group in interrupted:
             self.aborted[group] += 1
-        return put_back
+        return interrupted
+
+    def is_overdue(self) -> bool:
+        limit = self.case.rollout.max_aborted_count
+        return limit is not None and any(
+            self.aborted[group] >= limit and self.completed_s(group) > self.now
+            for group in self.open()
+        )
 
 
 def random_case(seed: int) -> Case:

@@ -161,7 +161,7 @@ def _after(rollout: Rollout, *, steps: int, start: int = 0) -> Rollout:
     return rollout
 
 
-def test_old_tokens_are_masked_on_request() -> None:
+def test_tokens_before_an_interruption_are_masked_on_request() -> None:
     engine = FakeEngine(end_every=15)
     rollout = make(
         engine=engine,
@@ -169,14 +169,17 @@ def test_old_tokens_are_masked_on_request() -> None:
         max_completion_tokens=40,
         mask_off_policy_tokens=True,
     )
-    masked = 0
+    masked = num_stale = 0
     for step in range(6):
         engine.weight_version = step
         for group in rollout.collect(step):
             for sample in group.samples:
-                assert sample.loss_mask == [v == step for v in sample.weight_versions]
+                newest = sample.weight_versions[-1]
+                assert sample.loss_mask == [v == newest for v in sample.weight_versions]
                 masked += sample.loss_mask.count(False)
+                num_stale += newest < step
     assert masked > 0
+    assert num_stale > 0, "finished samples wait for others of their group"
 
 
 @pytest.mark.parametrize("policy", ["train", "mask"])

@@ -409,6 +409,17 @@ def versions_of(groups: list[Group]) -> list[int]:
     return [len(set(s.weight_versions)) for group in groups for s in group.samples]
 
 
+def check_masks(groups: list[Group], version: int) -> int:
+    """Of each sample the tokens since the last interruption are trained, however old, and the
+    earlier ones are not. Returns how many are trained that older weights than `version` drew."""
+    num_stale = 0
+    for sample in (sample for group in groups for sample in group.samples):
+        newest = sample.weight_versions[-1]
+        assert sample.loss_mask == [drawn == newest for drawn in sample.weight_versions]
+        num_stale += sum(sample.loss_mask) * (newest < version)
+    return num_stale
+
+
 @pytest.mark.parametrize("in_flight", ["pause", "abort", "finish"])
 def test_unfinished_samples_at_a_change_of_weights(in_flight: str) -> None:
     engine = FakeEngine(length=lambda request: 20 + draw(request.id) % 20)
@@ -418,16 +429,16 @@ def test_unfinished_samples_at_a_change_of_weights(in_flight: str) -> None:
         mask_off_policy_tokens=True,
     )
     num_versions: list[int] = []
-    num_resumed = num_carried = 0
+    num_resumed = num_carried = num_stale = 0
     for version, groups in enumerate(batches(stream, 10)):
         num_versions += versions_of(groups)
-        for sample in (sample for group in groups for sample in group.samples):
-            assert sample.loss_mask == [v == version for v in sample.weight_versions]
+        num_stale += check_masks(groups, version)
         num_carried += stream.counts.num_carried_samples
     for request in engine.submitted:
         num_resumed += request.resumed is not None
         assert request.priority == (-1 if request.resumed is not None else 0)
     ids = [request.id for request in engine.submitted]
+    assert num_stale > 0
     if in_flight == "finish":
         assert set(num_versions) == {1}
         assert num_carried == 0
@@ -437,15 +448,18 @@ def test_unfinished_samples_at_a_change_of_weights(in_flight: str) -> None:
     assert (num_resumed > 0) == (in_flight == "abort") == (len(set(ids)) < len(ids))
 
 
+@pytest.mark.parametrize("in_flight", ["pause", "abort", "finish"])
 @pytest.mark.parametrize("limit", [0, 1])
-def test_a_sample_aborted_often_enough_finishes_first(limit: int) -> None:
+def test_a_sample_interrupted_often_enough_finishes_first(limit: int, in_flight: str) -> None:
+    """Before the next change of weights, which waits for it."""
     stream = make(
-        pipeline={"in_flight": "abort", "max_staleness": 3, "async_queue_size": 3},
+        pipeline={"in_flight": in_flight, "max_staleness": 3, "async_queue_size": 3},
         max_aborted_count=limit,
     )
     calls: list[tuple[int, int]] = []
+    num_versions: list[int] = []
     for version in range(8):
-        stream.take(version)
+        num_versions += versions_of(stream.take(version))
         stream.before_sync(lambda *counts: calls.append(counts))
         with pytest.raises(AssertionError, match="after_sync"):
             stream.pump(0.0)
@@ -454,8 +468,10 @@ def test_a_sample_aborted_often_enough_finishes_first(limit: int) -> None:
         stream.after_sync(version + 1)
     assert calls
     assert all(finished <= wanted for finished, wanted in calls)
+    most = 0 if in_flight == "finish" else limit
+    assert max(num_versions) == most + 1
     submitted = Counter(request.id for request in stream.engine.submitted)
-    assert max(submitted.values()) == limit + 1
+    assert max(submitted.values()) == 1 + most * (in_flight == "abort")
 
 
 # --- suspension and state ----------------------------------------------------------------------

@@ -36,3 +36,8 @@ class PipelineConfig(Section):
     """Samples about to exceed `max_staleness`. `wait`: the update waits until they are complete,
     so that each prompt is trained once. `drop`: the update takes what is complete, and what has
     become too old is dropped and counted; long samples are dropped more often than short ones."""
+
+    @property
+    def resumes_samples(self) -> bool:
+        """Whether samples may go on under other weights than those that began them."""
+        return self.enabled and self.max_staleness > 0 and self.in_flight != "finish"

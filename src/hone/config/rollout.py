@@ -57,10 +57,15 @@ class RolloutConfig(GenerationConfig):
     unfinished is carried over to the next step as partial rollouts."""
 
     max_aborted_count: int | None = Field(default=None, ge=0)
-    """Times a sample may be carried over before a step waits for it; unset: no limit."""
+    """Changes of weights that may interrupt a sample. One that was interrupted so often is left to
+    finish: the step waits for it, or with `pipeline.enabled` the next change does, whatever
+    `pipeline.in_flight`. Unset: no limit (`pipeline.max_staleness` is one too)."""
 
     mask_off_policy_tokens: bool = False
-    """Do not train on tokens that earlier weights sampled in a carried-over sample."""
+    """Of a sample that a change of weights has interrupted, train only on the tokens since the last
+    one: those of older weights than its newest token are masked. A sample of one version is
+    trained whole however old it is, and the newest tokens of another may be old as well:
+    `algorithm.correction` is for those."""
 
     truncated_samples: Literal["train", "mask"] = "train"
     """Samples cut at the length limit: trained on, or kept in the baseline but out of the loss

@@ -195,7 +195,7 @@ def run_flags(cfg: SimulateConfig, outcome: Outcome) -> list[str]:
     if not placement.colocated or placement.num_trainers > 1:
         trainer = trainer.model_copy(update={"enable_sleep": False})
     is_old = (outcome.is_async and pipeline.max_staleness > 0) or rollout.oversample_prompts > 0
-    if is_old and algorithm.correction.kind == "none" and not rollout.mask_off_policy_tokens:
+    if is_old and algorithm.correction.kind == "none":
         correction = algorithm.correction.model_copy(update={"kind": "tis"})
         algorithm = algorithm.model_copy(update={"correction": correction})
     cluster = _cluster(cfg.cluster, placement)

@@ -324,11 +324,7 @@ class _Run:
         if len(complete) < num_groups:
             return None
         if not self.pipeline.enabled:
-            limit = self.rollout.max_aborted_count
-            overdue = limit is not None and any(
-                group.aborted_count >= limit and not group.is_complete for group in groups
-            )
-            return None if overdue else complete[:num_groups]
+            return None if self._is_overdue() else complete[:num_groups]
         if self.pipeline.too_old == "drop":
             return complete[:num_groups]
         chosen = choose(
@@ -362,13 +358,18 @@ class _Run:
     def _sync(self) -> float:
         """Bring engines to a halt, in the way that is asked for, and give them the weights; returns
         when they had come to it."""
-        in_flight = self.pipeline.in_flight
-        if self.pipeline.enabled and in_flight == "finish":
+        is_ahead, in_flight = self.pipeline.enabled, self.pipeline.in_flight
+        if is_ahead and in_flight == "finish":
             while min(self.events_s) < math.inf:
                 self._next_event()
+        elif is_ahead:
+            while self._is_overdue():
+                self._next_completion(math.inf)
         self._halt()
-        if self.pipeline.enabled and in_flight == "abort":
+        if is_ahead and in_flight == "abort":
             self.suspend()
+        elif is_ahead:
+            self._count_interrupted()
         halted_s = self.now_s
         self.now_s += self.rates.sync_s
         for index, engine in enumerate(self.engines):
@@ -390,9 +391,21 @@ class _Run:
         for index, engine in enumerate(self.engines):
             engine.abort()
             self._refresh(index)
-        self.suspended = [group for group in self.open.values() if not group.is_complete]
-        for group in self.suspended:
+        self.suspended = self._count_interrupted()
+
+    def _count_interrupted(self) -> list[_Group]:
+        """Those groups that are not complete."""
+        interrupted = [group for group in self.open.values() if not group.is_complete]
+        for group in interrupted:
             group.aborted_count += 1
+        return interrupted
+
+    def _is_overdue(self) -> bool:
+        """Whether a group has been interrupted so often that it is left to finish, and has not."""
+        limit = self.rollout.max_aborted_count
+        return limit is not None and any(
+            group.aborted_count >= limit and not group.is_complete for group in self.open.values()
+        )
 
     # -- time -------------------------------------------------------------------------------------
 

@@ -81,6 +81,7 @@ class OpenGroup:
     """The process that generates it in this step. Others learn of it when it is complete, or when
     the step ends."""
     aborted_count: int = 0
+    """Changes of weights, or ends of a step, that found it unfinished."""
     unscored: int = 0
     is_shared: bool = False
     """All processes know all of it."""
@@ -99,7 +100,7 @@ class OpenGroup:
         return len(self.group.samples) + self.unscored
 
     def is_overdue(self, max_aborted_count: int | None) -> bool:
-        """Whether it has been aborted so often that it must be left to finish."""
+        """Whether it has been interrupted so often that it must be left to finish."""
         limit = max_aborted_count
         return limit is not None and self.aborted_count >= limit and not self.generated
 
@@ -312,14 +313,15 @@ def teaches(group: Group) -> bool:
     return len(rewards) > 1 and has_spread(rewards)
 
 
-def apply_masks(groups: Iterable[Group], cfg: RolloutConfig, version: int) -> None:
-    """Mask what `cfg` keeps out of the loss of an update of the weights `version`."""
+def apply_masks(groups: Iterable[Group], cfg: RolloutConfig) -> None:
+    """Mask what `cfg` keeps out of the loss."""
     for sample in (sample for group in groups for sample in group.samples):
         if cfg.truncated_samples == "mask" and sample.truncated:
             sample.loss_mask = [False] * len(sample.token_ids)
         elif cfg.mask_off_policy_tokens:
+            newest = max(sample.weight_versions, default=0)
             sample.loss_mask = [
-                trained and sampled_by == version
+                trained and sampled_by == newest
                 for trained, sampled_by in zip(
                     sample.loss_mask, sample.weight_versions, strict=True
                 )

@@ -144,7 +144,7 @@ class Rollout:
         self._open.count()
         self.counts = RolloutCounts.over(self.peers.gather(self.counts))
         groups = [entry.group for entry in sorted(kept, key=lambda entry: entry.order)]
-        apply_masks(groups, self.cfg, self.engine.weight_version)
+        apply_masks(groups, self.cfg)
         return groups
 
     # -- one round ---------------------------------------------------------------------------

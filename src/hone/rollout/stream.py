@@ -170,7 +170,7 @@ class RolloutStream:
         staleness = [version - entry.begun for entry in batch]
         assert max(staleness, default=0) <= self.pipeline_cfg.max_staleness, f"{staleness=}"
         groups = [self._open.hand_out(entry) for entry in batch]
-        apply_masks(groups, self.rollout_cfg, version)
+        apply_masks(groups, self.rollout_cfg)
         self._next_update += 1
         self._counting.num_refill_rounds = self._rounds.num_refills
         self._rounds = self._new_rounds(0)
@@ -308,7 +308,8 @@ class RolloutStream:
 
     def before_sync(self, progress: Progress | None = None) -> None:
         """Bring what is unfinished into the state in which weights may change, as
-        `pipeline.in_flight` says. Nothing is pumped until `after_sync`.
+        `pipeline.in_flight` says; what was interrupted `rollout.max_aborted_count` times ends
+        first. Nothing is pumped until `after_sync`.
 
         `progress` is called after each step of the engine, with finished and open samples. Legal
         while suspended, too.
@@ -318,10 +319,11 @@ class RolloutStream:
         if self._is_in_engine:
             if self.pipeline_cfg.in_flight == "finish":
                 self._pump_while(lambda: self.engine.has_unfinished, progress)
-            elif self.pipeline_cfg.in_flight == "abort":
+            else:
                 limit = self.rollout_cfg.max_aborted_count
                 self._pump_while(lambda: any(e.is_overdue(limit) for e in self._open), progress)
-                self._withdraw()
+                if self.pipeline_cfg.in_flight == "abort":
+                    self._withdraw()
                 for entry in self._open:
                     entry.aborted_count += not entry.generated
         self._counting.num_carried_samples = sum(len(entry.requests) for entry in self._open)

@@ -80,7 +80,7 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
         *_generating(cfg, rollout, "rollout", num_samples, facts),
         check_reward(cfg.reward),
         check_training_distribution(rollout),
-        check_filters(rollout, runs_ahead=cfg.pipeline.enabled),
+        check_filters(rollout, cfg.pipeline),
         _concurrency(cfg),
         _rounded_cache(cfg),
         check_budget(
@@ -118,7 +118,12 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
         *_layers(cfg, world_size),
         check_rounded_trainer(cfg.trainer, cfg.algorithm),
         check_sleep(cfg.trainer, world_size),
-        check_algorithm(cfg.algorithm, rollout, steps_per_rollout=steps_per_rollout),
+        check_algorithm(
+            cfg.algorithm,
+            rollout,
+            steps_per_rollout=steps_per_rollout,
+            resumes_samples=cfg.pipeline.resumes_samples or rollout.oversample_prompts > 0,
+        ),
         check_kl(cfg.algorithm),
         check_optimizer(
             cfg.trainer.optimizer,

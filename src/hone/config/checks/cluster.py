@@ -184,12 +184,13 @@ def check_pipeline(cfg: RLConfig) -> Iterator[Finding]:
             "rollout.oversample_prompts",
             "pipeline.enabled",
         )
-    is_corrected = cfg.rollout.mask_off_policy_tokens or cfg.algorithm.correction.kind != "none"
-    if pipeline.max_staleness > 0 and not is_corrected:
+    if pipeline.max_staleness > 0 and cfg.algorithm.correction.kind == "none":
         yield warning(
             f"pipeline.max_staleness is {pipeline.max_staleness}, so that older weights have "
             "sampled part of what is trained, and algorithm.correction.kind is none: their "
-            "gradient is biased. `tis` weights each token by how likely it is now.",
+            "gradient is biased. `tis` weights each token by how likely it is now. "
+            "(rollout.mask_off_policy_tokens leaves out what was sampled before an interruption, "
+            "not what is old.)",
             "pipeline.max_staleness",
             "algorithm.correction.kind",
         )

@@ -14,6 +14,7 @@ from hone.config.derived import FUSED_FAMILIES
 from hone.config.engine import EngineConfig
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
+from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
 
 __all__ = [
@@ -146,9 +147,8 @@ def check_training_distribution(rollout: RolloutConfig) -> Iterator[Finding]:
         )
 
 
-def check_filters(rollout: RolloutConfig, *, runs_ahead: bool) -> Iterator[Finding]:
-    """Dynamic sampling, over-sampling and partial rollouts; `runs_ahead`: of the training, which
-    has partial rollouts as well."""
+def check_filters(rollout: RolloutConfig, pipeline: PipelineConfig) -> Iterator[Finding]:
+    """Dynamic sampling, over-sampling and partial rollouts."""
     if rollout.dynamic_sampling and rollout.n_samples_per_prompt == 1:
         yield error(
             "rollout.dynamic_sampling drops groups whose rewards are all equal, which with "
@@ -156,14 +156,12 @@ def check_filters(rollout: RolloutConfig, *, runs_ahead: bool) -> Iterator[Findi
             "rollout.dynamic_sampling",
             "rollout.n_samples_per_prompt",
         )
-    needs = (
-        ("max_refill_rounds", "dynamic_sampling", "true"),
-        ("max_aborted_count", "oversample_prompts", "above 0"),
-        ("mask_off_policy_tokens", "oversample_prompts", "above 0"),
-    )
+    needs = (("max_refill_rounds", "dynamic_sampling", "true"),)
+    if pipeline.enabled:
+        yield from _interruptions(rollout, pipeline)
+    else:
+        needs += tuple((name, "oversample_prompts", "above 0") for name in _OF_INTERRUPTED)
     for name, switch, wanted in needs:
-        if runs_ahead and switch == "oversample_prompts":
-            continue
         if differs(rollout, name) and not getattr(rollout, switch):
             yield warning(
                 f"rollout.{name} has no effect without rollout.{switch}; set rollout.{switch} "
@@ -187,6 +185,32 @@ def check_filters(rollout: RolloutConfig, *, runs_ahead: bool) -> Iterator[Findi
             "rollout.oversample_prompts",
             "rollout.prompts_per_step",
         )
+
+
+_OF_INTERRUPTED = ("max_aborted_count", "mask_off_policy_tokens")
+"""Keys of `rollout` that concern samples which a change of weights has interrupted."""
+
+
+def _interruptions(rollout: RolloutConfig, pipeline: PipelineConfig) -> Iterator[Finding]:
+    """Whether a run ahead of the training interrupts samples as often as keys take it to."""
+    for name in differs(rollout, *_OF_INTERRUPTED):
+        key, value = f"rollout.{name}", getattr(rollout, name)
+        if not pipeline.resumes_samples:
+            of = "max_staleness" if pipeline.max_staleness == 0 else "in_flight"
+            yield warning(
+                f"{key} has no effect with pipeline.{of} {getattr(pipeline, of)}: no sample is "
+                f"interrupted by a change of weights. Remove {key}, or change pipeline.{of}.",
+                key,
+                f"pipeline.{of}",
+            )
+        elif name == "max_aborted_count" and value >= pipeline.max_staleness:
+            yield warning(
+                f"{key} is {value} and has no effect: with pipeline.max_staleness "
+                f"{pipeline.max_staleness} no sample lives through more changes of weights. Remove "
+                f"{key}, or set it below {pipeline.max_staleness}.",
+                key,
+                "pipeline.max_staleness",
+            )
 
 
 def check_engine(

@@ -268,9 +268,14 @@ def check_shared_prompts(
 
 
 def check_algorithm(
-    algorithm: AlgorithmConfig, rollout: RolloutConfig, *, steps_per_rollout: int
+    algorithm: AlgorithmConfig,
+    rollout: RolloutConfig,
+    *,
+    steps_per_rollout: int,
+    resumes_samples: bool,
 ) -> Iterator[Finding]:
-    """Advantages, losses, clipping and corrections."""
+    """Advantages, losses, clipping and corrections. `resumes_samples`: under other weights than
+    those that began them."""
     if algorithm.advantage in GROUP_ESTIMATORS and rollout.n_samples_per_prompt == 1:
         yield error(
             f"algorithm.advantage {algorithm.advantage} compares the samples of a prompt, but "
@@ -288,7 +293,7 @@ def check_algorithm(
         )
     yield from _clipping(algorithm, steps_per_rollout)
     yield from _correction(algorithm, rollout)
-    yield from _penalty(algorithm, rollout)
+    yield from _penalty(algorithm, rollout, resumes_samples=resumes_samples)
     if algorithm.entropy_coef < 0:
         yield warning(
             f"algorithm.entropy_coef is {algorithm.entropy_coef:g}: a negative bonus drives the "
@@ -359,14 +364,14 @@ def _correction(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[
                 f"{key}.kind",
                 *unused,
             )
-        if rollout.oversample_prompts and not rollout.mask_off_policy_tokens:
+        if rollout.oversample_prompts:
             yield warning(
                 "rollout.oversample_prompts carries samples over to newer weights, but "
-                f"{key}.kind is none and rollout.mask_off_policy_tokens is off; set {key}.kind to "
-                "tis or icepop, or mask those tokens.",
+                f"{key}.kind is none: the gradient of what older weights have sampled is biased. "
+                f"Set {key}.kind to tis or icepop. (rollout.mask_off_policy_tokens leaves out what "
+                "was sampled before an interruption, not samples that waited for their group.)",
                 "rollout.oversample_prompts",
                 f"{key}.kind",
-                "rollout.mask_off_policy_tokens",
             )
         return
     if kind == "tis" and differs(correction, "low"):
@@ -391,12 +396,14 @@ def _correction(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[
         )
 
 
-def _penalty(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[Finding]:
+def _penalty(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, *, resumes_samples: bool
+) -> Iterator[Finding]:
     """A masked token pays no penalty, so sequences would be compared by how much is masked."""
     kl, masks = algorithm.kl, list[str]()
     if rollout.truncated_samples == "mask":
         masks.append("truncated_samples")
-    if rollout.mask_off_policy_tokens and rollout.oversample_prompts:
+    if rollout.mask_off_policy_tokens and resumes_samples:
         masks.append("mask_off_policy_tokens")
     whole_sequences = algorithm.advantage in ("grpo", "dr_grpo", "rloo")
     if kl.coef == 0 or kl.placement != "reward" or not whole_sequences:
