@@ -91,6 +91,24 @@ def test_R19_every_prompt_is_trained_once_within_the_bound(
         assert all(0 <= step - 1 - version <= 2 for version in sample["weight_versions"]), sample
 
 
+def test_masks_of_interrupted_samples_leave_every_update_something(
+    make_config: MakeConfig,
+) -> None:
+    """A sample that is old, but of one version, is trained whole."""
+    cfg = make_config(
+        run={"steps": 6},
+        cluster=APART,
+        pipeline={"enabled": True, "max_staleness": 2},
+        rollout={"mask_off_policy_tokens": True},
+        algorithm={"correction": {"kind": "tis"}},
+    )
+    rows = run(cfg)
+    assert max(row["rollout/staleness/max"] for row in rows) > 0
+    assert [row["train/untrained_steps"] for row in rows] == [0] * 6
+    sampled = [row["rollout/num_tokens"] for row in rows]
+    assert all(row["train/num_tokens"] > n / 4 for row, n in zip(rows, sampled, strict=True))
+
+
 def test_separate_engines_serve_two_trainers_evaluation_and_adapters(
     make_config: MakeConfig,
 ) -> None:

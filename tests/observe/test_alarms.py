@@ -57,7 +57,6 @@ SYMPTOMS: dict[str, tuple[str, Symptom]] = {
         "rollout/failed/timeout",
         set_to(rollout__failed__timeout=60.0, rollout__valid=452.0),
     ),
-    "no sample is valid": ("rollout/valid", set_to(rollout__valid=0.0)),
     "entropy collapses": ("policy/entropy", times(0.02, "policy/entropy")),
     "entropy is gone": ("policy/entropy", set_to(policy__entropy=0.001)),
     "entropy explodes": ("policy/entropy", set_to(policy__entropy=9.0)),

@@ -144,9 +144,10 @@ class Recorder:
         *,
         groups: Sequence[Group] = (),
         rows: Sequence[Trajectory] = (),
+        why_untrained: str | None = None,
     ) -> None:
         """Write the row of `step`, the number of updates done. Collective; times are those of the
-        first process."""
+        first process. `why_untrained` is the cause where no token of it was trained."""
         seconds = self.spans.take()
         memory = merge(*self.mesh.gather(memory_metrics(self.mesh.device)))
         if self.log is None or self.console is None:
@@ -172,7 +173,7 @@ class Recorder:
                 if row.advantages is not None and len(row.advantages)
             }
             self.log.samples(step, groups, advantages=advantages)
-        for alarm in self.alarms.check(step, scalars):
+        for alarm in self.alarms.check(step, scalars, why_untrained=why_untrained):
             self.log.event("alarm", message=str(alarm), **alarm.fields())
             self.console.warn(str(alarm))
         self.console.step(step, scalars)

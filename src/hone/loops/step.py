@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from hone.config.errors import UserError
 from hone.loops.interrupt import Interrupt
 from hone.loops.parity import check_parity
 from hone.loops.parts import RLParts
 from hone.loops.saving import Saver, due
+from hone.loops.untrained import MAX_UNTRAINED_STEPS, why_untrained
 from hone.models.load import compute_dtype
 from hone.observe.metrics import Last, Metrics, Sum, to_scalars
 from hone.rollout.metrics import rollout_metrics
@@ -44,6 +46,8 @@ class StepEnd:
         self._parts = parts
         self._interrupt = interrupt
         self._at_rest = at_rest
+        self._num_untrained = 0
+        """Steps in a row without a trained token."""
         self._saver = Saver(parts.launch.store, parts.cfg.checkpoint, parts.state, readable)
 
     def finish(
@@ -55,7 +59,11 @@ class StepEnd:
         rows: Sequence[Trajectory],
         sync: SyncReport,
     ) -> bool:
-        """Whether the run was asked to end after `step`. Collective."""
+        """Whether the run was asked to end after `step`. Collective.
+
+        Raises UserError, once `step` is saved, where it is the last of `MAX_UNTRAINED_STEPS` in a
+        row without a trained token.
+        """
         cfg = self._parts.cfg
         if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
             with self._at_rest():
@@ -79,16 +87,31 @@ class StepEnd:
         parts, cfg, span = self._parts, self._parts.cfg, self._parts.recorder.spans.span
         with span("record"):
             metrics |= rollout_metrics(groups, parts.rollout.counts)
+            why = why_untrained(
+                cfg,
+                groups,
+                rows,
+                parts.rollout.counts,
+                correction=to_scalars(metrics).get("off_policy/correction"),
+            )
+            self._num_untrained = self._num_untrained + 1 if why else 0
             metrics |= {
+                "train/untrained_steps": Last(self._num_untrained),
                 "time/sync/proof_s": Last(sync.seconds),
                 "rollout/groups_without_baseline": Sum(parts.experience.num_dropped_groups),
             }
-            parts.recorder.record(step, metrics, groups=groups, rows=rows)
+            parts.recorder.record(step, metrics, groups=groups, rows=rows, why_untrained=why)
         # After the row is written: a run that dies in between computes the step again.
         with span("checkpoint"):
-            stop = self._interrupt.is_requested()
+            has_stalled = self._num_untrained == MAX_UNTRAINED_STEPS
+            stop = self._interrupt.is_requested() or has_stalled
             if self._saver.after(step, rank, is_last=stop or step == cfg.run.steps):
                 parts.recorder.event("checkpoint", step=step, metric=rank)
+        if has_stalled:
+            raise UserError(
+                f"{MAX_UNTRAINED_STEPS} updates in a row had no token to train, and the run ends "
+                f"after step {step}, which is saved. {why}"
+            )
         if stop:
             parts.recorder.event("interrupted", step=step)
         return stop

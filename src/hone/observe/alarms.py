@@ -84,11 +84,19 @@ class Alarms:
         self._history = History()
         self._last_breach: dict[str, int] = {}
 
-    def check(self, step: int, scalars: Mapping[str, float]) -> list[Alarm]:
-        """Take in one step's metrics and return the symptoms that have newly appeared."""
+    def check(
+        self, step: int, scalars: Mapping[str, float], *, why_untrained: str | None = None
+    ) -> list[Alarm]:
+        """Take in one step's metrics and return the symptoms that have newly appeared.
+
+        `why_untrained` is the cause where no token of the step was trained, for its alarm to name.
+        """
         self._history.append(scalars)
         raised: list[Alarm] = []
-        for rule in self._rules:
+        rules = self._rules
+        if why_untrained is not None:
+            rules = (Rule("untrained", above("train/untrained_steps", 0), why_untrained), *rules)
+        for rule in rules:
             breach = rule.test(self._history)
             if breach is None:
                 continue
@@ -188,6 +196,11 @@ def _answers_have_moved(now: Mapping[str, float]) -> bool:
     return kl * length > 2.0
 
 
+def _has_trained_some(now: Mapping[str, float]) -> bool:
+    """Whether any token was trained; where none was, another alarm names the cause."""
+    return now.get("train/untrained_steps", 0.0) == 0
+
+
 def _has_long_tail(now: Mapping[str, float]) -> bool:
     """Whether a few samples are far longer than most, and long enough to be waited for."""
     longest = now.get("rollout/completion_tokens/max", 0.0)
@@ -211,11 +224,6 @@ _SAMPLING = (
         "failed_samples",
         many_failures,
         "Samples fail instead of being scored: see `failure_detail` in samples.jsonl.",
-    ),
-    Rule(
-        "no_valid_samples",
-        below("rollout/valid", 0.5),
-        "No sample of the step could be used: see `failure` in samples.jsonl.",
     ),
     Rule(
         "zero_spread",
@@ -287,7 +295,7 @@ _LEARNING = (
     ),
     Rule(
         "skipped_steps",
-        above("train/num_skipped_steps", 0),
+        only_when(_has_trained_some, above("train/num_skipped_steps", 0)),
         "Optimizer steps were skipped because no token was left to train on.",
     ),
 )

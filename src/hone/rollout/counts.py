@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from hone.types import Group
+
 __all__ = ["RolloutCounts", "StreamCounts"]
 
 
@@ -15,6 +17,8 @@ class RolloutCounts:
 
     num_dropped_groups: int = 0
     """Dropped by dynamic sampling for want of reward spread."""
+    num_dropped_failures: int = 0
+    """Samples of these that failed."""
     num_refill_rounds: int = 0
     num_carried_samples: int = 0
     """Unfinished samples handed to the next step."""
@@ -35,6 +39,11 @@ class RolloutCounts:
     where it is largest."""
     wait_s: float = 0.0
     """Longest time that a process waited for the others' groups, or for its batch of a stream."""
+
+    def count_dropped(self, group: Group) -> None:
+        """Count a group that dynamic sampling drops."""
+        self.num_dropped_groups += 1
+        self.num_dropped_failures += len(group.samples) - len(group.valid_samples)
 
     @classmethod
     def over(cls, processes: Sequence[RolloutCounts]) -> RolloutCounts:

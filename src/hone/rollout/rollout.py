@@ -200,7 +200,7 @@ class Rollout:
                 continue
             group = self._open.hand_out(entry)
             if self.cfg.dynamic_sampling and not teaches(group):
-                self.counts.num_dropped_groups += 1
+                self.counts.count_dropped(group)
                 continue
             taken.append(entry)
         return taken

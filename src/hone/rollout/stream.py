@@ -247,8 +247,7 @@ class RolloutStream:
             is_kept = teaches(entry.group)
             self._rounds.judge(is_kept)
             if not is_kept:
-                self._open.hand_out(entry)
-                self._counting.num_dropped_groups += 1
+                self._counting.count_dropped(self._open.hand_out(entry))
 
     def _new_rounds(self, num_missing: int) -> _Rounds:
         return _Rounds(num_missing, self.rollout_cfg.max_refill_rounds)

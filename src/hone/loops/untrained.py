@@ -1,0 +1,86 @@
+"""Why a step has no token to train, in words for people.
+
+Such a step changes nothing: its metrics look calm and the run would go on to its end as if it
+learnt. It has a cause that the groups and the configuration know.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hone.config.algorithm import GROUP_ESTIMATORS
+from hone.config.tree import RLConfig
+from hone.rollout.counts import RolloutCounts
+from hone.types import Group, Sample, Trajectory
+
+__all__ = ["MAX_UNTRAINED_STEPS", "why_untrained"]
+
+MAX_UNTRAINED_STEPS = 3
+"""So many steps in a row without a trained token end a run: one may be chance, and each costs the
+time of a whole rollout."""
+
+
+def why_untrained(
+    cfg: RLConfig,
+    groups: Sequence[Group],
+    rows: Sequence[Trajectory],
+    counts: RolloutCounts,
+    *,
+    correction: float | None = None,
+) -> str | None:
+    """None where a step of these groups, of which the rows were made, has trained something.
+
+    `correction` is the mean factor of `algorithm.correction` over the tokens, None without one.
+    """
+    if any(row.num_trained for row in rows):
+        return _all_corrected_away(cfg) if correction == 0 else None
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples:
+        return _all_dropped(counts)
+    valid = [sample for sample in samples if sample.valid]
+    if not valid:
+        return f"None of {len(samples)} samples has a reward: {_failures(samples)}."
+    if not rows and cfg.algorithm.advantage in GROUP_ESTIMATORS:
+        return (
+            f"algorithm.advantage {cfg.algorithm.advantage} compares the samples of a prompt, and "
+            f"no group has two with a reward: {_failures(samples)}."
+        )
+    if cfg.rollout.truncated_samples == "mask" and all(sample.truncated for sample in valid):
+        return (
+            f"rollout.truncated_samples is mask, and all {len(valid)} samples were cut at "
+            f"rollout.max_completion_tokens {cfg.rollout.max_completion_tokens}: raise it, set "
+            "rollout.truncated_samples to train, or check that the model's end-of-sequence ids and "
+            "chat template are right."
+        )
+    return f"The loss masks of all {len(valid)} samples leave out every token."
+
+
+def _all_corrected_away(cfg: RLConfig) -> str:
+    correction = cfg.algorithm.correction
+    return (
+        f"algorithm.correction.kind {correction.kind} drops every token: no ratio of trainer to "
+        f"engine lies within algorithm.correction.low {correction.low:g} and "
+        f"algorithm.correction.high {correction.high:g}. Engine and trainer disagree, or samples "
+        "are too old: see off_policy/kl."
+    )
+
+
+def _all_dropped(counts: RolloutCounts) -> str:
+    failed = ""
+    if counts.num_dropped_failures:
+        failed = f" ({counts.num_dropped_failures} of their samples failed)"
+    return (
+        f"rollout.dynamic_sampling dropped all {counts.num_dropped_groups} groups of "
+        f"{counts.num_refill_rounds + 1} rounds: in none did two samples earn different "
+        f"rewards{failed}. The task is too hard or too easy for the model, or the reward does not "
+        "read the answers."
+    )
+
+
+def _failures(samples: Sequence[Sample]) -> str:
+    """For example `3 x timeout, 1 x crash; the first says: ...`."""
+    failed = [sample for sample in samples if sample.failure is not None]
+    kinds = Counter(sample.failure for sample in failed).most_common()
+    text = ", ".join(f"{number} x {kind}" for kind, number in kinds)
+    return f"{text}; the first says: {failed[0].failure_detail or 'no detail'}" if failed else "-"
