@@ -72,6 +72,95 @@ def test_math(completion, answer, verdict):
     assert Math()(completion=completion, answer=answer) == float(verdict)
 
 
+SEPARATORS = {
+    "comma": ",",
+    "braced comma": "{,}",
+    "space": " ",
+    "thin": r"\,",
+    "braced thin": r"{\,}",
+    "negative": r"\!",
+    "comma, negative": r",\!",
+    "medium": r"\:",
+    "thick": r"\;",
+    "control space": r"\ ",
+    "tie": "~",
+    "no-break": "\u00a0",
+    "figure": "\u2007",
+    "thin, Unicode": "\u2009",
+    "narrow no-break": "\u202f",
+}
+
+
+@pytest.mark.parametrize("separator", SEPARATORS.values(), ids=SEPARATORS)
+def test_math_reads_thousands_however_they_are_separated(separator):
+    small, large = f"1{separator}000", f"-1{separator}234{separator}567.5"
+    for written, value, other in ((small, "1000", "0"), (large, "-1234567.5", "-1")):
+        for form in (r"\boxed{%s}", "The answer is $%s$.", r"so \(%s\)", r"\boxed{x = %s}"):
+            completion = form % written
+            assert Math()(completion=completion, answer=value) == 1.0, f"{completion=}"
+            assert Math()(completion=completion, answer=other) == 0.0, f"{completion=}"
+            assert Math()(completion=completion, answer=written) == 1.0, f"{completion=}"
+        for gold in (written, rf"\boxed{{{written}}}", f"${written}$"):
+            assert Math()(completion=rf"\boxed{{{value}}}", answer=gold) == 1.0, f"{gold=}"
+            assert Math()(completion=rf"\boxed{{{other}}}", answer=gold) == 0.0, f"{gold=}"
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "verdict"),
+    [
+        # Two numbers, and numbers that are not grouped by three, stay what they are.
+        (r"\boxed{1, 200}", "1200", False),
+        (r"\boxed{(1, 200)}", "1200", False),
+        (r"\boxed{(1,\ 200)}", "(1,200)", True),
+        (r"\boxed{(1,\,200)}", "(1,200)", True),
+        (r"\boxed{\{1,\,200\}}", "1200", False),
+        (r"\boxed{1 00}", "100", False),
+        (r"\boxed{10 00}", "1000", False),
+        (r"\boxed{1 0000}", "10000", False),
+        (r"\boxed{1 000 2}", "10002", False),
+        (r"\boxed{1234\,567}", "1234567", False),
+        (r"\boxed{1~00}", "100", False),
+        (r"\boxed{1{,}5}", "15", False),
+        (r"\boxed{\frac1 200}", "1200", False),
+        (r"\boxed{0.123\,456}", "0.123456", True),
+        (r"\boxed{12 000 \text{ km}}", "12000", True),
+        (r"\boxed{\$12 000}", "12000", True),
+        (r"\boxed{12 000\%}", "120", True),
+    ],
+)
+def test_math_joins_groups_of_three_alone(completion, answer, verdict):
+    assert Math()(completion=completion, answer=answer) == float(verdict)
+
+
+ACCURACY_REWARD_TABLE = [
+    # The verdicts of TRL 1.16's `accuracy_reward`.
+    (r"\boxed{42}", "42", True),
+    (r"\boxed{43}", "42", False),
+    (r"so $x = 42$", "42", False),
+    (r"The final answer is $42$. I hope it is correct.", "42", True),
+    (r"Answer: $\frac{1}{2}$", "0.5", True),
+    (r"The answer is $1,234$.", "1234", True),
+    ("The answer is 42.", "42", False),
+    ("Answer: 42", "42", False),
+    ("#### 42", "42", False),
+    ("42", "42", False),
+    (r"#### \boxed{42}", "42", True),
+    (r"\boxed{42} #### 43", "42", True),
+    ("", "42", False),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer", "verdict"), ACCURACY_REWARD_TABLE)
+def test_math_of_latex_alone_reads_as_trl_does(completion, answer, verdict):
+    strict = Math(latex_only=True)
+    assert strict(completion=completion, answer=answer) == float(verdict)
+
+
+def test_math_of_latex_alone_reads_thousands_too():
+    assert Math(latex_only=True)(completion=r"\boxed{1 000}", answer="1 000") == 1.0
+    assert Math(latex_only=True)(completion=r"\boxed{1 000}", answer="0") == 0.0
+
+
 @given(st.integers(-(10**9), 10**9))
 def test_math_on_any_integer(number):
     for text in (f"#### {number:,}", f"so \\boxed{{{number}}}", f"The answer is {number}."):

@@ -25,7 +25,8 @@ class RewardFunctionConfig(Section):
     """Factor of this part in the total reward."""
 
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for every call."""
+    """Keyword arguments for every call. `math`: `latex_only: true` reads results in LaTeX alone, as
+    TRL's `accuracy_reward`; otherwise bare numbers and what stands behind `####` count too."""
 
 
 class RewardConfig(Section):

@@ -170,8 +170,14 @@ class Math(Builtin):
 
     The result is what stands behind the last `####`, else the last `\\boxed{}`, else what is
     announced as the answer, else the last formula or number. A completion that cannot be read as
-    mathematics is wrong; an answer that cannot be read is an error.
+    mathematics is wrong; an answer that cannot be read is an error. The answer needs no delimiters:
+    `1/2`, `$1/2$` and `\\boxed{1/2}` are the same.
     """
+
+    latex_only: bool = False
+    """Read the result only where it is LaTeX in `\\boxed{}`, or in `$...$` and the like behind
+    words such as "the answer is": the strict reading, that of TRL's `accuracy_reward`. Bare numbers
+    and `####` then score 0."""
 
     @property
     def isolated(self) -> bool:
@@ -179,10 +185,11 @@ class Math(Builtin):
 
     def __call__(self, *, completion: str, answer: str | None) -> float:
         gold = _gold(_required(answer))
-        _, marker, tail = completion.rpartition("####")
-        text = tail.strip().partition("\n")[0] if marker else completion
+        text = completion
+        if not self.latex_only and "####" in text:
+            text = text.rpartition("####")[2].strip().partition("\n")[0]
         try:
-            return float(_equal(gold, _parse(text)))
+            return float(_equal(gold, _parse(text, latex_only=self.latex_only)))
         except (ValueError, TypeError, ArithmeticError, RecursionError):
             return 0.0  # sympy cannot make sense of what the model wrote
 
@@ -206,8 +213,6 @@ def warm_up_math() -> None:
 def _gold(answer: str) -> list[Any]:
     """The answer as math-verify parses it: the value, and the text as a last resort."""
     text = answer.strip()
-    if _GROUPED_NUMBER.fullmatch(text):
-        text = text.replace(",", "").replace(" ", "")
     if not _DELIMITED.search(text):
         text = rf"\boxed{{{text}}}"
     gold = _parse(text)
@@ -216,13 +221,40 @@ def _gold(answer: str) -> list[Any]:
     return gold
 
 
-def _parse(text: str) -> list[Any]:
+def _parse(text: str, *, latex_only: bool = False) -> list[Any]:
     # Imported where it is used: it takes 0.4 s, and the driver only checks settings.
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    text = _LATEX_THOUSANDS.sub("", text.replace("\N{MINUS SIGN}", "-"))
-    targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    return parse(text, targets, parsing_timeout=None, raise_on_error=True)  # pyright: ignore[reportArgumentType] - None is documented, the annotation is not
+    text = _join_thousands(text.replace("\N{MINUS SIGN}", "-"))
+    if latex_only:
+        strict = LatexExtractionConfig(
+            normalization_config=NormalizationConfig(units=True),
+            boxed_match_priority=0,
+            try_extract_without_anchor=False,
+        )
+        targets, mode = (strict,), "first_match"
+    else:
+        targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+        mode = "any_match"
+    return parse(
+        text,
+        targets,
+        extraction_mode=mode,
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType] - None is documented, the annotation is not
+        raise_on_error=True,
+    )
+
+
+def _join_thousands(text: str) -> str:
+    """Take the separators out of numbers whose digits are grouped by three.
+
+    math-verify reads `\\boxed{1 000}` as the product of 1 and 0. A typographic space is a separator
+    wherever it stands between groups; a plain space or comma, which also stands between two numbers
+    of a list, only in the number that a formula begins with.
+    """
+    text = _SPACED_NUMBER.sub(lambda match: re.sub(_TYPOGRAPHIC_SPACE, "", match[0]), text)
+    return _LEADING_NUMBER.sub(lambda match: match[1] + re.sub("[ ,]", "", match[2]), text)
 
 
 def _equal(gold: list[Any], prediction: list[Any]) -> bool:
@@ -232,9 +264,13 @@ def _equal(gold: list[Any], prediction: list[Any]) -> bool:
     return verify(gold, prediction, timeout_seconds=None, raise_on_error=True)
 
 
-_GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?")
 _DELIMITED = re.compile(r"\\boxed|\\\(|\\\[|^\$.*\$$", re.DOTALL)
-_LATEX_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
+_TYPOGRAPHIC_SPACE = r"(?:,?\\!|\\[,:; ]|\{\\?,\}|[~\u00a0\u2007\u2009\u202f])"
+_SPACED_NUMBER = re.compile(rf"(?<!\d)\d{{1,3}}(?:{_TYPOGRAPHIC_SPACE}\d{{3}})+(?!\d)")
+_LEADING_NUMBER = re.compile(
+    r"((?:\\boxed\{|\$|\\\(|\\\[)\s*(?:[A-Za-z]\w*\s*=\s*)?[-+]?\s*(?:\\?\$\s*)?)"
+    r"(\d{1,3}(?:(?: \d{3})+|(?:,\d{3})+))(?![ ,]?\d)"
+)
 
 
 BUILTINS: Mapping[str, type[Builtin]] = {
