@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from hone.config.aliases import alias_hint
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.flags import Flag, parse_flags
@@ -158,8 +159,10 @@ class _Draft:
 
     def _unknown(self, at: Key) -> None:
         path = [str(part) for part in at]
-        near = nearest(self.tree, path)
-        hint = f"did you mean {' or '.join(near)}?" if near else _keys_of(self.tree, path[:-1])
+        hint = alias_hint(self.tree, path)
+        if hint is None:
+            near = nearest(self.tree, path)
+            hint = f"did you mean {' or '.join(near)}?" if near else _keys_of(self.tree, path[:-1])
         self._problem(at, f"unknown key ({self._origin(at)}); {hint}")
 
     def _missing(self, at: Key) -> None:

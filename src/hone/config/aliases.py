@@ -1,0 +1,411 @@
+"""Names that other frameworks give to settings, for whoever brings a recipe from one of them.
+
+    alias_hint(RLConfig, ["actor", "ppo_mini_batch_size"])
+
+Each is the end of a dotted path in verl, OpenRLHF, TRL, slime or prime-rl, without the dashes. The
+message about an unknown key looks here first, and only then for a key that is spelt alike, since
+the names of two different things often are (`ppo_mini_batch_size` and `micro_batch_size`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hone.config.base import Section
+from hone.config.schema import fields, locate
+
+__all__ = ["ALIASES", "Alias", "alias_hint", "find_alias"]
+
+
+class Alias(NamedTuple):
+    """What serves a setting of another framework here."""
+
+    keys: tuple[str, ...]
+    """Our keys, the nearest first; none where nothing is to be set, or nothing serves it."""
+    note: str = ""
+    """What differs, or why there is no key."""
+
+
+def _served(*keys: str, note: str = "") -> Alias:
+    return Alias(keys, note)
+
+
+def _not_yet(what: str) -> Alias:
+    return Alias((), f"not served yet: {what}")
+
+
+def _always(what: str) -> Alias:
+    return Alias((), f"nothing to set: {what}")
+
+
+_MODEL = "model.path"
+_RECOMPUTE = _served("trainer.recompute", note="off, selective or full")
+_RANK = _served("model.lora.rank")
+_COLOCATED = _served(
+    "cluster.num_engines",
+    note="0, the default, has trainer and engine share devices; above 0 sets engines apart",
+)
+_ENGINE_MEMORY = _served(
+    "engine.gpu_memory_utilization",
+    "engine.kv_cache_gib",
+    note="the first is a share of all memory of the device",
+)
+_EAGER = _served("engine.cuda_graphs", note="false: decode runs without CUDA graphs")
+_TENSOR = ("trainer.parallel.tensor_parallel_size", "engine.tensor_parallel_size")
+_SEQUENCE = ("trainer.parallel.ulysses_size", "trainer.parallel.ring_size")
+_PROMPTS = _served(
+    "rollout.prompts_per_step",
+    "data.examples_per_step",
+    note="prompts; each has rollout.n_samples_per_prompt samples",
+)
+_MINIBATCH = _served(
+    "trainer.prompts_per_minibatch",
+    "data.examples_per_step",
+    note="prompts of an optimizer step, over all devices; each has rollout.n_samples_per_prompt "
+    "samples",
+)
+_MICROBATCH = _served(
+    "trainer.micro_batch_size",
+    "trainer.max_tokens_per_microbatch",
+    note="sequences on one device, or a budget of tokens, which is the default",
+)
+_BUDGET = _served("trainer.max_tokens_per_microbatch")
+_FORWARD_BUDGET = _served("trainer.max_tokens_per_forward")
+_SAMPLES = _served("rollout.n_samples_per_prompt")
+_COMPLETION = _served("rollout.max_completion_tokens")
+_PROMPT_TOKENS = _served("data.max_prompt_tokens")
+_DYNAMIC = _always(
+    "micro-batches are cut by tokens unless trainer.micro_batch_size is set; the budget is "
+    "trainer.max_tokens_per_microbatch"
+)
+_PACKED = _always("rows are always packed without padding (trainer.max_tokens_per_microbatch)")
+_OVERLAP = _always("gradients are always reduced while backward goes on")
+_TRAINERS = _served("cluster.num_trainers", note="where engines are apart; otherwise --nproc N")
+_NODES = _served("cluster.num_nodes")
+_CORRECTION = _served("algorithm.correction.kind", note="none, tis, icepop or sequence_mask")
+_CORRECTION_HIGH = _served("algorithm.correction.high")
+_PARTIAL = _served(
+    "rollout.oversample_prompts",
+    "pipeline.enabled",
+    note="unfinished samples are carried over where more prompts are started than trained, and "
+    "where sampling runs ahead of training",
+)
+_ASYNC = _served(
+    "pipeline.enabled", "cluster.num_engines", note="engines apart sample while the trainer trains"
+)
+_OPTIMIZER_OFFLOAD = _served("trainer.offload_optimizer")
+_EPOCHS = _served("trainer.num_epochs", note="optimizer passes over each rollout")
+_CRITIC = _not_yet("a critic; baselines come from groups (algorithm.advantage)")
+_REWARD_MODEL = _not_yet("reward models; rewards are functions (reward.functions)")
+_PIPELINE = _not_yet("pipeline stages; trainer.parallel has ZeRO, tensor and sequence parallelism")
+_EXPERTS = _not_yet("mixtures of experts and expert parallelism")
+_AGENT = _not_yet("several turns and tools; rollouts have one turn")
+_PROFILER = _not_yet("profilers; hone bench train and hone bench engine measure where time goes")
+
+ALIASES: Mapping[str, Alias] = {
+    # models and roles
+    "actor_rollout_ref": _served("model", "rollout", "engine", "trainer", "algorithm"),
+    "actor": _served("trainer", "model", "algorithm"),
+    "ds": _served("trainer", "trainer.parallel"),
+    "deepspeed": _served("trainer", "trainer.parallel"),
+    "fsdp_config": _served("trainer", "trainer.parallel"),
+    "megatron": _served("trainer.parallel"),
+    "vllm": _served("engine", note="engine.backend vllm"),
+    "sglang": _not_yet("SGLang; engine.backend is embedded or vllm"),
+    "algo": _served("algorithm"),
+    "pretrain": _served(_MODEL),
+    "model_name_or_path": _served(_MODEL),
+    "hf_checkpoint": _served(_MODEL),
+    "critic": _CRITIC,
+    "critic_pretrain": _CRITIC,
+    "reward_model": _REWARD_MODEL,
+    "reward.model": _REWARD_MODEL,
+    "reward.remote_url": _REWARD_MODEL,
+    "reward_pretrain": _REWARD_MODEL,
+    "remote_rm_url": _REWARD_MODEL,
+    "agent_func_path": _AGENT,
+    "multi_turn": _AGENT,
+    "reward_funcs": _served("reward.functions"),
+    "custom_reward_function": _served("reward.functions"),
+    "use_liger": _not_yet("Liger's kernels"),
+    "use_liger_kernel": _not_yet("Liger's kernels"),
+    "attn_implementation": _always("the fastest attention that the device has is chosen"),
+    "flash_attn": _always("the fastest attention that the device has is chosen"),
+    "bf16": _served("model.dtype"),
+    # adapters
+    "lora_rank": _RANK,
+    "lora_r": _RANK,
+    "lora_alpha": _served("model.lora.alpha"),
+    "lora_target_modules": _served("model.lora.target_modules"),
+    # data
+    "train_files": _served("data.train"),
+    "val_files": _served("data.eval"),
+    "prompt_data": _served("data.train"),
+    "dataset_name": _served("data.train"),
+    "prompt_key": _served("data.train.0.columns.prompt"),
+    "input_key": _served("data.train.0.columns.prompt"),
+    "label_key": _served("data.train.0.columns.answer"),
+    "input_template": _served("data.prompt_template"),
+    "apply_chat_template": _served("data.chat"),
+    "max_prompt_length": _PROMPT_TOKENS,
+    "prompt_max_len": _PROMPT_TOKENS,
+    "max_len": _served(
+        "data.max_tokens", "data.max_prompt_tokens", "rollout.max_completion_tokens"
+    ),
+    "max_seq_length": _served("data.max_tokens", "engine.max_model_len"),
+    # batches
+    "batch_size": _served("rollout.prompts_per_step", "data.examples_per_step"),
+    "train_batch_size": _PROMPTS,
+    "train_prompt_bsz": _PROMPTS,
+    "rollout_batch_size": _PROMPTS,
+    "rollout.batch_size": _PROMPTS,
+    "generation_batch_size": _PROMPTS,
+    "gen_batch_size": _PROMPTS,
+    "global_batch_size": _MINIBATCH,
+    "ppo_mini_batch_size": _MINIBATCH,
+    "mini_batch_size": _MINIBATCH,
+    "train.batch_size": _MINIBATCH,
+    "trainer.batch_size": _MINIBATCH,
+    "ppo_micro_batch_size": _MICROBATCH,
+    "ppo_micro_batch_size_per_gpu": _MICROBATCH,
+    "micro_batch_size_per_gpu": _MICROBATCH,
+    "log_prob_micro_batch_size": _FORWARD_BUDGET,
+    "log_prob_micro_batch_size_per_gpu": _FORWARD_BUDGET,
+    "micro_train_batch_size": _MICROBATCH,
+    "per_device_train_batch_size": _MICROBATCH,
+    "micro_rollout_batch_size": _FORWARD_BUDGET,
+    "gradient_accumulation_steps": _always(
+        "it follows from the rows of an optimizer step (trainer.prompts_per_minibatch) and what "
+        "fits a micro-batch (trainer.max_tokens_per_microbatch)"
+    ),
+    "use_dynamic_bsz": _DYNAMIC,
+    "use_dynamic_batch": _DYNAMIC,
+    "use_dynamic_batch_size": _DYNAMIC,
+    "dynamic_batch_enable": _DYNAMIC,
+    "ppo_max_token_len_per_gpu": _BUDGET,
+    "max_tokens_per_gpu": _BUDGET,
+    "train.max_tokens_per_gpu": _BUDGET,
+    "rollout.max_tokens_per_gpu": _FORWARD_BUDGET,
+    "log_prob_max_token_len_per_gpu": _FORWARD_BUDGET,
+    "log_probs_max_tokens_per_gpu": _FORWARD_BUDGET,
+    "forward_max_token_len_per_gpu": _FORWARD_BUDGET,
+    "infer_ppo_max_token_len": _FORWARD_BUDGET,
+    "packing_samples": _PACKED,
+    "packing": _PACKED,
+    "use_remove_padding": _PACKED,
+    "padding_free": _PACKED,
+    "ppo_epochs": _EPOCHS,
+    "num_iterations": _EPOCHS,
+    "max_epochs": _EPOCHS,
+    "max_steps": _served("run.steps"),
+    "total_training_steps": _served("run.steps"),
+    "num_episodes": _served("run.steps", note="rollouts of rollout.prompts_per_step prompts"),
+    "total_epochs": _served("run.steps", note="rollouts of rollout.prompts_per_step prompts"),
+    "num_train_epochs": _served("run.steps", note="rollouts of rollout.prompts_per_step prompts"),
+    # sampling
+    "num_generations": _SAMPLES,
+    "rollout.n": _SAMPLES,
+    "generate_max_len": _COMPLETION,
+    "max_new_tokens": _COMPLETION,
+    "max_response_length": _COMPLETION,
+    "max_response_len": _COMPLETION,
+    "max_completion_length": _COMPLETION,
+    "mask_truncated_completions": _served("rollout.truncated_samples"),
+    "dynamic_filtering": _served("rollout.dynamic_sampling"),
+    "dynamic_filtering_enable": _served("rollout.dynamic_sampling"),
+    "filter_groups": _served("rollout.dynamic_sampling"),
+    "over_sampling_batch_size": _served("rollout.oversample_prompts"),
+    "partial_rollout": _PARTIAL,
+    "partial_rollout_enable": _PARTIAL,
+    "partial_rollout_max_aborted_count": _served("rollout.max_aborted_count"),
+    "mask_offpolicy_in_partial_rollout": _served("rollout.mask_off_policy_tokens"),
+    # engine
+    "enforce_eager": _EAGER,
+    "vllm_gpu_memory_utilization": _ENGINE_MEMORY,
+    "mem_fraction_static": _ENGINE_MEMORY,
+    "sglang_mem_fraction_static": _ENGINE_MEMORY,
+    "enable_sleep_mode": _served("engine.enable_sleep"),
+    "vllm_enable_sleep": _served("engine.enable_sleep"),
+    "vllm_enable_sleep_mode": _served("engine.enable_sleep"),
+    "free_cache_engine": _served("engine.enable_sleep"),
+    "offload_rollout": _served("engine.enable_sleep"),
+    "deepspeed_enable_sleep": _served("trainer.enable_sleep"),
+    "ds.enable_sleep": _served("trainer.enable_sleep"),
+    "offload_train": _served("trainer.enable_sleep"),
+    "vllm_max_model_length": _served("engine.max_model_len"),
+    "vllm_mode": _COLOCATED,
+    "use_vllm": _served("engine.backend"),
+    "vllm_num_engines": _served("cluster.num_engines"),
+    "vllm_tensor_parallel_size": _served("engine.tensor_parallel_size"),
+    "rollout_num_gpus_per_engine": _served("engine.tensor_parallel_size"),
+    "rollout_num_gpus": _served("cluster.num_engines", note="x engine.tensor_parallel_size"),
+    "disable_log_stats": _always("the engine's statistics are in metrics.jsonl and the report"),
+    # where roles are
+    "colocate": _COLOCATED,
+    "colocate_all": _COLOCATED,
+    "colocate_all_models": _COLOCATED,
+    "hybrid_engine": _COLOCATED,
+    "colocate_actor_ref": _served(
+        "cluster.num_references", note="0, the default, has the reference beside the policy"
+    ),
+    "colocate_critic_reward": _CRITIC,
+    "nnodes": _NODES,
+    "actor_num_nodes": _NODES,
+    "n_gpus_per_node": _TRAINERS,
+    "num_gpus_per_node": _TRAINERS,
+    "actor_num_gpus_per_node": _TRAINERS,
+    "ref_num_nodes": _served("cluster.num_references"),
+    "ref_num_gpus_per_node": _served("cluster.num_references"),
+    "async_train": _ASYNC,
+    "async_enable": _ASYNC,
+    "fully_async": _ASYNC,
+    "max_off_policy_steps": _served("pipeline.max_staleness"),
+    "openrlhf_async_queue_size": _served("pipeline.async_queue_size"),
+    "vllm_sync_backend": _always("weights travel by NCCL between GPUs"),
+    "sync_backend": _always("weights travel by NCCL between GPUs"),
+    "num_data_storage_units": _not_yet("storage units; the process that leads holds the samples"),
+    # parallelism
+    "tensor_model_parallel_size": _served(
+        *_TENSOR, note="the first of the trainer, the second of the engine"
+    ),
+    "rollout.tensor_model_parallel_size": _served("engine.tensor_parallel_size"),
+    "sequence_parallel": _always(
+        "with trainer.parallel.tensor_parallel_size above 1 it is always on"
+    ),
+    "context_parallel_size": _served("trainer.parallel.ring_size", "trainer.parallel.ulysses_size"),
+    "sequence_parallel_size": _served(*_SEQUENCE),
+    "ulysses_sequence_parallel_size": _served("trainer.parallel.ulysses_size"),
+    "ring_attn_size": _served("trainer.parallel.ring_size"),
+    "pipeline_parallel_size": _PIPELINE,
+    "pipeline_model_parallel_size": _PIPELINE,
+    "expert_parallel_size": _EXPERTS,
+    "expert_model_parallel_size": _EXPERTS,
+    "expert_tensor_parallel_size": _EXPERTS,
+    "overlap_comm": _OVERLAP,
+    "overlap_grad_reduce": _OVERLAP,
+    "deepcompile": _served("trainer.compile"),
+    "use_torch_compile": _served("trainer.compile"),
+    "torch_compile": _served("trainer.compile"),
+    # memory
+    "gradient_checkpointing": _RECOMPUTE,
+    "gradient_checkpointing_enable": _RECOMPUTE,
+    "enable_gradient_checkpointing": _RECOMPUTE,
+    "recompute_granularity": _RECOMPUTE,
+    "recompute_method": _served("trainer.recompute", "trainer.recompute_every_n_layers"),
+    "recompute_num_layers": _served("trainer.recompute_every_n_layers"),
+    "activation_offload": _served("trainer.offload_activations"),
+    "enable_activation_offload": _served("trainer.offload_activations"),
+    "adam_offload": _OPTIMIZER_OFFLOAD,
+    "optimizer_offload": _OPTIMIZER_OFFLOAD,
+    "optimizer_cpu_offload": _OPTIMIZER_OFFLOAD,
+    "offload_policy": _OPTIMIZER_OFFLOAD,
+    "grad_offload": _served("trainer.offload_gradients"),
+    "param_offload": _served("trainer.offload_parameters"),
+    "entropy_checkpointing": _always(
+        "logits are never kept: the head is computed in chunks (trainer.logits_chunk_tokens)"
+    ),
+    "entropy_from_logits_with_chunking": _served("trainer.logits_chunk_tokens"),
+    # the learning rule
+    "adv_estimator": _served("algorithm.advantage"),
+    "advantage_estimator": _served("algorithm.advantage"),
+    "loss_type": _served("algorithm.loss", "algorithm.aggregation"),
+    "loss_agg_mode": _served("algorithm.aggregation"),
+    "importance_sampling_level": _served("algorithm.loss", note="gspo has ratios of sequences"),
+    "clip_ratio": _served("algorithm.clip_low", "algorithm.clip_high"),
+    "clip_ratio_low": _served("algorithm.clip_low"),
+    "clip_ratio_high": _served("algorithm.clip_high"),
+    "clip_ratio_c": _served("algorithm.dual_clip"),
+    "eps_clip": _served("algorithm.clip_low", "algorithm.clip_high"),
+    "eps_clip_low_high": _served("algorithm.clip_low", "algorithm.clip_high"),
+    "epsilon": _served("algorithm.clip_low"),
+    "epsilon_high": _served("algorithm.clip_high"),
+    "delta": _served("algorithm.dual_clip"),
+    "beta": _served("algorithm.kl.coef"),
+    "init_kl_coef": _served("algorithm.kl.coef"),
+    "kl_coef": _served("algorithm.kl.coef"),
+    "kl_loss_coef": _served("algorithm.kl.coef"),
+    "use_kl_loss": _served("algorithm.kl.coef", "algorithm.kl.placement"),
+    "use_kl_in_reward": _served("algorithm.kl.placement"),
+    "kl_loss_type": _served("algorithm.kl.estimator"),
+    "kl_estimator": _served("algorithm.kl.estimator"),
+    "entropy_coeff": _served("algorithm.entropy_coef"),
+    "is_correction_enable": _CORRECTION,
+    "enable_vllm_is_correction": _CORRECTION,
+    "vllm_importance_sampling_correction": _CORRECTION,
+    "vllm_importance_sampling_cap": _CORRECTION_HIGH,
+    "vllm_importance_sampling_clip_max": _CORRECTION_HIGH,
+    "tis_imp_ratio_cap": _CORRECTION_HIGH,
+    # the optimizer
+    "learning_rate": _served("trainer.optimizer.lr"),
+    "actor_learning_rate": _served("trainer.optimizer.lr"),
+    "optim": _served("trainer.optimizer.name"),
+    "adam_betas": _served("trainer.optimizer.betas"),
+    "grad_clip": _served("trainer.optimizer.max_grad_norm"),
+    "clip_grad": _served("trainer.optimizer.max_grad_norm"),
+    "max_norm": _served("trainer.optimizer.max_grad_norm"),
+    "lr_scheduler": _served("trainer.optimizer.schedule"),
+    "lr_scheduler_type": _served("trainer.optimizer.schedule"),
+    "lr_warmup_steps": _served("trainer.optimizer.warmup_steps"),
+    "lr_warmup_ratio": _served("trainer.optimizer.warmup_steps"),
+    "warmup_ratio": _served("trainer.optimizer.warmup_steps"),
+    # records
+    "save_steps": _served("checkpoint.every_n_steps"),
+    "save_freq": _served("checkpoint.every_n_steps"),
+    "save_interval": _served("checkpoint.every_n_steps"),
+    "max_ckpt_num": _served("checkpoint.keep_last"),
+    "save_total_limit": _served("checkpoint.keep_last"),
+    "eval_steps": _served("eval.every_n_steps"),
+    "eval_interval": _served("eval.every_n_steps"),
+    "test_freq": _served("eval.every_n_steps"),
+    "val_before_train": _served("eval.at_start"),
+    "output_dir": _served("run.dir"),
+    "save_path": _served("run.dir"),
+    "default_local_dir": _served("run.dir"),
+    "resume_from_checkpoint": _served("run.resume"),
+    "resume_mode": _served("run.resume"),
+    "report_to": _served("log.wandb", "log.tensorboard", "log.mlflow", "log.trackio"),
+    "use_wandb": _served("log.wandb"),
+    "use_tensorboard": _served("log.tensorboard"),
+    "project_name": _served("log.project"),
+    "use_pytorch_profiler": _PROFILER,
+    "profile_target": _PROFILER,
+    "sglang_profile": _PROFILER,
+}
+"""By name, the parts of a path joined by dots."""
+
+
+def find_alias(path: Sequence[str]) -> Alias | None:
+    """What serves the setting at a path of another framework; None where it is not known.
+
+    A section that nothing serves speaks for all in it. Else the longest end of the path counts.
+    """
+    parts = [part.lower().replace("-", "_") for part in path]
+    for end in range(1, len(parts)):
+        for start in range(end):
+            section = ALIASES.get(".".join(parts[start:end]))
+            if section is not None and not section.keys:
+                return section
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((ALIASES[end] for end in ends if end in ALIASES), None)
+
+
+def alias_hint(tree: type[Section], path: Sequence[str], *, dashes: str = "") -> str | None:
+    """What a message about the unknown key `path` of `tree` says of it, keys with `dashes` before
+    them; None where no other framework has a setting of that name."""
+    alias = find_alias(path)
+    if alias is None or not alias.keys:
+        return alias and alias.note
+    keys = list(dict.fromkeys(key for name in alias.keys if (key := _in_tree(tree, name))))
+    if not keys:
+        return f"it is {' or '.join(alias.keys)} in `hone rl`; this command has no such setting"
+    note = f" ({alias.note})" if alias.note and keys[0] == alias.keys[0] else ""
+    return f"did you mean {' or '.join(dashes + key for key in keys)}?{note}"
+
+
+def _in_tree(tree: type[Section], key: str) -> str | None:
+    """The key, or that of the same name in another section, as commands that sample have."""
+    path = key.split(".")
+    if locate(tree, path) is not None:
+        return key
+    return next((field.key for field in fields(tree) if field.path[-1] == path[-1]), None)

@@ -1,0 +1,182 @@
+"""Names of other frameworks lead to the right key, or to the words that there is none yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hone.config import UserError, schema
+from hone.config.aliases import ALIASES
+from hone.config.load import load_config
+from hone.config.recipe import to_yaml
+from hone.config.tree import BenchTrainConfig, GenerateConfig, RLConfig, SFTConfig
+
+NEEDED = ["--model.path=m", "--data.train=[{path: d.jsonl}]"]
+NOT_YET = "not served yet"
+ALWAYS = "nothing to set"
+
+ROWS = [
+    # The name as it is typed, and what the message must contain, in this order.
+    ("pipeline_parallel_size", NOT_YET, "pipeline stages"),
+    ("trainer.parallel.pipeline_parallel_size", NOT_YET, "pipeline stages"),
+    ("expert_parallel_size", NOT_YET, "experts"),
+    ("engine.expert_parallel_size", NOT_YET, "experts"),
+    ("context_parallel_size", "trainer.parallel.ring_size", "trainer.parallel.ulysses_size"),
+    ("actor.megatron.context_parallel_size", "trainer.parallel.ring_size"),
+    ("ulysses_sequence_parallel_size", "trainer.parallel.ulysses_size"),
+    ("ppo_mini_batch_size", "trainer.prompts_per_minibatch"),
+    ("actor_rollout_ref.actor.ppo_mini_batch_size", "trainer.prompts_per_minibatch"),
+    ("rollout.batch_size", "rollout.prompts_per_step"),
+    ("rollout.partial_rollout", "rollout.oversample_prompts", "pipeline.enabled"),
+    ("reward.model.path", NOT_YET, "reward models"),
+    ("critic.path", NOT_YET, "a critic"),
+    ("critic.optim.lr", NOT_YET, "a critic"),
+    ("critic.ppo_max_token_len_per_gpu", NOT_YET, "a critic"),
+    ("reward_model.path", NOT_YET, "reward models"),
+    ("packing_samples", ALWAYS, "packed"),
+    ("ds.packing_samples", ALWAYS, "packed"),
+    ("trainer.optimizer_offload", "trainer.offload_optimizer"),
+    ("gradient_checkpointing", "trainer.recompute", "full"),
+    ("model.enable_gradient_checkpointing", "trainer.recompute"),
+    ("adam_offload", "trainer.offload_optimizer"),
+    ("ds.adam_offload", "trainer.offload_optimizer"),
+    ("param_offload", "trainer.offload_parameters"),
+    ("grad_offload", "trainer.offload_gradients"),
+    ("enforce_eager", "engine.cuda_graphs", "false"),
+    ("use_dynamic_bsz", ALWAYS, "trainer.max_tokens_per_microbatch"),
+    ("overlap_comm", ALWAYS, "reduced while backward"),
+    ("mem_fraction_static", "engine.gpu_memory_utilization"),
+    ("colocate_all_models", "cluster.num_engines", "0, the default"),
+    ("lora_rank", "model.lora.rank"),
+    ("entropy_checkpointing", ALWAYS, "trainer.logits_chunk_tokens"),
+    # the usual names of verl
+    ("data.train_batch_size", "rollout.prompts_per_step"),
+    ("data.train_files", "data.train"),
+    ("data.max_response_length", "rollout.max_completion_tokens"),
+    ("actor_rollout_ref.rollout.n", "rollout.n_samples_per_prompt"),
+    ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "trainer.micro_batch_size"),
+    ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "trainer.max_tokens_per_microbatch"),
+    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "trainer.max_tokens_per_forward"),
+    ("actor_rollout_ref.actor.clip_ratio_high", "algorithm.clip_high"),
+    ("actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl.coef"),
+    ("actor_rollout_ref.actor.loss_agg_mode", "algorithm.aggregation"),
+    ("actor_rollout_ref.actor.optim.lr", "trainer.optimizer.lr"),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size", "engine.tensor_parallel_size"),
+    ("actor_rollout_ref.rollout.free_cache_engine", "engine.enable_sleep"),
+    ("actor_rollout_ref.rollout.temperature", "rollout.temperature"),
+    ("actor_rollout_ref.model.use_remove_padding", ALWAYS, "packed"),
+    ("actor_rollout_ref.model.enable_activation_offload", "trainer.offload_activations"),
+    ("algorithm.adv_estimator", "algorithm.advantage"),
+    ("algorithm.filter_groups", "rollout.dynamic_sampling"),
+    ("trainer.n_gpus_per_node", "cluster.num_trainers", "--nproc"),
+    ("trainer.total_epochs", "run.steps"),
+    ("trainer.save_freq", "checkpoint.every_n_steps"),
+    ("trainer.test_freq", "eval.every_n_steps"),
+    ("trainer.default_local_dir", "run.dir"),
+    # of OpenRLHF
+    ("pretrain", "model.path"),
+    ("ds.ring_attn_size", "trainer.parallel.ring_size"),
+    ("ds.zero_stage", "trainer.parallel.zero_stage"),
+    ("vllm.num_engines", "cluster.num_engines"),
+    ("vllm_tensor_parallel_size", "engine.tensor_parallel_size"),
+    ("vllm-enable-sleep", "engine.enable_sleep"),
+    ("ds.enable_sleep", "trainer.enable_sleep"),
+    ("rollout_batch_size", "rollout.prompts_per_step"),
+    ("train.batch_size", "trainer.prompts_per_minibatch"),
+    ("micro_train_batch_size", "trainer.micro_batch_size"),
+    ("train.dynamic_batch_enable", ALWAYS),
+    ("train.async_enable", "pipeline.enabled"),
+    ("train.async_queue_size", "pipeline.async_queue_size"),
+    ("train.partial_rollout_enable", "rollout.oversample_prompts"),
+    ("algo.advantage.is_correction_enable", "algorithm.correction.kind"),
+    ("init_kl_coef", "algorithm.kl.coef"),
+    ("eps_clip", "algorithm.clip_low", "algorithm.clip_high"),
+    ("generate_max_len", "rollout.max_completion_tokens"),
+    ("actor_learning_rate", "trainer.optimizer.lr"),
+    ("agent_func_path", NOT_YET, "one turn"),
+    ("remote_rm_url", NOT_YET, "reward models"),
+    ("ds.deepcompile", "trainer.compile"),
+    # of TRL
+    ("model_name_or_path", "model.path"),
+    ("num_generations", "rollout.n_samples_per_prompt"),
+    ("max_completion_length", "rollout.max_completion_tokens"),
+    ("max_prompt_length", "data.max_prompt_tokens"),
+    ("per_device_train_batch_size", "trainer.micro_batch_size"),
+    ("gradient_accumulation_steps", ALWAYS, "trainer.prompts_per_minibatch"),
+    ("num_iterations", "trainer.num_epochs"),
+    ("beta", "algorithm.kl.coef"),
+    ("epsilon_high", "algorithm.clip_high"),
+    ("loss_type", "algorithm.loss", "algorithm.aggregation"),
+    ("vllm_gpu_memory_utilization", "engine.gpu_memory_utilization"),
+    ("vllm_mode", "cluster.num_engines"),
+    ("reward_funcs", "reward.functions"),
+    ("learning_rate", "trainer.optimizer.lr"),
+    ("max_steps", "run.steps"),
+    ("output_dir", "run.dir"),
+    ("report_to", "log.wandb"),
+    # of slime and Relax
+    ("recompute_granularity", "trainer.recompute"),
+    ("over_sampling_batch_size", "rollout.oversample_prompts"),
+    ("sglang_mem_fraction_static", "engine.gpu_memory_utilization"),
+    ("rollout_num_gpus_per_engine", "engine.tensor_parallel_size"),
+    ("use_pytorch_profiler", NOT_YET, "profilers"),
+]
+
+
+def hint(tree: type, flags: list[str], recipe: Path | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(tree, recipe, flags)
+    return str(caught.value).partition("unknown key (")[2].partition("); ")[2]
+
+
+@pytest.mark.parametrize(("name", "parts"), [(name, parts) for name, *parts in ROWS])
+def test_R22_names_of_other_frameworks(name: str, parts: list[str], tmp_path: Path) -> None:
+    """The first key that the message names is the right one, by flag and in a recipe."""
+    is_key = parts[0] not in (NOT_YET, ALWAYS)
+    by_flag = hint(RLConfig, [*NEEDED, f"--{name}=1"])
+    assert by_flag.startswith(f"did you mean --{parts[0]}" if is_key else parts[0]), by_flag
+    positions = [by_flag.find(part) for part in parts]
+    assert -1 not in positions, f"{parts=} {by_flag=}"
+    assert positions == sorted(positions), f"{parts=} {by_flag=}"
+
+    *sections, last = name.replace("-", "_").split(".")
+    if sections and schema.locate(RLConfig, sections) is None:
+        return  # the message is about the section then
+    nested: dict[str, object] = {last: 1}
+    for section in reversed(sections):
+        nested = {section: nested}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(nested))
+    in_recipe = hint(RLConfig, NEEDED, recipe)
+    assert in_recipe.startswith(f"did you mean {parts[0]}" if is_key else parts[0]), in_recipe
+
+
+@pytest.mark.parametrize("section", ["critic", "reward_model", "actor_rollout_ref", "vllm", "ds"])
+def test_a_section_of_another_framework_in_a_recipe(section: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml({section: {"lr": 1}}))
+    text = hint(RLConfig, NEEDED, recipe)
+    assert text.startswith(NOT_YET if not ALIASES[section].keys else "did you mean "), text
+
+
+def test_other_commands_name_their_own_keys() -> None:
+    for tree, name, expected in (
+        (SFTConfig, "train_batch_size", "did you mean --data.examples_per_step?"),
+        (SFTConfig, "gradient_checkpointing", "did you mean --trainer.recompute?"),
+        (SFTConfig, "num_generations", "it is rollout.n_samples_per_prompt in `hone rl`; this"),
+        (GenerateConfig, "num_generations", "did you mean --n_samples_per_prompt?"),
+        (GenerateConfig, "max_new_tokens", "did you mean --generation.max_completion_tokens?"),
+        (BenchTrainConfig, "adam_offload", "did you mean --trainer.offload_optimizer?"),
+    ):
+        assert hint(tree, [f"--{name}=1"]).startswith(expected), name
+
+
+def test_every_alias_names_keys_that_exist_and_shadows_none() -> None:
+    own = {field.path[-1] for tree in (RLConfig, SFTConfig) for field in schema.fields(tree)}
+    for name, (keys, note) in ALIASES.items():
+        assert keys or note.startswith((NOT_YET, ALWAYS)), f"{name=}"
+        assert name not in own, f"{name=} is the name of a key of our own"
+        for key in keys:
+            path = key.split(".")
+            assert any(schema.locate(tree, path) for tree in (RLConfig, SFTConfig)), f"{name=}"
