@@ -207,6 +207,30 @@ def test_R22_a_run_that_cannot_fit_never_starts(
 # -- --nproc ------------------------------------------------------------------------------------
 
 
+def test_R22_processes_that_a_key_asks_for_are_told_by_the_key(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside engines `cluster.num_trainers` says how many there are."""
+    monkeypatch.setattr("hone.cli.command.spawn", lambda command, nproc: 0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    engines = ("--run.device=cpu", "--cluster.num_engines=2", "--cluster.num_trainers=16")
+    told = output(capsys, "rl", *BASE["rl"], *engines, code=2)
+    assert "cluster.num_trainers is 16, but with run.device cpu this host has 2 CPU cores" in told
+    assert "Set cluster.num_trainers to at most 2" in told
+    assert "--nproc" not in told
+
+
+def test_trainers_that_torchrun_starts_on_several_nodes_beside_engines_are_refused(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 4), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    engines = ("--run.device=cpu", "--cluster.num_engines=2", "--cluster.num_trainers=4")
+    told = output(capsys, "rl", *BASE["rl"], *engines, code=2)
+    assert "trainers on several nodes with cluster.num_engines above 0 are not served yet" in told
+    assert "Use at most 2" in told
+
+
 def test_nproc_is_given_once_and_not_to_benchmarks(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,8 +91,11 @@ def run_in_processes(
     argv: Sequence[str],
     check: Callable[[R, int], list[Finding]],
     nproc: int,
+    *,
+    asked_by: str = "--nproc",
 ) -> int:
-    """Check `[RECIPE] [flags]`, then run the command in `nproc` processes; the exit code.
+    """Check `[RECIPE] [flags]`, then run the command in `nproc` processes, as `asked_by` says; the
+    exit code.
 
     Raises UserError as `load_checked` does, before any process is started.
     """
@@ -106,6 +109,7 @@ def run_in_processes(
     served = check_processes(
         cfg.run.device,
         nproc,
+        asked_by=asked_by,
         num_cores=os.cpu_count() or 1,
         max_gpus=max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
     )

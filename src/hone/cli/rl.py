@@ -14,6 +14,7 @@ from hone.cli.command import (
     take_nproc,
 )
 from hone.cluster.address import unreachable
+from hone.config.checks.cluster import trainers_on_several_nodes
 from hone.config.checks.finding import Finding, error
 from hone.config.extras import import_extra
 from hone.config.tree import RLConfig
@@ -25,11 +26,11 @@ __all__ = ["run"]
 def run(argv: Sequence[str]) -> int:
     """Check the recipe, then train. Torch and Ray are loaded only after every check has passed."""
     nproc, arguments = take_nproc(argv)
-    cluster = load_arguments(RLConfig, arguments).cluster
+    cluster, asked_by = load_arguments(RLConfig, arguments).cluster, "--nproc"
     if cluster.is_used and nproc is None and processes().world_size == 1:
-        nproc = cluster.num_trainers
+        nproc, asked_by = cluster.num_trainers, "cluster.num_trainers"
     if nproc is not None and nproc > 1:
-        return run_in_processes("rl", RLConfig, arguments, _check, nproc)
+        return run_in_processes("rl", RLConfig, arguments, _check, nproc, asked_by=asked_by)
     cfg = load_checked(RLConfig, arguments, _check)
     make_engines = None
     if cfg.cluster.is_used:
@@ -46,6 +47,9 @@ def _check(cfg: RLConfig, world_size: int) -> list[Finding]:
     """What `hone check` says, and whether there is a cluster to join: that may be known here alone.
     The first process joins it."""
     findings, address = check_rl_here(cfg, world_size), cfg.cluster.address
+    own = processes()
+    if cfg.cluster.is_used and own.local_world_size < own.world_size:
+        findings = [trainers_on_several_nodes(cfg.cluster, own.local_world_size), *findings]
     is_wrong = any(finding.level == "error" for finding in findings)
     if is_wrong or address is None or not cfg.cluster.is_used or processes().rank > 0:
         return findings

@@ -20,7 +20,8 @@ class ClusterConfig(Section):
     `ray://host:port` of Ray's client. Unset: a Ray of this host alone is started for the run."""
 
     num_trainers: int = Field(default=1, ge=1)
-    """Processes that train together, one a device; `trainer.parallel` says how."""
+    """Processes that train together, one a device, all on the host that the run is started on;
+    `trainer.parallel` says how."""
 
     num_engines: int = Field(default=0, ge=0)
     """Engines on devices of their own, `engine.tensor_parallel_size` devices each. More engines are

@@ -337,7 +337,7 @@ def _placements(
     refused: list[tuple[int, str]] = []
     for num_engines in splits:
         num_trainers = num_gpus - num_engines * size
-        reason = _refusal(cfg, shape, gpu, num_trainers)
+        reason = _refusal(cfg, shape, gpu, num_trainers, beside_engines=True)
         if reason == "memory":
             too_large.append(num_trainers)
         elif reason is not None:
@@ -395,10 +395,20 @@ def _with_room(
     return kept
 
 
-def _refusal(cfg: SimulateConfig, shape: ModelShape, gpu: Peaks, num_trainers: int) -> str | None:
+def _refusal(
+    cfg: SimulateConfig,
+    shape: ModelShape,
+    gpu: Peaks,
+    num_trainers: int,
+    *,
+    beside_engines: bool = False,
+) -> str | None:
     """Why so many trainers cannot train; `memory` where they have too little."""
     if num_trainers < 1:
         return "none are left"
+    per_node = cfg.cluster.devices_per_node
+    if beside_engines and per_node is not None and num_trainers > per_node:
+        return f"beside engines all are on one node, of cluster.devices_per_node {per_node}"
     try:
         layout(cfg.trainer.parallel, num_trainers)
     except UserError as error:

@@ -191,6 +191,7 @@ def check_bench_train(
             longest=longest,
             longest_of=longest_of,
             sequences_per_step=num_rows,
+            world_size=world_size,
             context_size=context_size(trainer.parallel),
         ),
         check_context_budget(trainer, longest=longest, longest_of=longest_of),

@@ -6,11 +6,16 @@ from collections.abc import Iterator
 
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.parallel import context_size
-from hone.config.cluster import host_and_port
+from hone.config.cluster import ClusterConfig, host_and_port
 from hone.config.extras import missing_extra
 from hone.config.tree import RLConfig
 
-__all__ = ["check_cluster", "check_pipeline", "check_references"]
+__all__ = [
+    "check_cluster",
+    "check_pipeline",
+    "check_references",
+    "trainers_on_several_nodes",
+]
 
 
 def check_cluster(cfg: RLConfig, world_size: int | None) -> Iterator[Finding]:
@@ -101,6 +106,8 @@ def _devices(cfg: RLConfig) -> Iterator[Finding]:
             "more nodes.",
             *keys,
         )
+    elif cluster.num_trainers > cluster.devices_per_node:
+        yield trainers_on_several_nodes(cluster, cluster.devices_per_node)
     elif size > cluster.devices_per_node:
         yield error(
             f"engine.tensor_parallel_size is {size}, but a node has cluster.devices_per_node "
@@ -109,12 +116,50 @@ def _devices(cfg: RLConfig) -> Iterator[Finding]:
             "engine.tensor_parallel_size",
             "cluster.devices_per_node",
         )
+    elif cluster.num_engines > (most := _max_engines(cluster, size)):
+        beside = cluster.devices_per_node - cluster.num_trainers
+        yield error(
+            f"cluster.num_engines is {cluster.num_engines}, but of engines of "
+            f"engine.tensor_parallel_size {size} devices, each on one node, only fit {most}: "
+            f"{beside} devices of the trainers' node (cluster.devices_per_node "
+            f"{cluster.devices_per_node} - cluster.num_trainers {cluster.num_trainers}) and the "
+            "other nodes hold no more. Use fewer engines, or a size that divides what a node has.",
+            "cluster.num_engines",
+            "engine.tensor_parallel_size",
+            "cluster.num_trainers",
+            "cluster.devices_per_node",
+        )
     elif needed < held:
         yield warning(
             f"{held - needed} of {there} devices stay idle: {words} = {needed}. The best use of "
             f"them is more {'engines' if cluster.num_engines else 'trainers'}.",
             *keys,
         )
+
+
+def trainers_on_several_nodes(cluster: ClusterConfig, num_local: int) -> Finding:
+    """The error about more trainers beside a cluster than `num_local`, which one node has."""
+    per_node = cluster.devices_per_node
+    how = "" if per_node is None else f" (cluster.devices_per_node {per_node})"
+    return error(
+        f"cluster.num_trainers is {cluster.num_trainers}, but one node has {num_local}{how}: "
+        f"trainers on several nodes with {cluster.used_by} above 0 are not served yet. Use at "
+        f"most {num_local} (trainer.parallel.zero_stage 3 and trainer.offload_optimizer save "
+        "memory), or no cluster (cluster.num_engines and cluster.num_references 0): torchrun "
+        "starts trainers on several nodes, each with an engine on its own device.",
+        "cluster.num_trainers",
+        cluster.used_by,
+        *([] if per_node is None else ["cluster.devices_per_node"]),
+    )
+
+
+def _max_engines(cluster: ClusterConfig, size: int) -> int:
+    """Engines of `size` devices, each on one node, that fit beside the trainers, which share one;
+    references are of one device and take what is left."""
+    per_node = cluster.devices_per_node
+    assert per_node is not None
+    beside, others = per_node - cluster.num_trainers, cluster.num_nodes - 1
+    return beside // size + others * (per_node // size)
 
 
 def check_references(cfg: RLConfig) -> Iterator[Finding]:

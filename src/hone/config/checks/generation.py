@@ -301,23 +301,31 @@ def check_output(output: Path) -> Iterator[Finding]:
 
 
 def check_tensor_parallel(
-    engine: EngineConfig, *, facts: ModelFacts | None, scores: bool
+    engine: EngineConfig, *, facts: ModelFacts | None, scores: bool, has_cluster: bool = False
 ) -> Iterator[Finding]:
     """Whether the model divides by `engine.tensor_parallel_size`.
 
     `scores`: rewards decide what is submitted and aborted when, which ranks would see differently.
+    `has_cluster`: the command can set engines apart, where one process decides for all ranks.
     """
     size = engine.tensor_parallel_size
     if size == 1:
         return
     asked = f"engine.tensor_parallel_size is {size}"
     if scores:
-        yield error(
-            f"{asked}, which `hone generate`, `hone bench engine` and, with cluster.num_engines, "
-            "`hone rl` serve; an engine beside its trainer, or in `hone eval`, uses one device. "
-            "Set it to 1.",
-            "engine.tensor_parallel_size",
-        )
+        if has_cluster:
+            advice = (
+                "but an engine beside its trainer samples on that one device. Engines of their own "
+                f"devices serve it: set cluster.num_engines (each takes {size} devices) and "
+                "cluster.num_trainers. Where the model fits one device beside the trainer's "
+                "share, engine.tensor_parallel_size 1 does as well."
+            )
+        else:
+            advice = (
+                "but `hone eval` samples on one device. Use 1 where the model fits one; `hone "
+                "generate` serves larger ones, without rewards."
+            )
+        yield error(f"{asked}, {advice}", "engine.tensor_parallel_size")
         return
     divided = facts.divided if facts else {}
     if engine.backend == "vllm":

@@ -57,7 +57,8 @@ def check_adapters(
     if tensor > 1:
         yield error(
             f"{_RANK} is {lora.rank}, and trainer.parallel.tensor_parallel_size {tensor}: adapters "
-            "are not split over the tensor axis. Use 1; fsdp_size shards them.",
+            "are not split over the tensor axis. Set it to 1; trainer.parallel.zero_stage 3 shards "
+            "the frozen weights over processes, so that each holds a part.",
             _RANK,
             "trainer.parallel.tensor_parallel_size",
         )

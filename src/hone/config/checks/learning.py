@@ -21,6 +21,9 @@ __all__ = [
 ]
 
 _BUDGET = "trainer.max_tokens_per_microbatch"
+_SECTION = "trainer.parallel."
+_LONG_ROW = 32768
+"""Tokens of a row above which it fills a device by itself: packing several brings nothing."""
 _OFFLOADS = ("offload_optimizer", "offload_gradients", "offload_parameters")
 
 
@@ -30,11 +33,13 @@ def check_budget(
     longest: int,
     longest_of: str,
     sequences_per_step: int,
+    world_size: int | None,
     context_size: int = 1,
 ) -> Iterator[Finding]:
     """Token budgets against the longest sequence, and micro-batches against the step.
 
-    `context_size` processes share the tokens of a row, and each has its budget.
+    `context_size` of `world_size` processes (None: not known yet) share the tokens of a row, and
+    each has its budget.
     """
     longest_keys = longest_of.split(" + ")
     budget, forward = trainer.max_tokens_per_microbatch, trainer.max_tokens_per_forward
@@ -56,18 +61,19 @@ def check_budget(
                 "trainer.micro_batch_size",
             )
         return
-    total = f"{longest_of} = {longest}"
+    total, row = f"{longest_of} = {longest}", longest
     if context_size > 1:
         longest = -(-longest // context_size)
         total += f", {longest} on each of {context_size} processes that share a row"
     if budget < longest:
         yield error(
             f"{_BUDGET} is {budget}, but a sequence may take {longest} tokens ({total}) and is "
-            f"never cut. Raise {_BUDGET} to at least {longest}; {2 * longest} or more packs well.",
+            f"never cut. Raise {_BUDGET} to at least {longest}"
+            f"{_or_share(row, budget, world_size, context_size)}.",
             _BUDGET,
             *longest_keys,
         )
-    elif context_size == 1 and budget < 2 * longest:
+    elif context_size == 1 and budget < 2 * longest and longest <= _LONG_ROW:
         yield warning(
             f"{_BUDGET} is {budget}, less than twice the longest sequence ({total}): micro-batches "
             f"of long sequences stay half empty. Use {2 * longest} or more where memory allows.",
@@ -88,6 +94,23 @@ def check_budget(
             "trainer.max_tokens_per_forward",
             _BUDGET,
         )
+
+
+def _or_share(row: int, budget: int, world_size: int | None, context_size: int) -> str:
+    """What else serves a row of `row` tokens than the budget that just holds it: more for short
+    rows, which are packed; for long ones more processes that share it."""
+    if row <= _LONG_ROW:
+        return f"; {2 * -(-row // context_size)} or more packs well"
+    sizes = f"{_SECTION}ulysses_size or {_SECTION}ring_size"
+    if world_size is None:
+        return f", or share a row over devices: with several devices set {sizes}"
+    larger = [n for n in range(context_size + 1, world_size + 1) if world_size % n == 0]
+    if not larger:
+        return ""
+    size = next((n for n in larger if -(-row // n) <= budget), larger[-1])
+    share = -(-row // size)
+    enough = "" if share <= budget else f", and {_BUDGET} to {share}"
+    return f", or share a row over processes: set {sizes} (or their product) to {size}{enough}"
 
 
 def check_memory(

@@ -50,11 +50,12 @@ def check_parallel(
 
 
 def check_processes(
-    device: str, nproc: int, *, num_cores: int, max_gpus: int | None
+    device: str, nproc: int, *, asked_by: str, num_cores: int, max_gpus: int | None
 ) -> Iterator[Finding]:
     """Whether this host can serve `nproc` processes; `max_gpus` None: not known, so none is wrong.
 
-    Only for processes that are about to start here: `hone check` plans for other hosts too.
+    `asked_by`: `--nproc`, or the key that says how many. Only for processes that are about to start
+    here: `hone check` plans for other hosts too.
     """
     if device == "cuda" or (device == "auto" and max_gpus != 0):
         allowed = max_gpus
@@ -64,11 +65,19 @@ def check_processes(
         has = f"this host has {num_cores} CPU cores{no_gpu}"
     if allowed is None or nproc <= allowed:
         return
+    is_flag = asked_by == "--nproc"
+    one = "Leave out --nproc" if is_flag else f"Set {asked_by} to 1"
     if allowed == 0:
-        change = "Leave out --nproc, and set run.device to cpu"
+        change = f"{one}, and set run.device to cpu"
+    elif allowed == 1:
+        change = one
     else:
-        change = f"Start at most {allowed}" if allowed > 1 else "Leave out --nproc"
-    yield error(f"--nproc is {nproc}, but with run.device {device} {has}. {change}.", "run.device")
+        change = f"Start at most {allowed}" if is_flag else f"Set {asked_by} to at most {allowed}"
+    yield error(
+        f"{asked_by} is {nproc}, but with run.device {device} {has}. {change}.",
+        "run.device",
+        *([] if is_flag else [asked_by]),
+    )
 
 
 def context_size(parallel: ParallelConfig) -> int:

@@ -1,0 +1,104 @@
+"""What messages advise: what serves the user, and not what was never set or does not apply."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.test_checks import findings
+
+LONG = (
+    "model.path=Qwen/Qwen3-0.6B data.max_prompt_tokens=1024 rollout.max_completion_tokens=130000 "
+)
+ROWS = [
+    # Command, flags, words in the one message that has the first of them, and words that none has.
+    (
+        "rl",
+        "engine.tensor_parallel_size=4",
+        ["engine.tensor_parallel_size is 4", "cluster.num_engines", "cluster.num_trainers"],
+        ["Set it to 1"],
+    ),
+    (
+        "eval",
+        "engine.tensor_parallel_size=4",
+        ["engine.tensor_parallel_size is 4", "`hone eval` samples on one device", "hone generate"],
+        ["cluster.num_engines"],
+    ),
+    (
+        "rl",
+        "--nproc=2 model.lora.rank=8 trainer.parallel.tensor_parallel_size=2",
+        ["model.lora.rank is 8", "trainer.parallel.zero_stage 3"],
+        ["fsdp_size"],
+    ),
+    (
+        "rl",
+        f"{LONG} trainer.max_tokens_per_microbatch=131072 --nproc=1",
+        [],
+        ["262048", "or more"],
+    ),
+    (
+        "rl",
+        f"{LONG} trainer.max_tokens_per_microbatch=65536 --nproc=1",
+        ["a sequence may take 131024 tokens", "Raise trainer.max_tokens_per_microbatch to at"],
+        ["262048", "ulysses_size"],
+    ),
+    (
+        "rl",
+        f"{LONG} trainer.max_tokens_per_microbatch=65536 --nproc=8",
+        ["a sequence may take 131024 tokens", "ring_size", "ulysses_size", "to 2."],
+        ["262048"],
+    ),
+    (
+        "rl",
+        f"{LONG} trainer.max_tokens_per_microbatch=16384 --nproc=6",
+        # Six processes do not share 131,024 tokens under a budget of 16,384: 21,838 each.
+        ["a sequence may take 131024 tokens", "to 6", "trainer.max_tokens_per_microbatch to 21838"],
+        ["262048"],
+    ),
+    (
+        "rl",
+        f"{LONG} trainer.max_tokens_per_microbatch=65536",
+        ["a sequence may take 131024 tokens", "with several devices", "ulysses_size"],
+        ["262048"],
+    ),
+    (
+        "rl",
+        "trainer.max_tokens_per_microbatch=2047 --nproc=8",
+        ["a sequence may take 2048 tokens", "4096 or more packs well"],
+        ["ulysses_size"],
+    ),
+    (
+        "rl",
+        "cluster.num_trainers=16 cluster.num_engines=4 engine.tensor_parallel_size=2 "
+        "cluster.num_nodes=3 cluster.devices_per_node=8 cluster.address=auto",
+        [
+            "trainers on several nodes",
+            "not served yet",
+            "cluster.num_trainers is 16",
+            "cluster.devices_per_node 8",
+            "at most 8",
+        ],
+        [],
+    ),
+    (
+        "rl",
+        "cluster.num_trainers=6 cluster.num_engines=2 engine.tensor_parallel_size=5 "
+        "cluster.num_nodes=2 cluster.devices_per_node=8 cluster.address=auto "
+        "model.path=Qwen/Qwen3-0.6B",
+        ["cluster.num_engines is 2", "fit 1", "2 devices of the trainers' node"],
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "flags", "said", "unsaid"), ROWS)
+def test_R22_messages_advise_what_serves(
+    command: str, flags: str, said: list[str], unsaid: list[str], workspace: Path
+) -> None:
+    found = findings(command, flags)
+    if said:
+        (message,) = [x.message for x in found if said[0] in x.message]
+        assert all(part in message for part in said), message
+    for finding in found:
+        assert not [part for part in unsaid if part in finding.message], finding.message
