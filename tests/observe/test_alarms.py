@@ -209,3 +209,22 @@ def test_the_kl_limit_follows_the_number_format() -> None:
     scalars = {"off_policy/mismatch_kl": 1e-3}
     assert Alarms().check(1, scalars) == []
     assert [a.limit for a in Alarms(max_mismatch_kl=1e-4).check(1, scalars)] == [1e-4]
+
+
+@pytest.mark.parametrize(
+    ("load_per_core", "cpu_share", "is_named"),
+    [(4.0, 0.3, True), (4.0, 0.95, False), (0.9, 0.3, False)],
+)
+def test_a_slow_phase_on_a_crowded_machine_names_the_crowd(
+    load_per_core: float, cpu_share: float, is_named: bool
+) -> None:
+    """Little CPU time alone may be waiting, and a high load need not be in the way."""
+
+    def symptom(scalars: Scalars, age: int) -> None:
+        add_delay("train", 20.0)(scalars, age)
+        scalars |= {"perf/load_per_core": load_per_core, "perf/cpu_share": cpu_share}
+
+    raised = [a for a in run(symptom, seed=3, num_steps=ONSET + 3) if a.name == "slow_phase"]
+    assert len(raised) == 1, "one alarm, whatever the cause"
+    assert raised[0].metric == "time/train_s"
+    assert ("OMP_NUM_THREADS" in raised[0].advice) == is_named

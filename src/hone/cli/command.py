@@ -12,13 +12,21 @@ from typing import TypeVar
 
 import psutil
 
+from hone.cli.openmp import set_up_openmp
 from hone.config import UserError
 from hone.config.base import Section
 from hone.config.checks import Finding, check_rl
 from hone.config.checks.parallel import check_processes
 from hone.config.load import load_config, resolve_recipe
 from hone.config.run import RunConfig
-from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.config.tree import (
+    BenchEngineConfig,
+    BenchTrainConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    SFTConfig,
+)
 from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
 from hone.planner.fitting import check_host_memory, check_run_memory
@@ -39,6 +47,10 @@ __all__ = [
 
 T = TypeVar("T", bound=Section)
 R = TypeVar("R", bound=RLConfig | SFTConfig | EvaluateConfig | GenerateConfig)
+Recipe = (
+    RLConfig | SFTConfig | EvaluateConfig | GenerateConfig | BenchEngineConfig | BenchTrainConfig
+)
+B = TypeVar("B", bound=Recipe)
 _log = logging.getLogger(__name__)
 
 
@@ -71,12 +83,14 @@ def take_nproc(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     return int(given), words
 
 
-def load_checked(tree: type[T], argv: Sequence[str], check: Callable[[T, int], list[Finding]]) -> T:
-    """Load `[RECIPE] [flags]` and check it for the processes that run; warnings are logged.
+def load_checked(tree: type[B], argv: Sequence[str], check: Callable[[B, int], list[Finding]]) -> B:
+    """Load `[RECIPE] [flags]` and check it for the processes that run; warnings are logged. Makes
+    OpenMP's settings, so that torch may be loaded.
 
     Raises UserError with every error that the checks have found.
     """
     cfg = load_arguments(tree, argv)
+    _set_up_openmp(cfg, processes().local_world_size)
     findings = check(cfg, processes().world_size)
     for finding in findings:
         if finding.level == "warning":
@@ -114,8 +128,21 @@ def run_in_processes(
         max_gpus=max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
     )
     _require_no_error([*served])
+    _set_up_openmp(cfg, nproc)
     _log.info("starting %d processes", nproc)
     return spawn([sys.executable, "-m", "hone", command, *argv], nproc)
+
+
+def _set_up_openmp(cfg: Recipe, num_processes: int) -> None:
+    """For a run of which this host has `num_processes` processes, engines of its own apart."""
+    if isinstance(cfg, RLConfig) and cfg.cluster.is_used and cfg.cluster.address is None:
+        roles = cfg.cluster.devices(cfg.engine.tensor_parallel_size)
+        num_processes = sum(role.number for role in roles)
+    path = cfg.model.path
+    if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) and cfg.model.shape is not None:
+        path = cfg.model.shape
+    shape = known_shape(path) if path is not None else None
+    set_up_openmp(cfg.run.device, shape, num_processes=num_processes)
 
 
 def check_rl_here(cfg: RLConfig, world_size: int | None) -> list[Finding]:

@@ -16,12 +16,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hone.cli.command import quiet_transformers
+from hone.cli.openmp import set_up_openmp
 from hone.config import UserError
+from hone.planner.model_shape import ModelShape
 
 __all__ = ["make_inputs", "paths", "run"]
 
 DEFAULT_FOLDER = Path("runs/quickstart")
 NUM_PROBLEMS, NUM_HELD_OUT = 950, 200
+_SHAPE = ModelShape(
+    family="qwen3",
+    num_layers=2,
+    hidden_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=384,
+    vocab_size=0,  # that of the tokenizer
+    tied=True,
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,6 +49,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--dir", type=Path, default=DEFAULT_FOLDER, help="folder to work in")
     arguments = parser.parse_args(argv)
     folder: Path = arguments.dir
+    # Before torch is loaded, which happens where the model is made.
+    set_up_openmp("auto", _SHAPE)
     if _inputs_are_made(folder, arguments.seed):
         _say(f"Going on with the quick start in {folder}; remove the folder to start afresh")
     else:
@@ -72,7 +87,15 @@ def make_inputs(folder: Path, seed: int) -> None:
     quiet_transformers()
     _say(f"Making a model of 0.4 M random weights and {NUM_PROBLEMS} sums in {folder}")
     make_tiny_model(
-        folder / "model", tokenizer=make_char_tokenizer(ALPHABET), num_layers=2, seed=seed
+        folder / "model",
+        tokenizer=make_char_tokenizer(ALPHABET),
+        num_layers=_SHAPE.num_layers,
+        hidden_size=_SHAPE.hidden_size,
+        num_heads=_SHAPE.num_heads,
+        num_kv_heads=_SHAPE.num_kv_heads,
+        head_dim=_SHAPE.head_dim,
+        intermediate_size=_SHAPE.intermediate_size,
+        seed=seed,
     )
     rows = generate(NUM_PROBLEMS, seed, high=9, num_operands=3)
     train, held_out = rows[NUM_HELD_OUT:], rows[:NUM_HELD_OUT]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -16,7 +18,7 @@ from hone.observe.console import Console
 from hone.observe.loggers import RunLog
 from hone.observe.metrics import Max, Metrics, Min, merge, to_scalars
 from hone.observe.spans import Spans
-from hone.planner.hardware import Peaks
+from hone.planner.hardware import Peaks, num_usable_cores
 from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.types import Group, Trajectory
@@ -105,6 +107,25 @@ def memory_metrics(device: torch.device) -> Metrics:
     return metrics
 
 
+@dataclass(slots=True)
+class CPUUse:
+    """What this process gets of the CPU, since it was asked last."""
+
+    _wall_s: float = field(default_factory=time.perf_counter)
+    _cpu_s: float = field(default_factory=time.process_time)
+
+    def take(self) -> dict[str, float]:
+        """CPU time as a share of wall time x torch's threads, and the threads of all programs that
+        want to run (the load average of a minute) over the cores of this process."""
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        spent = (cpu_s - self._cpu_s) / max(wall_s - self._wall_s, 1e-9)
+        self._wall_s, self._cpu_s = wall_s, cpu_s
+        return {
+            "perf/cpu_share": spent / torch.get_num_threads(),
+            "perf/load_per_core": os.getloadavg()[0] / num_usable_cores(),
+        }
+
+
 def alarms_for(model: PreTrainedModel, *, max_staleness: int = 0) -> Alarms:
     """Alarms whose limit on the engine's mismatch fits the number format of the model."""
     return Alarms(
@@ -126,6 +147,7 @@ class Recorder:
     log: RunLog | None = None
     console: Console | None = None
     limits: Limits | None = None
+    cpu_use: CPUUse = field(default_factory=CPUUse)
 
     def progress(self, finished: int, wanted: int) -> None:
         """Show how many samples of the current step are done."""
@@ -154,6 +176,8 @@ class Recorder:
             return
         scalars = to_scalars(metrics | memory)
         scalars |= {f"time/{name}_s": value for name, value in seconds.items()}
+        if self.mesh.device.type == "cpu":
+            scalars |= self.cpu_use.take()
         num_tokens = sum(row.num_tokens for row in rows)
         scalars["perf/tokens_per_s"] = num_tokens / max(seconds["step"], 1e-9)
         if groups:

@@ -25,6 +25,7 @@ from hone.observe.symptoms import (
     falls,
     has_trained,
     jumps,
+    lacks_cores,
     leaks,
     many_failures,
     not_finite,
@@ -62,7 +63,8 @@ class Alarm:
 
 
 class Rule(NamedTuple):
-    """A symptom, how it is recognised, and what to tell the user."""
+    """A symptom, how it is recognised, and what to tell the user. Rules of one name are one alarm
+    with an advice for each cause."""
 
     name: str
     test: Test
@@ -314,7 +316,15 @@ _MACHINE = (
     ),
     Rule(
         "slow_phase",
-        slow_phase,
+        only_when(lacks_cores, slow_phase),
+        "This phase suddenly takes far longer than before, and more threads want to run than the "
+        "machine has cores (perf/load_per_core, perf/cpu_share): end other programs, or leave them "
+        "cores with fewer threads (OMP_NUM_THREADS in the environment), reward.num_workers or "
+        "processes.",
+    ),
+    Rule(
+        "slow_phase",
+        only_when(lambda now: not lacks_cores(now), slow_phase),
         "This phase suddenly takes far longer than before: look at trace.json of the step, an "
         "engine that was restarted, other load on the machine, and the scoring workers.",
     ),

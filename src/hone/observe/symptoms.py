@@ -24,6 +24,7 @@ __all__ = [
     "falls",
     "has_trained",
     "jumps",
+    "lacks_cores",
     "leaks",
     "many_failures",
     "not_finite",
@@ -161,6 +162,13 @@ def has_trained(now: Mapping[str, float]) -> bool:
         and now.get("train/lr", 1) > 0
         and now.get("rollout/zero_spread_share", 0) < 1
     )
+
+
+def lacks_cores(now: Mapping[str, float]) -> bool:
+    """Whether more threads want to run than there are cores, and this process gets too few of them:
+    its CPU time is well below wall time x threads. Threads that wait for their own kind use little
+    CPU time too, but then nobody else asks for the cores."""
+    return now.get("perf/load_per_core", 0.0) > 1.5 and now.get("perf/cpu_share", 1.0) < 0.75
 
 
 def not_finite(history: History) -> Breach | None:

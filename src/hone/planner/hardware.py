@@ -7,12 +7,14 @@ which no program reaches, so ratios against them come out 10 to 20 % lower.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["GPUS", "Peaks", "gpu_peaks", "installed_gpu", "max_gpus"]
+__all__ = ["GPUS", "Peaks", "gpu_peaks", "installed_gpu", "max_gpus", "num_usable_cores"]
 
 _DRIVERS = Path("/proc/driver/nvidia/gpus")
 _SIGNS_OF_A_GPU = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidia/version")
@@ -98,3 +100,8 @@ def max_gpus(visible: str | None, drivers: Path = _DRIVERS) -> int | None:
     names = [name.strip() for name in visible.split(",")]
     named = next((n for n, name in enumerate(names) if name in ("", "-1")), len(names))
     return named if listed is None else min(named, listed)
+
+
+def num_usable_cores() -> int:
+    """CPU cores that this process may use; one that runs two threads counts twice."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.planner.hardware import num_usable_cores
 from hone.rewards import wire
 from hone.rewards.nursery import COMMAND, FORK, KILL, OUT_OF_MEMORY_EXIT
 from hone.rewards.score import Verdict
@@ -326,5 +327,4 @@ def _describe_exit(status: int) -> str:
 
 def default_num_workers() -> int:
     """One worker per CPU core that this process may use, at most 16."""
-    usable = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
-    return min(len(usable), 16)
+    return min(num_usable_cores(), 16)
