@@ -1,4 +1,4 @@
-"""OpenMP's settings: made on a CPU, before torch is loaded, inherited, and never over the user's."""
+"""OpenMP's settings: made before torch is loaded, inherited, and never over the user's."""
 
 from __future__ import annotations
 
@@ -41,25 +41,23 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @pytest.mark.parametrize(
-    ("device", "shape", "num_processes", "given", "made"),
+    ("asked", "given", "made"),
     [
-        ("cpu", QUICKSTART, 1, {}, PASSIVE | {"OMP_NUM_THREADS": "1"}),
-        ("auto", QUICKSTART, 1, {}, PASSIVE | {"OMP_NUM_THREADS": "1"}),
-        ("cpu", SMALL, 1, {}, PASSIVE),  # all cores, as torch counts them
-        ("cpu", SMALL, 2, {}, PASSIVE | {"OMP_NUM_THREADS": "4"}),
-        ("cpu", SMALL, 32, {}, PASSIVE | {"OMP_NUM_THREADS": "1"}),
-        ("cpu", None, 1, {}, PASSIVE),
-        ("cpu", QUICKSTART, 1, {"OMP_NUM_THREADS": "3"}, PASSIVE),
-        ("cpu", None, 1, {"OMP_WAIT_POLICY": "ACTIVE"}, {}),
-        ("cpu", None, 1, {"GOMP_SPINCOUNT": "100"}, {}),
-        ("cpu", None, 1, {"KMP_BLOCKTIME": "200"}, {}),
-        ("cuda", QUICKSTART, 1, {}, {}),
+        (("cpu", QUICKSTART, 1), {}, PASSIVE | {"OMP_NUM_THREADS": "1"}),
+        (("auto", QUICKSTART, 1), {}, PASSIVE | {"OMP_NUM_THREADS": "1"}),
+        (("cpu", SMALL, 1), {}, PASSIVE),  # all cores, as torch counts them
+        (("cpu", SMALL, 2), {}, PASSIVE | {"OMP_NUM_THREADS": "4"}),
+        (("cpu", SMALL, 32), {}, PASSIVE | {"OMP_NUM_THREADS": "1"}),
+        (("cpu", None, 1), {}, PASSIVE),
+        (("cpu", QUICKSTART, 1), {"OMP_NUM_THREADS": "3"}, PASSIVE),
+        (("cpu", None, 1), {"OMP_WAIT_POLICY": "ACTIVE"}, {}),
+        (("cpu", None, 1), {"GOMP_SPINCOUNT": "100"}, {}),
+        (("cpu", None, 1), {"KMP_BLOCKTIME": "200"}, {}),
+        (("cuda", QUICKSTART, 1), {}, {}),
     ],
 )
 def test_what_is_set_and_what_is_left(
-    device: str,
-    shape: ModelShape | None,
-    num_processes: int,
+    asked: tuple[str, ModelShape | None, int],
     given: dict[str, str],
     made: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -67,6 +65,7 @@ def test_what_is_set_and_what_is_left(
     monkeypatch.setattr(openmp, "num_usable_cores", lambda: 8)
     monkeypatch.setattr(openmp.psutil, "cpu_count", lambda logical: 4)
     monkeypatch.setattr(openmp, "max_gpus", lambda visible: 0)
+    device, shape, num_processes = asked
     environment = dict(given)
     set_up_openmp(device, shape, num_processes=num_processes, environment=environment)
     assert environment == given | made
@@ -107,13 +106,13 @@ def test_the_settings_are_there_before_torch_and_in_every_process(
     (tmp_path / "rewards.py").write_text(REPORT.replace("PATH", repr(str(seen))))
     cfg = tiny_config(tmp_path, tmp_path / "run", run={"steps": 1})
     reward = json.dumps([{"fn": f"{tmp_path / 'rewards.py'}:score"}])
+    flags = ["--nproc", str(nproc), "--reward.functions", reward]
     recipe = tmp_path / "recipe.json"
     recipe.write_text(cfg.model_dump_json(exclude_defaults=True))
     plain = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
     # libgomp prints what it was told when it is loaded, with torch.
     done = subprocess.run(
-        [sys.executable, "-m", "hone", "rl", str(recipe), "--nproc", str(nproc)]
-        + ["--reward.functions", reward],
+        [sys.executable, "-m", "hone", "rl", str(recipe), *flags],
         env=plain | {"OMP_DISPLAY_ENV": "verbose"},
         capture_output=True,
         text=True,

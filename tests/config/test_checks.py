@@ -327,7 +327,19 @@ ROWS: list[Row] = [
     ("rl", "reward.functions.0.fn=scores/py:score", "error", "reward.functions.0.fn"),
     ("rl", "reward.num_workers=100000", "warning", "reward.num_workers"),
     ("rl", "reward.max_failure_rate=1", "warning", "reward.max_failure_rate"),
-    ("eval", "eval.pass_threshold=2", "warning", "eval.pass_threshold reward.functions"),
+    ("eval", "eval.pass_threshold=2", "warning", "eval.pass_threshold eval.pass_function"),
+    (
+        "eval",
+        "eval.pass_threshold=2 eval.pass_function=exact_match",
+        "warning",
+        "eval.pass_threshold eval.pass_function",
+    ),
+    (
+        "eval",
+        "eval.pass_function=exact_macht",
+        "error",
+        "eval.pass_function reward.functions",
+    ),
     # files
     ("rl", "model.path=runs/none/model", "error", "model.path"),
     ("rl", "model.path=train.jsonl", "error", "model.path"),

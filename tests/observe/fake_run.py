@@ -165,6 +165,7 @@ def write_run(
                 scalars |= {
                     "eval/reward/mean": score,
                     "eval/pass@1": score,
+                    "eval/pass_threshold": 1.0,
                     "eval/pass@4": score + 0.1,
                 }
                 scalars["time/eval_s"] = 3.0

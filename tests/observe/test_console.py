@@ -105,3 +105,9 @@ def test_a_terminal_gets_a_bar_besides_the_lines() -> None:
     text = "\n".join(lines_of([ROW] * 3, terminal=True))
     assert text.count("212.3") == 3
     assert "3/3" in text
+
+
+def test_an_evaluation_shows_the_rate_of_passing_beside_its_threshold() -> None:
+    scores = {"eval/reward/mean": 0.973, "eval/pass@1": 0.59, "eval/pass_threshold": 1.0}
+    *_, line = lines_of([ROW | scores])
+    assert line.endswith("eval 0.973   pass@1 0.590 (score >= 1)")

@@ -80,6 +80,7 @@ def test_a_full_run(tmp_path: Path) -> None:
         "60 of 200",
         "Evaluation reward",
         "pass@4",
+        "Evaluation pass@1 (score \N{GREATER-THAN OR EQUAL TO} 1)",
         "train/grad_norm",
         "timeout",
     ):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.rewards.resolve import check_signature, resolve
-from hone.rewards.score import RewardFunction, arguments, score, unique_names
+from hone.rewards.score import RewardFunction, arguments, score
 from hone.rewards.scorer import Scorer
 from hone.types import FailureKind
 from tests.rewards.scoring import MISBEHAVING, config, make_sample
@@ -147,8 +147,8 @@ def test_exception_detail_names_function_place_and_text():
 
 
 def test_unique_names():
-    assert unique_names(["a", "b", "a", "a"]) == ["a", "b", "a_2", "a_3"]
-    assert len(set(unique_names(["a", "a_2", "a", "a"]))) == 4
+    assert config("m:a", "b.py:b", "m2:a", "a").names == ["a", "b", "a_2", "a_3"]
+    assert len(set(config("a", "a_2", "a", "a").names)) == 4
 
 
 def write(tmp_path, text, name="mine.py"):

@@ -179,7 +179,8 @@ class FakeScorer:
         for sample in ready:
             sample.failure = sample.failure or self.fails(sample)
             if sample.failure is None:
-                sample.reward = Reward(total=self.reward(sample))
+                total = self.reward(sample)
+                sample.reward = Reward(total=total, parts={"fake": total})
         return sorted(ready, key=lambda sample: draw("order", sample.id))
 
     @property

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
 
+import numpy as np
 import pytest
 
-from hone.config.run import EvalConfig
+from hone.cli.eval import _table
+from hone.config.run import EvalConfig, EvaluationConfig
+from hone.config.tree import EvaluateConfig
 from hone.observe.metrics import to_scalars
-from hone.rollout.evaluate import evaluate, pass_at_k, summarise
-from hone.types import FailureKind
+from hone.rollout.evaluate import PassRule, evaluate, pass_at_k, pass_rule, summarise
+from hone.types import FailureKind, Reward, Sample, StopReason
 from tests.rollout.fakes import FakeEngine, FakeScorer, draw, prompt
 
 
@@ -65,3 +69,145 @@ def test_R12_failed_samples_are_counted_and_left_out() -> None:
     scalars = to_scalars(summarise(samples, cfg))
     assert scalars["eval/failed_share"] == pytest.approx(failed / len(samples))
     assert scalars["eval/reward/mean"] == 1.0, "a failure is not a zero"
+
+
+def scored(*prompts: list[dict[str, float] | None]) -> list[Sample]:
+    """Samples by prompt, each with what every reward function gave it; None has failed."""
+    return [
+        Sample(
+            id=f"{number}/{index}",
+            prompt=prompt(number),
+            index=index,
+            token_ids=[1],
+            logprobs=[-1.0],
+            weight_versions=[0],
+            loss_mask=[True],
+            stop_reason=StopReason.EOS,
+            reward=None if parts is None else Reward(total=sum(parts.values()), parts=parts),
+            failure=FailureKind.CRASH if parts is None else None,
+        )
+        for number, samples in enumerate(prompts)
+        for index, parts in enumerate(samples)
+    ]
+
+
+def shaped_samples(num_prompts: int, num_samples: int) -> list[Sample]:
+    """A shaped total that is nearly always above a half, and right answers now and then."""
+    rng = np.random.default_rng(5)
+    rows: list[list[dict[str, float] | None]] = []
+    for _ in range(num_prompts):
+        skill = rng.random()
+        row: list[dict[str, float] | None] = []
+        for _ in range(num_samples):
+            right = float(rng.random() < skill)
+            parts = {"right": right, "closeness": 0.5 + 0.4 * rng.random(), "right/digits": 3.0}
+            row.append(None if rng.random() < 0.1 else parts)
+        rows.append(row)
+    return scored(*rows)
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+@pytest.mark.parametrize("pass_function", [None, "right"])
+def test_metrics_of_shaped_rewards_equal_a_recount_in_float64(
+    num_samples: int, pass_function: str | None
+) -> None:
+    cfg = EvaluationConfig(n_samples_per_prompt=num_samples, pass_function=pass_function)
+    samples = shaped_samples(40, num_samples)
+    scalars = to_scalars(summarise(samples, cfg))
+    names = {"reward": None, "reward/right": "right", "reward/closeness": "closeness"}
+    for metric, part in names.items():
+        values = [
+            [
+                s.reward.parts[part] if part else s.reward.total
+                for s in samples[i : i + num_samples]
+                if s.reward
+            ]
+            for i in range(0, len(samples), num_samples)
+        ]
+        values = [np.array(held, dtype=np.float64) for held in values if held]
+        flat = np.concatenate(values)
+        sums, counts = np.array([v.sum() for v in values]), np.array([len(v) for v in values])
+        residuals = sums - counts * flat.mean()
+        number = len(values)
+        error = np.sqrt(number / (number - 1) * (residuals**2).sum()) / len(flat)
+        assert scalars[f"eval/{metric}/mean"] == pytest.approx(flat.mean(), abs=1e-12)
+        assert scalars[f"eval/{metric}/stderr"] == pytest.approx(error, abs=1e-12)
+        if num_samples == 1:
+            usual = flat.std(ddof=1) / np.sqrt(len(flat))
+            assert error == pytest.approx(usual)
+    exact = np.mean([s.reward.parts["right"] for s in samples if s.reward])
+    if num_samples == 1:
+        assert scalars["eval/pass@1"] == pytest.approx(exact)
+        assert scalars["eval/pass@1/stderr"] == pytest.approx(scalars["eval/reward/right/stderr"])
+    assert scalars["eval/pass@1"] < 0.8, "the total is at least a half in every sample"
+    assert scalars["eval/pass_threshold"] == 1.0
+    assert scalars["eval/num_prompts"] == 40
+    assert scalars["eval/num_samples"] == 40 * num_samples
+
+
+ONE, HALF, ZERO = {"a": 1.0}, {"a": 0.5}, {"a": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("samples", "settings", "expected"),
+    [
+        ([[ONE], [ZERO]], {}, PassRule(("a",), 1.0)),
+        ([[ONE], [HALF]], {}, r"no reward function.*a gave 0\.5.*eval\.pass_function"),
+        ([[ONE], [HALF]], {"pass_function": "a"}, PassRule(("a",), 1.0)),
+        (
+            [[ONE], [HALF]],
+            {"pass_function": "a", "pass_threshold": 0.5},
+            PassRule(("a",), 0.5),
+        ),
+        ([[ONE]], {"pass_function": "b"}, "'b' applies to none"),
+        ([[{"a": 1.0, "b": 0.3}], [{"a": 0.0, "b": 1.0}]], {}, PassRule(("a",), 1.0)),
+        ([[{"a": 1.0, "b": 0.0}], [{"b": 1.0}]], {}, PassRule(("a", "b"), 1.0)),
+        (
+            [[{"a": 1.0, "b": 0.0, "c": 0.2}]],
+            {},
+            r"several .*\(a, b\).*c gave 0\.2.*eval\.pass_function",
+        ),
+        ([[{"a": 1.0, "a/seconds": 0.3}]], {}, PassRule(("a",), 1.0)),
+        ([[None]], {}, "no sample has a reward"),
+    ],
+)
+def test_by_what_samples_pass(
+    samples: list[list[dict[str, float] | None]],
+    settings: dict[str, object],
+    expected: PassRule | str,
+) -> None:
+    cfg, given = EvaluationConfig.model_validate(settings), scored(*samples)
+    found = pass_rule(given, cfg)
+    scalars = to_scalars(summarise(given, cfg))
+    if isinstance(expected, str):
+        assert isinstance(found, str)
+        assert re.search(expected, found), found
+        assert not any("pass@" in name for name in scalars)
+        return
+    assert found == expected
+    passed = [found.passes(sample) for sample in given]
+    rate = np.mean([outcome for outcome in passed if outcome is not None])
+    assert scalars["eval/pass@1"] == rate
+    assert scalars["eval/pass_threshold"] == found.threshold
+
+
+def test_of_several_functions_of_0_and_1_all_that_apply_must_give_1() -> None:
+    both = scored([{"a": 1.0, "b": 1.0}], [{"a": 1.0, "b": 0.0}], [{"b": 1.0}], [{}])
+    rule = PassRule(("a", "b"), 1.0)
+    assert [rule.passes(sample) for sample in both] == [True, False, True, None]
+
+
+def test_hone_eval_prints_rows_errors_and_the_threshold() -> None:
+    cfg = EvaluateConfig.model_validate(
+        {"model": {"path": "m"}, "eval": {"pass_function": "right"}}
+    )
+    scalars = to_scalars(summarise(shaped_samples(40, 1), cfg.eval))
+    table = _table(cfg, scalars)
+    names, values, errors = (list(column.cells) for column in table.columns)
+    shown = dict(zip(names, zip(values, errors, strict=True), strict=True))
+    mean, error = scalars["eval/pass@1"], scalars["eval/pass@1/stderr"]
+    assert shown["eval/pass@1 (score >= 1)"] == (f"{mean:.4g}", f"{error:.2g}")
+    assert shown["eval/reward/mean"][1] == f"{scalars['eval/reward/stderr']:.2g}"
+    assert not any("stderr" in str(name) for name in names)
+    failed = round(40 * scalars["eval/failed_share"])
+    assert str(table.caption).startswith(f"40 rows, 1 samples each, {failed} of 40 not scored")

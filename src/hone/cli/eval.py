@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from hone.cli.command import load_checked, quiet_transformers, run_in_processes, take_nproc
 from hone.config.checks import check_eval
@@ -16,7 +16,7 @@ __all__ = ["run"]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check, sample, score; print the metrics as a table."""
+    """Check, sample, score; print the metrics, their standard errors and the number of rows."""
     nproc, arguments = take_nproc(argv)
     if nproc is not None and nproc > 1:
         return run_in_processes("eval", EvaluateConfig, arguments, check_eval, nproc)
@@ -27,8 +27,29 @@ def run(argv: Sequence[str]) -> int:
     scalars = run_evaluation(cfg)
     if processes().rank > 0:
         return 0
-    table = Table("metric", "value", title=f"{cfg.model.path}: {cfg.run.dir / 'eval.json'}")
-    for name, value in sorted(scalars.items()):
-        table.add_row(name, f"{value:.4g}")
-    Console().print(table)
+    Console().print(_table(cfg, scalars))
     return 0
+
+
+def _table(cfg: EvaluateConfig, scalars: Mapping[str, float]) -> Table:
+    """Each metric beside its standard error; from which score on samples pass is said once."""
+    prompts, samples = scalars["eval/num_prompts"], scalars["eval/num_samples"]
+    words = f"{prompts:,.0f} rows, {cfg.eval.n_samples_per_prompt} samples each"
+    failed = round(samples * scalars["eval/failed_share"])
+    table = Table(
+        "metric",
+        Column("value", justify="right"),
+        Column("\N{PLUS-MINUS SIGN}", justify="right"),
+        title=f"{cfg.model.path}: {cfg.run.dir / 'eval.json'}",
+        caption=f"{words}, {failed:,} of {samples:,.0f} not scored; "
+        "\N{PLUS-MINUS SIGN}: standard error over rows",
+    )
+    for name, value in sorted(scalars.items()):
+        if name.endswith(("/stderr", "/pass_threshold")):
+            continue
+        error = scalars.get(f"{name.removesuffix('/mean')}/stderr")
+        is_rate = "/pass@" in name
+        threshold = scalars.get(f"{name.rpartition('/')[0]}/pass_threshold")
+        shown = f"{name} (score >= {threshold:g})" if is_rate and threshold is not None else name
+        table.add_row(shown, f"{value:.4g}", "" if error is None else f"{error:.2g}")
+    return table

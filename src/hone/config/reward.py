@@ -45,4 +45,19 @@ class RewardConfig(Section):
     """Worker processes; unset: one per CPU core, at most 16."""
 
     max_failure_rate: float = Field(default=0.3, ge=0, le=1)
-    """Share of a step's samples that may fail scoring before the run stops."""
+    """Share of a step's or evaluation's samples that may fail scoring before the run stops. It also
+    stops where none of the first 24 could be scored, unless this is 1."""
+
+    @property
+    def names(self) -> list[str]:
+        """What each function is called in metrics: the part behind the colon or the built-in's
+        name, the second and later of equals with `_2`, `_3`, ... behind."""
+        unique: list[str] = []
+        for entry in self.functions:
+            name = candidate = entry.fn.rpartition(":")[2]
+            number = 1
+            while candidate in unique:
+                number += 1
+                candidate = f"{name}_{number}"
+            unique.append(candidate)
+        return unique

@@ -83,13 +83,19 @@ class EvaluationConfig(GenerationConfig):
     """How held-out prompts are sampled and judged."""
 
     n_samples_per_prompt: int = Field(default=1, ge=1)
-    """Samples per prompt; more than 1 gives pass@k for every power of two up to it."""
+    """Samples per prompt; more than 1 gives pass@k for every power of two up to it. Standard errors
+    are those over prompts."""
 
     max_prompts: int | None = Field(default=None, ge=1)
     """Evaluate on the first prompts only."""
 
-    pass_threshold: float = 0.5
-    """Total reward from which a sample counts as passed."""
+    pass_function: str | None = None
+    """Reward function, by its name in metrics (`exact_match`, `my_function`), that says whether a
+    sample passes; of weight 0 it does nothing else. Unset: the one that gives nothing but 0 and 1,
+    or all functions where all do, which must then all give 1; else there is no pass@k."""
+
+    pass_threshold: float = 1.0
+    """Score of `pass_function` from which a sample passes."""
 
 
 class EvalConfig(SFTEvalConfig, EvaluationConfig):

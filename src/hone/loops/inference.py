@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from itertools import chain
@@ -20,11 +21,13 @@ from hone.observe.loggers import sample_row
 from hone.observe.metrics import to_scalars
 from hone.observe.whole_file import whole_file
 from hone.rewards.scorer import Scorer, check_failure_rate
-from hone.rollout.evaluate import evaluate, summarise
+from hone.rollout.evaluate import evaluate, pass_rule, summarise
 from hone.rollout.requests import requests_for, sample_of
 from hone.types import Prompt, Sample
 
 __all__ = ["run_evaluation", "run_generation"]
+
+_log = logging.getLogger(__name__)
 
 
 def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
@@ -37,6 +40,9 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
         samples = _evaluated(cfg, mesh)
         check_failure_rate(samples, cfg.reward.max_failure_rate)
         scalars = to_scalars(summarise(samples, cfg.eval))
+        rule = pass_rule(samples, cfg.eval)
+        if isinstance(rule, str):
+            _log.info("there is no pass@k: %s", rule)
         if mesh.is_first:
             with whole_file(cfg.run.dir / "eval_samples.jsonl") as file:
                 for sample in samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -57,8 +58,8 @@ from hone.observe.peaks import device_peaks
 from hone.observe.spans import Spans
 from hone.planner.model_shape import ModelShape
 from hone.rewards.pool import default_num_workers
-from hone.rewards.scorer import Scorer
-from hone.rollout.evaluate import evaluate, summarise
+from hone.rewards.scorer import Scorer, check_failure_rate
+from hone.rollout.evaluate import evaluate, pass_rule, summarise
 from hone.rollout.open_groups import Progress
 from hone.rollout.requests import Decode
 from hone.rollout.rollout import Alone, Peers, Rollout
@@ -77,6 +78,9 @@ __all__ = [
     "recording",
     "share_of_workers",
 ]
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -103,6 +107,8 @@ class RLParts:
     """Who leads, where engines have devices of their own."""
     stream: LedStream | None = None
     """The same as `rollout`, where that runs ahead of the training."""
+    has_told_of_passing: bool = False
+    """Why evaluations have no pass@k."""
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint must hold, by part."""
@@ -142,12 +148,20 @@ class RLParts:
             self.engine.wake()
 
     def evaluate(self) -> Metrics:
-        """Held-out prompts, sampled and scored, as metrics. Nothing else may be in flight."""
+        """Held-out prompts, sampled and scored, as metrics. Nothing else may be in flight.
+
+        Raises FailureRateError where too many cannot be scored.
+        """
         with self.core_for_rewards():
             if self.controller is None:
                 samples = self._evaluated(self.peers)
             else:
                 samples = self.controller.share(partial(self._evaluated, Alone()))
+        check_failure_rate(samples, self.cfg.reward.max_failure_rate)
+        rule = pass_rule(samples, self.cfg.eval)
+        if isinstance(rule, str) and not self.has_told_of_passing:
+            self.has_told_of_passing = True
+            _log.info("evaluations have no pass@k: %s", rule)
         return summarise(samples, self.cfg.eval)
 
     def _evaluated(self, peers: Peers, progress: Progress | None = None) -> list[Sample]:

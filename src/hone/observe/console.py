@@ -182,6 +182,10 @@ class Console:
         for metric, name in _EVALUATIONS.items():
             if metric in scalars:
                 line.append(f"   {name} {_compact(scalars[metric])}", style="not bold cyan")
+        if "eval/pass@1" in scalars:
+            passed, threshold = scalars["eval/pass@1"], scalars.get("eval/pass_threshold", 1.0)
+            text = f"   pass@1 {_compact(passed)} (score >= {threshold:g})"
+            line.append(text, style="not bold cyan")
         self._print(line)
 
     def progress(self, finished: int, total: int) -> None:

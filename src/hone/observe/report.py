@@ -92,9 +92,11 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
 def _tiles(run: RunFolder) -> list[dict[str, Any]]:
     """Headline numbers: what improved, and how fast."""
     tiles: list[dict[str, Any]] = []
+    thresholds = run.values("eval/pass_threshold")
+    passing = f" (score \N{GREATER-THAN OR EQUAL TO} {thresholds[-1]:g})" if thresholds else ""
     for metric, title, better in (
         ("eval/reward/mean", "Evaluation reward", 1),
-        ("eval/pass@1", "Evaluation pass@1", 1),
+        ("eval/pass@1", f"Evaluation pass@1{passing}", 1),
         ("eval/loss", "Held-out loss", -1),
         ("reward/mean", "Training reward", 1),
         ("train/loss", "Training loss", -1),

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["GIVEN", "check_signature", "did_you_mean", "error_location", "function_name", "resolve"]
+__all__ = ["GIVEN", "check_signature", "did_you_mean", "error_location", "resolve"]
 
 GIVEN = (
     "completion",
@@ -29,11 +29,6 @@ GIVEN = (
     "max_completion_tokens",
 )
 """Names of the arguments every sample has."""
-
-
-def function_name(spec: str) -> str:
-    """The name a reward goes by in metrics: the part behind the colon, or the built-in's name."""
-    return spec.rpartition(":")[2]
 
 
 def resolve(spec: str) -> Callable[..., Any]:

@@ -27,7 +27,6 @@ __all__ = [
     "arguments",
     "read_part",
     "score",
-    "unique_names",
 ]
 
 MAX_DETAIL_CHARS = 2000
@@ -192,18 +191,6 @@ def _finite(value: object, what: str) -> float:
     if not math.isfinite(number):
         raise InvalidScoreError(f"returned {number} as {what}; it must be finite")
     return number
-
-
-def unique_names(names: Sequence[str]) -> list[str]:
-    """The names in order, the second and later of equals with `_2`, `_3`, ... behind."""
-    unique: list[str] = []
-    for name in names:
-        candidate, number = name, 1
-        while candidate in unique:
-            number += 1
-            candidate = f"{name}_{number}"
-        unique.append(candidate)
-    return unique
 
 
 @cache

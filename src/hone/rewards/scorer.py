@@ -23,8 +23,7 @@ from typing import Self
 from hone.config.reward import RewardConfig
 from hone.rewards.builtin import Builtin, build
 from hone.rewards.pool import Pool, default_num_workers
-from hone.rewards.resolve import function_name
-from hone.rewards.score import RewardFunction, Verdict, arguments, score, unique_names
+from hone.rewards.score import RewardFunction, Verdict, arguments, score
 from hone.rewards.worker import FunctionSpec, Job
 from hone.types import FailureKind, Sample
 
@@ -75,7 +74,7 @@ class Scorer:
         self._inline: list[RewardFunction] = []
         self._pool: Pool | None = None
         builtins = _builtins(cfg, max_completion_tokens)
-        names = unique_names([function_name(entry.fn) for entry in cfg.functions])
+        names = cfg.names
         if any(builtin is None or builtin.isolated for builtin in builtins):
             self._pool = Pool(
                 _job(cfg, names), num_workers=cfg.num_workers or default_num_workers()

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from hone.config.run import EvaluationConfig
-from hone.observe.metrics import Mean, Metrics
+from hone.observe.metrics import Last, Mean, Metrics, Sum
 from hone.rollout.open_groups import SampleScorer
 from hone.rollout.requests import Decode, requests_for, sample_of
 from hone.rollout.rollout import Alone, Peers
 from hone.rollout.state import sample_of_values, sample_values
 from hone.types import Prompt, Sample, SamplingEngine
 
-__all__ = ["evaluate", "pass_at_k", "summarise"]
+__all__ = [
+    "PassRule",
+    "evaluate",
+    "pass_at_k",
+    "pass_rule",
+    "standard_error",
+    "summarise",
+]
 
 
 def evaluate(
@@ -81,38 +90,143 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
+@dataclass(frozen=True, slots=True)
+class PassRule:
+    """When a sample passes: all of these functions that apply to it give at least the threshold."""
+
+    functions: tuple[str, ...]
+    threshold: float
+
+    def passes(self, sample: Sample) -> bool | None:
+        """None where no function applies."""
+        scores = [_parts(sample)[name] for name in self.functions if name in _parts(sample)]
+        return min(scores) >= self.threshold if scores else None
+
+
+def pass_rule(samples: Sequence[Sample], cfg: EvaluationConfig) -> PassRule | str:
+    """By what samples pass, or why that cannot be said.
+
+    It is `eval.pass_function` where that is set, else the one function that gives nothing but 0 and
+    1, else all functions where all give nothing else.
+    """
+    scores = _scores(samples)
+    if not scores:
+        return "no sample has a reward"
+    if cfg.pass_function is not None:
+        if cfg.pass_function not in scores:
+            return f"eval.pass_function '{cfg.pass_function}' applies to none of the samples"
+        return PassRule((cfg.pass_function,), cfg.pass_threshold)
+    shaped = {
+        name: next(score for score in held if score not in (0.0, 1.0))
+        for name, held in scores.items()
+        if not {0.0, 1.0}.issuperset(held)
+    }
+    binary = tuple(name for name in scores if name not in shaped)
+    if len(binary) == 1 or (binary and not shaped):
+        return PassRule(binary, 1.0)
+    found = (
+        f"several reward functions give only 0 and 1 ({', '.join(binary)})"
+        if binary
+        else "no reward function gives only 0 and 1"
+    )
+    others = ", ".join(f"{name} gave {score:.4g}" for name, score in shaped.items())
+    return (
+        f"{found}, and {others}. Name the one that says whether an answer is right in "
+        "eval.pass_function, with the score from which it is in eval.pass_threshold"
+    )
+
+
+def _scores(samples: Sequence[Sample]) -> dict[str, list[float]]:
+    """What each reward function gave to those samples to which it applies."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, score in _parts(sample).items():
+            if "/" not in name:  # else one of the further numbers of a function
+                scores[name].append(score)
+    return dict(scores)
+
+
+def _parts(sample: Sample) -> Mapping[str, float]:
+    return sample.reward.parts if sample.valid and sample.reward is not None else {}
+
+
+def standard_error(clusters: Iterable[Sequence[float]]) -> float | None:
+    """Standard error of the mean of all values, which are drawn a cluster at a time; None for fewer
+    than two clusters.
+
+    With S_i the sum and n_i the number of the values of cluster i of G, m the mean and N the number
+    of all: sqrt(G / (G - 1) * sum_i (S_i - n_i m)^2) / N. One value a cluster gives the usual
+    s / sqrt(G).
+    """
+    held = [values for values in clusters if values]
+    if len(held) < 2:
+        return None
+    number = sum(map(len, held))
+    mean = math.fsum(map(math.fsum, held)) / number
+    squares = math.fsum((math.fsum(values) - len(values) * mean) ** 2 for values in held)
+    return math.sqrt(len(held) / (len(held) - 1) * squares) / number
+
+
 def summarise(samples: Sequence[Sample], cfg: EvaluationConfig) -> Metrics:
     """Metrics under `eval/`, and under `eval/<task>/` where there are several tasks.
 
-    Failed samples are counted and left out; a prompt without any valid sample does not enter.
+    Failed samples are counted and left out; a prompt without any valid sample does not enter. There
+    is pass@k where `pass_rule` says by what samples pass. `stderr` is the standard error over
+    prompts.
     """
-    metrics = _summary(samples, cfg, "eval")
+    rule = pass_rule(samples, cfg)
+    metrics = _summary(samples, cfg, "eval", rule)
     by_task: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_task[sample.prompt.task].append(sample)
     if len(by_task) > 1:
         for task, members in sorted(by_task.items()):
-            metrics |= _summary(members, cfg, f"eval/{task}")
+            metrics |= _summary(members, cfg, f"eval/{task}", rule)
     return metrics
 
 
-def _summary(samples: Sequence[Sample], cfg: EvaluationConfig, prefix: str) -> Metrics:
+def _summary(
+    samples: Sequence[Sample], cfg: EvaluationConfig, prefix: str, rule: PassRule | str
+) -> Metrics:
     valid = [sample for sample in samples if sample.valid]
-    rewards = [sample.reward.total for sample in valid if sample.reward]
     metrics: Metrics = {
-        f"{prefix}/reward/mean": Mean.of(rewards),
+        f"{prefix}/num_prompts": Sum(len({sample.prompt.id for sample in samples})),
+        f"{prefix}/num_samples": Sum(len(samples)),
         f"{prefix}/completion_tokens/mean": Mean.of([float(len(s.token_ids)) for s in valid]),
         f"{prefix}/truncated_share": Mean.of([s.truncated for s in valid]),
         f"{prefix}/failed_share": Mean.of([not s.valid for s in samples]),
     }
+    totals = [(s.prompt.id, s.reward.total) for s in valid if s.reward is not None]
+    metrics |= _mean(f"{prefix}/reward", totals)
+    for part in sorted({name for sample in valid for name in _parts(sample)}):
+        values = [(s.prompt.id, _parts(s)[part]) for s in valid if part in _parts(s)]
+        metrics |= _mean(f"{prefix}/reward/{part}", values)
+    return metrics if isinstance(rule, str) else metrics | _passed(valid, cfg, prefix, rule)
+
+
+def _mean(name: str, values: Iterable[tuple[str, float]]) -> Metrics:
+    """Mean and standard error of values of samples, each beside the id of its prompt."""
+    by_prompt: dict[str, list[float]] = defaultdict(list)
+    for prompt_id, value in values:
+        by_prompt[prompt_id].append(value)
+    metrics: Metrics = {f"{name}/mean": Mean.of(list(chain(*by_prompt.values())))}
+    error = standard_error(by_prompt.values())
+    return metrics if error is None else metrics | {f"{name}/stderr": Last(error)}
+
+
+def _passed(valid: Sequence[Sample], cfg: EvaluationConfig, prefix: str, rule: PassRule) -> Metrics:
     by_prompt: dict[str, list[bool]] = defaultdict(list)
-    for sample, reward in zip(valid, rewards, strict=True):
-        by_prompt[sample.prompt.id].append(reward >= cfg.pass_threshold)
+    for sample in valid:
+        if (passed := rule.passes(sample)) is not None:
+            by_prompt[sample.prompt.id].append(passed)
+    metrics: Metrics = {}
     k = 1
     while k <= cfg.n_samples_per_prompt:
         counted = [passed for passed in by_prompt.values() if len(passed) >= k]
         if counted:
             rates = [pass_at_k(len(passed), sum(passed), k) for passed in counted]
             metrics[f"{prefix}/pass@{k}"] = Mean.of(rates)
+            if (error := standard_error([rate] for rate in rates)) is not None:
+                metrics[f"{prefix}/pass@{k}/stderr"] = Last(error)
         k *= 2
-    return metrics
+    return metrics | ({f"{prefix}/pass_threshold": Last(rule.threshold)} if metrics else {})

@@ -95,17 +95,35 @@ def check_ranking(evaluation: EvalConfig) -> Iterator[Finding]:
 
 
 def check_passing(evaluation: EvaluationConfig, reward: RewardConfig) -> Iterator[Finding]:
-    """Whether a sample can pass at all."""
-    if all(function.fn in BUILTIN_REWARDS for function in reward.functions):
-        highest = sum(max(function.weight, 0.0) for function in reward.functions)
-        if highest < evaluation.pass_threshold:
+    """Whether the function that lets samples pass exists, and whether any sample can."""
+    name, threshold = evaluation.pass_function, evaluation.pass_threshold
+    if name is None:
+        if differs(evaluation, "pass_threshold"):
             yield warning(
-                f"eval.pass_threshold is {evaluation.pass_threshold:g}, but the weights of "
-                f"reward.functions add up to at most {highest:g}: no sample can pass. Lower "
-                "eval.pass_threshold.",
+                f"eval.pass_threshold is {threshold:g}, but eval.pass_function is not set, so it "
+                "is not used: name the reward function whose score it is for "
+                f"({', '.join(reward.names)}), or remove it.",
                 "eval.pass_threshold",
-                "reward.functions",
+                "eval.pass_function",
             )
+        return
+    if name not in reward.names:
+        yield error(
+            f"eval.pass_function is '{name}', but reward.functions has "
+            f"{', '.join(reward.names) or 'none'}. Name one of them.",
+            "eval.pass_function",
+            "reward.functions",
+        )
+        return
+    fn = reward.functions[reward.names.index(name)].fn
+    highest = 0.0 if fn == "overlong" else 1.0
+    if fn in BUILTIN_REWARDS and highest < threshold:
+        yield warning(
+            f"eval.pass_threshold is {threshold:g}, but eval.pass_function {name} gives at most "
+            f"{highest:g}: no sample can pass. Lower eval.pass_threshold.",
+            "eval.pass_threshold",
+            "eval.pass_function",
+        )
 
 
 def check_checkpoints(checkpoint: CheckpointConfig, run: RunConfig) -> Iterator[Finding]:
