@@ -214,6 +214,44 @@ def test_recipes_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             resolve_recipe(name)
 
 
+@pytest.mark.parametrize(
+    ("tree", "recipe_name", "text", "folder"),
+    [
+        (RLConfig, "my.yaml", "", "runs/my"),
+        (RLConfig, "my.v2.yml", "run:", "runs/my.v2"),
+        (RLConfig, "my.yaml", "run: {steps: 3}", "runs/my"),
+        (RLConfig, "my.yaml", "run: {dir: there}", "there"),
+        (SFTConfig, "my.yaml", "", "runs/my"),
+        (EvaluateConfig, "my.yaml", "", "runs/my"),
+        (RLConfig, None, "", "runs/rl"),
+        (SFTConfig, None, "", "runs/sft"),
+        (EvaluateConfig, None, "", "runs/eval"),
+    ],
+)
+def test_runs_of_several_recipes_do_not_share_a_folder(
+    tree: type[Section],
+    recipe_name: str | None,
+    text: str,
+    folder: str,
+    tmp_path: Path,
+) -> None:
+    path = None if recipe_name is None else tmp_path / recipe_name
+    if path is not None:
+        path.write_text(text)
+    for flags, expected in (([], folder), (["--run.dir=here"], "here")):
+        cfg: Any = load_config(tree, path, [*NEEDED, *flags])
+        assert cfg.run.dir == Path(expected)
+
+
+def test_the_folder_of_a_recipe_is_for_commands_that_have_one(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("")
+    assert not hasattr(load_config(GenerateConfig, path, NEEDED).run, "dir")
+    path.write_text("run: 3")
+    with pytest.raises(UserError, match=r"run: got 3 .*my\.yaml, line 1"):
+        load_config(RLConfig, path, NEEDED)
+
+
 # -- R22: every key, misspelled -----------------------------------------------------------------
 
 

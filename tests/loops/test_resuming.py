@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -95,3 +97,116 @@ def test_another_command_is_refused(make_config: MakeConfig, tmp_path: Path) -> 
         assert find_checkpoint(before.run, store, before) is None
         with pytest.raises(UserError, match=f"holds a run of `hone {named}`: choose another"):
             find_checkpoint(after.run, store, after)
+
+
+def copy_of_a_model(folder: Path, original: str, **changes: Any) -> str:
+    """A folder with the same architecture and weights, but for what changes in its config."""
+    shutil.copytree(original, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return str(folder)
+
+
+class HasACheckpoint(CheckpointStore):
+    """A store whose newest checkpoint is of step 6."""
+
+    is_empty = False
+
+    def load(self, which: Any) -> Checkpoint:
+        return checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        ({"path": "other"}, "model.path"),
+        ({"path": "Qwen/Qwen3-0.6B"}, "model.path"),
+        ({"init": "random"}, "model.init"),
+    ],
+)
+def test_another_model_is_refused(
+    now: dict[str, str],
+    reason: str,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = {"dir": tmp_path / "run", "steps": 9}
+    first = make_config(run=run)
+    copy_of_a_model(tmp_path / "other", first.model.path)
+    run["dir"].mkdir()
+    save_config(run["dir"], first)
+    store = HasACheckpoint(run["dir"] / "checkpoints")
+    assert find_checkpoint(first.run, store, first) is not None
+    second = make_config(run=run, model={"path": first.model.path} | now)
+    with pytest.raises(UserError, match=f"{reason} is .*choose another run.dir") as refused:
+        find_checkpoint(second.run, store, second)
+    record = run["dir"] / "model.json"
+    assert repr(first.model.path) in str(refused.value) or "pretrained" in str(refused.value)
+    assert f"remove {str(record)!r}" in str(refused.value)
+    record.unlink()  # on purpose
+    assert find_checkpoint(second.run, store, second) is not None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"path": "model"}'])
+def test_a_damaged_record_of_the_model_is_named(
+    text: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    cfg = make_config(run={"dir": tmp_path})
+    (tmp_path / "model.json").write_text(text)
+    with pytest.raises(UserError, match=r"model\.json.*is damaged\. Remove it"):
+        find_checkpoint(cfg.run, HasACheckpoint(tmp_path / "checkpoints"), cfg)
+
+
+def test_another_architecture_at_the_same_place_is_refused(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    copy_of_a_model(path, make_config().model.path)
+    cfg = make_config(run={"dir": tmp_path / "run"}, model={"path": str(path)})
+    cfg.run.dir.mkdir()
+    save_config(cfg.run.dir, cfg)
+    store = HasACheckpoint(cfg.run.dir / "checkpoints")
+    config = json.loads((path / "config.json").read_text())
+    # Written again by another version of transformers, with keys that are new.
+    again = config | {"transformers_version": "99", "a_new_key": 1}
+    (path / "config.json").write_text(json.dumps(again))
+    assert find_checkpoint(cfg.run, store, cfg) is not None
+    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(UserError, match=r"intermediate_size is 96, was 64"):
+        find_checkpoint(cfg.run, store, cfg)
+
+
+@pytest.mark.parametrize("spelling", ["./model", "{folder}/model", "link", "../{name}/model"])
+def test_another_spelling_of_the_same_place_goes_on(
+    spelling: str, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy_of_a_model(tmp_path / "model", make_config().model.path)
+    (tmp_path / "link").symlink_to("model")
+    run = {"dir": tmp_path / "run"}
+    run["dir"].mkdir()
+    save_config(run["dir"], make_config(run=run, model={"path": "model"}))
+    again = make_config(
+        run=run, model={"path": spelling.format(folder=tmp_path, name=tmp_path.name)}
+    )
+    store = HasACheckpoint(run["dir"] / "checkpoints")
+    assert find_checkpoint(again.run, store, again) is not None
+
+
+def test_a_relative_path_means_the_folder_it_meant_then(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same words from another working directory are another model."""
+    run = {"dir": tmp_path / "run"}
+    cfg = make_config(run=run, model={"path": "model"})
+    for place in ("one", "two"):
+        copy_of_a_model(tmp_path / place / "model", make_config().model.path)
+    monkeypatch.chdir(tmp_path / "one")
+    run["dir"].mkdir()
+    save_config(run["dir"], cfg)
+    monkeypatch.chdir(tmp_path / "two")
+    store = HasACheckpoint(run["dir"] / "checkpoints")
+    with pytest.raises(UserError, match=r"model\.path is .*two/model"):
+        find_checkpoint(cfg.run, store, cfg)

@@ -31,8 +31,8 @@ T = TypeVar("T", bound=Section)
 def load_config(tree: type[T], recipe: Path | None, flags: Sequence[str]) -> T:
     """Build a tree from a recipe file and dotted flags.
 
-    Relative paths stay relative to the working directory. Raises UserError naming every unknown,
-    missing and ill-typed key.
+    Relative paths stay relative to the working directory. A run of a recipe that names no folder
+    gets one of the recipe's name. Raises UserError naming every unknown, missing and ill-typed key.
     """
     draft = _Draft(tree)
     if recipe is not None:
@@ -44,6 +44,8 @@ def load_config(tree: type[T], recipe: Path | None, flags: Sequence[str]) -> T:
     for flag in parsed:
         draft.assign(flag)
     draft.drop_empty_sections()
+    if recipe is not None:
+        draft.name_run_folder(recipe.stem)
     draft.refuse_booleans_as_numbers()
     try:
         config = tree.model_validate(draft.values)
@@ -135,6 +137,12 @@ class _Draft:
                 above = _dig(self.values, entry.path[:-1])
                 if isinstance(above, dict) and above.get(entry.path[-1], 0) is None:
                     above[entry.path[-1]] = {}
+
+    def name_run_folder(self, recipe: str) -> None:
+        """Give a run without a folder one of the recipe's name: recipes must not share one."""
+        run = self.values.setdefault("run", {})
+        if locate(self.tree, ("run", "dir")) is not None and isinstance(run, dict):
+            run.setdefault("dir", f"runs/{recipe}")
 
     def refuse_booleans_as_numbers(self) -> None:
         """True is not 1: a switch that lost its value must not set a number."""

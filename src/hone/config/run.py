@@ -19,6 +19,7 @@ __all__ = [
     "LogConfig",
     "RunConfig",
     "SFTEvalConfig",
+    "SFTRunConfig",
 ]
 
 
@@ -35,12 +36,18 @@ class GenerateRunConfig(Section):
 class EvaluateRunConfig(GenerateRunConfig):
     """Folder, seed and device."""
 
-    dir: Path = Path("runs/hone")
-    """Folder that receives metrics and samples; of training also checkpoints and the report."""
+    dir: Path = Path("runs/eval")
+    """Folder that receives metrics and samples; of training also checkpoints and the report. Unset:
+    `runs/` and the recipe's name, as in `runs/gsm8k`; the default is for a run without recipe."""
 
 
 class RunConfig(EvaluateRunConfig):
     """Identity and length of a run."""
+
+    dir: Path = Path("runs/rl")
+    """Folder that receives metrics, samples, checkpoints and the report. Unset: `runs/` and the
+    recipe's name, as in `runs/gsm8k`; the default is for a run without recipe. One that holds a run
+    of another model or command is refused."""
 
     steps: int = Field(default=100, ge=1)
     """Training steps (RL: rollouts; SFT: optimizer steps)."""
@@ -48,6 +55,14 @@ class RunConfig(EvaluateRunConfig):
     resume: Literal["auto", "never"] | int = "auto"
     """`auto` goes on from the newest complete checkpoint in `dir`, `never` refuses a folder that
     holds one, a number names a step."""
+
+
+class SFTRunConfig(RunConfig):
+    """Identity and length of a run."""
+
+    dir: Path = Path("runs/sft")
+    """As for `hone rl`: unset, `runs/` and the recipe's name; the default is for a run without
+    recipe. One that holds a run of another model or command is refused."""
 
 
 class CheckpointConfig(Section):

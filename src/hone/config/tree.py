@@ -31,6 +31,7 @@ from hone.config.run import (
     LogConfig,
     RunConfig,
     SFTEvalConfig,
+    SFTRunConfig,
 )
 from hone.config.simulate import SimulatedModelConfig, SimulationConfig
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
@@ -82,7 +83,7 @@ class SFTDataConfig(DataConfig):
 class SFTConfig(Section):
     """`hone sft`: supervised fine-tuning on demonstrations."""
 
-    run: RunConfig = RunConfig()
+    run: SFTRunConfig = SFTRunConfig()
     model: TrainedModelConfig
     data: SFTDataConfig
     trainer: SFTTrainerConfig = SFTTrainerConfig()

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.checkpoint.export import export_hf, export_hf_streamed
 from hone.checkpoint.store import Checkpoint, CheckpointStore
-from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.model import LoraConfig, ModelConfig
 from hone.config.parallel import ParallelConfig
 from hone.config.run import CheckpointConfig, GenerateRunConfig, RunConfig
+from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.distributed.watch import Watch
@@ -58,7 +58,7 @@ class Launch:
     checkpoint: Checkpoint | None
     """What to go on from; None starts afresh."""
     total_steps: int
-    cfg: Section
+    cfg: RLConfig | SFTConfig
 
     def save_config(self) -> None:
         """Write the configuration into the run folder: once nothing stands against going on. One
@@ -129,7 +129,10 @@ def join(run: GenerateRunConfig, parallel: ParallelConfig) -> Generator[tuple[Me
 
 @contextmanager
 def launch(
-    run: RunConfig, checkpoint: CheckpointConfig, parallel: ParallelConfig, tree: Section
+    run: RunConfig,
+    checkpoint: CheckpointConfig,
+    parallel: ParallelConfig,
+    tree: RLConfig | SFTConfig,
 ) -> Generator[Launch]:
     """Join the other processes, seed everything, find out where to go on.
 

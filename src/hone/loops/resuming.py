@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,33 +16,47 @@ from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.load import dump_config
+from hone.config.model import ModelConfig
+from hone.config.paths import must_be_local
 from hone.config.run import RunConfig
+from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import MeshSizes
+from hone.observe.whole_file import whole_file
 from hone.trainer.learner import Learner
 
 __all__ = ["announce", "find_checkpoint", "restore", "save_config"]
 
 _CONFIG = "config.yaml"
+_MODEL = "model.json"
+"""Which model the run trains: its place, resolved, how its weights began, and, of a local folder,
+`config.json`."""
+_WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+"""Keys of `config.json` that may change without another architecture."""
 
 
-def find_checkpoint(run: RunConfig, store: CheckpointStore, tree: Section) -> Checkpoint | None:
+def find_checkpoint(
+    run: RunConfig, store: CheckpointStore, tree: RLConfig | SFTConfig
+) -> Checkpoint | None:
     """The checkpoint that `run.resume` asks for; None where the folder holds none.
 
-    Raises UserError where the folder's run is of another command than `tree`, or `run.resume` is
-    never, and CheckpointError for a folder with damaged ones only: to start afresh beside them
-    would look like going on.
+    Raises UserError where the folder's run is of another command than `tree` or trains another
+    model, or `run.resume` is never, and CheckpointError for a folder with damaged ones only: to
+    start afresh beside them would look like going on.
     """
     _require_same_command(run.dir, _saved_config(run.dir), tree)
     if isinstance(run.resume, int):
-        return store.load(run.resume)
-    if store.is_empty:
+        found = store.load(run.resume)
+    elif store.is_empty:
         return None
-    if run.resume == "never":
+    elif run.resume == "never":
         raise UserError(
             f"run.resume is never, but run.dir={str(run.dir)!r} holds checkpoints. Choose another "
             "run.dir, or run.resume=auto to go on from them."
         )
-    return store.load("latest")
+    else:
+        found = store.load("latest")
+    _require_same_model(run.dir, tree.model)
+    return found
 
 
 def announce(found: Checkpoint, run: RunConfig, tree: Section, sizes: MeshSizes) -> Iterator[str]:
@@ -69,9 +84,12 @@ def restore(trainer: Learner, parts: Mapping[str, Any]) -> None:
     restore_random_state(_in_memory(parts["random"]))
 
 
-def save_config(folder: Path, tree: Section) -> None:
-    """Write the configuration into a run folder: once nothing stands against going on there."""
+def save_config(folder: Path, tree: RLConfig | SFTConfig) -> None:
+    """Write the configuration into a run folder, and which model it means: once nothing stands
+    against going on there."""
     (folder / _CONFIG).write_text(dump_config(tree), encoding="utf-8")
+    with whole_file(folder / _MODEL) as file:
+        json.dump(_identity(tree.model), file, indent=2)
 
 
 def _saved_config(folder: Path) -> dict[str, Any]:
@@ -90,6 +108,63 @@ def _require_same_command(folder: Path, saved: Mapping[str, Any], tree: Section)
             f"run.dir={str(folder)!r} holds a run of `{command}`: choose another run.dir. What it "
             f"has trained is in its folder `model`, for model.path."
         )
+
+
+def _identity(model: ModelConfig) -> dict[str, Any]:
+    """What makes two models the same one."""
+    folder = Path(model.path)
+    config = folder / "config.json"
+    return {
+        "path": _place(model.path),
+        "init": model.init,
+        "config": json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None,
+    }
+
+
+def _place(path: str) -> str:
+    """A folder as an absolute path; the name of a model on the hub as it is."""
+    local = Path(path).exists() or must_be_local(path)
+    return str(Path(path).resolve()) if local else path
+
+
+def _require_same_model(folder: Path, model: ModelConfig) -> None:
+    """Raise UserError where the folder's run trains another model than `model`."""
+    record = folder / _MODEL
+    if not record.is_file():
+        return
+    before, now = _read_record(record), _identity(model)
+    changed = [
+        f"model.{key} is {now[key]!r}, was {before[key]!r}"
+        for key in ("path", "init")
+        if now[key] != before[key]
+    ]
+    if not changed:
+        own, other = now["config"] or {}, before["config"] or {}
+        changed = [
+            f"in config.json of model.path={model.path!r} {key} is {own[key]!r}, was {other[key]!r}"
+            for key in own
+            if key in other and own[key] != other[key] and key not in _WITHOUT_EFFECT
+        ]
+    if changed:
+        raise UserError(
+            f"run.dir={str(folder)!r} holds a run that trains another model: {'; '.join(changed)}. "
+            "To train this one choose another run.dir. Where it is the same model, which was moved "
+            f"for example, remove {str(record)!r}: the run then goes on from its checkpoint."
+        )
+
+
+def _read_record(record: Path) -> dict[str, Any]:
+    """What `save_config` wrote of the model. Raises UserError where that is damaged."""
+    try:
+        held = json.loads(record.read_text(encoding="utf-8"))
+    except ValueError:
+        held = None
+    if not isinstance(held, dict) or not {"path", "init", "config"} <= held.keys():
+        raise UserError(
+            f"{str(record)!r}, which says what model the run trains, is damaged. Remove it to go "
+            "on with the run's checkpoint, or choose another run.dir."
+        )
+    return held
 
 
 def _flat(tree: Any, above: str = "") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """`report.html`: one page about a run, from its folder alone, that needs nothing else to open.
 
-    write_report(Path("runs/hone"))  # -> runs/hone/report.html
+    write_report(Path("runs/gsm8k"))  # -> runs/gsm8k/report.html
 
 It may be written while the run goes on, after it died, or from a folder with hardly anything in
 it: sections without data are left out, and an empty run says so.
