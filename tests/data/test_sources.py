@@ -208,6 +208,7 @@ def test_hub_failures_are_told(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(sources, "unreachable", lambda: None)
     with pytest.raises(UserError, match=f"no local file or folder.* from the hub failed: {error}"):
         columns("no-one/nothing")
 

@@ -11,6 +11,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from hone.config.data import SourceConfig
 from hone.config.errors import UserError
 from hone.config.extras import import_extra
+from hone.config.hub import cache_alone, unreachable
 from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local
 
 __all__ = ["Row", "read_source", "short_name", "shorten", "source_names"]
@@ -209,9 +211,16 @@ def _read_hub(source: SourceConfig) -> Iterator[Row]:
         raise UserError(
             f"no such file or folder: {source.path}. To read it as a hub name: {error}"
         ) from error
+    offline = unreachable()
     try:
-        data = datasets.load_dataset(source.path, source.subset, split=source.split)
+        with nullcontext() if offline is None else cache_alone():
+            data = datasets.load_dataset(source.path, source.subset, split=source.split)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
+        if offline is not None:
+            raise UserError(
+                f"{source.path} is no local file or folder, {offline}, and loading split "
+                f"{source.split!r} of it from the local cache failed: {shorten(str(error), 300)}"
+            ) from error
         raise UserError(
             f"{source.path} is no local file or folder, and loading split {source.split!r} of it "
             f"from the hub failed: {shorten(str(error), 300)}"

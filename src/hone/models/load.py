@@ -22,6 +22,7 @@ from transformers import (
 
 from hone.attention import ATTENTION_NAME
 from hone.config.errors import UserError
+from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
 from hone.config.paths import must_be_local
 from hone.models.deferred import Weight, defer
@@ -79,7 +80,7 @@ def load_model(
     if cfg.init == "random":
         model = _random(config, device, seed, options, tp, on_host=on_host)
     else:
-        model = shard_model(_pretrained(cfg.path, config, options), tp)
+        model = shard_model(_pretrained(_place(cfg), config, options), tp)
     # The override in transformers has no usable type.
     nn.Module.to(model, "cpu" if on_host else device)
     return model.eval()
@@ -99,7 +100,7 @@ def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) ->
         defer(model, _DrawnWeights(config, _options(cfg, device), seed))
         return model
     try:
-        defer(model, find_weights(cfg.path, model, _computed_buffers(model)))
+        defer(model, find_weights(_place(cfg), model, _computed_buffers(model)))
     except OtherFormatError as error:
         size = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize / 2**30
         logger.warning(
@@ -148,10 +149,11 @@ def blank_model(
 def load_config(cfg: ModelConfig) -> PreTrainedConfig:
     """The checked `config.json` of `cfg.path`; raises as `load_model` does."""
     _check_folder(cfg.path)
-    if not Path(cfg.path).exists():
+    place = _place(cfg)
+    if not Path(place).exists():
         logger.info("%s comes from the Hugging Face hub; a first download may take long", cfg.path)
     try:
-        config = AutoConfig.from_pretrained(cfg.path, trust_remote_code=cfg.trust_remote_code)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=cfg.trust_remote_code)
     except OSError as error:
         raise FileNotFoundError(
             f"model.path={cfg.path!r} holds no usable config.json: {error}"
@@ -187,6 +189,10 @@ def _check_folder(path: str) -> None:
         raise FileNotFoundError(f"model.path={path!r}: no such folder")
 
 
+def _place(cfg: ModelConfig) -> str:
+    return locate_model(cfg.path, "model.path")
+
+
 def _options(cfg: ModelConfig, device: torch.device) -> dict[str, Any]:
     return {
         "dtype": compute_dtype(cfg, device),
@@ -202,7 +208,7 @@ def _skeleton(cfg: ModelConfig, device: torch.device) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, **_options(cfg, device))
     if cfg.init != "random":
         try:
-            model.generation_config = GenerationConfig.from_pretrained(cfg.path)
+            model.generation_config = GenerationConfig.from_pretrained(_place(cfg))
         except OSError:
             logger.debug("%s has no generation_config.json", cfg.path)
     return model.eval()

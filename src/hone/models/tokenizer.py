@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
 
 __all__ = ["load_tokenizer"]
@@ -12,13 +13,15 @@ __all__ = ["load_tokenizer"]
 def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of `cfg`, with `cfg.chat_template` in place of its own where that is set.
 
-    Raises FileNotFoundError where the tokenizer or the template file cannot be found.
+    Raises FileNotFoundError where the tokenizer or the template file cannot be found, UserError
+    where the hub would have it and cannot be reached.
     """
     source = cfg.tokenizer or cfg.path
+    key = "model.tokenizer" if cfg.tokenizer else "model.path"
+    place = locate_model(source, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=cfg.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=cfg.trust_remote_code)
     except (OSError, ValueError) as error:
-        key = "model.tokenizer" if cfg.tokenizer else "model.path"
         raise FileNotFoundError(
             f"no tokenizer found at {key}={source!r}: {error}. Set model.tokenizer to a folder or "
             "hub name that holds one"
