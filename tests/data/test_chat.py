@@ -115,7 +115,7 @@ def test_R6_holds_for_the_tokenizers_of_the_quick_start(tmp_path):
     check_stored_ids(tmp_path, make_bpe_tokenizer(["what is abba 12345"] * 5, 300))
 
 
-def tokenises_twice(self, examples):
+def tokenises_twice(self, examples, **_):
     """Ids of the decoded ids: begin-of-text doubles, and spelled special tokens are lost."""
     return [
         Rendered(prompt.text, tuple(self.tokenizer(prompt.text)["input_ids"]))
@@ -123,12 +123,12 @@ def tokenises_twice(self, examples):
     ]
 
 
-def drops_the_header(self, examples):
+def drops_the_header(self, examples, **_):
     """The last turn's header is missing, as when `add_generation_prompt` is forgotten."""
     return [Rendered(p.text, p.token_ids[:-2]) for p in prompts_of(self, examples)]
 
 
-def measures_the_content(self, examples):
+def measures_the_content(self, examples, **_):
     """Ids of the messages' text alone, as a length filter before rendering would see them."""
     texts = ["".join(turn["content"] for turn in example.prompt) for example in examples]
     return [Rendered(text, tuple(self.tokenizer(text)["input_ids"])) for text in texts]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from jinja2 import TemplateError
 
@@ -17,12 +18,13 @@ from hone.config.data import TEMPLATE_FIELD, DataConfig
 from hone.config.errors import UserError
 from hone.data.columns import Example, as_text
 from hone.data.sources import shorten
+from hone.data.token_bytes import max_bytes_per_token
 from hone.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Demonstration", "Rendered", "Renderer"]
+__all__ = ["Demonstration", "Rendered", "Renderer", "TooLong"]
 
 ENCODE_BATCH = 1024
 """Texts given to the tokenizer at a time: enough to use its threads, little enough memory."""
@@ -44,6 +46,16 @@ class Demonstration:
     num_prompt_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """A row that has more tokens than may be, which its size says: it has not been tokenised."""
+
+    min_tokens: int
+    """It has so many or more."""
+    limit: Literal["max_prompt_tokens", "max_tokens"]
+    """The setting that it breaks."""
+
+
 class Renderer:
     """Renders the examples of a data set for one tokenizer.
 
@@ -63,22 +75,34 @@ class Renderer:
                 "be the same; put {prompt} into it"
             )
 
-    def prompts(self, examples: Sequence[Example]) -> list[Rendered]:
-        """Each example's prompt, ready to be sampled from."""
+    def prompts(
+        self, examples: Sequence[Example], *, max_tokens: int | None = None
+    ) -> list[Rendered | TooLong]:
+        """Each example's prompt, ready to be sampled from; `TooLong` for those that surely have
+        more than `max_tokens`, which are not tokenised: that takes hundreds of times their size."""
         texts = [self._prompt_text(example) for example in examples]
-        rendered = [
-            Rendered(text, (*self.start_ids, *ids))
-            for text, ids in zip(texts, self._encode(texts, examples), strict=True)
+        found: list[Rendered | TooLong | None] = [
+            self._too_long(text, max_tokens, "max_prompt_tokens") for text in texts
         ]
-        for example, prompt in zip(examples, rendered, strict=True):
-            if not prompt.token_ids:
-                raise UserError(f"{example.location}: the prompt renders to no tokens at all")
-        return rendered
+        rest = [n for n, outcome in enumerate(found) if outcome is None]
+        encoded = self._encode([texts[n] for n in rest], [examples[n] for n in rest])
+        for n, ids in zip(rest, encoded, strict=True):
+            if not (token_ids := (*self.start_ids, *ids)):
+                raise UserError(f"{examples[n].location}: the prompt renders to no tokens at all")
+            found[n] = Rendered(texts[n], token_ids)
+        return [outcome for outcome in found if outcome is not None]
 
-    def demonstrations(self, examples: Sequence[Example]) -> list[Demonstration]:
+    def demonstrations(
+        self,
+        examples: Sequence[Example],
+        *,
+        max_prompt_tokens: int | None = None,
+        max_tokens: int | None = None,
+    ) -> list[Demonstration | TooLong]:
         """Each example's prompt and completion up to and with the end token.
 
         The prompt's ids are those that `prompts` gives, and so those a model will be asked with.
+        Rows that surely have more tokens than the limits are not tokenised, as there.
         """
         end = self.tokenizer.eos_token_id
         if not isinstance(end, int):
@@ -86,14 +110,59 @@ class Renderer:
                 "the tokenizer declares no end-of-sequence token, so a model could not learn "
                 "where an answer ends; set eos_token in its tokenizer_config.json"
             )
-        prompts = self.prompts(examples)
-        pairs = list(zip(examples, prompts, strict=True))
-        texts = [self._whole_text(example, prompt) for example, prompt in pairs]
-        wholes = self._encode(texts, examples)
-        return [
-            self._demonstration(example, prompt, (*self.start_ids, *whole), end)
-            for (example, prompt), whole in zip(pairs, wholes, strict=True)
-        ]
+        found: list[Demonstration | TooLong | None] = []
+        rest: list[tuple[int, Rendered, str]] = []
+        prompts = self.prompts(examples, max_tokens=max_prompt_tokens)
+        for n, (example, prompt) in enumerate(zip(examples, prompts, strict=True)):
+            if isinstance(prompt, TooLong):
+                found.append(prompt)
+                continue
+            whole = self._whole_text(example, prompt)
+            found.append(self._whole_too_long(example, prompt, whole, max_tokens))
+            if found[n] is None:
+                rest.append((n, prompt, whole))
+        encoded = self._encode([whole for _, _, whole in rest], [examples[n] for n, _, _ in rest])
+        for (n, prompt, _), ids in zip(rest, encoded, strict=True):
+            found[n] = self._demonstration(examples[n], prompt, (*self.start_ids, *ids), end)
+        return [outcome for outcome in found if outcome is not None]
+
+    @cached_property
+    def _max_bytes_per_token(self) -> int | None:
+        return max_bytes_per_token(self.tokenizer)
+
+    def _too_long(
+        self,
+        text: str,
+        max_tokens: int | None,
+        limit: Literal["max_prompt_tokens", "max_tokens"],
+    ) -> TooLong | None:
+        """That a text has more than `max_tokens`, where its size says so, else None."""
+        # A character has four bytes at most, and a token is allowed as many or more.
+        if max_tokens is None or len(text) <= max_tokens or self._max_bytes_per_token is None:
+            return None
+        num_bytes = len(text.encode(errors="surrogatepass"))
+        if num_bytes <= max_tokens * self._max_bytes_per_token:
+            return None
+        return TooLong(-(-num_bytes // self._max_bytes_per_token), limit)
+
+    def _whole_too_long(
+        self, example: Example, prompt: Rendered, whole: str, max_tokens: int | None
+    ) -> TooLong | None:
+        """The same of prompt and completion, in either of the ways in which `_demonstration` makes
+        one: what follows the last end token is left out there, and here."""
+        assert example.completion is not None
+        kept = prompt.text if whole.startswith(prompt.text) else ""
+        texts = (
+            kept + self._until_end(whole.removeprefix(kept)),
+            prompt.text + self._until_end(example.completion["content"]),
+        )
+        bounds = [self._too_long(text, max_tokens, "max_tokens") for text in texts]
+        known = [bound for bound in bounds if bound is not None]
+        return min(known, key=lambda bound: bound.min_tokens) if len(known) == 2 else None
+
+    def _until_end(self, text: str) -> str:
+        end = cast(str, self.tokenizer.eos_token)
+        return text[: text.rindex(end)] if end in text else text
 
     def _demonstration(
         self, example: Example, prompt: Rendered, whole: tuple[int, ...], end: int

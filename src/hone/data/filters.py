@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from hone.config.errors import UserError
+from hone.data.chat import TooLong
 from hone.data.columns import Example
 
 __all__ = ["DroppedRow", "FilterReport", "LengthLimit", "filter_length"]
@@ -37,6 +38,13 @@ class DroppedRow:
     num_tokens: int
     limit: str
     """The limit it broke, for people."""
+    is_exact: bool = True
+    """Off where its size alone was looked at: it has so many tokens or more."""
+
+    @property
+    def length(self) -> str:
+        """Its tokens, for people."""
+        return str(self.num_tokens) if self.is_exact else f"at least {self.num_tokens}"
 
 
 @dataclass(slots=True)
@@ -57,50 +65,55 @@ class FilterReport:
         text = f"{self.num_kept} of {self.num_rows} rows kept, longest {self.longest_tokens} tokens"
         if not self.dropped:
             return text
-        listed = [f"{row.location} ({row.num_tokens})" for row in self.dropped[:num_listed]]
+        listed = [f"{row.location} ({row.length})" for row in self.dropped[:num_listed]]
         if len(self.dropped) > num_listed:
             listed.append("...")
         return f"{text}; dropped as too long: {'; '.join(listed)}"
 
 
 def filter_length(
-    rows: Sequence[tuple[Example, T]],
-    limits: Sequence[LengthLimit[T]],
+    rows: Sequence[tuple[Example, T | TooLong]],
+    limits: Mapping[str, LengthLimit[T]],
     *,
     overlong: Literal["drop", "error"],
     report: FilterReport,
 ) -> list[tuple[Example, T]]:
     """The rows of one source that keep all limits; the others are listed in the report.
 
-    Raises UserError if a longer row is an error, or if no row is left.
+    `limits` are by the name that `TooLong` has for them. Raises UserError if a longer row is an
+    error, or if no row is left.
     """
     kept: list[tuple[Example, T]] = []
     dropped: list[DroppedRow] = []
+    whole = list(limits.values())[-1]
     for example, row in rows:
-        broken = next((limit for limit in limits if limit.length(row) > limit.max_tokens), None)
-        if broken is None:
-            kept.append((example, row))
-            report.longest_tokens = max(report.longest_tokens, limits[-1].length(row))
-            continue
-        num_tokens = broken.length(row)
+        if isinstance(row, TooLong):
+            broken, num_tokens = limits[row.limit], row.min_tokens
+        else:
+            broken = next((x for x in limits.values() if x.length(row) > x.max_tokens), None)
+            if broken is None:
+                kept.append((example, row))
+                report.longest_tokens = max(report.longest_tokens, whole.length(row))
+                continue
+            num_tokens = broken.length(row)
+        lost = DroppedRow(
+            id=example.id,
+            location=example.location,
+            num_tokens=num_tokens,
+            limit=str(broken),
+            is_exact=not isinstance(row, TooLong),
+        )
         if overlong == "error":
             raise UserError(
-                f"{example.location}: {num_tokens} tokens, but {broken}; raise the limit, shorten "
-                "the row, or set data.overlong_prompts to 'drop'"
+                f"{lost.location}: {lost.length} tokens, but {lost.limit}; raise the limit, "
+                "shorten the row, or set data.overlong_prompts to 'drop'"
             )
-        dropped.append(
-            DroppedRow(
-                id=example.id,
-                location=example.location,
-                num_tokens=num_tokens,
-                limit=str(broken),
-            )
-        )
+        dropped.append(lost)
     if not kept:
         shortest = min(dropped, key=lambda row: row.num_tokens)
         raise UserError(
             f"all {len(rows)} rows are too long; the shortest, {shortest.location}, has "
-            f"{shortest.num_tokens} tokens, but {shortest.limit}"
+            f"{shortest.length} tokens, but {shortest.limit}"
         )
     report.num_rows += len(rows)
     report.dropped.extend(dropped)

@@ -54,8 +54,11 @@ def load_prompts(
 
     def load(source: SourceConfig, name: str) -> list[Prompt]:
         examples = map_rows(read_source(source), source, name=name)
-        rows = list(zip(examples, renderer.prompts(examples), strict=True))
-        kept = filter_length(rows, [limit], overlong=cfg.overlong_prompts, report=report)
+        prompts = renderer.prompts(examples, max_tokens=limit.max_tokens)
+        rows = list(zip(examples, prompts, strict=True))
+        kept = filter_length(
+            rows, {"max_prompt_tokens": limit}, overlong=cfg.overlong_prompts, report=report
+        )
         return [_prompt(example, rendered) for example, rendered in kept]
 
     split = load_split(cfg, load, seed)

@@ -44,14 +44,19 @@ def load_sft(cfg: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: in
     """
     renderer = Renderer(tokenizer, cfg)
     report = FilterReport()
-    limits = [
-        LengthLimit("data.max_prompt_tokens", cfg.max_prompt_tokens, _num_prompt_tokens),
-        LengthLimit("data.max_tokens", cfg.max_tokens, _num_tokens),
-    ]
+    limits = {
+        "max_prompt_tokens": LengthLimit(
+            "data.max_prompt_tokens", cfg.max_prompt_tokens, _num_prompt_tokens
+        ),
+        "max_tokens": LengthLimit("data.max_tokens", cfg.max_tokens, _num_tokens),
+    }
 
     def load(source: SourceConfig, name: str) -> list[Trajectory]:
         examples = map_rows(read_source(source), source, name=name, demonstrations=True)
-        rows = list(zip(examples, renderer.demonstrations(examples), strict=True))
+        demonstrations = renderer.demonstrations(
+            examples, max_prompt_tokens=cfg.max_prompt_tokens, max_tokens=cfg.max_tokens
+        )
+        rows = list(zip(examples, demonstrations, strict=True))
         kept = filter_length(rows, limits, overlong=cfg.overlong_prompts, report=report)
         return [
             _trajectory(example.id, row, train_on_prompt=cfg.train_on_prompt)
