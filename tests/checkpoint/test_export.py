@@ -116,7 +116,9 @@ def test_R18_a_failed_export_leaves_the_former_one(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tokenizer, "save_pretrained", full)
-    with pytest.raises(CheckpointError, match=r"out: .*No space left on device.*it needs"):
+    with pytest.raises(
+        CheckpointError, match=r"out \(run\.dir\): .*No space left on device.*it needs"
+    ):
         export_hf(model, tokenizer, folder, torch.float32)
     assert read_manifest(folder) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]

@@ -26,6 +26,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from hone.observe.disk import sizes
+
 __all__ = [
     "MANIFEST_NAME",
     "CheckpointError",
@@ -40,7 +42,6 @@ __all__ = [
 ]
 
 MANIFEST_NAME = "hone_manifest.json"
-_GIB = 2**30
 
 
 class CheckpointError(OSError):
@@ -221,10 +222,7 @@ def _sha256_of_json(content: object) -> str:
 
 
 def _explain(error: Exception, path: Path, num_bytes: int | None) -> str:
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    free = f"{shutil.disk_usage(parent).free / _GIB:.3f} GiB are free there"
-    need = "" if num_bytes is None else f"it needs {num_bytes / _GIB:.3f} GiB, "
     return (
-        f"Could not write {path}: {error}; {need}{free}. No partial folder was left. "
-        "Free some space or choose another folder."
+        f"Could not write {path} (run.dir): {error}; {sizes(path, num_bytes)}. No partial folder "
+        "was left. Free some space or set run.dir to another place."
     )

@@ -101,8 +101,8 @@ class CheckpointStore:
     """The checkpoints in one folder, which the processes of one run write.
 
     `keep_last` newest ones are kept and, with `keep_best`, the one with the largest metric. With a
-    mesh, `save`, `save_in_background`, `wait` and `load` are collective, and the folder is one that
-    all processes see.
+    mesh, `save`, `save_in_background`, `is_written`, `wait` and `load` are collective, and the
+    folder is one that all processes see.
     """
 
     def __init__(
@@ -148,6 +148,15 @@ class CheckpointStore:
         which the next save calls as well.
         """
         self._begin(step, parts, metric, copy=True)
+
+    def is_written(self) -> bool:
+        """Whether every save is published by now. Raises CheckpointError where one has failed.
+        Collective."""
+        is_done = self._written is None or self._written.done()
+        if not all(self._mesh.gather(is_done)):
+            return False
+        self.wait()
+        return True
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises CheckpointError where a save has failed."""

@@ -148,6 +148,7 @@ class Recorder:
     console: Console | None = None
     limits: Limits | None = None
     cpu_use: CPUUse = field(default_factory=CPUUse)
+    _unrecorded: tuple[int, Sequence[Group]] | None = None
 
     def progress(self, finished: int, wanted: int) -> None:
         """Show how many samples of the current step are done."""
@@ -158,6 +159,20 @@ class Recorder:
         """Record something that happened."""
         if self.log is not None:
             self.log.event(kind, **fields)
+
+    def sampled(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep the groups of the step in progress until `record`; where the step fails, they are
+        what a person wants to see."""
+        self._unrecorded = step, groups
+
+    def write_unrecorded(self) -> None:
+        """Write samples of a step that has failed."""
+        if self.log is not None and self._unrecorded is not None:
+            self.log.samples(*self._unrecorded, failed_first=True)
+
+    def saved(self, step: int, rank: float | None) -> None:
+        """Record a checkpoint that is on disk."""
+        self.event("checkpoint", step=step, metric=rank)
 
     def record(
         self,
@@ -187,8 +202,11 @@ class Recorder:
             scalars["perf/generated_tokens_per_s"] = sampled / max(generating_s, 1e-9)
         if self.limits is not None and groups:
             scalars |= self.limits.ratios(groups, rows, seconds)
-            there_s = self.limits.num_engines * max(seconds["step"], 1e-9)
-            scalars["perf/engine_busy_share"] = scalars["perf/engine_busy_s"] / there_s
+            # Engines that run ahead are counted from batch to batch, which is not from row to row.
+            # What they report may be one of their steps old.
+            counted_s = scalars.get("perf/engine_counted_s", seconds["step"])
+            there_s = self.limits.num_engines * max(counted_s, 1e-9)
+            scalars["perf/engine_busy_share"] = min(scalars["perf/engine_busy_s"] / there_s, 1.0)
         self.log.log(step, scalars)
         if groups:
             advantages = {
@@ -197,6 +215,7 @@ class Recorder:
                 if row.advantages is not None and len(row.advantages)
             }
             self.log.samples(step, groups, advantages=advantages)
+            self._unrecorded = None
         for alarm in self.alarms.check(step, scalars, why_untrained=why_untrained):
             self.log.event("alarm", message=str(alarm), **alarm.fields())
             self.console.warn(str(alarm))

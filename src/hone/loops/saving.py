@@ -33,23 +33,39 @@ class Saver:
     """Everything a checkpoint must hold, by part."""
     awake: Callable[[], AbstractContextManager[None]] = nullcontext
     """Inside, what the state is made of lies where it can be read."""
+    published: Callable[[int, float | None], None] = lambda step, rank: None
+    """Called with the step of each checkpoint, and with its rank, once it is on disk."""
     _best: float = field(default=float("-inf"))
+    _unpublished: tuple[int, float | None] | None = None
 
     def __post_init__(self) -> None:
         self._best = self.store.best_metric()
 
-    def after(self, step: int, rank: float | None, *, is_last: bool) -> bool:
+    def after(self, step: int, rank: float | None, *, is_last: bool) -> None:
         """Save `step` if it is due; `rank` is its evaluation, larger is better, None without one.
 
-        Returns whether it is being saved. Raises CheckpointError where it, or the one before it,
-        cannot be written. Collective.
+        Raises CheckpointError where it, or the one before it, cannot be written. Collective.
         """
+        self._check(wait=False)
         is_best = self.cfg.keep_best and rank is not None and rank > self._best
         if not (is_best or is_last or due(self.cfg.every_n_steps, step)):
-            return False
+            return
+        self._check(wait=True)
         save = self.store.save if is_last else self.store.save_in_background
         with self.awake():
             save(step, self.state(), metric=rank)
+        self._unpublished = step, rank
         if rank is not None:
             self._best = max(self._best, rank)
-        return True
+        self._check(wait=is_last)
+
+    def _check(self, *, wait: bool) -> None:
+        """Call `published` where the last save has become a checkpoint by now."""
+        if self._unpublished is None:
+            return
+        if wait:
+            self.store.wait()
+        elif not self.store.is_written():
+            return
+        self.published(*self._unpublished)
+        self._unpublished = None

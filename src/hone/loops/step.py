@@ -48,7 +48,9 @@ class StepEnd:
         self._at_rest = at_rest
         self._num_untrained = 0
         """Steps in a row without a trained token."""
-        self._saver = Saver(parts.launch.store, parts.cfg.checkpoint, parts.state, readable)
+        self._saver = Saver(
+            parts.launch.store, parts.cfg.checkpoint, parts.state, readable, parts.recorder.saved
+        )
 
     def finish(
         self,
@@ -105,8 +107,7 @@ class StepEnd:
         with span("checkpoint"):
             has_stalled = self._num_untrained == MAX_UNTRAINED_STEPS
             stop = self._interrupt.is_requested() or has_stalled
-            if self._saver.after(step, rank, is_last=stop or step == cfg.run.steps):
-                parts.recorder.event("checkpoint", step=step, metric=rank)
+            self._saver.after(step, rank, is_last=stop or step == cfg.run.steps)
         if has_stalled:
             raise UserError(
                 f"{MAX_UNTRAINED_STEPS} updates in a row had no token to train, and the run ends "

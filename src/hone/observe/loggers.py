@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from hone.config.extras import import_extra
 from hone.config.run import LogConfig
+from hone.observe.disk import AppendedFile, writing
 from hone.observe.whole_file import whole_file
 from hone.types import Group, Sample
 
-__all__ = ["JsonlLogger", "Logger", "RunLog", "TensorBoardLogger", "sample_row"]
+__all__ = ["JsonlLogger", "Logger", "RunLog", "TensorBoardLogger", "append_event", "sample_row"]
 
 
 class Logger(Protocol):
@@ -45,18 +49,20 @@ class Logger(Protocol):
         ...
 
 
+_KEY = "run.dir"
+
+
 class _JsonLines:
     """An append-only file of JSON rows; opening it may cut off the rows of a later life."""
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _cut(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+            with writing(path, _KEY):
+                _cut(path, resume_step)
+        self._file = AppendedFile(path, _KEY)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write(json_line(row))
 
     def close(self) -> None:
         self._file.close()
@@ -75,6 +81,12 @@ def _cut(path: Path, resume_step: int | None) -> None:
                 continue
             if resume_step is not None and row.get("step", -1) < resume_step:
                 kept.write(line if line.endswith("\n") else line + "\n")
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """A row of a JSONL file, with its end of line."""
+    text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
+    return f"{text}\n".encode(errors="backslashreplace")
 
 
 def _finite(value: Any) -> Any:
@@ -108,6 +120,16 @@ class JsonlLogger:
         self._events.close()
 
 
+def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
+    """Add an event to a run folder whose log is closed, or was never opened.
+
+    Raises DiskError where it cannot be written.
+    """
+    events = AppendedFile(run_dir / "events.jsonl", _KEY)
+    events.write(json_line({"kind": kind, "timestamp_s": time.time(), **fields}))
+    events.close()
+
+
 class _ScalarsOnly:
     """A tracker that takes numbers; events stay in the run folder."""
 
@@ -116,24 +138,40 @@ class _ScalarsOnly:
 
 
 class TensorBoardLogger(_ScalarsOnly):
-    """TensorBoard files in `<run_dir>/tensorboard`."""
+    """A TensorBoard event file in `<run_dir>/tensorboard`.
+
+    Written here, and not by TensorBoard's own writer, whose thread prints a traceback where the
+    disk is full and loses the error.
+    """
 
     def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        tensorboard = import_extra(
+        records = import_extra(
             "tensorboard",
-            module="torch.utils.tensorboard",
+            module="tensorboard.summary.writer.record_writer",
             needed_by="log.tensorboard",
         )
-        self._writer = tensorboard.SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=resume_step
-        )
+        self._event: Any = import_module("tensorboard.compat.proto.event_pb2")
+        self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendedFile(run_dir / "tensorboard" / name, _KEY)
+        self._records = records.RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        if resume_step is not None:  # what earlier launches wrote of these steps is not shown
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._write(step=resume_step, session_log=start)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        values = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()
+        ]
+        self._write(step=step, summary=self._summary(value=values))
+
+    def _write(self, **fields: Any) -> None:
+        event = self._event.Event(wall_time=time.time(), **fields)
+        self._records.write(event.SerializeToString())
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class _WandbLogger(_ScalarsOnly):
@@ -258,15 +296,18 @@ class RunLog:
         *,
         advantages: Mapping[str, float] | None = None,
         split: str = "train",
+        failed_first: bool = False,
     ) -> None:
-        """Write `log.samples_per_step` samples, spread evenly over the step's groups.
+        """Write `log.samples_per_step` samples, spread evenly over the step's groups; with
+        `failed_first` others only where fewer have failed.
 
         `advantages` maps sample ids to the advantage each was trained with.
         """
         held = [sample for group in groups for sample in group.samples]
-        count = min(self._samples_per_step, len(held))
-        for chosen in range(count):
-            sample = held[chosen * len(held) // count]
+        failed = [sample for sample in held if failed_first and sample.failure is not None]
+        others = [sample for sample in held if not (failed_first and sample.failure is not None)]
+        chosen = _spread(failed, self._samples_per_step)
+        for sample in chosen + _spread(others, self._samples_per_step - len(chosen)):
             row = {"step": step, "split": split, **sample_row(sample)}
             if advantages is not None:
                 row["advantage"] = advantages.get(sample.id)
@@ -276,6 +317,12 @@ class RunLog:
         for logger in self._loggers:
             logger.close()
         self._samples.close()
+
+
+def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """At most `count` of them, evenly."""
+    count = min(count, len(samples))
+    return [samples[position * len(samples) // count] for position in range(count)]
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["whole_file"]
+from hone.observe.disk import writing
+
+__all__ = ["whole_file", "write_whole"]
 
 
 @contextmanager
@@ -25,3 +27,9 @@ def whole_file(path: Path) -> Generator[TextIO]:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str, key: str) -> None:
+    """Write a UTF-8 file as `whole_file` does. Raises DiskError, which names `key`."""
+    with writing(path, key, len(text.encode())), whole_file(path) as file:
+        file.write(text)

@@ -1,0 +1,71 @@
+"""What is written to disk, and what people read where that fails: path, key and exact sizes.
+
+with writing(path, "run.dir", num_bytes=len(data)):
+    path.write_bytes(data)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+__all__ = ["AppendedFile", "DiskError", "sizes", "writing"]
+
+
+class DiskError(OSError):
+    """A file could not be written."""
+
+
+@contextmanager
+def writing(path: Path, key: str, num_bytes: int | None = None) -> Generator[None]:
+    """Turn a failed write of the block into a DiskError with `path`, the configuration `key` that
+    chose it, `num_bytes` (what the block wants to write), and what is free."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise DiskError(
+            f"Could not write {path} ({key}): {error}; {sizes(path, num_bytes)}. Free some space "
+            f"or set {key} to another place."
+        ) from error
+
+
+def sizes(path: Path, num_bytes: int | None) -> str:
+    """`it needs 4,096 bytes, 512 bytes are free there`; the former where it is known."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    free = f"{shutil.disk_usage(parent).free:,} bytes are free there"
+    return free if num_bytes is None else f"it needs {num_bytes:,} bytes, {free}"
+
+
+class AppendedFile:
+    """A file that grows by whole records: each is on disk at once, or not at all.
+
+    `key` is the configuration key that chose the place, for the error.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._path, self._key = path, key
+        with writing(path, key):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, record: bytes) -> None:
+        """Append a record. Raises DiskError, and leaves no part of it, where it does not fit."""
+        with writing(self._path, self._key, len(record)):
+            end = self._file.seek(0, os.SEEK_END)
+            try:
+                rest = memoryview(record)
+                while rest:  # a disk that fills up takes a part
+                    rest = rest[self._file.write(rest) or 0 :]
+            except OSError:
+                self._file.truncate(end)
+                raise
+
+    def close(self) -> None:
+        self._file.close()
