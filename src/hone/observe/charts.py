@@ -103,7 +103,7 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
         ),
         _chart("Clipped tokens", "share", ("policy/clip_fraction", "clipped"), scale="share"),
     ),
-    "Samples": (
+    "Sampling": (
         _chart(
             "Groups and lengths",
             "share",
@@ -138,7 +138,7 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
         ),
         _chart(
             "Engines at work",
-            "share of a step",
+            "share of the time",
             ("perf/engine_busy_share", "of all engines"),
             scale="share",
         ),
@@ -164,7 +164,7 @@ def chart_sections(run: RunFolder) -> list[dict[str, Any]]:
     ]
     sections: list[dict[str, Any]] = []
     for title, charts in SECTIONS.items():
-        if title == "Samples" and len(parts) > 1:
+        if title == "Sampling" and len(parts) > 1:
             lines = [(name, name.split("/")[1]) for name in parts]
             charts = (_chart("Reward parts", "mean", *lines), *charts)
         drawn = [

@@ -13,20 +13,28 @@ const number = (v) => {
   return String(Number(v.toPrecision(a < 1 ? 3 : 4)));
 };
 const percent = (v) => (v === null ? "–" : `${Number((100 * v).toPrecision(3))} %`);
-const tick = (v) => {
-  const a = Math.abs(v);
-  if (a >= 1e6) return `${Number((v / 1e6).toPrecision(3))}M`;
-  if (a >= 1e4) return `${Number((v / 1e3).toPrecision(3))}k`;
-  if (a !== 0 && a < 1e-3) return Number(v.toPrecision(2)).toExponential();
-  return v.toLocaleString("en", { maximumSignificantDigits: 3 });
-};
+// Significant digits that tell the marks of an axis, which lie `step` apart, from each other.
+const digitsFor = (v, step) => Math.min(Math.max(3, Math.floor(Math.log10(Math.abs(v) / step) + 1e-9) + 2), 15);
+// The label of a mark.
+function tick(v, step) {
+  if (v === 0) return "0";
+  const a = Math.abs(v), digits = digitsFor(v, step);
+  if (a >= 1e6) return `${Number((v / 1e6).toPrecision(digits))}M`;
+  if (a >= 1e4) return `${Number((v / 1e3).toPrecision(digits))}k`;
+  if (a < 1e-3) return Number(v.toPrecision(digits)).toExponential();
+  return v.toLocaleString("en", { maximumSignificantDigits: digits });
+}
 const escape = (s) => s.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 
-// Round values of a linear axis: steps of 1, 2 or 5 times a power of ten.
-function ticks(low, high, count) {
+// Distance of the marks of a linear axis: 1, 2 or 5 times a power of ten.
+function tickStep(low, high, count) {
   const raw = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw);
+  return [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw);
+}
+
+// Its marks.
+function ticks(low, high, step) {
   const found = [];
   for (let k = Math.ceil(low / step - 1e-9) || 0; k * step <= high + step * 1e-9; k++) found.push(k * step + 0);
   return found;
@@ -48,16 +56,15 @@ function axis(values, scale) {
   if (!mapped.length) [low, high] = [0, 1];
   if (log) [low, high] = [Math.floor(low), Math.max(Math.ceil(high), Math.floor(low) + 1)];
   else if (scale !== "linear") low = Math.min(low, 0);
-  if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
-  const marks = log ? decades(low, high) : ticks(low, high, 4);
+  if (high - low <= 1e-9 * Math.abs(high)) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
+  const step = tickStep(low, high, 4);
   if (!log) {
-    const step = marks.length > 1 ? marks[1] - marks[0] : high - low;
     low = scale !== "linear" && low >= 0 ? 0 : Math.floor(low / step + 1e-9) * step;
     high = Math.ceil(high / step - 1e-9) * step;
   }
   const label = log ? (e) => (Math.abs(e) < 3 ? String(Number((10 ** e).toPrecision(1))) : `1e${e}`)
-    : scale === "share" ? (v) => `${Number((100 * v).toPrecision(3))}%` : tick;
-  return { of, low, high, marks: log ? marks : ticks(low, high, 4), label };
+    : scale === "share" ? (v) => `${v === 0 ? 0 : Number((100 * v).toPrecision(digitsFor(v, step)))}%` : (v) => tick(v, step);
+  return { of, low, high, marks: log ? decades(low, high) : ticks(low, high, step), label };
 }
 
 // Total variation far above the range: the eye needs help to see the course of the curve.
@@ -90,25 +97,27 @@ function path(points) {
 
 function frame(plot, steps, y, centred) {
   const width = plot.clientWidth, height = plot.clientHeight;
+  const labels = y.marks.map(y.label), left = Math.max(PAD.left, 12 + 6.5 * Math.max(...labels.map((l) => l.length)));
   const right = width - PAD.right, bottom = height - PAD.bottom;
   const first = steps[0], last = steps[steps.length - 1];
-  const slot = (right - PAD.left) / (centred ? steps.length : Math.max(last - first, 1));
-  const sx = centred ? (i) => PAD.left + (i + 0.5) * slot
-    : (i) => (steps.length === 1 ? (PAD.left + right) / 2 : PAD.left + (steps[i] - first) * slot);
+  const slot = (right - left) / (centred ? steps.length : Math.max(last - first, 1));
+  const sx = centred ? (i) => left + (i + 0.5) * slot
+    : (i) => (steps.length === 1 ? (left + right) / 2 : left + (steps[i] - first) * slot);
   const sy = (v) => bottom - ((v - y.low) / (y.high - y.low)) * (bottom - PAD.top);
   let svg = "";
-  for (const m of y.marks) {
+  y.marks.forEach((m, k) => {
     const at = sy(m).toFixed(1);
-    svg += `<line class="grid" x1="${PAD.left}" x2="${right}" y1="${at}" y2="${at}"/>`;
-    svg += `<text x="${PAD.left - 8}" y="${at}" dy="3.5" text-anchor="end">${y.label(m)}</text>`;
-  }
-  svg += `<line class="axis" x1="${PAD.left}" x2="${right}" y1="${bottom}" y2="${bottom}"/>`;
-  const named = new Set(steps.length < 2 ? steps : ticks(first, last, width < 420 ? 4 : 6));
+    svg += `<line class="grid" x1="${left}" x2="${right}" y1="${at}" y2="${at}"/>`;
+    svg += `<text x="${left - 8}" y="${at}" dy="3.5" text-anchor="end">${labels[k]}</text>`;
+  });
+  svg += `<line class="axis" x1="${left}" x2="${right}" y1="${bottom}" y2="${bottom}"/>`;
+  const apart = tickStep(first, last, width < 420 ? 4 : 6);
+  const named = steps.length < 2 ? steps : ticks(first, last, apart);
   for (const s of named) {
     if (!Number.isInteger(s) || s < first) continue;
     const i = centred ? nearest(steps, s) : null;
-    const at = (centred ? sx(i) : steps.length === 1 ? sx(0) : PAD.left + (s - first) * slot).toFixed(1);
-    svg += `<text x="${at}" y="${bottom + 16}" text-anchor="middle">${tick(s)}</text>`;
+    const at = (centred ? sx(i) : steps.length === 1 ? sx(0) : left + (s - first) * slot).toFixed(1);
+    svg += `<text x="${at}" y="${bottom + 16}" text-anchor="middle">${tick(s, apart)}</text>`;
   }
   svg += `<text x="${right}" y="${bottom + 29}" text-anchor="end">step</text>`;
   return { sx, sy, svg, slot, bottom, right };

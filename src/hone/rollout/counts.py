@@ -30,6 +30,8 @@ class RolloutCounts:
     num_accepted_tokens: int = 0
     num_generated_tokens: int = 0
     engine_busy_s: float = 0.0
+    counted_s: float = 0.0
+    """Time in which engines were counted. Of the process where it is longest."""
     max_kv_cache_usage: float = 0.0
     """Largest share of KV blocks in use, 0 to 1."""
     num_kills: int = 0
@@ -55,6 +57,7 @@ class RolloutCounts:
             **added,
             max_kv_cache_usage=max(c.max_kv_cache_usage for c in processes),
             reward_p99_s=max(times, default=math.nan),
+            counted_s=max(c.counted_s for c in processes),
             wait_s=max(c.wait_s for c in processes),
         )
 

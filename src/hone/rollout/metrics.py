@@ -59,6 +59,7 @@ def _stream_metrics(counts: StreamCounts) -> Metrics:
     return {
         "rollout/staleness": Distribution.of([float(updates) for updates in counts.staleness]),
         "rollout/too_old_groups": Sum(counts.num_too_old),
+        "perf/engine_counted_s": Last(counts.counted_s),
         "rollout/buffered_groups": Last(counts.num_buffered_groups),
         "rollout/in_flight_samples": Last(counts.num_in_flight_samples),
     }

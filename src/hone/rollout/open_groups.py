@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any, Protocol
 
 from hone.algorithms.advantages import has_spread
@@ -128,8 +129,8 @@ class OpenGroups:
     _num_started: int = 0
     _discarded: dict[str, OpenGroup] = field(default_factory=dict[str, OpenGroup])
     """What engine or scorer may still return of groups that nobody wants any more."""
-    _counted: tuple[EngineStats, ScorerStats] = field(init=False)
-    """What engine and scorer had counted when it was last taken over."""
+    _counted: tuple[EngineStats, ScorerStats, float] = field(init=False)
+    """What engine and scorer had counted when it was last taken over, and when that was."""
 
     def __post_init__(self) -> None:
         self.start_counting()
@@ -256,13 +257,14 @@ class OpenGroups:
 
     def start_counting(self) -> None:
         """Pass over what engine and scorer have done until now."""
-        self._counted = self.engine.stats(), self.scorer.stats()
+        self._counted = self.engine.stats(), self.scorer.stats(), monotonic()
 
     def count(self) -> None:
         """Take over what engine and scorer have counted since."""
-        (engine, scorer), counts = self._counted, self.counts
+        (engine, scorer, since), counts = self._counted, self.counts
         self.start_counting()
-        now, scored = self._counted
+        now, scored, until = self._counted
+        counts.counted_s += until - since
         counts.num_preemptions += now.num_preemptions - engine.num_preemptions
         counts.num_engine_steps += now.num_steps - engine.num_steps
         counts.num_drafted_tokens += now.num_drafted_tokens - engine.num_drafted_tokens
