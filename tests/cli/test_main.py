@@ -270,7 +270,7 @@ def test_R22_more_processes_than_the_host_can_serve_are_refused(
     device, num_cores, max_gpus = host
     started: list[int] = []
 
-    def spawn(command: Sequence[str], nproc: int) -> int:
+    def spawn(command: Sequence[str], nproc: int, on_death: object) -> int:
         started.append(nproc)
         return 0
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tests.tiny_runs import tiny_config, write_inputs
 
-from hone.config.tree import RLConfig
+from hone.config.tree import RLConfig, SFTConfig
+from hone.data.arithmetic import generate, write_jsonl
 from hone.loops.launch import launch
 from hone.loops.parts import RLParts, assemble
 
@@ -30,6 +31,29 @@ def make_config(inputs: Path, tmp_path: Path) -> MakeConfig:
     """Builds the configuration of a run in `tmp_path`; keyword arguments override sections."""
 
     return partial(tiny_config, inputs, tmp_path / "run")
+
+
+@pytest.fixture
+def sft_config(inputs: Path, tmp_path: Path) -> SFTConfig:
+    demonstrations = tmp_path / "demonstrations.jsonl"
+    problems = generate(40, seed=0, low=0, high=9)
+    write_jsonl(demonstrations, [row | {"completion": row["answer"]} for row in problems])
+    return SFTConfig.model_validate(
+        {
+            "run": {"dir": tmp_path / "one", "steps": 3, "device": "cpu"},
+            "model": {"path": str(inputs / "model")},
+            "data": {
+                "train": [{"path": str(demonstrations)}],
+                "eval_fraction": 0.25,
+                "chat": "never",
+                "max_tokens": 16,
+                "examples_per_step": 5,
+            },
+            "trainer": {"optimizer": {"lr": 3e-3}, "logits_chunk_tokens": 64},
+            "eval": {"every_n_steps": 1},
+            "log": {"tensorboard": False, "report": False},
+        }
+    )
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from hone.checkpoint.store import CheckpointStore
 from hone.config.base import Section
 from hone.config.load import dump_config
 from hone.config.tree import EvaluateConfig, SFTConfig
-from hone.data.arithmetic import generate, write_jsonl
 from hone.loops import inference, reinforce, supervised
 
 OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s", "engine/steps", "engine/kv_cache_usage")
@@ -144,29 +143,6 @@ def test_R21_four_processes_share_few_prompts(make_config: MakeConfig, tmp_path:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     run_hone("rl", four, tmp_path, launcher=launcher)  # more than `--nproc` grants two cores
     assert_same_run(one.run.dir, four.run.dir)
-
-
-@pytest.fixture
-def sft_config(inputs: Path, tmp_path: Path) -> SFTConfig:
-    demonstrations = tmp_path / "demonstrations.jsonl"
-    problems = generate(40, seed=0, low=0, high=9)
-    write_jsonl(demonstrations, [row | {"completion": row["answer"]} for row in problems])
-    return SFTConfig.model_validate(
-        {
-            "run": {"dir": tmp_path / "one", "steps": 3, "device": "cpu"},
-            "model": {"path": str(inputs / "model")},
-            "data": {
-                "train": [{"path": str(demonstrations)}],
-                "eval_fraction": 0.25,
-                "chat": "never",
-                "max_tokens": 16,
-                "examples_per_step": 5,
-            },
-            "trainer": {"optimizer": {"lr": 3e-3}, "logits_chunk_tokens": 64},
-            "eval": {"every_n_steps": 1},
-            "log": {"tensorboard": False, "report": False},
-        }
-    )
 
 
 @pytest.mark.slow

@@ -255,6 +255,7 @@ class Ending:
     [
         Ending(signal.SIGINT, 130, saves=True),
         Ending(signal.SIGTERM, 130, saves=True),
+        Ending(signal.SIGHUP, 130, saves=True),
         Ending(signal.SIGKILL, -9, saves=False),
     ],
     ids=lambda ending: ending.number.name,
@@ -277,7 +278,7 @@ def test_R25_any_end_leaves_nothing_running(
     steps = CheckpointStore(cfg.run.dir / "checkpoints").steps()
     assert bool(steps) == ending.saves
     assert "Traceback" not in output
-    assert RunFolder.read(cfg.run.dir).status == ("stopped" if ending.saves else "running")
+    assert RunFolder.read(cfg.run.dir).status == "stopped"
     if ending.saves:
         assert metrics(cfg.run.dir)[-1]["step"] == steps[-1], "the step in progress is kept"
 

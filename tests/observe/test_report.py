@@ -1,9 +1,14 @@
 """The report renders from any folder, needs nothing from outside, and shows what the files say."""
 
+import fcntl
 import json
 import re
-import time
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hone.cli.report import run as report_command
 from hone.observe.charts import MAX_POINTS
+from hone.observe.loggers import append_event
 from hone.observe.report import write_report
 from hone.observe.run_folder import RunFolder
 from hone.observe.transcripts import split_pieces
@@ -132,28 +138,108 @@ def test_missing_values_leave_gaps(tmp_path: Path) -> None:
     assert [value is None for value in reward] == [False] * 3 + [True] * 3
 
 
+NOW_S = 1e9
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The lock of a run at work, as `launch` holds it."""
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.mark.parametrize(
-    ("last_step", "age_s", "status"),
-    [(200, 1e6, "finished"), (20, 0, "running"), (20, 1e5, "stopped")],
+    ("last_step", "end", "is_locked", "status"),
+    [
+        (200, None, False, "finished"),
+        (200, None, True, "running"),  # the model is being written
+        (20, None, True, "running"),
+        (20, None, False, "stopped"),  # killed this moment
+        (20, ("interrupted", 1), False, "stopped"),
+        (20, ("error", 1), False, "failed"),
+        (200, ("error", 1), False, "failed"),  # in the export
+        (20, ("error", -1), False, "stopped"),  # it has gone on since
+        (20, ("error", 1), True, "running"),  # it is going on
+        (0, ("error", 1), False, "failed"),
+        (0, None, False, "empty"),
+    ],
 )
-def test_status(tmp_path: Path, last_step: int, age_s: float, status: str) -> None:
+def test_status(
+    tmp_path: Path, last_step: int, end: tuple[str, float] | None, is_locked: bool, status: str
+) -> None:
     (tmp_path / "config.yaml").write_text("run: {steps: 200}")
-    row = {"step": last_step, "timestamp_s": time.time() - age_s, "time/step_s": 5.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    assert RunFolder.read(tmp_path).status == status
+    if last_step:
+        row = {"step": last_step, "timestamp_s": NOW_S, "time/step_s": 5.0}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    if end is not None:
+        event = {"kind": end[0], "timestamp_s": NOW_S + end[1], "step": 20, "message": "x"}
+        (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    (tmp_path / ".lock").touch()  # what earlier runs leave
+    with locked(tmp_path) if is_locked else nullcontext():
+        assert RunFolder.read(tmp_path).status == status
 
 
-def test_an_interrupted_run_has_stopped_until_it_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("run: {steps: 200}")
-    now = time.time()
-    row = {"step": 20, "timestamp_s": now - 1, "time/step_s": 5.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    event = {"kind": "interrupted", "timestamp_s": now, "step": 20}
-    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
-    assert RunFolder.read(tmp_path).status == "stopped"
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(row | {"step": 21, "timestamp_s": now + 1}) + "\n")
-    assert RunFolder.read(tmp_path).status == "running"
+def test_the_error_stands_on_top(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=3)
+    append_event(
+        folder, "error", message="no <reward> left", step=4, phase="generate", traceback="File x"
+    )
+    _, page = render(folder)
+    assert "The run failed in step 4, during generate" in page.text
+    assert page.text.index("no <reward> left") < page.text.index("Training reward")
+    assert page.text.count("File x") == 1
+
+
+def test_an_alarm_shows_value_and_step_of_one_event(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=3)
+    for step, value in ((7, 0.5), (30, 0.25), (55, 0.75)):
+        alarm = {"name": "a", "metric": "m", "value": value, "limit": 0.1, "advice": "look"}
+        append_event(folder, "alarm", step=step, **alarm)
+    append_event(folder, "alarm", name="b", step=56, metric="m", value=9.0, limit=8.0, advice="no")
+    text = " ".join(render(folder)[1].text.split())
+    assert "step 55 and 2 before, from step 7 on m 0.75 (limit 0.1) look" in text
+    assert "step 56 m 9 (limit 8) no" in text
+
+
+def test_no_two_sections_have_one_title(tmp_path: Path) -> None:
+    html, _ = render(write_run(tmp_path / "run", num_steps=3))
+    titles = re.findall(r'class="section">([^<]*?) *<', html)
+    assert "Samples" in titles
+    assert len(set(titles)) == len(titles)
+
+
+AXIS_SCRIPT = """
+globalThis.document = {
+  getElementById: () => ({ textContent: "{}" }), querySelectorAll: () => [],
+  querySelector: () => null, addEventListener: () => {},
+};
+globalThis.addEventListener = () => {};
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the page's script needs node to run here")
+@pytest.mark.parametrize("scale", ["linear", "zero", "share"])
+@pytest.mark.parametrize(
+    "values",
+    [[0.99998, 1.00003], [1.0, 1.0], [123456.0, 123457.0], [0.5, 0.5004], [-1.00001, -1.0], [0, 0]],
+    ids=str,
+)
+def test_marks_of_an_axis_read_differently(values: list[float], scale: str) -> None:
+    script = (files("hone.observe") / "report.js").read_text()
+    asked = f"axis({json.dumps(values)}, {json.dumps(scale)})"
+    program = (
+        f"{AXIS_SCRIPT}{script}\nconst y = {asked};"
+        "console.log(JSON.stringify([y.marks, y.marks.map(y.label)]));"
+    )
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    marks, labels = json.loads(done.stdout)
+    assert len(marks) > 1
+    assert len(set(labels)) == len(labels), labels
+    unit = {"k": 1e3, "M": 1e6, "%": 0.01}
+    for mark, label in zip(marks, labels, strict=True):
+        read = float(label.rstrip("kM%").replace(",", "")) * unit.get(label[-1], 1)
+        assert read == pytest.approx(mark, abs=1e-3 * abs(marks[1] - marks[0])), label
 
 
 def test_text_of_models_cannot_break_the_page(tmp_path: Path) -> None:

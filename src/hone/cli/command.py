@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -130,7 +131,14 @@ def run_in_processes(
     _require_no_error([*served])
     _set_up_openmp(cfg, nproc)
     _log.info("starting %d processes", nproc)
-    return spawn([sys.executable, "-m", "hone", command, *argv], nproc)
+    on_death = partial(_record_death, cfg) if isinstance(cfg, RLConfig | SFTConfig) else None
+    return spawn([sys.executable, "-m", "hone", command, *argv], nproc, on_death)
+
+
+def _record_death(cfg: RLConfig | SFTConfig, message: str, step: int, phase: str) -> None:
+    from hone.loops.ending import record_death
+
+    record_death(cfg.run.dir, message, step=step, phase=phase, draws_report=cfg.log.report)
 
 
 def _set_up_openmp(cfg: Recipe, num_processes: int) -> None:

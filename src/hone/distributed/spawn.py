@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -35,11 +35,16 @@ _TELLING_S = 60.0
 _POLL_S = 0.05
 
 
-def spawn(command: Sequence[str], nproc: int) -> int:
+Death = Callable[[str, int, str], None]
+"""Called with how a process has ended, the step and the phase."""
+
+
+def spawn(command: Sequence[str], nproc: int, on_death: Death | None = None) -> int:
     """Run `command` in `nproc` processes; the exit code of the run.
 
-    That is 0, 130 where Ctrl-C ended it, 143 where SIGTERM did, else the code of the process that
-    told why the run ends. Where one was killed, that is told here, and the code is 1.
+    That is 0, 130 where Ctrl-C ended it, 143 where SIGTERM did, 129 where SIGHUP did, else the code
+    of the process that told why the run ends. Where one was killed, that is told here, `on_death`
+    is called when all processes have ended, and the code is 1.
 
     Raises KeyboardInterrupt where Ctrl-C ended the run and no process was left to say so.
     """
@@ -68,6 +73,8 @@ def spawn(command: Sequence[str], nproc: int) -> int:
         finally:
             for process in run.processes:
                 _kill(process)
+            if run.death is not None and on_death is not None:
+                on_death(*run.death)
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
@@ -99,24 +106,30 @@ class _Run:
     """The processes, by rank, and what the launcher was asked."""
 
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
-    is_terminated: bool = False
-    """SIGTERM has come."""
+    ended_by: int = 0
+    """SIGTERM or SIGHUP, where it has come."""
+    death: tuple[str, int, str] | None = None
+    """Of a process that could not tell it itself: how it ended, step, phase."""
     interrupts: list[float] = field(default_factory=list[float])
     """When Ctrl-C came."""
 
     @contextmanager
     def forwarding(self) -> Generator[None]:
-        """Ctrl-C and SIGTERM go on to every process, which decides when to stop."""
+        """Ctrl-C, SIGTERM and SIGHUP go on to every process, which decides when to stop."""
 
         def forward(number: int, frame: FrameType | None) -> None:
             if number == signal.SIGINT:
                 self.interrupts.append(time.monotonic())
-            self.is_terminated |= number == signal.SIGTERM
+            else:
+                self.ended_by = number
             for process in self.processes:
                 if process.poll() is None:
                     process.send_signal(number)
 
-        previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        previous = {n: signal.signal(n, forward) for n in numbers}
         try:
             yield
         finally:
@@ -152,11 +165,11 @@ class _Run:
 
         code = self.processes[rank].returncode
         passed_on = {signal.SIGINT} if self.interrupts else set[int]()
-        passed_on |= {signal.SIGTERM} if self.is_terminated else set[int]()
+        passed_on |= {self.ended_by} if self.ended_by else set[int]()
         # One with an error has claimed to tell it before it ended; others end silently.
         is_sudden = -code not in passed_on if code < 0 else not passed_on
         if is_sudden and claim_for(None, store):
-            _tell(rank, self.processes[rank], store)
+            self._tell(rank, store)
         self._wait(_GRACE_S, self.processes)
         teller, told_code = told(store)
         if teller is not None and told_code is None:
@@ -164,36 +177,39 @@ class _Run:
             told_code = told(store)[1] or self.processes[teller].poll()
         if told_code is not None and told_code > 0:
             return told_code
-        if self.is_terminated:
-            return 128 + signal.SIGTERM
+        if self.ended_by:
+            return 128 + self.ended_by
         if self.interrupts:
             if claim_for(None, store):
                 raise KeyboardInterrupt
             return INTERRUPTED
         return max(code, 1)
 
+    def _tell(self, rank: int, store: Store) -> None:
+        """Say how a process ended that has not told it itself."""
+        from hone.distributed.watch import advice, read
+
+        process = self.processes[rank]
+        number = -process.returncode if process.returncode < 0 else None
+        how = (
+            f"was killed by {signal.Signals(number).name}"
+            if number
+            else f"ended with exit code {process.returncode} (what it wrote, if anything, is above)"
+        )
+        said = read(store, rank)
+        last = "while it started" if said is None else f"in {said.doing(time.time())}"
+        message = f"rank {rank} (pid {process.pid}) {how}, {last}."
+        if number:
+            message += f"\n{advice(number)}"
+        step, phase = (0, "start") if said is None else (said.step, said.phase)
+        self.death = message, step, phase
+        sys.stderr.write(f"error: {message}\n")
+        sys.stderr.flush()
+
     def _wait(self, seconds: float, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and any(p.poll() is None for p in processes):
             time.sleep(_POLL_S)
-
-
-def _tell(rank: int, process: subprocess.Popen[bytes], store: Store) -> None:
-    """Say how a process ended that has not told it itself."""
-    from hone.distributed.watch import advice, read
-
-    number = -process.returncode if process.returncode < 0 else None
-    how = (
-        f"was killed by {signal.Signals(number).name}"
-        if number
-        else f"ended with exit code {process.returncode} (what it wrote, if anything, is above)"
-    )
-    said = read(store, rank)
-    last = "while it started" if said is None else f"in {said.doing(time.time())}"
-    sys.stderr.write(f"error: rank {rank} (pid {process.pid}) {how}, {last}.\n")
-    if number:
-        sys.stderr.write(f"{advice(number)}\n")
-    sys.stderr.flush()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

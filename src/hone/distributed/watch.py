@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +58,8 @@ BACKSTOP_S = 15.0
 _CONNECT_S = 60.0
 _CONFESSION_S = 3.0
 """How long a process whose connection broke waits for another one to say why."""
+_TOKEN = uuid.uuid4().hex
+"""Tells this process's claims from those of others."""
 _LAUNCHER = -1
 """In place of a rank: the launcher tells why the run ends."""
 _SPANS = Path(__file__).parents[1] / "observe" / "spans.py"
@@ -148,7 +150,7 @@ class Claim:
 
 
 def claim(own: Processes) -> Claim | None:
-    """Claim to be the one that tells why the run ends; None where another one does."""
+    """Claim to be the one that tells why the run ends; None where another process does."""
     if own.world_size == 1:
         return Claim(None)
     try:
@@ -158,8 +160,8 @@ def claim(own: Processes) -> Claim | None:
 
 
 def claim_for(rank: int | None, store: dist.Store) -> Claim | None:
-    """As `claim`, with a store at hand; the launcher has no rank."""
-    token = f"{_LAUNCHER if rank is None else rank} {uuid.uuid4().hex}"
+    """As `claim`, with a store at hand; the launcher has no rank, and its claim is granted once."""
+    token = f"{_LAUNCHER} {uuid.uuid4().hex}" if rank is None else f"{rank} {_TOKEN}"
     held = store.compare_set("teller", "", token).decode()
     return Claim(store) if held == token else None
 
@@ -229,8 +231,20 @@ class Watch:
         self._others: dict[int, Progress] = {}
         self._previous: Any = None
         """What SIGTERM did before."""
+        self.on_end: Callable[[str], None] | None = None
+        """Called with the reason where this process ends the run for another one's sake."""
         self._heard: dict[int, float] = {}
         """When each of the others was last heard of, by this process's monotonic clock."""
+
+    @property
+    def phase(self) -> str:
+        """What this process does."""
+        return self._progress.phase
+
+    @property
+    def step(self) -> int:
+        """The step it does that for; 0 before the first."""
+        return self._progress.step
 
     def begin_step(self, step: int) -> None:
         """From now on phases belong to this step."""
@@ -238,11 +252,11 @@ class Watch:
 
     def enter(self, phase: str) -> None:
         """Say that this process begins something. Costs a few microseconds."""
+        with self._lock:
+            self._progress = replace(
+                self._progress, phase=phase, step=self._step, since=time.time()
+            )
         if self._store is not None:
-            with self._lock:
-                self._progress = replace(
-                    self._progress, phase=phase, step=self._step, since=time.time()
-                )
             self._tell()
 
     def join(self) -> None:
@@ -415,10 +429,14 @@ class Watch:
 
     def _end(self, message: str) -> NoReturn:
         """Leave at once: the main thread may be in a collective that never ends."""
-        if message and self._may_speak():
-            sys.stderr.write(f"{message}\n")
-            sys.stderr.flush()
-        os._exit(1)
+        try:
+            if message and self._may_speak():
+                sys.stderr.write(f"{message}\n")
+                sys.stderr.flush()
+                if self.on_end is not None:
+                    self.on_end(message.removeprefix("error: "))
+        finally:
+            os._exit(1)
 
     def _may_speak(self) -> bool:
         assert self._store is not None

@@ -27,9 +27,13 @@ from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.distributed.watch import Watch
+from hone.loops.ending import Ending
+from hone.loops.interrupt import terminable
 from hone.loops.resuming import announce, find_checkpoint, save_config
 from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
+from hone.observe.disk import writing
+from hone.observe.run_folder import LOCK
 from hone.trainer.gathering import wholes
 from hone.trainer.learner import Learner
 from hone.trainer.policy import Policy
@@ -118,11 +122,11 @@ def join(run: GenerateRunConfig, parallel: ParallelConfig) -> Generator[tuple[Me
         device = choose_device(run)
         watch.join()
         mesh = Mesh.join(parallel, own, device)
+        watch.enter("start")
         if own.world_size == 1:
             yield mesh, watch
             return
         watch.follow(mesh.groups)
-        watch.enter("start")
         yield mesh, watch
         dist.destroy_process_group()
 
@@ -134,12 +138,15 @@ def launch(
     parallel: ParallelConfig,
     tree: RLConfig | SFTConfig,
 ) -> Generator[Launch]:
-    """Join the other processes, seed everything, find out where to go on.
+    """Join the other processes, seed everything, find out where to go on. At the end of the block,
+    whichever it is, the folder says how the run ended.
 
     Seeds are equal in all processes. Raises UserError where `run.resume` does not fit what the
     folder holds, or another command has written it.
     """
     with ExitStack() as stack, join(run, parallel) as (mesh, watch):
+        if mesh.world.size == 1:  # of several, the watch ends each
+            stack.enter_context(terminable())
         random.seed(run.seed)
         np.random.seed(run.seed % 2**32)
         torch.manual_seed(run.seed)
@@ -155,9 +162,13 @@ def launch(
         if found is not None:
             for line in announce(found, run, tree, mesh.sizes):
                 _log.info("%s", line)
+        ending = Ending(run.dir, watch, is_first=mesh.is_first, draws_report=tree.log.report)
+        stack.enter_context(ending.report())
         if mesh.is_first:
-            run.dir.mkdir(parents=True, exist_ok=True)
+            with writing(run.dir, "run.dir"):
+                run.dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_alone_in(run.dir))
+        stack.enter_context(ending.cause())
         yield Launch(
             mesh=mesh,
             watch=watch,
@@ -175,7 +186,9 @@ def _alone_in(folder: Path) -> Generator[None]:
 
     Raises UserError where another run is in there.
     """
-    with (folder / ".lock").open("w") as file:
+    with writing(folder, "run.dir"):
+        file = (folder / LOCK).open("w")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -218,7 +231,8 @@ def export(
         )
         adapters = _wholes(policy.masters)
         if begin.mesh.is_first:
-            save_adapter(begin.dir / "adapter", policy.model, lora, adapters)
+            with writing(begin.dir / "adapter", "run.dir"):
+                save_adapter(begin.dir / "adapter", policy.model, lora, adapters)
         else:
             deque(adapters, maxlen=0)  # gathered by all
         return

@@ -52,6 +52,7 @@ from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
+from hone.observe.disk import DiskError
 from hone.observe.loggers import RunLog
 from hone.observe.metrics import Metrics
 from hone.observe.peaks import device_peaks
@@ -288,7 +289,8 @@ def share_of_workers(cfg: RewardConfig) -> RewardConfig:
 def recording(
     cfg: RLConfig | SFTConfig, begin: Launch, alarms: Alarms, limits: Limits | None = None
 ) -> Generator[Recorder]:
-    """The recorder of this process; the first one's writes into the run folder."""
+    """The recorder of this process; the first one's writes into the run folder, also the samples
+    of a step that fails."""
     recorder = Recorder(begin.mesh, Spans(on_begin=begin.watch.enter), alarms, limits=limits)
     with ExitStack() as stack:
         if begin.mesh.is_first:
@@ -310,7 +312,14 @@ def recording(
                     has_limit=limits is not None and limits.peaks is not None,
                 )
             )
-        yield recorder
+        try:
+            yield recorder
+        except BaseException:
+            try:
+                recorder.write_unrecorded()
+            except DiskError as error:  # the error that ends the run is the one to be told
+                _log.warning("warning: %s", error)
+            raise
 
 
 @contextmanager

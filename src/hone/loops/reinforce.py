@@ -9,7 +9,6 @@ from hone.loops.interrupt import Interrupt
 from hone.loops.launch import Launch, export, is_complete, launch
 from hone.loops.parts import assemble
 from hone.loops.step import Outcome
-from hone.observe.report import write_report
 
 __all__ = ["Outcome", "run"]
 
@@ -22,12 +21,8 @@ def run(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Outcome:
     """
     with launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg) as begin:
         if is_complete(begin, cfg.model.lora):
-            outcome = Outcome(begin.steps_done, interrupted=False)
-        else:
-            outcome = _run(cfg, begin, make_engines)
-    if cfg.log.report and begin.mesh.is_first:
-        write_report(begin.dir)
-    return outcome
+            return Outcome(begin.steps_done, interrupted=False)
+        return _run(cfg, begin, make_engines)
 
 
 def _run(cfg: RLConfig, begin: Launch, make_engines: MakeEngines | None) -> Outcome:

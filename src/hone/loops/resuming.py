@@ -21,12 +21,12 @@ from hone.config.paths import must_be_local
 from hone.config.run import RunConfig
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import MeshSizes
-from hone.observe.whole_file import whole_file
+from hone.observe.run_folder import CONFIG, read_config
+from hone.observe.whole_file import write_whole
 from hone.trainer.learner import Learner
 
 __all__ = ["announce", "find_checkpoint", "restore", "save_config"]
 
-_CONFIG = "config.yaml"
 _MODEL = "model.json"
 """Which model the run trains: its place, resolved, how its weights began, and, of a local folder,
 `config.json`."""
@@ -87,16 +87,15 @@ def restore(trainer: Learner, parts: Mapping[str, Any]) -> None:
 def save_config(folder: Path, tree: RLConfig | SFTConfig) -> None:
     """Write the configuration into a run folder, and which model it means: once nothing stands
     against going on there."""
-    (folder / _CONFIG).write_text(dump_config(tree), encoding="utf-8")
-    with whole_file(folder / _MODEL) as file:
-        json.dump(_identity(tree.model), file, indent=2)
+    write_whole(folder / CONFIG, dump_config(tree), "run.dir")
+    write_whole(folder / _MODEL, json.dumps(_identity(tree.model), indent=2), "run.dir")
 
 
 def _saved_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the run that the folder holds; empty where there is none."""
-    file = folder / _CONFIG
-    saved = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
-    return saved if isinstance(saved, dict) else {}
+    """The configuration of the run that the folder holds; empty where there is none. Raises
+    UserError where it cannot be read."""
+    _, saved = read_config(folder)
+    return saved
 
 
 def _require_same_command(folder: Path, saved: Mapping[str, Any], tree: Section) -> None:

@@ -19,7 +19,6 @@ from hone.models.adapters import adapt
 from hone.models.load import compute_dtype
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.metrics import Metrics, to_scalars
-from hone.observe.report import write_report
 from hone.trainer.precision import require_matmul_precision
 from hone.trainer.trainer import SupervisedTrainer
 
@@ -35,12 +34,8 @@ def run(cfg: SFTConfig) -> Outcome:
     """
     with launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg) as begin:
         if is_complete(begin, cfg.model.lora):
-            outcome = Outcome(begin.steps_done, interrupted=False)
-        else:
-            outcome = _run(cfg, begin)
-    if cfg.log.report and begin.mesh.is_first:
-        write_report(begin.dir)
-    return outcome
+            return Outcome(begin.steps_done, interrupted=False)
+        return _run(cfg, begin)
 
 
 def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
@@ -74,12 +69,12 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
             "random": capture_random_state(),
         }
 
-    saver = Saver(begin.store, cfg.checkpoint, state_parts)
     done = first = begin.steps_done
     with (
         recording(cfg, begin, alarms) as recorder,
         Interrupt(mesh, "the run saves after this step and ends") as interrupt,
     ):
+        saver = Saver(begin.store, cfg.checkpoint, state_parts, published=recorder.saved)
         if cfg.eval.at_start and first == 0:
             recorder.record(0, trainer.evaluate(data.eval))
 
@@ -101,8 +96,7 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
             with recorder.spans.span("checkpoint"):
                 stop = interrupt.is_requested()
                 is_last = stop or step == cfg.run.steps
-                if saver.after(step, rank, is_last=is_last):
-                    recorder.event("checkpoint", step=step, metric=rank)
+                saver.after(step, rank, is_last=is_last)
             if stop:
                 recorder.event("interrupted", step=step)
                 break

@@ -34,6 +34,7 @@ def train(parts: RLParts) -> Outcome:
             parts.launch.watch.begin_step(step)
             with span("generate"), parts.core_for_rewards():
                 groups = parts.rollout.collect(step, parts.recorder.progress)
+                parts.recorder.sampled(step, groups)
                 check_failure_rate(samples_of(groups), cfg.reward.max_failure_rate)
             with parts.training():
                 with span("experience"):

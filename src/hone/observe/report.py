@@ -22,19 +22,21 @@ from markupsafe import Markup
 from hone.observe.charts import chart_sections, metric_table, phase_chart
 from hone.observe.run_folder import RunFolder
 from hone.observe.transcripts import transcripts
+from hone.observe.whole_file import write_whole
 
 __all__ = ["write_report"]
 
 
-def write_report(run_dir: Path, output: Path | None = None) -> Path:
-    """Write the report of a run folder, by default into it, and return its path.
+def write_report(run_dir: Path, output: Path | None = None, *, has_ended: bool = False) -> Path:
+    """Write the report of a run folder, by default into it, and return its path. `has_ended` as in
+    `RunFolder.read`.
 
-    Raises ValueError when `run_dir` is no folder.
+    Raises UserError when `run_dir` is no folder of a run, and DiskError where the report cannot be
+    written.
     """
-    run = RunFolder.read(run_dir)
+    run = RunFolder.read(run_dir, has_ended=has_ended)
     target = output or run_dir / "report.html"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(_render(run), encoding="utf-8")
+    write_whole(target, _render(run), "run.dir" if output is None else "--output")
     return target
 
 
@@ -52,10 +54,11 @@ def _render(run: RunFolder) -> str:
     return environment.get_template("report.html.jinja").render(
         title=run.path.resolve().name,
         status=run.status,
+        error=run.error,
         facts=_facts(run),
         tiles=_tiles(run),
         alarms=_alarms(run.events),
-        events=[event for event in run.events if event.get("kind") != "alarm"],
+        events=[_event(event) for event in run.events if event.get("kind") != "alarm"],
         sections=sections,
         phases=phases,
         evaluations=_evaluations(run),
@@ -128,26 +131,30 @@ def _tiles(run: RunFolder) -> list[dict[str, Any]]:
     return tiles
 
 
+def _event(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Kind and fields of an event; a traceback fills a page, and `error` has it."""
+    hidden = ("kind", "timestamp_s", "traceback")
+    fields = {name: value for name, value in event.items() if name not in hidden}
+    return {"kind": event.get("kind"), "fields": fields}
+
+
 def _alarms(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Alarms by their metric: how often, when, and the newest message."""
-    grouped: dict[str, dict[str, Any]] = {}
+    """Alarms by name and metric: the newest one, and when it was raised before."""
+    grouped: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
     for event in events:
         if event.get("kind") == "alarm":
-            held = grouped.setdefault(str(event.get("metric")), {"steps": []})
-            held["steps"].append(event.get("step"))
-            held["event"] = event
+            grouped.setdefault((event.get("name"), event.get("metric")), []).append(event)
     return [
-        {"metric": metric, "steps": held["steps"], **_alarm_text(held["event"])}
-        for metric, held in grouped.items()
+        {
+            "metric": metric,
+            "step": newest.get("step"),
+            "value": newest.get("value"),
+            "limit": newest.get("limit"),
+            "text": newest.get("advice") or newest.get("message") or "",
+            "earlier": [event.get("step") for event in earlier],
+        }
+        for (_, metric), (*earlier, newest) in grouped.items()
     ]
-
-
-def _alarm_text(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "value": event.get("value"),
-        "limit": event.get("limit"),
-        "text": event.get("advice") or event.get("message") or "",
-    }
 
 
 def _evaluations(run: RunFolder) -> dict[str, Any] | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,12 @@ import yaml
 
 from hone.config.errors import UserError
 
-__all__ = ["RunFolder"]
+__all__ = ["CONFIG", "LOCK", "RunFolder", "is_locked", "read_config"]
 
-_FILES = ("config.yaml", "metrics.jsonl", "events.jsonl")
+CONFIG = "config.yaml"
+LOCK = ".lock"
+"""A run holds a lock on this file of its folder as long as it is at work."""
+_FILES = (CONFIG, "metrics.jsonl", "events.jsonl")
 """What a folder is known by as one of a run: it has one of them."""
 
 _STEP = re.compile(rb'\{"step": (\d+),')
@@ -32,27 +35,28 @@ class RunFolder:
     events: Sequence[Mapping[str, Any]]
     config_text: str
     config: Mapping[str, Any]
+    is_running: bool
 
     @classmethod
-    def read(cls, path: Path) -> RunFolder:
-        """Read what exists; missing files count as empty.
+    def read(cls, path: Path, *, has_ended: bool = False) -> RunFolder:
+        """Read what exists; missing files count as empty. `has_ended` is for a process of the run
+        itself: another one may not have let go of the folder yet.
 
-        Raises UserError when `path` is no folder of a run.
+        Raises UserError when `path` is no folder of a run, or its configuration cannot be read.
         """
         if not any((path / name).is_file() for name in _FILES):
             raise UserError(f"{path} is not a run folder: give the folder that `run.dir` named.")
         merged: dict[int, dict[str, Any]] = {}
         for row in _json_rows(path / "metrics.jsonl"):
             merged.setdefault(int(row["step"]), {}).update(row)
-        config_file = path / "config.yaml"
-        config_text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
-        config = yaml.safe_load(config_text)
+        config_text, config = read_config(path)
         return cls(
             path=path,
             rows=[merged[step] for step in sorted(merged)],
             events=list(_json_rows(path / "events.jsonl")),
             config_text=config_text,
-            config=config if isinstance(config, dict) else {},
+            config=config,
+            is_running=not has_ended and is_locked(path),
         )
 
     def setting(self, dotted: str) -> Any:
@@ -75,23 +79,30 @@ class RunFolder:
 
     @property
     def status(self) -> str:
-        """`finished`, `running`, `stopped`, or `empty`.
-
-        Judged by the steps done, then by a recorded interruption that no later step follows, then,
-        for a run that says nothing, by the age of its newest row.
-        """
+        """`running` while a run holds the folder's lock, else `failed` where an error ended it,
+        `finished`, `stopped`, or `empty`."""
+        if self.is_running and self.rows:
+            return "running"
+        if self.error is not None:
+            return "failed"
         if not self.rows:
             return "empty"
         num_steps = self.setting("run.steps")
-        if num_steps is not None and self.rows[-1]["step"] >= num_steps:
-            return "finished"
-        newest_s = self.rows[-1]["timestamp_s"]
-        interruptions = [event for event in self.events if event.get("kind") == "interrupted"]
-        if interruptions and interruptions[-1]["timestamp_s"] >= newest_s:
-            return "stopped"
-        times = self.values("time/step_s")
-        patience_s = 60 + 10 * (sum(times) / len(times) if times else 60)
-        return "running" if time.time() - newest_s < patience_s else "stopped"
+        is_done = num_steps is not None and self.rows[-1]["step"] >= num_steps
+        return "finished" if is_done else "stopped"
+
+    @property
+    def error(self) -> Mapping[str, Any] | None:
+        """The event of the error that ended the run, unless it has gone on since."""
+        if self.is_running:
+            return None
+        newest_s = self.rows[-1]["timestamp_s"] if self.rows else 0.0
+        ends = [
+            event
+            for event in self.events
+            if event.get("kind") in ("error", "interrupted") and event["timestamp_s"] >= newest_s
+        ]
+        return ends[-1] if ends and ends[-1]["kind"] == "error" else None
 
     def samples(self, *, num_steps: int, per_step: int) -> list[dict[str, Any]]:
         """Samples of the newest, the first, and steps evenly between; newest first.
@@ -115,6 +126,39 @@ class RunFolder:
                     file.seek(offset)
                     rows.append(json.loads(file.readline()))
         return rows
+
+
+def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The configuration in a run folder, as text and as a tree; empty where there is none.
+
+    Raises UserError where the file is damaged.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        return "", {}
+    try:
+        text = file.read_text(encoding="utf-8")
+        tree = yaml.safe_load(text)
+        if not isinstance(tree, dict | None):
+            raise ValueError(f"it holds a {type(tree).__name__} where keys are expected")
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{file} is damaged ({' '.join(str(error).split())}). Put back the configuration of "
+            "the run, remove the file where the run may go on without it, or name another folder."
+        ) from error
+    return text, tree or {}
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a run is at work in the folder."""
+    try:
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no run has been here, or the file system has no locks
+        return False
+    return False
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:

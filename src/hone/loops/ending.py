@@ -1,0 +1,130 @@
+"""Why a run ended, for those who look at its folder later: the cause as an event, and the report.
+
+A run that fails has an event `error` with the message, the step and the phase in which it failed;
+one that a second Ctrl-C or an early SIGTERM ends at once has an event `interrupted`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hone.config.errors import UserError
+from hone.distributed.processes import processes
+from hone.distributed.watch import Watch, claim
+from hone.loops.interrupt import Terminated
+from hone.observe.disk import DiskError
+from hone.observe.loggers import append_event
+from hone.observe.report import write_report
+from hone.observe.run_folder import LOCK, is_locked
+
+__all__ = ["Ending", "record_death"]
+
+_log = logging.getLogger(__name__)
+
+
+class Ending:
+    """Writes the end of a run into its folder.
+
+    The first process draws the report of a run that ends well. The cause of another end is written
+    by the process whose error people read, which then draws the report.
+    """
+
+    def __init__(self, folder: Path, watch: Watch, *, is_first: bool, draws_report: bool) -> None:
+        self._folder, self._watch = folder, watch
+        self._is_first, self._draws_report = is_first, draws_report
+        self._is_recorded = False
+
+    @contextmanager
+    def report(self) -> Generator[None]:
+        """Draw the report when the block ends. Of a block that fails before `cause` was entered
+        there is none: the folder may be another run's."""
+        try:
+            yield
+        except BaseException:
+            if self._is_recorded:
+                _draw_failed(self._folder, self._draws_report)
+            raise
+        if self._is_first and self._draws_report:
+            write_report(self._folder)
+
+    @contextmanager
+    def cause(self) -> Generator[None]:
+        """Record the error that ends the block. Entered while the folder is locked."""
+        self._watch.on_end = self._other_ended
+        try:
+            yield
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if _speaks(error):
+                self._record(**_described(error))
+            raise
+
+    def _other_ended(self, reason: str) -> None:
+        """Another process is gone or stuck, and this one ends the run for it."""
+        self._record(kind="error", message=reason, error="LostPeerError")
+        _draw_failed(self._folder, self._draws_report)
+
+    def _record(self, **fields: Any) -> None:
+        self._is_recorded = True
+        _record(self._folder, **fields, step=self._watch.step, phase=self._watch.phase)
+
+
+def record_death(folder: Path, message: str, *, step: int, phase: str, draws_report: bool) -> None:
+    """Write into a run folder how a process has ended that could not do so, once all have ended.
+    Not where no process had come so far as to take the folder, or another run has it."""
+    if not (folder / LOCK).exists() or is_locked(folder):
+        return
+    _record(folder, kind="error", message=message, error="LostPeerError", step=step, phase=phase)
+    _draw_failed(folder, draws_report)
+
+
+def _record(folder: Path, **fields: Any) -> None:
+    try:
+        append_event(folder, **fields)
+    except DiskError as problem:  # the error that ends the run is the one to be told
+        _log.warning("warning: the cause is not in the run folder: %s", problem)
+
+
+def _draw_failed(folder: Path, draws_report: bool) -> None:
+    if not draws_report:
+        return
+    try:
+        write_report(folder, has_ended=True)
+    except (OSError, UserError) as problem:
+        _log.warning("warning: the report could not be drawn: %s", problem)
+
+
+def _speaks(error: BaseException) -> bool:
+    """Whether it is this process that tells why the run ends; from then on until it has, it may
+    not be ended by the launcher."""
+    own = processes()
+    if own.world_size == 1:
+        return True
+    if isinstance(error, SystemExit) or claim(own) is None:
+        return False
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return True
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    """Fields of the event."""
+    match error:
+        case KeyboardInterrupt():
+            return {"kind": "interrupted", "message": "Ctrl-C ended the run at once"}
+        case Terminated():
+            name = signal.Signals(error.number).name
+            return {"kind": "interrupted", "message": f"{name} ended the run at once"}
+        case _:
+            fields = {
+                "kind": "error",
+                "message": str(error) or type(error).__name__,
+                "error": type(error).__name__,
+            }
+            if not isinstance(error, UserError):
+                fields["traceback"] = "".join(traceback.format_exception(error))
+            return fields

@@ -1,0 +1,229 @@
+"""However a run ends, its folder says why: an event, the failing samples, and the report."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.loops.conftest import MakeConfig
+from tests.observe.test_disk import largest_file
+
+from hone.checkpoint.store import CheckpointError
+from hone.config.errors import UserError
+from hone.config.run import LogConfig
+from hone.config.tree import SFTConfig
+from hone.loops import reinforce, supervised, sync
+from hone.loops.ending import record_death
+from hone.observe.disk import DiskError
+from hone.observe.run_folder import RunFolder
+from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+
+REPORT = {"tensorboard": False, "report": True}
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def last_event(folder: Path) -> dict[str, Any]:
+    return rows(folder / "events.jsonl")[-1]
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_reward_that_fails_leaves_cause_samples_and_report(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text(
+        "def score(completion, answer):\n"
+        "    if int(answer) % 2:\n"
+        "        raise KeyError('no such column')\n"
+        "    return 0.0\n"
+    )
+    cfg = make_config(
+        reward={
+            "functions": [{"fn": f"{tmp_path / 'broken.py'}:score"}],
+            "num_workers": 1,
+            "max_failure_rate": 0.0,
+        },
+        log=REPORT | {"samples_per_step": 4},
+    )
+    with pytest.raises(ValueError, match="samples have no reward") as caught:
+        reinforce.run(cfg)
+    event = last_event(cfg.run.dir)
+    told = {key: event[key] for key in ("kind", "message", "error", "step", "phase")}
+    assert told == {
+        "kind": "error",
+        "message": str(caught.value),
+        "error": "FailureRateError",
+        "step": 1,
+        "phase": "generate",
+    }
+    samples = rows(cfg.run.dir / "samples.jsonl")
+    assert len(samples) == 4
+    assert all("no such column" in sample["failure_detail"] for sample in samples)
+    assert RunFolder.read(cfg.run.dir).status == "failed"
+    page = (cfg.run.dir / "report.html").read_text()
+    assert "The run failed in step 1, during generate" in page
+    assert page.index("samples have no reward") < page.index("<dt>Failure</dt>")
+
+
+ENDS: dict[BaseException, tuple[str, str]] = {
+    RuntimeError("a bug"): ("error", "a bug"),
+    AssertionError(): ("error", "AssertionError"),
+    KeyboardInterrupt(): ("interrupted", "Ctrl-C ended the run at once"),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        ((reinforce, "assemble"), ("start", 0)),
+        ((PolicyTrainer, "update"), ("train", 1)),
+        ((reinforce, "export"), ("checkpoint", 3)),
+    ],
+    ids=["start", "step", "export"],
+)
+@pytest.mark.parametrize("error", ENDS, ids=["bug", "no text", "Ctrl-C"])
+def test_every_error_is_an_event(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    where: tuple[Any, str],
+    place: tuple[str, int],
+    error: BaseException,
+) -> None:
+    (phase, step), (kind, message) = place, ENDS[error]
+    cfg = make_config(log=REPORT)
+    monkeypatch.setattr(*where, raising(error))
+    with pytest.raises(type(error)):
+        reinforce.run(cfg)
+    event = last_event(cfg.run.dir)
+    told = {key: event[key] for key in ("kind", "message", "step", "phase")}
+    assert told == {"kind": kind, "message": message, "step": step, "phase": phase}
+    assert ("traceback" in event) == (kind == "error")
+    expected = "failed" if kind == "error" else {0: "empty", 1: "empty", 3: "finished"}[step]
+    assert RunFolder.read(cfg.run.dir).status == expected
+    assert message in (cfg.run.dir / "report.html").read_text()
+    assert bool(rows_if_any(cfg.run.dir / "samples.jsonl")) == (step > 0), "of the failed step too"
+
+
+def rows_if_any(file: Path) -> list[dict[str, Any]]:
+    return rows(file) if file.exists() else []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_first_step_ends_the_run_with_a_report(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    cfg = make_config(log=REPORT)
+    before = signal.getsignal(number)
+    monkeypatch.setattr(reinforce, "assemble", lambda *_: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as caught:
+        reinforce.run(cfg)
+    assert caught.value.code == 128 + number
+    assert signal.getsignal(number) is before
+    assert last_event(cfg.run.dir)["message"] == f"{number.name} ended the run at once"
+    assert (cfg.run.dir / "report.html").exists()
+
+
+def test_a_signal_that_is_ignored_stays_so(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    loop = sync.train
+
+    def hung_up(parts: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return loop(parts)
+
+    monkeypatch.setattr(sync, "train", hung_up)
+    try:
+        assert not reinforce.run(make_config()).interrupted
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_supervised_training_says_why_it_failed(
+    sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sft_config = sft_config.model_copy(update={"log": LogConfig.model_validate(REPORT)})
+    monkeypatch.setattr(SupervisedTrainer, "update", raising(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError):
+        supervised.run(sft_config)
+    event = last_event(sft_config.run.dir)
+    assert (event["message"], event["step"], event["phase"]) == ("a bug", 1, "train")
+    assert "a bug" in (sft_config.run.dir / "report.html").read_text()
+
+
+def test_a_run_that_goes_on_drops_the_error_of_the_step_it_repeats(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config()
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyTrainer, "update", raising(RuntimeError("a bug")))
+        with pytest.raises(RuntimeError):
+            reinforce.run(cfg)
+    reinforce.run(cfg)
+    assert RunFolder.read(cfg.run.dir).status == "finished"
+    assert "error" not in {event["kind"] for event in rows(cfg.run.dir / "events.jsonl")}
+
+
+def test_the_folder_of_another_run_is_left_alone(make_config: MakeConfig) -> None:
+    cfg = make_config(log=REPORT)
+    cfg.run.dir.mkdir(parents=True)
+    with (cfg.run.dir / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another run is at work"):
+            reinforce.run(cfg)
+        record_death(cfg.run.dir, "killed", step=1, phase="train", draws_report=True)
+    assert [path.name for path in cfg.run.dir.iterdir()] == [".lock"]
+
+
+def test_a_checkpoint_that_does_not_fit_has_no_event(
+    make_config: MakeConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is written behind the training, which learns of it at the next step at the latest."""
+    cfg = make_config(run={"steps": 40}, checkpoint={"every_n_steps": 30}, log=REPORT)
+    with largest_file(150_000), pytest.raises(CheckpointError) as caught:
+        reinforce.run(cfg)
+    text = str(caught.value)
+    assert text.startswith(f"Could not write {cfg.run.dir / 'checkpoints' / 'step_30'} (run.dir)")
+    assert "bytes, " in text
+    events = rows(cfg.run.dir / "events.jsonl")
+    assert "checkpoint" not in {event["kind"] for event in events}
+    assert (events[-1]["kind"], events[-1]["message"]) == ("error", text)
+    assert not list((cfg.run.dir / "checkpoints").iterdir())
+    assert "Exception in thread" not in capfd.readouterr().err
+
+
+def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = make_config(log=REPORT)
+    full = raising(DiskError("Could not write x (run.dir)"))
+    monkeypatch.setattr("hone.observe.disk.AppendedFile.write", full)
+    monkeypatch.setattr("hone.observe.report.write_whole", full)
+    monkeypatch.setattr(reinforce, "assemble", raising(RuntimeError("the cause")))
+    with pytest.raises(RuntimeError, match="the cause"):
+        reinforce.run(cfg)
+    assert "the cause is not in the run folder" in caplog.text
+    assert "the report could not be drawn" in caplog.text
+
+
+def test_every_checkpoint_has_its_event(make_config: MakeConfig) -> None:
+    cfg = make_config(run={"steps": 4}, checkpoint={"every_n_steps": 1, "keep_last": 9})
+    reinforce.run(cfg)
+    events = rows(cfg.run.dir / "events.jsonl")
+    assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [1, 2, 3, 4]
