@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import subprocess
@@ -18,6 +19,7 @@ from hone.cli.help import TREES
 from hone.cli.main import COMMANDS, main
 from hone.config import UserError, schema
 from hone.config.recipe import recipe_names
+from hone.observe.console import Console
 from hone.planner.hardware import Peaks
 from tests.config import workspace as files
 from tests.config.test_checks import ROWS
@@ -124,6 +126,36 @@ def test_mistakes_exit_with_2_and_no_traceback(
     monkeypatch.setenv("HONE_TRACEBACK", "1")
     with pytest.raises(type(error)):
         main(["rl"])
+
+
+HOSTILE = "row 3: \x1b[31mred\x1b[0m \x07\r\x9b2J \u202eback\n\x00"
+HARMLESS = "row 3: \\x1b[31mred\\x1b[0m \\x07\\r\\x9b2J \\u202eback\n\\x00"
+
+
+def test_control_characters_of_data_do_not_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(argv: Sequence[str]) -> int:
+        logging.getLogger("hone").warning("warning: %s", HOSTILE)
+        Console(3).warn(HOSTILE)
+        raise UserError(HOSTILE)
+
+    module = ModuleType("hone.cli.rl")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hone.cli.rl", module)
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", [])  # as in a process of its own
+        text = output(capsys, "rl", code=2)
+    assert text.count(HARMLESS) == 3
+    assert not set(text) & set("\x1b\x07\r\x9b\u202e\x00")
+
+
+def test_each_of_several_errors_says_so(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*BASE["rl"], "--run.resume=100", "--data.prompt_template=x"]
+    lines = output(capsys, "rl", *flags, code=2).splitlines()
+    assert sum(line.startswith("error: ") for line in lines) == 2
 
 
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -385,6 +386,11 @@ ROWS: list[Row] = [
     ("rl", "run.resume=-1", "error", "run.resume"),
     ("rl", "run.resume=100", "error", "run.resume run.steps"),
     ("rl", "run.dir=train.jsonl", "error", "run.dir"),
+    ("rl", "run.dir=train.jsonl/run", "error", "run.dir"),
+    ("sft", "run.dir=train.jsonl/run", "error", "run.dir"),
+    ("eval", "run.dir=train.jsonl/run/eval", "error", "run.dir"),
+    ("generate", "output=train.jsonl/a.jsonl", "error", "output"),
+    ("generate", "output=notes.txt", "error", "output"),
     # several processes (4 query heads, 2 key heads, inner size 128)
     ("rl", "--nproc=4 trainer.parallel.ring_size=3", "error",
      "trainer.parallel.ring_size trainer.parallel.ulysses_size "
@@ -654,3 +660,26 @@ def test_float16_is_refused_by_its_type() -> None:
 def test_built_in_rewards_are_those_that_exist() -> None:
     builtin = pytest.importorskip("hone.rewards.builtin")
     assert set(builtin.BUILTINS) == set(BUILTIN_REWARDS)
+
+
+@pytest.mark.parametrize("command", ["rl", "sft", "eval"])
+def test_a_run_folder_that_cannot_be_written(
+    command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write into any folder, but not on a file system that is mounted to be read."""
+    (workspace / "locked").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked")
+    for name in ("locked", "locked/run"):
+        (found,) = findings(command, f"run.dir={name}")
+        assert (found.level, found.keys) == ("error", ("run.dir",))
+        assert "a folder where you may not write" in found.message
+    assert findings(command, "run.dir=other/run") == []
+
+
+@pytest.mark.parametrize(
+    ("command", "key"), [("rl", "run.dir"), ("eval", "run.dir"), ("generate", "output")]
+)
+def test_an_empty_path_is_none(command: str, key: str) -> None:
+    tree, _ = CHECKS[command]
+    with pytest.raises(UserError, match=rf"^{re.escape(key)}: is empty \(.*{re.escape(key)}.*\)"):
+        load_config(tree, None, [*BASE[command], f"--{key}="])

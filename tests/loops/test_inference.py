@@ -9,7 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from tests.loops.conftest import MakeConfig
 
+from hone.cli.main import main
+from hone.config.tree import EvaluateConfig
+from hone.loops.inference import run_evaluation
 from hone.models.tiny import make_tiny_model
 
 NUM_PROMPTS, NUM_SAMPLES = 5, 2
@@ -22,11 +26,13 @@ FLAGS = (
     f"--n_samples_per_prompt={NUM_SAMPLES}",
     "--engine.max_num_batched_tokens=8",  # a warning
 )
+PROMPTS = "".join(f'{{"prompt": "{i} + {i} ="}}\n' for i in range(NUM_PROMPTS))
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def generate(folder, world_size, *flags):
     """What each process says, and the file that was written."""
+    (folder / "completions.jsonl").unlink(missing_ok=True)  # of other settings
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -61,8 +67,7 @@ def generate(folder, world_size, *flags):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate")
     make_tiny_model(folder / "model", num_layers=1, hidden_size=32)
-    rows = ({"prompt": f"{i} + {i} ="} for i in range(NUM_PROMPTS))
-    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "prompts.jsonl").write_text(PROMPTS)
     return {
         "alone": generate(folder, 1),
         "replicas": generate(folder, 2),
@@ -87,3 +92,44 @@ def test_the_first_process_talks_for_all(runs, name):
     assert "10 completions written to completions.jsonl" in first
     assert "warning: engine.max_num_batched_tokens" in first
     assert second == ""
+
+
+def test_completions_are_replaced_by_the_same_command_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
+    output = tmp_path / "completions.jsonl"
+    assert main(["generate", *FLAGS]) == 0
+    first = output.read_bytes()
+    assert main(["generate", *FLAGS]) == 0, "twice the same"
+    assert output.read_bytes() == first
+    for command in (["check", "generate"], ["generate"]):
+        assert main([*command, *FLAGS, "--generation.temperature=0.5"]) == 2
+        captured = capsys.readouterr()
+        told = " ".join((captured.out + captured.err).split())
+        assert "output 'completions.jsonl' exists, with completions of other settings" in told
+        assert "Name another output, or remove the file" in told
+    assert output.read_bytes() == first
+    (tmp_path / "completions.config.yaml").unlink()
+    assert main(["generate", *FLAGS]) == 2
+    assert "nothing says how it was made" in capsys.readouterr().err
+    assert output.read_bytes() == first
+
+
+def test_an_evaluation_that_fails_leaves_cause_and_samples(make_config: MakeConfig, tmp_path):
+    (tmp_path / "broken.py").write_text("def score(completion):\n    raise KeyError('column')\n")
+    trained = make_config()
+    cfg = EvaluateConfig(
+        run={"dir": tmp_path / "eval", "device": "cpu"},
+        model=trained.model,
+        data={"eval": trained.data.eval, "chat": "never", "max_prompt_tokens": 8},
+        engine=trained.engine,
+        reward={"functions": [{"fn": f"{tmp_path / 'broken.py'}:score"}], "num_workers": 1},
+        eval={"max_completion_tokens": 8},
+    )
+    with pytest.raises(ValueError, match="20 of 20 samples have no reward") as caught:
+        run_evaluation(cfg)
+    (event,) = map(json.loads, (cfg.run.dir / "events.jsonl").open())
+    assert (event["kind"], event["message"]) == ("eval_error", str(caught.value))
+    samples = list(map(json.loads, (cfg.run.dir / "eval_samples.jsonl").open()))
+    assert ["column" in sample["failure_detail"] for sample in samples] == [True] * 20

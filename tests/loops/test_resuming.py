@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.errors import UserError
 from hone.config.tree import SFTConfig
 from hone.distributed.mesh import MeshSizes
+from hone.loops import reinforce
 from hone.loops.resuming import announce, find_checkpoint, save_config
+from hone.observe.report import write_report
 
 ALONE = MeshSizes()
 
@@ -210,3 +213,17 @@ def test_a_relative_path_means_the_folder_it_meant_then(
     store = HasACheckpoint(run["dir"] / "checkpoints")
     with pytest.raises(UserError, match=r"model\.path is .*two/model"):
         find_checkpoint(cfg.run, store, cfg)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"run: {dir: [", b"\xff\xfe\x00run", b"just a line", b"- a\n- b\n", b"a: b\x00c", b"7"],
+    ids=repr,
+)
+def test_a_garbled_configuration_is_named(make_config: MakeConfig, content: bytes) -> None:
+    cfg = make_config()
+    cfg.run.dir.mkdir()
+    (cfg.run.dir / "config.yaml").write_bytes(content)
+    for read in (partial(reinforce.run, cfg), partial(write_report, cfg.run.dir)):
+        with pytest.raises(UserError, match=r"run/config\.yaml is damaged \(.*\)\. Put back"):
+            read()

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hone.config.errors import UserError
 from hone.rewards.pool import Pool
 from hone.rewards.scorer import Scorer
 from hone.types import FailureKind
@@ -200,9 +201,23 @@ def test_R13_nursery_killed_by_someone_else(processes):
         scorer.submit(make_sample("sleep"))
         nursery = psutil.Process(scorer._pool._process.pid)
         nursery.kill()
-        with pytest.raises(RuntimeError, match="reward workers ended"):
+        with pytest.raises(UserError, match="reward workers ended"):
             scorer.poll(PATIENCE_S)
     assert processes.wait_until(lambda found: not found) == {}
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+def test_a_reward_that_ends_the_workers_parent_is_named(tmp_path, number):
+    file = tmp_path / "deadly.py"
+    file.write_text(
+        "import os, signal\n"
+        f"def score(completion):\n    os.kill(os.getppid(), signal.{number})\n    return 1.0\n"
+    )
+    scorer = Scorer(config(f"{file}:score"), max_completion_tokens=64)
+    with scorer, pytest.raises(UserError) as caught:
+        scorer.score([make_sample("good", index=i) for i in range(4)])
+    for told in (f"killed by {number}", "reward.functions", "deadly.py:score", "os.getppid"):
+        assert told in str(caught.value)
 
 
 def test_async_functions_score_and_are_killed():

@@ -30,6 +30,7 @@ from hone.config.derived import (
     derived_rl,
     derived_sft,
 )
+from hone.config.printable import printable
 from hone.config.recipe import to_yaml
 from hone.config.tree import RLConfig, SFTConfig
 from hone.planner.memory import planned_peak
@@ -115,7 +116,7 @@ def _print_tables(
     console.print()
     for finding in findings:
         style = "bold red" if finding.level == "error" else "yellow"
-        console.print(Text.assemble((f"{finding.level}: ", style), finding.message))
+        console.print(Text.assemble((f"{finding.level}: ", style), printable(finding.message)))
     if nproc is None:
         hint = "What depends on the number of processes is not checked: add --nproc N, or 1."
         console.print(Text(hint, style="dim"))

@@ -189,7 +189,7 @@ def known_shape(model_path: str) -> ModelShape | None:
 def _require_no_error(findings: Sequence[Finding]) -> None:
     errors = [finding.message for finding in findings if finding.level == "error"]
     if errors:
-        raise UserError("\n".join(errors))
+        raise UserError("\nerror: ".join(errors))  # the command line writes the first one
 
 
 def quiet_transformers() -> None:

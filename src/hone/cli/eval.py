@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from hone.cli.command import load_checked, quiet_transformers, run_in_processes, take_nproc
 from hone.config.checks import check_eval
+from hone.config.printable import printable
 from hone.config.tree import EvaluateConfig
 from hone.distributed.processes import processes
 
@@ -51,5 +53,7 @@ def _table(cfg: EvaluateConfig, scalars: Mapping[str, float]) -> Table:
         is_rate = "/pass@" in name
         threshold = scalars.get(f"{name.rpartition('/')[0]}/pass_threshold")
         shown = f"{name} (score >= {threshold:g})" if is_rate and threshold is not None else name
-        table.add_row(shown, f"{value:.4g}", "" if error is None else f"{error:.2g}")
+        table.add_row(
+            Text(printable(shown)), f"{value:.4g}", "" if error is None else f"{error:.2g}"
+        )
     return table

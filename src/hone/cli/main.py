@@ -13,6 +13,7 @@ from importlib import import_module
 
 import hone
 from hone.config import UserError
+from hone.config.printable import printable
 from hone.distributed.processes import Processes, processes
 from hone.distributed.spawn import INTERRUPTED
 
@@ -163,12 +164,21 @@ def usage() -> str:
 def _set_up_logging(rank: int) -> None:
     """Our own messages from level info on, others' from warning on, as plain lines on stderr. Of
     several processes the first one speaks."""
-    logging.basicConfig(format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger().setLevel(logging.WARNING if rank == 0 else logging.ERROR)
     logging.getLogger("hone").setLevel(logging.INFO if rank == 0 else logging.ERROR)
     if rank > 0:
         warnings.simplefilter("ignore")
 
 
+class _PrintableFormatter(logging.Formatter):
+    """Messages may quote rows of data."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable(text)}\n")

@@ -47,6 +47,7 @@ def load_config(tree: type[T], recipe: Path | None, flags: Sequence[str]) -> T:
     if recipe is not None:
         draft.name_run_folder(recipe.stem)
     draft.refuse_booleans_as_numbers()
+    draft.refuse_empty_paths()
     try:
         config = tree.model_validate(draft.values)
     except ValidationError as error:
@@ -152,6 +153,16 @@ class _Draft:
                 continue
             if {int, float} & set(members(target.annotation)):
                 self._problem(at, self._wrong(at, target))
+
+    def refuse_empty_paths(self) -> None:
+        """An empty path would read as the working directory."""
+        for at in _leaves(self.values):
+            target = locate(self.tree, [str(part) for part in at])
+            is_path = target is not None and Path in members(target.annotation)
+            if is_path and _dig(self.values, at) == "":
+                self._problem(
+                    at, f"is empty ({self._origin(at)}); give a path, '.' for this folder"
+                )
 
     def explain(self, error: ValidationError) -> None:
         """Turn pydantic's findings into text for people."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["DATA_SUFFIXES", "is_saved_dataset", "must_be_local"]
+__all__ = ["DATA_SUFFIXES", "is_saved_dataset", "must_be_local", "settings_file"]
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 """Files that hold rows."""
@@ -18,6 +18,11 @@ def must_be_local(path: str) -> bool:
         or path.count("/") > 1
         or path.endswith(("/", *DATA_SUFFIXES))
     )
+
+
+def settings_file(output: Path) -> Path:
+    """Where the settings lie that completions were sampled with: `a.config.yaml` for `a.jsonl`."""
+    return output.with_suffix(".config.yaml")
 
 
 def is_saved_dataset(folder: Path) -> bool:

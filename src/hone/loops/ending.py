@@ -23,7 +23,7 @@ from hone.observe.loggers import append_event
 from hone.observe.report import write_report
 from hone.observe.run_folder import LOCK, is_locked
 
-__all__ = ["Ending", "record_death"]
+__all__ = ["Ending", "evaluation_cause", "record_death"]
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +81,18 @@ def record_death(folder: Path, message: str, *, step: int, phase: str, draws_rep
         return
     _record(folder, kind="error", message=message, error="LostPeerError", step=step, phase=phase)
     _draw_failed(folder, draws_report)
+
+
+@contextmanager
+def evaluation_cause(folder: Path) -> Generator[None]:
+    """Record the error that ends an evaluation of its own, as an event that says nothing of the
+    training run whose folder it may be."""
+    try:
+        yield
+    except Exception as error:
+        if _speaks(error):
+            _record(folder, **_described(error) | {"kind": "eval_error"})
+        raise
 
 
 def _record(folder: Path, **fields: Any) -> None:

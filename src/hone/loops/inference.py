@@ -11,15 +11,18 @@ from itertools import chain
 from rich.progress import Progress
 
 from hone.config.errors import UserError
+from hone.config.load import dump_config
 from hone.config.parallel import ParallelConfig
+from hone.config.paths import settings_file
 from hone.config.tree import EvaluateConfig, GenerateConfig
 from hone.distributed.mesh import Mesh
+from hone.loops.ending import evaluation_cause
 from hone.loops.exchange import Exchange
 from hone.loops.launch import join
 from hone.loops.parts import assemble_inference, share_of_workers
-from hone.observe.loggers import sample_row
+from hone.observe.loggers import json_line, sample_row
 from hone.observe.metrics import to_scalars
-from hone.observe.whole_file import whole_file
+from hone.observe.whole_file import write_whole
 from hone.rewards.scorer import Scorer, check_failure_rate
 from hone.rollout.evaluate import evaluate, pass_rule, summarise
 from hone.rollout.requests import requests_for, sample_of
@@ -33,22 +36,22 @@ _log = logging.getLogger(__name__)
 def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
     """Score the model on `data.eval`; write `eval.json` and `eval_samples.jsonl` to `run.dir`.
 
-    Processes share the prompts; each returns the metrics of all, and the first one writes.
+    Processes share the prompts; each returns the metrics of all, and the first one writes. Where
+    too many samples have no reward, the samples are written all the same; the error is an event.
     """
-    with join(cfg.run, ParallelConfig()) as (mesh, watch):
+    with evaluation_cause(cfg.run.dir), join(cfg.run, ParallelConfig()) as (mesh, watch):
         watch.enter("eval")
         samples = _evaluated(cfg, mesh)
+        if mesh.is_first:
+            rows = [json_line(sample_row(sample)).decode() for sample in samples]
+            write_whole(cfg.run.dir / "eval_samples.jsonl", "".join(rows), "run.dir")
         check_failure_rate(samples, cfg.reward.max_failure_rate)
         scalars = to_scalars(summarise(samples, cfg.eval))
         rule = pass_rule(samples, cfg.eval)
         if isinstance(rule, str):
             _log.info("there is no pass@k: %s", rule)
         if mesh.is_first:
-            with whole_file(cfg.run.dir / "eval_samples.jsonl") as file:
-                for sample in samples:
-                    file.write(json.dumps(sample_row(sample), ensure_ascii=False) + "\n")
-            with whole_file(cfg.run.dir / "eval.json") as file:
-                json.dump(scalars, file, indent=2)
+            write_whole(cfg.run.dir / "eval.json", json.dumps(scalars, indent=2), "run.dir")
     return scalars
 
 
@@ -110,13 +113,13 @@ def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
         while parts.engine.has_unfinished:
             for completion in parts.engine.step():
                 sample = sample_of(*owners[completion.request_id], completion, parts.decode)
-                rows[sample.id] = json.dumps(sample_row(sample), ensure_ascii=False)
+                rows[sample.id] = json_line(sample_row(sample)).decode()
             progress(len(rows), len(owners))
     own = list(zip(places, (rows[name] for name in owners), strict=True))
     everywhere = sorted(chain(*tp.gather_objects(own)))
     if mesh.is_first:
-        with whole_file(cfg.output) as file:
-            file.writelines(f"{row}\n" for _, row in everywhere)
+        write_whole(settings_file(cfg.output), dump_config(cfg), "output")
+        write_whole(cfg.output, "".join(row for _, row in everywhere), "output")
     return len(everywhere)
 
 

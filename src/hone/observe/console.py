@@ -31,6 +31,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from hone.config.printable import printable
+
 __all__ = ["SFT_COLUMNS", "Column", "Console", "rl_columns"]
 
 HEADER_EVERY = 40
@@ -197,7 +199,7 @@ class Console:
 
     def warn(self, message: str) -> None:
         """Print a line that wants attention, such as an alarm."""
-        self._print(Text(f"      ! {message}", style="yellow"))
+        self._print(Text(f"      ! {printable(message)}", style="yellow"))
 
     def _print(self, line: Text) -> None:
         self._console.print(line, soft_wrap=True)

@@ -30,7 +30,15 @@ from hone.observe.disk import AppendedFile, writing
 from hone.observe.whole_file import whole_file
 from hone.types import Group, Sample
 
-__all__ = ["JsonlLogger", "Logger", "RunLog", "TensorBoardLogger", "append_event", "sample_row"]
+__all__ = [
+    "JsonlLogger",
+    "Logger",
+    "RunLog",
+    "TensorBoardLogger",
+    "append_event",
+    "json_line",
+    "sample_row",
+]
 
 
 class Logger(Protocol):

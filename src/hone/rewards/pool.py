@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.config.errors import UserError
 from hone.planner.hardware import num_usable_cores
 from hone.rewards import wire
 from hone.rewards.nursery import COMMAND, FORK, KILL, OUT_OF_MEMORY_EXIT
@@ -274,9 +275,14 @@ class Pool:
         except ConnectionError:
             raise self._nursery_ended() from None
 
-    def _nursery_ended(self) -> RuntimeError:
-        code = self._process.wait(_CLOSE_S)
-        return RuntimeError(f"the parent process of the reward workers ended (exit code {code})")
+    def _nursery_ended(self) -> UserError:
+        how = _describe_exit(self._process.wait(_CLOSE_S))
+        names = ", ".join(function.spec for function in self._job.functions)
+        return UserError(
+            f"the parent process of the reward workers ended ({how}). Either a function of "
+            f"reward.functions ({names}) has ended it, as os.killpg and os.getppid allow: it may "
+            "end processes that it has started alone; or the kernel has, for want of memory."
+        )
 
     def _watch(self, worker: _Worker) -> None:
         """Wake up for what the worker's socket can do next, and for nothing else."""

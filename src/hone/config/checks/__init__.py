@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from hone.config.checks.cluster import check_cluster, check_pipeline
-from hone.config.checks.files import check_data, check_log, check_model
+from hone.config.checks.files import check_data, check_log, check_model, check_run_dir
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.generation import (
     check_context,
@@ -22,6 +22,7 @@ from hone.config.checks.generation import (
     check_filters,
     check_kv_cache,
     check_output,
+    check_overwriting,
     check_sampling,
     check_tensor_parallel,
     check_training_distribution,
@@ -213,6 +214,7 @@ def check_eval(cfg: EvaluateConfig, world_size: int | None = None) -> list[Findi
     return _unique(
         [
             *_generating(cfg, cfg.eval, "eval", cfg.eval.n_samples_per_prompt, facts),
+            check_run_dir(cfg.run.dir),
             check_reward(cfg.reward),
             check_passing(cfg.eval, cfg.reward),
         ]
@@ -244,6 +246,7 @@ def check_generate(cfg: GenerateConfig, world_size: int | None = None) -> list[F
         [
             *_generating(cfg, cfg.generation, "generation", cfg.n_samples_per_prompt, facts),
             check_output(cfg.output),
+            check_overwriting(cfg),
             overwritten,
             unused,
         ]

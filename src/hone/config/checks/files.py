@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -15,9 +16,29 @@ from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local
 from hone.config.run import LogConfig
 from hone.config.tree import EvaluateDataConfig
 
-__all__ = ["check_data", "check_log", "check_model"]
+__all__ = ["check_data", "check_log", "check_model", "check_run_dir", "unwritable"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def check_run_dir(folder: Path) -> Iterator[Finding]:
+    """Whether a run folder is there, or can be made."""
+    if folder.is_file():
+        yield error(f"run.dir '{folder}' is a file; name a folder.", "run.dir")
+    elif (problem := unwritable(folder)) is not None:
+        yield error(f"run.dir '{folder}' {problem}; name another folder.", "run.dir")
+
+
+def unwritable(path: Path) -> str | None:
+    """Why nothing can be written at a path that is a folder or not there yet; None where it can."""
+    places = (path.absolute(), *path.absolute().parents)
+    place = next(place for place in places if os.path.exists(place))
+    verb = "is" if place == path.absolute() else f"lies in '{place}', which is"
+    if not place.is_dir():
+        return f"{verb} no folder"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"{verb} a folder where you may not write"
+    return None
 
 
 def check_model(

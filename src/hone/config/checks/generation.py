@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hone.config.bench import BenchModelConfig
+from hone.config.checks.files import unwritable
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.vllm import undivided
 from hone.config.data import DataConfig
 from hone.config.derived import FUSED_FAMILIES
 from hone.config.engine import EngineConfig
+from hone.config.load import dump_config
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
+from hone.config.paths import settings_file
 from hone.config.rollout import GenerationConfig, RolloutConfig
+from hone.config.tree import GenerateConfig
 
 __all__ = [
     "check_context",
@@ -24,6 +27,7 @@ __all__ = [
     "check_filters",
     "check_kv_cache",
     "check_output",
+    "check_overwriting",
     "check_sampling",
     "check_tensor_parallel",
     "check_training_distribution",
@@ -290,14 +294,26 @@ def check_output(output: Path) -> Iterator[Finding]:
     if output.is_dir():
         yield error(f"output '{output}' is a folder; give the path of a file.", "output")
         return
-    folder = next(parent for parent in output.absolute().parents if parent.exists())
-    if not folder.is_dir():
-        yield error(f"output '{output}' lies in '{folder}', which is no folder.", "output")
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        yield error(
-            f"output '{output}' lies in '{folder}', where you may not write; name another place.",
-            "output",
-        )
+    if (problem := unwritable(output.parent)) is not None:
+        yield error(f"output '{output}': its folder {problem}; name another place.", "output")
+
+
+def check_overwriting(cfg: GenerateConfig) -> Iterator[Finding]:
+    """Completions that are there are replaced by the same command alone."""
+    if not cfg.output.is_file():
+        return
+    settings = settings_file(cfg.output)
+    if not settings.is_file():
+        reason = "and nothing says how it was made"
+    elif settings.read_text(encoding="utf-8", errors="replace") == dump_config(cfg):
+        return
+    else:
+        reason = f"with completions of other settings, those in '{settings}'"
+    yield error(
+        f"output '{cfg.output}' exists, {reason}. Name another output, or remove the file to have "
+        "it written anew.",
+        "output",
+    )
 
 
 def check_tensor_parallel(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hone.config.checks.files import check_run_dir
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.data import DataConfig
 from hone.config.reward import BUILTIN_REWARDS, RewardConfig
@@ -32,8 +33,7 @@ def evaluates(evaluation: SFTEvalConfig) -> bool:
 
 def check_run(run: RunConfig) -> Iterator[Finding]:
     """The run folder and where to resume."""
-    if run.dir.is_file():
-        yield error(f"run.dir '{run.dir}' is a file; name a folder.", "run.dir")
+    yield from check_run_dir(run.dir)
     if not isinstance(run.resume, int):
         return
     if run.resume < 0:
