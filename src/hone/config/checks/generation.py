@@ -15,8 +15,8 @@ from hone.config.engine import EngineConfig
 from hone.config.load import dump_config
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.pipeline import PipelineConfig
 from hone.config.paths import settings_file
+from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
 from hone.config.tree import GenerateConfig
 
