@@ -210,8 +210,8 @@ def test_R13_nursery_killed_by_someone_else(processes):
 def test_a_reward_that_ends_the_workers_parent_is_named(tmp_path, number):
     file = tmp_path / "deadly.py"
     file.write_text(
-        "import os, signal\n"
-        f"def score(completion):\n    os.kill(os.getppid(), signal.{number})\n    return 1.0\n"
+        "import os, signal, time\n"
+        f"def score(completion):\n    os.kill(os.getppid(), signal.{number})\n    time.sleep(9)\n"
     )
     scorer = Scorer(config(f"{file}:score"), max_completion_tokens=64)
     with scorer, pytest.raises(UserError) as caught:
