@@ -731,7 +731,7 @@ def test_an_engine_that_makes_progress_or_is_held_is_not_lost(local, monkeypatch
     group.submit(requests)
     done = {completion.request_id: completion for completion in group.step()}
     group.hold()
-    for _ in range(5):
+    for _ in range(10):
         clock.sleep(0.15)
         done |= {completion.request_id: completion for completion in group.step()}
     assert group.has_unfinished
