@@ -129,6 +129,15 @@ def test_correction_equals_its_equation(kind: str) -> None:
         assert factors.tolist() == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["icepop", "sequence_mask"])
+@pytest.mark.parametrize(("low", "high"), [(1.0, 1.4), (0.7, 1.0)])
+def test_tokens_at_a_bound_are_kept(kind: str, low: float, high: float) -> None:
+    """As all are where engine and trainer agree to the bit."""
+    index = torch.tensor([0, 0, 1])
+    factors = CORRECTIONS[kind](torch.zeros(3), index, 2, low, high)
+    assert factors.tolist() == [1.0] * 3
+
+
 def aggregate(name: str, losses: list[list[float]], limit: int = 10) -> float:
     weights = AGGREGATIONS[name]([len(x) for x in losses], limit)
     return sum(w * sum(x) for w, x in zip(weights, losses, strict=True))

@@ -124,6 +124,20 @@ def test_metrics_equal_a_recount_over_all_tokens():
     assert [m["train/num_micro_batches"] for m in results] == [6, 1]
 
 
+def test_only_fresh_tokens_tell_how_well_engine_and_trainer_agree():
+    rows = random_rows(8, seed=5)
+    for row in rows:
+        row.staleness = torch.arange(row.num_trained) % 3
+    metrics = to_scalars(make_trainer(tiny_model()).update(rows))
+    gap = torch.cat([row.old_logprobs.double() - row.rollout_logprobs.double() for row in rows])
+    fresh = torch.cat([row.staleness for row in rows]) == 0
+    for name, expected in (
+        ("off_policy/mismatch_kl", (gap.exp() - 1 - gap)[fresh]),
+        ("off_policy/ratio/mean", gap.exp()),
+    ):
+        assert metrics[name] == pytest.approx(float(expected.mean()), rel=1e-5), name
+
+
 def test_missing_values_are_named():
     trainer = make_trainer(tiny_model(), AlgorithmConfig.model_validate({"kl": {"coef": 0.1}}))
     with pytest.raises(ValueError, match="'r0' has no ref_logprobs"):
@@ -235,7 +249,8 @@ def test_supervised_training_learns_and_resumes():
 
     straight = trainer()
     before = to_scalars(straight.evaluate(rows))["eval/loss"]
-    for _ in range(10):
+    assert to_scalars(straight.update(rows))["train/loss"] == pytest.approx(before, rel=1e-5)
+    for _ in range(9):
         straight.update(rows)
     saved = {n: t.clone() for n, t in straight.state_dict()[0].items()}, straight.state_dict()[1]
     for _ in range(10):

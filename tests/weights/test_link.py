@@ -46,6 +46,16 @@ def test_notes_arrive_by_rank(store: dist.TCPStore) -> None:
     assert notes.gather("come", [0]) == [None]
 
 
+def test_notes_that_all_have_read_are_removed(store: dist.TCPStore) -> None:
+    others, boards = store.num_keys(), [board(store, rank) for rank in range(3)]
+    for own in boards:
+        own.put("come")
+    assert store.num_keys() == others + 3
+    boards[0].gather("come")
+    boards[0].clear()
+    assert store.num_keys() == others
+
+
 def test_R11_those_who_did_not_come_are_named_at_the_deadline(store: dist.TCPStore) -> None:
     waiting = board(store, 0)
     board(store, 1).put("joined the link")
