@@ -113,6 +113,25 @@ def test_R9_planted_sharing_of_mixed_blocks_is_caught(own, monkeypatch):
         check_sequences_in_flight(own)
 
 
+@pytest.mark.parametrize("budget", [5, 6, 7, 8])
+def test_R9_what_an_aborted_request_leaves_in_the_cache_is_whole(models, budget):
+    """After any number of steps, in the middle of a block, the prompt or the answer."""
+    expected = run(models.engine(), [PROMPT])["a"]
+    longer = replace(PROMPT, prompt_ids=(*PROMPT.prompt_ids, *expected.token_ids))
+    again = run(models.engine(), [longer])["a"]
+    num_cached = set()
+    for num_steps in range(1, 10):
+        engine = models.engine(max_num_batched_tokens=budget, max_num_seqs=2)
+        engine.submit([PROMPT])
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort([PROMPT.id])
+        done = run(engine, [longer])["a"]
+        num_cached.add(done.num_cached_tokens)
+        assert_equal({"a": done}, {"a": again})
+    assert len(num_cached) > 2
+
+
 class Recomputed:
     """Stock models under each version of the weights, to score what an engine has sampled."""
 

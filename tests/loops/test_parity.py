@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import cast
 
 import pytest
 import torch
 from tests.loops.conftest import MakeConfig, assembled
 from tests.models.exact_fakes import use_torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.config import UserError
+from hone.config.trainer import ParityConfig
 from hone.loops import sync
 from hone.loops.parity import check_parity, measure_parity
 from hone.loops.parts import RLParts
 from hone.models.decoder import alias_module
 from hone.models.generation import generation_model
-from hone.types import Trajectory
+from hone.types import Trainer, Trajectory
 
 
 def first_rows(parts: RLParts) -> list[Trajectory]:
@@ -84,6 +88,70 @@ def test_R4_shifted_labels_are_caught(make_config: MakeConfig) -> None:
             row.rollout_logprobs = row.rollout_logprobs.roll(1)
         with pytest.raises(UserError, match="disagree"):
             check_parity(rows, parts.trainer, parts.cfg.trainer.parity, dtype="float32")
+
+
+class FixedTrainer:
+    """Gives each row log-probabilities that are `offsets` above the engine's."""
+
+    def __init__(self, offsets: list[float]) -> None:
+        self.offsets = torch.tensor(offsets)
+
+    def logprobs(self, rows: Sequence[Trajectory], *, reference: bool = False) -> list[Tensor]:
+        return [row.rollout_logprobs + self.offsets for row in rows]
+
+
+FAR = math.log(1.15)  # a ratio outside [0.9, 1.1], whose k3 divergence is 0.01
+LIMITS: list[tuple[list[float], dict[str, float], bool]] = [
+    # offsets of four tokens, limits, and whether the gate passes
+    ([FAR, 0.0, 0.0, 0.0], {"max_kl": 0.1, "max_outside": 0.3}, True),
+    ([-FAR, 0.0, 0.0, 0.0], {"max_kl": 0.1, "max_outside": 0.2}, False),
+    ([FAR, 0.0, 0.0, 0.0], {"max_kl": 0.1, "max_outside": 0.2}, False),
+    ([FAR, 0.0, 0.0, 0.0], {"max_kl": 0.001, "max_outside": 0.3}, False),
+    ([0.09, 0.09, -0.09, 0.09], {"max_kl": 0.1, "max_outside": 0.0}, True),
+    ([0.09, 0.09, -0.09, 0.09], {"max_kl": 0.001, "max_outside": 0.0}, False),
+]
+
+
+@pytest.mark.parametrize(("offsets", "limits", "passes"), LIMITS)
+def test_R4_each_limit_of_the_gate_stops_by_itself(
+    offsets: list[float], limits: dict[str, float], passes: bool
+) -> None:
+    rows = [
+        Trajectory(
+            id=f"{i}",
+            token_ids=[1, 2, 3, 4, 5],
+            loss_mask=[False, True, True, True, True],
+            rollout_logprobs=torch.full((4,), -1.0),
+            staleness=torch.zeros(4, dtype=torch.int32),
+        )
+        for i in range(3)
+    ]
+    trainer = cast(Trainer, FixedTrainer(offsets))
+    cfg = ParityConfig.model_validate(limits)
+    if not passes:
+        with pytest.raises(UserError, match="disagree"):
+            check_parity(rows, trainer, cfg, dtype="float32")
+        return
+    report = check_parity(rows, trainer, cfg, dtype="float32")
+    assert report is not None
+    outside = sum(not 0.9 <= math.exp(offset) <= 1.1 for offset in offsets)
+    assert report.share_outside == outside / 4
+    # k3 of the trainer from the engine, on tokens of the engine
+    assert report.kl == pytest.approx(sum(math.exp(d) - 1 - d for d in offsets) / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize("stale", [0, 2])
+def test_R4_the_gate_compares_tokens_of_the_present_weights_alone(stale: int) -> None:
+    row = Trajectory(
+        id="0",
+        token_ids=[1, 2, 3],
+        loss_mask=[False, True, True],
+        rollout_logprobs=torch.full((2,), -1.0),
+        staleness=torch.tensor([0, stale], dtype=torch.int32),
+    )
+    report = measure_parity([row], cast(Trainer, FixedTrainer([0.0, 1.0])))
+    assert report.num_tokens == (1 if stale else 2)
+    assert report.max_difference == (0.0 if stale else 1.0)
 
 
 def test_R4_exact_gate_demands_equal_bits(make_config: MakeConfig) -> None:

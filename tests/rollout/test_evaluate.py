@@ -13,6 +13,7 @@ from hone.config.run import EvalConfig, EvaluationConfig
 from hone.config.tree import EvaluateConfig
 from hone.observe.metrics import to_scalars
 from hone.rollout.evaluate import PassRule, evaluate, pass_at_k, pass_rule, summarise
+from hone.rollout.requests import requests_for
 from hone.types import FailureKind, Reward, Sample, StopReason
 from tests.rollout.fakes import FakeEngine, FakeScorer, draw, prompt
 
@@ -56,6 +57,37 @@ def test_the_same_seed_draws_the_same_samples() -> None:
     cfg = EvalConfig(max_completion_tokens=8)
     first, second = run(FakeScorer(), cfg), run(FakeScorer(delay=2), cfg)
     assert [s.token_ids for s in first] == [s.token_ids for s in second]
+
+
+def test_R21_each_sample_of_an_evaluation_has_a_seed_of_its_own() -> None:
+    """Equal ones would draw alike for all prompts; those of training draw from what is learnt."""
+    seeds: list[int] = []
+    for purpose in ("eval", "rollout"):
+        requests = [
+            requests_for(
+                prompt(number),
+                EvalConfig(),
+                group_id=f"{number}",
+                num_samples=3,
+                run_seed=3,
+                purpose=purpose,
+                number=0,
+            )
+            for number in range(5)
+        ]
+        seeds += [request.sampling.seed for group in requests for request in group]
+    assert len(set(seeds)) == 2 * 5 * 3
+    engine = FakeEngine()
+    cfg = EvalConfig(n_samples_per_prompt=3, max_completion_tokens=8)
+    evaluate(
+        [prompt(number) for number in range(5)],
+        engine=engine,
+        scorer=FakeScorer(),
+        cfg=cfg,
+        decode=str,
+        seed=3,
+    )
+    assert [request.sampling.seed for request in engine.submitted] == seeds[:15]
 
 
 def test_R12_failed_samples_are_counted_and_left_out() -> None:

@@ -14,8 +14,9 @@ from hone.observe.metrics import to_scalars
 from hone.rollout.metrics import rollout_metrics
 from hone.rollout.requests import request_seed
 from hone.rollout.rollout import Rollout
-from hone.types import FailureKind, Group, Sample
-from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, draw
+from hone.rollout.state import group_to_dict
+from hone.types import FailureKind, Group, Prompt, Sample
+from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, draw, prompt
 
 
 def make(
@@ -193,16 +194,33 @@ def test_R20_truncated_follows_the_stop_reason(policy: str) -> None:
 
 
 def test_R17_state_goes_through_json_and_back() -> None:
-    options: dict[str, Any] = {"oversample_prompts": 4, "max_completion_tokens": 40}
-    straight = make(engine=FakeEngine(end_every=15), **options)
-    expected = [tokens(straight.collect(step)) for step in range(6)]
-    first = make(engine=FakeEngine(end_every=15), **options)
-    actual = [tokens(first.collect(step)) for step in range(3)]
-    second = make(engine=FakeEngine(end_every=15), **options)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    second.prompts.position = first.prompts.position
-    actual += [tokens(second.collect(step)) for step in range(3, 6)]
-    assert actual == expected
+    """Of samples that are under way, too: tokens, log-probabilities and the weights of each."""
+
+    def fresh() -> Rollout:
+        return make(
+            engine=FakeEngine(end_every=15),
+            oversample_prompts=4,
+            max_completion_tokens=40,
+            max_aborted_count=2,
+        )
+
+    def collect(rollout: Rollout, steps: range) -> list[Any]:
+        found: list[Any] = []
+        for step in steps:
+            rollout.engine.weight_version = step  # type: ignore[misc]
+            found += [group_to_dict(group) for group in rollout.collect(step)]
+        return found
+
+    expected = collect(fresh(), range(8))
+    assert any(
+        len(set(sample["weight_versions"])) > 1 for group in expected for sample in group["samples"]
+    )
+    for num_steps in range(1, 8):
+        first, second = fresh(), fresh()
+        actual = collect(first, range(num_steps))
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        second.prompts.position = first.prompts.position
+        assert actual + collect(second, range(num_steps, 8)) == expected
 
 
 def test_R12_failed_samples_keep_their_place_but_no_reward() -> None:
@@ -215,6 +233,29 @@ def test_R12_failed_samples_keep_their_place_but_no_reward() -> None:
     assert failed
     assert all(sample.reward is None and not sample.valid for sample in failed)
     assert sum(len(group.valid_samples) for group in groups) == len(samples) - len(failed)
+
+
+class RepeatedPrompts(CyclicPrompts):
+    """Three prompts, again and again."""
+
+    def take(self, num: int) -> list[Prompt]:
+        return [prompt(int(p.text) % 3) for p in super().take(num)]
+
+
+@pytest.mark.parametrize("prompts_per_step", [1, 2, 4, 12])
+def test_R21_each_sample_of_a_run_has_a_seed_of_its_own(prompts_per_step: int) -> None:
+    """Whatever batch its prompt is drawn in, and however often that comes."""
+
+    def seeds(prompts_per_step: int) -> list[int]:
+        rollout = make(prompts_per_step=prompts_per_step)
+        rollout.prompts = RepeatedPrompts()
+        for step in range(12 // prompts_per_step):
+            rollout.collect(step)
+        return [request.sampling.seed for request in rollout.engine.submitted]  # type: ignore[attr-defined]
+
+    found = seeds(prompts_per_step)
+    assert len(set(found)) == len(found) == 12 * 3
+    assert found == seeds(3)
 
 
 def test_R21_seeds_are_distinct_and_say_what_they_are() -> None:

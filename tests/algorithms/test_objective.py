@@ -1,0 +1,93 @@
+"""The objective of a micro-batch and its metrics, token by token, by their equations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hone.algorithms.objective import policy_objective
+from hone.config.algorithm import AlgorithmConfig
+from hone.types import MicroBatch
+
+ENGINE, OLD, NOW, REF = -1.2, -1.0, -0.7, -1.9
+"""Log-probabilities of one token under the engine, and under the policies before the update, now
+and of the reference."""
+ENTROPY, ADVANTAGE = 0.4, 2.0
+
+
+def k3(policy: float, other: float) -> float:
+    """Divergence of `policy` from `other` on a token that `policy` drew."""
+    return math.exp(other - policy) - 1 - (other - policy)
+
+
+def objective(cfg: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    def of(value: float) -> torch.Tensor:
+        return torch.tensor([value], dtype=torch.float64)
+
+    zeros = torch.zeros(1, dtype=torch.int64)
+    batch = MicroBatch(
+        input_ids=zeros,
+        position_ids=zeros,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        max_seqlen=1,
+        predict_index=zeros,
+        labels=zeros,
+        sequence_index=zeros,
+        weights=of(1.0),
+        advantages=of(ADVANTAGE),
+        rollout_logprobs=of(ENGINE),
+        old_logprobs=of(OLD),
+        ref_logprobs=of(REF),
+        ids=("a",),
+        lengths=(1,),
+    )
+    found = policy_objective(of(NOW), of(ENTROPY), batch, AlgorithmConfig.model_validate(cfg))
+    return float(found.values), {name: float(v) for name, v in found.token_metrics.items()}
+
+
+WIDE = {"clip_low": 0.9, "clip_high": 9.0}
+METRICS = {
+    "policy/clip_fraction": 0.0,
+    "policy/approx_kl": k3(OLD, NOW),
+    "policy/ratio/mean": math.exp(NOW - OLD),
+    "off_policy/kl": k3(ENGINE, OLD),
+    "policy/ref_kl": k3(NOW, REF),
+    "policy/ref_kl_k1": NOW - REF,
+    "policy/entropy": ENTROPY,
+}
+
+
+def test_each_metric_is_of_the_policies_that_it_names() -> None:
+    """No two are each other's mirror image: every divergence is of its first from its second."""
+    _, metrics = objective(WIDE)
+    assert metrics == pytest.approx(METRICS)
+    mirrored = [k3(NOW, OLD), k3(OLD, ENGINE), k3(REF, NOW)]
+    assert not any(value == pytest.approx(m) for value in metrics.values() for m in mirrored)
+
+
+SURROGATE, WEIGHT = -ADVANTAGE * math.exp(NOW - OLD), math.exp(OLD - ENGINE)
+VALUES: list[tuple[dict[str, Any], float]] = [
+    ({}, SURROGATE),
+    ({"correction": {"kind": "tis", "high": 5.0}}, WEIGHT * SURROGATE),
+    ({"kl": {"coef": 0.5, "placement": "loss"}}, SURROGATE + 0.5 * k3(NOW, REF)),
+    ({"kl": {"coef": 0.5, "placement": "reward", "estimator": "k1"}}, SURROGATE),
+    ({"entropy_coef": 0.1}, SURROGATE - 0.1 * ENTROPY),
+    # The correction weighs the loss alone: reference and entropy are of the present policy.
+    (
+        {
+            "correction": {"kind": "tis", "high": 5.0},
+            "kl": {"coef": 0.5, "placement": "loss"},
+            "entropy_coef": 0.1,
+        },
+        WEIGHT * SURROGATE + 0.5 * k3(NOW, REF) - 0.1 * ENTROPY,
+    ),
+]
+
+
+@pytest.mark.parametrize(("cfg", "expected"), VALUES, ids=str)
+def test_the_objective_adds_up(cfg: dict[str, Any], expected: float) -> None:
+    value, _ = objective(WIDE | cfg)
+    assert value == pytest.approx(expected)
