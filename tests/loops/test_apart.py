@@ -91,6 +91,19 @@ def test_R19_every_prompt_is_trained_once_within_the_bound(
         assert all(0 <= step - 1 - version <= 2 for version in sample["weight_versions"]), sample
 
 
+def test_R4_the_gate_stands_before_a_run_ahead_of_its_training_too(
+    make_config: MakeConfig,
+) -> None:
+    """The samples of the first step are fresh: it compares them, and each step those that are."""
+    cfg = make_config(
+        run={"steps": 1}, cluster=APART, pipeline={"enabled": True, "max_staleness": 1}
+    )
+    (row,) = run(cfg)
+    assert row["off_policy/parity/kl"] < 1e-6
+    assert row["off_policy/mismatch_kl"] < 1e-6
+    assert row["rollout/staleness/max"] == 0
+
+
 def test_masks_of_interrupted_samples_leave_every_update_something(
     make_config: MakeConfig,
 ) -> None:

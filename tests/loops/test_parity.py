@@ -116,16 +116,7 @@ LIMITS: list[tuple[list[float], dict[str, float], bool]] = [
 def test_R4_each_limit_of_the_gate_stops_by_itself(
     offsets: list[float], limits: dict[str, float], passes: bool
 ) -> None:
-    rows = [
-        Trajectory(
-            id=f"{i}",
-            token_ids=[1, 2, 3, 4, 5],
-            loss_mask=[False, True, True, True, True],
-            rollout_logprobs=torch.full((4,), -1.0),
-            staleness=torch.zeros(4, dtype=torch.int32),
-        )
-        for i in range(3)
-    ]
+    rows = rows_of_four_tokens()
     trainer = cast(Trainer, FixedTrainer(offsets))
     cfg = ParityConfig.model_validate(limits)
     if not passes:
@@ -138,6 +129,40 @@ def test_R4_each_limit_of_the_gate_stops_by_itself(
     assert report.share_outside == outside / 4
     # k3 of the trainer from the engine, on tokens of the engine
     assert report.kl == pytest.approx(sum(math.exp(d) - 1 - d for d in offsets) / 4, rel=1e-4)
+
+
+def rows_of_four_tokens() -> list[Trajectory]:
+    return [
+        Trajectory(
+            id=f"{i}",
+            token_ids=[1, 2, 3, 4, 5],
+            loss_mask=[False, True, True, True, True],
+            rollout_logprobs=torch.full((4,), -1.0),
+            staleness=torch.zeros(4, dtype=torch.int32),
+        )
+        for i in range(3)
+    ]
+
+
+def test_R4_the_limit_on_the_divergence_is_that_of_the_number_format() -> None:
+    """A divergence of 5e-5, which rounding to bfloat16 explains."""
+    trainer, cfg = cast(Trainer, FixedTrainer([0.01] * 4)), ParityConfig()
+    assert check_parity(rows_of_four_tokens(), trainer, cfg, dtype="bfloat16") is not None
+    with pytest.raises(UserError, match="disagree"):
+        check_parity(rows_of_four_tokens(), trainer, cfg, dtype="float32")
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_R4_the_gate_looks_at_every_row(position: int) -> None:
+    rows = rows_of_four_tokens()
+    rows[position].rollout_logprobs = torch.full((4,), -3.0)
+
+    class Same(FixedTrainer):
+        def logprobs(self, rows: Sequence[Trajectory], *, reference: bool = False) -> list[Tensor]:
+            return [torch.full((4,), -1.0) for _ in rows]
+
+    with pytest.raises(UserError, match="disagree"):
+        check_parity(rows, cast(Trainer, Same([])), ParityConfig(), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("stale", [0, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from hone.config.rollout import RolloutConfig
 from hone.observe.metrics import to_scalars
+from hone.rollout.counts import RolloutCounts
 from hone.rollout.metrics import rollout_metrics
 from hone.rollout.requests import request_seed
 from hone.rollout.rollout import Rollout
 from hone.rollout.state import group_to_dict
-from hone.types import FailureKind, Group, Prompt, Sample
+from hone.types import FailureKind, Group, Prompt, Reward, Sample, StopReason
 from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, draw, prompt
 
 
@@ -183,6 +185,85 @@ def test_tokens_before_an_interruption_are_masked_on_request() -> None:
     assert num_stale > 0, "finished samples wait for others of their group"
 
 
+def test_carried_over_samples_go_before_fresh_ones() -> None:
+    engine = FakeEngine(end_every=15)
+    _after(make(engine=engine, oversample_prompts=4, max_completion_tokens=40), steps=4)
+    seen = set[str]()
+    for request in engine.submitted:
+        assert request.priority == (-1 if request.id in seen else 0)
+        seen.add(request.id)
+    assert len(seen) < len(engine.submitted)
+
+
+def test_metrics_of_groups_by_hand() -> None:
+    """Failed samples enter no mean, duplicates are those of samples, versions those of tokens."""
+
+    def sample(index: int, tokens: list[int], reward: float | None, *, cut: bool = False) -> Sample:
+        return Sample(
+            id=f"0/{index}",
+            prompt=prompt(0),
+            index=index,
+            token_ids=tokens,
+            logprobs=[-1.0] * len(tokens),
+            weight_versions=list(range(3, 3 + len(tokens))),
+            loss_mask=[True] * len(tokens),
+            stop_reason=StopReason.LENGTH if cut else StopReason.EOS,
+            reward=None if reward is None else Reward(total=reward),
+            failure=FailureKind.TIMEOUT if reward is None else None,
+        )
+
+    same, other = [5, 6], [5, 6, 7, 8]
+    groups = [
+        Group(
+            id="0",
+            prompt=prompt(0),
+            samples=[
+                sample(0, same, 1.0),
+                sample(1, same, 0.0),
+                sample(2, other, 1.0, cut=True),
+                sample(3, [7] * 9, None, cut=True),
+            ],
+        ),
+        Group(id="1", prompt=prompt(1), samples=[sample(i, [i], 1.0) for i in range(4)]),
+    ]
+    counts = RolloutCounts(num_cached_tokens=6, num_prompt_tokens=24, num_generated_tokens=100)
+    found = to_scalars(rollout_metrics(groups, counts))
+    expected = {
+        "rollout/samples": 8,
+        "rollout/valid": 7,
+        "rollout/failed/timeout": 1,
+        "rollout/truncated_share": 1 / 7,
+        "rollout/num_tokens": 12,
+        "rollout/completion_tokens/mean": 12 / 7,
+        "rollout/duplicate_share": 1 / 8,
+        "rollout/zero_spread_share": 1 / 2,
+        "rollout/group_size/min": 3,
+        "rollout/weight_version/min": 3,
+        "rollout/weight_version/max": 11,
+        "rollout/cached_token_share": 1 / 4,
+        "reward/mean": 6 / 7,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_counts_of_processes_become_those_of_the_run() -> None:
+    """Work adds up, of shares and waiting the largest counts, what all decide is counted once."""
+    one = RolloutCounts(
+        num_dropped_groups=2,
+        num_dropped_failures=1,
+        num_prompt_tokens=10,
+        num_kills=1,
+        max_kv_cache_usage=0.2,
+        wait_s=3.0,
+    )
+    other = replace(one, num_prompt_tokens=5, max_kv_cache_usage=0.7, reward_p99_s=0.5, wait_s=1.0)
+    expected = replace(
+        one, num_prompt_tokens=15, num_kills=2, max_kv_cache_usage=0.7, reward_p99_s=0.5
+    )
+    for processes in ([one, other], [other, one]):
+        assert RolloutCounts.over(processes) == expected
+
+
 @pytest.mark.parametrize("policy", ["train", "mask"])
 def test_R20_truncated_follows_the_stop_reason(policy: str) -> None:
     rollout = make(max_completion_tokens=3, truncated_samples=policy)
@@ -248,7 +329,7 @@ def test_R21_each_sample_of_a_run_has_a_seed_of_its_own(prompts_per_step: int) -
 
     def seeds(prompts_per_step: int) -> list[int]:
         rollout = make(prompts_per_step=prompts_per_step)
-        rollout.prompts = RepeatedPrompts()
+        rollout._open.prompts = RepeatedPrompts()
         for step in range(12 // prompts_per_step):
             rollout.collect(step)
         return [request.sampling.seed for request in rollout.engine.submitted]  # type: ignore[attr-defined]
