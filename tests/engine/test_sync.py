@@ -235,6 +235,23 @@ def test_a_resumed_sample_that_a_sync_cuts_in_two_begins_anew(own):
     assert_equal(actual, expected)
 
 
+def test_R9_a_resumed_request_keeps_the_version_of_each_token(own):
+    engine, requests = own.engine(), {request.id: request for request in LONG[:2]}
+    expected = []
+    for version in range(1, 5):
+        push(engine, version)
+        engine.submit(list(requests.values()))
+        for _ in range(2):
+            engine.step()
+        expected += [version] * 2
+        for partial in engine.abort(requests):
+            assert partial.weight_versions == expected
+            requests[partial.request_id] = replace(requests[partial.request_id], resumed=partial)
+    push(engine, 9)
+    for done in run(engine, list(requests.values())).values():
+        assert done.weight_versions == [*expected, 9, 9, 9]
+
+
 def test_preempted_sequences_are_recomputed_under_the_new_weights(own):
     """Recomputed from their tokens, they go on exactly like a resumed request."""
     requests = make_requests()[:3]

@@ -1,0 +1,54 @@
+"""Which steps are saved: on schedule, the last, and each evaluation better than all before."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from hone.checkpoint.store import CheckpointStore
+from hone.config.run import CheckpointConfig
+from hone.loops.saving import Saver, due
+
+
+class Store:
+    """Notes what is saved; `best` is the best evaluation of earlier launches."""
+
+    def __init__(self, best: float = float("-inf")) -> None:
+        self.best, self.saved = best, dict[int, float | None]()
+
+    def best_metric(self) -> float:
+        return self.best
+
+    def save(self, step: int, state: object, *, metric: float | None) -> None:
+        self.saved[step] = metric
+
+    save_in_background = save
+
+
+RANKS = [0.3, None, 0.5, 0.4, 0.5, 0.6, None, 0.1]
+CASES: list[tuple[dict[str, bool | int], float, list[int]]] = [
+    # settings, best of earlier launches, saved steps of 8
+    ({"every_n_steps": 0, "keep_best": True}, float("-inf"), [1, 3, 6, 8]),
+    ({"every_n_steps": 0, "keep_best": True}, 0.4, [3, 6, 8]),
+    ({"every_n_steps": 0, "keep_best": True}, 0.6, [8]),
+    ({"every_n_steps": 3, "keep_best": True}, 0.4, [3, 6, 8]),
+    ({"every_n_steps": 3, "keep_best": False}, 0.0, [3, 6, 8]),
+    ({"every_n_steps": 0, "keep_best": False}, 0.0, [8]),
+]
+
+
+@pytest.mark.parametrize(("settings", "best", "expected"), CASES)
+def test_saved_steps(settings: dict[str, bool | int], best: float, expected: list[int]) -> None:
+    store = Store(best)
+    cfg = CheckpointConfig.model_validate(settings)
+    saver = Saver(cast(CheckpointStore, store), cfg, dict)
+    told = [saver.after(step, rank, is_last=step == 8) for step, rank in enumerate(RANKS, 1)]
+    assert list(store.saved) == expected
+    assert [step for step, is_saved in enumerate(told, 1) if is_saved] == expected
+    assert store.saved == {step: RANKS[step - 1] for step in expected}
+
+
+def test_nothing_is_due_without_a_schedule() -> None:
+    assert [step for step in range(1, 9) if due(4, step)] == [4, 8]
+    assert not any(due(0, step) for step in range(1, 9))
