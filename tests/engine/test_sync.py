@@ -252,6 +252,14 @@ def test_R9_a_resumed_request_keeps_the_version_of_each_token(own):
         assert done.weight_versions == [*expected, 9, 9, 9]
 
 
+def test_cached_tokens_of_a_resumed_request_are_those_of_its_prompt(models):
+    engine = models.engine()
+    done = run(engine, [PROMPT])["a"]
+    resumed = run(engine, [replace(PROMPT, id="b", resumed=first_tokens(done, 9))])["b"]
+    assert resumed.num_cached_tokens == len(PROMPT.prompt_ids)
+    assert engine.stats().num_cached_tokens == len(PROMPT.prompt_ids)
+
+
 def test_preempted_sequences_are_recomputed_under_the_new_weights(own):
     """Recomputed from their tokens, they go on exactly like a resumed request."""
     requests = make_requests()[:3]
