@@ -66,6 +66,21 @@ def test_a_file_of_requests_end_to_end(folder: Path, capsys: pytest.CaptureFixtu
     check_svg(folder / "out/r.svg", num_panels=4)
 
 
+def test_progress_is_told_while_nothing_is_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hone.bench.bench.PROGRESS_S", 0.0)
+    (folder / "requests.jsonl").write_text('{"prompt_tokens": 9, "max_tokens": 3}\n')
+    with caplog.at_level("INFO", logger="hone"):
+        assert main([*BASE, "--workload=requests.jsonl"]) == 0
+    told = caplog.text
+    stages = ("drawing random weights", "making the engine", "warming up: ", "measuring: ")
+    places = [told.find(stage) for stage in stages]
+    assert -1 not in places, told
+    assert places == sorted(places), told
+    assert "measuring: 3 of 3 tokens after" in told
+
+
 def test_decode_of_a_full_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--decode.batch=6", "--decode.context=48", "--decode.steps=12")
     text = output(capsys, *BASE, "--workload=decode", *sizes)

@@ -34,6 +34,8 @@ from hone.planner.model_shape import ModelShape
 __all__ = ["BenchResult", "bench_engine"]
 
 _log = logging.getLogger(__name__)
+PROGRESS_S = 10.0
+"""Seconds between two lines about the progress of a workload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,10 @@ def _run_hone(
     workload: Workload,
 ) -> EngineRun:
     start_s = time.perf_counter()
+    making = "drawing random weights" if model_cfg.init == "random" else "loading weights"
+    _log.info("%s of %s", making, cfg.model.shape or cfg.model.path)
     model = load_model(model_cfg, device=tp.device, seed=cfg.run.seed, tp=tp)
+    _log.info("making the engine")
     engine = EmbeddedEngine(
         model,
         cfg.engine,
@@ -134,16 +139,38 @@ def _run_hone(
     )
     started_s = time.perf_counter()
     _log.info("warming up on %d requests", len(warmup.requests))
-    measure(engine, warmup.requests)
+    measure(engine, warmup.requests, progress=_Progress("warming up", warmup))
     warm_s = time.perf_counter()
-    _log.info("measuring")
+    _log.info("measuring %d requests", len(workload.requests))
     return EngineRun(
         name="hone",
         version=hone.__version__,
         start_s=started_s - start_s,
         warmup_s=warm_s - started_s,
-        measured=measure(engine, workload.requests),
+        measured=measure(engine, workload.requests, progress=_Progress("measuring", workload)),
     )
+
+
+class _Progress:
+    """Says every `PROGRESS_S` seconds how many tokens are sampled, of all that will be."""
+
+    def __init__(self, doing: str, workload: Workload) -> None:
+        self._doing = doing
+        self._total = sum(request.sampling.max_tokens for request in workload.requests)
+        self._start_s = self._last_s = time.perf_counter()
+
+    def __call__(self, num_tokens: int) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._last_s < PROGRESS_S:
+            return
+        self._last_s = now_s
+        _log.info(
+            "%s: %d of %d tokens after %.0f s",
+            self._doing,
+            num_tokens,
+            self._total,
+            now_s - self._start_s,
+        )
 
 
 def _together(peaks: Peaks, num_devices: int) -> Peaks:

@@ -94,10 +94,15 @@ class EngineRun:
 
 
 def measure(
-    engine: Engine, requests: Sequence[Request], *, clock: Callable[[], float] = time.perf_counter
+    engine: Engine,
+    requests: Sequence[Request],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int], object] = lambda num_tokens: None,
 ) -> Measurement:
     """Submit all requests at once and step until the last has finished.
 
+    `progress` is called after each step with the tokens that have been sampled.
     Raises RuntimeError where the engine's counts do not add up to the requests' lengths.
     """
     lengths = {x.id: len(x.prompt_ids) + x.sampling.max_tokens for x in requests}
@@ -121,6 +126,7 @@ def measure(
             )
         )
         known = stats
+        progress(known.num_generated_tokens - before.num_generated_tokens)
     measurement = Measurement(
         steps,
         num_cached_tokens=known.num_cached_tokens - before.num_cached_tokens,

@@ -26,7 +26,7 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.config.bench import BenchTrainModelConfig
 from hone.config.checks.bench import bench_train_model, check_bench_train
 from hone.config.checks.finding import Finding
-from hone.config.derived import axis_sizes
+from hone.config.derived import axis_sizes, layout
 from hone.config.model import TrainedModelConfig
 from hone.config.model_facts import ModelFacts
 from hone.config.tree import BenchTrainConfig
@@ -38,7 +38,13 @@ from hone.models.tiny import make_model_folder
 from hone.observe.metrics import Metrics
 from hone.observe.peaks import measure_peaks
 from hone.planner.hardware import gpu_peaks
-from hone.planner.memory import TrainingMemory, adapter_params, layer_code, training_memory
+from hone.planner.memory import (
+    TrainingMemory,
+    adapter_params,
+    layer_code,
+    planned_step,
+    training_memory,
+)
 from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import training_flops
 from hone.trainer.learner import Learner
@@ -46,7 +52,7 @@ from hone.trainer.precision import require_matmul_precision
 from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
 from hone.types import MicroBatch, Trajectory
 
-__all__ = ["Rates", "StepTime", "TrainResult", "bench_train", "check"]
+__all__ = ["Rates", "StepTime", "TrainResult", "bench_train", "check", "planned_on_cpu"]
 
 _log = logging.getLogger(__name__)
 
@@ -151,6 +157,37 @@ def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
     return check_bench_train(
         cfg, world_size, facts=facts, longest=lengths.longest, num_rows=len(lengths)
     )
+
+
+def planned_on_cpu(cfg: BenchTrainConfig, world_size: int) -> TrainingMemory | None:
+    """What a step takes at least on a CPU; None for a model of an unknown shape.
+
+    Rows of other lengths than one fill the fullest micro-batch by half or more. Raises UserError as
+    `layout` does.
+    """
+    lengths, trainer = row_lengths(cfg), cfg.trainer
+    with _located(cfg.model) as model_cfg:
+        if not Path(model_cfg.path).exists():
+            return None
+        shape = ModelShape.from_config(model_cfg.path)
+        sizes = layout(trainer.parallel, world_size)
+        rows, mean = -(-len(lengths) // sizes.data), lengths.num_tokens // len(lengths)
+        if trainer.micro_batch_size is not None:
+            most = min(trainer.micro_batch_size, rows) * mean
+        else:
+            budget = trainer.max_tokens_per_microbatch * sizes.context
+            is_even = len(set(lengths.tokens)) == 1
+            filled = budget // mean * mean if is_even else max(budget // 2, lengths.longest)
+            most = min(rows * mean, filled)
+        return planned_step(
+            shape,
+            model_cfg,
+            trainer,
+            device="cpu",
+            sizes=sizes,
+            num_tokens=-(-most // sizes.context),
+            num_micro_batches=1 if rows * mean <= most else 2,
+        )
 
 
 def bench_train(cfg: BenchTrainConfig) -> TrainResult:

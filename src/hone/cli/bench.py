@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from hone.cli.command import load_checked, quiet_transformers
+from hone.cli import command
+from hone.cli.command import chosen_device, known_shape, load_checked, quiet_transformers
 from hone.cli.help import print_help
 from hone.config import UserError
 from hone.config.checks.bench import check_bench_engine
 from hone.config.checks.finding import Finding
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.distributed.processes import processes
+from hone.planner.host_memory import engine_role, shortage, trainer_role
+from hone.planner.model_shape import public_shape
 
 __all__ = ["run"]
 
@@ -71,7 +74,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _engine(arguments: Sequence[str]) -> int:
-    cfg = load_checked(BenchEngineConfig, arguments, check_bench_engine)
+    def check(cfg: BenchEngineConfig, world_size: int) -> list[Finding]:
+        findings = check_bench_engine(cfg, world_size)
+        return findings or _lack_of_host_memory(cfg, world_size)
+
+    cfg = load_checked(BenchEngineConfig, arguments, check)
     from hone.bench.bench import bench_engine
     from hone.bench.report import print_table, write_files
 
@@ -87,9 +94,24 @@ def _engine(arguments: Sequence[str]) -> int:
 
 def _train(arguments: Sequence[str]) -> int:
     def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
-        from hone.bench.train import check
+        from hone.bench.train import check, planned_on_cpu
 
-        return check(cfg, world_size)
+        findings = check(cfg, world_size)
+        if any(finding.level == "error" for finding in findings):
+            return findings
+        if chosen_device(cfg.run.device) != "cpu":
+            return findings
+        step, num_local = planned_on_cpu(cfg, world_size or 1), processes().local_world_size
+        roles = [] if step is None else [trainer_role(step, num_local, on_cpu=True)]
+        lack = shortage(
+            roles,
+            available=command.available_host_bytes(),
+            takes="the step takes at least",
+            advice="Lower trainer.max_tokens_per_microbatch, set trainer.recompute to full, take a "
+            "smaller model, or a host with more memory or a GPU.",
+            keys=("trainer.max_tokens_per_microbatch", "trainer.recompute"),
+        )
+        return [*findings, *([lack] if lack else [])]
 
     cfg = load_checked(BenchTrainConfig, arguments, check)
     from hone.bench.train import bench_train
@@ -103,6 +125,22 @@ def _train(arguments: Sequence[str]) -> int:
     print_table(result, Console(highlight=False))
     _log.info("numbers in %s, plot in %s", cfg.output, plot)
     return 0
+
+
+def _lack_of_host_memory(cfg: BenchEngineConfig, world_size: int) -> list[Finding]:
+    """The error where this host's memory does not hold the engine's weights on a CPU."""
+    shape = public_shape(cfg.model.shape) if cfg.model.shape else known_shape(cfg.model.path or "")
+    if shape is None or chosen_device(cfg.run.device) != "cpu":
+        return []
+    lack = shortage(
+        [engine_role(shape, num_bytes=2 if cfg.model.dtype == "bfloat16" else 4, number=1)],
+        available=command.available_host_bytes(),
+        takes="the engine takes at least",
+        advice="Take a smaller model (model.shape, model.path), model.dtype bfloat16, or a host "
+        "with more memory or a GPU.",
+        keys=("model.shape", "model.path", "model.dtype"),
+    )
+    return [lack] if lack else []
 
 
 _BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {"engine": _engine, "train": _train}

@@ -13,7 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hone.cli.command import (
+    check_eval_here,
+    check_generate_here,
     check_rl_here,
+    check_sft_here,
     known_shape,
     load_arguments,
     local_gpu,
@@ -22,7 +25,7 @@ from hone.cli.command import (
 from hone.cli.help import TREES, print_help
 from hone.config import UserError
 from hone.config.base import Section
-from hone.config.checks import Finding, check_eval, check_generate, check_sft
+from hone.config.checks import Finding
 from hone.config.derived import (
     Derived,
     derived_eval,
@@ -43,15 +46,15 @@ usage: hone check [rl|sft|eval|generate] RECIPE [--section.key VALUE ...] [--npr
 
 Resolves and checks a recipe (of `hone rl` unless another command is named), and prints what is
 wrong, what was set, and the numbers that follow, in N processes where that is said. With a GPU on
-this host also the memory of each phase of `hone rl`, and whether it fits. Loads no model; needs no
-GPU. Exit code: 2 with errors, else 0. `hone check COMMAND --help` explains the keys.
+this host also the memory of each phase of `hone rl`, and whether it fits; on a CPU, and of what is
+offloaded, whether this host's memory holds the run. Loads no model; needs no GPU. Exit code: 2 with errors, else 0. `hone check COMMAND --help` explains the keys.
 """
 
 _CHECKS: dict[str, tuple[Callable[..., list[Finding]], Callable[..., list[Derived]]]] = {
     "rl": (check_rl_here, derived_rl),
-    "sft": (check_sft, derived_sft),
-    "eval": (check_eval, derived_eval),
-    "generate": (check_generate, derived_generate),
+    "sft": (check_sft_here, derived_sft),
+    "eval": (check_eval_here, derived_eval),
+    "generate": (check_generate_here, derived_generate),
 }
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -16,8 +17,9 @@ import psutil
 from hone.cli.openmp import set_up_openmp
 from hone.config import UserError
 from hone.config.base import Section
-from hone.config.checks import Finding, check_rl
+from hone.config.checks import Finding, check_eval, check_generate, check_rl, check_sft
 from hone.config.checks.parallel import check_processes
+from hone.config.derived import layout
 from hone.config.load import load_config, resolve_recipe
 from hone.config.run import RunConfig
 from hone.config.tree import (
@@ -30,12 +32,17 @@ from hone.config.tree import (
 )
 from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
-from hone.planner.fitting import check_host_memory, check_run_memory
+from hone.planner.fitting import check_host_fits, check_host_memory, check_run_memory
 from hone.planner.hardware import Peaks, installed_gpu, max_gpus
+from hone.planner.host_memory import available_host_bytes, sampler_role, shortage
 from hone.planner.model_shape import ModelShape, public_shape
 
 __all__ = [
+    "check_eval_here",
+    "check_generate_here",
     "check_rl_here",
+    "check_sft_here",
+    "chosen_device",
     "conclude",
     "known_shape",
     "load_arguments",
@@ -126,7 +133,7 @@ def run_in_processes(
         nproc,
         asked_by=asked_by,
         num_cores=os.cpu_count() or 1,
-        max_gpus=max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        max_gpus=_num_gpus(),
     )
     _require_no_error([*served])
     _set_up_openmp(cfg, nproc)
@@ -153,9 +160,10 @@ def _set_up_openmp(cfg: Recipe, num_processes: int) -> None:
     set_up_openmp(cfg.run.device, shape, num_processes=num_processes)
 
 
-def check_rl_here(cfg: RLConfig, world_size: int | None) -> list[Finding]:
+def check_rl_here(cfg: RLConfig, world_size: int | None, *, starts: bool = False) -> list[Finding]:
     """Findings for `hone rl`, among them whether it fits into this host's memory and on its GPU,
-    where these, the number of processes and the model's shape are known."""
+    where these, the number of processes and the model's shape are known; `starts` as in
+    `_fits_host`."""
     findings = check_rl(cfg, world_size)
     gpu, shape = local_gpu(), known_shape(cfg.model.path)
     if shape is None:
@@ -167,12 +175,93 @@ def check_rl_here(cfg: RLConfig, world_size: int | None) -> list[Finding]:
         # Where the processes make no mesh, that is among the errors.
         with suppress(UserError):
             room += check_run_memory(cfg, shape, world_size=world_size, gpu=gpu)
+    if not room:
+        room += _fits_host(cfg, world_size, starts=starts)
     return sorted([*findings, *room], key=lambda finding: finding.level)
+
+
+def check_sft_here(
+    cfg: SFTConfig, world_size: int | None, *, starts: bool = False
+) -> list[Finding]:
+    """Findings for `hone sft`, as `check_rl_here`."""
+    findings = [*check_sft(cfg, world_size), *_fits_host(cfg, world_size, starts=starts)]
+    return sorted(findings, key=lambda finding: finding.level)
+
+
+def check_eval_here(
+    cfg: EvaluateConfig, world_size: int | None, *, starts: bool = False
+) -> list[Finding]:
+    """Findings for `hone eval`, as `check_rl_here`."""
+    findings = [*check_eval(cfg, world_size), *_fits_host(cfg, world_size, starts=starts)]
+    return sorted(findings, key=lambda finding: finding.level)
+
+
+def check_generate_here(
+    cfg: GenerateConfig, world_size: int | None, *, starts: bool = False
+) -> list[Finding]:
+    """Findings for `hone generate`, as `check_rl_here`."""
+    findings = [*check_generate(cfg, world_size), *_fits_host(cfg, world_size, starts=starts)]
+    return sorted(findings, key=lambda finding: finding.level)
+
+
+def _fits_host(
+    cfg: RLConfig | SFTConfig | EvaluateConfig | GenerateConfig,
+    world_size: int | None,
+    *,
+    starts: bool,
+) -> list[Finding]:
+    """Whether this host's memory holds the run, where it is to be here and the shape is known.
+
+    Without a GPU `run.device` auto is a run on the CPU. That is an error where the run `starts`
+    here, and a warning of `hone check`, which plans for hosts with GPUs too.
+    """
+    shape, num_gpus = known_shape(cfg.model.path), _num_gpus()
+    is_elsewhere = cfg.run.device == "auto" and num_gpus == 0 and not starts
+    cfg = cfg.model_copy(
+        update={"run": cfg.run.model_copy(update={"device": chosen_device(cfg.run.device)})}
+    )
+    if shape is None or (cfg.run.device != "cpu" and not num_gpus):
+        return []
+    own, available = processes(), available_host_bytes()
+    found: list[Finding] = []
+    if isinstance(cfg, RLConfig | SFTConfig):
+        with suppress(UserError):  # where the processes make no mesh, that is among the errors
+            world = layout(cfg.trainer.parallel, world_size).world
+            num_local = min(own.local_world_size, world) if own.world_size > 1 else world
+            if cfg.run.device != "cpu":
+                num_local = min(num_local, num_gpus or num_local)
+            found += check_host_fits(
+                cfg, shape, world_size=world_size, num_local=num_local, available=available
+            )
+    elif cfg.run.device == "cpu":
+        num_local = own.local_world_size if own.world_size > 1 else world_size or 1
+        lack = shortage(
+            [sampler_role(cfg, shape, num_local=num_local)],
+            available=available,
+            takes="to sample takes at least",
+            advice="Use a smaller model (model.path), fewer processes, or a host with more memory.",
+            keys=("model.path",),
+        )
+        found += [lack] if lack else []
+    if not is_elsewhere:
+        return found
+    here = "without a GPU here, run.device auto is a run on this host's CPU, and "
+    return [replace(x, level="warning", message=here + x.message) for x in found]
+
+
+def chosen_device(device: str) -> str:
+    """`run.device` with `auto` replaced by cpu where this host has no GPU."""
+    return "cpu" if device == "auto" and _num_gpus() == 0 else device
+
+
+def _num_gpus() -> int | None:
+    """The most GPUs that a run on this host can use; None where it is not known."""
+    return max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def local_gpu() -> Peaks | None:
     """The GPU that a run on this host would use; None without one, and for one that is unknown."""
-    return installed_gpu() if max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) != 0 else None
+    return installed_gpu() if _num_gpus() != 0 else None
 
 
 def known_shape(model_path: str) -> ModelShape | None:

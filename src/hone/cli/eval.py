@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from hone.cli.command import load_checked, quiet_transformers, run_in_processes, take_nproc
-from hone.config.checks import check_eval
+from hone.cli.command import (
+    check_eval_here,
+    load_checked,
+    quiet_transformers,
+    run_in_processes,
+    take_nproc,
+)
 from hone.config.printable import printable
 from hone.config.tree import EvaluateConfig
 from hone.distributed.processes import processes
@@ -17,12 +23,15 @@ from hone.distributed.processes import processes
 __all__ = ["run"]
 
 
+_check = partial(check_eval_here, starts=True)
+
+
 def run(argv: Sequence[str]) -> int:
     """Check, sample, score; print the metrics, their standard errors and the number of rows."""
     nproc, arguments = take_nproc(argv)
     if nproc is not None and nproc > 1:
-        return run_in_processes("eval", EvaluateConfig, arguments, check_eval, nproc)
-    cfg = load_checked(EvaluateConfig, arguments, check_eval)
+        return run_in_processes("eval", EvaluateConfig, arguments, _check, nproc)
+    cfg = load_checked(EvaluateConfig, arguments, _check)
     from hone.loops.inference import run_evaluation
 
     quiet_transformers()

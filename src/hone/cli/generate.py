@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
-from hone.cli.command import load_checked, quiet_transformers, run_in_processes, take_nproc
-from hone.config.checks import check_generate
+from hone.cli.command import (
+    check_generate_here,
+    load_checked,
+    quiet_transformers,
+    run_in_processes,
+    take_nproc,
+)
 from hone.config.tree import GenerateConfig
 
 __all__ = ["run"]
@@ -14,12 +20,15 @@ __all__ = ["run"]
 _log = logging.getLogger(__name__)
 
 
+_check = partial(check_generate_here, starts=True)
+
+
 def run(argv: Sequence[str]) -> int:
     """Check, sample, write one row a completion."""
     nproc, arguments = take_nproc(argv)
     if nproc is not None and nproc > 1:
-        return run_in_processes("generate", GenerateConfig, arguments, check_generate, nproc)
-    cfg = load_checked(GenerateConfig, arguments, check_generate)
+        return run_in_processes("generate", GenerateConfig, arguments, _check, nproc)
+    cfg = load_checked(GenerateConfig, arguments, _check)
     from hone.loops.inference import run_generation
 
     quiet_transformers()

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from hone.cli.command import (
+    check_sft_here,
     conclude,
     load_checked,
     quiet_transformers,
     run_in_processes,
     take_nproc,
 )
-from hone.config.checks import check_sft
 from hone.config.tree import SFTConfig
 
 __all__ = ["run"]
+
+
+_check = partial(check_sft_here, starts=True)
 
 
 def run(argv: Sequence[str]) -> int:
     """Check the recipe, then train. Torch is loaded only after every check has passed."""
     nproc, arguments = take_nproc(argv)
     if nproc is not None and nproc > 1:
-        return run_in_processes("sft", SFTConfig, arguments, check_sft, nproc)
-    cfg = load_checked(SFTConfig, arguments, check_sft)
+        return run_in_processes("sft", SFTConfig, arguments, _check, nproc)
+    cfg = load_checked(SFTConfig, arguments, _check)
     from hone.loops import supervised
 
     quiet_transformers()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hone.config.base import Section
 from hone.config.checks import Finding, check_rl
 from hone.config.checks.finding import error
-from hone.config.tree import RLConfig
+from hone.config.tree import RLConfig, SFTConfig
 from hone.planner.hardware import Peaks
+from hone.planner.host_memory import LEAST_LENGTH_SHARE, HostRole, host_roles, shortage
 from hone.planner.model_shape import ModelShape
 from hone.planner.run_memory import RunMemory, engine_rank_host_bytes
 
-__all__ = ["check_host_memory", "check_run_memory"]
+__all__ = ["check_host_fits", "check_host_memory", "check_run_memory"]
 
 _GIB = 1 << 30
 _LAST_RESORT = ("trainer.parallel.zero_stage", "model.lora.rank")
 S = TypeVar("S", bound=Section)
+C = TypeVar("C", bound=RLConfig | SFTConfig)
 
 
 def check_run_memory(
@@ -61,6 +63,103 @@ def check_host_memory(cfg: RLConfig, shape: ModelShape, *, host_bytes: int) -> I
         "model.lora.target_modules",
         "cluster.address",
     )
+
+
+def check_host_fits(
+    cfg: RLConfig | SFTConfig,
+    shape: ModelShape,
+    *,
+    world_size: int | None,
+    num_local: int,
+    available: int,
+) -> Iterator[Finding]:
+    """Whether `available` bytes of this host's memory hold a training run, `num_local` of whose
+    `world_size` trainers are here: an error where even short rows do not fit, a warning where rows
+    of full length do not. Raises UserError as `layout` does."""
+
+    def roles(cfg: RLConfig | SFTConfig, *, at_least: bool) -> list[HostRole]:
+        return host_roles(cfg, shape, world_size=world_size, num_local=num_local, at_least=at_least)
+
+    def lack(*, at_least: bool) -> Finding | None:
+        takes = (
+            f"with rows of 1/{LEAST_LENGTH_SHARE} of full length on average the run takes at least"
+            if at_least
+            else "with rows of full length the run takes"
+        )
+        if cfg.run.device != "cpu":
+            advice, keys = _OFFLOAD_LESS, tuple(_offloads(cfg))
+        else:
+            fits = lambda cfg: _total(roles(cfg, at_least=at_least)) <= available  # noqa: E731
+            advice, keys = _host_remedy(cfg, fits)
+        return shortage(
+            roles(cfg, at_least=at_least),
+            available=available,
+            takes=takes,
+            advice=advice,
+            keys=keys,
+        )
+
+    if found := lack(at_least=True):
+        yield found
+    elif found := lack(at_least=False):
+        yield replace(found, level="warning")
+
+
+_OFFLOAD_LESS = (
+    "Offload less (trainer.offload_optimizer and what builds on it, trainer.offload_activations, "
+    "trainer.enable_sleep), or start fewer processes on this host."
+)
+
+
+def _total(roles: Sequence[HostRole]) -> int:
+    return sum(role.num_bytes for role in roles)
+
+
+def _offloads(cfg: RLConfig | SFTConfig) -> Iterator[str]:
+    for name in ("offload_optimizer", "offload_activations", "enable_sleep"):
+        if getattr(cfg.trainer, name, False):
+            yield f"trainer.{name}"
+
+
+def _host_remedy(
+    cfg: RLConfig | SFTConfig, fits: Callable[[RLConfig | SFTConfig], bool]
+) -> tuple[str, tuple[str, ...]]:
+    """What makes a run on a CPU fit, in words, and the keys: each change that does by itself, else
+    all together."""
+    candidates = [*_host_candidates(cfg)]
+    found = [change for change in candidates if fits(_changed(cfg, change))]
+    if not found:
+        together = {key: value for change in candidates for key, value in change.items()}
+        found = [together] if together and fits(_changed(cfg, together)) else []
+    if found:
+        # Of several budgets the first is the largest that fits.
+        first = {tuple(change): change for change in reversed(found)}
+        kept = [*reversed(first.values())]
+        return _remedy(kept), tuple(dict.fromkeys(key for change in kept for key in change))
+    return (
+        "No setting is enough: take a smaller model (model.path), fewer processes, or a host with "
+        "more memory or a GPU.",
+        ("model.path",),
+    )
+
+
+def _host_candidates(cfg: RLConfig | SFTConfig) -> Iterator[dict[str, Any]]:
+    trainer = cfg.trainer
+    longest = (
+        cfg.data.max_tokens
+        if isinstance(cfg, SFTConfig)
+        else cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens
+    )
+    if trainer.recompute != "full" and not trainer.recompute_every_n_layers > 1:
+        yield {"trainer.recompute": "full"}
+    budget = trainer.max_tokens_per_microbatch // 2
+    while trainer.micro_batch_size is None and budget >= longest:
+        yield {"trainer.max_tokens_per_microbatch": budget}
+        budget //= 2
+    if trainer.optimizer.state_dtype != "bfloat16" and trainer.optimizer.name == "adamw":
+        yield {"trainer.optimizer.state_dtype": "bfloat16"}
+    if not cfg.model.lora.rank:
+        yield {"model.lora.rank": 16}
 
 
 def _lack(run: RunMemory, gpu: Peaks) -> str:
@@ -193,7 +292,7 @@ def _errors(cfg: RLConfig, world_size: int) -> set[Finding]:
     return {finding for finding in check_rl(cfg, world_size) if finding.level == "error"}
 
 
-def _changed(cfg: RLConfig, change: Mapping[str, Any]) -> RLConfig:
+def _changed(cfg: C, change: Mapping[str, Any]) -> C:
     for key, value in change.items():
         cfg = _replaced(cfg, key.split("."), value)
     return cfg

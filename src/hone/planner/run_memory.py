@@ -52,6 +52,10 @@ GROUP_BYTES = 1 << 28
 """Whole weights that a sync within a process holds at a time; as `hone.weights.sync`."""
 GATHER_BYTES = 1 << 27
 """Whole weights that processes gather at a time; as `hone.trainer.gathering`."""
+CPU_CACHE_BYTES = _GIB
+"""KV cache of an engine on a CPU without `engine.kv_cache_gib`; as `hone.engine.kv_cache`."""
+PROCESS_BYTES = 2 * _GIB // 5
+"""Python, torch and transformers, loaded and without a model, in host memory."""
 
 PhaseName = Literal["generate", "train", "sync", "score"]
 
@@ -141,9 +145,19 @@ class RunMemory:
     """All sides of a run, on a device that has them all or on one for each."""
 
     def __init__(
-        self, cfg: RLConfig, shape: ModelShape, world_size: int | None, gpu: Peaks | None
+        self,
+        cfg: RLConfig,
+        shape: ModelShape,
+        world_size: int | None,
+        gpu: Peaks | None,
+        *,
+        length_share: int = 1,
     ) -> None:
+        """With a `length_share` of n rows are an n-th of the longest on average, and the engine's
+        step is left out: what is planned then is what a run takes at least."""
         self.cfg, self.shape, self.gpu = cfg, shape, gpu
+        self.length_share = length_share
+        self.is_on_cpu = cfg.run.device == "cpu"
         self.is_apart = cfg.cluster.num_engines > 0
         self.is_vllm = cfg.engine.backend == "vllm"
         self.sizes = layout(cfg.trainer.parallel, world_size)
@@ -154,8 +168,9 @@ class RunMemory:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
-        return self.cfg.data.max_prompt_tokens + self.cfg.rollout.max_completion_tokens
+        """Tokens of the rows that are planned for."""
+        longest = self.cfg.data.max_prompt_tokens + self.cfg.rollout.max_completion_tokens
+        return -(-longest // self.length_share)
 
     # -- the trainer -----------------------------------------------------------------------------
 
@@ -228,6 +243,8 @@ class RunMemory:
     def engine_step(self) -> int:
         """Of the largest prefill, and of decode, whose graphs keep their memory to themselves."""
         engine, shape = self.cfg.engine, self.shape
+        if self.length_share > 1:
+            return 0
         values = 3 * shape.intermediate_size // engine.tensor_parallel_size + 2 * shape.hidden_size
         logits = engine.max_num_seqs * shape.vocab_size * (4 + self.num_bytes)
         return engine.max_num_batched_tokens * values * self.num_bytes + logits
@@ -238,7 +255,8 @@ class RunMemory:
         if self.max_model_len is None:
             return None
         engine = self.cfg.engine
-        kv_bytes = 1 if kv_dtype(engine, self.cfg.model, "cuda") == "fp8" else self.num_bytes
+        device = "cpu" if self.is_on_cpu else "cuda"
+        kv_bytes = 1 if kv_dtype(engine, self.cfg.model, device) == "fp8" else self.num_bytes
         num_tokens = -(-self.max_model_len // engine.block_size) * engine.block_size
         per_token = self.shape.kv_bytes_per_token(kv_bytes) // engine.tensor_parallel_size
         return num_tokens * per_token
@@ -247,6 +265,8 @@ class RunMemory:
     def cache(self) -> int | None:
         """Bytes of the KV cache, as the engine chooses them; None where they are not known."""
         engine = self.cfg.engine
+        if self.is_on_cpu:
+            return self._touched_cache
         if engine.kv_cache_gib is not None:
             return int(engine.kv_cache_gib * _GIB)
         if self.gpu is None or self.gpu.memory_gib is None:
@@ -260,6 +280,22 @@ class RunMemory:
             if self.sequence_bytes is not None:
                 limits.append(engine.max_num_seqs * self.sequence_bytes)
         return max(min(limits), 0)
+
+    @property
+    def _touched_cache(self) -> int:
+        """Bytes of a cache in host memory that the sequences of a step write to: the others are
+        never taken from the system."""
+        engine, rollout = self.cfg.engine, self.cfg.rollout
+        gib = engine.kv_cache_gib
+        size = CPU_CACHE_BYTES if gib is None else int(gib * _GIB)
+        most = min(engine.max_num_seqs, rollout.prompts_per_step * rollout.n_samples_per_prompt)
+        per_token = self.shape.kv_bytes_per_token(self.num_bytes) // engine.tensor_parallel_size
+        return min(size, most * self.longest * per_token)
+
+    @property
+    def _process(self) -> dict[str, int]:
+        """What a process has besides the model."""
+        return {"Python and torch": PROCESS_BYTES} if self.is_on_cpu else {"CUDA": CONTEXT_BYTES}
 
     @property
     def lacks_room_for_one(self) -> bool:
@@ -292,7 +328,7 @@ class RunMemory:
         at_rest, awake = self.trainer_at_rest(), self.engine(awake=True)
         asleep = self.engine(awake=not self.cfg.engine.enable_sleep)
         moving = self._moving if self.engine_weights else 0
-        rest = {"CUDA": CONTEXT_BYTES}
+        rest = self._process
         return (
             Phase("generate", "", at_rest | awake | {"engine's step": self.engine_step} | rest),
             Phase("train", "", self.trainer_at_work() | asleep | rest),
@@ -302,7 +338,7 @@ class RunMemory:
     def _apart(self) -> tuple[Phase, ...]:
         at_rest, engine = self.trainer_at_rest(), self.engine(awake=True)
         bucket = self.cfg.cluster.update_weight_buffer_size
-        rest = {"CUDA": CONTEXT_BYTES}
+        rest = self._process
         # Two are under way; an engine still has to deliver the end of a third.
         sent, received = self._moving + 2 * bucket, 3 * bucket + self._merging
         return (
@@ -328,9 +364,8 @@ class RunMemory:
         parts = {
             "weights": shape.weight_bytes(values),
             "activations and work": 2 * hidden + max(layer, hidden + logits),
-            "CUDA": CONTEXT_BYTES,
         }
-        return Phase("score", "reference", parts)
+        return Phase("score", "reference", parts | self._process)
 
     @property
     def _merging(self) -> int:

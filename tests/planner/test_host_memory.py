@@ -1,0 +1,173 @@
+"""Host memory is planned, and what it cannot hold is refused with numbers before a run starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hone.cli.main import main
+from hone.config.load import load_config
+from hone.config.tree import RLConfig, SFTConfig
+from hone.planner import host_memory
+from hone.planner.fitting import check_host_fits
+from hone.planner.host_memory import host_roles
+from hone.planner.model_shape import ModelShape, public_shape
+
+GIB = 1 << 30
+DATA = "--data.train=[{path: public/data}]"
+ON_CPU = (DATA, "--run.device=cpu")
+
+
+def shape(name: str = "qwen3-8b") -> ModelShape:
+    found = public_shape(name)
+    assert found is not None
+    return found
+
+
+def configured(*flags: str, model: str = "qwen3-8b") -> RLConfig:
+    return load_config(RLConfig, None, [f"--model.path=Qwen/{model}", *flags])
+
+
+def found_in(cfg: RLConfig | SFTConfig, gib: float, model: str = "qwen3-8b", num: int = 1):
+    return [
+        *check_host_fits(cfg, shape(model), world_size=num, num_local=num, available=int(gib * GIB))
+    ]
+
+
+def test_a_cpu_run_is_planned_kind_by_kind() -> None:
+    """Float32 weights, gradients, two moments; a micro-batch above that."""
+    (role,) = host_roles(configured(*ON_CPU), shape(), world_size=1, num_local=1)
+    weights = 4 * shape().num_params
+    assert role.parts["weights"] == weights
+    assert role.parts["moments"] == 2 * weights
+    assert role.parts["gradients, activations and work"] > weights
+    assert role.parts["KV cache"] == GIB, "the default on a CPU"
+    assert role.num_bytes > 4 * weights
+
+
+@pytest.mark.parametrize(
+    ("flags", "numbers"),
+    [
+        ((), {"trainer": 1}),
+        (("--cluster.num_engines=2",), {"trainer": 1, "engine": 2}),
+        (("--cluster.num_engines=2", "--cluster.address=head:6379"), {"trainer": 1}),
+        (
+            ("--cluster.num_references=3", "--algorithm.kl.coef=0.1"),
+            {"trainer": 1, "reference": 3},
+        ),
+    ],
+)
+def test_every_process_of_this_host_counts(flags: tuple[str, ...], numbers: dict) -> None:
+    cfg = configured(*ON_CPU, *flags)
+    roles = host_roles(cfg, shape(), world_size=1, num_local=1)
+    assert {role.name: role.number for role in roles} == numbers
+    for role in roles:
+        assert sum(role.parts.values()) > shape().weight_bytes(4)
+
+
+@pytest.mark.parametrize("tree", [RLConfig, SFTConfig])
+def test_a_model_that_the_host_cannot_hold_is_refused_with_its_numbers(tree: type) -> None:
+    cfg = load_config(tree, None, ["--model.path=Qwen/qwen3-8b", *ON_CPU])
+    (found,) = found_in(cfg, 23.5)
+    assert found.level == "error"
+    for part in ("23.5 GiB are available", "too few", "weights 30.5", "moments 61.0"):
+        assert part in found.message
+    assert "smaller model (model.path)" in found.message
+    assert all(key in found.message for key in found.keys)
+    assert found_in(cfg, 1000) == []
+
+
+def test_what_short_rows_fit_is_warned_of_and_not_refused() -> None:
+    """16 rows of at most 2,048 tokens: 4,096 at an eighth, a full micro-batch at their longest."""
+    few = ("--rollout.prompts_per_step=4", "--rollout.n_samples_per_prompt=4")
+    cfg = configured(*ON_CPU, *few, model="qwen3-0.6b")
+    roles = [
+        host_roles(cfg, shape("qwen3-0.6b"), world_size=1, num_local=1, at_least=at_least)
+        for at_least in (True, False)
+    ]
+    least, most = (sum(role.num_bytes for role in of) / GIB for of in roles)
+    assert least < most / 2
+    assert [x.level for x in found_in(cfg, least - 0.1, "qwen3-0.6b")] == ["error"]
+    assert [x.level for x in found_in(cfg, least + 0.1, "qwen3-0.6b")] == ["warning"]
+    assert [x.level for x in found_in(cfg, most - 0.1, "qwen3-0.6b")] == ["warning"]
+    assert found_in(cfg, most + 0.1, "qwen3-0.6b") == []
+
+
+def test_the_advice_makes_it_fit() -> None:
+    cfg = configured(*ON_CPU, model="qwen3-0.6b")
+    (found,) = found_in(cfg, 40, "qwen3-0.6b")
+    assert "Set one of these: trainer.recompute to full" in found.message
+    for flag in ("trainer.recompute=full", "trainer.max_tokens_per_microbatch=4096"):
+        key, _, value = flag.partition("=")
+        assert f"{key} to {value}" in found.message
+        better = configured(*ON_CPU, f"--{flag}", model="qwen3-0.6b")
+        assert found_in(better, 40, "qwen3-0.6b") == []
+
+
+def test_offloads_of_all_processes_of_a_gpu_host_are_added_up() -> None:
+    cfg = configured(DATA, "--run.device=cuda", "--trainer.offload_optimizer=true")
+    one = 12 * shape().num_params  # masters and two moments
+    (role,) = host_roles(cfg, shape(), world_size=1, num_local=1)
+    assert role.num_bytes == one
+    (found,) = found_in(cfg, one / GIB - 0.1)
+    assert found.level == "error"
+    assert "trainer.offload_optimizer" in found.message
+    assert found_in(cfg, one / GIB + 0.1) == []
+    plain = configured(DATA, "--run.device=cuda")
+    assert host_roles(plain, shape(), world_size=1, num_local=1) == []
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_control_groups_count(version: int, tmp_path: Path) -> None:
+    """A container's limit, which its parent may lower; files that are cached count as free."""
+    own = tmp_path / "cgroup"
+    own.write_text("4:memory:/a/b\n0::/\n" if version == 1 else "0::/a/b\n")
+    base = tmp_path / "fs" / ("memory" if version == 1 else "")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    if version == 2:
+        names = ("memory.max", "memory.current", "inactive_file")
+    for group, limit in (("a/b", 8000), ("a", 5000)):
+        folder = base / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).write_text(f"{limit}\n")
+        (folder / names[1]).write_text("3000\n")
+        (folder / "memory.stat").write_text(f"anon 1\n{names[2]} 500\n")
+    assert host_memory.available_host_bytes(tmp_path / "fs", own) == 5000 - 3000 + 500
+    if version == 2:
+        (base / "a" / names[0]).write_text("max\n")
+        assert host_memory.available_host_bytes(tmp_path / "fs", own) == 8000 - 3000 + 500
+    assert host_memory.available_host_bytes(tmp_path / "none", own) > 5000
+
+
+COMMANDS = [
+    ("rl", "--model.path=Qwen/Qwen3-8B", DATA),
+    ("sft", "--model.path=Qwen/Qwen3-8B", DATA, "--trainer.optimizer.lr=1e-5"),
+    ("eval", "--model.path=Qwen/Qwen3-8B", "--data.eval=[{path: public/data}]"),
+    ("generate", "--model.path=Qwen/Qwen3-8B", DATA),
+    ("bench", "train", "--model.shape=qwen3-0.6b"),
+    ("bench", "engine", "--model.shape=qwen3-8b"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+@pytest.mark.parametrize("argv", COMMANDS, ids=lambda argv: " ".join(argv[:2]))
+def test_commands_refuse_before_they_start_and_hone_check_says_so(
+    argv: tuple[str, ...],
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a host of 23 GiB without a GPU; `hone check` plans `auto` for other hosts too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: 0)
+    monkeypatch.setattr("hone.cli.command.available_host_bytes", lambda: 23 * GIB)
+    where = f"--run.device={device}"
+    assert main([*argv, where]) == 2
+    assert "23.0 GiB are available" in " ".join(capsys.readouterr().err.split())
+    if argv[0] != "bench":
+        assert main(["check", *argv, where]) == (2 if device == "cpu" else 0)
+        told = " ".join(capsys.readouterr().out.split())
+        assert "23.0 GiB are available" in told
+        assert ("run on this host's CPU" in told) == (device == "auto")
