@@ -47,7 +47,8 @@ usage: hone check [rl|sft|eval|generate] RECIPE [--section.key VALUE ...] [--npr
 Resolves and checks a recipe (of `hone rl` unless another command is named), and prints what is
 wrong, what was set, and the numbers that follow, in N processes where that is said. With a GPU on
 this host also the memory of each phase of `hone rl`, and whether it fits; on a CPU, and of what is
-offloaded, whether this host's memory holds the run. Loads no model; needs no GPU. Exit code: 2 with errors, else 0. `hone check COMMAND --help` explains the keys.
+offloaded, whether this host's memory holds the run. Loads no model; needs no GPU. Exit code: 2 with
+errors, else 0. `hone check COMMAND --help` explains the keys.
 """
 
 _CHECKS: dict[str, tuple[Callable[..., list[Finding]], Callable[..., list[Derived]]]] = {

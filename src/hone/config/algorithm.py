@@ -46,14 +46,19 @@ class AlgorithmConfig(Section):
     """Everything that turns rewards into a gradient."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
-    """Advantage estimator."""
+    """Advantage estimator. Standard deviations are those of a sample, divided by N - 1, plus 1e-6:
+    over the group's valid samples for grpo, over all trained tokens of the step for reinforce_pp
+    and reinforce_pp_baseline."""
 
     loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
-    """Policy loss."""
+    """Policy loss. `gspo` replaces each token's ratio by the geometric mean of its sequence's, over
+    trained tokens; `correction.kind` tis and icepop still weight each token's term by that token's
+    own factor, sequence_mask by one factor for all."""
 
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token losses of one optimizer step are averaged: over all trained tokens; within each
-    sequence, then over sequences; or divided by sequences x `max_completion_tokens` (Dr.GRPO)."""
+    sequence, then over sequences; or divided by sequences x `max_completion_tokens` (Dr.GRPO).
+    Sequences without a trained token, all of whose tokens are masked, are not counted."""
 
     clip_low: float = Field(default=0.2, ge=0)
     """Ratios below 1 - clip_low are clipped."""
@@ -65,7 +70,8 @@ class AlgorithmConfig(Section):
     """Bound on the loss of tokens with negative advantage (arXiv:1912.09729), for example 3."""
 
     entropy_coef: float = 0.0
-    """Factor of the entropy bonus."""
+    """Factor of the entropy bonus: each trained token's entropy, averaged as `aggregation` averages
+    losses and not multiplied by `correction`, is subtracted from the loss."""
 
     kl: KLConfig = KLConfig()
     """Distance to the reference model."""
