@@ -245,6 +245,7 @@ def test_R22_processes_that_a_key_asks_for_are_told_by_the_key(
     """Beside engines `cluster.num_trainers` says how many there are."""
     monkeypatch.setattr("hone.cli.command.spawn", lambda command, nproc: 0)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("hone.cli.command.available_host_bytes", lambda: 1 << 50)
     engines = ("--run.device=cpu", "--cluster.num_engines=2", "--cluster.num_trainers=16")
     told = output(capsys, "rl", *BASE["rl"], *engines, code=2)
     assert "cluster.num_trainers is 16, but with run.device cpu this host has 2 CPU cores" in told

@@ -54,8 +54,9 @@ GATHER_BYTES = 1 << 27
 """Whole weights that processes gather at a time; as `hone.trainer.gathering`."""
 CPU_CACHE_BYTES = _GIB
 """KV cache of an engine on a CPU without `engine.kv_cache_gib`; as `hone.engine.kv_cache`."""
-PROCESS_BYTES = 2 * _GIB // 5
-"""Python, torch and transformers, loaded and without a model, in host memory."""
+PROCESS_BYTES = _GIB // 5
+"""Python, torch and transformers, loaded and without a model, in host memory: half of what a
+process shows, since processes share the libraries' pages."""
 
 PhaseName = Literal["generate", "train", "sync", "score"]
 
