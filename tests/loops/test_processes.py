@@ -319,3 +319,81 @@ def test_R11_the_error_of_one_process_is_the_error_of_the_run(
     assert "this host lacks the checker" in errors[0]
     assert output.count("this host lacks the checker") == 1, output
     assert "Traceback" not in output
+
+
+BUG_OF_RANK_1 = """
+import os, sys
+from hone.trainer.trainer import PolicyTrainer
+def fail(*_):
+    raise RuntimeError("a bug of one rank")
+if os.environ["RANK"] == "1":
+    PolicyTrainer.update = fail
+from hone.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+DEATH_OF_RANK_1 = """
+import os, psutil
+def score(completion):
+    if os.environ["RANK"] == "1":
+        os.kill(psutil.Process(os.getppid()).ppid(), 9)
+    return 0.0
+"""
+
+
+def the_error(run_dir: Path) -> dict[str, Any]:
+    """The one error among the events, which the report shows on top."""
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").open()]
+    (error,) = [event for event in events if event["kind"] == "error"]
+    page = (run_dir / "report.html").read_text()
+    assert "The run failed" in page
+    assert error["message"].splitlines()[0] in page
+    return error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_folder_has_the_error_of_another_rank(make_config: MakeConfig, tmp_path: Path) -> None:
+    cfg = make_config(log={"tensorboard": False, "report": True})
+    program = [sys.executable, "-c", BUG_OF_RANK_1, *command("rl", cfg, tmp_path, [])[3:]]
+    launcher = (
+        "import sys\nfrom hone.distributed.spawn import spawn\nsys.exit(spawn(sys.argv[1:], 2))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", launcher, *program],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert "RuntimeError: a bug of one rank" in done.stderr
+    error = the_error(cfg.run.dir)
+    told = {key: error[key] for key in ("message", "error", "step", "phase")}
+    assert told == {
+        "message": "a bug of one rank",
+        "error": "RuntimeError",
+        "step": 1,
+        "phase": "train",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["hone", "torchrun"])
+def test_the_folder_says_who_was_killed(
+    make_config: MakeConfig, tmp_path: Path, launcher: str
+) -> None:
+    (tmp_path / "deadly.py").write_text(DEATH_OF_RANK_1)
+    cfg = make_config(
+        reward={"functions": [{"fn": f"{tmp_path / 'deadly.py'}:score"}], "num_workers": 2},
+        log={"tensorboard": False, "report": True},
+    )
+    if launcher == "hone":
+        run_hone("rl", cfg, tmp_path, "--nproc", "2", code=1)
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        run_hone("rl", cfg, tmp_path, launcher=torchrun, code=1)
+    error = the_error(cfg.run.dir)
+    assert error["message"].startswith("rank 1 (pid ")
+    assert ("was killed by SIGKILL" in error["message"]) == (launcher == "hone")
+    assert (error["step"], error["phase"]) == (1, "generate")

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.bench.fakes import SHAPE
 
-from hone.loops.recorder import Limits
+from hone.config.run import LogConfig
+from hone.distributed.mesh import Mesh
+from hone.loops.recorder import Limits, Recorder
+from hone.observe.alarms import Alarms
+from hone.observe.console import Console
+from hone.observe.loggers import RunLog
+from hone.observe.metrics import Last, Metrics, Sum
+from hone.observe.spans import Spans
 from hone.planner.hardware import GPUS
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.types import Group, Prompt, Sample, StopReason, Trajectory
@@ -76,3 +85,26 @@ def test_measured_times_are_compared_with_the_limits() -> None:
 def test_nothing_is_compared_with_a_limit_that_is_not_known() -> None:
     assert replace(LIMITS, peaks=None).ratios(GROUPS, ROWS, SECONDS) == {}
     assert LIMITS.ratios(GROUPS, [], SECONDS) == {}
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "counted_s", "share"),
+    [(9.0, None, 0.75), (9.0, 5.0, 0.9), (12.6, 6.3, 1.0), (5.1, 2.5, 1.0)],
+    ids=["in turns", "ahead", "through an evaluation", "a report that is late"],
+)
+def test_engines_are_at_work_for_a_share_of_the_time_in_which_they_are_counted(
+    tmp_path: Path, busy_s: float, counted_s: float | None, share: float
+) -> None:
+    """Two engines, in a step of six seconds."""
+    spans = Spans(clock=iter([0.0, 0.0, 3.0, 6.0]).__next__)
+    with RunLog(tmp_path, LogConfig(tensorboard=False)) as log, Console(9) as console:
+        recorder = Recorder(Mesh.alone("cpu"), spans, Alarms(), log, console, LIMITS)
+        with spans.span("generate"):
+            pass
+        metrics: Metrics = {"perf/engine_busy_s": Sum(busy_s)}
+        if counted_s is not None:
+            metrics["perf/engine_counted_s"] = Last(counted_s)
+        recorder.record(1, metrics, groups=GROUPS, rows=ROWS)
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").open())
+    assert row["time/step_s"] == 6.0
+    assert row["perf/engine_busy_share"] == pytest.approx(share)

@@ -182,13 +182,13 @@ def test_status(
 
 def test_the_error_stands_on_top(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=3)
-    append_event(
-        folder, "error", message="no <reward> left", step=4, phase="generate", traceback="File x"
-    )
-    _, page = render(folder)
-    assert "The run failed in step 4, during generate" in page.text
-    assert page.text.index("no <reward> left") < page.text.index("Training reward")
-    assert page.text.count("File x") == 1
+    event = {"message": "no <reward> left", "step": 4, "phase": "generate"}
+    for more in ({}, {"traceback": "File x"}):
+        append_event(folder, "error", **event, **more)
+        _, page = render(folder)
+        assert "The run failed in step 4, during generate" in page.text
+        assert page.text.index("no <reward> left") < page.text.index("Training reward")
+        assert page.text.count("File x") == len(more)
 
 
 def test_an_alarm_shows_value_and_step_of_one_event(tmp_path: Path) -> None:

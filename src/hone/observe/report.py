@@ -54,7 +54,7 @@ def _render(run: RunFolder) -> str:
     return environment.get_template("report.html.jinja").render(
         title=run.path.resolve().name,
         status=run.status,
-        error=run.error,
+        error=_error(run.error),
         facts=_facts(run),
         tiles=_tiles(run),
         alarms=_alarms(run.events),
@@ -129,6 +129,13 @@ def _tiles(run: RunFolder) -> list[dict[str, Any]]:
             value = f"{100 * median:.1f} %" if metric == "perf/R_step" else _number(median)
             tiles.append({"title": title, "value": value, "unit": f"{unit}, median"})
     return tiles
+
+
+def _error(event: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What the page says of the error that ended the run."""
+    if event is None:
+        return None
+    return {name: event.get(name) for name in ("message", "step", "phase", "traceback")}
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:
