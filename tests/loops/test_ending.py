@@ -195,11 +195,13 @@ def test_a_checkpoint_that_does_not_fit_has_no_event(
     make_config: MakeConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It is written behind the training, which learns of it at the next step at the latest."""
-    cfg = make_config(run={"steps": 20}, checkpoint={"every_n_steps": 10}, log=REPORT)
-    with largest_file(150_000), pytest.raises(CheckpointError) as caught:
+    cfg = make_config(
+        run={"steps": 9}, checkpoint={"every_n_steps": 3}, log=REPORT | {"samples_per_step": 0}
+    )
+    with largest_file(60_000), pytest.raises(CheckpointError) as caught:
         reinforce.run(cfg)
     text = str(caught.value)
-    assert text.startswith(f"Could not write {cfg.run.dir / 'checkpoints' / 'step_10'} (run.dir)")
+    assert text.startswith(f"Could not write {cfg.run.dir / 'checkpoints' / 'step_3'} (run.dir)")
     assert "bytes, " in text
     events = rows(cfg.run.dir / "events.jsonl")
     assert "checkpoint" not in {event["kind"] for event in events}
