@@ -38,8 +38,9 @@ class HostMasters:
     masters: dict[str, nn.Parameter]
     device: torch.device
     """Where steps are computed."""
-    weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """What is to have the rounded master, on the device."""
+    weights: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
+    """What is to have the rounded master, on the device. The parameters themselves: an engine that
+    shares them may give them other memory (`hone.models.fused_layers.merge_rows`)."""
     homes: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The same of weights that lie in host memory."""
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -50,7 +51,7 @@ class HostMasters:
     @classmethod
     def copied(
         cls,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, nn.Parameter],
         device: torch.device,
         homes: Mapping[str, Tensor] | None = None,
     ) -> HostMasters:
@@ -59,7 +60,7 @@ class HostMasters:
         has too little memory."""
         homes = homes or {}
         own = {n: home for n, home in homes.items() if home.dtype == _wide(home.dtype)}
-        copied = {n: w.detach() for n, w in {**weights, **homes}.items() if n not in own}
+        copied = {n: homes.get(n, w.detach()) for n, w in weights.items() if n not in own}
         layout = [(weight.shape, _wide(weight.dtype)) for weight in copied.values()]
         buffer = HostBuffer.for_layout(
             layout, device, purpose="trainer.offload_optimizer keeps master weights on the host"
@@ -71,8 +72,8 @@ class HostMasters:
         return cls(
             masters={name: nn.Parameter(tensors[name]) for name in weights},
             device=device,
-            weights={n: w for n, w in copied.items() if n not in homes},
-            homes={n: w for n, w in copied.items() if n in homes},
+            weights={n: w for n, w in weights.items() if n not in homes},
+            homes={n: home for n, home in copied.items() if n in homes},
             buffer=buffer,
         )
 
