@@ -158,6 +158,16 @@ def test_each_of_several_errors_says_so(
     assert sum(line.startswith("error: ") for line in lines) == 2
 
 
+@pytest.mark.parametrize("name", ["LostPeerError", "EnginesLostError", "StaleWeightsError"])
+def test_errors_that_explain_themselves_exit_with_1_and_no_traceback(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HONE_TRACEBACK", raising=False)
+    error = type(name, (RuntimeError,), {})("so it is")
+    monkeypatch.setitem(sys.modules, "hone.cli.rl", raising(error))
+    assert output(capsys, "rl", code=1) == "error: so it is\n"
+
+
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hone.cli.rl", raising(KeyError("x")))
     with pytest.raises(KeyError):

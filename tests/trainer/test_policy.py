@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from hone.trainer import learner, scoring
 from hone.trainer import policy as policy_module
 from hone.trainer.host_state import HostMasters
 from hone.trainer.optimizers import ParameterOptimizer
-from hone.trainer.policy import NonFiniteError, Policy, require_layout
+from hone.trainer.policy import NonFiniteError, Policy, StaleWeightsError, require_layout
+from hone.weights.broadcast import BroadcastSync
 from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
 
 LR, STEPS = 1e-6, 1000
@@ -397,3 +398,32 @@ class PretendedPolicy:
         self.masters: dict[str, Tensor] = {}
         self.embedding_names: set[str] = set()
         self.host_masters = self.host_gradients = self.gradient_of = None
+
+
+@pytest.mark.parametrize("is_asleep", [False, True])
+@pytest.mark.parametrize("offload", [False, True])
+def test_R3_no_sync_of_weights_that_are_not_what_masters_round_to(offload: bool, is_asleep: bool):
+    """Of any kind of sync: all of them walk through the trainer's weights, and that is refused."""
+    trainer = make_trainer(tiny_model(dtype=torch.bfloat16), offload_optimizer=offload)
+    trainer.update(random_rows(3))
+    weight = trainer.policy.parameters["model.layers.1.mlp.up_proj.weight"]
+    broadcast = BroadcastSync(
+        trainer, Mesh.alone("cpu"), cast(Any, object()), bucket_bytes=1 << 20, timeout_s=1.0
+    )
+    if is_asleep:
+        trainer.sleep()
+    assert len(dict(trainer.named_weights())) == len(trainer.policy.model.state_dict())
+    with torch.no_grad():
+        weight[3, 5] += weight[3, 5].abs() / 128  # the next number there is
+    message = r"^1 of 24 trained weights, the first model.layers.1.mlp.up_proj.weight, are not what"
+    with pytest.raises(StaleWeightsError, match=message):
+        next(trainer.named_weights())
+    with pytest.raises(StaleWeightsError, match=message):
+        broadcast.push(1)
+
+
+def test_weights_that_are_not_finite_are_left_to_the_sync_that_names_them():
+    trainer = make_trainer(tiny_model(dtype=torch.bfloat16))
+    for tensors in (trainer.policy.masters, trainer.policy.parameters):
+        tensors["model.norm.weight"].data[:] = float("nan")
+    assert len(dict(trainer.named_weights())) == len(trainer.policy.model.state_dict())

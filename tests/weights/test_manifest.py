@@ -14,10 +14,12 @@ from hone.models import manifest as manifest_module
 from hone.models.manifest import (
     ROW_WORDS,
     ManifestBuilder,
+    RoundedChecksums,
     build_manifest,
     compare,
     export_weights,
 )
+from tests.interpreted import run_interpreted
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 MASK = 2**64 - 1
@@ -235,3 +237,56 @@ def test_cuda_gives_the_same_value(dtype: torch.dtype) -> None:
     on_cuda.append(random_bits(999, dtype, seed=1).cuda()[1:])
     for group_words in (1, 2**26):
         assert checksums(on_cuda, group_words=group_words) == checksums(tensors)
+
+
+SHAPES = {"short": (3, 5), "a row": (2, ROW_WORDS), "rows": (5, ROW_WORDS + 8), "long": (70003,)}
+
+
+def masters(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [None, 1024, 3 * 1024, 40_000])
+def test_checksums_of_masters_are_those_of_weights_rounded_from_them(
+    dtype: torch.dtype, size: int | None
+) -> None:
+    """In whatever pieces masters come, some of them again."""
+    values = masters()
+    weights = {name: master.to(dtype) for name, master in values.items()}
+    checksums = RoundedChecksums()
+    for seed in (1, 0):  # the first are to be forgotten
+        for name, master in masters(seed).items():
+            start = 0
+            for piece in master.view(-1).split(size or master.numel()):
+                checksums.add([(name, start, piece)], dtype)
+                start += piece.numel()
+    found = checksums.values()
+    records = build_manifest(weights.items(), 0).tensors
+    assert found == {name: records[name].checksum for name in weights}
+    together = RoundedChecksums()
+    together.add([(name, 0, master.view(-1)) for name, master in values.items()], dtype)
+    assert together.values() == found
+
+
+def test_a_weight_that_is_not_rounded_or_lacks_a_piece_has_another_checksum() -> None:
+    master = masters()["long"].view(-1)
+    record = build_manifest([("w", master.bfloat16())], 0).tensors["w"]
+    truncated = (master.view(torch.int32) & -0x10000).view(torch.float32)
+    checksums = RoundedChecksums()
+    checksums.add([("w", 0, truncated)], torch.bfloat16)
+    assert checksums.values()["w"] != record.checksum
+    checksums.add([("w", 0, master[:40_000])], torch.bfloat16)
+    assert checksums.values()["w"] != record.checksum
+    checksums.add([("w", 40_000, master[40_000:])], torch.bfloat16)
+    assert checksums.values()["w"] == record.checksum
+
+
+def test_kernels_sum_rows_as_numpy_does() -> None:
+    different = run_interpreted("tests.weights.interpreted_manifest")
+    assert {name for name, number in different.items() if number} == {
+        "planted: other columns",
+        "planted: truncated",
+    }
+    assert different["words"] == different["rounded"] == 0

@@ -122,7 +122,7 @@ def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None]
 def _explain(error: Exception) -> int | None:
     """Say what went wrong, and return the exit code; None for an error that is ours."""
     name = type(error).__name__  # by name: this file must not load torch
-    if name in ("LostPeerError", "EnginesLostError"):
+    if name in ("LostPeerError", "EnginesLostError", "StaleWeightsError"):
         _say(f"error: {error}")
         return 1
     if isinstance(error, ValueError | OSError):

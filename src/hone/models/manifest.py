@@ -26,7 +26,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hone.types import TensorRecord, WeightManifest
 
-__all__ = ["ManifestBuilder", "ManifestDiff", "build_manifest", "compare", "export_weights"]
+__all__ = [
+    "ManifestBuilder",
+    "ManifestDiff",
+    "RoundedChecksums",
+    "build_manifest",
+    "compare",
+    "export_weights",
+]
 
 ROW_WORDS = 16384
 GROUP_WORDS = 1 << 26
@@ -108,6 +115,62 @@ class ManifestBuilder:
             for name, (shape, dtype, owner) in self._entries.items()
         }
         return WeightManifest(version=version, tensors=records)
+
+
+class RoundedChecksums:
+    """The checksums of weights, taken from the masters that these weights are rounded from.
+
+    They are those of `build_manifest` where the weights hold what their masters round to. Masters
+    may come in pieces: a row's sum is the sum over its pieces. A call of `add` is one launch on a
+    GPU, which reads the masters once, 4 bytes an element, and writes 8 bytes for `ROW_WORDS`
+    words of weights.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[tuple[int, Tensor]]] = {}
+        """Of each weight: first row and row sums, [R] int64, of each piece."""
+
+    @torch.no_grad()
+    def add(self, pieces: Iterable[tuple[str, int, Tensor]], dtype: torch.dtype) -> None:
+        """Take in pieces of masters: a weight's name, the first element of the piece in the
+        flattened weight (from 0 on in order; 0 replaces what there was of that weight), and the
+        piece, flat, float32 or `dtype`. All on one device and of one dtype; `dtype` is that of the
+        weights. A piece must start at a whole 32-bit word of the weight.
+        """
+        found = list(pieces)
+        if not found:
+            return
+        starts = [start * dtype.itemsize for _, start, _ in found]
+        assert not any(start % 4 for start in starts), "a piece begins inside a 32-bit word"
+        first_words = [start // 4 for start in starts]
+        sums = _rounded_row_sums([master for *_, master in found], first_words, dtype)
+        parts = sums.split(
+            [
+                -(-(word % ROW_WORDS + -(-master.numel() * dtype.itemsize // 4)) // ROW_WORDS)
+                for word, (*_, master) in zip(first_words, found, strict=True)
+            ]
+        )
+        for (name, start, _), word, part in zip(found, first_words, parts, strict=True):
+            if start == 0:
+                self._pieces[name] = []
+            self._pieces[name].append((word // ROW_WORDS, part))
+
+    def values(self) -> dict[str, int]:
+        """Wait for the work, and return the checksum of each weight."""
+        if not self._pieces:
+            return {}
+        pieces = [piece for own in self._pieces.values() for piece in own]
+        num_rows = [max(row + len(s) for row, s in own) for own in self._pieces.values()]
+        ends = np.cumsum([0, *num_rows])
+        owners = np.repeat(ends[:-1], [len(own) for own in self._pieces.values()])
+        totals = np.zeros(ends[-1], np.int64)
+        rows = [
+            np.arange(owner + row, owner + row + len(s))
+            for owner, (row, s) in zip(owners, pieces, strict=True)
+        ]
+        np.add.at(totals, np.concatenate(rows), torch.cat([s for _, s in pieces]).cpu().numpy())
+        checksums = _combine([torch.from_numpy(totals)], num_rows)
+        return dict(zip(self._pieces, checksums, strict=True))
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
@@ -232,6 +295,19 @@ def _row_sums(group: list[Tensor]) -> Tensor:
             rest = words[size:].reshape(1, -1)
             sums.append(np.einsum("rw,w->r", rest, multipliers[: rest.size]))
     return torch.from_numpy(np.concatenate([*sums, np.empty(0, np.int64)]))
+
+
+def _rounded_row_sums(masters: list[Tensor], first_words: list[int], dtype: torch.dtype) -> Tensor:
+    """As `_row_sums` of what `masters` round to, whose first words are `first_words` of weights."""
+    columns = [word % ROW_WORDS for word in first_words]
+    if masters[0].is_cuda and (masters[0].dtype, dtype) == (torch.float32, torch.bfloat16):
+        from hone.models.manifest_kernel import rounded_row_sums
+
+        return rounded_row_sums(masters, columns, _table(masters[0].device))
+    # Zeros in front add nothing.
+    words = [_words(master.to(dtype)) for master in masters]
+    padded = [nn.functional.pad(w, (c, 0)) if c else w for w, c in zip(words, columns, strict=True)]
+    return _row_sums(padded)
 
 
 def _combine(sums: list[Tensor], num_rows: list[int]) -> list[int]:

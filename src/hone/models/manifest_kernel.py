@@ -10,9 +10,13 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["row_sums"]
+__all__ = ["rounded_row_sums", "row_sums"]
+
+_BLOCK = 2048
+"""Words of a row that a program rounds and sums at a time."""
 
 
 def row_sums(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
@@ -24,16 +28,50 @@ def row_sums(tensors: Sequence[Tensor], table: Tensor) -> Tensor:
     width = table.shape[0]
     num_words = np.array([words.numel() for words in tensors])
     num_rows = -(-num_words // width)
-    offset = (np.arange(num_rows.sum()) - np.repeat(num_rows.cumsum() - num_rows, num_rows)) * width
+    offset = _index_in_tensor(num_rows) * width
     address = np.repeat([words.data_ptr() for words in tensors], num_rows) + 4 * offset
     length = np.repeat(num_words, num_rows) - offset
-    # From page-locked memory, so that the host does not wait for what the device has to do before.
-    rows = torch.from_numpy(np.stack([address, length])).pin_memory()
-    rows = rows.to(table.device, non_blocking=True)
+    rows = _on_device(np.stack([address, length]), table.device)
     sums = torch.empty_like(rows[0])
     if len(sums):
         _row_sums_kernel[(len(sums),)](*rows, table, sums, WIDTH=width, num_warps=16)
     return sums
+
+
+def rounded_row_sums(masters: Sequence[Tensor], columns: Sequence[int], table: Tensor) -> Tensor:
+    """`row_sums` of the bfloat16 weights that flat, contiguous float32 tensors round to, of which
+    the first words lie in these columns of their first rows: [R] int64.
+
+    Rounds to the nearest, ties to even, as torch does; values that are not finite need not agree.
+    """
+    width = table.shape[0]
+    first = 2 * np.array(columns)
+    last = first + np.array([master.numel() for master in masters])
+    num_rows = -(-last // (2 * width))
+    index = _index_in_tensor(num_rows)
+    offset = 2 * width * index - np.repeat(first, num_rows)
+    # Of the row's first element, which of the first row need not be there.
+    address = np.repeat([master.data_ptr() for master in masters], num_rows) + 4 * offset
+    begin = np.where(index == 0, np.repeat(first, num_rows), 0)
+    end = np.repeat(last, num_rows) - 2 * width * index
+    rows = _on_device(np.stack([address, begin, end]), table.device)
+    sums = torch.empty_like(rows[0])
+    if len(sums):
+        _rounded_row_sums_kernel[(len(sums),)](
+            *rows, table, sums, WIDTH=width, BLOCK=min(_BLOCK, width), num_warps=8
+        )
+    return sums
+
+
+def _index_in_tensor(num_rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The place of each row among those of its tensor."""
+    return np.arange(num_rows.sum()) - np.repeat(num_rows.cumsum() - num_rows, num_rows)
+
+
+def _on_device(rows: NDArray[np.int64], device: torch.device) -> Tensor:
+    """From page-locked memory, so that the host does not wait for what the device has to do."""
+    found = torch.from_numpy(rows)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 @triton.jit
@@ -49,3 +87,33 @@ def _row_sums_kernel(
     words = tl.load(addresses + row).to(tl.pointer_type(tl.int32)) + column
     bits = tl.load(words, mask=column < tl.load(lengths + row), other=0)
     tl.store(sums + row, tl.sum(bits.to(tl.int64) * tl.load(table + column), axis=0))
+
+
+@triton.jit
+def _rounded_row_sums_kernel(  # noqa: PLR0917
+    addresses: tl.tensor,
+    begins: tl.tensor,
+    ends: tl.tensor,
+    table: tl.tensor,
+    sums: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    master = tl.load(addresses + row).to(tl.pointer_type(tl.int32))
+    begin = tl.load(begins + row)
+    end = tl.load(ends + row)
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, WIDTH, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        low = _rounded(master, 2 * column, begin, end)
+        high = _rounded(master, 2 * column + 1, begin, end)
+        total += (low | (high << 16)).to(tl.int64) * tl.load(table + column)
+    tl.store(sums + row, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _rounded(master: tl.tensor, i: tl.tensor, begin: tl.tensor, end: tl.tensor) -> tl.tensor:
+    """The 16 bits of bfloat16 that float32 elements round to, in integers; 0 outside."""
+    bits = tl.load(master + i, mask=(i >= begin) & (i < end), other=0).to(tl.uint32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int32, bitcast=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.checkpoint.sharded import local_part
+from hone.models.manifest import RoundedChecksums
 from hone.trainer.offload import BUCKET_BYTES, HostBuffer, Lane, mark_of, wait_for
 
 __all__ = [
@@ -32,7 +33,8 @@ _PIECE_ELEMENTS = BUCKET_BYTES // 4
 class HostMasters:
     """Float32 masters in pinned host memory, and where a step puts the weights it makes of them.
 
-    Gradients that stay on the device lie beside them in `gradients`, float32.
+    Gradients that stay on the device lie beside them in `gradients`, float32. What a step rounds is
+    described where it is computed: to compare weights with masters, nothing crosses the bus.
     """
 
     masters: dict[str, nn.Parameter]
@@ -47,6 +49,8 @@ class HostMasters:
     """What the next step applies, under the weights' names. A step clears it."""
     buffer: HostBuffer | None = None
     """What the masters lie in, where that is this object's own."""
+    checksums: RoundedChecksums = field(default_factory=RoundedChecksums)
+    """Of what the masters round to, for all `weights` and `homes`."""
 
     @classmethod
     def copied(
@@ -69,13 +73,45 @@ class HostMasters:
         with torch.no_grad():
             for name, weight in copied.items():
                 tensors[name].copy_(weight)
-        return cls(
+        found = cls(
             masters={name: nn.Parameter(tensors[name]) for name in weights},
             device=device,
             weights={n: w for n, w in weights.items() if n not in homes},
             homes={n: home for n, home in copied.items() if n in homes},
             buffer=buffer,
         )
+        for name, weight in copied.items():
+            found.checksums.add([(name, 0, weight.reshape(-1).to(device))], weight.dtype)
+        return found
+
+    @torch.no_grad()
+    def take(self, name: str, saved: Tensor) -> None:
+        """Give a master the values `saved`, and its weight what they round to."""
+        master = self.masters[name].detach()
+        master.copy_(saved)
+        target = self.homes.get(name, self.weights.get(name))
+        if target is None:
+            return
+        flat = target.detach().view(-1)
+        start = 0
+        for values in pieces_of(master):
+            piece = Piece(name, start, start + values.numel())
+            on_device = values.to(self.device)
+            self.record([(piece, on_device)])
+            flat[piece.start : piece.stop].copy_(on_device)
+            start = piece.stop
+
+    def record(self, moved: Iterable[tuple[Piece, Tensor]]) -> None:
+        """Note what masters round to that have moved: pieces and their values on the device, each
+        parameter's in order. Independent of where a step writes them."""
+        dtypes = {name: t.dtype for name, t in (*self.weights.items(), *self.homes.items())}
+        by_dtype: dict[torch.dtype, list[tuple[str, int, Tensor]]] = {}
+        for piece, values in moved:
+            if piece.name in dtypes:
+                same = by_dtype.setdefault(dtypes[piece.name], [])
+                same.append((piece.name, piece.start, values))
+        for dtype, pieces in by_dtype.items():
+            self.checksums.add(pieces, dtype)
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Add in float32 to what the weight's gradient has so far; `gradient` is left alone."""

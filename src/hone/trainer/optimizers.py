@@ -377,7 +377,10 @@ class _AdamW:
                     _Operand(piece.name, master, gradient, exp_avg, exp_avg_sq, piece.start)
                 )
             self._update(operands, lr)
-            for piece, operand in zip(buckets[index], operands, strict=True):
+            moved = list(zip(buckets[index], operands, strict=True))
+            if host is not None:
+                host.record((piece, operand.master) for piece, operand in moved)
+            for piece, operand in moved:
                 if piece.name in weights:
                     _part(weights[piece.name], piece).copy_(operand.master)
                 elif piece.name in homes:

@@ -121,9 +121,10 @@ class BroadcastSync:
 
         Collective over the training processes: all get the same report, or raise.
 
-        Raises NonFiniteWeightsError, EngineLostError where an engine is gone or silent, and
-        RuntimeError naming engine and tensors where weights did not arrive as they were sent.
-        After an error no engine samples until a later push succeeds; that one may come at once.
+        Raises NonFiniteWeightsError, StaleWeightsError where they are not what the masters round
+        to, EngineLostError where an engine is gone or silent, and RuntimeError naming engine and
+        tensors where weights did not arrive as they were sent. After an error no engine samples
+        until a later push succeeds; that one may come at once.
         """
         if self._layout is None:
             # Walked through once more, since engines must know what comes before it does.

@@ -3,7 +3,10 @@
 A sync has a version and a manifest. The trainer's side says what the engine must hold; the engine
 recomputes the manifest from the tensors it samples with and refuses to sample until both agree.
 Tensors that are one memory on both sides (one process, one number format) are not moved, only
-proven. An engine that is one rank of several gets, and proves, its own parts.
+proven: there the manifests agree whatever lies in that memory, and what proves it is the trainer's
+own comparison of its weights with its masters, before it gives the first
+(`hone.trainer.policy.Policy.named_weights`). An engine that is one rank of several gets, and
+proves, its own parts.
 
 Weights are taken from the trainer as they come and let go in groups, since a trainer whose weights
 are spread over processes makes them whole some at a time.
@@ -56,8 +59,9 @@ class WeightSync:
     def push(self, version: int) -> SyncReport:
         """Make the engine sample with the trainer's weights from now on, as `version`.
 
-        Raises NonFiniteWeightsError naming a tensor, and RuntimeError naming missing, unexpected
-        and different ones. After an error the engine refuses to sample until a later push succeeds.
+        Raises NonFiniteWeightsError naming a tensor, StaleWeightsError naming one that is not what
+        the trainer's master rounds to, and RuntimeError naming missing, unexpected and different
+        ones. After an error the engine refuses to sample until a later push succeeds.
         """
         start = perf_counter()
         self.engine.begin_sync()
