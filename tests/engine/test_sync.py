@@ -54,6 +54,21 @@ def check_new_weights_see_no_old_keys(models):
     assert after["a"].weight_versions == [1] * 12
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("moved", ["self_attn.q_proj", "self_attn.o_proj"])
+def test_weights_that_were_moved_are_not_what_samples(make_models, family, moved):
+    """Manifests agree: they read where the weights lie now, merged layers and graphs where they
+    lay."""
+    model = copy.deepcopy(make_models(family).hone)
+    engine = replace(make_models(family), hone=model).engine()
+    push(engine, 1)
+    parameter = model.get_parameter(f"model.layers.0.{moved}.weight")
+    parameter.data = parameter.data.clone()
+    with pytest.raises(RuntimeError, match="have been moved"):
+        push(engine, 2)
+    assert (engine.weight_version, engine.state) == (1, EngineState.SYNCING)
+
+
 def test_R9_cached_keys_belong_to_a_weight_version(own):
     check_new_weights_see_no_old_keys(own)
 

@@ -281,7 +281,8 @@ class EmbeddedEngine:
         keys and values they have; `weight_versions` tells their tokens apart. One whose prefill is
         not through has no token that would tell, so its prefill starts again. With an FP8 cache,
         whose scales are chosen anew, all are computed again. Raises RuntimeError naming missing,
-        unexpected and different tensors, and stays in sync: the weights can be delivered again.
+        unexpected and different tensors, and where tensors are not what is sampled with any more,
+        and stays in sync: the weights can be delivered again.
         """
         self._require(EngineState.SYNCING, call="finish_sync")
         found = build_manifest(self.named_weights(), manifest.version, are_held=True)
@@ -292,6 +293,7 @@ class EmbeddedEngine:
                 f"weight sync to version {manifest.version} is incomplete: "
                 + (diff.describe() if diff else "on another rank")
             )
+        self._runner.model.require_in_place()  # or other memory samples than was described
         self._weight_version = manifest.version
         self._is_torn = True
         if self._runner.recalibrate():

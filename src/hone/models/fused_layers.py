@@ -16,7 +16,7 @@ Letters: T packed tokens, D model and head size, H heads, I the MLP's inner size
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
@@ -33,7 +33,7 @@ from hone.attention.interface import attend_paged
 if TYPE_CHECKING:
     from hone.models.tensor_parallel import TensorParallel
 
-__all__ = ["FusedDecoder", "is_fusible", "merge_rows"]
+__all__ = ["FusedDecoder", "is_fusible", "merge_rows", "places_of", "require_places"]
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Families of the skeleton, and how the names of their classes begin."""
@@ -118,6 +118,21 @@ def merge_rows(parameters: Sequence[Tensor]) -> Tensor:
         for parameter, rows in zip(parameters, merged.split(sizes), strict=True):
             parameter.data = rows
     return merged
+
+
+def places_of(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    """Parameters, and where they lie now; for `require_places`."""
+    return [(parameter, parameter.data_ptr()) for parameter in parameters]
+
+
+def require_places(places: Iterable[tuple[Tensor, int]]) -> None:
+    """Raise RuntimeError unless the parameters lie where they lay."""
+    if any(parameter.data_ptr() != place for parameter, place in places):
+        raise RuntimeError(
+            "parameters of the model have been moved since generation was set up, so that it "
+            "would go on with their old values: write into parameters in place (copy_), or "
+            "call generation_model again"
+        )
 
 
 class Projection(NamedTuple):
@@ -284,12 +299,12 @@ class FusedDecoder:
         if tp is not None and tp.rank > 0:
             self.layers = [layer.without_biases_of_sums() for layer in self.layers]
         # The parameters that the layers do not hold themselves, and where they must stay.
-        self._places: list[tuple[Tensor, int]] = [
-            (parameter, parameter.data_ptr())
+        self._places = places_of(
+            parameter
             for layer in base.layers
             for name, parameter in layer.named_parameters()
             if name.split(".")[1] in MERGED
-        ]
+        )
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # where the merged parameters lay before
 
@@ -307,12 +322,7 @@ class FusedDecoder:
         return x
 
     def _check_places(self) -> None:
-        if any(parameter.data_ptr() != place for parameter, place in self._places):
-            raise RuntimeError(
-                "parameters of the model have been moved since generation was set up, so that it "
-                "would go on with their old values: write into parameters in place (copy_), or "
-                "call generation_model again"
-            )
+        require_places(self._places)
 
 
 class RotaryTable:

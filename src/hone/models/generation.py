@@ -5,7 +5,7 @@ Nothing is copied, so whatever is written into a parameter of the model is sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import cast
 
@@ -17,7 +17,7 @@ from hone.attention import PagedContext
 from hone.models.decoder import alias_module, head_weight, hidden_states, logit_softcap
 from hone.models.exact import linear
 from hone.models.exact_decoder import ExactLayer, require_exact
-from hone.models.fused_layers import FusedDecoder, is_fusible
+from hone.models.fused_layers import FusedDecoder, is_fusible, places_of, require_places
 from hone.models.tensor_parallel import TensorParallel
 
 __all__ = ["GenerationModel", "generation_model"]
@@ -39,13 +39,21 @@ class GenerationModel:
         tp: TensorParallel | None = None,
         *,
         exact: bool = False,
+        parameters: Iterable[Tensor] = (),
     ) -> None:
-        """With `tp`, `head` holds this rank's rows [V / size, D] of the vocabulary."""
+        """With `tp`, `head` holds this rank's rows [V / size, D] of the vocabulary. `parameters`
+        are those that the backbone and graphs of it compute with, where they lie now."""
         self._backbone = backbone
         self._head = head
         self._softcap = softcap
         self._tp = tp
         self._exact = exact
+        self._places = places_of(parameters)
+
+    def require_in_place(self) -> None:
+        """Raise RuntimeError where parameters have been moved since this was made: what they say
+        is then not what merged layers and recorded graphs compute with."""
+        require_places(self._places)
 
     @torch.inference_mode()
     def hidden_states(
@@ -109,4 +117,11 @@ def generation_model(
     head = head_weight(model)
     is_shared = len(head) < model.config.vocab_size
     shared_by = tp if is_shared else None
-    return GenerationModel(backbone, head, logit_softcap(model), shared_by, exact=exact)
+    return GenerationModel(
+        backbone,
+        head,
+        logit_softcap(model),
+        shared_by,
+        exact=exact,
+        parameters=model.parameters(),
+    )
