@@ -1,0 +1,441 @@
+"""Reinforcement learning of whole weights and of adapters under every memory option of one process,
+and under their pairs, against the run without: what is sampled, trained, kept and resumed.
+
+An option either changes no bit of a run, or rounds elsewhere. One that rounds elsewhere is compared
+with the plain run within a tolerance, and is the plain run of its pairs, which have its bits.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from tests.loops.conftest import assembled
+from tests.loops.test_sync import assert_same, metrics
+from tests.ranks import run_ranks
+from tests.tiny_runs import tiny_config, write_inputs
+from torch import Tensor, nn
+
+from hone.config.checks import check_rl
+from hone.config.engine import EngineConfig
+from hone.config.trainer import OptimizerConfig, TrainerConfig
+from hone.config.tree import RLConfig
+from hone.data.arithmetic import ALPHABET
+from hone.engine.engine import EmbeddedEngine, EngineState
+from hone.loops import sync
+from hone.models.fused_layers import FAMILIES
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from hone.observe.metrics import Metrics
+from hone.trainer import learner as learner_module
+from hone.trainer import optimizers
+from hone.trainer import policy as policy_module
+from hone.trainer.host_state import HostMasters, Piece
+from hone.trainer.policy import Policy, StaleWeightsError
+
+Sections = dict[str, dict[str, Any]]
+
+STEPS = 3
+
+ON_HOST = {"offload_optimizer": True, "offload_gradients": True}
+
+SAME_BITS: dict[str, Sections] = {
+    "offload_optimizer": {"trainer": {"offload_optimizer": True}},
+    "offload_gradients": {"trainer": ON_HOST},
+    "recompute": {"trainer": {"recompute": "full"}},
+    "recompute selectively": {"trainer": {"recompute": "selective"}},
+    "recompute every 2nd layer": {"trainer": {"recompute": "full", "recompute_every_n_layers": 2}},
+    "offload_activations": {"trainer": {"recompute": "full", "offload_activations": True}},
+    "offload_activations selectively": {
+        "trainer": {"recompute": "selective", "offload_activations": True}
+    },
+    "trainer.enable_sleep": {"trainer": {"enable_sleep": True}},
+    "engine.enable_sleep": {"engine": {"enable_sleep": True}},
+}
+ROUNDS: dict[str, Sections] = {
+    "state_dtype": {"trainer": {"optimizer": {"state_dtype": "bfloat16"}}},
+    "logits_chunk_tokens": {"trainer": {"logits_chunk_tokens": 5}},
+    "micro_batch_size": {"trainer": {"micro_batch_size": 3}},
+    "max_tokens_per_microbatch": {"trainer": {"max_tokens_per_microbatch": 40}},
+}
+MUON: dict[str, Sections] = {"muon": {"trainer": {"optimizer": {"name": "muon"}}}}
+"""Another rule: a plain run of its own."""
+ADAPTERS: Sections = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
+ADAPTED_ONLY: dict[str, Sections] = {
+    "offload_parameters": {"trainer": ON_HOST | {"offload_parameters": True}}
+}
+FOUR_BITS: dict[str, Sections] = {"load_in_4bit": {"model": {"lora": {"load_in_4bit": True}}}}
+
+TOLERANCE = {"bfloat16": 2**-6, "float32": 2e-6, "state_dtype": 2**-7}
+"""Largest distance of gradients that are only added up in another order, by the format that
+computes, and of moments that are rounded to bfloat16: some units in the last place, of which
+bfloat16 has 2**-8 and float32 1.2e-7. Found: 0.0038, 2.8e-7 and 0.0026."""
+
+OTHER_KEYS = {
+    "trainer": {
+        "compile": "compiles for minutes on a CPU; gradients in tests/trainer/test_recompute.py",
+        "fused_layers": "runs on CUDA alone",
+        "matmul_precision": "what products round to, not memory; needs CUDA",
+        "max_tokens_per_forward": "no pass here is without a gradient",
+        "num_epochs": "the learning rule",
+        "parallel": "several processes",
+        "parity": "a check",
+        "prompts_per_minibatch": "the learning rule",
+        "share_prompts": "tests/trainer/test_shared_prompts.py",
+    },
+    "optimizer": dict.fromkeys(
+        (
+            "lr",
+            "betas",
+            "eps",
+            "weight_decay",
+            "muon_lr",
+            "muon_momentum",
+            "max_grad_norm",
+            "schedule",
+            "warmup_steps",
+            "min_lr_ratio",
+        ),
+        "the learning rule",
+    ),
+}
+
+
+@cache
+def _inputs() -> tuple[TemporaryDirectory[str], Path]:
+    folder = TemporaryDirectory(prefix="hone-memory-")
+    write_inputs(Path(folder.name))
+    for family in FAMILIES:
+        make_tiny_model(
+            Path(folder.name) / family,
+            family=family,
+            tokenizer=make_char_tokenizer(ALPHABET),
+            hidden_size=32,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=16,
+            intermediate_size=48,
+            max_position_embeddings=64,
+            **({"attention_bias": True} if family == "llama" else {}),
+        )
+    return folder, Path(folder.name)
+
+
+def merged(*options: Sections) -> Sections | None:
+    """All sections together; None where two of them want something else of one key."""
+    found: Sections = {}
+    for sections in options:
+        for section, keys in sections.items():
+            own = found.setdefault(section, {})
+            for key, value in keys.items():
+                if isinstance(value, dict) and key in own:
+                    if any(own[key].get(k, v) != v for k, v in value.items()):
+                        return None
+                    value = own[key] | value
+                elif own.get(key, value) != value:
+                    return None
+                own[key] = value
+    return found
+
+
+def config(
+    sections: Sections, dtype: str, *, folder: Path, steps: int = STEPS, family: str = "qwen3"
+) -> RLConfig:
+    trainer = sections.get("trainer", {})
+    optimizer = {"lr": 3e-2, "weight_decay": 0.1, "max_grad_norm": 0.1}
+    return tiny_config(
+        _inputs()[1],
+        folder,
+        run={"dir": folder, "steps": steps},
+        model={"path": str(_inputs()[1] / family), "dtype": dtype} | sections.get("model", {}),
+        reward={"functions": [{"fn": "length", "args": {"target_tokens": 4}}]},
+        engine={"max_num_seqs": 16, "max_model_len": 32, "block_size": 4}
+        | sections.get("engine", {}),
+        trainer={"logits_chunk_tokens": 64, "parity": {"max_kl": 1.0, "max_outside": 1.0}}
+        | trainer
+        | {"optimizer": optimizer | trainer.get("optimizer", {})},
+        algorithm={"correction": {"kind": "tis"}},
+        eval={"at_start": False, "at_end": False, "max_completion_tokens": 8},
+    )
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a run has come to, and how."""
+
+    rows: list[dict[str, Any]]
+    state: dict[str, Tensor]
+    """Masters and moments."""
+    sampled: dict[str, Tensor]
+    """The engine's weights."""
+
+
+def course(cfg: RLConfig) -> Course:
+    """Run it, and hold what trained, what sampled and what was kept against each other."""
+    with assembled(cfg) as parts:
+        policy = parts.trainer.policy
+        assert isinstance(policy, Policy)
+        with parts.training():
+            before = {name: master.detach().clone() for name, master in policy.masters.items()}
+        sync.train(parts)
+        assert parts.engine is not None
+        with parts.training():
+            state = {name: t.clone() for name, t in parts.trainer.state_dict()[0].items()}
+            sampled = {n: t.clone() for n, t in parts.engine.named_weights()}
+            own = dict(policy.named_weights())
+            for name, master in policy.masters.items():
+                assert torch.equal(own[name], master.to(own[name].dtype)), f"{name} is stale"
+                moved = (own[name] != before[name].to(own[name].dtype)).float().mean()
+                assert moved > 0, f"{name} has not moved"
+            exported = dict(parts.trainer.named_weights())
+        assert exported.keys() == sampled.keys()
+        assert [n for n, tensor in exported.items() if not torch.equal(sampled[n], tensor)] == []
+    return Course(metrics(cfg.run.dir), state, sampled)
+
+
+@cache
+def plain(base: tuple[str, ...], dtype: str, adapted: bool, family: str = "qwen3") -> Course:
+    """The run with no option but those of `base`, which round or learn in another way."""
+    sections = merged(*(OPTIONS[name] for name in base), ADAPTERS if adapted else {})
+    assert sections is not None
+    with TemporaryDirectory() as folder:
+        return course(config(sections, dtype, folder=Path(folder), family=family))
+
+
+@cache
+def begun(
+    base: tuple[str, ...], dtype: str, adapted: bool
+) -> tuple[TemporaryDirectory[str], Course]:
+    """The folder of such a run that has ended after its first update, and what it came to."""
+    holder = TemporaryDirectory(prefix="hone-begun-")
+    sections = merged(*(OPTIONS[name] for name in base), ADAPTERS if adapted else {})
+    assert sections is not None
+    return holder, course(config(sections, dtype, folder=Path(holder.name), steps=1))
+
+
+OPTIONS: Mapping[str, Sections] = {**SAME_BITS, **ROUNDS, **MUON, **ADAPTED_ONLY, **FOUR_BITS}
+BASES = (*ROUNDS, *MUON, *FOUR_BITS)
+
+
+def base_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in BASES)
+
+
+@cache
+def _is_allowed(names: tuple[str, ...], adapted: bool) -> bool:
+    sections = merged(*(OPTIONS[name] for name in names), ADAPTERS if adapted else {})
+    if sections is None:
+        return False
+    cfg = config(sections, "bfloat16", folder=_inputs()[1] / "nowhere")
+    return not any(finding.level == "error" for finding in check_rl(cfg, 1))
+
+
+def _singles() -> list[tuple[str, bool]]:
+    whole = [(name, False) for name in (*SAME_BITS, *ROUNDS, *MUON)]
+    adapted = [(name, True) for name in (*SAME_BITS, *ADAPTED_ONLY, *FOUR_BITS)]
+    return whole + adapted
+
+
+def _pairs() -> list[tuple[tuple[str, str], bool]]:
+    whole = combinations((*SAME_BITS, *ROUNDS, *MUON), 2)
+    adapted = combinations((*SAME_BITS, *ROUNDS, *ADAPTED_ONLY, *FOUR_BITS), 2)
+    special = {*ADAPTED_ONLY, *FOUR_BITS}
+    return [(pair, False) for pair in whole if _is_allowed(pair, False)] + [
+        (pair, True) for pair in adapted if special & {*pair} and _is_allowed(pair, True)
+    ]
+
+
+def assert_same_course(found: Course, expected: Course, *, first_step: int = 1) -> None:
+    assert found.rows == [row for row in expected.rows if row["step"] >= first_step]
+    assert_same(found.state, expected.state, "state")
+    assert_same(found.sampled, expected.sampled, "sampled")
+
+
+def check(names: tuple[str, ...], dtype: str, adapted: bool, folder: Path) -> Course:
+    """The bits of the plain run."""
+    sections = merged(*(OPTIONS[name] for name in names), ADAPTERS if adapted else {})
+    assert sections is not None
+    found = course(config(sections, dtype, folder=folder))
+    if base_of(names) != names:
+        assert_same_course(found, plain(base_of(names), dtype, adapted))
+    return found
+
+
+def distance(found: Course, expected: Course) -> float:
+    """Of the first update's gradients, relative to them, where they differ most: of first moments,
+    which are gradients times one factor."""
+    moments = {n: t for n, t in expected.state.items() if n.startswith("optimizer/exp_avg/")}
+    assert len(moments) == sum(name.startswith("weights/") for name in expected.state)
+    return max(
+        float((found.state[name].float() - moment).norm() / moment.norm())
+        for name, moment in moments.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("name", "adapted"), _singles())
+def test_an_option_changes_the_numbers_no_more_than_it_must(
+    name: str, adapted: bool, dtype: str, tmp_path: Path
+) -> None:
+    if name in BASES:
+        found, expected = (begun(base, dtype, adapted)[1] for base in ((name,), ()))
+        if name in ROUNDS:
+            limit = TOLERANCE["state_dtype" if name == "state_dtype" else dtype]
+            assert 0 < distance(found, expected) < limit
+    else:
+        check((name,), dtype, adapted, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("name", "adapted"), _singles())
+def test_a_run_goes_on_under_an_option(
+    name: str, adapted: bool, dtype: str, tmp_path: Path
+) -> None:
+    """From a checkpoint of the plain run, in the middle, to the end of the plain run."""
+    base = base_of((name,))
+    sections = merged(OPTIONS[name], ADAPTERS if adapted else {})
+    assert sections is not None
+    shutil.copytree(begun(base, dtype, adapted)[0].name, tmp_path / "run")
+    found = course(config(sections, dtype, folder=tmp_path / "run"))
+    assert_same_course(found, plain(base, dtype, adapted))
+
+
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_gradients"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3"])
+def test_every_family_whose_weights_an_engine_merges(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    cfg = config(OPTIONS[name], "bfloat16", folder=tmp_path, family=family)
+    assert_same_course(course(cfg), plain((), "bfloat16", False, family))
+
+
+class DeadMemory(HostMasters):
+    """Steps write where the weights lay before an engine merged them."""
+
+    @classmethod
+    def copied(cls, *arguments: Any) -> HostMasters:
+        found = super().copied(*arguments)
+        found.weights = {n: nn.Parameter(w.detach()) for n, w in found.weights.items()}
+        return found
+
+
+class WithoutWeights(HostMasters):
+    """Masters are restored, and weights stay what they were."""
+
+    def take(self, name: str, saved: Tensor) -> None:
+        values = self.masters[name].detach()
+        values.copy_(saved)
+        self.record([(Piece(name, 0, values.numel()), values.view(-1))])
+
+
+class WithoutRounding(Policy):
+    """Masters move, and the module is left alone."""
+
+    def apply(self, update: Callable[[], None]) -> Metrics:
+        update()
+        return {}
+
+
+def elsewhere(stream: Callable[..., Any]) -> Callable[..., Any]:
+    """A step writes every second weight into other memory."""
+
+    def step(self: Any, gradients: Mapping[str, Tensor], lr: float) -> None:
+        held = dict(self._host.weights)
+        for name in [*held][::2]:
+            self._host.weights[name] = nn.Parameter(held[name].detach().clone())
+        stream(self, gradients, lr)
+        self._host.weights |= held
+
+    return step
+
+
+PLANTED: dict[str, tuple[Sections, Any, str, Any]] = {
+    "dead memory": (OPTIONS["offload_optimizer"], policy_module, "HostMasters", DeadMemory),
+    "dead memory, gradients on the host": (
+        OPTIONS["offload_gradients"],
+        policy_module,
+        "HostMasters",
+        DeadMemory,
+    ),
+    "part of the weights": (
+        OPTIONS["offload_optimizer"],
+        optimizers._AdamW,
+        "_stream",
+        elsewhere(optimizers._AdamW._stream),
+    ),
+    "device masters": ({}, learner_module, "Policy", WithoutRounding),
+    "masters asleep": (
+        OPTIONS["trainer.enable_sleep"],
+        learner_module,
+        "Policy",
+        WithoutRounding,
+    ),
+    "adapters": (ADAPTERS, learner_module, "Policy", WithoutRounding),
+    "restored": (OPTIONS["offload_optimizer"], policy_module, "HostMasters", WithoutWeights),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_sync_refuses_weights_that_training_did_not_make(
+    bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At the first sync behind the bug; manifests of trainer and engine agree in each of these."""
+    sections, target, name, planted = PLANTED[bug]
+    if bug == "restored":
+        shutil.copytree(begun((), "bfloat16", adapted=False)[0].name, tmp_path / "run")
+    monkeypatch.setattr(target, name, planted)
+    cfg = config(sections, "bfloat16", folder=tmp_path / "run")
+    with (
+        assembled(cfg) as parts,
+        pytest.raises(StaleWeightsError, match=r"trained weights, the first .* are not what"),
+    ):
+        sync.train(parts)
+    assert isinstance(parts.engine, EmbeddedEngine)
+    assert (parts.engine.weight_version, parts.engine.state) == (0, EngineState.SYNCING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("names", "adapted"), _pairs(), ids=str)
+def test_pairs_of_options_change_no_bit(
+    names: tuple[str, str], adapted: bool, dtype: str, tmp_path: Path
+) -> None:
+    check(names, dtype, adapted, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_engines_of_two_processes_sample_with_rounded_masters(tmp_path: Path) -> None:
+    """Shards are gathered for each sync: nothing there could be left behind."""
+    for case, wrong in run_ranks("tests.loops.offload_ranks", 2, tmp_path, timeout_s=240).items():
+        assert wrong == {"stale": [], "still": [], "other bits": []}, case
+
+
+def test_every_key_of_the_trainer_is_in_the_matrix_or_says_why_not() -> None:
+    options = merged_keys(OPTIONS)
+    sections = {
+        "trainer": TrainerConfig.model_fields.keys() - {"optimizer"},
+        "optimizer": OptimizerConfig.model_fields.keys(),
+    }
+    for section, keys in sections.items():
+        assert options[section] | OTHER_KEYS[section].keys() == keys
+        assert not options[section] & OTHER_KEYS[section].keys()
+    assert options["engine"] == {name for name in EngineConfig.model_fields if "enable_sl" in name}
+
+
+def merged_keys(options: Mapping[str, Sections]) -> dict[str, set[str]]:
+    """The keys that options set, by section."""
+    found: dict[str, set[str]] = {"trainer": set(), "optimizer": set(), "engine": set()}
+    for sections in options.values():
+        for section in ("trainer", "engine"):
+            found[section] |= sections.get(section, {}).keys() - {"optimizer"}
+        found["optimizer"] |= sections.get("trainer", {}).get("optimizer", {}).keys()
+    return found
