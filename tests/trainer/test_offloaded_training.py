@@ -98,12 +98,19 @@ def test_offload_changes_no_bit(name: str):
         check_equal(course(trainer_of(model_of(**fields), **settings, **knobs)), expected)
 
 
-def test_pieces_of_parameters_change_no_bit(monkeypatch: pytest.MonkeyPatch):
-    """As with parameters that are larger than what travels at a time."""
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_pieces_of_parameters_change_no_bit(state_dtype: str, monkeypatch: pytest.MonkeyPatch):
+    """As with parameters that are larger than what travels at a time; the noise that rounds moments
+    is counted from a parameter's begin, not a piece's."""
     monkeypatch.setattr(host_state, "_PIECE_ELEMENTS", 500)
     monkeypatch.setattr(host_state, "BUCKET_BYTES", 4000)
     monkeypatch.setattr(optimizers, "BUCKET_BYTES", 1024 * 22)
-    check_against_no_offload(**PARAMETERS)
+    settings = {"optimizer": {"state_dtype": state_dtype}}
+    plain, away = (
+        trainer_of(model_of(dtype=torch.bfloat16), **settings, **knobs)
+        for knobs in ({}, PARAMETERS)
+    )
+    check_equal(course(away), course(plain))
 
 
 def check_against_no_offload(**knobs: Any) -> None:
