@@ -111,3 +111,12 @@ def test_an_evaluation_shows_the_rate_of_passing_beside_its_threshold() -> None:
     scores = {"eval/reward/mean": 0.973, "eval/pass@1": 0.59, "eval/pass_threshold": 1.0}
     *_, line = lines_of([ROW | scores])
     assert line.endswith("eval 0.973   pass@1 0.590 (score >= 1)")
+
+
+def test_without_a_terminal_waiting_is_a_line_now_and_then() -> None:
+    output = io.StringIO()
+    console = Console(3, output=RichConsole(file=output, width=100))
+    with console:
+        for done in range(5):
+            console.waiting(f"scoring {done} of 300, 18 timed out")
+    assert output.getvalue().split("\n") == ["      scoring 0 of 300, 18 timed out", ""]

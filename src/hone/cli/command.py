@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,8 +19,11 @@ from hone.config import UserError
 from hone.config.base import Section
 from hone.config.checks import Finding, check_eval, check_generate, check_rl, check_sft
 from hone.config.checks.parallel import check_processes
+from hone.config.checks.rewards import check_reward_columns
+from hone.config.data import DataConfig
 from hone.config.derived import layout
 from hone.config.load import load_config, resolve_recipe
+from hone.config.reward import RewardConfig
 from hone.config.run import RunConfig
 from hone.config.tree import (
     BenchEngineConfig,
@@ -30,6 +33,8 @@ from hone.config.tree import (
     RLConfig,
     SFTConfig,
 )
+from hone.data.columns import map_rows
+from hone.data.sources import read_source
 from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
 from hone.planner.fitting import check_host_fits, check_host_memory, check_run_memory
@@ -60,6 +65,7 @@ Recipe = (
 )
 B = TypeVar("B", bound=Recipe)
 _log = logging.getLogger(__name__)
+_NUM_CHECKED_ROWS = 64
 
 
 def load_arguments(tree: type[T], argv: Sequence[str]) -> T:
@@ -164,10 +170,10 @@ def check_rl_here(cfg: RLConfig, world_size: int | None, *, starts: bool = False
     """Findings for `hone rl`, among them whether it fits into this host's memory and on its GPU,
     where these, the number of processes and the model's shape are known; `starts` as in
     `_fits_host`."""
-    findings = check_rl(cfg, world_size)
+    findings = [*check_rl(cfg, world_size), *check_columns(cfg.reward, cfg.data)]
     gpu, shape = local_gpu(), known_shape(cfg.model.path)
     if shape is None:
-        return findings
+        return sorted(findings, key=lambda finding: finding.level)
     room: list[Finding] = []
     if gpu is not None or cfg.run.device == "cpu":  # otherwise it is to run elsewhere
         room += check_host_memory(cfg, shape, host_bytes=psutil.virtual_memory().total)
@@ -192,7 +198,11 @@ def check_eval_here(
     cfg: EvaluateConfig, world_size: int | None, *, starts: bool = False
 ) -> list[Finding]:
     """Findings for `hone eval`, as `check_rl_here`."""
-    findings = [*check_eval(cfg, world_size), *_fits_host(cfg, world_size, starts=starts)]
+    findings = [
+        *check_eval(cfg, world_size),
+        *check_columns(cfg.reward, cfg.data),
+        *_fits_host(cfg, world_size, starts=starts),
+    ]
     return sorted(findings, key=lambda finding: finding.level)
 
 
@@ -257,6 +267,21 @@ def chosen_device(device: str) -> str:
 def _num_gpus() -> int | None:
     """The most GPUs that a run on this host can use; None where it is not known."""
     return max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def check_columns(reward: RewardConfig, data: DataConfig) -> list[Finding]:
+    """Whether the first rows of data on this host have the columns that reward functions need."""
+    rows: list[tuple[str, Collection[str]]] = []
+    for source in (*data.train, *data.eval):
+        if not Path(source.path).expanduser().is_file():
+            continue
+        head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)
+        # The run reads all rows, and says what is wrong with the data.
+        with suppress(UserError, OSError):
+            read = read_source(source.model_copy(update={"max_rows": head}))
+            examples = map_rows(read, source, name=source.path)
+            rows += [(example.location, example.metadata) for example in examples]
+    return list(check_reward_columns(reward, rows))
 
 
 def local_gpu() -> Peaks | None:

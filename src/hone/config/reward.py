@@ -33,7 +33,8 @@ class RewardConfig(Section):
     """The reward of a sample: a weighted sum of functions, run in killable worker processes."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(fn="exact_match"),)
-    """Scoring functions; the total is their weighted sum."""
+    """Scoring functions; the total is their weighted sum. Before the model is loaded each is called
+    once on the first row, with its answer as the completion: a failure ends the run."""
 
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take before its worker is killed and the sample counted as failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.data import DataConfig, SourceConfig
@@ -32,6 +33,10 @@ class PromptData:
     train: PromptStream
     eval: list[Prompt]
     report: FilterReport
+
+    def prompts(self) -> list[Prompt]:
+        """All of them, those to train on first."""
+        return [*chain(*self.train.sources), *self.eval]
 
 
 def load_prompts(

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import chain
+from time import monotonic
 
 from rich.progress import Progress
+from transformers import PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.config.parallel import ParallelConfig
 from hone.config.paths import settings_file
 from hone.config.tree import EvaluateConfig, GenerateConfig
+from hone.data.prompts import PromptData
 from hone.distributed.mesh import Mesh
 from hone.loops.ending import evaluation_cause
 from hone.loops.exchange import Exchange
 from hone.loops.launch import join
-from hone.loops.parts import assemble_inference, share_of_workers
+from hone.loops.parts import assemble_inference, encoder, share_of_workers
 from hone.observe.loggers import json_line, sample_row
 from hone.observe.metrics import to_scalars
 from hone.observe.whole_file import write_whole
@@ -31,6 +35,7 @@ from hone.types import Prompt, Sample
 __all__ = ["run_evaluation", "run_generation"]
 
 _log = logging.getLogger(__name__)
+_LINE_EVERY_S = 20.0
 
 
 def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
@@ -57,23 +62,29 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
 
 def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
     limit = cfg.eval.max_completion_tokens
-    parts = assemble_inference(cfg, mesh.device, max_completion_tokens=limit)
-    if not parts.data.eval:
-        raise UserError("there is nothing to evaluate on: name data.eval, or set eval_fraction")
-    with (
-        Scorer(share_of_workers(cfg.reward), max_completion_tokens=limit) as scorer,
-        _counter(mesh) as progress,
-    ):
-        return evaluate(
-            parts.data.eval,
-            engine=parts.engine,
-            scorer=scorer,
-            cfg=cfg.eval,
-            decode=parts.decode,
-            seed=cfg.run.seed,
-            peers=Exchange(mesh),
-            progress=progress,
-        )
+    with Scorer(share_of_workers(cfg.reward), max_completion_tokens=limit) as scorer:
+
+        def check(data: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:
+            if not data.eval:
+                raise UserError(
+                    "there is nothing to evaluate on: name data.eval, or set eval_fraction"
+                )
+            if mesh.is_first:
+                scorer.check_data(data.eval, encoder(tokenizer))
+
+        parts = assemble_inference(cfg, mesh.device, max_completion_tokens=limit, check_data=check)
+        with _counter(mesh) as progress:
+            scorer.on_wait = progress.waiting
+            return evaluate(
+                parts.data.eval,
+                engine=parts.engine,
+                scorer=scorer,
+                cfg=cfg.eval,
+                decode=parts.decode,
+                seed=cfg.run.seed,
+                peers=Exchange(mesh),
+                progress=progress.samples,
+            )
 
 
 def run_generation(cfg: GenerateConfig) -> int:
@@ -109,12 +120,12 @@ def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
         owners |= {request.id: (prompt, index) for index, request in enumerate(requests)}
         places += [(number, index) for index in range(len(requests))]
     rows: dict[str, str] = {}
-    with _counter(mesh) as progress:
+    with _counter(mesh) as counter:
         while parts.engine.has_unfinished:
             for completion in parts.engine.step():
                 sample = sample_of(*owners[completion.request_id], completion, parts.decode)
                 rows[sample.id] = json_line(sample_row(sample)).decode()
-            progress(len(rows), len(owners))
+            counter.samples(len(rows), len(owners))
     own = list(zip(places, (rows[name] for name in owners), strict=True))
     everywhere = sorted(chain(*tp.gather_objects(own)))
     if mesh.is_first:
@@ -123,10 +134,28 @@ def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
     return len(everywhere)
 
 
-@contextmanager
-def _counter(mesh: Mesh) -> Generator[Callable[[int, int], None]]:
+class _Counter:
     """A bar of the first process's finished samples, shown on a terminal and gone at the end."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("samples", total=None)
+        self._told_at = -math.inf
+
+    def samples(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+    def waiting(self, text: str) -> None:
+        """Say what keeps the samples waiting; without a terminal in a line now and then."""
+        if self._bar.console.is_terminal:
+            self._bar.update(self._task, description=text)
+        elif not self._bar.disable and monotonic() - self._told_at > _LINE_EVERY_S:
+            self._told_at = monotonic()
+            _log.info("%s", text)
+
+
+@contextmanager
+def _counter(mesh: Mesh) -> Generator[_Counter]:
     columns = Progress.get_default_columns()
     with Progress(*columns, transient=True, disable=not mesh.is_first) as bar:
-        task = bar.add_task("samples", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield _Counter(bar)

@@ -76,6 +76,7 @@ __all__ = [
     "assemble",
     "assemble_inference",
     "decoder",
+    "encoder",
     "recording",
     "share_of_workers",
 ]
@@ -213,6 +214,15 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return decode
 
 
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+    """Text to token ids, as a completion has them."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return encode
+
+
 def _limits(cfg: RLConfig, model: PreTrainedModel, mesh: Mesh) -> Limits:
     dtype = compute_dtype(cfg.model, mesh.device)
     kl, steps = cfg.algorithm.kl, optimizer_steps_per_rollout(cfg)
@@ -323,13 +333,31 @@ def recording(
 
 
 @contextmanager
+def _scoring(
+    cfg: RLConfig, mesh: Mesh, data: PromptData, tokenizer: PreTrainedTokenizerBase
+) -> Generator[Scorer | None]:
+    """The scorer of this process, its functions tried by the first one; with engines apart there is
+    that of the first one alone."""
+    is_apart = cfg.cluster.num_engines > 0
+    if is_apart and not mesh.is_first:
+        yield None
+        return
+    rewards = cfg.reward if is_apart else share_of_workers(cfg.reward)
+    with Scorer(rewards, max_completion_tokens=cfg.rollout.max_completion_tokens) as scorer:
+        if mesh.is_first:
+            scorer.check_data(data.prompts(), encoder(tokenizer))
+        yield scorer
+
+
+@contextmanager
 def assemble(
     cfg: RLConfig, begin: Launch, make_engines: MakeEngines | None = None
 ) -> Generator[RLParts]:
     """Build the parts of a run, restored from its checkpoint; release them at the end.
 
-    Cheap and likely mistakes come first: configuration, tokenizer and data are read before any
-    weight is loaded. `make_engines` is needed where the cluster is used, in the first process.
+    Cheap and likely mistakes come first: configuration, tokenizer and data are read, and reward
+    functions tried, before any weight is loaded. `make_engines` is needed where the cluster is
+    used, in the first process.
     """
     with ExitStack() as stack:
         mesh, is_apart = begin.mesh, cfg.cluster.num_engines > 0
@@ -346,14 +374,7 @@ def assemble(
                 cfg.model, cfg.engine.max_model_len, _longest_completion(cfg)
             ),
         )
-        scorer = None
-        if mesh.is_first or not is_apart:
-            scorer = stack.enter_context(
-                Scorer(
-                    cfg.reward if is_apart else share_of_workers(cfg.reward),
-                    max_completion_tokens=cfg.rollout.max_completion_tokens,
-                )
-            )
+        scorer = stack.enter_context(_scoring(cfg, mesh, data, tokenizer))
         engines = None
         if cfg.cluster.is_used and mesh.is_first:
             assert make_engines is not None, "engines and references need someone to start them"
@@ -412,6 +433,8 @@ def assemble(
         )
         if engines is not None:
             engines.report_to(recorder.event)
+        if scorer is not None:
+            scorer.on_wait = recorder.waiting
         parts = RLParts(
             cfg=cfg,
             launch=begin,
@@ -466,9 +489,14 @@ class InferenceParts:
 
 
 def assemble_inference(
-    cfg: EvaluateConfig | GenerateConfig, device: torch.device, *, max_completion_tokens: int
+    cfg: EvaluateConfig | GenerateConfig,
+    device: torch.device,
+    *,
+    max_completion_tokens: int,
+    check_data: Callable[[PromptData, PreTrainedTokenizerBase], None] | None = None,
 ) -> InferenceParts:
-    """Tokenizer, prompts and an engine over the model's weights, in a process that has joined."""
+    """Tokenizer, prompts and an engine over the model's weights, in a process that has joined.
+    `check_data` is called before any weight is loaded."""
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
     check_exact(cfg.model, device)
     torch.manual_seed(cfg.run.seed)
@@ -481,6 +509,8 @@ def assemble_inference(
             cfg.model, cfg.engine.max_model_len, max_completion_tokens
         ),
     )
+    if check_data is not None:
+        check_data(data, tokenizer)
     own = None if cfg.engine.backend == "vllm" else tp
     model = load_model(cfg.model, device=device, seed=cfg.run.seed, tp=own)
     engine = make_engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)

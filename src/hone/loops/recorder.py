@@ -155,6 +155,11 @@ class Recorder:
         if self.console is not None:
             self.console.progress(finished, wanted)
 
+    def waiting(self, text: str) -> None:
+        """Show what keeps the run waiting."""
+        if self.console is not None:
+            self.console.waiting(text)
+
     def event(self, kind: str, **fields: Any) -> None:
         """Record something that happened."""
         if self.log is not None:

@@ -37,6 +37,7 @@ __all__ = ["SFT_COLUMNS", "Column", "Console", "rl_columns"]
 
 HEADER_EVERY = 40
 _LINE_EVERY_S = 0.5
+_WAITING_LINE_EVERY_S = 20.0
 _EVALUATIONS = {"eval/reward/mean": "eval", "eval/loss": "eval loss"}
 """Metrics of an evaluation, and how a line names them."""
 
@@ -134,6 +135,7 @@ class Console:
         self._untold_s = math.inf
         """How long steps have taken since the last line."""
         self._shown_at = 0.0
+        self._waited_at = -math.inf
         self._progress = Progress(
             TextColumn("  "),
             BarColumn(bar_width=28, complete_style="cyan", finished_style="cyan"),
@@ -196,6 +198,15 @@ class Console:
         if self._console.is_terminal and now - self._shown_at > 0.2:
             self._shown_at = now
             self._progress.update(self._task, doing=f"{finished:,} of {total:,} samples")
+
+    def waiting(self, text: str) -> None:
+        """Show what keeps the run waiting: behind the bar, or without a terminal a line now and
+        then."""
+        if self._console.is_terminal:
+            self._progress.update(self._task, doing=text)
+        elif time.monotonic() - self._waited_at > _WAITING_LINE_EVERY_S:
+            self._waited_at = time.monotonic()
+            self._print(Text(f"      {text}"))
 
     def warn(self, message: str) -> None:
         """Print a line that wants attention, such as an alarm."""

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.extras import import_extra
-from hone.rewards.resolve import did_you_mean
+from hone.config.signatures import did_you_mean
 
 __all__ = [
     "BUILTINS",

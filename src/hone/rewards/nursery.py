@@ -33,7 +33,7 @@ from hone.rewards import wire
 from hone.rewards.builtin import warm_up_math
 from hone.rewards.worker import LOADING, Job, Progress, become_subreaper, work
 
-__all__ = ["COMMAND", "FORK", "KILL", "OUT_OF_MEMORY_EXIT", "main"]
+__all__ = ["COMMAND", "FORK", "KILL", "MAX_PROCESSES", "OUT_OF_MEMORY_EXIT", "main"]
 
 COMMAND = struct.Struct("<cq")
 """One command of the driver: what, and the worker's number."""
@@ -43,7 +43,15 @@ KILL = b"k"
 OUT_OF_MEMORY_EXIT = 99
 """Exit code of a worker that ran out of memory and could not even say so."""
 
+MAX_PROCESSES = 256
+"""Most processes that one worker may have started and not ended; one with more forks without end,
+and would take the machine with it before its deadline."""
+
 _CHECK_DRIVER_S = 2.0
+_COUNT_S = 0.5
+"""How often the processes of calls that last longer are counted."""
+_COUNT_SHARE = 0.05
+"""Largest share of the time that counting them may take, on hosts with many processes."""
 _SHUT_DOWN_S = 4.0
 """Time to kill everything; only a process stuck in the kernel takes longer than milliseconds."""
 
@@ -55,6 +63,8 @@ class _Worker:
     progress: Progress
     overdue_ticket: int | None = None
     """Set when it is killed for its deadline."""
+    num_processes: int = 0
+    """Set when it is killed for how many it has started."""
 
 
 class _Nursery:
@@ -68,6 +78,7 @@ class _Nursery:
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # the wake-up is all that is wanted
         self.wake = wake
+        self.next_count = 0.0
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ)
         self.selector.register(self.child_ended, selectors.EVENT_READ)
@@ -130,6 +141,9 @@ class _Nursery:
         """
         now, job = time.monotonic(), self.job
         wait = min(_CHECK_DRIVER_S, job.timeout_s)
+        if self.workers:
+            self._kill_forking(now)
+            wait = min(wait, max(self.next_count - time.monotonic(), 0.0))
         for worker in self.workers.values():
             call = worker.progress.read()
             limit = job.load_timeout_s if call.function == LOADING else job.timeout_s
@@ -140,6 +154,20 @@ class _Nursery:
                 worker.overdue_ticket = call.ticket
                 _kill_worker(worker)
         return wait
+
+    def _kill_forking(self, now: float) -> None:
+        """Kill workers that have started too many processes, in calls that are not quick."""
+        if now < self.next_count:
+            return
+        for worker in self.workers.values():
+            call = worker.progress.read()
+            if call.start and now - call.start > _COUNT_S and not worker.num_processes:
+                number = _num_descendants(worker.pid)
+                if number > MAX_PROCESSES:
+                    worker.num_processes = number
+                    _kill_worker(worker)
+        taken_s = time.monotonic() - now
+        self.next_count = now + max(_COUNT_S, taken_s / _COUNT_SHARE)
 
     def _bury_dead(self) -> None:
         for worker, status in self._reap():
@@ -154,6 +182,7 @@ class _Nursery:
                 "worker": worker.number,
                 "status": status,
                 "overdue": worker.overdue_ticket is not None,
+                "processes": worker.num_processes,
                 "ticket": call.ticket if call.start and not unlucky else None,
                 "function": call.function,
                 "seconds": max(0.0, time.monotonic() - call.start) if call.start else 0.0,
@@ -175,6 +204,13 @@ class _Nursery:
                 return dead
             if worker := self.workers.pop(pid, None):
                 dead.append((worker, os.waitstatus_to_exitcode(status)))
+
+
+def _num_descendants(pid: int) -> int:
+    try:
+        return len(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return 0  # it has ended
 
 
 def _kill(child: psutil.Process) -> None:

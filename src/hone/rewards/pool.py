@@ -10,6 +10,7 @@ Where a worker is stuck, the others do not wait for its deadline: they go to ano
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import selectors
@@ -26,12 +27,14 @@ from typing import Any
 from hone.config.errors import UserError
 from hone.planner.hardware import num_usable_cores
 from hone.rewards import wire
-from hone.rewards.nursery import COMMAND, FORK, KILL, OUT_OF_MEMORY_EXIT
+from hone.rewards.nursery import COMMAND, FORK, KILL, MAX_PROCESSES, OUT_OF_MEMORY_EXIT
 from hone.rewards.score import Verdict
 from hone.rewards.worker import LOADING, Job, encode_request
 from hone.types import FailureKind, Reward
 
 __all__ = ["Pool", "default_num_workers"]
+
+_log = logging.getLogger(__name__)
 
 PREFETCH_S = 0.05
 """Work that a worker holds in advance, so that it need not wait for the driver's next poll."""
@@ -40,6 +43,9 @@ STALL_S = 0.2
 """A worker silent for so long is stuck as far as the samples behind the current one go."""
 NURSERY = "hone.rewards.nursery"
 _CLOSE_S = 5.0
+_SLOW_IMPORT_S = 10.0
+"""How often an import that goes on is spoken of."""
+_PROCESSES_ALLOWED = f"at most {MAX_PROCESSES} are allowed at a time"
 
 
 @dataclass(slots=True)
@@ -69,6 +75,8 @@ class Pool:
         """Workers killed at a deadline."""
         self.num_restarts = 0
         """Workers started in place of one that ended."""
+        self.needed_columns: list[list[str]] = []
+        """Of the data, by function."""
         self._job = job
         self._requests: dict[int, bytes] = {}  # by ticket, until the verdict
         self._queue: deque[int] = deque()
@@ -81,9 +89,17 @@ class Pool:
         self._process, self._control = _start_nursery(job)
         self._selector.register(self._control.sock, selectors.EVENT_READ)
         try:
-            first = self._start_worker()
+            first, begun, told = self._start_worker(), time.monotonic(), 0.0
             while not first.ready:
                 self._handle_events(None)
+                if (seconds := time.monotonic() - begun) > told + _SLOW_IMPORT_S:
+                    told = seconds
+                    _log.warning(
+                        "importing the reward functions (%s) has taken %.0f s; after %g s it fails",
+                        self._specs(),
+                        seconds,
+                        job.load_timeout_s,
+                    )
         except BaseException:
             self.close()
             raise
@@ -158,6 +174,7 @@ class Pool:
             raise ValueError(error)
         if "ready" in message:
             worker.ready = True
+            self.needed_columns = message["columns"]
             return
         ticket = int(message["ticket"])
         if not worker.tickets or ticket != worker.tickets[0]:
@@ -188,14 +205,18 @@ class Pool:
 
     def _load_error(self, report: Mapping[str, Any]) -> ValueError:
         """Why a worker ended before it was ready, without a word."""
-        if report["overdue"]:
+        if report["processes"]:
+            problem = f"started {report['processes']:,} processes; {_PROCESSES_ALLOWED}"
+        elif report["overdue"]:
             problem = f"took longer than {self._job.load_timeout_s:g} s"
         elif report["status"] == OUT_OF_MEMORY_EXIT:
             problem = "needed more memory than `reward.memory_limit_gib`"
         else:
             problem = f"ended the process ({_describe_exit(report['status'])})"
-        names = ", ".join(function.spec for function in self._job.functions)
-        return ValueError(f"importing the reward functions ({names}) {problem}")
+        return ValueError(f"importing the reward functions ({self._specs()}) {problem}")
+
+    def _specs(self) -> str:
+        return ", ".join(function.spec for function in self._job.functions)
 
     def _failed(self, worker: _Worker, report: Mapping[str, Any]) -> Verdict:
         index: int = report["function"]
@@ -203,6 +224,9 @@ class Pool:
         status: int = report["status"]
         if worker.malformed:
             kind, detail = FailureKind.CRASH, worker.malformed
+        elif report["processes"]:
+            started = f"killed, since it had started {report['processes']:,} processes"
+            kind, detail = FailureKind.CRASH, f"{started}; {_PROCESSES_ALLOWED}"
         elif report["overdue"]:
             kind, detail = FailureKind.TIMEOUT, f"killed after {self._job.timeout_s:g} s"
         elif status == OUT_OF_MEMORY_EXIT:

@@ -4,31 +4,19 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["GIVEN", "check_signature", "did_you_mean", "error_location", "resolve"]
+from hone.config.signatures import did_you_mean, needed_columns, signature_problem
 
-GIVEN = (
-    "completion",
-    "prompt",
-    "answer",
-    "completion_ids",
-    "task",
-    "stop_reason",
-    "metadata",
-    "messages",
-    "max_completion_tokens",
-)
-"""Names of the arguments every sample has."""
+__all__ = ["check_signature", "error_location", "resolve"]
 
 
 def resolve(spec: str) -> Callable[..., Any]:
@@ -58,49 +46,32 @@ def resolve(spec: str) -> Callable[..., Any]:
     return function
 
 
-def check_signature(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `function` can be called with a sample's arguments and `args`.
+def check_signature(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -> list[str]:
+    """The columns that `function` needs beside a sample's arguments and `args`.
 
-    A required parameter that is neither in `GIVEN` nor in `args` is taken for a column of the data.
+    Raises ValueError where it cannot be called with these.
     """
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         raise ValueError(
             f"'{spec}' does not show its parameters (it is written in C?); wrap it in a Python "
             f"function that names the arguments it needs"
         ) from None
-    if "completions" in {parameter.name for parameter in parameters}:
-        raise ValueError(
-            f"'{spec}' takes a list, `completions`; a reward is called once a sample, so take "
-            f"`completion` and return one number"
-        )
-    for parameter in parameters:
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-            raise ValueError(
-                f"'{spec}' takes '{parameter.name}' by position only; arguments are passed by "
-                f"name, so remove the `/` from its signature"
-            )
-    if clash := sorted(args.keys() & set(GIVEN)):
-        raise ValueError(f"args of '{spec}' set {clash}, which every sample brings; rename them")
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    names = [parameter.name for parameter in parameters]
-    if unknown := sorted(args.keys() - set(names)):
-        hint = did_you_mean(unknown[0], names) or f" It takes: {', '.join(names) or 'nothing'}."
-        raise ValueError(f"'{spec}' has no parameter '{unknown[0]}', which args set.{hint}")
+    problem = signature_problem(parameters, spec, args)
+    if problem is not None:
+        raise ValueError(problem)
+    return needed_columns(parameters, args)
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """A sentence that names the nearest of `known`, or nothing."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean '{near[0]}'?" if near else ""
-
-
-def error_location(error: BaseException) -> str:
-    """`file.py:12: ValueError: text` for the innermost frame of an error in foreign code."""
+def error_location(error: BaseException, file: str | None = None) -> str:
+    """`file.py:12: ValueError: text` for the innermost frame in `file` of an error in foreign code,
+    or for the innermost of all where it has none."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    frame = next(
+        (f for f in reversed(frames) if f.filename == file), frames[-1] if frames else None
+    )
+    where = f"{frame.filename}:{frame.lineno}: " if frame is not None else ""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - foreign __str__ may do anything

@@ -64,6 +64,9 @@ class RewardFunction:
         self.name = name
         self.weight = weight
         self.args = args
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self.file: str | None = code.co_filename if code is not None else None
+        """Where it is written, for messages."""
         self._parameters = inspect.signature(function).parameters
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
 
@@ -90,7 +93,7 @@ class RewardFunction:
 
 
 def arguments(sample: Sample, *, max_completion_tokens: int) -> dict[str, Any]:
-    """What reward functions may ask for by name: see `resolve.GIVEN`, in that order."""
+    """What reward functions may ask for by name: `hone.config.signatures.GIVEN`, in that order."""
     metadata = dict(sample.prompt.metadata)
     return {
         "completion": sample.text,
@@ -139,7 +142,7 @@ def _attempt(function: RewardFunction, given: Mapping[str, Any]) -> Part | tuple
     except MemoryError:
         return FailureKind.OUT_OF_MEMORY, "ran out of memory"
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
-        return FailureKind.EXCEPTION, error_location(error)
+        return FailureKind.EXCEPTION, error_location(error, function.file)
 
 
 def _combine(

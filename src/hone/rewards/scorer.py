@@ -13,25 +13,33 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from hone.config.errors import UserError
 from hone.config.reward import RewardConfig
+from hone.config.signatures import missing_column
 from hone.rewards.builtin import Builtin, build
 from hone.rewards.pool import Pool, default_num_workers
 from hone.rewards.score import RewardFunction, Verdict, arguments, score
 from hone.rewards.worker import FunctionSpec, Job
-from hone.types import FailureKind, Sample
+from hone.types import FailureKind, Prompt, Sample, StopReason
 
 __all__ = ["FailureRateError", "Scorer", "ScorerStats", "check_failure_rate"]
 
 LOAD_TIMEOUT_S = 120.0
 """Deadline of importing the user's modules, which may draw in large libraries from a cold disk."""
 _NUM_TIMES = 10_000
+_FIRST_CALLS = 24
+"""So many failures and no score say that no sample will ever be scored."""
+_WAIT_S = 5.0
+"""How long scoring may keep the caller waiting before anything is said of it."""
 
 
 class FailureRateError(ValueError):
@@ -60,10 +68,18 @@ class Scorer:
 
     Where all of them are trusted built-ins they run here, in `submit`; otherwise all run in worker
     processes. Raises ValueError for a function that cannot be found, loaded or called as it is
-    configured.
+    configured, and FailureRateError when none of the first samples can be scored.
     """
 
     def __init__(self, cfg: RewardConfig, *, max_completion_tokens: int) -> None:
+        self.on_wait: Callable[[str], None] | None = None
+        """Told in words how far scoring is, while the caller has waited for nothing else for some
+        seconds."""
+        self._cfg = cfg
+        self._first_failures: list[Sample] = []
+        self._batch: Counter[str] = Counter()
+        """Of the samples since nothing was pending: how many came, came to a verdict, failed."""
+        self._waiting_since: float | None = None
         self._max_completion_tokens = max_completion_tokens
         self._samples: dict[int, Sample] = {}  # by ticket
         self._done: list[Sample] = []
@@ -84,6 +100,59 @@ class Scorer:
             assert builtin is not None
             self._inline.append(RewardFunction(builtin, name=name, weight=entry.weight, args={}))
 
+    def check_data(self, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> None:
+        """Find mistakes of functions before any sample is drawn: look for the columns that they
+        need in all of `prompts`, then call each function once, with the first prompt and its answer
+        as the completion, of which `encode` makes the token ids.
+
+        Raises UserError naming the row.
+        """
+        columns = self._pool.needed_columns if self._pool is not None else []
+        for entry, needed in zip(self._cfg.functions, columns, strict=False):
+            for name in needed:
+                lacking = [p for p in prompts if name not in p.metadata]
+                if lacking:
+                    place = f"row {lacking[0].id}, one of {len(lacking):,} of {len(prompts):,} rows"
+                    raise UserError(
+                        missing_column(entry.fn, name, place, lacking[0].metadata.keys())
+                    )
+        for prompt in prompts[:1]:
+            self._try_out(prompt, encode)
+
+    def _try_out(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> None:
+        text = prompt.answer or prompt.text
+        token_ids = encode(text)
+        sample = Sample(
+            id=f"{prompt.id}/trial",
+            prompt=prompt,
+            index=0,
+            token_ids=token_ids,
+            logprobs=[0.0] * len(token_ids),
+            weight_versions=[0] * len(token_ids),
+            loss_mask=[True] * len(token_ids),
+            stop_reason=StopReason.EOS,
+            text=text,
+        )
+        given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
+        if self._pool is None:
+            verdict = score(self._inline, given)
+        else:
+            ticket = self._num_submitted
+            self._num_submitted += 1
+            self._pool.submit(ticket, given)
+            verdicts: list[tuple[int, Verdict]] = []
+            while not verdicts:
+                verdicts = self._pool.poll(timeout_s=1.0)
+            ((_, verdict),) = verdicts
+        if verdict.failure is not None:
+            what = "answer" if prompt.answer else "prompt"
+            raise UserError(
+                f"no reward could be computed for row {prompt.id}, with its {what} as the "
+                f"completion ({text[:80]!r}): {verdict.failure}: {verdict.detail}. Each "
+                "function of reward.functions is called once before the model is loaded, and must "
+                "give every completion a number, a wrong one too."
+            )
+
     def submit(self, sample: Sample) -> None:
         """Begin to score `sample`; `poll` returns it when it is done.
 
@@ -94,6 +163,9 @@ class Scorer:
             self._num_failed[sample.failure] += 1
             self._done.append(sample)
             return
+        if not self._samples:
+            self._batch.clear()
+        self._batch["samples"] += 1
         given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
         if self._pool is None:
             self._finish(sample, score(self._inline, given))
@@ -108,8 +180,24 @@ class Scorer:
         if self._pool is not None:
             for ticket, verdict in self._pool.poll(0.0 if self._done else timeout_s):
                 self._finish(self._samples.pop(ticket), verdict)
+            self._tell_of_waiting(timeout_s)
         done, self._done = self._done, []
         return done
+
+    def _tell_of_waiting(self, timeout_s: float) -> None:
+        if not self._samples or timeout_s == 0.0:  # else the caller has other work
+            self._waiting_since = None
+            return
+        now = monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        if self.on_wait is not None and now - self._waiting_since > _WAIT_S:
+            batch = self._batch
+            text = f"scoring {batch['done']:,} of {batch['samples']:,}"
+            timeouts = batch[FailureKind.TIMEOUT]
+            text += f", {timeouts:,} timed out" if timeouts else ""
+            others = batch["failed"] - timeouts
+            self.on_wait(text + (f", {others:,} failed" if others else ""))
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """Score all of `samples` and return them in the same order. Nothing else may be pending."""
@@ -166,8 +254,22 @@ class Scorer:
             self._num_scored += 1
         else:
             self._num_failed[verdict.failure] += 1
+            self._batch["failed"] += 1
+            self._batch[verdict.failure] += 1
+        self._batch["done"] += 1
         self._times_s.append(verdict.seconds)
         self._done.append(sample)
+        self._check_first_calls(sample)
+
+    def _check_first_calls(self, sample: Sample) -> None:
+        if self._num_scored or self._cfg.max_failure_rate == 1:
+            return
+        self._first_failures.append(sample)
+        if len(self._first_failures) == _FIRST_CALLS:
+            raise FailureRateError(
+                f"all of the first {_FIRST_CALLS} samples failed to be scored: "
+                f"{_describe(self._first_failures)}. No step and no evaluation waits for more."
+            )
 
 
 def check_failure_rate(samples: Sequence[Sample], limit: float) -> None:
@@ -178,15 +280,32 @@ def check_failure_rate(samples: Sequence[Sample], limit: float) -> None:
     failed = [sample for sample in samples if sample.failure is not None]
     if not failed or len(failed) <= limit * len(samples):
         return
-    kinds = Counter(sample.failure for sample in failed)
-    (kind, count), *others = kinds.most_common()
-    example = next(sample for sample in failed if sample.failure is kind)
-    also = "".join(f", {number} x {other}" for other, number in others)
     raise FailureRateError(
         f"{len(failed)} of {len(samples)} samples have no reward, more than the allowed "
-        f"{limit:.0%} (`reward.max_failure_rate`): {count} x {kind}{also}. For example sample "
-        f"{example.id}: {example.failure_detail or 'no detail'}"
+        f"{limit:.0%} (`reward.max_failure_rate`): {_describe(failed)}"
     )
+
+
+def _describe(failed: Sequence[Sample]) -> str:
+    """The kinds of failure by number, and an example of the commonest cause of the commonest."""
+    kinds = Counter(sample.failure for sample in failed)
+    kind, _ = kinds.most_common()[0]
+    counts = ", ".join(f"{number} x {name}" for name, number in kinds.most_common())
+    of_kind = [sample for sample in failed if sample.failure is kind]
+    causes = Counter(_cause(sample.failure_detail) for sample in of_kind)
+    cause, number = causes.most_common()[0]
+    example = next(sample for sample in of_kind if _cause(sample.failure_detail) == cause)
+    return (
+        f"{counts}. The commonest cause ({number} x), for example of sample {example.id}: "
+        f"{example.failure_detail or 'no detail'}"
+    )
+
+
+def _cause(detail: str) -> str:
+    """A failure without what differs from sample to sample: the place and the type of an exception
+    (`score: rewards.py:12: KeyError: 'x'`)."""
+    found = re.match(r".*?:\d+: \w+", detail, re.DOTALL)
+    return found[0] if found else detail
 
 
 def _builtins(cfg: RewardConfig, max_completion_tokens: int) -> list[Builtin | None]:

@@ -118,13 +118,15 @@ def work(sock: socket.socket, job: Job, progress: Progress) -> NoReturn:
     _isolate(job.memory_limit_bytes)
     pid = os.getpid()
     try:
-        functions = load(job)
+        functions, columns = load(job)
     except ValueError as error:
         wire.send(sock, json.dumps({"error": str(error)[: wire.MAX_RESULT_BYTES // 8]}).encode())
         os._exit(0)
+    if os.getpid() != pid:
+        os._exit(0)  # a child that a module forked has returned from the import
     helpers = {child.pid for child in psutil.Process().children(recursive=True)}
     progress.end()
-    wire.send(sock, b'{"ready": true}')
+    wire.send(sock, json.dumps({"ready": True, "columns": columns}).encode())
     while (request := wire.receive(sock)) is not None:
         (ticket,) = _TICKET.unpack_from(request)
         progress.begin(ticket=ticket, function=0)
@@ -146,19 +148,25 @@ def work(sock: socket.socket, job: Job, progress: Progress) -> NoReturn:
     os._exit(0)
 
 
-def load(job: Job) -> list[RewardFunction]:
-    """All functions of a job, ready to be called. Raises ValueError for the first bad one."""
+def load(job: Job) -> tuple[list[RewardFunction], list[list[str]]]:
+    """All functions of a job, ready to be called, and the columns of the data that each needs.
+
+    Raises ValueError for the first bad one.
+    """
     known = set(sys.path)
     sys.path += [entry for entry in (*job.import_path, os.getcwd()) if entry not in known]
     functions: list[RewardFunction] = []
+    columns: list[list[str]] = []
     for spec in job.functions:
+        needed: list[str] = []
         if ":" not in spec.spec:
             function, args = build(spec.spec, spec.args), {}
         else:
             function, args = resolve(spec.spec), spec.args
-            check_signature(function, spec.spec, args)
+            needed = check_signature(function, spec.spec, args)
         functions.append(RewardFunction(function, name=spec.name, weight=spec.weight, args=args))
-    return functions
+        columns.append(needed)
+    return functions, columns
 
 
 _TICKET = struct.Struct("<q")

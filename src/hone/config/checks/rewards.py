@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
 from hone.config.checks.finding import Finding, error, warning
 from hone.config.extras import missing_extra
-from hone.config.reward import BUILTIN_REWARDS, RewardConfig
+from hone.config.reward import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
+from hone.config.signatures import (
+    missing_column,
+    needed_columns,
+    parsed_parameters,
+    signature_problem,
+)
 
-__all__ = ["check_reward"]
+__all__ = ["check_reward", "check_reward_columns"]
 
 
 def check_reward(reward: RewardConfig) -> Iterator[Finding]:
@@ -31,6 +37,8 @@ def check_reward(reward: RewardConfig) -> Iterator[Finding]:
         problem = _problem(function.fn)
         if problem is not None:
             yield error(f"{key} '{function.fn}': {problem}", key)
+        elif (signature := _signature_problem(function)) is not None:
+            yield error(f"{key}: {signature}.", key)
         elif function.fn == "math":
             missing = missing_extra("math_verify", needed_by=f"{key}=math")
             if missing is not None:
@@ -48,6 +56,28 @@ def check_reward(reward: RewardConfig) -> Iterator[Finding]:
             "use a value below 1.",
             "reward.max_failure_rate",
         )
+
+
+def check_reward_columns(
+    reward: RewardConfig, rows: Sequence[tuple[str, Collection[str]]]
+) -> Iterator[Finding]:
+    """Whether rows of the data, each a place and the columns that rewards are given of it, have
+    what the functions ask for by name. Functions are judged as far as parsing their files tells."""
+    for index, function in enumerate(reward.functions):
+        key = f"reward.functions.{index}.fn"
+        parameters = parsed_parameters(function.fn) if ":" in function.fn else None
+        for name in needed_columns(parameters or [], function.args):
+            lacking = next(((place, has) for place, has in rows if name not in has), None)
+            if lacking is not None:
+                problem = missing_column(function.fn, name, *lacking)
+                yield error(f"{key}: {problem}", key, f"reward.functions.{index}.args")
+
+
+def _signature_problem(function: RewardFunctionConfig) -> str | None:
+    parameters = parsed_parameters(function.fn) if ":" in function.fn else None
+    if parameters is None:
+        return None
+    return signature_problem(parameters, function.fn, function.args)
 
 
 def _problem(fn: str) -> str | None:

@@ -1,0 +1,306 @@
+"""What is wrong with a reward function is said before a model is loaded, or after few samples."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from hone.cli.command import check_columns
+from hone.config import UserError
+from hone.config.checks.rewards import check_reward
+from hone.config.data import DataConfig
+from hone.config.reward import RewardConfig
+from hone.config.run import EvaluationConfig
+from hone.config.tree import EvaluateConfig
+from hone.loops import parts, reinforce
+from hone.loops.inference import run_evaluation
+from hone.rewards import pool, scorer
+from hone.rewards.scorer import FailureRateError, Scorer
+from hone.rollout.evaluate import evaluate
+from hone.types import FailureKind, Prompt, Sample
+from tests.rewards.scoring import make_sample
+from tests.rollout.fakes import FakeEngine
+from tests.tiny_runs import tiny_config, write_inputs
+
+
+def reward(path: Path, source: str, **settings: object) -> RewardConfig:
+    """A configuration with the function `f` of this source."""
+    path.write_text(source)
+    args = settings.pop("args", {})
+    plain = {"timeout_s": 1.0, "memory_limit_gib": 1.0, "num_workers": 1}
+    functions = [{"fn": f"{path}:f", "args": args}]
+    return RewardConfig.model_validate(plain | {"functions": functions} | settings)
+
+
+def make(cfg: RewardConfig) -> Scorer:
+    return Scorer(cfg, max_completion_tokens=8)
+
+
+def rows(*metadata: dict[str, object]) -> list[Prompt]:
+    return [
+        Prompt(id=f"train:{n}", token_ids=(1,), text="Q", answer="42", metadata=held)
+        for n, held in enumerate(metadata, start=1)
+    ]
+
+
+def encode(text: str) -> list[int]:
+    return [ord(c) for c in text]
+
+
+# -- before anything runs ------------------------------------------------------------------------
+
+FLAWS = {
+    "def f(): return 1.0": "takes nothing of a sample",
+    "def f(*args): return 1.0": "takes nothing of a sample",
+    "def f(completions): return [1.0]": "called once a sample",
+    "def f(completion, /): return 1.0": "position only",
+    "def f(completion, sclae=1): return 1.0": "Did you mean 'sclae'",
+    "def f(completion, **rest): return 1.0": None,
+    "def f(completion, *, scale): return 1.0": None,
+    "async def f(completion, scale=2): return 1.0": None,
+    "import functools\n@functools.cache\ndef f(): return 1.0": None,  # may take what is not seen
+    "def f(): return 1.0\nf = lambda completion, scale: 1.0": None,
+    "from elsewhere import f": None,
+}
+
+
+@pytest.mark.parametrize("source", FLAWS)
+def test_a_signature_is_checked_without_running_the_file(source: str, tmp_path: Path) -> None:
+    flaw = FLAWS[source]
+    source = f"raise SystemExit('it ran')\n{source}"
+    has_scale = "scale" in source or "sclae" in source
+    cfg = reward(tmp_path / "r.py", source, args={"scale": 3} if has_scale else {})
+    found = [finding.message for finding in check_reward(cfg) if finding.level == "error"]
+    assert len(found) == (flaw is not None), found
+    assert flaw is None or flaw in found[0]
+
+
+def test_columns_are_checked_where_the_data_are_here(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(
+        '{"question": "a", "answer": "1", "level": 2}\n{"question": "b", "answer": "1"}\n'
+    )
+    data = DataConfig.model_validate({"train": [{"path": str(tmp_path / "d.jsonl")}]})
+    good = reward(tmp_path / "g.py", "def f(completion, answer, prompt, level=1): return 1.0")
+    assert check_columns(good, data) == []
+    for name, told in (("level", "line 2"), ("question", "`prompt`"), ("levle", "line 1")):
+        cfg = reward(tmp_path / "b.py", f"def f(completion, {name}): return 1.0")
+        (finding,) = check_columns(cfg, data)
+        assert finding.level == "error"
+        assert "reward.functions.0.fn" in finding.message
+        assert f"needs '{name}'" in finding.message
+        assert told in finding.message
+    named = reward(tmp_path / "a.py", "def f(completion, level): return 1.0", args={"level": 1})
+    assert check_columns(named, data) == []
+
+
+# -- before the model is loaded ------------------------------------------------------------------
+
+MISTAKES = {
+    "raise": ("def f(completion):\n    return completion['answer']", "TypeError: string indices"),
+    "hang": ("import time\ndef f(completion):\n    time.sleep(99)", "timeout: f: killed after 1 s"),
+    "not a number": ("def f(completion):\n    return 'good'", "returned str"),
+    "crash": ("import os\ndef f(completion):\n    os._exit(3)", "exit code 3"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_function_is_called_on_one_row_in_its_worker(mistake: str, tmp_path: Path) -> None:
+    source, told = MISTAKES[mistake]
+    with (
+        make(reward(tmp_path / "r.py", source)) as scorer_,
+        pytest.raises(UserError, match="row train:1") as caught,
+    ):
+        scorer_.check_data(rows({}, {}), encode)
+    assert told in str(caught.value)
+    assert mistake != "raise" or "r.py:2" in str(caught.value)
+
+
+def test_a_function_that_works_is_called_once_more_and_leaves_no_trace(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    source = (
+        f"def f(completion, answer, completion_ids, level):\n"
+        f"    open({str(calls)!r}, 'a').write(f'{{completion}} {{answer}} {{completion_ids}}|')\n"
+        "    return 1.0\n"
+    )
+    with make(reward(tmp_path / "r.py", source)) as scorer_:
+        scorer_.check_data(rows({"level": 1}, {"level": 2}), encode)
+        assert calls.read_text() == "42 42 [52, 50]|"
+        stats = scorer_.stats()
+        assert (stats.num_scored, stats.num_pending, dict(stats.num_failed)) == (0, 0, {})
+        assert scorer_.score([make_sample("x", level=3)])[0].valid
+
+
+def test_a_row_far_behind_that_lacks_a_column_is_named(tmp_path: Path) -> None:
+    cfg = reward(tmp_path / "r.py", "def f(completion, level): return 1.0")
+    held = [{"level": 1}] * 200 + [{"lvel": 1}] + [{"level": 1}] * 50
+    with make(cfg) as scorer_, pytest.raises(UserError, match=r"train:201, one of 1 of 251"):
+        scorer_.check_data(rows(*held), encode)
+
+
+def test_a_run_and_an_evaluation_try_functions_before_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "rewards.py").write_text("def even(completion):\n    return {}['score']\n")
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(parts, "load_for_training", load)
+    monkeypatch.setattr(parts, "load_model", load)
+    cfg = tiny_config(tmp_path, tmp_path / "run")
+    with pytest.raises(UserError, match=r"row train:1, .*rewards\.py:2: KeyError: 'score'"):
+        reinforce.run(cfg)
+    names = ("model", "engine", "reward")
+    tree = {name: getattr(cfg, name).model_dump() for name in names}
+    tree["model"] = {"path": cfg.model.path}
+    tree["data"] = cfg.data.model_dump()
+    tree["run"] = {"dir": tmp_path / "eval", "device": "cpu"}
+    tree["eval"] = {"max_completion_tokens": 8}
+    with pytest.raises(UserError, match=r"row eval:1, .*rewards\.py:2: KeyError: 'score'"):
+        run_evaluation(EvaluateConfig.model_validate(tree))
+
+
+# -- after few samples ---------------------------------------------------------------------------
+
+WRONG_FILE = """\
+import json
+def f(completion, index):
+    if index % 4 == 0:
+        raise RuntimeError(f"sample {index}")
+    return json.loads(completion)["score"]
+"""
+
+
+def test_a_run_ends_when_all_of_the_first_samples_fail(tmp_path: Path) -> None:
+    """The place told is in the user's file, though the error is raised in a library."""
+    with make(reward(tmp_path / "r.py", WRONG_FILE)) as scorer_:
+        for index in range(300):
+            scorer_.submit(row(index))
+        with pytest.raises(FailureRateError) as caught:
+            wait_for(scorer_)
+        assert scorer_.stats().num_pending > 200, "most were not waited for"
+    text = str(caught.value)
+    assert "all of the first 24" in text
+    assert "24 x exception" in text
+    assert "(18 x)" in text, "the commonest of two causes"
+    assert "r.py:5: JSONDecodeError" in text
+
+
+def wait_for(scorer_: Scorer) -> None:
+    while scorer_.pending:
+        scorer_.poll(1.0)
+
+
+def row(index: int) -> Sample:
+    sample = make_sample("no json", index=index)
+    prompt = Prompt(id=f"p:{index}", token_ids=(1,), text="Q", metadata={"index": index})
+    sample.prompt = prompt
+    return sample
+
+
+def test_one_score_or_the_users_word_lets_a_run_go_on(tmp_path: Path) -> None:
+    source = "def f(completion):\n    return 1.0 if completion == 'good' else 1 / 0\n"
+    bad = [make_sample("bad", index=n) for n in range(40)]
+    with make(reward(tmp_path / "r.py", source)) as scorer_:
+        samples = scorer_.score([make_sample("good"), *bad])
+        assert sum(sample.valid for sample in samples) == 1
+    with make(reward(tmp_path / "r.py", source, max_failure_rate=1)) as scorer_:
+        samples = scorer_.score([make_sample("bad", index=n) for n in range(40)])
+        assert not any(sample.valid for sample in samples)
+
+
+def test_an_evaluation_ends_when_all_of_the_first_samples_fail() -> None:
+    prompts = [Prompt(id=f"d:{n}", token_ids=(1, 2), text="Q") for n in range(100)]  # no answers
+    with (
+        Scorer(RewardConfig(), max_completion_tokens=8) as scorer_,
+        pytest.raises(FailureRateError, match=r"first 24 .*no answer"),
+    ):
+        evaluate(
+            prompts,
+            engine=FakeEngine(),
+            scorer=scorer_,
+            cfg=EvaluationConfig(max_completion_tokens=8),
+            decode=str,
+            seed=0,
+        )
+
+
+# -- while it lasts ------------------------------------------------------------------------------
+
+
+def test_what_is_waited_for_is_said_in_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scorer, "_WAIT_S", 0.0)
+    source = (
+        "import time\ndef f(completion):\n    time.sleep(99 * (completion == 'slow'))\n    return 1"
+    )
+    told: list[str] = []
+    with make(reward(tmp_path / "r.py", source, timeout_s=0.3)) as scorer_:
+        scorer_.on_wait = told.append
+        texts = ["fast", "slow", "slow", "fast"]
+        for index, text in enumerate(texts):
+            scorer_.submit(make_sample(text, index=index))
+        scorer_.poll(0.0)
+        assert told == [], "the caller has other work"
+        while scorer_.pending:
+            scorer_.poll(0.05)
+        assert told
+        assert all(text.startswith("scoring ") and " of 4" in text for text in told)
+        assert any(", 1 timed out" in text for text in told), told
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("import time\ntime.sleep(99)\ndef f(completion): return 1", "took longer than 1 s"),
+        (
+            "import os, time\nfor _ in range(300):\n    if os.fork() == 0: time.sleep(99)\n"
+            "time.sleep(99)\ndef f(completion): return 1",
+            r"started \d{3} processes; at most 256",
+        ),
+    ],
+)
+def test_an_import_that_hangs_or_forks_without_end_is_named(
+    source: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(scorer, "LOAD_TIMEOUT_S", 1.0 if "longer" in told else 60.0)
+    monkeypatch.setattr(pool, "_SLOW_IMPORT_S", 0.3)
+    start = time.monotonic()
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(ValueError, match=rf"r\.py:f\) {told}"),
+        make(reward(tmp_path / "r.py", source)),
+    ):
+        pass
+    assert time.monotonic() - start < 50
+    assert "r.py:f) has taken" in caplog.text
+
+
+def test_a_call_that_forks_without_end_is_killed_before_its_deadline(tmp_path: Path) -> None:
+    source = (
+        "import os, time\ndef f(completion):\n    if completion == 'good': return 1\n"
+        "    for _ in range(300):\n        if os.fork() == 0: time.sleep(99)\n    time.sleep(99)\n"
+    )
+    with make(reward(tmp_path / "r.py", source, timeout_s=60.0)) as scorer_:
+        bad, good = scorer_.score([make_sample("fork"), make_sample("good", index=1)])
+    assert bad.failure is FailureKind.CRASH
+    assert re.search(r"started \d{3} processes; at most 256", bad.failure_detail)
+    assert good.valid
+
+
+def test_a_child_that_an_import_forked_does_not_answer(tmp_path: Path) -> None:
+    source = "import os\nPID = os.fork()\ndef f(completion): return 1 + (PID == 0)\n"
+    with make(reward(tmp_path / "r.py", source)) as scorer_:
+        samples = scorer_.score([make_sample("x", index=n) for n in range(50)])
+    assert {sample.reward.total for sample in samples if sample.reward} == {1.0}
+    assert all(sample.valid for sample in samples)
