@@ -87,4 +87,5 @@ def plant(monkeypatch, mutant):
     """Make scorers from here on run the mutant nursery."""
     monkeypatch.setattr(pool, "NURSERY", "tests.rewards.mutant_nursery")
     monkeypatch.setenv("MUTANT", mutant)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{root / 'src'}")

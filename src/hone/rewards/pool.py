@@ -173,8 +173,8 @@ class Pool:
         if error := message.get("error"):
             raise ValueError(error)
         if "ready" in message:
-            worker.ready = True
             self.needed_columns = message["columns"]
+            worker.ready = True
             return
         ticket = int(message["ticket"])
         if not worker.tickets or ticket != worker.tickets[0]:
