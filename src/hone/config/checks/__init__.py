@@ -13,7 +13,13 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from hone.config.checks.cluster import check_cluster, check_pipeline
-from hone.config.checks.files import check_data, check_log, check_model, check_run_dir
+from hone.config.checks.files import (
+    check_data,
+    check_log,
+    check_model,
+    check_run_dir,
+    check_unused_data,
+)
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.generation import (
     check_context,
@@ -137,6 +143,7 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
         check_checkpoints(cfg.checkpoint, cfg.run),
         check_vllm_sleep(cfg.engine, cfg.checkpoint, cfg.eval),
         check_log(cfg.log),
+        check_unused_data(cfg.data, "rl"),
     ]
     if evaluates(cfg.eval):
         findings += [
@@ -204,6 +211,8 @@ def check_sft(cfg: SFTConfig, world_size: int | None = None) -> list[Finding]:
             check_evaluation(cfg.eval, cfg.data, cfg.run),
             check_checkpoints(cfg.checkpoint, cfg.run),
             check_log(cfg.log),
+            check_unused_data(cfg.data, "sft"),
+            _samples_nothing(cfg),
         ]
     )
 
@@ -217,6 +226,7 @@ def check_eval(cfg: EvaluateConfig, world_size: int | None = None) -> list[Findi
             check_run_dir(cfg.run.dir),
             check_reward(cfg.reward),
             check_passing(cfg.eval, cfg.reward),
+            check_unused_data(cfg.data, "eval"),
         ]
     )
 
@@ -249,6 +259,7 @@ def check_generate(cfg: GenerateConfig, world_size: int | None = None) -> list[F
             check_overwriting(cfg),
             overwritten,
             unused,
+            check_unused_data(cfg.data, "generate"),
         ]
     )
 
@@ -358,6 +369,18 @@ def _sft_context(cfg: SFTConfig) -> list[Finding]:
             f"('{cfg.model.path}') has a context of {context} tokens. Lower data.max_tokens.",
             "data.max_tokens",
             "model.path",
+        )
+    ]
+
+
+def _samples_nothing(cfg: SFTConfig) -> list[Finding]:
+    if not differs(cfg.log, "samples_per_step"):
+        return []
+    return [
+        warning(
+            "log.samples_per_step is set, and `hone sft` does not use it: it samples nothing. "
+            "Remove it.",
+            "log.samples_per_step",
         )
     ]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from hone.config.checks.finding import Finding, error, warning
+from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.data import TEMPLATE_FIELD, DataConfig, SourceConfig
 from hone.config.extras import missing_extra
 from hone.config.model import ModelConfig
@@ -16,8 +16,30 @@ from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local
 from hone.config.run import LogConfig
 from hone.config.tree import EvaluateDataConfig
 
-__all__ = ["check_data", "check_log", "check_model", "check_run_dir", "unwritable"]
+__all__ = [
+    "check_data",
+    "check_log",
+    "check_model",
+    "check_run_dir",
+    "check_unused_data",
+    "unwritable",
+]
 
+_NO_DEMONSTRATION = ("columns.completion",)
+_NO_REWARD = ("columns.answer", "columns.task", "answer_pattern", "task")
+_UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "rl": {"train": _NO_DEMONSTRATION, "eval": (*_NO_DEMONSTRATION, "weight")},
+    "sft": {"train": _NO_REWARD, "eval": (*_NO_REWARD, "weight")},
+    "eval": {
+        "train": (*_NO_DEMONSTRATION, "weight"),
+        "eval": (*_NO_DEMONSTRATION, "weight"),
+        "": ("shuffle",),
+    },
+    "generate": {"train": (*_NO_DEMONSTRATION, "weight"), "": ("shuffle",)},
+}
+"""Keys of each source of `data.train` and `data.eval`, and of `data` itself, that a command reads
+past: rewards have no demonstrations, demonstrations no rewards, and what is not trained on is taken
+whole, in the order of its files."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -164,6 +186,24 @@ def check_data(data: DataConfig, model: ModelConfig) -> Iterator[Finding]:
             "data.eval",
         )
     yield from _rendering(data, model)
+
+
+def check_unused_data(data: DataConfig, command: str) -> Iterator[Finding]:
+    """Keys of `data` that are set and that `hone <command>` has no use for."""
+    for section, names in _UNUSED[command].items():
+        holders = {"data": data}
+        if section:
+            sources = enumerate(getattr(data, section))
+            holders = {f"data.{section}.{index}": source for index, source in sources}
+        for key, holder in holders.items():
+            for name in names:
+                *above, last = name.split(".")
+                owner = getattr(holder, above[0]) if above else holder
+                if differs(owner, last):
+                    yield warning(
+                        f"{key}.{name} is set, and `hone {command}` does not use it. Remove it.",
+                        f"{key}.{name}",
+                    )
 
 
 def _identity(source: SourceConfig) -> tuple[str, str, str | None]:

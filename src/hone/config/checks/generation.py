@@ -264,6 +264,12 @@ def check_engine(
             "engine.enable_prefix_caching",
             samples_key,
         )
+    if engine.enable_sleep and not trains:
+        yield warning(
+            "engine.enable_sleep frees the KV cache while a trainer works, and nothing trains "
+            "here: it has no effect. Remove it.",
+            "engine.enable_sleep",
+        )
     if shares_device and engine.kv_cache_gib is None and engine.gpu_memory_utilization > 0.8:
         yield warning(
             f"engine.gpu_memory_utilization is {engine.gpu_memory_utilization:g}, but the trainer "

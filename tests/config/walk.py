@@ -1,0 +1,378 @@
+"""What the walk over all keys runs and looks at: a command as a user calls it, and what it leaves.
+
+Every run takes a fraction of a second: two layers, a few samples, one or two steps, on the CPU and
+in this process. What needs a GPU, Ray, vLLM or a tracker is a fake that records what it is handed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from safetensors.torch import load_file
+
+from hone.cli.main import main
+from hone.config.base import Section
+from hone.data.arithmetic import ALPHABET, generate, write_jsonl
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from hone.planner.hardware import Peaks, gpu_peaks
+from tests.tiny_runs import write_inputs
+
+OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s")
+
+
+@dataclass(frozen=True)
+class Row:
+    """That a key has an effect: what differs between a run with and one without its flags."""
+
+    value: str
+    """What the key is set to in the second run; in the first it is unset, unless `given` sets it."""
+    shows: str
+    """Which of the things observed differs; or after `log:` a pattern that what the second run says
+    must match and what the first says must not."""
+    given: tuple[str, ...] = ()
+    """Flags of both runs: what the key needs to be of use."""
+    before: tuple[str, ...] | None = None
+    """Flags of a run that went before in the same folder; None without one."""
+    flag: str | None = None
+    """The flag of the second run, where the key cannot be set alone."""
+    command: str | None = None
+    """Another command to show the effect with: `check`, for what takes several GPUs."""
+
+
+BASE: Mapping[str, tuple[str, ...]] = {
+    "rl": (
+        "--run.steps=2",
+        "--data.train=[{path: train.jsonl}]",
+        "--data.eval=[{path: eval.jsonl, max_rows: 4}]",
+        "--data.chat=never",
+        "--data.max_prompt_tokens=8",
+        "--rollout.prompts_per_step=4",
+        "--rollout.n_samples_per_prompt=4",
+        "--rollout.max_completion_tokens=6",
+        "--engine.max_num_seqs=16",
+        "--engine.max_model_len=32",
+        "--engine.block_size=4",
+        "--reward.functions=[{fn: 'rewards.py:even'}]",
+        "--reward.num_workers=1",
+        "--trainer.optimizer.lr=3e-3",
+        "--trainer.logits_chunk_tokens=64",
+        "--eval.max_completion_tokens=6",
+        "--eval.at_end",
+        "--log.tensorboard=false",
+        "--log.report=false",
+    ),
+    "sft": (
+        "--run.steps=2",
+        "--data.train=[{path: train.jsonl, columns: {completion: answer}}]",
+        "--data.eval=[{path: eval.jsonl, max_rows: 4, columns: {completion: answer}}]",
+        "--data.chat=never",
+        "--data.max_prompt_tokens=8",
+        "--data.max_tokens=24",
+        "--data.examples_per_step=4",
+        "--trainer.optimizer.lr=3e-3",
+        "--trainer.logits_chunk_tokens=64",
+        "--eval.at_end",
+        "--log.tensorboard=false",
+        "--log.report=false",
+    ),
+    "eval": (
+        "--data.eval=[{path: eval.jsonl, max_rows: 4}]",
+        "--data.chat=never",
+        "--data.max_prompt_tokens=8",
+        "--eval.max_completion_tokens=6",
+        "--engine.max_num_seqs=16",
+        "--engine.max_model_len=32",
+        "--engine.block_size=4",
+        "--reward.functions=[{fn: 'rewards.py:even'}]",
+        "--reward.num_workers=1",
+    ),
+    "generate": (
+        "--data.train=[{path: eval.jsonl, max_rows: 4}]",
+        "--data.chat=never",
+        "--data.max_prompt_tokens=8",
+        "--generation.max_completion_tokens=6",
+        "--engine.max_num_seqs=16",
+        "--engine.max_model_len=32",
+        "--engine.block_size=4",
+    ),
+    "bench engine": (
+        "--workload=decode",
+        "--decode.batch=2",
+        "--decode.context=8",
+        "--decode.steps=4",
+        "--engine.max_num_seqs=2",
+    ),
+    "bench train": ("--rows.per_step=2", "--rows.tokens=16", "--steps=1", "--warmup_steps=1"),
+    "simulate": (
+        "--model.shape=qwen3-0.6b",
+        "--simulate.gpus=2",
+        "--simulate.steps=4",
+        "--simulate.staleness=[1]",
+        "--rollout.prompts_per_step=8",
+        "--rollout.max_completion_tokens=256",
+        "--output=simulate.json",
+    ),
+}
+"""Flags of the smallest run of each command; `model.path` and `run.device` are set for all."""
+
+Seen = dict[str, Any]
+
+
+def write_walk_inputs(folder: Path) -> None:
+    """What the rows name: models, tokenizers, data sets, rewards, templates."""
+    write_inputs(folder)
+    shape = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+    make_tiny_model(
+        folder / "other",
+        tokenizer=make_char_tokenizer(ALPHABET),
+        hidden_size=32,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        seed=5,
+        **shape,
+    )
+    make_tiny_model(
+        folder / "gemma",
+        tokenizer=make_char_tokenizer(ALPHABET),
+        family="gemma2",
+        hidden_size=32,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        **shape,
+    )
+    make_char_tokenizer(ALPHABET[::2]).save_pretrained(folder / "tokenizer")
+    problems = generate(24, seed=3, low=0, high=9)
+    (folder / "split").mkdir()
+    write_jsonl(folder / "split" / "train.jsonl", problems[:12])
+    write_jsonl(folder / "split" / "test.jsonl", problems[12:])
+    columns = [
+        {"prompt": row["prompt"], "q": "9+9=", "answer": row["answer"], "a": "7", "task": "x"}
+        | {"kind": f"k{n % 2}", "completion": row["answer"], "c": "1"}
+        for n, row in enumerate(problems)
+    ]
+    write_jsonl(folder / "columns.jsonl", columns)
+    (folder / "template.jinja").write_text("{% for m in messages %}1{{ m['content'] }}{% endfor %}")
+    (folder / "lengths.jsonl").write_text('{"tokens": 7}\n{"tokens": 99}\n')
+    (folder / "rows.jsonl").write_text('{"tokens": 20, "n": 2}\n')
+    (folder / "requests.jsonl").write_text('{"prompt_tokens": 4, "max_tokens": 3}\n')
+    with (folder / "rewards.py").open("a") as file:
+        file.write(
+            "def nine(completion, mark='9'):\n"
+            "    return float(mark in completion)\n"
+            "def told(prompt, answer, task):\n"
+            "    return sum(map(ord, f'{prompt}{answer}{task}')) / 1000\n"
+            "def slow(completion):\n"
+            "    import time\n"
+            "    time.sleep(0.3)\n"
+            "    return 1.0\n"
+            "def big(completion):\n"
+            "    return float(len(bytearray(300 << 20)) > 0)\n"
+            "def fails(completion):\n"
+            "    if len(completion) % 2: raise ValueError('odd')\n"
+            "    return 1.0\n"
+        )
+
+
+def observe(inputs: Path, work: Path, command: str, flags: Sequence[str], before: Any) -> Seen:
+    """Run a command in an empty folder with the inputs in it; all that it left and said."""
+    work.mkdir()
+    for path in inputs.iterdir():
+        (work / path.name).symlink_to(path)
+    here = Path.cwd()
+    os.chdir(work)
+    try:
+        if before is not None:
+            _run(command, [*before])
+        return _run(command, flags)
+    finally:
+        os.chdir(here)
+        shutil.rmtree(work)
+
+
+def _run(command: str, flags: Sequence[str]) -> Seen:
+    handler = logging.StreamHandler(log := io.StringIO())
+    root = logging.getLogger()
+    levels = root.level, logging.getLogger("hone").level
+    root.addHandler(handler)
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with (
+            Recorder(gpu_peaks("H200") if command.startswith("check") else None) as calls,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            try:
+                code: int | str = main([*command.split(), *flags])
+            except Stopped:
+                code = "stopped"
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(levels[0])
+        logging.getLogger("hone").setLevel(levels[1])
+    seen: Seen = {"exit": code, "log": log.getvalue() + err.getvalue(), **calls.seen}
+    if command.startswith("check"):
+        checked = json.loads(out.getvalue())
+        return seen | {"findings": checked["findings"], "derived": checked["derived"]}
+    return seen | _files(Path())
+
+
+def _files(folder: Path) -> Seen:
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    seen: Seen = {"files": [str(path) for path in found]}
+    for path in found:
+        if path.name == "metrics.jsonl":
+            seen["metrics"] = [_of_the_run(json.loads(line)) for line in path.open()]
+        elif path.name in ("samples.jsonl", "eval_samples.jsonl", "completions.jsonl"):
+            seen["samples"] = path.read_text()
+        elif path.name == "eval.json":
+            seen["scores"] = json.loads(path.read_text())
+        elif path.name == "model.safetensors" and "checkpoints" not in path.parts:
+            weights = load_file(path)
+            seen["dtype"] = str(next(iter(weights.values())).dtype)
+            seen["weights"] = blake2b(path.read_bytes()).hexdigest()
+        elif path.name in ("bench.json", "bench-train.json", "simulate.json"):
+            seen["numbers"] = json.loads(path.read_text())
+            seen["numbers"].pop("config", None)
+    return seen
+
+
+def _of_the_run(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not key.startswith(OF_THE_MACHINE)}
+
+
+class Stopped(Exception):
+    """Ends a command once what it hands to a fake is known."""
+
+
+class Recorder(contextlib.ExitStack):
+    """Inside, records what others are handed, and stands for those that are not here.
+
+    transformers' loaders, torch.compile and the objects that hold an engine or a trainer are real;
+    `datasets.load_dataset`, Ray and, for `hone check`, an installed GPU are fakes.
+    """
+
+    def __init__(self, gpu: Peaks | None) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.seen: dict[str, list[Any]] = {}
+
+    def __enter__(self) -> Recorder:
+        patch = self.enter_context(pytest.MonkeyPatch.context())
+        import datasets
+        import torch
+        import transformers
+
+        from hone.distributed.watch import Watch
+        from hone.engine.engine import EmbeddedEngine
+        from hone.rewards.scorer import Scorer
+        from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+
+        for loader in (
+            transformers.AutoTokenizer,
+            transformers.AutoConfig,
+            transformers.AutoModelForCausalLM,
+        ):
+            self._record(patch, loader, "from_pretrained", keys=("trust_remote_code",))
+        self._record(patch, torch, "compile", result=lambda function, **_: function)
+        for built in (EmbeddedEngine, PolicyTrainer, SupervisedTrainer, Scorer, Watch):
+            self._record(patch, built, "__init__", name=built.__name__)
+        self._record(patch, EmbeddedEngine, "sleep")
+        self._record(patch, PolicyTrainer, "sleep")
+        self._record(patch, datasets, "load_dataset", result=_some_rows)
+        self._fake_ray(patch)
+        tracker = SimpleNamespace(__spec__=None, init=MagicMock())
+        tracker.__name__ = "wandb"
+        patch.setitem(sys.modules, "wandb", tracker)
+        self._record(patch, tracker, "init", keys=("project",))
+        for module in ("hone.cli.command", "hone.cli.check"):
+            patch.setattr(f"{module}.local_gpu", lambda: self.gpu)
+        return self
+
+    def _fake_ray(self, patch: pytest.MonkeyPatch) -> None:
+        """What a run with engines apart builds, up to its rollout, on a Ray that does nothing."""
+        import hone.cluster.engines as on_ray
+        from hone.loops import apart
+
+        for name in ("ray", "placement_group", "remove_placement_group", "_start_engine", "_await"):
+            patch.setattr(on_ray, name, MagicMock())
+        patch.setattr(on_ray, "own_node", lambda: {"Alive": True})
+        self._record(patch, on_ray, "EngineGroup", name="EngineGroup", result=MagicMock())
+        self._record(patch, apart, "BroadcastSync", name="BroadcastSync", result=MagicMock())
+        for name in ("Rollout", "RolloutStream"):
+            self._record(patch, apart, name, name=name, result=_stop)
+
+    def _record(
+        self,
+        patch: pytest.MonkeyPatch,
+        owner: Any,
+        attribute: str,
+        *,
+        name: str | None = None,
+        keys: Sequence[str] | None = None,
+        result: Any = None,
+    ) -> None:
+        original = getattr(owner, attribute)
+        calls = self.seen.setdefault(name or f"{owner.__name__}.{attribute}", [])
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            shown = {key: kwargs.get(key) for key in keys} if keys else (args, kwargs)
+            calls.append(_plain(shown))
+            return (result or original)(*args, **kwargs)
+
+        patch.setattr(owner, attribute, record)
+
+
+def _some_rows(*_: Any, **__: Any) -> Any:
+    import datasets
+
+    rows = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
+    return datasets.Dataset.from_list(rows)
+
+
+def _stop(*_: Any, **__: Any) -> None:
+    raise Stopped
+
+
+def _plain(value: Any) -> Any:
+    """Configurations and numbers as they are, other objects by their type."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Section():
+            return value.model_dump(mode="json")
+        case dict():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case _:
+            return type(value).__name__
+
+
+def both(tree: str, key: str, row: Row) -> list[tuple[str, tuple[str, ...], Any]]:
+    """The two runs of a row: command, flags, flags of the run before. The second has the key."""
+    command = row.command or tree
+    common = ["--json"] if command.startswith("check") else []
+    base = [*BASE[tree], *row.given]
+    named = {flag.partition("=")[0] for flag in base}
+    if "--model.path" not in named and "--model.shape" not in named:
+        common.append("--model.path=model")
+    if "--run.device" not in named and tree != "simulate":
+        common.append("--run.device=cpu")
+    flags = (*common, *base)
+    before = None if row.before is None else (*common, *BASE[tree], *row.before)
+    changed = row.flag or f"--{key}={row.value}"
+    return [(command, flags, before), (command, (*flags, changed), before)]

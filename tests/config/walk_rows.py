@@ -1,0 +1,554 @@
+"""The table of the walk: each key of each tree, and what it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tests.config.walk import Row
+
+CHAT = ("--data.chat=always", "--data.max_prompt_tokens=24")
+COLUMNS = ("--data.train=[{path: columns.jsonl, max_rows: 8}]",)
+TOLD = ("--reward.functions=[{fn: 'rewards.py:told'}]",)
+EVAL_COLUMNS = ("--data.eval=[{path: columns.jsonl, max_rows: 4}]",)
+BOTH = ("--data.train=[{path: train.jsonl}, {path: columns.jsonl}]",)
+HUB = ("--data.train=[{path: owner/name}]",)
+EVAL_HUB = ("--data.eval=[{path: owner/name, max_rows: 4}]",)
+SPLIT = ("--data.train=[{path: split}]",)
+EVAL_SPLIT = ("--data.eval=[{path: split}]",)
+EXACT_MATCH = ("--reward.functions=[{fn: exact_match}]",)
+LORA = ("--model.lora.rank=2",)
+KL = ("--algorithm.kl.coef=0.1",)
+MINI = ("--trainer.prompts_per_minibatch=2", "--trainer.num_epochs=2")
+MUON = ("--trainer.optimizer.name=muon",)
+EIGHT = ("--run.device=cuda", "--model.path=Qwen/Qwen3-8B", "--nproc=8")
+APART = ("--cluster.num_engines=2", "--algorithm.correction.kind=tis")
+AHEAD = (*APART, "--pipeline.enabled")
+PARTIAL = ("--rollout.oversample_prompts=2",)
+OFF = "log:has no effect|is not used|needs|not for|"
+
+
+def run_rows(*, trains: bool, has_dir: bool = True) -> dict[str, Row]:
+    rows = {
+        "run.seed": Row("1", "samples"),
+        "run.device": Row("cuda", "log:run.device is cuda, but torch sees no GPU"),
+    }
+    if has_dir:
+        rows["run.dir"] = Row("elsewhere", "files")
+    if trains:
+        rows |= {
+            "run.steps": Row("1", "metrics"),
+            "run.resume": Row("never", "log:run.resume is never", before=("--run.steps=1",)),
+        }
+    return rows
+
+
+def model_rows(shown: str, *, lora: bool, chat: tuple[str, ...] = CHAT) -> dict[str, Row]:
+    rows = {
+        "model.path": Row("other", shown),
+        "model.tokenizer": Row("tokenizer", shown, EXACT_LETTERS),
+        "model.chat_template": Row("template.jinja", shown, chat),
+        "model.init": Row("random", shown),
+        "model.dtype": Row("bfloat16", shown),
+        "model.exact": Row("true", "log:model.exact"),
+        "model.trust_remote_code": Row("true", "AutoModelForCausalLM.from_pretrained"),
+    }
+    if lora:
+        rows |= {
+            "model.lora.rank": Row("2", "files"),
+            "model.lora.alpha": Row("64", shown, LORA),
+            "model.lora.target_modules": Row("[q_proj]", shown, LORA),
+            "model.lora.load_in_4bit": Row("true", shown, LORA),
+        }
+    return rows
+
+
+EXACT_LETTERS: tuple[str, ...] = ()
+
+
+def source_rows(section: str, shown: str, columns: Mapping[str, Row]) -> dict[str, Row]:
+    """Keys of the first source of a section, as `data.train`."""
+    train = section == "train"
+    key = f"data.{section}"
+    return {
+        key: Row("[{path: columns.jsonl, max_rows: 3, columns: {completion: answer}}]", shown),
+        f"{key}.0.path": Row("split/train.jsonl", shown),
+        f"{key}.0.split": Row("test", shown, SPLIT if train else EVAL_SPLIT),
+        f"{key}.0.subset": Row("main", "datasets.load_dataset", HUB if train else EVAL_HUB),
+        f"{key}.0.max_rows": Row("3", shown),
+    } | {f"{key}.0.{name}": row for name, row in columns.items()}
+
+
+RL: dict[str, Row] = {
+    **run_rows(trains=True),
+    **model_rows("metrics", lora=True),
+    **source_rows(
+        "train",
+        "samples",
+        {
+            "weight": Row("5", "samples", BOTH),
+            "columns.prompt": Row("q", "samples", COLUMNS),
+            "columns.answer": Row("a", "samples", COLUMNS),
+            "columns.completion": Row("c", "log:data.train.0.columns.completion", COLUMNS),
+            "columns.task": Row("kind", "samples", COLUMNS),
+            "answer_pattern": Row("^.", "samples", ("--data.train=[{path: train.jsonl}]",)),
+            "task": Row("sums", "samples"),
+        },
+    ),
+    **source_rows(
+        "eval",
+        "metrics",
+        {
+            "weight": Row("5", "log:data.eval.0.weight"),
+            "columns.prompt": Row("q", "metrics", (*EVAL_COLUMNS, *TOLD)),
+            "columns.answer": Row("a", "metrics", (*EVAL_COLUMNS, *TOLD)),
+            "columns.completion": Row("c", "log:data.eval.0.columns.completion", EVAL_COLUMNS),
+            "columns.task": Row("kind", "metrics", (*EVAL_COLUMNS, *TOLD)),
+            "answer_pattern": Row("^nothing", "log:answer_pattern"),
+            "task": Row("sums", "metrics", TOLD),
+        },
+    ),
+    "data.eval_fraction": Row("0.5", "metrics", ("--data.eval=[]", "--eval.at_end=false")),
+    "data.shuffle": Row("false", "samples"),
+    "data.chat": Row("always", "samples", ("--data.max_prompt_tokens=24",)),
+    "data.system_prompt": Row("1", "samples", CHAT),
+    "data.prompt_template": Row("1{prompt}", "samples"),
+    "data.max_prompt_tokens": Row("3", "log:too long"),
+    "data.overlong_prompts": Row("error", "log:raise the limit", ("--data.max_prompt_tokens=3",)),
+    "rollout.max_completion_tokens": Row("4", "samples"),
+    "rollout.temperature": Row("0.5", "samples"),
+    "rollout.top_p": Row("0.5", "samples"),
+    "rollout.top_k": Row("2", "samples"),
+    "rollout.min_p": Row("0.5", "samples"),
+    "rollout.stop": Row("['1']", "samples"),
+    "rollout.stop_token_ids": Row("[5, 6, 7, 8]", "samples"),
+    "rollout.prompts_per_step": Row("3", "metrics"),
+    "rollout.n_samples_per_prompt": Row("3", "metrics"),
+    "rollout.dynamic_sampling": Row("true", "metrics", EXACT_MATCH),
+    "rollout.max_refill_rounds": Row("1", "metrics", (*EXACT_MATCH, "--rollout.dynamic_sampling")),
+    "rollout.oversample_prompts": Row("2", "metrics"),
+    "rollout.max_aborted_count": Row("0", "metrics", (*PARTIAL, "--run.steps=4")),
+    "rollout.mask_off_policy_tokens": Row("true", "metrics", (*PARTIAL, "--run.steps=4")),
+    "rollout.truncated_samples": Row("mask", "metrics"),
+    "engine.backend": Row("vllm", "log:vllm"),
+    "engine.gpu_memory_utilization": Row("0.3", "EmbeddedEngine"),  # a share of a GPU's memory
+    "engine.kv_cache_gib": Row("0.001", "metrics"),
+    "engine.kv_cache_dtype": Row("fp8", "metrics"),
+    "engine.tensor_parallel_size": Row("2", "log:tensor_parallel_size"),
+    "engine.block_size": Row("8", "metrics"),
+    "engine.max_num_seqs": Row("4", "metrics"),
+    "engine.max_num_batched_tokens": Row("8", "metrics"),
+    "engine.max_model_len": Row("12", "log:engine.max_model_len is 12"),
+    "engine.enable_sleep": Row("true", "EmbeddedEngine.sleep"),
+    "engine.sleep_level": Row("2", "log:sleep_level"),
+    "engine.enable_prefix_caching": Row("false", "metrics", ("--engine.block_size=1",)),
+    "engine.speculation": Row("true", "EmbeddedEngine"),
+    "engine.cuda_graphs": Row("false", "EmbeddedEngine"),  # of a GPU alone
+    "engine.compile": Row("false", "EmbeddedEngine"),
+    "reward.functions": Row("[{fn: 'rewards.py:nine'}]", "metrics"),
+    "reward.functions.0.fn": Row("rewards.py:nine", "metrics"),
+    "reward.functions.0.weight": Row("2", "metrics"),
+    "reward.functions.0.args": Row(
+        "{mark: '1'}", "metrics", ("--reward.functions=[{fn: 'rewards.py:nine'}]",)
+    ),
+    "reward.timeout_s": Row(
+        "0.1",
+        "metrics",
+        (
+            "--reward.functions=[{fn: 'rewards.py:slow'}]",
+            "--run.steps=1",
+            "--rollout.prompts_per_step=1",
+            "--rollout.n_samples_per_prompt=2",
+            "--reward.max_failure_rate=1",
+            "--eval.at_end=false",
+        ),
+    ),
+    "reward.memory_limit_gib": Row(
+        "0.2",
+        "metrics",
+        (
+            "--reward.functions=[{fn: 'rewards.py:big'}]",
+            "--run.steps=1",
+            "--reward.max_failure_rate=1",
+            "--eval.at_end=false",
+        ),
+    ),
+    "reward.num_workers": Row("2", "Scorer"),
+    "reward.max_failure_rate": Row(
+        "1",
+        "exit",
+        ("--reward.functions=[{fn: 'rewards.py:fails'}]", "--reward.max_failure_rate=0"),
+    ),
+    "algorithm.advantage": Row("rloo", "metrics"),
+    "algorithm.loss": Row("cispo", "metrics", MINI),
+    "algorithm.aggregation": Row("sequence_mean", "metrics"),
+    "algorithm.clip_low": Row("0.0001", "metrics", MINI),
+    "algorithm.clip_high": Row("0.0001", "metrics", MINI),
+    "algorithm.dual_clip": Row("1.0001", "metrics", MINI),
+    "algorithm.entropy_coef": Row("0.1", "metrics"),
+    "algorithm.kl.coef": Row("0.1", "metrics"),
+    "algorithm.kl.placement": Row("reward", "metrics", KL),
+    "algorithm.kl.estimator": Row("k2", "metrics", KL),
+    "algorithm.correction.kind": Row("tis", "metrics", (*PARTIAL, "--run.steps=3")),
+    "algorithm.correction.low": Row(
+        "0.999", "metrics", (*PARTIAL, "--run.steps=4", "--algorithm.correction.kind=icepop")
+    ),
+    "algorithm.correction.high": Row(
+        "1.001", "metrics", (*PARTIAL, "--run.steps=4", "--algorithm.correction.kind=tis")
+    ),
+    "pipeline.enabled": Row("true", "derived", APART, command="check rl"),
+    "pipeline.max_staleness": Row("2", "derived", AHEAD, command="check rl"),
+    "pipeline.async_queue_size": Row(
+        "1", "derived", (*AHEAD, "--pipeline.max_staleness=2"), command="check rl"
+    ),
+    "pipeline.in_flight": Row("abort", "RolloutStream", AHEAD),
+    "pipeline.too_old": Row("drop", "RolloutStream", AHEAD),
+}
+
+
+def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
+    trainer = "PolicyTrainer" if rl else "SupervisedTrainer"
+    rows = {
+        "trainer.max_tokens_per_microbatch": Row("24", shown),
+        "trainer.max_tokens_per_forward": Row("24", shown, MINI) if rl else Row("24", trainer),
+        "trainer.micro_batch_size": Row("1", shown),
+        "trainer.recompute": Row("full", "derived", EIGHT, command="check rl"),
+        "trainer.recompute_every_n_layers": Row("2", "findings", command="check rl"),
+        "trainer.offload_activations": Row("true", "findings", command="check rl"),
+        "trainer.offload_optimizer": Row("true", "findings", command="check rl"),
+        "trainer.offload_gradients": Row("true", "findings", command="check rl"),
+        "trainer.offload_parameters": Row("true", "findings", command="check rl"),
+        "trainer.compile": Row("true", "torch.compile"),
+        "trainer.fused_layers": Row("true", "findings", command="check rl"),
+        "trainer.matmul_precision": Row("fp8", "findings", command="check rl"),
+        "trainer.logits_chunk_tokens": Row("2", shown),
+        "trainer.optimizer.name": Row("muon", shown),
+        "trainer.optimizer.lr": Row("1e-2", shown),
+        "trainer.optimizer.betas": Row("[0.5, 0.5]", shown),
+        "trainer.optimizer.eps": Row("1e-2", shown),
+        "trainer.optimizer.weight_decay": Row("0.5", shown),
+        "trainer.optimizer.muon_lr": Row("0.5", shown, MUON),
+        "trainer.optimizer.state_dtype": Row("bfloat16", "weights"),
+        "trainer.optimizer.muon_momentum": Row("0.5", shown, MUON),
+        "trainer.optimizer.max_grad_norm": Row("0.001", shown),
+        "trainer.optimizer.schedule": Row("linear", shown),
+        "trainer.optimizer.warmup_steps": Row("1", shown),
+        "trainer.optimizer.min_lr_ratio": Row(
+            "0.9", shown, ("--trainer.optimizer.schedule=linear",)
+        ),
+        "trainer.parallel.zero_stage": Row("3", "derived", EIGHT, command="check rl"),
+        "trainer.parallel.fsdp_size": Row("3", "findings", EIGHT, command="check rl"),
+        "trainer.parallel.tensor_parallel_size": Row("2", "derived", EIGHT, command="check rl"),
+        "trainer.parallel.ulysses_size": Row("2", "derived", EIGHT, command="check rl"),
+        "trainer.parallel.ring_size": Row("2", "derived", EIGHT, command="check rl"),
+        "trainer.parallel.reference_ulysses_size": Row("2", "findings", EIGHT, command="check rl"),
+        "trainer.parallel.reference_ring_size": Row("2", "findings", EIGHT, command="check rl"),
+        "trainer.parallel.forward_prefetch": Row("true", "findings", command="check rl"),
+        "trainer.parallel.balance_data": Row("false", trainer),  # of several processes
+        "trainer.parallel.timeout_s": Row("5", "Watch"),
+    }
+    if rl:
+        rows |= {
+            "trainer.prompts_per_minibatch": Row("2", shown),
+            "trainer.share_prompts": Row("true", shown),
+            "trainer.num_epochs": Row("2", shown),
+            "trainer.enable_sleep": Row("true", "PolicyTrainer.sleep"),
+            "trainer.parity.enabled": Row("false", shown),
+            "trainer.parity.max_kl": Row("1e-20", "exit"),
+            "trainer.parity.max_outside": Row(
+                "0.5", "log:max_outside allows 50%", ("--trainer.parity.max_kl=1e-20",)
+            ),
+        }
+    return rows
+
+
+def cluster_rows() -> dict[str, Row]:
+    return {
+        "cluster.address": Row("localhost:9", "log:no Ray cluster", APART),
+        "cluster.num_trainers": Row("2", "derived", APART, command="check rl"),
+        "cluster.num_engines": Row("2", "derived", command="check rl"),
+        "cluster.num_references": Row("2", "derived", KL, command="check rl"),
+        "cluster.num_nodes": Row("2", "findings", APART, command="check rl"),
+        "cluster.devices_per_node": Row("1", "findings", APART, command="check rl"),
+        "cluster.update_weight_buffer_size": Row("1024", "BroadcastSync", APART),
+        "cluster.engine_timeout_s": Row("7", "BroadcastSync", APART),
+        "cluster.max_engine_restarts": Row("9", "EngineGroup", APART),
+    }
+
+
+def sampling_rows(section: str, shown: str) -> dict[str, Row]:
+    return {
+        f"{section}.max_completion_tokens": Row("4", shown),
+        f"{section}.temperature": Row("0.5", shown),
+        f"{section}.top_p": Row("0.5", shown),
+        f"{section}.top_k": Row("2", shown),
+        f"{section}.min_p": Row("0.5", shown),
+        f"{section}.stop": Row("['1']", shown),
+        f"{section}.stop_token_ids": Row("[5, 6, 7, 8]", shown),
+    }
+
+
+def eval_rows(shown: str) -> dict[str, Row]:
+    return {
+        **sampling_rows("eval", shown),
+        "eval.n_samples_per_prompt": Row("2", shown),
+        "eval.max_prompts": Row("2", shown),
+        "eval.pass_threshold": Row("-1", shown),
+    }
+
+
+def course_rows() -> dict[str, Row]:
+    """When a run evaluates, saves and reports."""
+    return {
+        "eval.every_n_steps": Row("1", "metrics"),
+        "eval.at_start": Row("true", "metrics"),
+        "eval.at_end": Row("false", "metrics"),
+        "checkpoint.every_n_steps": Row("1", "files"),
+        "checkpoint.keep_last": Row("1", "files", ("--checkpoint.every_n_steps=1",)),
+        "checkpoint.keep_best": Row(
+            "false",
+            "files",
+            (
+                "--checkpoint.every_n_steps=1",
+                "--checkpoint.keep_last=1",
+                "--eval.every_n_steps=1",
+                "--run.steps=3",
+                "--trainer.optimizer.lr=1",
+            ),
+        ),
+        "checkpoint.export_dtype": Row("bfloat16", "dtype"),
+        "log.tensorboard": Row("true", "files"),
+        "log.wandb": Row("true", "wandb.init"),
+        "log.mlflow": Row("true", "log:mlflow"),
+        "log.trackio": Row("true", "log:trackio"),
+        "log.project": Row("mine", "wandb.init", ("--log.wandb",)),
+        "log.samples_per_step": Row("1", "samples"),
+        "log.report": Row("true", "files"),
+    }
+
+
+RL |= trainer_rows("metrics", rl=True) | cluster_rows() | eval_rows("metrics") | course_rows()
+RL["eval.metric"] = Row(
+    "eval/length/mean",
+    "files",
+    (
+        "--checkpoint.every_n_steps=1",
+        "--checkpoint.keep_last=1",
+        "--eval.every_n_steps=1",
+        "--run.steps=3",
+    ),
+)
+
+SFT_COLUMNS = ("--data.train=[{path: columns.jsonl, max_rows: 8}]",)
+SFT_EVAL_COLUMNS = ("--data.eval=[{path: columns.jsonl, max_rows: 4}]",)
+SFT_BOTH = (
+    "--data.train=[{path: train.jsonl, columns: {completion: answer}}, {path: columns.jsonl}]",
+)
+SFT_HUB = ("--data.train=[{path: owner/name, columns: {completion: answer}}]",)
+SFT_EVAL_HUB = ("--data.eval=[{path: owner/name, max_rows: 4, columns: {completion: answer}}]",)
+SFT_SPLIT = ("--data.train=[{path: split, columns: {completion: answer}}]",)
+SFT_EVAL_SPLIT = ("--data.eval=[{path: split, columns: {completion: answer}}]",)
+
+
+def not_used(key: str, value: str) -> Row:
+    return Row(value, f"log:{key} is set, and `hone .*does not use it")
+
+
+def sft_sources(section: str) -> dict[str, Row]:
+    is_train, key = section == "train", f"data.{section}.0"
+    columns = SFT_COLUMNS if is_train else SFT_EVAL_COLUMNS
+    rows = source_rows(
+        section,
+        "metrics",
+        {
+            "weight": Row("5", "metrics", SFT_BOTH),
+            "columns.prompt": Row("q", "metrics", columns),
+            "columns.completion": Row("c", "metrics", columns),
+            "columns.answer": not_used(f"{key}.columns.answer", "a"),
+            "columns.task": not_used(f"{key}.columns.task", "kind"),
+            "answer_pattern": not_used(f"{key}.answer_pattern", "^."),
+            "task": not_used(f"{key}.task", "sums"),
+        },
+    )
+    rows[f"{key}.split"] = Row("test", "metrics", SFT_SPLIT if is_train else SFT_EVAL_SPLIT)
+    hub = SFT_HUB if is_train else SFT_EVAL_HUB
+    rows[f"{key}.subset"] = Row("main", "datasets.load_dataset", hub)
+    if not is_train:
+        rows[f"{key}.weight"] = not_used(f"{key}.weight", "5")
+    return rows
+
+
+SFT: dict[str, Row] = {
+    **run_rows(trains=True),
+    **model_rows("metrics", lora=True, chat=("--data.chat=always", "--data.max_prompt_tokens=24")),
+    **sft_sources("train"),
+    **sft_sources("eval"),
+    "run.seed": Row("1", "metrics"),
+    "data.eval_fraction": Row("0.5", "metrics", ("--data.eval=[]", "--eval.at_end=false")),
+    "data.shuffle": Row("false", "metrics"),
+    "data.chat": Row("always", "metrics", ("--data.max_prompt_tokens=24",)),
+    "data.system_prompt": Row("1", "metrics", CHAT),
+    "data.prompt_template": Row("1{prompt}", "metrics"),
+    "data.max_prompt_tokens": Row("3", "log:too long"),
+    "data.overlong_prompts": Row("error", "log:raise the limit", ("--data.max_prompt_tokens=3",)),
+    "data.max_tokens": Row("6", "metrics"),
+    "data.examples_per_step": Row("3", "metrics"),
+    "data.train_on_prompt": Row("true", "metrics"),
+    **{
+        key: replace(row, command=row.command and "check sft")
+        for key, row in trainer_rows("metrics", rl=False).items()
+    },
+    **course_rows(),
+    "log.samples_per_step": not_used("log.samples_per_step", "1"),
+    "checkpoint.keep_best": Row(
+        "false",
+        "files",
+        (
+            "--checkpoint.every_n_steps=1",
+            "--checkpoint.keep_last=1",
+            "--eval.every_n_steps=1",
+            "--run.steps=3",
+            "--trainer.optimizer.name=muon",
+            "--trainer.optimizer.muon_lr=9",
+        ),
+    ),
+}
+
+
+def inference_sources(section: str, key: str, shown: str, told: tuple[str, ...]) -> dict[str, Row]:
+    columns = (f"--data.{section}=[{{path: columns.jsonl, max_rows: 4}}]",)
+    return {
+        f"{key}.columns.prompt": Row("q", shown, columns),
+        f"{key}.columns.answer": Row("a", shown, columns),
+        f"{key}.columns.completion": not_used(f"{key}.columns.completion", "c"),
+        f"{key}.columns.task": Row("kind", shown, columns),
+        f"{key}.answer_pattern": Row("^.", shown, told),
+        f"{key}.task": Row("sums", shown),
+        f"{key}.weight": not_used(f"{key}.weight", "5"),
+        f"{key}.path": Row("split/train.jsonl", shown, told),
+        f"{key}.split": Row("test", shown, (f"--data.{section}=[{{path: split}}]",)),
+        f"{key}.subset": Row(
+            "main", "datasets.load_dataset", (f"--data.{section}=[{{path: owner/name}}]",)
+        ),
+        f"{key}.max_rows": Row("3", shown, told),
+        f"data.{section}": Row("[{path: columns.jsonl, max_rows: 3}]", shown),
+    }
+
+
+def rendering_rows(shown: str) -> dict[str, Row]:
+    return {
+        "data.chat": Row("always", shown, ("--data.max_prompt_tokens=24",)),
+        "data.system_prompt": Row("1", shown, CHAT),
+        "data.prompt_template": Row("1{prompt}", shown),
+        "data.max_prompt_tokens": Row("3", "log:too long"),
+        "data.overlong_prompts": Row(
+            "error", "log:raise the limit", ("--data.max_prompt_tokens=3",)
+        ),
+        "data.shuffle": not_used("data.shuffle", "false"),
+    }
+
+
+def engine_rows(shown: str, *, generates: bool) -> dict[str, Row]:
+    """Where nothing trains: the engine that was built, which the rows of `rl` show at work."""
+    built = {
+        "gpu_memory_utilization": "0.3",
+        "kv_cache_gib": "0.001",
+        "kv_cache_dtype": "fp8",
+        "block_size": "8",
+        "max_num_seqs": "4",
+        "max_num_batched_tokens": "8",
+        "max_model_len": "20",
+        "enable_prefix_caching": "false",
+        "speculation": "true",
+        "cuda_graphs": "false",
+        "compile": "false",
+    }
+    size = "log:tensor_parallel_size|world size|processes"
+    return {
+        **{f"engine.{name}": Row(value, "EmbeddedEngine") for name, value in built.items()},
+        "engine.backend": Row("vllm", "log:vllm"),
+        "engine.tensor_parallel_size": Row("2", size),
+        "engine.enable_sleep": Row("true", "log:engine.enable_sleep"),
+        "engine.sleep_level": Row("2", "log:engine.sleep_level"),
+    }
+
+
+RUNS = ("--run.", "--rollout.", "--eval.at_end")
+REWARDS = {key: row for key, row in RL.items() if key.startswith("reward.")}
+
+EVALUATE: dict[str, Row] = {
+    **run_rows(trains=False),
+    **model_rows("samples", lora=False),
+    **inference_sources("eval", "data.eval.0", "samples", ()),
+    **rendering_rows("samples"),
+    **engine_rows("samples", generates=False),
+    **{
+        key: replace(
+            row,
+            shows="samples" if row.shows == "metrics" else row.shows,
+            given=tuple(x for x in row.given if not x.startswith(RUNS)),
+        )
+        for key, row in REWARDS.items()
+    },
+    **eval_rows("scores"),
+}
+HELD_OUT = ("--data.eval=[]", "--data.train=[{path: eval.jsonl}]", "--data.eval_fraction=0.5")
+EVALUATE |= {
+    key.replace("data.eval", "data.train"): Row(
+        row.value.replace("max_rows: 3", "max_rows: 9"),
+        row.shows.replace("data.eval", "data.train"),
+        tuple(
+            flag.replace("data.eval", "data.train").replace("max_rows: 4", "max_rows: 9")
+            for flag in row.given
+        ),
+    )
+    for key, row in inference_sources("eval", "data.eval.0", "samples", ()).items()
+}
+EVALUATE = {
+    key: Row(row.value, row.shows, (*HELD_OUT, *row.given)) if key.startswith("data.train") else row
+    for key, row in EVALUATE.items()
+}
+EVALUATE["data.eval_fraction"] = Row("0.8", "samples", HELD_OUT)
+
+UNUSED_EVAL = "log:data.eval is set, but `hone generate`"
+GENERATE: dict[str, Row] = {
+    **run_rows(trains=False, has_dir=False),
+    **model_rows("samples", lora=False),
+    **inference_sources("train", "data.train.0", "samples", ()),
+    **rendering_rows("samples"),
+    **engine_rows("samples", generates=True),
+    **sampling_rows("generation", "samples"),
+    "data.eval": Row("[{path: eval.jsonl}]", UNUSED_EVAL),
+    **{
+        f"data.eval.0.{name}": Row(
+            value,
+            UNUSED_EVAL,
+            flag="--data.eval=[{path: eval.jsonl, split: test, subset: main, weight: 2, "
+            "max_rows: 2, columns: {prompt: q, answer: a, completion: c, task: kind}, "
+            "answer_pattern: x, task: x}]",
+        )
+        for name, value in (
+            ("path", "eval.jsonl"),
+            ("split", "test"),
+            ("subset", "main"),
+            ("weight", "2"),
+            ("max_rows", "2"),
+            ("columns.prompt", "q"),
+            ("columns.answer", "a"),
+            ("columns.completion", "c"),
+            ("columns.task", "kind"),
+            ("answer_pattern", "x"),
+            ("task", "x"),
+        )
+    },
+    "data.eval_fraction": Row("0.5", "samples"),
+    "n_samples_per_prompt": Row("2", "samples"),
+    "output": Row("elsewhere.jsonl", "files"),
+}
+
+ROWS: dict[str, dict[str, Row]] = {
+    "rl": RL,
+    "sft": SFT,
+    "eval": EVALUATE,
+    "generate": GENERATE,
+}
