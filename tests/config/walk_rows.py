@@ -328,6 +328,10 @@ def course_rows() -> dict[str, Row]:
 
 
 RL |= trainer_rows("metrics", rl=True) | cluster_rows() | eval_rows("metrics") | course_rows()
+RL["checkpoint.keep_best"] = replace(
+    RL["checkpoint.keep_best"],
+    given=(*RL["checkpoint.keep_best"].given, "--eval.metric=eval/length/mean"),
+)
 RL["eval.metric"] = Row(
     "eval/length/mean",
     "files",
@@ -408,8 +412,7 @@ SFT: dict[str, Row] = {
             "--checkpoint.keep_last=1",
             "--eval.every_n_steps=1",
             "--run.steps=3",
-            "--trainer.optimizer.name=muon",
-            "--trainer.optimizer.muon_lr=9",
+            "--trainer.optimizer.lr=30",  # so that the loss rises
         ),
     ),
 }
