@@ -276,6 +276,7 @@ class Recorder(contextlib.ExitStack):
         import torch
         import transformers
 
+        from hone.checkpoint.store import CheckpointStore
         from hone.distributed.watch import Watch
         from hone.engine.engine import EmbeddedEngine
         from hone.rewards.scorer import Scorer
@@ -290,6 +291,9 @@ class Recorder(contextlib.ExitStack):
         self._record(patch, torch, "compile", result=lambda function, **_: function)
         for built in (EmbeddedEngine, PolicyTrainer, SupervisedTrainer, Scorer, Watch):
             self._record(patch, built, "__init__", name=built.__name__)
+        self._record(
+            patch, CheckpointStore, "__init__", name="CheckpointStore", keys=("keep_best",)
+        )
         self._record(patch, EmbeddedEngine, "sleep")
         self._record(patch, PolicyTrainer, "sleep")
         self._record(patch, datasets, "load_dataset", result=_some_rows)

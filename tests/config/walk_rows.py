@@ -328,10 +328,7 @@ def course_rows() -> dict[str, Row]:
 
 
 RL |= trainer_rows("metrics", rl=True) | cluster_rows() | eval_rows("metrics") | course_rows()
-RL["checkpoint.keep_best"] = replace(
-    RL["checkpoint.keep_best"],
-    given=(*RL["checkpoint.keep_best"].given, "--eval.metric=eval/length/mean"),
-)
+RL["checkpoint.keep_best"] = Row("false", "CheckpointStore")  # at work: the row of `sft`
 RL["eval.metric"] = Row(
     "eval/length/mean",
     "files",
