@@ -39,7 +39,7 @@ class Row:
     """That a key has an effect: what differs between a run with and one without its flags."""
 
     value: str
-    """What the key is set to in the second run; in the first `given` sets it, if anything."""
+    """What the key is set to in the second run; in the first unset, unless `given` sets it."""
     shows: str
     """Which of the things observed differs; or after `log:` a pattern that what the second run says
     must match and what the first says must not."""
