@@ -47,7 +47,7 @@ def test_a_reward_that_fails_leaves_cause_samples_and_report(
 ) -> None:
     (tmp_path / "broken.py").write_text(
         "def score(completion, answer):\n"
-        "    if int(answer) % 2:\n"
+        "    if int(answer) % 2 and completion != answer:\n"  # the run asks before it starts
         "        raise KeyError('no such column')\n"
         "    return 0.0\n"
     )

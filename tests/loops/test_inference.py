@@ -117,7 +117,12 @@ def test_completions_are_replaced_by_the_same_command_alone(tmp_path, monkeypatc
 
 
 def test_an_evaluation_that_fails_leaves_cause_and_samples(make_config: MakeConfig, tmp_path):
-    (tmp_path / "broken.py").write_text("def score(completion):\n    raise KeyError('column')\n")
+    (tmp_path / "broken.py").write_text(
+        "def score(completion, answer):\n"
+        "    if completion == answer:\n"  # as the evaluation asks before it starts
+        "        return 1.0\n"
+        "    raise KeyError('column')\n"
+    )
     trained = make_config()
     cfg = EvaluateConfig(
         run={"dir": tmp_path / "eval", "device": "cpu"},

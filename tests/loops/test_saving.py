@@ -25,6 +25,12 @@ class Store:
 
     save_in_background = save
 
+    def is_written(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        """As if it were being written until it is waited for."""
+
 
 RANKS = [0.3, None, 0.5, 0.4, 0.5, 0.6, None, 0.1]
 CASES: list[tuple[dict[str, bool | int], float, list[int]]] = [
@@ -42,11 +48,18 @@ CASES: list[tuple[dict[str, bool | int], float, list[int]]] = [
 def test_saved_steps(settings: dict[str, bool | int], best: float, expected: list[int]) -> None:
     store = Store(best)
     cfg = CheckpointConfig.model_validate(settings)
-    saver = Saver(cast(CheckpointStore, store), cfg, dict)
-    told = [saver.after(step, rank, is_last=step == 8) for step, rank in enumerate(RANKS, 1)]
+    published: list[tuple[int, float | None]] = []
+    saver = Saver(
+        cast(CheckpointStore, store),
+        cfg,
+        dict,
+        published=lambda step, rank: published.append((step, rank)),
+    )
+    for step, rank in enumerate(RANKS, 1):
+        saver.after(step, rank, is_last=step == 8)
     assert list(store.saved) == expected
-    assert [step for step, is_saved in enumerate(told, 1) if is_saved] == expected
-    assert store.saved == {step: RANKS[step - 1] for step in expected}
+    assert published == [(step, RANKS[step - 1]) for step in expected]
+    assert store.saved == dict(published)
 
 
 def test_nothing_is_due_without_a_schedule() -> None:

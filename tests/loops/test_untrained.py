@@ -107,7 +107,9 @@ REWARDS = """
 def same(completion):
     return 1.0
 
-def broken(completion):
+def broken(completion, answer):
+    if completion == answer:  # as the run asks before it starts
+        return 1.0
     raise ValueError("the ruler broke")
 """
 

@@ -58,12 +58,13 @@ def test_the_error_says_where_which_key_and_how_much(
     write: Callable[[Path], None],
     name: str,
 ) -> None:
+    num_threads = threading.active_count()
     with largest_file(2000), pytest.raises(DiskError) as caught:
         write(tmp_path)
     text = str(caught.value)
     assert text.startswith(f"Could not write {tmp_path / name}")
     assert re.search(r"\(run\.dir\): .*; it needs [0-9,]+ bytes, [0-9,]+ bytes are free", text)
-    assert threading.active_count() == 1
+    assert threading.active_count() <= num_threads
     assert capfd.readouterr().err == ""
 
 

@@ -235,7 +235,7 @@ def test_hone_eval_prints_rows_errors_and_the_threshold() -> None:
     )
     scalars = to_scalars(summarise(shaped_samples(40, 1), cfg.eval))
     table = _table(cfg, scalars)
-    names, values, errors = (list(column.cells) for column in table.columns)
+    names, values, errors = (list(map(str, column.cells)) for column in table.columns)
     shown = dict(zip(names, zip(values, errors, strict=True), strict=True))
     mean, error = scalars["eval/pass@1"], scalars["eval/pass@1/stderr"]
     assert shown["eval/pass@1 (score >= 1)"] == (f"{mean:.4g}", f"{error:.2g}")
