@@ -282,9 +282,6 @@ class EngineStats:
     """Seconds spent inside `step`."""
     num_first_tokens: int
     """Requests whose first token is known."""
-    num_drafted_tokens: int
-    num_accepted_tokens: int
-    """Of the drafted tokens, those that sampling confirmed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,8 +65,6 @@ class FakeEngine:
             num_steps=0,
             busy_s=0.0,
             **{k: 0 if k == self.forgets else v for k, v in self._counts.items()},
-            num_drafted_tokens=0,
-            num_accepted_tokens=0,
         )
 
     def _completion(self, request: Request, num_tokens: int) -> Completion:

@@ -151,8 +151,7 @@ ROWS: list[Row] = [
     # vLLM as the engine
     *[("rl", f"engine.backend=vllm {key}={value}", "error", f"{key} engine.backend")
       for key, value in (
-          ("model.exact", "true"), ("engine.kv_cache_dtype", "fp8"), ("engine.speculation", "true"),
-          ("engine.block_size", "32"),
+          ("model.exact", "true"), ("engine.kv_cache_dtype", "fp8"), ("engine.block_size", "32"),
           ("rollout.temperature", "0.001"), ("engine.max_num_batched_tokens", "8"))],
     ("eval", "engine.backend=vllm eval.temperature=0.001", "error",
      "eval.temperature engine.backend"),

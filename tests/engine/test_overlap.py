@@ -52,7 +52,7 @@ def test_R20_planted_keeping_of_the_late_token_is_caught(models, monkeypatch):
     def keep(engine, sampled, version, ended):
         correct(engine, sampled, version, ended)
         for sequence in ended:
-            sequence.append(sampled.token_ids[0], sampled.logprobs[0], version)
+            sequence.append(sampled.token_id, sampled.logprob, version)
 
     monkeypatch.setattr(type(engine), "_append", keep)
     with pytest.raises(AssertionError):

@@ -320,21 +320,6 @@ def test_a_step_is_planned_before_the_tokens_of_the_last_are_known():
     assert (sequence.num_in_flight, sequence.num_left, len(sequence.token_ids)) == (8, 0, 3)
 
 
-def test_drafts_get_blocks_only_as_far_as_tokens_may_be_sampled():
-    scheduler = scheduler_of()
-    sequence = sequence_of(3, arrival=0)
-    scheduler.add(sequence)
-    finish_step(scheduler.schedule())  # four tokens, seven more may come
-    scheduler.schedule(num_drafts=4)
-    assert len(sequence.block_table) == 2
-    sequence.num_in_flight -= 1
-    for _ in range(6):
-        sequence.append(7, -1.0, 0)
-    sequence.num_computed = 9
-    scheduler.schedule(num_drafts=4)  # one token is left: no room for a draft is needed
-    assert len(sequence.block_table) == 3
-
-
 def test_a_full_engine_waits_for_several_free_slots():
     scheduler = scheduler_of(num_blocks=500, max_num_seqs=64, budget=500)
     for arrival in range(80):

@@ -30,7 +30,6 @@ MODES = {
     "chunked prefill": {"max_num_batched_tokens": 96},
     "preemption": {"kv_cache_gib": 1.2},
     "no prefix caching": {"enable_prefix_caching": False},
-    "speculation": {"speculation": True},
     "FP8 keys and values": {"kv_cache_dtype": "fp8"},
 }
 MAX_K3 = {"FP8 keys and values": 2e-2}

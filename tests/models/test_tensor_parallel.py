@@ -302,13 +302,10 @@ def test_R22_processes_that_do_not_fit(world_size, monkeypatch):
 def test_R22_engine_and_group_must_fit():
     tp = group(2)[0]
     model = shard_model(make_model(), tp)
-    for size, speculation, message in (
-        (1, False, "tensor_parallel_size=1, but the engine was given a group of 2"),
-        (2, True, "engine.speculation with engine.tensor_parallel_size=2"),
-    ):
-        cfg = EngineConfig(tensor_parallel_size=size, speculation=speculation)
-        with pytest.raises(ValueError, match=message):
-            EmbeddedEngine(model, cfg, eos_token_ids=(), tensor_parallel=tp)
+    cfg = EngineConfig(tensor_parallel_size=1)
+    message = "tensor_parallel_size=1, but the engine was given a group of 2"
+    with pytest.raises(ValueError, match=message):
+        EmbeddedEngine(model, cfg, eos_token_ids=(), tensor_parallel=tp)
 
 
 def findings(facts, **engine):
@@ -338,8 +335,6 @@ def test_R22_configuration_is_checked_with_its_numbers():
     assert "is 8, which does not divide num_key_value_heads = 4 of" in message
     (message,) = findings(make_facts("gemma2"), tensor_parallel_size=2)
     assert "'gemma2'" in message
-    (message,) = findings(facts, tensor_parallel_size=2, speculation=True)
-    assert "engine.speculation is on" in message
 
 
 def test_families_that_are_checked_are_those_that_are_fused():

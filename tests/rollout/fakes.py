@@ -127,8 +127,6 @@ class FakeEngine:
             num_steps=self.num_steps,
             busy_s=float(self.num_steps),
             num_first_tokens=0,
-            num_drafted_tokens=0,
-            num_accepted_tokens=0,
         )
 
 

@@ -139,8 +139,8 @@ class PagedContext:
     attends.
 
     A prefill step has chunks of prompts and tells their lengths to the host (`query_lens`,
-    `key_lens`). A decode step leaves them out: every sequence brings `max_seqlen_q` queries, one
-    or, to verify drafts, several, and T = B * max_seqlen_q. It reads tensors and the two maxima
+    `key_lens`). A decode step leaves them out: every sequence brings `max_seqlen_q` queries,
+    and T = B * max_seqlen_q; an engine's brings one. It reads tensors and the two maxima
     only, so that replaying it from a captured graph needs nothing but new tensor contents.
     """
 

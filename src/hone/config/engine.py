@@ -61,10 +61,6 @@ class EngineConfig(Section):
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt beginnings, within a group above all."""
 
-    speculation: bool = False
-    """Draft the next tokens from what the group and earlier rollouts of the same prompt wrote, and
-    verify several in one step, where measuring shows that this pays. Samples stay the same."""
-
     cuda_graphs: bool = True
     """Replay decode steps from CUDA graphs, which spares the host the launch of every kernel; off
     only to look for faults. No effect on a CPU."""

@@ -56,7 +56,7 @@ class ModelConfig(Section):
 
     exact: bool = False
     """Log-probabilities of sampled tokens are the same bits in engine and trainer, whatever the
-    batch, packing, chunks of a prompt or speculation: samples are exactly on-policy, and the launch
+    batch, packing, or chunks of a prompt: samples are exactly on-policy, and the launch
     gate demands a difference of 0. Needs CUDA, bfloat16 and a family with fused layers (llama,
     mistral, qwen2, qwen3); without tensor parallelism and FP8 keys and values. On an H200
     a decode step takes a tenth longer (of small models and batches up to a third), scoring too,

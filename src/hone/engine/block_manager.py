@@ -80,9 +80,9 @@ class BlockManager:
         sequence.block_table = blocks + [self._take() for _ in range(num_new)]
         return True
 
-    def grow(self, sequence: Sequence, *, spare: int = 0) -> bool:
-        """Make room for all tokens of a sequence and `spare` more; False when no block is left."""
-        while sequence.num_tokens + spare > len(sequence.block_table) * self.block_size:
+    def grow(self, sequence: Sequence) -> bool:
+        """Make room for all tokens of a sequence; False when no block is left."""
+        while sequence.num_tokens > len(sequence.block_table) * self.block_size:
             if not self.num_available:
                 return False
             sequence.block_table.append(self._take())

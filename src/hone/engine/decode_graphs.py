@@ -34,9 +34,6 @@ class DecodeGraphs:
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __len__(self) -> int:
-        return len(self._recorded)
-
     def __contains__(self, key: Hashable) -> bool:
         return key in self._recorded
 

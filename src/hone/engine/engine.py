@@ -14,16 +14,13 @@ from collections.abc import Sequence as Seq
 from enum import StrEnum
 from time import perf_counter
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.engine.block_manager import BlockManager
-from hone.engine.drafting import Drafting
 from hone.engine.kv_cache import (
     KVCache,
     cache_dtype,
@@ -33,9 +30,8 @@ from hone.engine.kv_cache import (
 )
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
 from hone.engine.requests import Intake
-from hone.engine.scheduler import Plan, Scheduler
+from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
-from hone.engine.slots import MAX_DRAFTS
 from hone.models.generation import generation_model
 from hone.models.manifest import build_manifest, compare, export_weights
 from hone.models.support import context_length
@@ -127,7 +123,6 @@ class EmbeddedEngine:
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            max_drafts=MAX_DRAFTS if cfg.speculation else 0,
             cuda_graphs=cfg.cuda_graphs,
         )
         activations = 0
@@ -162,10 +157,6 @@ class EmbeddedEngine:
         self._is_torn = False
         """A call is changing the state, or was broken off while it did: `_sequences`, their tokens
         and `_finished` alone can be relied upon."""
-        self._drafting: Drafting | None = None
-        self._has_verified = False
-        if cfg.speculation:
-            self._drafting = Drafting(cfg.max_num_seqs, block_size=cfg.block_size)
         self._weight_version = 0
         self._num_generated_tokens = 0
         self._num_first_tokens = 0
@@ -307,7 +298,6 @@ class EmbeddedEngine:
     def stats(self) -> EngineStats:
         """A snapshot; counters run since the engine was made."""
         scheduler = self._scheduler
-        drafts = self._drafting.counters if self._drafting is not None else None
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
@@ -319,8 +309,6 @@ class EmbeddedEngine:
             num_steps=self._num_steps,
             busy_s=self._busy_s,
             num_first_tokens=self._num_first_tokens,
-            num_drafted_tokens=drafts.num_drafted_tokens if drafts else 0,
-            num_accepted_tokens=drafts.num_accepted_tokens if drafts else 0,
         )
 
     def _advance(self) -> None:
@@ -328,12 +316,11 @@ class EmbeddedEngine:
         started_s = perf_counter()
         self._is_torn = True
         try:
-            if self._drafting is None:
-                plan = self._scheduler.schedule()
-                self._launch(plan, None)
-                self._collect(self._max_in_flight if plan else 0)
-            else:
-                self._step_with_drafts(self._drafting)
+            plan = self._scheduler.schedule()
+            if plan:
+                self._in_flight.append(self._runner.launch(plan, self._weight_version))
+                self._num_steps += 1
+            self._collect(self._max_in_flight if plan else 0)
         except BaseException:
             self._make_good()
             raise
@@ -364,51 +351,17 @@ class EmbeddedEngine:
         self._scheduler.restart(self._sequences.values())
         self._is_torn = False
 
-    def _launch(self, plan: Plan, drafts_BK: NDArray[np.int64] | None) -> None:
-        if plan:
-            self._in_flight.append(self._runner.launch(plan, self._weight_version, drafts_BK))
-            self._num_steps += 1
-
-    def _step_with_drafts(self, drafting: Drafting) -> None:
-        """As `step`, but for drafts: they follow tokens that the host knows, so nothing is in
-        flight while one is verified."""
-        if length := drafting.length(self._scheduler.running):
-            self._collect(0)
-        is_idle = not self._in_flight
-        started_s = perf_counter()
-        plan = self._scheduler.schedule(num_drafts=length)
-        drafting.start(plan.admitted)
-        drafts_BK = drafting.propose(plan.decodes, length) if length and plan.decodes else None
-        num_graphs = self._runner.num_graphs
-        self._launch(plan, drafts_BK)
-        drafting.learn()
-        # A plain step after a verified one is measured by itself: the next may verify again.
-        waits = drafts_BK is not None or self._has_verified or not plan
-        sampled = self._collect(0 if waits else self._max_in_flight)
-        self._has_verified = drafts_BK is not None
-        is_measure = bool(plan.decodes) and not plan.chunks and (waits or not is_idle)
-        if is_measure and num_graphs == self._runner.num_graphs:
-            drafting.record(drafts_BK, sampled, perf_counter() - started_s)
-
-    def _collect(self, max_in_flight: int) -> list[Sampled]:
-        """Take the tokens of the oldest steps until at most `max_in_flight` are on their way.
-
-        Returns what the last of them sampled.
-        """
-        collected: list[Sampled] = []
+    def _collect(self, max_in_flight: int) -> None:
+        """Take the tokens of the oldest steps until at most `max_in_flight` are on their way."""
         while len(self._in_flight) > max_in_flight:
             step = self._in_flight.popleft()
-            collected = step.results()
-            if self._drafting is not None:
-                self._drafting.extend(collected)
             ended: dict[Sequence, StopReason] = {}
             try:
-                for sampled in collected:
+                for sampled in step.results():
                     if not sampled.sequence.has_ended:
                         self._append(sampled, step.weight_version, ended)
             finally:  # a tokenizer that raises must not send those back that have ended
                 self._finish(ended)
-        return collected
 
     def _finish(self, ended: dict[Sequence, StopReason]) -> None:
         if ended:
@@ -420,17 +373,14 @@ class EmbeddedEngine:
     def _append(
         self, sampled: Sampled, weight_version: int, ended: dict[Sequence, StopReason]
     ) -> None:
-        """Give a sequence its sampled tokens, up to one that ends it."""
+        """Give a sequence its sampled token."""
         sequence = sampled.sequence
         sequence.num_in_flight -= 1
         self._num_first_tokens += not sequence.logprobs
-        sequence.num_computed += len(sampled.token_ids) - 1  # drafted tokens that hold
-        for token_id, logprob in zip(sampled.token_ids, sampled.logprobs, strict=True):
-            reason = sequence.append(token_id, logprob, weight_version)
-            self._num_generated_tokens += 1
-            if reason is not None:
-                ended[sequence] = reason
-                return
+        reason = sequence.append(sampled.token_id, sampled.logprob, weight_version)
+        self._num_generated_tokens += 1
+        if reason is not None:
+            ended[sequence] = reason
 
     def _require(self, *states: EngineState, call: str) -> None:
         if self.state not in states:
@@ -481,11 +431,6 @@ def _check_group(tp: TensorParallel, cfg: EngineConfig) -> None:
             f"group of {tp.size}: pass tensor_parallel=TensorParallel.from_environment(...) and "
             "the model that shard_model makes for it"
         )
-    if tp.size > 1 and cfg.speculation:
-        raise ValueError(
-            f"engine.speculation with engine.tensor_parallel_size={tp.size}: it drafts by measured "
-            "times, in which ranks differ; switch one of them off"
-        )
 
 
 def _require_fp8(device: torch.device) -> None:
@@ -502,5 +447,4 @@ def _require_fp8(device: torch.device) -> None:
 
 def _bytes_per_sequence(vocab_size: int, max_model_len: int, cfg: EngineConfig) -> int:
     """Device memory of a running sequence besides keys and values: float32 logits, block table."""
-    rows = 1 + (MAX_DRAFTS if cfg.speculation else 0)
-    return 4 * vocab_size * rows + 4 * (max_model_len // cfg.block_size + 1)
+    return 4 * vocab_size + 4 * (max_model_len // cfg.block_size + 1)

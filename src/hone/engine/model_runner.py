@@ -1,7 +1,7 @@
 """A planned step on the device: inputs, forward, sampling, and the one copy back.
 
 A step is at most two launches: all decoding sequences, in a CUDA graph where there is one, then
-the chunks of prompts. Letters: T tokens, B sequences, Q queries a sequence.
+the chunks of prompts. Letters: T tokens, B sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from hone.engine.sampling_table import SamplingBatch, SamplingTable
 from hone.engine.scheduler import Chunk, Plan
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, upload
-from hone.engine.speculation import accept
 from hone.models.generation import GenerationModel
 
 __all__ = ["LaunchedStep", "ModelRunner", "Sampled"]
@@ -32,20 +31,19 @@ __all__ = ["LaunchedStep", "ModelRunner", "Sampled"]
 
 @dataclass(slots=True)
 class Sampled:
-    """What a step sampled for one sequence: one token, or the drafted ones that hold and one."""
+    """The token that a step sampled for one sequence."""
 
     sequence: Sequence
-    token_ids: list[int]
-    logprobs: list[float]
+    token_id: int
+    logprob: float
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPart:
-    """What one launch samples: [2, B, Q] as `pack` makes it, on the host once it is done."""
+    """What one launch samples: [2, B] as `pack` makes it, on the host once it is done."""
 
     sequences: list[Sequence]
     output: Tensor
-    drafts_BK: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +60,9 @@ class LaunchedStep:
             self.done.synchronize()
         found: list[Sampled] = []
         for part in self.parts:
-            token_ids_BQ, logprobs_BQ = part.output[0], part.output[1].view(torch.float32)
-            rows = zip(part.sequences, token_ids_BQ.tolist(), logprobs_BQ.tolist(), strict=True)
-            if part.drafts_BK is None:
-                found += starmap(Sampled, rows)
-                continue
-            num_new_B = accept(part.drafts_BK, token_ids_BQ.numpy()) + 1
-            for (sequence, token_ids, logprobs), num_new in zip(rows, num_new_B, strict=True):
-                found.append(Sampled(sequence, token_ids[:num_new], logprobs[:num_new]))
+            token_ids_B, logprobs_B = part.output[0], part.output[1].view(torch.float32)
+            rows = zip(part.sequences, token_ids_B.tolist(), logprobs_B.tolist(), strict=True)
+            found += starmap(Sampled, rows)
         return found
 
 
@@ -85,11 +78,9 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        max_drafts: int = 0,
         cuda_graphs: bool = True,
     ) -> None:
         """`cuda_graphs` replays decode steps from graphs where the device is CUDA."""
-        self.max_drafts = max_drafts
         self.model = model
         self.cache = cache
         self.device = cache.device
@@ -121,11 +112,6 @@ class ModelRunner:
         """Device memory that the state of sequences takes, most of it block tables."""
         return self._slots.block_tables.nbytes
 
-    @property
-    def num_graphs(self) -> int:
-        """CUDA graphs recorded so far."""
-        return 0 if self._graphs is None else len(self._graphs)
-
     def recalibrate(self) -> bool:
         """Let the next prefill choose the scales of an FP8 cache, which makes all that is in it
         void. Returns whether it is one."""
@@ -133,11 +119,8 @@ class ModelRunner:
         return self._calibrates_next
 
     @torch.inference_mode()
-    def launch(
-        self, plan: Plan, weight_version: int, drafts_BK: NDArray[np.int64] | None = None
-    ) -> LaunchedStep:
-        """Enqueue a step; `drafts_BK` has tokens to verify for each decoding sequence, -1 after the
-        last, at most `MAX_DRAFTS`, for which the sequences have blocks."""
+    def launch(self, plan: Plan, weight_version: int) -> LaunchedStep:
+        """Enqueue a step."""
         if plan.admitted:
             for sequence in plan.admitted:
                 self._sampling.write(sequence.slot, sequence.request.sampling)
@@ -148,8 +131,7 @@ class ModelRunner:
         parts: list[LaunchedPart] = []
         # Chunks may read blocks that a decoding sequence completes in this very step.
         if plan.decodes:
-            output = self._decode.run(plan.decodes, drafts_BK)
-            parts.append(LaunchedPart(plan.decodes, output, drafts_BK))
+            parts.append(LaunchedPart(plan.decodes, self._decode.run(plan.decodes)))
         if plan.chunks:
             parts += self._prefill(plan.chunks)
         done = None
@@ -165,11 +147,8 @@ class ModelRunner:
         Decode and prefill count both where graphs keep the memory of decode to themselves.
         """
         count = self.max_num_seqs
-        longest = self.max_model_len + self.max_drafts
         decode = self._peak_of(
-            lambda: self._decode.compute(
-                count, max_context_len=longest, num_drafts=self.max_drafts, filtered=True
-            )
+            lambda: self._decode.compute(count, max_context_len=self.max_model_len, filtered=True)
         )
         prefill = self._peak_of(self._largest_prefill)
         return max(decode, prefill) if self._graphs is None else decode + prefill
@@ -215,7 +194,7 @@ class ModelRunner:
         batch = self._sampling.select(slots, slots_B)
         tokens, logprobs = self._sample(hidden, batch, positions_B)
         self._slots.start(slots_B, tokens, num_tokens_B, num_sampled_B)
-        output = pack(tokens, logprobs, len(sampling)).to("cpu", non_blocking=True)
+        output = pack(tokens, logprobs).to("cpu", non_blocking=True)
         return [LaunchedPart(sampling, output)]
 
     def _forward(

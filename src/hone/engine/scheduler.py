@@ -89,12 +89,11 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if entry[1] not in gone]
             heapq.heapify(self._waiting)
 
-    def schedule(self, *, num_drafts: int = 0) -> Plan:
-        """Plan one step, with room for `num_drafts` drafted tokens in each decode where blocks are
-        free. Empty when every sequence has its last token in flight, or none is left."""
+    def schedule(self) -> Plan:
+        """Plan one step; empty where no sequence has a token left to launch."""
         plan = Plan()
         num_preemptions = self.num_preemptions
-        self._grow_running(num_drafts)
+        self._grow_running()
         budget = self._schedule_running(plan)
         # Blocks that were just taken back must not be handed out to the sequence that lost them.
         if num_preemptions == self.num_preemptions:
@@ -128,7 +127,7 @@ class Scheduler:
             self.add(sequence)
         self.running = [sequence for sequence in self.running if sequence not in partial]
 
-    def _grow_running(self, num_drafts: int) -> None:
+    def _grow_running(self) -> None:
         """Room for one token in every running sequence, by preempting the last served if need be.
 
         Done before anything is scheduled or published, so that no block can be taken away from a
@@ -139,9 +138,6 @@ class Scheduler:
                 continue
             while sequence.slot >= 0 and not self.blocks.grow(sequence):
                 self._preempt(max(self.running, key=lambda running: running.order))
-        if num_drafts:
-            for sequence in self.running:
-                self.blocks.grow(sequence, spare=min(num_drafts, sequence.num_left - 1))
 
     def _schedule_running(self, plan: Plan) -> int:
         """Decodes first, then prefills under way. Returns the token budget that is left."""

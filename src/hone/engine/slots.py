@@ -15,12 +15,8 @@ from torch import Tensor
 
 from hone.engine.kv_cache import blocks_for
 from hone.engine.sequence import Sequence
-from hone.engine.speculation import DRAFT_LENGTHS
 
-__all__ = ["MAX_DRAFTS", "Slots", "upload"]
-
-MAX_DRAFTS = max(DRAFT_LENGTHS)
-"""Drafted tokens that one step can verify after the last sampled one."""
+__all__ = ["Slots", "upload"]
 
 
 def upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -33,8 +29,7 @@ def upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
 class Slots:
     """Last token, lengths and block table of every slot, and one slot more that stands for padding.
 
-    The padding slot has one token that is never written or attended. Tables reach `MAX_DRAFTS`
-    tokens past the longest sequence, so that a drafted position always has an entry.
+    The padding slot has one token that is never written or attended.
     """
 
     def __init__(
@@ -44,7 +39,7 @@ class Slots:
         self.padding = num_slots
         self.block_size = block_size
         self.device = device
-        width = blocks_for(max_model_len + MAX_DRAFTS, block_size)
+        width = blocks_for(max_model_len, block_size)
         shape = (num_slots + 1,)
         self.last_token = torch.zeros(shape, dtype=torch.int64, device=device)
         self.num_tokens = torch.ones(shape, dtype=torch.int32, device=device)

@@ -26,8 +26,6 @@ class RolloutCounts:
     num_prompt_tokens: int = 0
     num_preemptions: int = 0
     num_engine_steps: int = 0
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
     num_generated_tokens: int = 0
     engine_busy_s: float = 0.0
     counted_s: float = 0.0
@@ -67,8 +65,6 @@ _OF_ONE_PROCESS = (
     "num_prompt_tokens",
     "num_preemptions",
     "num_engine_steps",
-    "num_drafted_tokens",
-    "num_accepted_tokens",
     "num_generated_tokens",
     "engine_busy_s",
     "num_kills",

@@ -46,8 +46,6 @@ NO_STATS = EngineStats(
     num_steps=0,
     busy_s=0.0,
     num_first_tokens=0,
-    num_drafted_tokens=0,
-    num_accepted_tokens=0,
 )
 
 

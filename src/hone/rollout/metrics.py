@@ -41,8 +41,6 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
     metrics: Metrics = {
         "engine/preemptions": Sum(counts.num_preemptions),
         "engine/steps": Sum(counts.num_engine_steps),
-        "engine/drafted_tokens": Sum(counts.num_drafted_tokens),
-        "engine/accepted_draft_tokens": Sum(counts.num_accepted_tokens),
         "engine/kv_cache_usage/max": Max(counts.max_kv_cache_usage),
         "perf/engine_tokens_per_s": Mean(counts.num_generated_tokens, counts.engine_busy_s),
         "perf/engine_busy_s": Sum(counts.engine_busy_s),

@@ -267,8 +267,6 @@ class OpenGroups:
         counts.counted_s += until - since
         counts.num_preemptions += now.num_preemptions - engine.num_preemptions
         counts.num_engine_steps += now.num_steps - engine.num_steps
-        counts.num_drafted_tokens += now.num_drafted_tokens - engine.num_drafted_tokens
-        counts.num_accepted_tokens += now.num_accepted_tokens - engine.num_accepted_tokens
         counts.num_generated_tokens += now.num_generated_tokens - engine.num_generated_tokens
         counts.engine_busy_s += now.busy_s - engine.busy_s
         counts.num_kills += scored.num_kills - scorer.num_kills

@@ -275,8 +275,6 @@ class VLLMEngine:
             num_steps=self._num_steps,
             busy_s=self._busy_s,
             num_first_tokens=self._num_first_tokens,
-            num_drafted_tokens=0,
-            num_accepted_tokens=0,
         )
 
     def _hand_over(self, sequences: Iterable[Sequence]) -> None:

@@ -362,13 +362,6 @@ def check_tensor_parallel(
             "model.path",
         )
         return
-    if engine.speculation:
-        yield error(
-            f"{asked}, and engine.speculation is on: it drafts by measured times, in which devices "
-            "differ, so that they would part. Switch one of them off.",
-            "engine.tensor_parallel_size",
-            "engine.speculation",
-        )
     uneven = [f"{key} = {number}" for key, number in divided.items() if number % size]
     yield from _undivided(asked, uneven)
 

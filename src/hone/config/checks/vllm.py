@@ -62,13 +62,6 @@ def check_vllm(
             "auto",
         ),
         (
-            "engine.speculation",
-            "on",
-            not engine.speculation,
-            "it does not draft from earlier rollouts",
-            "false",
-        ),
-        (
             "engine.block_size",
             engine.block_size,
             not differs(engine, "block_size"),
