@@ -126,13 +126,6 @@ ROWS: list[Row] = [
      "error", "model.lora.target_modules"),
     ("sft", "model.lora.target_modules=[q_proj]", "warning",
      "model.lora.target_modules model.lora.rank"),
-    ("rl", "trainer.fused_layers=true model.exact=true run.device=cuda", "error",
-     "trainer.fused_layers model.exact"),
-    ("sft", "trainer.fused_layers=true model.lora.rank=8", "error",
-     "trainer.fused_layers model.lora.rank"),
-    ("sft", "trainer.fused_layers=true run.device=cpu", "error",
-     "trainer.fused_layers run.device"),
-    ("rl", "--nproc=2 trainer.fused_layers=true", "error", "trainer.fused_layers"),
     ("rl", "--nproc=2 trainer.enable_sleep=true", "error", "trainer.enable_sleep"),
     # products in other formats
     *[("rl", f"trainer.matmul_precision={precision} {key}={value}", "error",
@@ -140,7 +133,7 @@ ROWS: list[Row] = [
       for precision, key, value in (
           ("tf32", "run.device", "cpu"), ("tf32", "model.dtype", "auto"),
           ("fp8", "run.device", "cpu"), ("fp8", "model.dtype", "float32"),
-          ("fp8", "model.exact", "true"), ("fp8", "trainer.fused_layers", "true"),
+          ("fp8", "model.exact", "true"),
           ("fp8", "model.lora.rank", "8"), ("fp8", "trainer.parallel.tensor_parallel_size", "2"))],
     ("sft", "trainer.matmul_precision=fp8 trainer.compile=false", "warning",
      "trainer.matmul_precision trainer.compile"),

@@ -231,32 +231,6 @@ def test_the_kv_cache_of_a_model(workspace: Path) -> None:
     assert found["kv_gib_at_full_load"] == round(21 * 256 * 100 * 512 / 2**30, 3)
 
 
-def test_whose_layers_train(workspace: Path) -> None:
-    def found(*flags: str, **options: Any) -> tuple[Any, str]:
-        cfg = load_config(RLConfig, None, [*BASE["rl"], *flags])
-        row = next(r for r in derived_rl(cfg, **options) if r.name == "decoder_layers")
-        return row.value, row.how
-
-    assert found() == ("hone's own", "on a GPU")
-    assert found("--run.device=cuda") == ("hone's own", "trainer.fused_layers")
-    assert found("--run.device=cpu") == ("transformers'", "the run is on a CPU")
-    for flag, reason in (
-        ("--trainer.fused_layers=false", "trainer.fused_layers is off"),
-        ("--trainer.compile=false", "trainer.compile is set"),
-        ("--trainer.share_prompts=true", "trainer.share_prompts is on"),
-        ("--trainer.offload_activations=true", "trainer.offload_activations is on"),
-        ("--trainer.offload_parameters=true", "trainer.offload_parameters is on"),
-        ("--model.lora.rank=8", "model.lora.rank is above 0"),
-        ("--model.dtype=float32", "the model computes in float32"),
-        ("--trainer.matmul_precision=fp8", "trainer.matmul_precision is fp8"),
-        ("--trainer.offload_gradients=true", "trainer.offload_gradients is on"),
-    ):
-        assert found(flag) == ("transformers'", reason)
-    assert found(world_size=2) == ("transformers'", "2 processes train together")
-    (workspace / "model" / "config.json").write_text('{"model_type": "gemma3_text"}')
-    assert found() == ("transformers'", "the family is gemma3_text")
-
-
 def test_the_other_commands(workspace: Path) -> None:
     sft = load_config(SFTConfig, None, [*BASE["sft"], "--data.examples_per_step=10"])
     found = {row.name: row.value for row in derived_sft(sft, num_params=10)}

@@ -274,7 +274,6 @@ def time_steps(
         parallel,
         recompute="full",
         max_tokens_per_microbatch=TOKENS,
-        fused_layers=False,  # one process would train through others than several
     )
     rows = make_rows(num_rows, LENGTH, 1000)
     num_parameters = sum(p.numel() for p in trainer.policy.parameters.values())

@@ -173,7 +173,7 @@ def trainer_of(model: PreTrainedModel, **settings: Any) -> PolicyTrainer:
     return PolicyTrainer(
         model,
         # The layers that train with shared prompts, in the ordinary rows too.
-        TrainerConfig(max_tokens_per_microbatch=BUDGET, fused_layers=False, **settings),
+        TrainerConfig(max_tokens_per_microbatch=BUDGET, **settings),
         AlgorithmConfig(),
         temperature=1.0,
         max_completion_tokens=1024,

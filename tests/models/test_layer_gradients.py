@@ -38,23 +38,17 @@ def test_kernels_compile_for_hopper(tmp_path, monkeypatch, complete):
     from hone.models import layer_gradients as gradients
     from tests.attention.hopper import products
 
-    names = "gradient grad grad_x grad_q grad_k grad_v residual_grad normed activated rotated"
-    names += " total residual x weight gate_up qkv rotary q_norm k_norm"
+    names = "gradient grad grad_x grad_q grad_k grad_v x weight gate_up qkv rotary q_norm k_norm"
     types = {f"{name}_ptr": "*bf16" for name in names.split()}
     types |= {"parts_ptr": "*fp32", "positions_ptr": "*i64", "eps": "fp32"}
     norm = {"WIDTH": 1024, "ROWS": 4, "BLOCK": 1024}
-    heads = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "ROWS": 16, "BLOCK": 64}
+    heads = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK": 64}
+    heads["ROWS"] = gradients.ROTATE_ROWS
     norms = ("q_norm_ptr", "k_norm_ptr")
     for kernel, constants, optional in (
-        (gradients._add_norm_kernel, norm, ("x_ptr",)),
-        (gradients._norm_gradient_kernel, norm, ("residual_grad_ptr",)),
+        (gradients._norm_gradient_kernel, norm, ()),
         (gradients._silu_gradient_kernel, {"WIDTH": 3072, "BLOCK": 1024}, ()),
-        (gradients._rotate_kernel, heads | {"OUT_HEADS": 24}, norms),
-        (
-            gradients._rotate_gradient_kernel,
-            heads | {"ROWS": gradients.ROTATE_GRADIENT_ROWS},
-            (*norms, "qkv_ptr"),
-        ),
+        (gradients._rotate_gradient_kernel, heads, norms),
     ):
         absent = {} if complete else dict.fromkeys(optional)
         present = [name for name in kernel.arg_names if name in types and name not in absent]

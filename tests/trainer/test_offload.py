@@ -303,7 +303,6 @@ def test_a_bucket_that_does_not_come_back_is_caught(monkeypatch: pytest.MonkeyPa
             "error",
             "orthogonalises whole matrices",
         ),
-        (AWAY | {"fused_layers": True}, False, "auto", "error", "offload_gradients fused_layers"),
         (AWAY | {"offload_parameters": True}, True, "auto", "error", "model.exact"),
         (
             AWAY | {"offload_parameters": True, "parallel": {"zero_stage": 2}, "world_size": 2},

@@ -6,14 +6,12 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
-from hone.distributed.mesh import Axis, Mesh
+from hone.distributed.mesh import Mesh
 from hone.models.decoder import alias_module
 from hone.observe.metrics import to_scalars
-from hone.trainer import learner, scoring
 from hone.trainer import policy as policy_module
 from hone.trainer.host_state import HostMasters
 from hone.trainer.optimizers import ParameterOptimizer
@@ -255,149 +253,6 @@ def test_a_checkpoint_of_another_layout_is_refused_with_the_reason(
     extra = {"q.bias": torch.zeros(6)} if saved == current else {}
     with pytest.raises(error, match=text):
         require_layout(tensors(current), tensors(saved) | extra)
-
-
-@pytest.mark.parametrize(
-    ("kind", "adapted", "reason"),
-    [
-        ("cpu", False, "they run on CUDA GPUs, and this run is on cpu"),
-        ("cuda", True, "they do not train adapters, and model.lora.rank is above 0"),
-        ("cuda", False, "and this model is qwen3"),
-    ],
-)
-def test_fused_layers_are_refused_with_the_reason(
-    kind: str, adapted: bool, reason: str, monkeypatch: pytest.MonkeyPatch
-):
-    model = tiny_model()
-    monkeypatch.setattr(type(model), "device", torch.device(kind))
-    monkeypatch.setattr(learner, "is_adapted", lambda model: adapted)
-    monkeypatch.setattr(learner, "has_training_layers", lambda model: False)
-    with pytest.raises(UserError, match=reason):
-        make_trainer(model, fused_layers=True)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_gradients_added_in_place_and_those_of_autograd_meet(offload: bool):
-    """As with a tied embedding, whose head goes through autograd."""
-    policy = Policy(
-        tiny_model(dtype=torch.bfloat16, num_hidden_layers=1), offload_optimizer=offload
-    )
-    name, parameter = next(iter(policy.parameters.items()))
-    for _ in range(2):
-        policy.gradient_of(parameter).add_(1)
-        (2 * parameter).sum().backward()
-    assert {n: g.unique().tolist() for n, g in policy.gradients.items()} == {name: [6.0]}
-    assert policy.gradients[name].dtype == torch.float32
-    assert parameter.grad is None
-
-
-FUSED_BY_DEFAULT: list[tuple[dict[str, Any], str | None]] = [
-    ({}, None),
-    ({"recompute": "full", "offload_optimizer": True}, None),
-    ({"fused_layers": True, "compile": True}, None),
-    ({"fused_layers": False}, "trainer.fused_layers is off"),
-    ({"compile": False}, "trainer.compile is set"),
-    ({"share_prompts": True}, "trainer.share_prompts is on"),
-    ({"recompute": "full", "offload_activations": True}, "trainer.offload_activations is on"),
-]
-
-
-@pytest.mark.parametrize(("settings", "reason"), FUSED_BY_DEFAULT)
-def test_fused_layers_train_where_they_serve_and_the_log_says_why_not(
-    settings: dict[str, Any],
-    reason: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-):
-    trainer, made = on_pretended_gpu(monkeypatch, caplog, settings, torch.bfloat16)
-    assert trainer.trains_fused_layers == (reason is None)
-    # A reference in other layers than its policy's would diverge from it before the first step.
-    wanted = [trainer.policy.model, trainer.reference] if reason is None else []
-    assert [id(model) for model in made] == [id(model) for model in wanted]
-    if settings.get("fused_layers") is None:
-        assert (reason or "are hone's own") in caplog.text
-
-
-def test_other_formats_and_changed_models_keep_their_layers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    trainer, _ = on_pretended_gpu(monkeypatch, caplog, {}, torch.float32)
-    assert not trainer.trains_fused_layers
-    assert "those of transformers: the model computes in float32" in caplog.text
-    trainer, _ = on_pretended_gpu(monkeypatch, caplog, {}, torch.bfloat16, fusible=False)
-    assert not trainer.trains_fused_layers
-    assert "the model has been changed" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("placement", "settings", "reason"),
-    [
-        ((1, "cuda"), {}, None),
-        ((8, "meta"), {}, "8 processes train together"),
-        ((8, "meta"), {"fused_layers": False}, "trainer.fused_layers is off"),
-        (
-            (1, "cpu"),
-            {"offload_parameters": True, "offload_gradients": True, "offload_optimizer": True},
-            "trainer.offload_gradients is on",
-        ),
-    ],
-)
-def test_the_reason_is_that_of_the_device_that_trains(
-    placement: tuple[int, str],
-    settings: dict[str, Any],
-    reason: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-):
-    """Weights may lie elsewhere: several processes load theirs when shards are known, and those
-    that visit the device lie in host memory."""
-    num_processes, weights_on = placement
-    model = tiny_model(dtype=torch.bfloat16, num_hidden_layers=1)
-    monkeypatch.setattr(type(model), "device", torch.device(weights_on))
-    monkeypatch.setattr(scoring, "has_training_layers", lambda model: True)
-    monkeypatch.setattr(learner, "ParameterOptimizer", lambda *_, **__: None)
-    monkeypatch.setattr(learner.Learner, "_make_policy", lambda self, model: PretendedPolicy(model))
-    mesh = Mesh(torch.device("cuda"), world=Axis(size=num_processes))
-    with caplog.at_level("INFO", logger=learner.__name__):
-        trainer = make_trainer(model, mesh=mesh, **settings)
-    assert trainer.trains_fused_layers == (reason is None)
-    told = "hone's own" if reason is None else f"those of transformers: {reason}"
-    assert caplog.messages == [f"decoder layers that train are {told}"]
-
-
-def on_pretended_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    settings: dict[str, Any],
-    dtype: torch.dtype,
-    *,
-    fusible: bool = True,
-):
-    """A trainer that takes its CPU for a GPU, and the models it made fused layers for."""
-    model, reference = (tiny_model(dtype=dtype, num_hidden_layers=1) for _ in range(2))
-    made: list[PreTrainedModel] = []
-
-    def make_backbone(model: PreTrainedModel, *_: Any, **__: Any) -> None:
-        made.append(model)
-
-    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    monkeypatch.setattr(scoring, "has_training_layers", lambda model: fusible)
-    for module in (learner, scoring):
-        monkeypatch.setattr(module, "training_backbone", make_backbone)
-    monkeypatch.setattr(learner, "ParameterOptimizer", lambda *_, **__: None)
-    monkeypatch.setattr(learner, "Policy", lambda model, **_: PretendedPolicy(model))
-    with caplog.at_level("INFO", logger=learner.__name__):
-        return make_trainer(model, reference=reference, **settings), made
-
-
-class PretendedPolicy:
-    """Nothing but its model."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.masters: dict[str, Tensor] = {}
-        self.embedding_names: set[str] = set()
-        self.host_masters = self.host_gradients = self.gradient_of = None
 
 
 @pytest.mark.parametrize("is_asleep", [False, True])

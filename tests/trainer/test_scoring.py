@@ -74,7 +74,7 @@ def test_numbers_are_those_of_a_reference_beside_the_policy(name: str, seed: int
         total_steps=1,
         reference=copy.deepcopy(reference),
     )
-    scorer = ReferenceScorer(copy.deepcopy(reference), cfg, num_trainers=1, temperature=0.7)
+    scorer = ReferenceScorer(copy.deepcopy(reference), cfg, temperature=0.7)
     beside = trainer.logprobs(rows, reference=True)
     for found, own in zip(elsewhere(trainer, scorer, rows, 1), beside, strict=True):
         assert torch.equal(found, own)
@@ -95,5 +95,5 @@ def test_passes_are_of_like_size_for_each_device_and_the_dearest_come_first() ->
     shares = [sum(sizes[device::4]) for device in range(4)]
     assert max(shares) < 1.1 * min(shares)
     assert trainer.plan_elsewhere([], 4) == []
-    scorer = ReferenceScorer(tiny_model(), trainer.cfg, num_trainers=1, temperature=1.0)
+    scorer = ReferenceScorer(tiny_model(), trainer.cfg, temperature=1.0)
     assert scorer.score([]).shape == (0,)

@@ -254,7 +254,7 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
             memory=memory,
             allocator_peak=allocator and allocator[0],
             allocator_reserved=allocator and allocator[1],
-            plan=_plan(cfg, shape, probe, mesh, dtype, fused_layers=trainer.trains_fused_layers),
+            plan=_plan(cfg, shape, probe, mesh, dtype),
         )
         return _of_all(result, mesh)
 
@@ -386,8 +386,6 @@ def _plan(
     probe: _Probe,
     mesh: Mesh,
     dtype: torch.dtype,
-    *,
-    fused_layers: bool,
 ) -> TrainingMemory:
     """What was to be expected of the fullest micro-batch."""
     parallel, world = cfg.trainer.parallel, mesh.world.size
@@ -399,11 +397,7 @@ def _plan(
         num_tokens=most[0],
         num_trained=most[1],
         num_micro_batches=probe.num_passes,
-        layers=layer_code(
-            on_gpu=mesh.device.type == "cuda",
-            compile=cfg.trainer.compile,
-            fused_layers=fused_layers,
-        ),
+        layers=layer_code(on_gpu=mesh.device.type == "cuda", compile=cfg.trainer.compile),
         lora=cfg.model.lora,
         sizes=axis_sizes(
             world,

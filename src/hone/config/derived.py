@@ -15,7 +15,7 @@ from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
 from hone.config.parallel import ParallelConfig
 from hone.config.rollout import GenerationConfig
-from hone.config.trainer import SFTTrainerConfig, TrainerConfig
+from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "kv_dtype",
     "layout",
     "optimizer_steps_per_rollout",
-    "plain_layers_reason",
     "samples_per_optimizer_step",
     "trainers_hold_reference",
 ]
@@ -80,43 +79,6 @@ def samples_per_optimizer_step(cfg: RLConfig) -> int:
     prompts = cfg.rollout.prompts_per_step
     mini_prompts = min(cfg.trainer.prompts_per_minibatch or prompts, prompts)
     return mini_prompts * cfg.rollout.n_samples_per_prompt
-
-
-def plain_layers_reason(
-    trainer: SFTTrainerConfig,
-    *,
-    family: str,
-    dtype: str,
-    on_gpu: bool,
-    adapted: bool,
-    exact: bool,
-    world_size: int,
-) -> str | None:
-    """Why decoder layers of transformers train; None where hone's own do (`trainer.fused_layers`).
-
-    Left unset, these train where they serve and have been compared with transformers' on a GPU.
-    `dtype` is the format of forward and backward, `auto` that of a GPU.
-    """
-    if trainer.fused_layers is not None:
-        return None if trainer.fused_layers else "trainer.fused_layers is off"
-    shares_prompts = isinstance(trainer, TrainerConfig) and trainer.share_prompts
-    offloads = ("offload_activations", "offload_gradients", "offload_parameters")
-    reasons = (
-        (not on_gpu, "the run is on a CPU"),
-        (family not in FUSED_FAMILIES, f"the family is {family}"),
-        (world_size > 1, f"{world_size} processes train together"),
-        (dtype == "float32", "the model computes in float32"),
-        (adapted, "model.lora.rank is above 0"),
-        (exact, "model.exact is on, which has its own"),
-        (trainer.compile is not None, "trainer.compile is set"),
-        (
-            trainer.matmul_precision != "default",
-            f"trainer.matmul_precision is {trainer.matmul_precision}",
-        ),
-        (shares_prompts, "trainer.share_prompts is on"),
-        *((getattr(trainer, name), f"trainer.{name} is on") for name in offloads),
-    )
-    return next((reason for applies, reason in reasons if applies), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +198,6 @@ def derived_rl(
         *_pipeline(cfg),
         *_layout(cfg.trainer, mini, sizes),
         *_micro_batches(cfg.trainer, mini, longest, sizes),
-        *_layers(cfg, sizes),
         *_engine(cfg.engine, cfg.model, cfg.run.device, longest),
         *_training_memory(
             cfg.model,
@@ -265,7 +226,6 @@ def derived_sft(
         Derived("max_tokens_per_step", rows * longest, f"{rows} rows x {longest}"),
         *_layout(cfg.trainer, rows, sizes),
         *_micro_batches(cfg.trainer, rows, longest, sizes),
-        *_layers(cfg, sizes),
         *_training_memory(
             cfg.model,
             cfg.run.device,
@@ -408,25 +368,6 @@ def _micro_batches(
         f"{mini} <= {micro} micro x {most} accumulation x {shared}, "
         "if all samples are of full length",
     )
-
-
-def _layers(cfg: RLConfig | SFTConfig, sizes: AxisSizes) -> Iterator[Derived]:
-    """Whose decoder layers train, where the model's `config.json` is at hand; exact mode has its
-    own."""
-    facts, device = ModelFacts.read(cfg.model.path), cfg.run.device
-    if facts is None or facts.family is None or cfg.model.exact:
-        return
-    reason = plain_layers_reason(
-        cfg.trainer,
-        family=facts.family,
-        dtype=compute_dtype(cfg.model, device),
-        on_gpu=device != "cpu",
-        adapted=cfg.model.lora.rank > 0,
-        exact=cfg.model.exact,
-        world_size=sizes.world,
-    )
-    how = reason or ("on a GPU" if device == "auto" else "trainer.fused_layers")
-    yield Derived("decoder_layers", "transformers'" if reason else "hone's own", how)
 
 
 def _engine(

@@ -120,17 +120,8 @@ class SFTTrainerConfig(Section):
 
     compile: bool | None = None
     """Compile decoder layers and head with torch.compile: half the time and two thirds of the
-    memory on a GPU, for ten to twenty seconds in the first step. Unset: on CUDA only, where
-    `fused_layers` may take the place of the decoder layers; set, transformers' layers train."""
-
-    fused_layers: bool | None = None
-    """Train through hone's own fused decoder layers (llama, mistral, qwen2 and qwen3 in one process
-    on a GPU) instead of those of transformers: on an H200 forward and backward take 3 to 7 % less
-    time than compiled, with less memory and nothing to compile. Unset: where they serve and are
-    verified, that is in bfloat16, with `compile` unset, all weights trained, products in
-    their default precision, no prompts shared, and activations, gradients and weights on the
-    device. `hone check` and the run's log name the layers that train and, where they are
-    transformers', the reason."""
+    memory on a GPU, for ten to twenty seconds in the first step, a few where torch's cache has them
+    from an earlier run. Unset: on CUDA only."""
 
     matmul_precision: MatmulPrecision = "default"
     """How operands of matrix products are rounded; weights, masters and exports stay as they are.

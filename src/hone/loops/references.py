@@ -25,7 +25,6 @@ def make_reference(cfg: RLConfig) -> ReferenceScorer:
     return ReferenceScorer(
         load_model(cfg.model, device=device, seed=cfg.run.seed),
         cfg.trainer,
-        num_trainers=cfg.cluster.num_trainers,
         temperature=cfg.rollout.temperature,
         exact=cfg.model.exact,
     )

@@ -1,11 +1,9 @@
-"""What a decoder layer that is trained runs between its matrix products, as Triton kernels.
+"""What a decoder layer that is trained in exact mode runs between its matrix products.
 
-Two sets. For exact mode, operations of `hone.models.layer_kernels` that autograd knows: forward
-runs those very kernels, so a trainer has the bits of an engine. For `hone.models.training_layers`,
-plain functions: `add_norm` and `rotate` forward, `*_gradients` backward, which also give back what
-forward did not keep.
+These are operations of `hone.models.layer_kernels` that autograd knows: forward runs those very
+kernels, so a trainer has the bits of an engine, backward Triton kernels of this module.
 
-Forward rounds where transformers does. Backward computes in float32 and rounds once, at the end.
+Backward computes in float32 and rounds once, at the end.
 The gradient of a norm's weight is summed in float32, first by each program over its rows, then over
 programs, so it has the same bits in every run.
 
@@ -30,18 +28,7 @@ from torch import Tensor
 
 from hone.models import layer_kernels
 
-__all__ = [
-    "HeadGradients",
-    "NormGradients",
-    "add_norm",
-    "norm_gradients",
-    "rms_norm",
-    "rotate",
-    "rotate_gradients",
-    "rotate_heads",
-    "silu_gradients",
-    "silu_mul",
-]
+__all__ = ["rms_norm", "rotate_heads", "silu_mul"]
 
 PROGRAMS = 1056
 """Of a kernel that sums over tokens: eight for each multiprocessor of the largest Hopper GPU."""
@@ -49,18 +36,15 @@ NORM_TILE = 4096
 """Numbers that a program norms at a time: several rows, where they are short."""
 NORM_WARPS = 8
 SILU_BLOCK = 1024
-ROTATE_ROWS = 16
+ROTATE_ROWS = 32
 """Heads that a program takes at a time."""
-ROTATE_GRADIENT_ROWS = 32
-"""The same, backward."""
 
 
 class NormGradients(NamedTuple):
-    """Of a norm's input [T, D], and of its weight [D] in float32; and what the norm gave [T, D]."""
+    """Of a norm's input [T, D], and of its weight [D] in float32."""
 
     x: Tensor
     weight: Tensor
-    normed: Tensor
 
 
 class HeadGradients(NamedTuple):
@@ -94,56 +78,21 @@ def rotate_heads(
     return _RotateHeads.apply(qkv, positions, rotary, q_norm, k_norm, eps, num_heads)
 
 
-def add_norm(
-    residual: Tensor, x: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The sum of residual and x, both [T, D] and contiguous, and that sum, normed.
-
-    Without x the sum is the residual itself. Not differentiable: `norm_gradients`.
-    """
-    num_rows, width = residual.shape
-    total = residual if x is None else torch.empty_like(residual)
-    normed = torch.empty_like(residual)
-    block = triton.next_power_of_2(width)
-    rows = _norm_rows(block)
-    _add_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        normed,
-        total,
-        residual,
-        x,
-        weight,
-        num_rows,
-        eps,
-        WIDTH=width,
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=NORM_WARPS,
-    )
-    return total, normed
-
-
-def norm_gradients(
-    x: Tensor, weight: Tensor, grad: Tensor, eps: float, *, residual_grad: Tensor | None = None
-) -> NormGradients:
-    """Gradients of the norm of x [T, D] with weight [D], given that of its result [T, D].
-
-    `residual_grad` [T, D], where x goes on beside its norm, is added to the gradient of x. All
-    contiguous.
-    """
+def norm_gradients(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> NormGradients:
+    """Gradients of the norm of x [T, D] with weight [D], given that of its result [T, D]. All
+    contiguous."""
     num_rows, width = x.shape
     block = triton.next_power_of_2(width)
     rows = _norm_rows(block)
     num_programs = min(triton.cdiv(num_rows, rows), PROGRAMS)
-    grad_x, normed = torch.empty_like(x), torch.empty_like(x)
+    grad_x = torch.empty_like(x)
     parts_PD = x.new_empty((num_programs, width), dtype=torch.float32)
     _norm_gradient_kernel[(num_programs,)](
         grad_x,
-        normed,
         parts_PD,
         x,
         weight,
         grad,
-        residual_grad,
         num_rows,
         eps,
         WIDTH=width,
@@ -151,69 +100,22 @@ def norm_gradients(
         BLOCK=block,
         num_warps=NORM_WARPS,
     )
-    return NormGradients(grad_x, parts_PD.sum(0), normed)
+    return NormGradients(grad_x, parts_PD.sum(0))
 
 
-def silu_gradients(gate_up: Tensor, grad: Tensor, *, out: Tensor) -> Tensor:
-    """Gradient of `silu_mul` of gate_up [T, 2 I], given that of its result, grad [T, I].
-
-    Writes it to `out` [T, 2 I], which may be gate_up itself, and returns the result [T, I]. All
-    contiguous.
-    """
+def silu_gradients(gate_up: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of `silu_mul` of gate_up [T, 2 I], given that of its result [T, I]. All
+    contiguous."""
     num_rows, width = grad.shape
-    activated = torch.empty_like(grad)
+    gradient = torch.empty_like(gate_up)
     _silu_gradient_kernel[(num_rows, triton.cdiv(width, SILU_BLOCK))](
-        out, activated, gate_up, grad, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4
+        gradient, gate_up, grad, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4
     )
-    return activated
-
-
-def rotate(
-    qkv: Tensor,
-    positions: Tensor,
-    rotary: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    num_heads: int,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Norm and rotate the queries and keys in qkv [T, Hq + 2 Hkv, D]: [T, Hq + Hkv, D].
-
-    Arguments as those of `layer_kernels.rotate_heads`. Without norms the result takes the place of
-    queries and keys in qkv, as their gradient does not need them; with norms it is contiguous, and
-    goes to `out` if given. Not differentiable: `rotate_gradients`.
-    """
-    num_tokens, num_all_heads, head_dim = qkv.shape
-    num_kv_heads = (num_all_heads - num_heads) // 2
-    num_rotated = num_heads + num_kv_heads
-    if q_norm is None:
-        rotated = qkv[:, :num_rotated]
-    else:
-        rotated = qkv.new_empty(num_tokens, num_rotated, head_dim) if out is None else out
-    _rotate_kernel[(triton.cdiv(num_tokens * num_rotated, ROTATE_ROWS),)](
-        rotated,
-        qkv,
-        positions,
-        rotary,
-        q_norm,
-        k_norm,
-        num_tokens,
-        eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        OUT_HEADS=num_all_heads if q_norm is None else num_rotated,
-        ROWS=ROTATE_ROWS,
-        BLOCK=triton.next_power_of_2(head_dim // 2),
-        num_warps=4,
-    )
-    return rotated
+    return gradient
 
 
 def rotate_gradients(
-    qkv: Tensor | None,
+    qkv: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
     positions: Tensor,
     rotary: Tensor,
@@ -221,15 +123,13 @@ def rotate_gradients(
     k_norm: Tensor | None,
     eps: float,
 ) -> HeadGradients:
-    """Gradients of `rotate`, given those of queries [T, Hq, D], keys and values [T, Hkv, D].
-
-    qkv is what `rotate` read; without norms it is not needed.
-    """
+    """Gradients of `rotate_heads` of qkv, given those of queries [T, Hq, D], keys and values
+    [T, Hkv, D]."""
     grad_q, grad_k, grad_v = (grad.contiguous() for grad in grads)
     num_tokens, num_heads, head_dim = grad_q.shape
     num_kv_heads = grad_k.shape[1]
     num_all_heads = num_heads + 2 * num_kv_heads
-    num_programs = min(triton.cdiv(num_tokens * num_all_heads, ROTATE_GRADIENT_ROWS), PROGRAMS)
+    num_programs = min(triton.cdiv(num_tokens * num_all_heads, ROTATE_ROWS), PROGRAMS)
     grad_qkv = grad_q.new_empty(num_tokens, num_all_heads, head_dim)
     has_norms = q_norm is not None
     parts_P2D = grad_q.new_empty(
@@ -251,7 +151,7 @@ def rotate_gradients(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        ROWS=ROTATE_GRADIENT_ROWS,
+        ROWS=ROTATE_ROWS,
         BLOCK=triton.next_power_of_2(head_dim // 2),
         num_warps=4,
     )
@@ -287,9 +187,7 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        gradient = torch.empty_like(gate_up)
-        silu_gradients(gate_up, grads[0].contiguous(), out=gradient)
-        return gradient
+        return silu_gradients(gate_up, grads[0].contiguous())
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -332,48 +230,18 @@ class _RotateHeads(torch.autograd.Function):
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
-def _add_norm_kernel(
-    normed_ptr: tl.tensor,
-    total_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    eps: tl.tensor,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    dtype: tl.constexpr = normed_ptr.dtype.element_ty
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
-    at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    total = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if x_ptr is not None:
-        total = _round(total + tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32), dtype)
-        tl.store(total_ptr + at, total, mask=mask)
-    inverse = tl.rsqrt(tl.sum(total * total, 1) / WIDTH + eps)
-    normed = _round(total * inverse[:, None], dtype) * weight[None, :]
-    tl.store(normed_ptr + at, normed, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_rows", "eps"])
 def _norm_gradient_kernel(
     grad_x_ptr: tl.tensor,
-    normed_ptr: tl.tensor,
     parts_ptr: tl.tensor,
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     grad_ptr: tl.tensor,
-    residual_grad_ptr: tl.tensor,
     num_rows: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    dtype: tl.constexpr = normed_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
     in_row = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)[None, :]
@@ -386,27 +254,21 @@ def _norm_gradient_kernel(
         grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
         normed = x * inverse
-        tl.store(normed_ptr + at, _round(normed, dtype) * weight, mask=mask)
         total += tl.sum(grad * normed, 0)
         grad *= weight
         mean = (tl.sum(grad * normed, 1) / WIDTH)[:, None]
-        grad_x = inverse * (grad - normed * mean)
-        if residual_grad_ptr is not None:
-            grad_x += tl.load(residual_grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_x_ptr + at, grad_x, mask=mask)
+        tl.store(grad_x_ptr + at, inverse * (grad - normed * mean), mask=mask)
     tl.store(parts_ptr + tl.program_id(0) * WIDTH + column, total, mask=in_row)
 
 
 @triton.jit
 def _silu_gradient_kernel(
     gradient_ptr: tl.tensor,
-    activated_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
     grad_ptr: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    dtype: tl.constexpr = activated_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -418,50 +280,9 @@ def _silu_gradient_kernel(
     slope = share * (1.0 + gate * (1.0 - share))
     tl.store(gradient_ptr + at, grad * up * slope, mask=mask)
     tl.store(gradient_ptr + at + WIDTH, grad * gate * share, mask=mask)
-    activated = _round(gate * share, dtype) * up
-    tl.store(activated_ptr + row * WIDTH + column, activated, mask=mask)
 
 
-# A row of the kernels below is one head of one token.
-
-
-@triton.jit(do_not_specialize=["num_tokens", "eps"])
-def _rotate_kernel(
-    rotated_ptr: tl.tensor,
-    qkv_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    rotary_ptr: tl.tensor,
-    q_norm_ptr: tl.tensor,
-    k_norm_ptr: tl.tensor,
-    num_tokens: tl.tensor,
-    eps: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    OUT_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    dtype: tl.constexpr = rotated_ptr.dtype.element_ty
-    half: tl.constexpr = HEAD_DIM // 2
-    HEADS: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
-    row, dim = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    token, head = row // HEADS, row % HEADS
-    inside = token < num_tokens
-    mask = inside[:, None] & (dim < half)[None, :]
-    x, y = _load_heads(qkv_ptr, token * (HEADS + NUM_KV_HEADS) + head, inside, HEAD_DIM, BLOCK)
-    if q_norm_ptr is not None:
-        is_query = (head < NUM_HEADS)[:, None]
-        inverse = tl.rsqrt(tl.sum(x * x + y * y, 1) / HEAD_DIM + eps)[:, None]
-        first = _head_weight(q_norm_ptr, k_norm_ptr, dim, half, is_query)
-        second = _head_weight(q_norm_ptr + half, k_norm_ptr + half, dim, half, is_query)
-        x = _round(_round(x * inverse, dtype) * first, dtype)
-        y = _round(_round(y * inverse, dtype) * second, dtype)
-    position = tl.load(positions_ptr + token, mask=inside, other=0)
-    cos, sin = _load_heads(rotary_ptr, position, inside, HEAD_DIM, BLOCK)
-    at = (token * OUT_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(rotated_ptr + at, _round(x * cos, dtype) - _round(y * sin, dtype), mask=mask)
-    tl.store(rotated_ptr + at + half, _round(y * cos, dtype) + _round(x * sin, dtype), mask=mask)
+# A row of the kernel below is one head of one token.
 
 
 @triton.jit(do_not_specialize=["num_tokens", "eps"])
@@ -566,9 +387,3 @@ def _head_weight(
     of_q = tl.load(q_norm_ptr + dim, mask=dim < half, other=0.0).to(tl.float32)
     of_k = tl.load(k_norm_ptr + dim, mask=dim < half, other=0.0).to(tl.float32)
     return tl.where(is_query, of_q[None, :], of_k[None, :])
-
-
-@triton.jit
-def _round(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """float32 x with the precision of `dtype`."""
-    return x.to(dtype).to(tl.float32)

@@ -6,10 +6,9 @@
 Weights, masters, gradients and optimizer states are counted tensor by tensor and are exact. What a
 pass holds besides them is modelled:
 
-* activations by what a layer of each kind keeps for backward (`LayerCode`). Of the trainer's own
-  layers that is known; what a compiler keeps is fitted to measurements of Qwen3 of 0.6B to 4B;
-  layers that are neither are modelled from transformers' code, without what attention on a CPU
-  holds.
+* activations by what a layer of each kind keeps for backward (`LayerCode`): what a compiler keeps
+  is fitted to measurements of Qwen3 of 0.6B to 4B; layers that are not compiled are modelled from
+  transformers' code, without what attention on a CPU holds.
 * the head by its chunk of logits and the gradient of its matrix,
 * workspace by the largest tensors that one layer's backward has at a time,
 * several processes by what FSDP has whole: gathered weights, and gradients not yet reduced,
@@ -17,9 +16,9 @@ pass holds besides them is modelled:
   on their way, a window each way.
 
 On an H200 peaks of compiled layers came out within 1 % of those measured (Qwen3 of 0.6B to 8B, each
-knob of a 4B step; 10 % above at a peak of 7.5 GiB), and of the trainer's own at most 1.2 % below;
-on two GPUs (8B and 12 of its layers, stages 2 and 3) 2 to 5 % below. Fragmentation, CUDA's context
-and libraries (about 1 GiB), and an engine's own memory come on top (`hone.planner.run_memory`).
+knob of a 4B step; 10 % above at a peak of 7.5 GiB); on two GPUs (8B and 12 of its layers, stages 2
+and 3) 2 to 5 % below. Fragmentation, CUDA's context and libraries (about 1 GiB), and an engine's
+own memory come on top (`hone.planner.run_memory`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from hone.config.derived import (
     Derived,
     compute_dtype,
     layout,
-    plain_layers_reason,
 )
 from hone.config.model import LoraConfig, TrainedModelConfig
 from hone.config.trainer import SFTTrainerConfig
@@ -52,9 +50,8 @@ __all__ = [
     "training_memory",
 ]
 
-LayerCode = Literal["own", "compiled", "eager"]
-"""Who computes decoder layers: the trainer's kernels, transformers' modules compiled, or these as
-they are."""
+LayerCode = Literal["compiled", "eager"]
+"""How decoder layers of transformers compute: compiled, or as they are."""
 
 _NF4_BLOCK = 64
 _BUCKETS_BYTES = 2 * (128 << 20)
@@ -101,10 +98,8 @@ class TrainingMemory:
         return asdict(self)
 
 
-def layer_code(*, on_gpu: bool, compile: bool | None, fused_layers: bool) -> LayerCode:
-    """Which layers a trainer runs."""
-    if fused_layers:
-        return "own"
+def layer_code(*, on_gpu: bool, compile: bool | None) -> LayerCode:
+    """How a trainer with this `trainer.compile` runs layers."""
     return "compiled" if (on_gpu if compile is None else compile) else "eager"
 
 
@@ -116,7 +111,7 @@ def training_memory(
     num_tokens: int,
     num_trained: int | None = None,
     num_micro_batches: int = 2,
-    layers: LayerCode = "own",
+    layers: LayerCode = "compiled",
     lora: LoraConfig | None = None,
     sizes: AxisSizes | None = None,
 ) -> TrainingMemory:
@@ -152,22 +147,13 @@ def planned_step(
     """`training_memory` of a run's trainer, with the layers and the format that it trains in."""
     on_gpu = device != "cpu"
     dtype = "float32" if compute_dtype(model, device) == "float32" else "bfloat16"
-    plain = plain_layers_reason(
-        trainer,
-        family=shape.family,
-        dtype=dtype,
-        on_gpu=on_gpu,
-        adapted=model.lora.rank > 0,
-        exact=model.exact,
-        world_size=sizes.world,
-    )
     return training_memory(
         shape,
         trainer,
         dtype=dtype,
         num_tokens=num_tokens,
         num_micro_batches=num_micro_batches,
-        layers=layer_code(on_gpu=on_gpu, compile=trainer.compile, fused_layers=plain is None),
+        layers=layer_code(on_gpu=on_gpu, compile=trainer.compile),
         lora=model.lora,
         sizes=sizes,
     )
@@ -512,8 +498,6 @@ class _Step:
         # Both residuals, queries to values, what attention returned, gate and up.
         values = 2 * inputs + (q + 2 * kv) + q + 2 * inter
         match self.layers:
-            case "own":
-                values += 0 if mode == "selective" else q + kv  # rotated
             case "compiled":
                 # Selective recomputes what lies around attention, and keeps its results.
                 values = inputs + q if mode == "selective" else values
@@ -548,15 +532,11 @@ class _Step:
         inter, hidden = shape.intermediate_size // tensor, shape.hidden_size
         # Gradients of gate and up, of their product and it, of the stream and the norm's result.
         values = 4 * inter + 3 * hidden
-        if self.layers == "own" and self.trainer.recompute == "full":
-            values -= 2 * inter  # they take the place of what was recomputed
         recomputed = 0
         if self.trainer.recompute != "off":
             recomputed = self._layer_bytes("off") - self._layer_bytes(self.trainer.recompute)
         # A matrix's own gradient, before it is added to the master's.
-        matrix = 0
-        if self.layers != "own" and not self.lora.rank:
-            matrix = inter * hidden * (self.num_bytes + 4)
+        matrix = 0 if self.lora.rank else inter * hidden * (self.num_bytes + 4)
         return self.num_tokens * values * self.num_bytes + recomputed + matrix
 
     def _optimizer_workspace(self) -> int:

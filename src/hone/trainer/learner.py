@@ -10,7 +10,6 @@ metrics merged over it.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -26,23 +25,19 @@ from hone.checkpoint.sharded import StoredTensor, take
 from hone.config.errors import UserError
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.models.adapters import AdaptedWeights, adapted_weights, is_adapted, merged_weights
+from hone.models.adapters import AdaptedWeights, adapted_weights, merged_weights
 from hone.models.decoder import decoder_layers
-from hone.models.training_layers import has_training_layers, training_backbone
 from hone.observe.metrics import Last, Mean, Metric, Metrics, Sum, merge
-from hone.trainer.offload import ActivationOffload
 from hone.trainer.optimizers import ParameterOptimizer
 from hone.trainer.policy import NonFiniteError, Policy
 from hone.trainer.recompute import apply_recompute
 from hone.trainer.schedule import lr_scale
-from hone.trainer.scoring import RowScorer, compile_forward, plain_layers
+from hone.trainer.scoring import RowScorer, compile_forward
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.tensor import parallelize
 from hone.types import MicroBatch, Trajectory
 
 __all__ = ["Learner"]
-
-_log = logging.getLogger(__name__)
 
 
 class Learner(RowScorer, ABC):
@@ -76,7 +71,6 @@ class Learner(RowScorer, ABC):
             mesh=mesh,
         )
         self._apply_matmul_precision(model)
-        self.trains_fused_layers = self._takes_fused_layers(model)
         self.policy = self._make_policy(model)
         self._total_steps = total_steps
         self._dump_dir = dump_dir
@@ -89,34 +83,19 @@ class Learner(RowScorer, ABC):
             host_gradients=self.policy.host_gradients,
         )
 
-    def _takes_fused_layers(self, model: PreTrainedModel) -> bool:
-        """Raises UserError, with the reason, where they are asked for and do not serve."""
-        cfg, mesh = self._shared_cfg, self._mesh
-        if cfg.fused_layers:
-            _require_training_layers(model, mesh)
-            return True
-        reason = plain_layers(
-            model, cfg, device=mesh.device, exact=self._exact, num_trainers=mesh.world.size
-        )
-        if mesh.device.type == "cuda" and not self._exact:
-            whose = "hone's own" if reason is None else f"those of transformers: {reason}"
-            _log.info("decoder layers that train are %s", whose)
-        return reason is None
-
     def _make_policy(self, model: PreTrainedModel) -> Policy | ShardedPolicy:
         cfg, mesh = self._shared_cfg, self._mesh
         if mesh.world.size == 1:
             if self._exact:
                 self._decode_exactly(model)
-            # Decoders of our own recompute by themselves, and there is nothing to compile.
-            plain = not (self._exact or self.trains_fused_layers)
+            # The decoder of exact mode recomputes by itself, and there is nothing to compile.
+            plain = not self._exact
             if cfg.offload_parameters and not plain:
-                own = "model.exact" if self._exact else "trainer.fused_layers"
                 raise UserError(
-                    f"trainer.offload_parameters is on, but {own} trains layers of its own, whose "
-                    "weights stay on the device. Switch one of them off."
+                    "trainer.offload_parameters is on, but model.exact trains layers of its own, "
+                    "whose weights stay on the device. Switch one of them off."
                 )
-            policy = Policy(
+            return Policy(
                 model,
                 recompute=cfg.recompute if plain else "off",
                 recompute_every_n_layers=cfg.recompute_every_n_layers,
@@ -127,15 +106,6 @@ class Learner(RowScorer, ABC):
                 compile=self._compile and plain,
                 device=mesh.device,
             )
-            if self.trains_fused_layers:
-                self._backbones[model] = training_backbone(
-                    model,
-                    policy.gradient_of,
-                    recompute=cfg.recompute,
-                    every=cfg.recompute_every_n_layers,
-                    save_hooks=ActivationOffload().hooks if cfg.offload_activations else None,
-                )
-            return policy
         if self._exact:
             raise UserError(
                 f"model.exact is served by one process, and {mesh.world.size} were started; set "
@@ -287,24 +257,6 @@ class Learner(RowScorer, ABC):
                 torch.save([asdict(row) for row in rows], path)
             message += f". Its rows are in {path}"
         raise NonFiniteError(message)
-
-
-def _require_training_layers(model: PreTrainedModel, mesh: Mesh) -> None:
-    """Raise UserError, with the reason, where hone's own layers cannot train the model."""
-    if mesh.world.size > 1:
-        reason = f"they train in one process, and {mesh.world.size} were started"
-    elif mesh.device.type != "cuda":
-        reason = f"they run on CUDA GPUs, and this run is on {mesh.device.type}"
-    elif is_adapted(model):
-        reason = "they do not train adapters, and model.lora.rank is above 0"
-    elif not has_training_layers(model):
-        reason = (
-            "they are there for llama, mistral, qwen2 and qwen3, unchanged and with Triton "
-            f"installed, and this model is {model.config.model_type}"
-        )
-    else:
-        return
-    raise UserError(f"trainer.fused_layers is on, but {reason}. Switch it off.")
 
 
 def _on_host(metric: Metric) -> Metric:

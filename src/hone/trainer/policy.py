@@ -172,7 +172,6 @@ class Policy(BasePolicy):
             cast(nn.Module, model).to(self.device)
         # A shared tensor once; those that are frozen have no masters.
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._names = {parameter: name for name, parameter in self.parameters.items()}
         if offload_parameters or (offload_optimizer and not self._computes_in_masters):
             homes = {n: self._homes[p] for n, p in self.parameters.items() if p in self._homes}
             self.host_masters = HostMasters.copied(self.parameters, self.device, homes)
@@ -220,21 +219,6 @@ class Policy(BasePolicy):
             held = self.host_masters.gradients
             return {name: held[name] for name in self._masters if name in held}
         return {name: p.grad for name, p in self.masters.items() if p.grad is not None}
-
-    def gradient_of(self, parameter: Tensor) -> Tensor:
-        """The float32 gradient of one of the module's parameters, to be added to in place; zeros
-        where nothing has been added yet. Not for gradients that lie on the host."""
-        assert self.host_gradients is None, "what is added in place must be on the device"
-        name = self._names[cast(nn.Parameter, parameter)]
-        if self.host_masters is not None:
-            gradients = self.host_masters.gradients
-            if name not in gradients:
-                gradients[name] = torch.zeros_like(parameter, dtype=torch.float32)
-            return gradients[name]
-        master = self._masters[name]
-        if master.grad is None:
-            master.grad = torch.zeros_like(master)
-        return master.grad
 
     def gradient_norm(self) -> Tensor:
         """Global 2-norm of the masters' gradients; inf or nan where one is not finite."""
@@ -409,16 +393,16 @@ class Policy(BasePolicy):
         assert streamed is None or isinstance(streamed, StreamedGradients)
 
         def move(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return  # a function that adds to the master itself gives autograd nothing
+            gradient = parameter.grad
+            assert gradient is not None, f"{name} has no gradient to move"
             if streamed is not None:
-                streamed.add(name, parameter.grad)
+                streamed.add(name, gradient)
             elif host is not None:
-                host.add_gradient(name, parameter.grad)
+                host.add_gradient(name, gradient)
             elif master.grad is None:
-                master.grad = parameter.grad.float()
+                master.grad = gradient.float()
             else:
-                master.grad.add_(parameter.grad)
+                master.grad.add_(gradient)
             parameter.grad = None
 
         return move

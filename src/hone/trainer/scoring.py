@@ -17,14 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hone.config.derived import plain_layers_reason
 from hone.config.errors import UserError
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.models.adapters import is_adapted
 from hone.models.decoder import decoder_layers, hidden_states
 from hone.models.exact_decoder import PackedDecoder, require_exact
-from hone.models.training_layers import has_training_layers, training_backbone
 from hone.trainer.context import gather, split
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.packing import AttentionCost, Plan, check_rows, collate, digest, empty_batch, plan
@@ -33,7 +30,7 @@ from hone.trainer.sharded import ShardedModel
 from hone.trainer.tensor import parallelize
 from hone.types import MicroBatch, Trajectory
 
-__all__ = ["ReferenceScorer", "RowScorer", "compile_forward", "plain_layers"]
+__all__ = ["ReferenceScorer", "RowScorer", "compile_forward"]
 
 
 class RowScorer:
@@ -45,8 +42,6 @@ class RowScorer:
 
     num_steps: int = 0
     """Optimizer steps done, by which processes know that they are at the same one."""
-    trains_fused_layers: bool
-    """Whether hone's own decoder layers train, rather than those of transformers."""
 
     def __init__(
         self,
@@ -99,9 +94,7 @@ class RowScorer:
         if self._exact:
             self._decode_exactly(model)
         if mesh.world.size == 1:
-            if self.trains_fused_layers and has_training_layers(model):
-                self._backbones[model] = training_backbone(model)
-            elif self._compile and not self._exact:
+            if self._compile and not self._exact:
                 compile_forward(model)
             return
         mesh = mesh.for_reference(cfg)
@@ -114,11 +107,11 @@ class RowScorer:
 
     def _apply_matmul_precision(self, model: PreTrainedModel) -> None:
         cfg = self._shared_cfg
-        own_products = self._exact or cfg.fused_layers or self._mesh.tensor.size > 1
+        own_products = self._exact or self._mesh.tensor.size > 1
         if cfg.matmul_precision == "fp8" and own_products:
             raise UserError(
                 "trainer.matmul_precision=fp8 is for the whole projections of transformers' "
-                "layers: set it to default, or model.exact and trainer.fused_layers to false and "
+                "layers: set it to default, or model.exact to false and "
                 "trainer.parallel.tensor_parallel_size to 1"
             )
         apply_matmul_precision(model, cfg.matmul_precision, self._mesh.device)
@@ -259,52 +252,19 @@ class ReferenceScorer(RowScorer):
         model: PreTrainedModel,
         cfg: TrainerConfig,
         *,
-        num_trainers: int,
         temperature: float,
         exact: bool = False,
     ) -> None:
-        """`cfg` is the trainers', of which there are `num_trainers`."""
+        """`cfg` is the trainers'."""
         super().__init__(
             model, cfg, temperature=temperature, exact=exact, share_prompts=cfg.share_prompts
         )
-        reason = plain_layers(
-            model, cfg, device=model.device, exact=exact, num_trainers=num_trainers
-        )
-        self.trains_fused_layers = reason is None
         self._model = model.requires_grad_(False)
         self._add_reference(self._model)
 
     def score(self, rows: Sequence[Trajectory]) -> npt.NDArray[np.float32]:
         """Log-probabilities of the trained tokens of `rows`, one row's after the other's."""
         return torch.cat([torch.empty(0), *self._score_rows(self._model, rows)]).numpy()
-
-
-def plain_layers(
-    model: PreTrainedModel,
-    cfg: SFTTrainerConfig,
-    *,
-    device: torch.device,
-    exact: bool,
-    num_trainers: int,
-) -> str | None:
-    """Why decoder layers of transformers compute `model` where `num_trainers` processes train it;
-    None where hone's own do. Nothing has been done to `model`.
-
-    `device` is the one that computes. The model itself may lie elsewhere: on meta where several
-    processes read their shards later, in host memory where its layers visit the device.
-    """
-    reason = plain_layers_reason(
-        cfg,
-        family=model.config.model_type,
-        dtype=str(model.dtype).removeprefix("torch."),
-        on_gpu=device.type == "cuda",
-        adapted=is_adapted(model),
-        exact=exact,
-        world_size=num_trainers,
-    )
-    if reason is None and not has_training_layers(model):
-        return "the model has been changed, or Triton is not installed"
-    return reason
 
 
 def compile_forward(model: PreTrainedModel) -> None:

@@ -36,7 +36,6 @@ from hone.config.checks.generation import (
 )
 from hone.config.checks.layers import (
     check_adapters,
-    check_fused_layers,
     check_matmul_precision,
     check_rounded_trainer,
     check_sleep,
@@ -165,9 +164,6 @@ def _layers(cfg: RLConfig | SFTConfig, world_size: int | None) -> list[Iterable[
     exact, lora = cfg.model.exact, cfg.model.lora
     return [
         check_adapters(lora, cfg.trainer, exact=exact),
-        check_fused_layers(
-            cfg.trainer, lora, exact=exact, device=cfg.run.device, world_size=world_size
-        ),
         check_matmul_precision(cfg.trainer, cfg.model, device=cfg.run.device),
     ]
 

@@ -19,7 +19,6 @@ from hone.config.checks.generation import (
 )
 from hone.config.checks.layers import (
     check_adapters,
-    check_fused_layers,
     check_matmul_precision,
 )
 from hone.config.checks.learning import check_budget, check_memory, check_optimizer
@@ -175,13 +174,6 @@ def check_bench_train(
     findings: tuple[Iterable[Finding], ...] = (
         _model(cfg.model, device=cfg.run.device),
         check_adapters(cfg.model.lora, trainer, exact=model.exact),
-        check_fused_layers(
-            trainer,
-            cfg.model.lora,
-            exact=model.exact,
-            device=cfg.run.device,
-            world_size=world_size,
-        ),
         check_matmul_precision(trainer, model, device=cfg.run.device),
         _objective(cfg),
         check_exact(model, EngineConfig(), device=cfg.run.device, facts=facts),

@@ -1,5 +1,4 @@
-"""Checks on what is trained, how it multiplies and where it waits: adapters, fused layers, float8,
-sleep."""
+"""Checks on what is trained, how it multiplies and where it waits: adapters, float8, sleep."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 
 __all__ = [
     "check_adapters",
-    "check_fused_layers",
     "check_matmul_precision",
     "check_rounded_trainer",
     "check_sleep",
@@ -64,43 +62,6 @@ def check_adapters(
         )
 
 
-def check_fused_layers(
-    trainer: SFTTrainerConfig,
-    lora: LoraConfig,
-    *,
-    exact: bool,
-    device: str,
-    world_size: int | None,
-) -> Iterator[Finding]:
-    """Whether hone's own layers serve the run. Whether the family has them shows at its start."""
-    if not trainer.fused_layers:
-        return
-    key = "trainer.fused_layers"
-    if exact:
-        yield error(
-            f"{key} and model.exact are both on: exact mode has layers of its own. Switch one off.",
-            key,
-            "model.exact",
-        )
-    if lora.rank:
-        yield error(
-            f"{key} is on, and {_RANK} is {lora.rank}: fused layers have no adapters. Switch "
-            f"{key} off.",
-            key,
-            _RANK,
-        )
-    if device == "cpu":
-        yield error(
-            f"{key} is on, and run.device is cpu: its kernels need CUDA.", key, "run.device"
-        )
-    if world_size is not None and world_size > 1:
-        yield error(
-            f"{key} is on, and {world_size} processes train together: weights that are sharded go "
-            f"through transformers' layers. Switch {key} off, or start one process.",
-            key,
-        )
-
-
 def check_matmul_precision(
     trainer: SFTTrainerConfig, model: TrainedModelConfig, *, device: str
 ) -> Iterator[Finding]:
@@ -117,7 +78,6 @@ def check_matmul_precision(
             on_cuda,
             ("model.dtype", model.dtype, model.dtype != "float32", "auto"),
             ("model.exact", "true", not model.exact, "false"),
-            ("trainer.fused_layers", "true", not trainer.fused_layers, "false"),
             (_RANK, model.lora.rank, not model.lora.rank, "0"),
             ("trainer.parallel.tensor_parallel_size", tensor, tensor == 1, "1"),
         ]

@@ -198,16 +198,6 @@ def _offload(trainer: SFTTrainerConfig) -> Iterator[Finding]:
                 f"trainer.{name}",
                 f"trainer.{needed}",
             )
-    if trainer.fused_layers:
-        for name in _OFFLOADS[1:]:
-            if getattr(trainer, name):
-                yield error(
-                    f"trainer.{name} is on, and trainer.fused_layers too: fused layers hold their "
-                    "weights, and add to gradients where they lie, on the device. Turn one of them "
-                    "off.",
-                    f"trainer.{name}",
-                    "trainer.fused_layers",
-                )
 
 
 def _offloaded_parameters(
