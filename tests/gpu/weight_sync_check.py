@@ -2,7 +2,6 @@
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 -m tests.gpu.weight_sync_check
     torchrun --nproc-per-node 8 -m tests.gpu.weight_sync_check --trainers 4 speed
-    torchrun --nproc-per-node 2 -m tests.gpu.weight_sync_check adapters      (one GPU for both, too)
     torchrun --nproc-per-node 3 -m tests.gpu.weight_sync_check --trainers 2 --dry   (on CPUs)
 
 The first `--trainers` processes train (FSDP, stage 3, where there are several), each of the others
@@ -13,8 +12,6 @@ has an engine. All reach each other over the weight link, and through the launch
               good, over a new link
     speed     an 8B-shaped model: seconds and GB/s of a delivery for each size of buckets, proof
               included; the first over a link also makes it
-    adapters  every bit of merged weights, whole base and 4-bit; an 8B-shaped model with adapters:
-              seconds and bytes with the base, with adapters alone, and of merged weights
 """
 
 from __future__ import annotations
@@ -37,10 +34,8 @@ from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import local_part
 from hone.config.engine import EngineConfig
-from hone.config.model import LoraConfig
 from hone.distributed.mesh import Mesh, MeshSizes
 from hone.engine.engine import EmbeddedEngine
-from hone.models.adapters import adapt, adapted_weights, merged_weights
 from hone.models.manifest import build_manifest, compare, export_weights
 from hone.trainer.sharded import ShardedPolicy
 from hone.types import EngineLostError, WeightManifest
@@ -203,29 +198,6 @@ class WholeTrainer:
         return export_weights(self._model)
 
 
-class AdaptedTrainer:
-    """Any number of processes', with adapters."""
-
-    def __init__(self, model: PreTrainedModel, mesh: Mesh, lora: LoraConfig) -> None:
-        adapt(model, lora, seed=0)
-        self._model = model
-        is_alone = mesh.world.size == 1
-        held = WholeTrainer(model) if is_alone else ShardedPolicy(model, mesh, stage=3)
-        self._held = held
-        self.stored = adapted_weights(model, held.named_weights)
-        assert self.stored is not None
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return merged_weights(self._model, self._held.named_weights())
-
-    @torch.no_grad()
-    def move(self) -> None:
-        assert self.stored is not None
-        for name, parameter in self._held.parameters.items():
-            if name in self.stored.trained:
-                local_part(parameter.detach()).add_(1 / 64)
-
-
 class Trainers:
     """This process's place among them, and what they send."""
 
@@ -335,40 +307,6 @@ def time_deliveries(own: Trainers) -> None:
     own.run.check(f"floor {FLOOR_S} s", min(best) <= FLOOR_S and not wrong, min(best), wrong)
 
 
-def check_adapters(own: Trainers) -> None:
-    own.run.row("adapters", "tensors wrong", "seconds", "MiB sent")
-    for name, is_4bit in {"whole base": False, "4-bit base": True}.items():
-        for is_large in (False, True):
-            size = "8B" if is_large else "small"
-            if not own.run.has_time(f"{name}, {size}"):
-                continue
-            fields = DRY if own.is_dry else LARGE if is_large else SMALL
-            lora = LoraConfig(rank=32, alpha=48.0, load_in_4bit=is_4bit)
-            release()
-            if own.engines is not None:
-                own.engines.ask("make", fields)
-            model = build(**fields, device=own.mesh.device)
-            trainer = AdaptedTrainer(model, own.mesh, lora)
-            del model
-            sync = own.sync(trainer, 512 * MIB, adapted=trainer.stored)
-            for version in range(1, 1 + PUSHES):
-                trainer.move()
-                report = sync.push(version)
-                wrong = own.num_wrong(trainer)
-                what = f"{name}, {size}, {'with it' if version == 1 else 'adapters alone'}"
-                own.run.check(what, not wrong, wrong, report.seconds, report.bytes / MIB)
-            sync.close()
-            sync = own.sync(trainer, 512 * MIB)
-            sync.push(1 + PUSHES)
-            trainer.move()
-            report = sync.push(2 + PUSHES)
-            wrong = own.num_wrong(trainer)
-            what = f"{name}, {size}, merged weights"
-            own.run.check(what, not wrong, wrong, report.seconds, report.bytes / MIB)
-            sync.close()
-            del trainer, sync
-
-
 def _waited(device: torch.device, start: float) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -381,7 +319,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    run = Run(__doc__, ("parity", "hung", "speed", "adapters"), seconds=300, add_flags=add_flags)
+    run = Run(__doc__, ("parity", "hung", "speed"), seconds=300, add_flags=add_flags)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     num_trainers = run.args.trainers
     if not 0 < num_trainers < world:
@@ -408,7 +346,6 @@ def main() -> None:
         "parity": partial(check_parity, own),
         "hung": partial(check_hung, own),
         "speed": partial(time_deliveries, own),
-        "adapters": partial(check_adapters, own),
     }
     try:
         code = run.go(sections)

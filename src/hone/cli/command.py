@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
-
 from hone.cli.openmp import set_up_openmp
 from hone.config import UserError
 from hone.config.base import Section
@@ -37,7 +35,7 @@ from hone.data.columns import map_rows
 from hone.data.sources import read_source
 from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
-from hone.planner.fitting import check_host_fits, check_host_memory, check_run_memory
+from hone.planner.fitting import check_host_fits, check_run_memory
 from hone.planner.hardware import Peaks, installed_gpu, max_gpus
 from hone.planner.host_memory import available_host_bytes, sampler_role, shortage
 from hone.planner.model_shape import ModelShape, public_shape
@@ -175,8 +173,6 @@ def check_rl_here(cfg: RLConfig, world_size: int | None, *, starts: bool = False
     if shape is None:
         return sorted(findings, key=lambda finding: finding.level)
     room: list[Finding] = []
-    if gpu is not None or cfg.run.device == "cpu":  # otherwise it is to run elsewhere
-        room += check_host_memory(cfg, shape, host_bytes=psutil.virtual_memory().total)
     if gpu is not None and world_size is not None:
         # Where the processes make no mesh, that is among the errors.
         with suppress(UserError):

@@ -102,7 +102,6 @@ def weights_to(
         bucket_bytes=cfg.update_weight_buffer_size,
         timeout_s=cfg.engine_timeout_s,
         host=engines.host if engines else "",
-        adapted=trainer.adapted_weights(),
     )
 
 

@@ -28,7 +28,6 @@ from hone.rollout.reference_group import ReferenceGroup
 from hone.rollout.rollout import Rollout
 from hone.rollout.stream import RolloutStream
 from hone.types import EngineLostError, Group, Trajectory
-from hone.weights.adapted import MergeDiffersError
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.sync import SyncReport
 
@@ -66,13 +65,13 @@ class Controller:
         """Bring the trainer's weights to all engines, as `WeightSync.push`. Collective.
 
         Where an engine is lost meanwhile, the others and whoever replaces it get them anew, as long
-        as engines may be restarted; likewise where one has not merged adapters as it should.
+        as engines may be restarted.
         """
         self._version = version
         for _ in range(_PUSHES - 1):
             try:
                 return self.weights.push(version)
-            except (EngineLostError, MergeDiffersError) as error:
+            except EngineLostError as error:
                 if self.mesh.is_first:
                     _log.warning("weights are sent once more: %s", error)
         return self.weights.push(version)

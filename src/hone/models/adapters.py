@@ -6,8 +6,7 @@ values with one scale each (Dettmers et al., arXiv:2305.14314), and is what the 
 training, in sampling and in what is exported alike.
 
 What samples and what is exported knows nothing of adapters: `merged_weights` gives it
-`W + (alpha / rank) B A` under the model's usual names. Whoever holds W can merge anew of A and B
-alone, to the same bits (`Projection`).
+`W + (alpha / rank) B A` under the model's usual names.
 """
 
 from __future__ import annotations
@@ -31,21 +30,15 @@ from hone.config.model import LoraConfig, unknown_targets
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 
 __all__ = [
-    "ADAPTER",
-    "AdaptedWeights",
-    "Collector",
     "LoraLinear",
-    "Projection",
     "adapt",
-    "adapted_weights",
     "adapters_off",
     "is_adapted",
-    "merge_stored",
     "merged_weights",
     "save_adapter",
 ]
 
-ADAPTER = frozenset(("lora_A", "lora_B"))
+_ADAPTER = frozenset(("lora_A", "lora_B"))
 """What is stored of an adapter, by its name in the projection."""
 
 BLOCK = 64
@@ -152,49 +145,20 @@ class LoraLinear(nn.Module):
         return y + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scaling
 
     @property
-    def projection(self) -> Projection:
-        """How its merged weight is made."""
-        return Projection((self.out_features, self.in_features), self.scaling, self.is_4bit)
+    def stored(self) -> frozenset[str]:
+        """Names of the tensors that its merged weight is made of."""
+        return frozenset(("codes", "scales") if self.is_4bit else ("weight",)) | _ADAPTER
 
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """How the merged weight of an adapted projection is made of what is stored. Pickles.
-
-    The product of B and A is made whole, and what is added to it is rounded once for each element:
-    whoever holds a part of W gets the bits of that part of the merged weight, on devices that
-    multiply alike.
-    """
-
-    shape: tuple[int, int]
-    """[out, in]"""
-    scaling: float
-    is_4bit: bool
-
-    @property
-    def base(self) -> frozenset[str]:
-        """What is stored of W, by its name in the projection."""
-        return frozenset(("codes", "scales") if self.is_4bit else ("weight",))
-
-    def merge(
-        self,
-        stored: Mapping[str, Tensor],
-        part: Callable[[Tensor], Tensor] = lambda whole: whole,
-    ) -> Tensor:
-        """`W + (alpha / rank) B A` in A's format, of tensors by their names in the projection.
-
-        `part` takes the wanted one out of a tensor [out, in]. A and B are whole and so are four
-        bits; a `weight` is the part alone.
-        """
+    def merge(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """`W + (alpha / rank) B A` in A's format, of tensors by their names in this layer."""
         a, b = stored["lora_A"], stored["lora_B"]
         if self.is_4bit:
-            base = part(dequantise(stored["codes"], stored["scales"], self.shape, torch.float32))
+            shape = self.out_features, self.in_features
+            base = dequantise(stored["codes"], stored["scales"], shape, torch.float32)
         else:
             base = stored["weight"]
-        # Scaled before, and not in the product or the sum: there it is the kernel's choice whether
-        # to round between.
         product = torch.mm(b.float() * self.scaling, a.float())
-        return part(product).add_(base).to(a.dtype)
+        return product.add_(base).to(a.dtype)
 
 
 def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
@@ -298,78 +262,7 @@ def adapters_off(model: nn.Module) -> Generator[None]:
             module.is_on = True
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedWeights:
-    """The tensors of an adapted model as they are stored, and how merged weights come of them."""
-
-    projections: Mapping[str, Projection]
-    """By the path of the module."""
-    trained: frozenset[str]
-    """Names of the stored tensors that change; all others are frozen."""
-    named: Callable[[], Iterator[tuple[str, Tensor]]]
-    """A walk through all that are stored, whole. Collective where processes share them."""
-
-
-def adapted_weights(
-    model: nn.Module, named: Callable[[], Iterator[tuple[str, Tensor]]]
-) -> AdaptedWeights | None:
-    """What `model` stores, of which `named` gives the tensors; None without adapters."""
-    if not (projections := _projections(model)):
-        return None
-    parameters = model.named_parameters(remove_duplicate=False)
-    trained = frozenset(name for name, parameter in parameters if parameter.requires_grad)
-    return AdaptedWeights(projections, trained, named)
-
-
-def _projections(model: nn.Module) -> dict[str, Projection]:
-    return {p: m.projection for p, m in model.named_modules() if isinstance(m, LoraLinear)}
-
-
-class Collector:
-    """Brings together what belongs to one projection, of tensors that come one after the other."""
-
-    def __init__(self, wanted: Mapping[str, frozenset[str]]) -> None:
-        """`wanted` of each projection, by its path: names in it."""
-        self._wanted = wanted
-        self._held: dict[str, dict[str, Tensor]] = {}
-
-    def __contains__(self, name: str) -> bool:
-        path, _, leaf = name.rpartition(".")
-        return leaf in self._wanted.get(path, ())
-
-    def add(self, name: str, tensor: Tensor) -> tuple[str, dict[str, Tensor]] | None:
-        """The path and the tensors of a projection of which all are there now, and let go here."""
-        path, _, leaf = name.rpartition(".")
-        held = self._held.setdefault(path, {})
-        held[leaf] = tensor
-        return (path, self._held.pop(path)) if held.keys() == self._wanted[path] else None
-
-    def require_complete(self) -> None:
-        """Raise RuntimeError where a projection has come in part."""
-        lacking = [
-            f"{path}.{leaf}"
-            for path, held in self._held.items()
-            for leaf in sorted(self._wanted[path] - held.keys())
-        ]
-        if lacking:
-            raise RuntimeError(f"parts of adapted projections are missing: {', '.join(lacking)}")
-
-
 @torch.no_grad()
-def merge_stored(
-    projections: Mapping[str, Projection], named: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Merged weights of stored ones; what belongs to no projection passes through."""
-    collector = Collector({path: p.base | ADAPTER for path, p in projections.items()})
-    for name, tensor in named:
-        if name not in collector:
-            yield name, tensor
-        elif (complete := collector.add(name, tensor)) is not None:
-            path, stored = complete
-            yield f"{path}.weight", projections[path].merge(stored)
-    collector.require_complete()
-
-
 def merged_weights(
     model: nn.Module, named: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -379,7 +272,26 @@ def merged_weights(
     one layer are held at a time. Without adapters they pass through. Raises RuntimeError where
     parts of a projection are missing.
     """
-    return merge_stored(_projections(model), named)
+    layers = {path: m for path, m in model.named_modules() if isinstance(m, LoraLinear)}
+    incomplete: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in named:
+        path, _, leaf = name.rpartition(".")
+        layer = layers.get(path)
+        if layer is None or leaf not in layer.stored:
+            yield name, tensor
+            continue
+        held = incomplete.setdefault(path, {})
+        held[leaf] = tensor
+        if held.keys() == layer.stored:
+            del incomplete[path]
+            yield f"{path}.weight", layer.merge(held)
+    if incomplete:
+        missing = [
+            f"{path}.{leaf}"
+            for path, held in incomplete.items()
+            for leaf in sorted(layers[path].stored - held.keys())
+        ]
+        raise RuntimeError(f"parts of adapted projections are missing: {', '.join(missing)}")
 
 
 def save_adapter(

@@ -24,7 +24,7 @@ from hone.config.simulate import GPUS_UNSET, SimulatedModelConfig
 from hone.config.tree import SimulateConfig
 from hone.planner.hardware import GPUS, Peaks, gpu_peaks
 from hone.planner.lengths import draw_lengths
-from hone.planner.memory import adapter_params, kept_base_bytes, planned_peak
+from hone.planner.memory import adapter_params, planned_peak
 from hone.planner.model_shape import ModelShape, public_shape
 from hone.planner.roofline import training_flops
 from hone.planner.simulated_engine import EngineRates
@@ -33,8 +33,6 @@ from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
 __all__ = ["Comparison", "Outcome", "compare", "placement_rates", "run_flags"]
 
 _MAX_SPLITS = 16
-_HOST_BYTES_PER_S = 5e10
-"""From host memory to a GPU. An assumption: not measured."""
 _TELLING = 1.1
 """Ratios below this are within the error of a prediction."""
 
@@ -276,12 +274,6 @@ def placement_rates(
         training *= assumed_cfg.training_scaling
     num_epochs, adapters = cfg.trainer.num_epochs, adapter_params(shape, cfg.model.lora)
     has_old, has_reference = optimizer_steps_per_rollout(cfg) > 1, cfg.algorithm.kl.coef > 0
-    travelling, reread_s = weights, 0.0
-    if adapters:  # engines merge them into a base that they keep on the host
-        kept = kept_base_bytes(
-            shape, cfg.model.lora, num_bytes=num_bytes, tensor_parallel_size=size
-        )
-        travelling, reread_s = adapters * num_bytes, kept / _HOST_BYTES_PER_S
     num_references = cfg.cluster.num_references
     num_scored = has_old + (has_reference and not num_references)
     scoring = gpu.flops_per_s * assumed_cfg.training_share * num_references
@@ -302,7 +294,7 @@ def placement_rates(
         train_s=train_s,
         sync_s=assumed_cfg.switch_s
         if placement.colocated
-        else travelling / assumed_cfg.sync_bytes_per_s + reread_s,
+        else weights / assumed_cfg.sync_bytes_per_s,
         max_num_keys=int(cache * size / shape.kv_bytes_per_token(kv_bytes)),
     )
 

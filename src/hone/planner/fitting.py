@@ -13,9 +13,9 @@ from hone.config.tree import RLConfig, SFTConfig
 from hone.planner.hardware import Peaks
 from hone.planner.host_memory import LEAST_LENGTH_SHARE, HostRole, host_roles, shortage
 from hone.planner.model_shape import ModelShape
-from hone.planner.run_memory import RunMemory, engine_rank_host_bytes
+from hone.planner.run_memory import RunMemory
 
-__all__ = ["check_host_fits", "check_host_memory", "check_run_memory"]
+__all__ = ["check_host_fits", "check_run_memory"]
 
 _GIB = 1 << 30
 _LAST_RESORT = ("trainer.parallel.zero_stage", "model.lora.rank")
@@ -37,31 +37,6 @@ def check_run_memory(
     yield error(
         f"{_lack(RunMemory(cfg, shape, world_size, gpu), gpu)} {_remedy(changes)}",
         *(keys or _LAST_RESORT),
-    )
-
-
-def check_host_memory(cfg: RLConfig, shape: ModelShape, *, host_bytes: int) -> Iterator[Finding]:
-    """Whether a host of `host_bytes` holds what engines keep there, where all are on it: which
-    hosts a Ray cluster has is not known."""
-    kept = engine_rank_host_bytes(cfg, shape)
-    num_ranks = cfg.cluster.num_engines * cfg.engine.tensor_parallel_size
-    if cfg.cluster.address is not None or num_ranks * kept <= host_bytes:
-        return
-    sampling = next(
-        role
-        for role in cfg.cluster.devices(cfg.engine.tensor_parallel_size)
-        if role.role == "engine"
-    )
-    yield error(
-        f"by prediction the {host_bytes / _GIB:.1f} GiB of this host's memory do not hold the "
-        f"frozen weights that engines keep there to merge adapters into: {sampling.words} = "
-        f"{num_ranks} ranks of {kept / _GIB:.1f} GiB (model.lora) take "
-        f"{num_ranks * kept / _GIB:.1f}. Use fewer engines (none: cluster.num_engines 0), adapt "
-        "fewer projections (model.lora.target_modules), keep the base in four bits "
-        "(model.lora.load_in_4bit), or name a Ray cluster of more hosts in cluster.address.",
-        *sampling.keys,
-        "model.lora.target_modules",
-        "cluster.address",
     )
 
 

@@ -23,11 +23,7 @@ from hone.config.derived import compute_dtype, layout
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.planner.memory import TrainingMemory, planned_step
 from hone.planner.model_shape import ModelShape
-from hone.planner.run_memory import (
-    PROCESS_BYTES,
-    RunMemory,
-    engine_rank_host_bytes,
-)
+from hone.planner.run_memory import PROCESS_BYTES, RunMemory
 
 __all__ = [
     "LEAST_LENGTH_SHARE",
@@ -102,7 +98,7 @@ def host_roles(
         return [trainer_role(step, num_local, on_cpu=cfg.run.device == "cpu")]
     run = RunMemory(cfg, shape, world_size, None, length_share=share)
     if cfg.run.device != "cpu":
-        return [*_offloaded(cfg, shape, run.step, num_local)]
+        return [*_offloaded(cfg, run.step, num_local)]
     numbers = {
         "trainer": num_local,
         "engine": cfg.cluster.num_engines * cfg.engine.tensor_parallel_size,
@@ -119,10 +115,8 @@ def host_roles(
             default=None,
         )
         if widest is not None and number:
-            kept = engine_rank_host_bytes(cfg, shape) if name == "engine" else 0
             offloaded = run.step.host if name == "trainer" else 0
-            parts = {"offloaded": offloaded, "weights to merge adapters into": kept}
-            roles.append(HostRole(name, number, {**widest.parts, **parts}))
+            roles.append(HostRole(name, number, {**widest.parts, "offloaded": offloaded}))
     return roles
 
 
@@ -157,16 +151,10 @@ def engine_role(shape: ModelShape, *, num_bytes: int, number: int) -> HostRole:
     return HostRole("engine", number, parts)
 
 
-def _offloaded(
-    cfg: RLConfig, shape: ModelShape, step: TrainingMemory, num_local: int
-) -> Iterator[HostRole]:
+def _offloaded(cfg: RLConfig, step: TrainingMemory, num_local: int) -> Iterator[HostRole]:
     asleep = step.masters + step.optimizer if cfg.trainer.enable_sleep else 0
     if step.host or asleep:
         yield HostRole("trainer", num_local, {"offloaded": step.host, "asleep": asleep})
-    kept = engine_rank_host_bytes(cfg, shape)
-    if kept and cfg.cluster.address is None:
-        num_ranks = cfg.cluster.num_engines * cfg.engine.tensor_parallel_size
-        yield HostRole("engine", num_ranks, {"weights to merge adapters into": kept})
 
 
 def shortage(

@@ -43,7 +43,6 @@ __all__ = [
     "LayerCode",
     "TrainingMemory",
     "adapter_params",
-    "kept_base_bytes",
     "layer_code",
     "planned_peak",
     "planned_step",
@@ -201,17 +200,6 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Parameters of the adapters, over all layers."""
     named = [t for t in _tensors(shape) if t.has_adapter(lora)]
     return sum(lora.rank * sum(t.size) * t.count for t in named)
-
-
-def kept_base_bytes(
-    shape: ModelShape, lora: LoraConfig, *, num_bytes: int, tensor_parallel_size: int
-) -> int:
-    """Frozen weights of adapted projections that a rank of an engine apart keeps in host memory
-    (`hone.weights.adapted`): its parts, `num_bytes` an element, and of four bits all."""
-    adapted = [tensor for tensor in _tensors(shape) if tensor.has_adapter(lora)]
-    if lora.load_in_4bit:
-        return sum(_nf4_bytes(tensor) for tensor in adapted)
-    return num_bytes * sum(prod(t.local(tensor_parallel_size)) * t.count for t in adapted)
 
 
 @dataclass(frozen=True, slots=True)

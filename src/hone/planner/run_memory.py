@@ -32,14 +32,13 @@ from hone.config.derived import (
 from hone.config.model_facts import ModelFacts
 from hone.config.tree import RLConfig
 from hone.planner.hardware import Peaks
-from hone.planner.memory import TrainingMemory, kept_base_bytes, planned_step
+from hone.planner.memory import TrainingMemory, planned_step
 from hone.planner.model_shape import ModelShape
 
 __all__ = [
     "Phase",
     "RunMemory",
     "derived_run_memory",
-    "engine_rank_host_bytes",
     "run_phases",
 ]
 
@@ -107,8 +106,7 @@ def run_phases(
 def derived_run_memory(
     cfg: RLConfig, shape: ModelShape, *, world_size: int | None, gpu: Peaks | None
 ) -> list[Derived]:
-    """The lines of `hone check`: each phase's peak, beside what `gpu` has, as `run_phases`, and
-    what engines keep of an adapted model in host memory."""
+    """The lines of `hone check`: each phase's peak, beside what `gpu` has, as `run_phases`."""
     has = "" if gpu is None else f". {gpu.name} has {gpu.memory_gib}"
     lines = [
         Derived(
@@ -118,28 +116,7 @@ def derived_run_memory(
         )
         for phase in run_phases(cfg, shape, world_size=world_size, gpu=gpu)
     ]
-    if kept := engine_rank_host_bytes(cfg, shape):
-        size = cfg.engine.tensor_parallel_size
-        how = f"host memory of each of {cfg.cluster.num_engines * size} engine ranks: the frozen "
-        how += "weights that adapters are merged into"
-        lines.append(Derived("engine_rank_host_gib", round(kept / _GIB, 1), how))
     return lines
-
-
-def engine_rank_host_bytes(cfg: RLConfig, shape: ModelShape) -> int:
-    """Host memory of a rank of an engine that merges adapters itself; 0 where none does.
-
-    On a GPU it is page-locked, in chunks that are powers of two, of which the last ones of a rank
-    may be up to half empty.
-    """
-    if not cfg.model.lora.rank or not cfg.cluster.num_engines:
-        return 0
-    return kept_base_bytes(
-        shape,
-        cfg.model.lora,
-        num_bytes=4 if compute_dtype(cfg.model, cfg.run.device) == "float32" else 2,
-        tensor_parallel_size=cfg.engine.tensor_parallel_size,
-    )
 
 
 class RunMemory:
@@ -341,7 +318,7 @@ class RunMemory:
         bucket = self.cfg.cluster.update_weight_buffer_size
         rest = self._process
         # Two are under way; an engine still has to deliver the end of a third.
-        sent, received = self._moving + 2 * bucket, 3 * bucket + self._merging
+        sent, received = self._moving + 2 * bucket, 3 * bucket
         return (
             Phase("train", "trainer", self.trainer_at_work() | rest),
             Phase("sync", "trainer", at_rest | {"weights on their way": sent} | rest),
@@ -367,16 +344,6 @@ class RunMemory:
             "activations and work": 2 * hidden + max(layer, hidden + logits),
         }
         return Phase("score", "reference", parts | self._process)
-
-    @property
-    def _merging(self) -> int:
-        """Where an engine merges adapters: two groups of merged weights; base and product of the
-        largest, the latter in float32. Four bits become float32 by way of indices of 4 bytes."""
-        if not self.cfg.model.lora.rank:
-            return 0
-        largest = self.shape.hidden_size * self.shape.intermediate_size
-        base = 12 if self.cfg.model.lora.load_in_4bit else self.num_bytes
-        return 2 * GROUP_BYTES + largest * (4 + base)
 
     @property
     def _moving(self) -> int:

@@ -25,7 +25,7 @@ from hone.checkpoint.sharded import StoredTensor, take
 from hone.config.errors import UserError
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.models.adapters import AdaptedWeights, adapted_weights, merged_weights
+from hone.models.adapters import merged_weights
 from hone.models.decoder import decoder_layers
 from hone.observe.metrics import Last, Mean, Metric, Metrics, Sum, merge
 from hone.trainer.optimizers import ParameterOptimizer
@@ -135,10 +135,6 @@ class Learner(RowScorer, ABC):
         """The weights an engine must sample with, under Hugging Face names. With several processes
         whole tensors, gathered some at a time: collective, and each exists while it is held."""
         return merged_weights(self.policy.model, self.policy.named_weights())
-
-    def adapted_weights(self) -> AdaptedWeights | None:
-        """The same as this trainer stores it, where it trains adapters."""
-        return adapted_weights(self.policy.model, self.policy.named_weights)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Masters and moments as named tensors, and counters that JSON can hold."""

@@ -5,56 +5,33 @@ time. The first one fills buckets with them and broadcasts these to every rank o
 at a time: one is filled, or taken apart, while the other is on its way. An engine's rank copies its
 part of each weight into the tensors it samples with.
 
-Of an adapted model the frozen base travels once, and then adapters alone, which engines merge
-themselves (`hone.weights.adapted`).
-
 The proof has two halves. What arrived is compared with the sender's manifest of what it read from
 the trainer; what the engine samples with is compared, by `Engine.finish_sync`, with a manifest of
-the rank's parts of what arrived. Where the rank has merged these, they are compared before with
-what the sender merges, part by part. Each rank waits until the first half has succeeded everywhere,
-so that the ranks of one engine never part ways. After a failure anywhere the delivery is repeated
-for all.
+the rank's parts of what arrived. Each rank waits until the first half has succeeded everywhere, so
+that the ranks of one engine never part ways. After a failure anywhere the delivery is repeated for
+all.
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic, perf_counter
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hone.distributed.mesh import Mesh
-from hone.models.adapters import AdaptedWeights, merge_stored
 from hone.models.manifest import build_manifest
-from hone.types import (
-    EngineLostError,
-    Trainer,
-    WeightManifest,
-)
-from hone.weights.adapted import (
-    AdapterSpec,
-    Holding,
-    MergeDiffersError,
-    Way,
-    arithmetic_of,
-    choose_way,
-    described,
-)
+from hone.types import EngineLostError, Trainer
 from hone.weights.buckets import Bucket, Entry, layout_of
 from hone.weights.link import Board, Link, LinkError, host_store
 from hone.weights.protocol import (
     BUFFERS,
-    CHOSE,
-    HOLDS,
     RECEIVED,
     SENT,
     Pending,
-    Proof,
     Receivers,
     ReceiveSpec,
     board_of,
@@ -66,8 +43,6 @@ from hone.weights.sync import (
 )
 
 __all__ = ["BroadcastSync"]
-
-_log = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
 """How long engines have to say how they fared, after a delivery has failed."""
@@ -89,12 +64,10 @@ class BroadcastSync:
         bucket_bytes: int,
         timeout_s: float,
         host: str = "127.0.0.1",
-        adapted: AdaptedWeights | None = None,
     ) -> None:
         """Every training process makes one; `receivers` are given to the first alone.
 
-        `timeout_s` is for a whole delivery. `host` is how engines reach this machine. `adapted` are
-        the trainer's weights as it stores them, where it trains adapters.
+        `timeout_s` is for a whole delivery. `host` is how engines reach this machine.
         """
         if mesh.is_first != (receivers is not None):
             raise ValueError(
@@ -107,13 +80,11 @@ class BroadcastSync:
         self.bucket_bytes = bucket_bytes
         self.timeout_s = timeout_s
         self.host = host
-        self.adapted = adapted
-        self._base = uuid4().hex
-        self._layout: tuple[Sequence[Entry], AdapterSpec | None] | None = None
+        self._entries: Sequence[Entry] | None = None
+        """What engines must sample with, in the order in which it comes."""
         self._store: dist.TCPStore | None = None
         self._link: Link | None = None
         self._delivery = 0
-        self._has_warned = False
 
     @torch.no_grad()
     def push(self, version: int) -> SyncReport:
@@ -126,19 +97,18 @@ class BroadcastSync:
         tensors where weights did not arrive as they were sent. After an error no engine samples
         until a later push succeeds; that one may come at once.
         """
-        if self._layout is None:
+        if self._entries is None:
             # Walked through once more, since engines must know what comes before it does.
-            self._layout = self._lay_out()
-        walk = self.trainer.named_weights if self.adapted is None else self.adapted.named
-        weights = iter(walk())
+            self._entries = layout_of(self.trainer.named_weights())
+        weights = iter(self.trainer.named_weights())
         if self.receivers is None:
             _exhaust(weights)
             return self._agree(None)
         try:
-            report = self._deliver(version, self.receivers, self._layout, weights)
+            report = self._deliver(version, self.receivers, self._entries, weights)
         except Exception as error:
             _exhaust(weights)  # the other processes are on the same walk
-            self._layout = None  # it may be why
+            self._entries = None  # they may be why
             self.mesh.gather(_portable(error))
             raise
         return self._agree(report)
@@ -148,23 +118,11 @@ class BroadcastSync:
         self._drop_link()
         self._store = None
 
-    def _lay_out(self) -> tuple[Sequence[Entry], AdapterSpec | None]:
-        """What engines must sample with, and what the trainer stores where that is not the same."""
-        entries = layout_of(self.trainer.named_weights())
-        if self.adapted is None:
-            return entries, None
-        return entries, AdapterSpec(
-            base=self._base,
-            entries=tuple(layout_of(self.adapted.named())),
-            trained=self.adapted.trained,
-            projections=self.adapted.projections,
-        )
-
     def _agree(self, outcome: SyncReport | Exception | None) -> SyncReport:
         """What the first process, alone, knows came of it."""
         told = self.mesh.gather(outcome)[0]
         if isinstance(told, Exception):
-            self._layout = None  # it may be why
+            self._entries = None  # they may be why
             raise told
         return told
 
@@ -172,7 +130,7 @@ class BroadcastSync:
         self,
         version: int,
         receivers: Receivers,
-        layout: tuple[Sequence[Entry], AdapterSpec | None],
+        entries: Sequence[Entry],
         weights: Iterable[tuple[str, Tensor]],
     ) -> SyncReport:
         start = perf_counter()
@@ -181,7 +139,6 @@ class BroadcastSync:
             self._store = host_store(self.host, timeout_s=self.timeout_s)
         self._delivery += 1
         ranks = receivers.engine_ranks
-        entries, adapters = layout
         spec = ReceiveSpec(
             version=version,
             delivery=self._delivery,
@@ -189,18 +146,16 @@ class BroadcastSync:
             port=self._store.port,
             names=_member_names(ranks),
             entries=tuple(entries),
-            adapters=adapters,
             bucket_bytes=self.bucket_bytes,
             timeout_s=self.timeout_s,
         )
         engines = _Answers(dict(zip(ranks, receivers.start_receive(spec), strict=True)))
         board = board_of(self._store, spec, rank=0, watch=engines.look)
         try:
-            way, holdings = self._choose(spec, board)
-            buckets = spec.buckets(way)
+            buckets = spec.buckets()
             self._link = Link.meet(self._store, board, self.mesh.device, self._link)
             sender = _Sender(self._link, board, buckets, self.mesh.device)
-            board.put(SENT, _send(sender, spec, way, holdings, weights))
+            board.put(SENT, build_manifest(sender.send(weights), version))
             board.put(RECEIVED)
             board.gather(RECEIVED)
             late = f"it had not taken over its weights after {self.timeout_s:g} s"
@@ -221,28 +176,6 @@ class BroadcastSync:
             num_tensors=sum(len(entry.names) for entry in entries),
             aliased=False,
         )
-
-    def _choose(self, spec: ReceiveSpec, board: Board) -> tuple[Way, list[Holding]]:
-        """What this delivery consists of, and what each rank of the engines has said."""
-        if spec.adapters is None:
-            return Way.MERGED, []
-        holdings: list[Holding] = board.gather(HOLDS, range(1, len(spec.names)))
-        own = arithmetic_of(self.mesh.device)
-        way = choose_way(spec.adapters, own, holdings)
-        board.put(CHOSE, way)
-        if way is Way.MERGED and not self._has_warned:
-            self._has_warned = True
-            reasons = [
-                f"{name}: {holding.objection or f'{holding.arithmetic}, the trainer has {own}'}"
-                for name, holding in zip(spec.names[1:], holdings, strict=True)
-                if holding.objection or holding.arithmetic != own
-            ]
-            _log.warning(
-                "merged weights are sent at each sync, not adapters alone, since engines cannot "
-                "merge these to the trainer's bits. %s",
-                "; ".join(reasons),
-            )
-        return way, holdings
 
     def _drop_link(self) -> None:
         if self._link is not None:
@@ -266,32 +199,8 @@ def _exhaust(weights: Iterable[tuple[str, Tensor]]) -> None:
 
 def _portable(error: Exception) -> Exception:
     """The same for other processes; of any class it might not pickle."""
-    kinds = (EngineLostError, MergeDiffersError, NonFiniteWeightsError)
+    kinds = (EngineLostError, NonFiniteWeightsError)
     return error if isinstance(error, kinds) else RuntimeError(str(error))
-
-
-def _send(
-    sender: _Sender,
-    spec: ReceiveSpec,
-    way: Way,
-    holdings: Sequence[Holding],
-    weights: Iterable[tuple[str, Tensor]],
-) -> Proof:
-    """Send what the walk gives, and say what it was."""
-    adapters = spec.adapters
-    if adapters is None or way is Way.MERGED:
-        if adapters is not None:
-            weights = merge_stored(adapters.projections, weights)
-        return Proof(build_manifest(sender.send(weights), spec.version), {}, {})
-    stays = adapters.staying(way)
-    passing = described(adapters, stays, holdings, sender.send(weights, stays))
-    manifest = build_manifest(passing, spec.version)
-    come = {name for entry in adapters.travelling(way) for name in entry.names}
-    sent, merged, frozen = {}, {}, {}
-    for name, record in manifest.tensors.items():
-        kind = sent if name in come else frozen if name in stays else merged
-        kind[name] = record
-    return Proof(WeightManifest(manifest.version, sent), merged, frozen)
 
 
 class _Sender:
@@ -306,11 +215,8 @@ class _Sender:
         self._device = device
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(
-        self, weights: Iterable[tuple[str, Tensor]], stays: frozenset[str] = frozenset()
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight after it has been put into its bucket, unless it is one that `stays`;
-        full buckets are on their way.
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight after it has been put into its bucket; full buckets are on their way.
 
         Raises NonFiniteWeightsError before a bucket with such weights is sent, and RuntimeError
         where weights are not those of the buckets.
@@ -318,7 +224,7 @@ class _Sender:
         slots = self._slots()
         further_names = {n for b in self._buckets for e in b.entries for n in e.names[1:]}
         for name, tensor in weights:
-            if name not in further_names and name not in stays:
+            if name not in further_names:
                 entry, view = next(slots, (None, None))
                 _require_next(entry, name, tensor)
                 assert view is not None
@@ -395,8 +301,8 @@ class _Answers:
                 failures.append(EngineLostError(engine, late))
             except (EngineLostError, LinkError) as error:
                 failures.append(error)
-            except (MergeDiffersError, NonFiniteWeightsError) as error:
-                failures.append(type(error)(f"{engine}: {error}"))
+            except NonFiniteWeightsError as error:
+                failures.append(NonFiniteWeightsError(f"{engine}: {error}"))
             except (RuntimeError, ValueError, OSError) as error:
                 failures.append(RuntimeError(f"{engine}: {error}"))
         failures.sort(key=_distance)

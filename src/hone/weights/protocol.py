@@ -8,19 +8,14 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from hone.types import TensorRecord, WeightManifest
-from hone.weights.adapted import AdapterSpec, Way
 from hone.weights.buckets import Bucket, Entry, plan_buckets
 from hone.weights.link import Board
 
 __all__ = [
     "BUFFERS",
-    "CHOSE",
-    "HOLDS",
     "RECEIVED",
     "SENT",
     "Pending",
-    "Proof",
     "ReceiveSpec",
     "Received",
     "Receivers",
@@ -30,7 +25,6 @@ __all__ = [
 BUFFERS = 2
 """Buckets that exist at a time."""
 SENT, RECEIVED = "sent a manifest", "received all weights"
-HOLDS, CHOSE = "said what it holds", "chosen what to send"
 """Deeds on the board of a delivery."""
 
 
@@ -48,31 +42,13 @@ class ReceiveSpec:
     """Members of the link by rank, for messages; the sender is first."""
     entries: tuple[Entry, ...]
     """What engines must sample with, in the order in which it comes."""
-    adapters: AdapterSpec | None = None
-    """How they may make that themselves."""
     bucket_bytes: int
     timeout_s: float
     """For the whole delivery, from when a rank begins with it."""
 
-    def buckets(self, way: Way) -> list[Bucket]:
+    def buckets(self) -> list[Bucket]:
         """What comes, in this order."""
-        if way is Way.MERGED:
-            return plan_buckets(self.entries, self.bucket_bytes)
-        assert self.adapters is not None
-        limit = self.adapters.bucket_bytes(way, self.bucket_bytes)
-        return plan_buckets(self.adapters.travelling(way), limit)
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """What the sender says of a delivery."""
-
-    sent: WeightManifest
-    """Of what has travelled."""
-    merged: Mapping[str, TensorRecord]
-    """Of what engines merge, the parts, by `Cut.name`."""
-    frozen: Mapping[str, TensorRecord]
-    """Of what engines have got before and do not merge."""
+        return plan_buckets(self.entries, self.bucket_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,12 +98,11 @@ class Delivery:
         self,
         named: Iterable[tuple[str, Tensor]],
         *,
-        are_parts: bool = False,
         are_finite: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the engine's part of each weight, after its delivery. `named` are whole weights or,
-        with `are_parts`, those parts. With `are_finite` they are in their own number format, and
-        are looked at only where the engine's is another."""
+        """Yield the engine's part of each weight, after its delivery. `named` are whole weights.
+        With `are_finite` they are finite in their own number format, and are looked at only where
+        the engine's is another."""
         for group in in_groups(named, GROUP_BYTES):
             # Of whole weights, so that engines with different parts of them all refuse.
             doubtful = {
@@ -112,9 +111,7 @@ class Delivery:
                 if name in self.targets and not (are_finite and self.is_as_it_came(name, tensor))
             }
             check_finite(doubtful, self.dtypes)
-            parts = group
-            if not are_parts:
-                parts = {name: self._engine.shard(name, tensor) for name, tensor in group.items()}
+            parts = {name: self._engine.shard(name, tensor) for name, tensor in group.items()}
             self.shapes |= {name: part.shape for name, part in parts.items()}
             self._deliver(parts)
             yield from parts.items()
