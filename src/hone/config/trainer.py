@@ -129,9 +129,9 @@ class SFTTrainerConfig(Section):
     mantissa. `fp8` (bfloat16 models; GPUs from Ada and Hopper on; extra `fp8`): projections of
     decoder layers multiply in float8, forward and backward; attention, head and engine do not. Then
     the launch gate measures that rounding too: it tells a bug from it only by limits of your own
-    (`trainer.parity.max_kl`), and `algorithm.correction` is advised. On an H200 steps of 0.6B take
-    half as long again, with gradients off by 0.19 where bfloat16's are by 0.015; larger models are
-    not measured."""
+    (`trainer.parity.max_kl`), and `algorithm.correction` is advised. On an H200 steps of 8B
+    are 1.13 times as fast as in bfloat16, steps of 0.6B take half as long again; gradients are off
+    by 0.19 where bfloat16's are by 0.015 (0.6B)."""
 
     logits_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time; bounds memory at this many times the vocabulary."""
