@@ -1,18 +1,11 @@
 """A step in flight while the next is planned: same results, nothing too much, nothing lost."""
 
-import random
-import sys
-from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
 
 import pytest
 import torch
 
 from hone.engine.detokenizer import StopStringWatcher
-from hone.engine.engine import EmbeddedEngine
-from hone.engine.requests import check_request
-from hone.engine.scheduler import Scheduler
 from hone.types import Request, SamplingParams, StopReason
 from tests.engine.test_generation import PARAMS, assert_equal, make_requests, run
 
@@ -117,131 +110,6 @@ def test_a_failed_step_forgets_what_is_in_flight(models, monkeypatch):
         engine.step()
     engine._runner.launch = correct
     assert_equal(expected, run(engine, []))
-
-
-@contextmanager
-def interrupted(within, num_lines, places):
-    """Ctrl-C after so many lines of the method `within` and what it calls, where it gets so far."""
-
-    def line(frame, event, arg):
-        nonlocal num_lines
-        num_lines -= event == "line"
-        if num_lines < 0:
-            places.add((frame.f_code.co_name, frame.f_lineno))
-            raise KeyboardInterrupt  # which ends the tracing
-        return line
-
-    def call(frame, event, arg):
-        caller = frame
-        while caller is not None and caller.f_code is not within.__code__:
-            caller = caller.f_back
-        return None if caller is None else line
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    with suppress(KeyboardInterrupt):
-        yield
-    sys.settrace(before)
-
-
-@pytest.mark.parametrize(
-    ("within", "num_lines"), [(Scheduler.schedule, 1000), (Scheduler._preempt, 60)]
-)
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_R20_no_ctrl_c_while_a_step_is_planned_loses_or_changes_a_request(
-    models, in_flight, within, num_lines
-):
-    requests = make_requests()
-    expected = run(models.engine(), requests)
-    rng, places = random.Random(in_flight), set()
-    for _ in range(20):
-        engine = models.engine(in_flight=in_flight, **SETTINGS[3])
-        engine.submit(requests)
-        done = {}
-        for _ in range(500):
-            with interrupted(within, rng.randrange(num_lines), places):
-                done |= {completion.request_id: completion for completion in engine.step()}
-            if not engine.has_unfinished:
-                break
-        assert_equal(expected, done)
-        assert engine.stats().kv_cache_usage == 0
-    assert len(places) > (20 if within is Scheduler.schedule else 10)
-
-
-def until_uninterrupted(within):
-    """Ctrl-C at every line of `within`, one after the other."""
-    for num_lines in range(1000):
-        places = set()
-        yield interrupted(within, num_lines, places)
-        if not places:
-            return
-    raise AssertionError(within)
-
-
-@pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("within", [EmbeddedEngine._collect, EmbeddedEngine._make_good])
-def test_R20_no_ctrl_c_while_tokens_are_taken_loses_or_changes_a_request(models, in_flight, within):
-    """Not in the repair of what another one has left either. The step ends one request by a stop
-    string, one by an end-of-sequence id and one by its length; one goes on."""
-    plain = SamplingParams(max_tokens=5, temperature=0)
-    whole = run(models.engine(), [Request(id="w", prompt_ids=(3, 4), sampling=plain)])["w"]
-    third = whole.token_ids[2]
-    assert third not in whole.token_ids[:2]
-    text = models.tokenizer.decode([third])
-    endings = {"stop": (text,), "stop_token_ids": (third,), "max_tokens": 3, "seed": 0}
-    requests = [
-        Request(id=name, prompt_ids=(3, 4), sampling=replace(plain, **{name: value}))
-        for name, value in endings.items()
-    ]
-    expected = run(models.engine(with_tokenizer=True), requests)
-    assert [len(expected[name].token_ids) for name in endings] == [3, 3, 3, 5]
-    for attempt in until_uninterrupted(within):
-        engine = models.engine(with_tokenizer=True, in_flight=in_flight)
-        engine.submit(requests)
-        done = []
-        for _ in range(2 + in_flight):
-            done += engine.step()
-        engine._is_torn = within is EmbeddedEngine._make_good
-        with attempt:
-            done += engine.step()
-        while engine.has_unfinished:
-            done += engine.step()
-        assert len(done) == len(requests)
-        assert_equal(expected, {completion.request_id: completion for completion in done})
-        assert engine.stats().kv_cache_usage == 0
-
-
-def test_R20_ctrl_c_in_submit_or_abort_leaves_all_or_none(models):
-    requests = make_requests(params=PARAMS[:3])
-    expected = run(models.engine(), requests)
-    names = [request.id for request in requests]
-    outcomes = set()
-    early = interrupted(check_request, 1, set())
-    for attempt in chain([early], until_uninterrupted(Scheduler.add)):
-        engine = models.engine(in_flight=1)
-        with attempt:
-            engine.submit(requests)
-        outcomes.add(("submit", tuple(engine._sequences)))
-        if not engine.has_unfinished:
-            engine.submit(requests)
-        assert_equal(expected, run(engine, []))
-    for attempt in until_uninterrupted(EmbeddedEngine.abort):
-        engine = models.engine(in_flight=1)
-        engine.submit(requests)
-        engine.step()
-        with attempt:
-            engine.abort(names[:2])
-        outcomes.add(("abort", tuple(engine._sequences)))
-        kept = {name: expected[name] for name in engine._sequences}
-        assert_equal(kept, run(engine, []))
-        assert engine.stats().kv_cache_usage == 0
-    everything = tuple(names)
-    assert outcomes == {
-        ("submit", ()),
-        ("submit", everything),
-        ("abort", everything),
-        ("abort", everything[2:]),
-    }
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])

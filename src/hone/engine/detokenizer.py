@@ -22,45 +22,33 @@ class StopStringWatcher:
         self._tokenizer = tokenizer
         self._stop = stop
         self._tail_chars = max(map(len, stop)) - 1
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget every token."""
-        self._is_torn = True
         self.has_matched = False
         """A stop string is in the text, since the token that was pushed last."""
-        self._num_pushed = 0
         self._tail = ""  # the newest complete text that a match may begin in
         self._window: list[int] = []  # tokens whose text is `_known`, then those not complete
         self._num_known = 0
         self._known = ""
-        self._is_torn = False
-
-    def has_seen(self, num_tokens: int) -> bool:
-        """Whether just so many tokens were pushed, and none of these calls was broken off."""
-        return self._num_pushed == num_tokens and not self._is_torn
 
     def push(self, token_id: int) -> bool:
-        """Add a sampled token; True when a stop string is in the text."""
-        self._is_torn = True
+        """Add a sampled token; True when a stop string is in the text. Where the tokenizer raises,
+        the token can be pushed again."""
         self.has_matched = self._matches(token_id)
-        self._num_pushed += 1
-        self._is_torn = False
         return self.has_matched
 
     def _matches(self, token_id: int) -> bool:
-        self._window.append(token_id)
-        text = self._decode(self._window)
-        new_text = text[len(self._known) :]
+        window = [*self._window, token_id]
+        new_text = self._decode(window)[len(self._known) :]
         # A match may be complete although the bytes after it are not.
         visible = self._tail + new_text.rstrip(_INCOMPLETE)
         if any(stop in visible for stop in self._stop):
+            self._window = window
             return True
         if new_text and not new_text.endswith(_INCOMPLETE):
+            window = window[self._num_known :]
+            self._known = self._decode(window)  # which may raise
             self._tail = visible[-self._tail_chars :] if self._tail_chars else ""
-            self._window = self._window[self._num_known :]
-            self._num_known = len(self._window)
-            self._known = self._decode(self._window)
+            self._num_known = len(window)
+        self._window = window
         return False
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -9,8 +9,9 @@ while engine.has_unfinished:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from enum import StrEnum
 from time import perf_counter
 
@@ -64,11 +65,6 @@ class EmbeddedEngine:
 
     With `tensor_parallel`, `model` is this rank's, from `shard_model`. All ranks of the group make
     an engine and then the same calls in the same order; what they return is the same, too.
-
-    A KeyboardInterrupt out of a call loses no request: each is queued as far as its tokens are
-    known, or finished and returned by the next `step`. Those of a `submit` are queued all or none,
-    those of an `abort` withdrawn all or none. To be rid of them all, `abort` their ids and `step`
-    once. With `tensor_parallel` the ranks must be interrupted alike.
 
     With `exact`, the log-probability of a token is the same bits in every batch, and those of a
     trainer in exact mode. Raises UserError where the model is not served, ValueError with an FP8
@@ -154,9 +150,6 @@ class EmbeddedEngine:
         # A CPU has computed a step when its launch returns.
         self._max_in_flight = 1 if model.device.type == "cuda" else 0
         self._finished: list[Completion] = []
-        self._is_torn = False
-        """A call is changing the state, or was broken off while it did: `_sequences`, their tokens
-        and `_finished` alone can be relied upon."""
         self._weight_version = 0
         self._num_generated_tokens = 0
         self._num_first_tokens = 0
@@ -178,14 +171,11 @@ class EmbeddedEngine:
 
         Raises ValueError for one that can never fit, is malformed, or reuses an unfinished id.
         """
-        self._make_good()
         in_use = self._sequences.keys() | {done.request_id for done in self._finished}
         added = self._intake.take(requests, in_use)
-        self._is_torn = True
         self._sequences.update(added)
         for new in added.values():
             self._scheduler.add(new)
-        self._is_torn = False
 
     def step(self) -> list[Completion]:
         """Launch the next token of every running sequence; return what has finished since.
@@ -195,9 +185,8 @@ class EmbeddedEngine:
         first token. When the model raises, everything returns to the queue with what is known.
         """
         self._require(EngineState.AWAKE, call="step")
-        self._make_good()
-        self._advance()
-        # No call follows in which Ctrl-C could come between taking these and returning them.
+        with self._requeue_on_error():
+            self._advance()
         finished, self._finished = self._finished, []
         return finished
 
@@ -207,13 +196,11 @@ class EmbeddedEngine:
         Ids that are not queued or running are passed over: they may just have finished. A token in
         flight is dropped; resumed with the same seed, the request samples it again.
         """
-        self._make_good()
         aborted = {name: self._sequences[name] for name in request_ids if name in self._sequences}
         completions = [sequence.completion(StopReason.ABORT) for sequence in aborted.values()]
-        self._is_torn = True
-        self._sequences = {n: kept for n, kept in self._sequences.items() if n not in aborted}
+        for name in aborted:
+            del self._sequences[name]
         self._scheduler.remove(aborted.values())
-        self._is_torn = False
         return completions
 
     def sleep(self) -> None:
@@ -286,13 +273,11 @@ class EmbeddedEngine:
             )
         self._runner.model.require_in_place()  # or other memory samples than was described
         self._weight_version = manifest.version
-        self._is_torn = True
         if self._runner.recalibrate():
-            self._make_good()
+            self._requeue()
         else:
             self._scheduler.restart_prefills()
         self._blocks.invalidate_prefixes()
-        self._is_torn = False
         self.state = EngineState.AWAKE
 
     def stats(self) -> EngineStats:
@@ -314,42 +299,31 @@ class EmbeddedEngine:
     def _advance(self) -> None:
         """Launch a step and take the tokens of an earlier one."""
         started_s = perf_counter()
-        self._is_torn = True
-        try:
-            plan = self._scheduler.schedule()
-            if plan:
-                self._in_flight.append(self._runner.launch(plan, self._weight_version))
-                self._num_steps += 1
-            self._collect(self._max_in_flight if plan else 0)
-        except BaseException:
-            self._make_good()
-            raise
-        self._is_torn = False
+        plan = self._scheduler.schedule()
+        if plan:
+            self._in_flight.append(self._runner.launch(plan, self._weight_version))
+            self._num_steps += 1
+        self._collect(self._max_in_flight if plan else 0)
         self._busy_s += perf_counter() - started_s
 
     def _drain(self) -> None:
         """Take the tokens of all steps in flight."""
-        self._make_good()
-        self._is_torn = True
-        self._collect(0)
-        self._is_torn = False
+        with self._requeue_on_error():
+            self._collect(0)
 
-    def _make_good(self) -> None:
-        """After a call that was broken off: every request is finished, or waits with its tokens.
+    @contextmanager
+    def _requeue_on_error(self) -> Generator[None]:
+        """Where the model or the tokenizer raises inside, every request waits with its tokens."""
+        try:
+            yield
+        except Exception:
+            self._requeue()
+            raise
 
-        It may be broken off itself, and is then repeated by the next call.
-        """
-        if not self._is_torn:
-            return
+    def _requeue(self) -> None:
+        """Send all requests back to the queue with the tokens that are known."""
         self._in_flight.clear()
-        for done in self._finished:
-            self._sequences.pop(done.request_id, None)
-        for sequence in list(self._sequences.values()):
-            if (reason := sequence.make_good()) is not None:
-                self._finished.append(sequence.completion(reason))
-                del self._sequences[sequence.request.id]
         self._scheduler.restart(self._sequences.values())
-        self._is_torn = False
 
     def _collect(self, max_in_flight: int) -> None:
         """Take the tokens of the oldest steps until at most `max_in_flight` are on their way."""

@@ -83,21 +83,10 @@ class Sequence:
     def append(self, token_id: int, logprob: float, weight_version: int) -> StopReason | None:
         """Take a sampled token; returns why the sequence ends with it, if it does."""
         if self.watcher is not None and token_id not in self.stop_ids:
-            self.watcher.push(token_id)  # which may raise
+            self.watcher.push(token_id)  # first: a tokenizer may raise
         self.logprobs.append(logprob)
         self.weight_versions.append(weight_version)
-        self.token_ids.append(token_id)  # last: a token that is here is here wholly
-        return self._stop_reason()
-
-    def make_good(self) -> StopReason | None:
-        """Drop what an `append` that was broken off has left; why the sequence has ended, if so."""
-        sampled = self.token_ids[len(self.request.prompt_ids) :]
-        del self.logprobs[len(sampled) :]
-        del self.weight_versions[len(sampled) :]
-        if self.watcher is not None and not self.watcher.has_seen(len(sampled)):
-            self.watcher.restart()
-            for token_id in sampled:
-                self.watcher.push(token_id)
+        self.token_ids.append(token_id)
         return self._stop_reason()
 
     def _stop_reason(self) -> StopReason | None:
