@@ -43,7 +43,6 @@ COMBINATIONS = ("offload_optimizer + bfloat16", "recompute full, every 2nd layer
 """Measured with the first shape only."""
 
 GRADIENTS = {"offload_optimizer": True, "offload_gradients": True}
-PARAMETERS = GRADIENTS | {"offload_parameters": True}
 KNOBS: dict[str, dict[str, Any]] = {
     "none": {},
     "recompute full": {"recompute": "full"},
@@ -52,11 +51,9 @@ KNOBS: dict[str, dict[str, Any]] = {
     "recompute full + offload_activations": {"recompute": "full", "offload_activations": True},
     "offload_optimizer": {"offload_optimizer": True},
     "offload_gradients": GRADIENTS,
-    "offload_parameters": PARAMETERS,
-    "recompute full + offload_parameters": PARAMETERS | {"recompute": "full"},
     "state_dtype bfloat16": {"state_dtype": "bfloat16"},
     "offload_optimizer + bfloat16": {"offload_optimizer": True, "state_dtype": "bfloat16"},
-    "all (full, all offloads, bfloat16)": PARAMETERS
+    "all (full, all offloads, bfloat16)": GRADIENTS
     | {"recompute": "full", "offload_activations": True, "state_dtype": "bfloat16"},
 }
 

@@ -52,7 +52,6 @@ ALONE = {
     "none again": {},
     "optimizer": OPTIMIZER,
     "gradients": GRADIENTS,
-    "parameters": PARAMETERS,
 }
 SHARED = {
     "none": {"parallel": {"zero_stage": 3}},
@@ -121,7 +120,7 @@ class Check:
         parallel = settings.get("parallel", {})
         mesh = Mesh.join(ParallelConfig(**parallel, timeout_s=300), self.own, self.device)
         model: PreTrainedModel = copy.deepcopy(self.model)
-        if self.own.world_size == 1 and "offload_parameters" not in settings:
+        if self.own.world_size == 1:
             model.to(self.device)  # pyright: ignore[reportArgumentType]
         rest = {k: v for k, v in settings.items() if k != "parallel"}
         return make_trainer(

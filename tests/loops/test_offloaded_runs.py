@@ -17,7 +17,7 @@ from hone.data.arithmetic import generate
 from hone.loops import reinforce, supervised
 from hone.loops.step import Outcome
 
-AWAY = {"offload_optimizer": True, "offload_gradients": True, "offload_parameters": True}
+AWAY = {"offload_optimizer": True, "offload_gradients": True}
 
 
 def check_same_export(one: Path, other: Path) -> None:

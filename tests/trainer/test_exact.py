@@ -89,10 +89,3 @@ def test_reference_is_scored_exactly_too(products):
 def test_cpu_is_refused():
     with pytest.raises(UserError, match=r"model\.exact: .*got cpu"):
         make_trainer(tiny_model())
-
-
-@pytest.mark.usefixtures("products")
-def test_weights_of_its_layers_do_not_go_to_the_host():
-    offloads = dict.fromkeys(("offload_optimizer", "offload_gradients", "offload_parameters"), True)
-    with pytest.raises(UserError, match=r"offload_parameters is on, but model\.exact trains"):
-        make_trainer(tiny_model(dtype=torch.float32), **offloads)

@@ -1,4 +1,4 @@
-"""Steps over gradients and weights that lie on the host: the bits of steps without."""
+"""Steps over gradients that lie on the host: the bits of steps without."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hone.config.model import LoraConfig
 from hone.models.adapters import adapt
-from hone.models.decoder import decoder_layers
 from hone.observe.metrics import to_scalars
-from hone.trainer import host_state, optimizers, visiting_layers
+from hone.trainer import host_state, optimizers
 from hone.trainer import policy as policy_module
-from hone.trainer.host_state import HostGradients, HostMasters, StreamedGradients
+from hone.trainer.host_state import HostGradients, StreamedGradients
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.trainer import PolicyTrainer
-from hone.trainer.visiting_layers import VisitingLayers
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 GRADIENTS = {"offload_optimizer": True, "offload_gradients": True}
-PARAMETERS = GRADIENTS | {"offload_parameters": True}
 ROWS = random_rows(7)
 
 
@@ -93,9 +90,7 @@ def test_offload_changes_no_bit(name: str):
     fields = dict(CASES[name])
     settings = fields.pop("settings", {})
     expected = course(trainer_of(model_of(**fields), **settings))
-    # What travels with weights is streamed alike; without them masters may be what computes.
-    for knobs in (GRADIENTS, PARAMETERS) if len(CASES[name]) == 1 else (PARAMETERS,):
-        check_equal(course(trainer_of(model_of(**fields), **settings, **knobs)), expected)
+    check_equal(course(trainer_of(model_of(**fields), **settings, **GRADIENTS)), expected)
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
@@ -107,8 +102,7 @@ def test_pieces_of_parameters_change_no_bit(state_dtype: str, monkeypatch: pytes
     monkeypatch.setattr(optimizers, "BUCKET_BYTES", 1024 * 22)
     settings = {"optimizer": {"state_dtype": state_dtype}}
     plain, away = (
-        trainer_of(model_of(dtype=torch.bfloat16), **settings, **knobs)
-        for knobs in ({}, PARAMETERS)
+        trainer_of(model_of(dtype=torch.bfloat16), **settings, **knobs) for knobs in ({}, GRADIENTS)
     )
     check_equal(course(away), course(plain))
 
@@ -134,16 +128,6 @@ class NormsOfParts(StreamedGradients):
         self._norms[name] = gradient.float().norm()[None]
 
 
-class WithoutHomes(HostMasters):
-    """Leaves weights on the host as they are."""
-
-    @classmethod
-    def copied(cls, *arguments: Any) -> HostMasters:
-        found = super().copied(*arguments)
-        found.homes.clear()
-        return found
-
-
 BUGS: dict[str, tuple[dict[str, Any], Any, str, Any]] = {
     "not clipped": (
         GRADIENTS,
@@ -153,8 +137,6 @@ BUGS: dict[str, tuple[dict[str, Any], Any, str, Any]] = {
     ),
     "earlier micro-batches": (GRADIENTS, policy_module, "StreamedGradients", LastMicroBatch),
     "norms of parts": (GRADIENTS, policy_module, "StreamedGradients", NormsOfParts),
-    "stale on the device": (PARAMETERS, VisitingLayers, "send_home", lambda self: None),
-    "stale on the host": (PARAMETERS, policy_module, "HostMasters", WithoutHomes),
 }
 
 
@@ -205,9 +187,8 @@ def wait_late(mark: tuple[LateLane, int] | None) -> None:
 
 
 def use_late_lanes(monkeypatch: pytest.MonkeyPatch, wait: Callable[[Any], None]) -> None:
-    for module in (host_state, visiting_layers):
-        monkeypatch.setattr(module, "Lane", LateLane)
-        monkeypatch.setattr(module, "wait_for", wait)
+    monkeypatch.setattr(host_state, "Lane", LateLane)
+    monkeypatch.setattr(host_state, "wait_for", wait)
 
 
 class ReusedMemory(StreamedGradients):
@@ -228,51 +209,18 @@ def test_nothing_is_read_before_it_has_arrived_or_freed_before_it_has_left(
     use_late_lanes(monkeypatch, wait_late)
     monkeypatch.setattr(host_state, "BUCKET_BYTES", 4000)
     monkeypatch.setattr(policy_module, "StreamedGradients", ReusedMemory)
-    trainer = trainer_of(model_of(**fields), recompute=recompute, **PARAMETERS)
+    trainer = trainer_of(model_of(**fields), recompute=recompute, **GRADIENTS)
     check_equal(course(trainer), expected)
 
 
 def test_planted_step_that_does_not_wait_is_caught(monkeypatch: pytest.MonkeyPatch):
     use_late_lanes(monkeypatch, lambda mark: None)
     with pytest.raises((AssertionError, ValueError)):
-        check_against_no_offload(**PARAMETERS)
+        check_against_no_offload(**GRADIENTS)
 
 
-def num_on_device(trainer: PolicyTrainer) -> int:
-    return sum(
-        any(p.untyped_storage().nbytes() for p in layer.parameters())
-        for layer in decoder_layers(trainer.policy.model)
-    )
-
-
-@pytest.mark.parametrize("recompute", ["off", "full"])
-def test_no_more_than_three_layers_are_on_the_device(recompute: str):
-    trainer = trainer_of(model_of(num_hidden_layers=6), recompute=recompute, **PARAMETERS)
-    layers = decoder_layers(trainer.policy.model)
-    numbers: list[int] = []
-
-    def count(module: nn.Module, *_: Any) -> None:
-        weights = list(module.parameters())
-        assert all(p.untyped_storage().nbytes() == p.nbytes for p in weights)
-        numbers.append(num_on_device(trainer))
-
-    for layer in layers:
-        layer.get_submodule("mlp").register_forward_hook(count)
-        layer.get_submodule("mlp").register_full_backward_hook(count)
-    held = [(p, p.data_ptr()) for p in layers.parameters()]
-    assert num_on_device(trainer) == 0
-    trainer.update(ROWS)
-    trainer.logprobs(ROWS)
-    assert len(numbers) > 6 * 2 * 4
-    assert 2 <= max(numbers) <= 3
-    trainer.policy.apply(lambda: None)
-    assert num_on_device(trainer) == 0
-    assert [p for p, _ in held] == list(layers.parameters())
-
-
-@pytest.mark.parametrize("knobs", [GRADIENTS, PARAMETERS])
-def test_R23_gradients_that_are_not_finite_stop_the_step(knobs: dict[str, bool]):
-    trainer = trainer_of(model_of(), **knobs)
+def test_R23_gradients_that_are_not_finite_stop_the_step():
+    trainer = trainer_of(model_of(), **GRADIENTS)
     trainer.update(ROWS)
     before = state(trainer)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -294,9 +242,7 @@ def test_R23_gradients_that_are_not_finite_stop_the_step(knobs: dict[str, bool])
     check_equal(state(trainer), state(twin))
 
 
-@pytest.mark.parametrize(
-    ("saved", "resumed"), [({}, PARAMETERS), (PARAMETERS, {}), (GRADIENTS,) * 2]
-)
+@pytest.mark.parametrize(("saved", "resumed"), [({}, GRADIENTS), (GRADIENTS, {}), (GRADIENTS,) * 2])
 def test_a_run_goes_on_with_offload_switched(saved: dict[str, bool], resumed: dict[str, bool]):
     first = trainer_of(model_of(dtype=torch.bfloat16), **saved)
     first.update(ROWS)

@@ -201,9 +201,7 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
         rates = _rates(mesh, dtype)
         torch.manual_seed(cfg.run.seed)
         start_s = time.perf_counter()
-        model = load_for_training(
-            model_cfg, mesh, seed=cfg.run.seed, on_host=cfg.trainer.offload_parameters
-        )
+        model = load_for_training(model_cfg, mesh, seed=cfg.run.seed)
         num_params = sum(parameter.numel() for parameter in model.parameters())
         if cfg.model.lora.rank:
             adapt(model, cfg.model.lora, seed=cfg.run.seed)

@@ -127,7 +127,7 @@ def held_tensors(
     host_bytes: int = 0,
 ) -> Held:
     """What exists between two steps. Masters in the format that computes, `dtype`, are the weights
-    themselves. `host_bytes` are those of gradients and of layers' weights that lie on the host."""
+    themselves. `host_bytes` are those of gradients that lie on the host."""
     held = Held()
     held.add("masters", (master for master in masters if master.dtype != dtype), device)
     held.add("weights", weights, device)

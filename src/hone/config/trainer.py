@@ -113,10 +113,8 @@ class SFTTrainerConfig(Section):
     Needs `offload_optimizer`, whose step fetches them."""
 
     offload_parameters: bool = False
-    """Keep the weights of decoder layers in pinned host memory, and on the device while they
-    compute; the next layer's come meanwhile. Needs `offload_gradients`, and with several processes
-    `parallel.zero_stage` 3, whose shards then lie there. Not where an engine samples with the
-    trained tensors themselves: reinforcement learning of all weights by one process."""
+    """Keep the shards of weights in pinned host memory, and gathered weights on the device while
+    they compute. For several processes, with `parallel.zero_stage` 3. Needs `offload_gradients`."""
 
     compile: bool | None = None
     """Compile decoder layers and head with torch.compile: half the time and two thirds of the

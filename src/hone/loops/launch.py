@@ -236,21 +236,19 @@ def export(
         else:
             deque(adapters, maxlen=0)  # gathered by all
         return
-    if isinstance(policy, Policy) and not policy.offloads_parameters:
+    if isinstance(policy, Policy):
         export_hf(policy.model, tokenizer, folder, dtype, masters=policy.masters)
         return
     weights = trainer.named_weights() if dtype == policy.dtype else _wholes(policy.masters)
     export_hf_streamed(policy.model, tokenizer, folder, dtype, weights, mesh=begin.mesh)
 
 
-def load_for_training(
-    cfg: ModelConfig, mesh: Mesh, *, seed: int, on_host: bool = False
-) -> PreTrainedModel:
+def load_for_training(cfg: ModelConfig, mesh: Mesh, *, seed: int) -> PreTrainedModel:
     """The model that a trainer of `mesh` takes: without weights for several processes, of which
-    each reads its shards; whole for one, in host memory with `on_host`. Raises as `load_model`."""
+    each reads its shards; whole for one. Raises as `load_model`."""
     if mesh.world.size > 1:
         return load_deferred(cfg, device=mesh.device, seed=seed)
-    return load_model(cfg, device=mesh.device, seed=seed, on_host=on_host)
+    return load_model(cfg, device=mesh.device, seed=seed)
 
 
 def _wholes(masters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

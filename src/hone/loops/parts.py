@@ -380,7 +380,7 @@ def assemble(
             assert make_engines is not None, "engines and references need someone to start them"
             engines = stack.enter_context(make_engines(cfg))
         load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
-        model = load(on_host=cfg.trainer.offload_parameters)
+        model = load()
         limits = _limits(cfg, model, mesh)
         lora = cfg.model.lora
         sampled = None if is_apart else _sampled_model(cfg, model, mesh, load)

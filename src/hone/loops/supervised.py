@@ -45,9 +45,7 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
     )
     tokenizer = load_tokenizer(cfg.model)
     data = load_sft(cfg.data, tokenizer, seed=cfg.run.seed)
-    model = load_for_training(
-        cfg.model, mesh, seed=cfg.run.seed, on_host=cfg.trainer.offload_parameters
-    )
+    model = load_for_training(cfg.model, mesh, seed=cfg.run.seed)
     alarms = alarms_for(model)
     if cfg.model.lora.rank:
         adapt(model, cfg.model.lora, seed=cfg.run.seed)

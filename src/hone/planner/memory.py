@@ -12,8 +12,7 @@ pass holds besides them is modelled:
 * the head by its chunk of logits and the gradient of its matrix,
 * workspace by the largest tensors that one layer's backward has at a time,
 * several processes by what FSDP has whole: gathered weights, and gradients not yet reduced,
-* what is offloaded by what visits the device: three layers' weights of one process, and gradients
-  on their way, a window each way.
+* what is offloaded by what visits the device: gradients on their way, a window each way.
 
 On an H200 peaks of compiled layers came out within 1 % of those measured (Qwen3 of 0.6B to 8B, each
 knob of a 4B step; 10 % above at a peak of 7.5 GiB); on two GPUs (8B and 12 of its layers, stages 2
@@ -55,8 +54,6 @@ LayerCode = Literal["compiled", "eager"]
 _NF4_BLOCK = 64
 _BUCKETS_BYTES = 2 * (128 << 20)
 """Device memory that an offloaded optimizer step streams through."""
-_VISITORS = 3
-"""Layers of one process that are on the device at a time where their weights lie on the host."""
 _MAX_SAMPLED = 1 << 22
 """Elements whose move a step measures; several processes do so in float64."""
 _MUON_COPIES = 12
@@ -76,8 +73,7 @@ class TrainingMemory:
     optimizer: int
     """Moments."""
     gathered: int
-    """Weights that a pass of one of several processes gathers from the shards, or that visit the
-    device of one."""
+    """Weights that a pass of one of several processes gathers from the shards."""
     reducing: int
     """Gradients of whole layers, or of the model, on their way to the shards or the host."""
     activations: int
@@ -276,8 +272,6 @@ class _Counts:
     """Elements of this process's masters."""
     layer_gradients: int = 0
     """Of this process's masters in all layers, wherever they lie."""
-    homes: int = 0
-    """Weights of one process's layers that lie on the host."""
 
 
 class _Step:
@@ -300,7 +294,6 @@ class _Step:
         self.is_single = num_micro_batches == 1
         self.layers: LayerCode = layers
         self.is_shared = sizes.world > 1
-        self.visits = trainer.offload_parameters and not self.is_shared
         self.counts = _Counts()
         for tensor in _tensors(shape):
             self._count(tensor)
@@ -387,8 +380,6 @@ class _Step:
         counts, trainer = self.counts, self.trainer
         if self.num_bytes == 4:
             self._count_weights(tensor, 4 * shard)
-            if self.visits and not tensor.in_layer:
-                counts.host += 4 * shard
             return
         if not self.is_shared:
             self._count_weights(tensor, self.num_bytes * shard)
@@ -400,10 +391,7 @@ class _Step:
     def _count_weights(self, tensor: _Tensor, num_bytes: int) -> None:
         """What holds a tensor's values between passes."""
         counts = self.counts
-        if self.visits and tensor.in_layer:
-            counts.homes += num_bytes
-            counts.host += num_bytes
-        elif self.is_shared and self.trainer.offload_parameters:
+        if self.is_shared and self.trainer.offload_parameters:
             counts.host += num_bytes
         else:
             counts.weights += num_bytes
@@ -423,10 +411,9 @@ class _Step:
     # -- what is modelled ------------------------------------------------------------------------
 
     def _gathered(self) -> int:
-        """Of FSDP: all weights, or with stage 3 both ends and two layers in flight. Of one process:
-        the layer that computes, the next and the last."""
+        """Of FSDP: all weights, or with stage 3 both ends and two layers in flight."""
         if not self.is_shared:
-            return _VISITORS * self.counts.homes // max(self.shape.num_layers, _VISITORS)
+            return 0
         counts = self.counts
         one_layer = counts.whole_layers // self.shape.num_layers
         is_kept = self.trainer.parallel.zero_stage < 3

@@ -43,41 +43,30 @@ class HostMasters:
     weights: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     """What is to have the rounded master, on the device. The parameters themselves: an engine that
     shares them may give them other memory (`hone.models.fused_layers.merge_rows`)."""
-    homes: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """The same of weights that lie in host memory."""
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """What the next step applies, under the weights' names. A step clears it."""
     buffer: HostBuffer | None = None
     """What the masters lie in, where that is this object's own."""
     checksums: RoundedChecksums = field(default_factory=RoundedChecksums)
-    """Of what the masters round to, for all `weights` and `homes`."""
+    """Of what the masters round to, for all `weights`."""
 
     @classmethod
-    def copied(
-        cls,
-        weights: Mapping[str, nn.Parameter],
-        device: torch.device,
-        homes: Mapping[str, Tensor] | None = None,
-    ) -> HostMasters:
-        """Copies of `weights`, local tensors of any float format. `homes` has those of them that
-        lie in host memory; such a one in float32 is its own master. Raises UserError where the host
+    def copied(cls, weights: Mapping[str, nn.Parameter], device: torch.device) -> HostMasters:
+        """Copies of `weights`, local tensors of any float format. Raises UserError where the host
         has too little memory."""
-        homes = homes or {}
-        own = {n: home for n, home in homes.items() if home.dtype == _wide(home.dtype)}
-        copied = {n: homes.get(n, w.detach()) for n, w in weights.items() if n not in own}
+        copied = {name: weight.detach() for name, weight in weights.items()}
         layout = [(weight.shape, _wide(weight.dtype)) for weight in copied.values()]
         buffer = HostBuffer.for_layout(
             layout, device, purpose="trainer.offload_optimizer keeps master weights on the host"
         )
-        tensors = own | dict(zip(copied, buffer.tensors(layout), strict=True))
+        masters = dict(zip(copied, buffer.tensors(layout), strict=True))
         with torch.no_grad():
             for name, weight in copied.items():
-                tensors[name].copy_(weight)
+                masters[name].copy_(weight)
         found = cls(
-            masters={name: nn.Parameter(tensors[name]) for name in weights},
+            masters={name: nn.Parameter(master) for name, master in masters.items()},
             device=device,
-            weights={n: w for n, w in weights.items() if n not in homes},
-            homes={n: home for n, home in copied.items() if n in homes},
+            weights=dict(weights),
             buffer=buffer,
         )
         for name, weight in copied.items():
@@ -89,7 +78,7 @@ class HostMasters:
         """Give a master the values `saved`, and its weight what they round to."""
         master = self.masters[name].detach()
         master.copy_(saved)
-        target = self.homes.get(name, self.weights.get(name))
+        target = self.weights.get(name)
         if target is None:
             return
         flat = target.detach().view(-1)
@@ -104,7 +93,7 @@ class HostMasters:
     def record(self, moved: Iterable[tuple[Piece, Tensor]]) -> None:
         """Note what masters round to that have moved: pieces and their values on the device, each
         parameter's in order. Independent of where a step writes them."""
-        dtypes = {name: t.dtype for name, t in (*self.weights.items(), *self.homes.items())}
+        dtypes = {name: weight.dtype for name, weight in self.weights.items()}
         by_dtype: dict[torch.dtype, list[tuple[str, int, Tensor]]] = {}
         for piece, values in moved:
             if piece.name in dtypes:

@@ -90,10 +90,10 @@ class Learner(RowScorer, ABC):
                 self._decode_exactly(model)
             # The decoder of exact mode recomputes by itself, and there is nothing to compile.
             plain = not self._exact
-            if cfg.offload_parameters and not plain:
+            if cfg.offload_parameters:
                 raise UserError(
-                    "trainer.offload_parameters is on, but model.exact trains layers of its own, "
-                    "whose weights stay on the device. Switch one of them off."
+                    "trainer.offload_parameters shards weights over several processes, and one was "
+                    "started: turn it off, or start more (--nproc N)"
                 )
             return Policy(
                 model,
@@ -102,9 +102,7 @@ class Learner(RowScorer, ABC):
                 offload_activations=cfg.offload_activations and plain,
                 offload_optimizer=cfg.offload_optimizer,
                 offload_gradients=cfg.offload_gradients,
-                offload_parameters=cfg.offload_parameters,
                 compile=self._compile and plain,
-                device=mesh.device,
             )
         if self._exact:
             raise UserError(

@@ -1,10 +1,9 @@
 """What of training waits in host memory, and how it travels.
 
-Five things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
+Four things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
 masters and moments, which visit the device piece by piece in each step (`stream_buckets`),
-gradients between micro-batches and until that step (`host_state.py`), the weights of decoder layers
-while others compute (`visiting_layers.py`), and all of the trainer's state while an engine
-generates (`Parking`).
+gradients between micro-batches and until that step (`host_state.py`), and all of the trainer's
+state while an engine generates (`Parking`).
 
 Copies run on streams of their own, from and to page-locked buffers that are used again: neither
 device nor host memory grows from step to step. On a CPU the same copies happen at once.
@@ -250,8 +249,6 @@ class Bucket(NamedTuple):
     changed: Sequence[Tensor]
     read: Sequence[Tensor] = ()
     """What does not come back."""
-    written: Sequence[Tensor] = ()
-    """What only comes back."""
 
 
 def stream_buckets(
@@ -284,7 +281,7 @@ def stream_buckets(
             wait_for(has_arrived)
             update(index, staged)
             with leaving.after(mark_of(device)):
-                _copy_all((*staged.changed, *staged.written), (*bucket.changed, *bucket.written))
+                _copy_all(staged.changed, bucket.changed)
                 has_left[slot] = leaving.mark()
     finally:
         if device.type == "cuda":

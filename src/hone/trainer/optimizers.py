@@ -347,7 +347,7 @@ class _AdamW:
     def _stream(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """Update what lies on the host, one bucket after the other."""
         host, away = self._host, self._host_gradients
-        weights, homes = ({}, {}) if host is None else (host.weights, host.homes)
+        weights = {} if host is None else host.weights
         buckets = self._buckets(gradients)
 
         def of_host(pieces: Sequence[Piece]) -> Bucket:
@@ -360,11 +360,10 @@ class _AdamW:
             return Bucket(
                 changed,
                 read=[] if away is None else [_part(gradients[p.name], p) for p in pieces],
-                written=[_part(homes[p.name], p) for p in pieces if p.name in homes],
             )
 
         def update(index: int, staged: Bucket) -> None:
-            changed, read, written = map(iter, staged)
+            changed, read = map(iter, staged)
             operands: list[_Operand] = []
             for piece in buckets[index]:
                 exp_avg, exp_avg_sq = next(changed), next(changed)
@@ -383,8 +382,6 @@ class _AdamW:
             for piece, operand in moved:
                 if piece.name in weights:
                     _part(weights[piece.name], piece).copy_(operand.master)
-                elif piece.name in homes:
-                    next(written).copy_(operand.master)
 
         with torch.no_grad():
             stream_buckets(map(of_host, buckets), update, self._device())
@@ -395,8 +392,6 @@ class _AdamW:
         num_bytes = 2 * (2 if self._dtype is torch.bfloat16 else 4) + 4
         if self._host_gradients is not None:
             num_bytes += 4
-        if self._host is not None and self._host.homes:
-            num_bytes += 2
         capacity = BUCKET_BYTES // num_bytes // _PIECE_STEP * _PIECE_STEP
         buckets: list[list[Piece]] = [[]]
         room = capacity

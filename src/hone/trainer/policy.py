@@ -8,9 +8,8 @@ masters. A tensor shared by two layers has one master.
 
 Masters may lie in pinned host memory for good (`offload_optimizer`); then gradients lie beside them
 in `host_masters` and the optimizer's step writes the module. Gradients may follow them there
-(`offload_gradients`, `host_gradients`), and the weights of decoder layers
-(`offload_parameters`), which then have no device memory but while they compute. And all but the
-module may go there while an engine generates (`sleep`).
+(`offload_gradients`, `host_gradients`). And all but the module may go there while an engine
+generates (`sleep`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import ceil
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +35,6 @@ from hone.trainer.host_state import (
 )
 from hone.trainer.offload import Parking
 from hone.trainer.recompute import RecomputeMode, apply_recompute
-from hone.trainer.visiting_layers import VisitingLayers
 
 __all__ = [
     "BasePolicy",
@@ -146,35 +143,23 @@ class Policy(BasePolicy):
         offload_activations: bool = False,
         offload_optimizer: bool = False,
         offload_gradients: bool = False,
-        offload_parameters: bool = False,
         compile: bool = False,
-        device: torch.device | None = None,
     ) -> None:
         """The first three as in `apply_recompute`. `offload_optimizer` keeps the masters of a
-        module that is narrower than float32 in pinned host memory, `offload_gradients` the
-        gradients, `offload_parameters` the weights of decoder layers and all masters; each needs
-        those before it. Raises UserError where there is too little memory. `compile` compiles each
-        layer. `device` is the model's own; with `offload_parameters` the model may come in host
-        memory, and the rest of it is moved there."""
+        module that is narrower than float32 in pinned host memory, `offload_gradients`, which needs
+        it, the gradients. Raises UserError where there is too little memory. `compile` compiles
+        each layer."""
         self.model = model
-        self.device = model.device if device is None else device
+        self.device = model.device
         self.dtype = model.dtype
         layers = decoder_layers(model)
         apply_recompute(
             layers, mode=recompute, every=recompute_every_n_layers, offload=offload_activations
         )
-        self._visiting: VisitingLayers | None = None
-        self._homes: Mapping[Tensor, Tensor] = {}
-        """Where values of layers' tensors are kept between passes, if not in the tensors."""
-        if offload_parameters:
-            self._visiting = VisitingLayers(layers, self.device)
-            self._homes = self._visiting.homes
-            cast(nn.Module, model).to(self.device)
         # A shared tensor once; those that are frozen have no masters.
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        if offload_parameters or (offload_optimizer and not self._computes_in_masters):
-            homes = {n: self._homes[p] for n, p in self.parameters.items() if p in self._homes}
-            self.host_masters = HostMasters.copied(self.parameters, self.device, homes)
+        if offload_optimizer and not self._computes_in_masters:
+            self.host_masters = HostMasters.copied(self.parameters, self.device)
             self._masters = self.host_masters.masters
         elif self._computes_in_masters:
             self._masters = self.parameters
@@ -192,11 +177,7 @@ class Policy(BasePolicy):
                 parameter.register_post_accumulate_grad_hook(self._gradient_mover(name))
         if compile:
             for layer in layers:
-                # No two micro-batches have the same shape.
-                if offload_parameters:  # the hooks that bring weights run outside
-                    layer.forward = torch.compile(layer.forward, dynamic=True)
-                else:
-                    layer.compile(dynamic=True)
+                layer.compile(dynamic=True)  # no two micro-batches have the same shape
         self._parking = Parking()
         self._asleep_checksums: Mapping[str, int] = {}
         """Of what the masters rounded to when they left the device."""
@@ -253,8 +234,6 @@ class Policy(BasePolicy):
         element.
         Raises NonFiniteError where a moved weight is not finite.
         """
-        if self._visiting is not None:
-            self._visiting.send_home()
         before = self._sampled(self.masters)
         update()
         after = self._sampled(self.masters)
@@ -272,8 +251,6 @@ class Policy(BasePolicy):
     def load_masters(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
         """Take over saved masters. Raises as `require_layout`, with nothing changed."""
         require_layout(self.masters, tensors)
-        if self._visiting is not None:
-            self._visiting.send_home()
         with torch.no_grad():
             for name, master in self.masters.items():
                 saved = tensors[name]
@@ -284,32 +261,14 @@ class Policy(BasePolicy):
                     master.copy_(values)
                     self.parameters[name].copy_(master)
 
-    @property
-    def offloads_parameters(self) -> bool:
-        """Whether layers' weights lie in host memory, and the module's own tensors are empty."""
-        return self._visiting is not None
-
-    @property
-    def host_bytes(self) -> int:
-        masters = {master.data_ptr() for master in self._masters.values()}
-        homes = (home for home in self._homes.values() if home.data_ptr() not in masters)
-        return super().host_bytes + sum(home.nbytes for home in homes)
-
-    @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The module's tensors on the device under Hugging Face names, a tied one under each of its
-        names: the module's own or, of what lies in host memory, copies that exist while they are
-        held.
+        """The module's own tensors under Hugging Face names, a tied one under each of its names.
 
         Raises StaleWeightsError, before the first one, unless those that are trained are what their
         masters round to.
         """
         self._require_rounded_masters()
-        if self._visiting is None:
-            yield from export_weights(self.model)
-            return
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            yield name, self._homes.get(value, value).detach().to(self.device)
+        yield from export_weights(self.model)
 
     def sleep(self, moments: Iterable[Tensor] = ()) -> None:
         """Move masters, gradients and an optimizer's `moments` from the device to pinned host
@@ -352,10 +311,7 @@ class Policy(BasePolicy):
         if not checksums:
             return  # the weights are the masters
         held = self.model.state_dict(keep_vars=True)
-        weights = {
-            name: self._homes.get(held[name], held[name]).detach().to(self.device)
-            for name in checksums
-        }
+        weights = {name: held[name].detach() for name in checksums}
         found = build_manifest(weights.items(), 0, are_held=True).tensors
         stale = [
             name

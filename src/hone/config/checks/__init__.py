@@ -120,7 +120,6 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
             exact=cfg.model.exact,
             device=cfg.run.device,
             world_size=world_size,
-            samples_in_place=not cfg.model.lora.rank and not cfg.cluster.num_engines,
         ),
         *_layers(cfg, world_size),
         check_rounded_trainer(cfg.trainer, cfg.algorithm),

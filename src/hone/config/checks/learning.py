@@ -119,16 +119,12 @@ def check_memory(
     exact: bool,
     device: str,
     world_size: int | None = None,
-    samples_in_place: bool = False,
 ) -> Iterator[Finding]:
-    """What is recomputed and what waits in host memory. With `samples_in_place` the engine of a run
-    of one process computes with the trained tensors themselves."""
+    """What is recomputed and what waits in host memory."""
     yield from _recompute(trainer, exact=exact)
     yield from _offload(trainer)
     if trainer.offload_parameters:
-        yield from _offloaded_parameters(
-            trainer, exact=exact, world_size=world_size, samples_in_place=samples_in_place
-        )
+        yield from _offloaded_parameters(trainer, exact=exact, world_size=world_size)
     if device == "cpu":
         for name in differs(trainer, "offload_activations", *_OFFLOADS):
             yield warning(
@@ -201,7 +197,7 @@ def _offload(trainer: SFTTrainerConfig) -> Iterator[Finding]:
 
 
 def _offloaded_parameters(
-    trainer: SFTTrainerConfig, *, exact: bool, world_size: int | None, samples_in_place: bool
+    trainer: SFTTrainerConfig, *, exact: bool, world_size: int | None
 ) -> Iterator[Finding]:
     """Whether layers' weights can leave the device."""
     key, stage = "trainer.offload_parameters", trainer.parallel.zero_stage
@@ -219,13 +215,11 @@ def _offloaded_parameters(
             key,
             "trainer.parallel.zero_stage",
         )
-    if world_size == 1 and samples_in_place:
+    if world_size == 1:
         yield error(
-            f"{key} is on, but one process samples with the trained tensors themselves, which must "
-            "be on the device for that. Train adapters (model.lora.rank), start several processes "
-            "(--nproc N), or keep to trainer.offload_optimizer and trainer.offload_gradients.",
+            f"{key} is on, and one process trains: it keeps the shards of several in host memory. "
+            "Start several processes (--nproc N), or turn it off.",
             key,
-            "model.lora.rank",
         )
 
 
