@@ -112,6 +112,22 @@ def test_a_failed_step_forgets_what_is_in_flight(models, monkeypatch):
     assert_equal(expected, run(engine, []))
 
 
+def test_sequences_that_come_back_in_other_slots_sample_as_before(models):
+    """A request that ends with its prefill takes the first slot, so the same batch decodes anew
+    from slots that others had."""
+    requests = make_requests()[:2]
+    expected = run(models.engine(), requests)
+    engine = models.engine(in_flight=0)
+    engine.submit(requests)
+    for _ in range(4):
+        engine.step()
+    assert [sequence.is_decoding for sequence in engine._scheduler.running] == [True, True]
+    engine._requeue()
+    first = Request(id="first", prompt_ids=(3,), sampling=SamplingParams(max_tokens=1), priority=-1)
+    found = run(engine, [first])
+    assert_equal(expected, {name: done for name, done in found.items() if name != "first"})
+
+
 @pytest.mark.parametrize("in_flight", [0, 1])
 def test_R20_a_tokenizer_that_raises_sends_nobody_back_who_has_ended(
     models, monkeypatch, in_flight

@@ -68,9 +68,6 @@ ROUNDS: dict[str, Sections] = {
 MUON: dict[str, Sections] = {"muon": {"trainer": {"optimizer": {"name": "muon"}}}}
 """Another rule: a plain run of its own."""
 ADAPTERS: Sections = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
-ADAPTED_ONLY: dict[str, Sections] = {
-    "offload_parameters": {"trainer": ON_HOST | {"offload_parameters": True}}
-}
 FOUR_BITS: dict[str, Sections] = {"load_in_4bit": {"model": {"lora": {"load_in_4bit": True}}}}
 
 TOLERANCE = {"bfloat16": 2**-6, "float32": 2e-6, "state_dtype": 2**-7}
@@ -81,10 +78,10 @@ bfloat16 has 2**-8 and float32 1.2e-7. Found: 0.0038, 2.8e-7 and 0.0026."""
 OTHER_KEYS = {
     "trainer": {
         "compile": "compiles for minutes on a CPU; gradients in tests/trainer/test_recompute.py",
-        "fused_layers": "runs on CUDA alone",
         "matmul_precision": "what products round to, not memory; needs CUDA",
         "max_tokens_per_forward": "no pass here is without a gradient",
         "num_epochs": "the learning rule",
+        "offload_parameters": "several processes; tests/loops/offload_ranks.py",
         "parallel": "several processes",
         "parity": "a check",
         "prompts_per_minibatch": "the learning rule",
@@ -221,7 +218,7 @@ def begun(
     return holder, course(config(sections, dtype, folder=Path(holder.name), steps=1))
 
 
-OPTIONS: Mapping[str, Sections] = {**SAME_BITS, **ROUNDS, **MUON, **ADAPTED_ONLY, **FOUR_BITS}
+OPTIONS: Mapping[str, Sections] = {**SAME_BITS, **ROUNDS, **MUON, **FOUR_BITS}
 BASES = (*ROUNDS, *MUON, *FOUR_BITS)
 
 
@@ -240,16 +237,15 @@ def _is_allowed(names: tuple[str, ...], adapted: bool) -> bool:
 
 def _singles() -> list[tuple[str, bool]]:
     whole = [(name, False) for name in (*SAME_BITS, *ROUNDS, *MUON)]
-    adapted = [(name, True) for name in (*SAME_BITS, *ADAPTED_ONLY, *FOUR_BITS)]
+    adapted = [(name, True) for name in (*SAME_BITS, *FOUR_BITS)]
     return whole + adapted
 
 
 def _pairs() -> list[tuple[tuple[str, str], bool]]:
     whole = combinations((*SAME_BITS, *ROUNDS, *MUON), 2)
-    adapted = combinations((*SAME_BITS, *ROUNDS, *ADAPTED_ONLY, *FOUR_BITS), 2)
-    special = {*ADAPTED_ONLY, *FOUR_BITS}
+    adapted = combinations((*SAME_BITS, *ROUNDS, *FOUR_BITS), 2)
     return [(pair, False) for pair in whole if _is_allowed(pair, False)] + [
-        (pair, True) for pair in adapted if special & {*pair} and _is_allowed(pair, True)
+        (pair, True) for pair in adapted if FOUR_BITS.keys() & {*pair} and _is_allowed(pair, True)
     ]
 
 
