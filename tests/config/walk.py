@@ -32,6 +32,8 @@ from hone.planner.hardware import Peaks, gpu_peaks
 from tests.tiny_runs import write_inputs
 
 OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s")
+MEASURED = ("engines", "limit", "speedup", "speed", "memory", "device", "steps")
+"""What benchmarks measure, which is different every time."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ BASE: Mapping[str, tuple[str, ...]] = {
         "--output=simulate.json",
     ),
 }
-"""Flags of the smallest run of each command; `model.path` and `run.device` are set for all."""
+"""Flags of the smallest run of each command; `model.path` and `run.device` are set for those that
+name no model or device."""
 
 Seen = dict[str, Any]
 
@@ -154,7 +157,11 @@ def write_walk_inputs(folder: Path) -> None:
         max_position_embeddings=64,
         **shape,
     )
-    make_char_tokenizer(ALPHABET[::2]).save_pretrained(folder / "tokenizer")
+    make_char_tokenizer(ALPHABET).save_pretrained(folder / "tokenizer")
+    vocabulary = json.loads((path := folder / "tokenizer" / "tokenizer.json").read_text())
+    ids = vocabulary["model"]["vocab"]
+    ids |= {f"{digit}": ids[f"{9 - digit}"] for digit in range(10)}
+    path.write_text(json.dumps(vocabulary))
     problems = generate(24, seed=3, low=0, high=9)
     (folder / "split").mkdir()
     write_jsonl(folder / "split" / "train.jsonl", problems[:12])
@@ -175,14 +182,14 @@ def write_walk_inputs(folder: Path) -> None:
             "    return float(mark in completion)\n"
             "def told(prompt, answer, task):\n"
             "    return sum(map(ord, f'{prompt}{answer}{task}')) / 1000\n"
-            "def slow(completion):\n"
+            "def slow(completion, answer):\n"
             "    import time\n"
-            "    time.sleep(0.3)\n"
+            "    if completion not in ('', answer): time.sleep(0.3)\n"
             "    return 1.0\n"
-            "def big(completion):\n"
-            "    return float(len(bytearray(300 << 20)) > 0)\n"
-            "def fails(completion):\n"
-            "    if len(completion) % 2: raise ValueError('odd')\n"
+            "def big(completion, answer):\n"
+            "    return float(completion in ('', answer) or len(bytearray(300 << 20)) > 0)\n"
+            "def fails(completion, answer):\n"
+            "    if completion not in ('', answer): raise ValueError('other')\n"
             "    return 1.0\n"
         )
 
@@ -246,7 +253,8 @@ def _files(folder: Path) -> Seen:
             seen["weights"] = blake2b(path.read_bytes()).hexdigest()
         elif path.name in ("bench.json", "bench-train.json", "simulate.json"):
             seen["numbers"] = json.loads(path.read_text())
-            seen["numbers"].pop("config", None)
+            for name in ("config", *MEASURED):
+                seen["numbers"].pop(name, None)
     return seen
 
 
@@ -280,6 +288,7 @@ class Recorder(contextlib.ExitStack):
         from hone.distributed.watch import Watch
         from hone.engine.engine import EmbeddedEngine
         from hone.rewards.scorer import Scorer
+        from hone.trainer.scoring import RowScorer
         from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
 
         for loader in (
@@ -294,6 +303,14 @@ class Recorder(contextlib.ExitStack):
         self._record(
             patch, CheckpointStore, "__init__", name="CheckpointStore", keys=("keep_best",)
         )
+        self._watch_benchmarks(patch)
+        score, passes = RowScorer._score, self.seen.setdefault("passes", [])
+
+        def scored(scorer: Any, model: Any, batch: Any, **kwargs: Any) -> Any:
+            passes.append(("backward" if torch.is_grad_enabled() else "forward", batch.num_tokens))
+            return score(scorer, model, batch, **kwargs)
+
+        patch.setattr(RowScorer, "_score", scored)
         self._record(patch, EmbeddedEngine, "sleep")
         self._record(patch, PolicyTrainer, "sleep")
         self._record(patch, datasets, "load_dataset", result=_some_rows)
@@ -305,6 +322,42 @@ class Recorder(contextlib.ExitStack):
         for module in ("hone.cli.command", "hone.cli.check"):
             patch.setattr(f"{module}.local_gpu", lambda: self.gpu)
         return self
+
+    def _watch_benchmarks(self, patch: pytest.MonkeyPatch) -> None:
+        """The models that they load, up to the first one of a public shape, and their requests and
+        steps. The machine's own rates are not measured."""
+        import hone.bench.bench as of_engine
+        import hone.bench.train as of_training
+
+        for module, loader in ((of_engine, "load_model"), (of_training, "load_for_training")):
+            load, loaded = getattr(module, loader), self.seen.setdefault("model", [])
+
+            def record(cfg: Any, *args: Any, load: Any = load, loaded: Any = loaded, **kwargs: Any):
+                hidden_size = json.loads((Path(cfg.path) / "config.json").read_text())[
+                    "hidden_size"
+                ]
+                loaded.append([_plain(cfg), _plain(kwargs), hidden_size])
+                return _stop() if hidden_size > 64 else load(cfg, *args, **kwargs)
+
+            patch.setattr(module, loader, record)
+        self._record(patch, of_training, "adapt", name="adapt")
+        measure, requests = of_engine.measure, self.seen.setdefault("requests", [])
+
+        def measured(engine: Any, those: Sequence[Any], **kwargs: Any) -> Any:
+            requests.append([(list(x.prompt_ids), x.sampling.max_tokens) for x in those])
+            return measure(engine, those, **kwargs)
+
+        patch.setattr(of_engine, "measure", measured)
+        step, steps = of_training._Probe.step, self.seen.setdefault("steps", [])
+
+        def stepped(probe: Any, update: Any) -> Any:
+            result = step(probe, update)
+            steps.append((probe.num_passes, probe.most_tokens, probe.most_trained))
+            return result
+
+        patch.setattr(of_training._Probe, "step", stepped)
+        for module, peaks in ((of_engine, "device_peaks"), (of_training, "measure_peaks")):
+            patch.setattr(module, peaks, lambda *_: Peaks("CPU", 1e10, 1e10, "measured"))
 
     def _fake_ray(self, patch: pytest.MonkeyPatch) -> None:
         """What a run with engines apart builds, up to its rollout, on a Ray that does nothing."""
@@ -371,6 +424,8 @@ def both(tree: str, key: str, row: Row) -> list[tuple[str, tuple[str, ...], Any]
     command = row.command or tree
     common = ["--json"] if command.startswith("check") else []
     base = [*BASE[tree], *row.given]
+    if any(flag.startswith("--model.path") for flag in row.given):
+        base = [flag for flag in base if not flag.startswith("--model.shape")]
     named = {flag.partition("=")[0] for flag in base}
     if "--model.path" not in named and "--model.shape" not in named:
         common.append("--model.path=model")

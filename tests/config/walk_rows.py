@@ -117,9 +117,9 @@ RL: dict[str, Row] = {
     "data.overlong_prompts": Row("error", "log:raise the limit", ("--data.max_prompt_tokens=3",)),
     "rollout.max_completion_tokens": Row("4", "samples"),
     "rollout.temperature": Row("0.5", "samples"),
-    "rollout.top_p": Row("0.5", "samples"),
-    "rollout.top_k": Row("2", "samples"),
-    "rollout.min_p": Row("0.5", "samples"),
+    "rollout.top_p": Row("0.5", "log:rollout.top_p is 0.5: a truncated"),
+    "rollout.top_k": Row("2", "log:rollout.top_k is 2: a truncated"),
+    "rollout.min_p": Row("0.5", "log:rollout.min_p is 0.5: a truncated"),
     "rollout.stop": Row("['1']", "samples"),
     "rollout.stop_token_ids": Row("[5, 6, 7, 8]", "samples"),
     "rollout.prompts_per_step": Row("3", "metrics"),
@@ -133,7 +133,7 @@ RL: dict[str, Row] = {
     "engine.backend": Row("vllm", "log:vllm"),
     "engine.gpu_memory_utilization": Row("0.3", "EmbeddedEngine"),  # a share of a GPU's memory
     "engine.kv_cache_gib": Row("0.001", "metrics"),
-    "engine.kv_cache_dtype": Row("fp8", "metrics"),
+    "engine.kv_cache_dtype": Row("fp8", "metrics", ("--trainer.parity.max_kl=1",)),
     "engine.tensor_parallel_size": Row("2", "log:tensor_parallel_size"),
     "engine.block_size": Row("8", "metrics"),
     "engine.max_num_seqs": Row("4", "metrics"),
@@ -209,9 +209,9 @@ RL: dict[str, Row] = {
 def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
     trainer = "PolicyTrainer" if rl else "SupervisedTrainer"
     rows = {
-        "trainer.max_tokens_per_microbatch": Row("24", shown),
-        "trainer.max_tokens_per_forward": Row("24", shown, MINI) if rl else Row("24", trainer),
-        "trainer.micro_batch_size": Row("1", shown),
+        "trainer.max_tokens_per_microbatch": Row("24", "passes"),
+        "trainer.max_tokens_per_forward": Row("24", "passes", MINI if rl else ()),
+        "trainer.micro_batch_size": Row("1", "passes"),
         "trainer.recompute": Row("full", "derived", EIGHT, command="check rl"),
         "trainer.recompute_every_n_layers": Row("2", "findings", command="check rl"),
         "trainer.offload_activations": Row("true", "findings", command="check rl"),
@@ -293,7 +293,8 @@ def eval_rows(shown: str) -> dict[str, Row]:
         **sampling_rows("eval", shown),
         "eval.n_samples_per_prompt": Row("2", shown),
         "eval.max_prompts": Row("2", shown),
-        "eval.pass_threshold": Row("-1", shown),
+        "eval.pass_function": Row("even", shown),
+        "eval.pass_threshold": Row("0.1", shown, ("--eval.pass_function=even",)),
     }
 
 
@@ -328,7 +329,18 @@ def course_rows() -> dict[str, Row]:
 
 
 RL |= trainer_rows("metrics", rl=True) | cluster_rows() | eval_rows("metrics") | course_rows()
-RL["checkpoint.keep_best"] = Row("false", "CheckpointStore")  # at work: the row of `sft`
+RL["checkpoint.keep_best"] = Row(
+    "false",
+    "files",
+    (
+        "--checkpoint.every_n_steps=1",
+        "--checkpoint.keep_last=1",
+        "--eval.every_n_steps=1",
+        "--trainer.optimizer.lr=0.1",
+        "--reward.functions=[{fn: 'rewards.py:even', weight: -1}]",
+        "--eval.metric=eval/reward/even/mean",  # falls, so that the first step is the best
+    ),
+)
 RL["eval.metric"] = Row(
     "eval/length/mean",
     "files",
@@ -546,9 +558,203 @@ GENERATE: dict[str, Row] = {
     "output": Row("elsewhere.jsonl", "files"),
 }
 
+BENCH_ENGINE: dict[str, Row] = {
+    "run.seed": Row("1", "requests"),
+    "run.device": Row("cuda", "log:run.device is cuda, but torch sees no GPU"),
+    "model.path": Row("other", "model"),
+    "model.shape": Row("qwen3-1.7b", "model", ("--model.shape=qwen3-0.6b",)),
+    "model.init": Row("random", "model"),
+    "model.dtype": Row("bfloat16", "model"),
+    "model.exact": Row("true", "log:model.exact"),
+    **engine_rows("EmbeddedEngine", generates=True),
+    "workload": Row("requests.jsonl", "requests"),
+    "decode.batch": Row("1", "requests"),
+    "decode.context": Row("12", "requests"),
+    "decode.steps": Row("6", "requests"),
+    "against": Row("vllm", "log:against=vllm|against is vllm"),
+    "output": Row("other.json", "files"),
+}
+
+BENCH_TRAIN: dict[str, Row] = {
+    **{key: row for key, row in BENCH_ENGINE.items() if key.startswith(("run.", "model."))},
+    "run.seed": Row("1", "model"),
+    "model.shape": Row(
+        "qwen3-1.7b",
+        "model",
+        ("--model.shape=qwen3-0.6b", "--model.dtype=bfloat16", *LORA),  # to fit a small host
+    ),
+    "model.lora.rank": Row("2", "numbers"),
+    "model.lora.alpha": Row("64", "adapt", LORA),
+    "model.lora.target_modules": Row("[q_proj]", "numbers", LORA),
+    "model.lora.load_in_4bit": Row("true", "model", LORA),
+    **{
+        key: Row(row.value, "passes" if row.shows == "passes" else "PolicyTrainer")
+        for key, row in trainer_rows("metrics", rl=True).items()
+    },
+    "trainer.max_tokens_per_forward": Row("24", "PolicyTrainer"),  # no pass without gradients
+    "trainer.offload_activations": Row("true", "PolicyTrainer", ("--trainer.recompute=full",)),
+    "trainer.offload_gradients": Row(
+        "true", "PolicyTrainer", ("--trainer.offload_optimizer=true",)
+    ),
+    **{
+        f"trainer.{name}": Row(value, f"log:trainer.{name}")
+        for name, value in (
+            ("offload_parameters", "true"),
+            ("fused_layers", "true"),
+            ("matmul_precision", "fp8"),
+            ("parallel.fsdp_size", "3"),
+            ("parallel.tensor_parallel_size", "2"),
+            ("parallel.ulysses_size", "2"),
+            ("parallel.ring_size", "2"),
+        )
+    },
+    **{
+        f"trainer.{name}": Row(value, f"log:trainer.{name.partition('.')[0]} has no effect")
+        for name, value in (
+            ("prompts_per_minibatch", "2"),
+            ("num_epochs", "2"),
+            ("enable_sleep", "true"),
+            ("parity.enabled", "false"),
+            ("parity.max_kl", "1"),
+            ("parity.max_outside", "0.5"),
+        )
+    },
+    "objective": Row("sft", "SupervisedTrainer"),
+    "workload": Row("rows.jsonl", "numbers"),
+    "rows.per_step": Row("3", "numbers"),
+    "rows.tokens": Row("12", "numbers"),
+    "steps": Row("2", "steps"),
+    "warmup_steps": Row("2", "steps"),
+    "output": Row("other.json", "files"),
+}
+
+EIGHT_B = ("--model.shape=qwen3-8b",)
+LARGE = (*EIGHT_B, "--trainer.recompute=full")  # where memory decides which splits there are
+SIMULATE: dict[str, Row] = {
+    "run.seed": Row("1", "numbers"),
+    "model.path": Row("Qwen/Qwen3-1.7B", "numbers", ("--model.path=Qwen/Qwen3-0.6B",)),
+    "model.shape": Row("qwen3-1.7b", "numbers"),
+    "model.dtype": Row("float32", "numbers"),
+    "model.lora.rank": Row("8", "numbers"),
+    "model.lora.target_modules": Row("[q_proj]", "numbers", LORA),
+    "model.lora.load_in_4bit": Row("true", "numbers", LORA),
+    "rollout.max_completion_tokens": Row("128", "numbers"),
+    "rollout.prompts_per_step": Row("4", "numbers"),
+    "rollout.n_samples_per_prompt": Row("4", "numbers"),
+    "rollout.oversample_prompts": Row("4", "numbers"),
+    "rollout.max_aborted_count": Row("0", "numbers"),
+    "engine.gpu_memory_utilization": Row("0.01", "numbers"),
+    "engine.kv_cache_gib": Row("0.1", "numbers"),
+    "engine.kv_cache_dtype": Row("fp8", "numbers"),
+    "engine.tensor_parallel_size": Row("2", "numbers"),
+    "engine.max_num_seqs": Row("4", "numbers"),
+    "engine.enable_prefix_caching": Row("false", "numbers"),
+    "engine.enable_sleep": Row("true", "numbers"),
+    "algorithm.kl.coef": Row("0.1", "numbers"),
+    "algorithm.correction.kind": Row("tis", "numbers"),
+    "trainer.num_epochs": Row("2", "numbers"),
+    "trainer.prompts_per_minibatch": Row("2", "numbers"),
+    "trainer.enable_sleep": Row("true", "numbers"),
+    "trainer.parallel.fsdp_size": Row("2", "numbers"),
+    "trainer.parallel.tensor_parallel_size": Row("2", "numbers"),
+    "trainer.parallel.ulysses_size": Row("2", "numbers"),
+    "trainer.parallel.ring_size": Row("2", "numbers"),
+    "trainer.parallel.zero_stage": Row("0", "exit", (*LARGE, "--simulate.gpus=4")),
+    **{
+        f"trainer.{name}": Row(value, "numbers", LARGE)
+        for name, value in (
+            ("max_tokens_per_microbatch", "24"),
+            ("micro_batch_size", "1"),
+            ("offload_optimizer", "true"),
+            ("offload_gradients", "true"),
+            ("offload_parameters", "true"),
+            ("optimizer.name", "muon"),
+            ("optimizer.state_dtype", "bfloat16"),
+        )
+    },
+    "trainer.recompute": Row("full", "numbers", (*EIGHT_B, "--simulate.gpus=3")),
+    "trainer.fused_layers": Row("true", "numbers", (*EIGHT_B, "--simulate.gpus=3")),
+    "pipeline.enabled": Row("true", "numbers"),
+    "pipeline.max_staleness": Row("2", "numbers"),
+    "pipeline.async_queue_size": Row("1", "numbers"),
+    "pipeline.in_flight": Row("abort", "numbers"),
+    "pipeline.too_old": Row("drop", "numbers"),
+    **{
+        f"cluster.{name}": Row(value, "numbers")
+        for name, value in (
+            ("address", "localhost:9"),
+            ("num_trainers", "2"),
+            ("update_weight_buffer_size", "1024"),
+            ("engine_timeout_s", "7"),
+            ("max_engine_restarts", "9"),
+        )
+    },
+    "cluster.num_engines": Row("1", "numbers"),
+    "cluster.num_references": Row("1", "numbers", (*KL, "--simulate.gpus=3")),
+    "cluster.num_nodes": Row("2", "log:cluster.num_nodes.* no effect"),
+    "cluster.devices_per_node": Row("1", "log:cluster.devices_per_node.* no effect"),
+    "simulate.gpus": Row("3", "numbers"),
+    "simulate.gpu": Row("H100", "numbers"),
+    "simulate.prompt_tokens": Row("64", "numbers"),
+    "simulate.lengths.distribution": Row("uniform", "numbers"),
+    "simulate.lengths.median": Row("100", "numbers"),
+    "simulate.lengths.sigma": Row("0.1", "numbers", ("--simulate.lengths.median=100",)),
+    "simulate.lengths.path": Row(
+        "lengths.jsonl",
+        "exit",
+        ("--simulate.lengths.distribution=file",),
+    ),
+    "simulate.staleness": Row("[2]", "numbers"),
+    "simulate.steps": Row("5", "numbers"),
+    "simulate.decode_share": Row("0.5", "numbers"),
+    "simulate.decode_overhead_s": Row("0.01", "numbers"),
+    "simulate.prefill_share": Row("0.1", "numbers"),
+    "simulate.training_share": Row("0.1", "numbers"),
+    "simulate.training_scaling": Row("0.5", "numbers"),
+    "simulate.tensor_parallel_scaling": Row(
+        "0.6", "numbers", ("--engine.tensor_parallel_size=2", "--simulate.gpus=4")
+    ),
+    "simulate.sync_bytes_per_s": Row("1e9", "numbers"),
+    "simulate.switch_s": Row("1", "numbers"),
+    "simulate.overhead_s": Row("1", "numbers"),
+    "output": Row("other.json", "files"),
+}
+NOT_OF_TIME = (
+    *(f"run.{name}" for name in ("device", "dir", "steps", "resume")),
+    *(
+        f"model.{name}"
+        for name in ("tokenizer", "chat_template", "init", "exact", "trust_remote_code")
+    ),
+    "model.lora.alpha",
+    *(f"{section}." for section in ("data", "reward", "eval", "checkpoint", "log")),
+    *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")),
+    "rollout.dynamic_sampling",
+    "rollout.max_refill_rounds",
+    "rollout.mask_off_policy_tokens",
+    "rollout.truncated_samples",
+    *(f"engine.{name}" for name in ("backend", "block_size", "max_num_batched_tokens")),
+    *(f"engine.{name}" for name in ("max_model_len", "sleep_level", "speculation")),
+    *(f"engine.{name}" for name in ("cuda_graphs", "compile")),
+    *(f"algorithm.{name}" for name in ("advantage", "loss", "aggregation", "clip_", "dual_clip")),
+    *(f"algorithm.{name}" for name in ("entropy_coef", "kl.placement", "kl.estimator")),
+    *(f"algorithm.correction.{name}" for name in ("low", "high")),
+    *(f"trainer.{name}" for name in ("max_tokens_per_forward", "recompute_every_n_layers")),
+    *(f"trainer.{name}" for name in ("offload_activations", "compile", "matmul_precision")),
+    *(f"trainer.{name}" for name in ("logits_chunk_tokens", "share_prompts", "parity.")),
+    *(f"trainer.optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay", "muon_")),
+    *(f"trainer.optimizer.{name}" for name in ("max_grad_norm", "schedule", "warmup", "min_lr")),
+    *(f"trainer.parallel.{name}" for name in ("reference_", "forward_prefetch", "balance_data")),
+    "trainer.parallel.timeout_s",
+)
+"""Beginnings of keys of a recipe of `hone rl` that `hone simulate` reads past, as its help says;
+the rows of `rl` show what they change."""
+
 ROWS: dict[str, dict[str, Row]] = {
     "rl": RL,
     "sft": SFT,
     "eval": EVALUATE,
     "generate": GENERATE,
+    "bench engine": BENCH_ENGINE,
+    "bench train": BENCH_TRAIN,
+    "simulate": SIMULATE,
 }

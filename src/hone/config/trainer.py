@@ -85,8 +85,8 @@ class SFTTrainerConfig(Section):
     sequences are refused before the run starts."""
 
     max_tokens_per_forward: int | None = Field(default=None, ge=1)
-    """Token budget of forward-only passes (old and reference log-probabilities); unset: twice
-    `max_tokens_per_microbatch`."""
+    """Token budget of forward-only passes (old and reference log-probabilities, the evaluation of
+    `hone sft`); unset: twice `max_tokens_per_microbatch`."""
 
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Sequences per micro-batch, as an alternative to the token budget; unset: dynamic batches."""

@@ -35,13 +35,7 @@ def check_vllm(
     `sampled` are the sections that say how completions are drawn.
     """
     if engine.backend == "embedded":
-        if differs(engine, "sleep_level"):
-            yield warning(
-                "engine.sleep_level has no effect with engine.backend embedded, which has no "
-                "weights of its own to drop. Remove it.",
-                "engine.sleep_level",
-                "engine.backend",
-            )
+        yield from _sleep_level(engine)
         return
     missing = missing_extra("vllm", needed_by="engine.backend=vllm", on_cpu=device == "cpu")
     if missing is not None:
@@ -162,4 +156,17 @@ def check_vllm_bench(engine: EngineConfig) -> Iterator[Finding]:
             "vLLM beside it where against is vllm. Set engine.backend to embedded.",
             "engine.backend",
             "against",
+        )
+    else:
+        yield from _sleep_level(engine)
+
+
+def _sleep_level(engine: EngineConfig) -> Iterator[Finding]:
+    """Whether a level is set for the embedded engine, which has none."""
+    if differs(engine, "sleep_level"):
+        yield warning(
+            "engine.sleep_level has no effect with engine.backend embedded, which has no "
+            "weights of its own to drop. Remove it.",
+            "engine.sleep_level",
+            "engine.backend",
         )
