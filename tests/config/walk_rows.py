@@ -136,7 +136,7 @@ RL: dict[str, Row] = {
     "engine.kv_cache_dtype": Row("fp8", "metrics", ("--trainer.parity.max_kl=1",)),
     "engine.tensor_parallel_size": Row("2", "log:tensor_parallel_size"),
     "engine.block_size": Row("8", "metrics"),
-    "engine.max_num_seqs": Row("4", "metrics"),
+    "engine.max_num_seqs": Row("4", "metrics", ("--engine.kv_cache_gib=0.01",)),
     "engine.max_num_batched_tokens": Row("8", "metrics"),
     "engine.max_model_len": Row("12", "log:engine.max_model_len is 12"),
     "engine.enable_sleep": Row("true", "EmbeddedEngine.sleep"),
