@@ -142,7 +142,6 @@ RL: dict[str, Row] = {
     "engine.enable_sleep": Row("true", "EmbeddedEngine.sleep"),
     "engine.sleep_level": Row("2", "log:sleep_level"),
     "engine.enable_prefix_caching": Row("false", "metrics", ("--engine.block_size=1",)),
-    "engine.speculation": Row("true", "EmbeddedEngine"),
     "engine.cuda_graphs": Row("false", "EmbeddedEngine"),  # of a GPU alone
     "engine.compile": Row("false", "EmbeddedEngine"),
     "reward.functions": Row("[{fn: 'rewards.py:nine'}]", "metrics"),
@@ -219,7 +218,6 @@ def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
         "trainer.offload_gradients": Row("true", "findings", command="check rl"),
         "trainer.offload_parameters": Row("true", "findings", command="check rl"),
         "trainer.compile": Row("true", "torch.compile"),
-        "trainer.fused_layers": Row("true", "findings", command="check rl"),
         "trainer.matmul_precision": Row("fp8", "findings", command="check rl"),
         "trainer.logits_chunk_tokens": Row("2", shown),
         "trainer.optimizer.name": Row("muon", shown),
@@ -471,7 +469,6 @@ def engine_rows(shown: str, *, generates: bool) -> dict[str, Row]:
         "max_num_batched_tokens": "8",
         "max_model_len": "20",
         "enable_prefix_caching": "false",
-        "speculation": "true",
         "cuda_graphs": "false",
         "compile": "false",
     }
@@ -600,7 +597,6 @@ BENCH_TRAIN: dict[str, Row] = {
         f"trainer.{name}": Row(value, f"log:trainer.{name}")
         for name, value in (
             ("offload_parameters", "true"),
-            ("fused_layers", "true"),
             ("matmul_precision", "fp8"),
             ("parallel.fsdp_size", "3"),
             ("parallel.tensor_parallel_size", "2"),
@@ -637,7 +633,6 @@ SIMULATE: dict[str, Row] = {
     "model.dtype": Row("float32", "numbers"),
     "model.lora.rank": Row("8", "numbers"),
     "model.lora.target_modules": Row("[q_proj]", "numbers", LORA),
-    "model.lora.load_in_4bit": Row("true", "numbers", LORA),
     "rollout.max_completion_tokens": Row("128", "numbers"),
     "rollout.prompts_per_step": Row("4", "numbers"),
     "rollout.n_samples_per_prompt": Row("4", "numbers"),
@@ -667,13 +662,11 @@ SIMULATE: dict[str, Row] = {
             ("micro_batch_size", "1"),
             ("offload_optimizer", "true"),
             ("offload_gradients", "true"),
-            ("offload_parameters", "true"),
             ("optimizer.name", "muon"),
             ("optimizer.state_dtype", "bfloat16"),
         )
     },
     "trainer.recompute": Row("full", "numbers", (*EIGHT_B, "--simulate.gpus=3")),
-    "trainer.fused_layers": Row("true", "numbers", (*EIGHT_B, "--simulate.gpus=3")),
     "pipeline.enabled": Row("true", "numbers"),
     "pipeline.max_staleness": Row("2", "numbers"),
     "pipeline.async_queue_size": Row("1", "numbers"),
@@ -726,6 +719,8 @@ NOT_OF_TIME = (
         for name in ("tokenizer", "chat_template", "init", "exact", "trust_remote_code")
     ),
     "model.lora.alpha",
+    "model.lora.load_in_4bit",  # these two change memory alone, and no split that fits or not
+    "trainer.offload_parameters",
     *(f"{section}." for section in ("data", "reward", "eval", "checkpoint", "log")),
     *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")),
     "rollout.dynamic_sampling",
@@ -733,7 +728,7 @@ NOT_OF_TIME = (
     "rollout.mask_off_policy_tokens",
     "rollout.truncated_samples",
     *(f"engine.{name}" for name in ("backend", "block_size", "max_num_batched_tokens")),
-    *(f"engine.{name}" for name in ("max_model_len", "sleep_level", "speculation")),
+    *(f"engine.{name}" for name in ("max_model_len", "sleep_level")),
     *(f"engine.{name}" for name in ("cuda_graphs", "compile")),
     *(f"algorithm.{name}" for name in ("advantage", "loss", "aggregation", "clip_", "dual_clip")),
     *(f"algorithm.{name}" for name in ("entropy_coef", "kl.placement", "kl.estimator")),

@@ -23,7 +23,7 @@ NAMES = ("the trainer", "one", "two")
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    return host_store("127.0.0.1", timeout_s=5.0)
+    return host_store("127.0.0.1", timeout_s=60.0)
 
 
 def board(
@@ -33,8 +33,8 @@ def board(
 
 
 def member(store: dist.TCPStore, rank: int) -> tuple[dist.TCPStore, Board]:
-    own = join_store("127.0.0.1", store.port, timeout_s=5.0)
-    return own, board(own, rank, timeout_s=10.0)
+    own = join_store("127.0.0.1", store.port, timeout_s=60.0)
+    return own, board(own, rank, timeout_s=60.0)
 
 
 def test_notes_arrive_by_rank(store: dist.TCPStore) -> None:
@@ -85,7 +85,7 @@ def test_R11_what_the_watch_raises_ends_a_wait(store: dist.TCPStore) -> None:
 
 
 def test_R11_a_sender_that_is_gone_is_named() -> None:
-    gone = host_store("127.0.0.1", timeout_s=5.0)
+    gone = host_store("127.0.0.1", timeout_s=60.0)
     _, notes = member(gone, 1)
     del gone
     with pytest.raises(LinkError, match="the trainer is gone"):
@@ -151,9 +151,9 @@ def test_R11_those_who_stay_leave_a_link_with_one_who_is_gone(store: dist.TCPSto
     gone.drop()
 
     def take(rank: int) -> torch.Tensor:
-        own, held = join_store("127.0.0.1", store.port, timeout_s=5.0), staying[rank]
+        own, held = join_store("127.0.0.1", store.port, timeout_s=60.0), staying[rank]
         assert isinstance(held, Link)
-        notes = Board(own, 8, names=NAMES[:2], rank=rank, timeout_s=10.0)
+        notes = Board(own, 8, names=NAMES[:2], rank=rank, timeout_s=60.0)
         link = Link.meet(own, notes, torch.device("cpu"), held)
         tensor = torch.arange(9) if rank == 0 else torch.zeros(9, dtype=torch.int64)
         link.wait(link.broadcast(tensor), notes)
@@ -168,7 +168,7 @@ def test_R25_a_process_ends_well_right_after_it_has_dropped_a_link() -> None:
     """Under a broadcast that nobody sends, whose group takes a moment to go."""
     script = """
 from tests.weights.test_link import *
-store = host_store("127.0.0.1", timeout_s=5.0)
+store = host_store("127.0.0.1", timeout_s=60.0)
 links = meet_all(store, ["cpu"] * 3)
 work = links[1].broadcast(torch.empty(9, dtype=torch.uint8))
 for link in links:
