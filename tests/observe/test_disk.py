@@ -1,5 +1,6 @@
 """A disk that is full: whole records or none, and a message with path, key and sizes."""
 
+import errno
 import json
 import re
 import resource
@@ -9,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from hone.config.run import LogConfig
-from hone.observe.disk import AppendedFile, DiskError
+from hone.observe.disk import AppendedFile, DiskError, writing
 from hone.observe.loggers import RunLog, TensorBoardLogger
 from hone.observe.whole_file import write_whole
 
@@ -66,6 +68,33 @@ def test_the_error_says_where_which_key_and_how_much(
     assert re.search(r"\(run\.dir\): .*; it needs [0-9,]+ bytes, [0-9,]+ bytes are free", text)
     assert threading.active_count() <= num_threads
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("problem", "advice"),
+    [
+        (OSError(errno.ENOSPC, "x"), "Free some space or set run.dir to another place."),
+        (OSError(errno.EDQUOT, "x"), "Free some space or set run.dir to another place."),
+        (
+            SafetensorError("Error: No space left on device (os error 28)"),
+            "Free some space or set run.dir to another place.",
+        ),
+        (OSError(errno.EACCES, "x"), "Set run.dir to a place that can be written."),
+        (OSError(errno.EROFS, "x"), "Set run.dir to a place that can be written."),
+        (NotADirectoryError(errno.ENOTDIR, "x"), "Set run.dir to a place that can be written."),
+        (
+            SafetensorError("Error: Permission denied (os error 13)"),
+            "Set run.dir to a place that can be written.",
+        ),
+    ],
+)
+def test_space_is_asked_for_only_where_it_is_missing(
+    tmp_path: Path, problem: Exception, advice: str
+) -> None:
+    with pytest.raises(DiskError) as caught, writing(tmp_path / "a", "run.dir"):
+        raise problem
+    assert str(caught.value).endswith(f" {advice}")
+    assert str(caught.value).count("Free some space") == advice.count("Free some space")
 
 
 def test_a_record_that_does_not_fit_leaves_no_part(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ with writing(path, "run.dir", num_bytes=len(data)):
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -30,9 +32,13 @@ def writing(path: Path, key: str, num_bytes: int | None = None) -> Generator[Non
     except DiskError:
         raise
     except (OSError, SafetensorError) as error:
+        advice = (
+            f"Free some space or set {key} to another place."
+            if _number(error) in (errno.ENOSPC, errno.EDQUOT)
+            else f"Set {key} to a place that can be written."
+        )
         raise DiskError(
-            f"Could not write {path} ({key}): {error}; {sizes(path, num_bytes)}. Free some space "
-            f"or set {key} to another place."
+            f"Could not write {path} ({key}): {error}; {sizes(path, num_bytes)}. {advice}"
         ) from error
 
 
@@ -41,6 +47,14 @@ def sizes(path: Path, num_bytes: int | None) -> str:
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     free = f"{shutil.disk_usage(parent).free:,} bytes are free there"
     return free if num_bytes is None else f"it needs {num_bytes:,} bytes, {free}"
+
+
+def _number(error: OSError | SafetensorError) -> int | None:
+    """The `errno` of the failure; safetensors has it in its text alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return None if found is None else int(found[1])
 
 
 class AppendedFile:
