@@ -108,12 +108,35 @@ def test_completions_are_replaced_by_the_same_command_alone(tmp_path, monkeypatc
         captured = capsys.readouterr()
         told = " ".join((captured.out + captured.err).split())
         assert "output 'completions.jsonl' exists, with completions of other settings" in told
-        assert "Name another output, or remove the file" in told
+        assert "Name another output, or remove 'completions.jsonl' and" in told
     assert output.read_bytes() == first
-    (tmp_path / "completions.config.yaml").unlink()
+    (tmp_path / "completions.jsonl.config.yaml").unlink()
     assert main(["generate", *FLAGS]) == 2
     assert "nothing says how it was made" in capsys.readouterr().err
     assert output.read_bytes() == first
+
+
+def test_the_settings_of_completions_replace_no_other_file(tmp_path, monkeypatch, capsys):
+    """Such as a recipe that is named like the output, or the settings of another output."""
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
+    recipe = "# mine\ngeneration:\n  temperature: 1.0\n"
+    (tmp_path / "a.config.yaml").write_text(recipe)
+    for output in ("a.jsonl", "out.v1", "out.v2"):
+        assert main(["generate", "a.config.yaml", *FLAGS, f"--output={output}"]) == 0
+    assert (tmp_path / "a.config.yaml").read_text() == recipe
+    kept = {path.name for path in tmp_path.glob("*.config.yaml")} - {"a.config.yaml"}
+    assert kept == {f"{output}.config.yaml" for output in ("a.jsonl", "out.v1", "out.v2")}
+
+    (tmp_path / "b.jsonl.config.yaml").write_text(recipe)
+    capsys.readouterr()
+    for command in (["check", "generate"], ["generate"]):
+        assert main([*command, *FLAGS, "--output=b.jsonl"]) == 2
+        captured = capsys.readouterr()
+        assert "'b.jsonl.config.yaml' exists" in " ".join((captured.out + captured.err).split())
+    assert (tmp_path / "b.jsonl.config.yaml").read_text() == recipe
+    assert not (tmp_path / "b.jsonl").exists()
 
 
 def test_an_evaluation_that_fails_leaves_cause_and_samples(make_config: MakeConfig, tmp_path):

@@ -21,8 +21,9 @@ def must_be_local(path: str) -> bool:
 
 
 def settings_file(output: Path) -> Path:
-    """Where the settings lie that completions were sampled with: `a.config.yaml` for `a.jsonl`."""
-    return output.with_suffix(".config.yaml")
+    """Where the settings lie that completions were sampled with: `a.jsonl.config.yaml` for
+    `a.jsonl`. No two outputs share them."""
+    return output.with_name(f"{output.name}.config.yaml")
 
 
 def is_saved_dataset(folder: Path) -> bool:

@@ -121,8 +121,9 @@ class GenerateConfig(Section):
     n_samples_per_prompt: int = Field(default=1, ge=1)
     """Samples drawn for each prompt."""
     output: Path = Path("completions.jsonl")
-    """JSONL file that receives one row a sample; the settings lie beside it as `.config.yaml`. The
-    same command writes it anew, one with other settings does not replace it."""
+    """JSONL file that receives one row a sample; the settings lie beside it as
+    `<output>.config.yaml`. The same command writes both anew, one with other settings replaces
+    neither."""
 
 
 class BenchEngineConfig(Section):

@@ -305,20 +305,28 @@ def check_output(output: Path) -> Iterator[Finding]:
 
 
 def check_overwriting(cfg: GenerateConfig) -> Iterator[Finding]:
-    """Completions that are there are replaced by the same command alone."""
-    if not cfg.output.is_file():
-        return
+    """Completions and their settings that are there are replaced by the same command alone."""
     settings = settings_file(cfg.output)
-    if not settings.is_file():
-        reason = "and nothing says how it was made"
+    existing = [file for file in (cfg.output, settings) if file.is_file()]
+    if not existing:
+        return
+    if settings not in existing:
+        reason = f"output '{cfg.output}' exists, and nothing says how it was made"
     elif settings.read_text(encoding="utf-8", errors="replace") == dump_config(cfg):
         return
+    elif cfg.output in existing:
+        reason = (
+            f"output '{cfg.output}' exists, with completions of other settings, those in "
+            f"'{settings}'"
+        )
     else:
-        reason = f"with completions of other settings, those in '{settings}'"
+        reason = (
+            f"'{settings}' exists, where the settings of output '{cfg.output}' are kept, and holds "
+            "something else"
+        )
+    files = " and ".join(f"'{file}'" for file in existing)
     yield error(
-        f"output '{cfg.output}' exists, {reason}. Name another output, or remove the file to have "
-        "it written anew.",
-        "output",
+        f"{reason}. Name another output, or remove {files} to have it written anew.", "output"
     )
 
 
