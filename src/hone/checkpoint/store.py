@@ -158,6 +158,12 @@ class CheckpointStore:
         self.wait()
         return True
 
+    def has_published(self) -> bool:
+        """On the first process, whether the save under way has become a checkpoint by now. Raises
+        nothing where it failed, and is not collective."""
+        written = self._written
+        return written is not None and written.done() and written.exception() is None
+
     def wait(self) -> None:
         """Return when nothing is being written. Raises CheckpointError where a save has failed."""
         if self._written is None:

@@ -326,6 +326,7 @@ def recording(
             yield recorder
         except BaseException:
             try:
+                recorder.before_failure()
                 recorder.write_unrecorded()
             except DiskError as error:  # the error that ends the run is the one to be told
                 _log.warning("warning: %s", error)

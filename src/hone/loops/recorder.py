@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,8 @@ class Recorder:
     console: Console | None = None
     limits: Limits | None = None
     cpu_use: CPUUse = field(default_factory=CPUUse)
+    before_failure: Callable[[], None] = lambda: None
+    """Called where an error ends the run, as long as events can be written."""
     _unrecorded: tuple[int, Sequence[Group]] | None = None
 
     def progress(self, finished: int, wanted: int) -> None:

@@ -59,6 +59,13 @@ class Saver:
             self._best = max(self._best, rank)
         self._check(wait=is_last)
 
+    def publish_written(self) -> None:
+        """Call `published` for a save that is on disk when an error ends the run. Not collective:
+        of the first process."""
+        if self._unpublished is not None and self.store.has_published():
+            self.published(*self._unpublished)
+            self._unpublished = None
+
     def _check(self, *, wait: bool) -> None:
         """Call `published` where the last save has become a checkpoint by now."""
         if self._unpublished is None:

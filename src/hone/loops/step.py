@@ -51,6 +51,7 @@ class StepEnd:
         self._saver = Saver(
             parts.launch.store, parts.cfg.checkpoint, parts.state, readable, parts.recorder.saved
         )
+        parts.recorder.before_failure = self._saver.publish_written
 
     def finish(
         self,

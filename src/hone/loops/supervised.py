@@ -73,6 +73,7 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
         Interrupt(mesh, "the run saves after this step and ends") as interrupt,
     ):
         saver = Saver(begin.store, cfg.checkpoint, state_parts, published=recorder.saved)
+        recorder.before_failure = saver.publish_written
         if cfg.eval.at_start and first == 0:
             recorder.record(0, trainer.evaluate(data.eval))
 
