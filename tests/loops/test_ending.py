@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.observe.test_disk import largest_file
 
 from hone.checkpoint.store import CheckpointError
 from hone.config.errors import UserError
-from hone.config.run import LogConfig
+from hone.config.run import CheckpointConfig, LogConfig
 from hone.config.tree import SFTConfig
 from hone.loops import reinforce, supervised, sync
 from hone.loops.ending import record_death
@@ -180,6 +181,38 @@ def test_a_run_that_goes_on_drops_the_error_of_the_step_it_repeats(
     assert "error" not in {event["kind"] for event in rows(cfg.run.dir / "events.jsonl")}
 
 
+def test_a_run_that_failed_after_its_last_step_is_finished_once_it_was_completed(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next launch trains no step, so no row is newer than the error."""
+    cfg = make_config(log=REPORT)
+    with monkeypatch.context() as patch:
+        patch.setattr(reinforce, "export", raising(OSError("no space")))
+        with pytest.raises(OSError, match="no space"):
+            reinforce.run(cfg)
+    assert RunFolder.read(cfg.run.dir).error is not None
+    reinforce.run(cfg)
+    assert last_event(cfg.run.dir)["kind"] == "finished"
+    run = RunFolder.read(cfg.run.dir)
+    assert (run.status, run.error) == ("finished", None)
+    assert "The run failed" not in (cfg.run.dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize("problem", [KeyError("timestamp_s"), TypeError("x"), OSError("x")])
+def test_a_report_that_cannot_be_drawn_does_not_replace_the_error_of_the_run(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    problem: Exception,
+) -> None:
+    cfg = make_config(log=REPORT)
+    monkeypatch.setattr("hone.loops.ending.write_report", raising(problem))
+    monkeypatch.setattr(reinforce, "assemble", raising(RuntimeError("the cause")))
+    with pytest.raises(RuntimeError, match="the cause") as caught:
+        reinforce.run(cfg)
+    assert "the report could not be drawn" in "".join(getattr(caught.value, "__notes__", []))
+
+
 def test_the_folder_of_another_run_is_left_alone(make_config: MakeConfig) -> None:
     cfg = make_config(log=REPORT)
     cfg.run.dir.mkdir(parents=True)
@@ -229,3 +262,51 @@ def test_every_checkpoint_has_its_event(make_config: MakeConfig) -> None:
     reinforce.run(cfg)
     events = rows(cfg.run.dir / "events.jsonl")
     assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_has_its_event_where_the_next_step_fails(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = make_config(run={"steps": 4}, checkpoint={"every_n_steps": 2})
+    update = PolicyTrainer.update
+
+    def fail_in_step_3(trainer: PolicyTrainer, samples: Any) -> Any:
+        if len(rows_if_any(cfg.run.dir / "metrics.jsonl")) == 2:
+            wait_until((cfg.run.dir / "checkpoints" / "step_2").is_dir)
+            raise RuntimeError("a bug")
+        return update(trainer, samples)
+
+    monkeypatch.setattr(PolicyTrainer, "update", fail_in_step_3)
+    with pytest.raises(RuntimeError, match="a bug"):
+        reinforce.run(cfg)
+    events = rows(cfg.run.dir / "events.jsonl")
+    assert [(event["kind"], event.get("step")) for event in events if event["kind"] != "alarm"] == [
+        ("checkpoint", 2),
+        ("error", 3),
+    ]
+
+
+def test_supervised_checkpoints_have_their_event_too(
+    sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sft_config = sft_config.model_copy(update={"checkpoint": CheckpointConfig(every_n_steps=1)})
+    update = SupervisedTrainer.update
+
+    def fail_in_step_2(trainer: SupervisedTrainer, samples: Any) -> Any:
+        if rows_if_any(sft_config.run.dir / "metrics.jsonl"):
+            wait_until((sft_config.run.dir / "checkpoints" / "step_1").is_dir)
+            raise RuntimeError("a bug")
+        return update(trainer, samples)
+
+    monkeypatch.setattr(SupervisedTrainer, "update", fail_in_step_2)
+    with pytest.raises(RuntimeError, match="a bug"):
+        supervised.run(sft_config)
+    kinds = [event["kind"] for event in rows(sft_config.run.dir / "events.jsonl")]
+    assert kinds.count("checkpoint") == 1
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,13 +1,15 @@
 """Why a run ended, for those who look at its folder later: the cause as an event, and the report.
 
 A run that fails has an event `error` with the message, the step and the phase in which it failed;
-one that a second Ctrl-C or an early SIGTERM ends at once has an event `interrupted`.
+one that a second Ctrl-C or an early SIGTERM ends at once has an event `interrupted`, and one that
+has written its model an event `finished`.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
+import time
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from hone.loops.interrupt import Terminated
 from hone.observe.disk import DiskError
 from hone.observe.loggers import append_event
 from hone.observe.report import write_report
-from hone.observe.run_folder import LOCK, is_locked
+from hone.observe.run_folder import LOCK, RunFolder, is_locked
 
 __all__ = ["Ending", "evaluation_cause", "record_death"]
 
@@ -46,23 +48,36 @@ class Ending:
         there is none: the folder may be another run's."""
         try:
             yield
-        except BaseException:
-            if self._is_recorded:
-                _draw_failed(self._folder, self._draws_report)
+        except BaseException as error:
+            if self._is_recorded and (problem := _draw_failed(self._folder, self._draws_report)):
+                error.add_note(problem)
             raise
         if self._is_first and self._draws_report:
             write_report(self._folder)
 
     @contextmanager
     def cause(self) -> Generator[None]:
-        """Record the error that ends the block. Entered while the folder is locked."""
-        self._watch.on_end = self._other_ended
+        """Record the error that ends the block, or that it ended well. Entered while the folder is
+        locked."""
+        self._watch.on_end, began_s = self._other_ended, time.time()
         try:
             yield
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             if _speaks(error):
                 self._record(**_described(error))
             raise
+        if self._is_first:
+            self._finish(began_s)
+
+    def _finish(self, began_s: float) -> None:
+        """Write the event `finished`, unless the folder ends with one, or this launch, which began
+        at `began_s`, was interrupted and has saved."""
+        run = RunFolder.read(self._folder, has_ended=True)
+        if run.end is not None:
+            kind, at_s = run.end["kind"], run.end.get("timestamp_s", 0.0)
+            if kind == "finished" or (kind == "interrupted" and at_s >= began_s):
+                return
+        append_event(self._folder, "finished", step=run.rows[-1]["step"] if run.rows else 0)
 
     def _other_ended(self, reason: str) -> None:
         """Another process is gone or stuck, and this one ends the run for it."""
@@ -102,13 +117,17 @@ def _record(folder: Path, **fields: Any) -> None:
         _log.warning("warning: the cause is not in the run folder: %s", problem)
 
 
-def _draw_failed(folder: Path, draws_report: bool) -> None:
+def _draw_failed(folder: Path, draws_report: bool) -> str | None:
+    """Draw the report of a run that failed; why that could not be done, or None."""
     if not draws_report:
-        return
+        return None
     try:
         write_report(folder, has_ended=True)
-    except (OSError, UserError) as problem:
-        _log.warning("warning: the report could not be drawn: %s", problem)
+    except Exception as error:  # noqa: BLE001  # the one that ended the run is to be raised
+        problem = f"the report could not be drawn: {str(error) or type(error).__name__}"
+        _log.warning("warning: %s", problem)
+        return problem
+    return None
 
 
 def _speaks(error: BaseException) -> bool:

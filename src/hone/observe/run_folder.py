@@ -22,6 +22,9 @@ LOCK = ".lock"
 _FILES = (CONFIG, "metrics.jsonl", "events.jsonl")
 """What a folder is known by as one of a run: it has one of them."""
 
+_ENDS = ("error", "interrupted", "finished")
+"""Kinds of the events that end a launch."""
+
 _STEP = re.compile(rb'\{"step": (\d+),')
 
 
@@ -96,13 +99,20 @@ class RunFolder:
         """The event of the error that ended the run, unless it has gone on since."""
         if self.is_running:
             return None
-        newest_s = self.rows[-1]["timestamp_s"] if self.rows else 0.0
+        end = self.end
+        return end if end is not None and end["kind"] == "error" else None
+
+    @property
+    def end(self) -> Mapping[str, Any] | None:
+        """The last event that ended a launch, of kind `error`, `interrupted` or `finished`, unless
+        a step has been recorded since."""
+        newest_s = self.rows[-1].get("timestamp_s", 0.0) if self.rows else 0.0
         ends = [
             event
             for event in self.events
-            if event.get("kind") in ("error", "interrupted") and event["timestamp_s"] >= newest_s
+            if event.get("kind") in _ENDS and event.get("timestamp_s", 0.0) >= newest_s
         ]
-        return ends[-1] if ends and ends[-1]["kind"] == "error" else None
+        return ends[-1] if ends else None
 
     def samples(self, *, num_steps: int, per_step: int) -> list[dict[str, Any]]:
         """Samples of the newest, the first, and steps evenly between; newest first.
