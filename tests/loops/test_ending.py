@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,10 @@ from hone.checkpoint.store import CheckpointError
 from hone.config.errors import UserError
 from hone.config.run import CheckpointConfig, LogConfig
 from hone.config.tree import SFTConfig
+from hone.distributed.processes import Processes
+from hone.distributed.watch import Watch
 from hone.loops import reinforce, supervised, sync
-from hone.loops.ending import record_death
+from hone.loops.ending import Ending, record_death
 from hone.observe.disk import DiskError
 from hone.observe.run_folder import RunFolder
 from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
@@ -213,14 +216,58 @@ def test_a_report_that_cannot_be_drawn_does_not_replace_the_error_of_the_run(
     assert "the report could not be drawn" in "".join(getattr(caught.value, "__notes__", []))
 
 
+def test_a_process_that_ends_for_another_one_does_not_wait_for_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr("hone.loops.ending._DRAWING_S", 0.1, raising=False)
+    monkeypatch.setattr("hone.loops.ending.write_report", lambda *_, **__: is_over.wait(60))
+    watch = Watch(Processes(0, 1, 0, 1), 60.0)
+    with Ending(tmp_path, watch, is_first=False, draws_report=True).cause():
+        assert watch.on_end is not None
+        leaving = threading.Thread(target=watch.on_end, args=["rank 1 is gone"], daemon=True)
+        leaving.start()
+        leaving.join(5)
+    try:
+        assert not leaving.is_alive()
+        assert last_event(tmp_path)["message"] == "rank 1 is gone"
+    finally:
+        is_over.set()
+
+
+@pytest.mark.parametrize(
+    ("lock", "is_recorded"),
+    [(None, False), ("", False), ("7", False), ("12\n", True), ("garbled", False)],
+)
+def test_a_death_is_recorded_only_where_a_process_of_the_run_took_the_folder(
+    tmp_path: Path, lock: str | None, is_recorded: bool
+) -> None:
+    """An earlier run has left its lock file."""
+    if lock is not None:
+        (tmp_path / ".lock").write_text(lock)
+    record_death(tmp_path, "killed", pids=[11, 12], step=0, phase="start", draws_report=False)
+    assert (tmp_path / "events.jsonl").exists() == is_recorded
+
+
+def test_a_run_writes_into_the_lock_which_process_took_the_folder(make_config: MakeConfig) -> None:
+    cfg = make_config()
+    cfg.run.dir.mkdir(parents=True)
+    (cfg.run.dir / ".lock").write_text("1234567890")
+    reinforce.run(cfg)
+    assert (cfg.run.dir / ".lock").read_text() == f"{os.getpid()}\n"
+
+
 def test_the_folder_of_another_run_is_left_alone(make_config: MakeConfig) -> None:
     cfg = make_config(log=REPORT)
     cfg.run.dir.mkdir(parents=True)
     with (cfg.run.dir / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("11\n")
+        file.flush()
         with pytest.raises(UserError, match="another run is at work"):
             reinforce.run(cfg)
-        record_death(cfg.run.dir, "killed", step=1, phase="train", draws_report=True)
+        record_death(cfg.run.dir, "killed", pids=[11], step=1, phase="train", draws_report=True)
+        assert (cfg.run.dir / ".lock").read_text() == "11\n"
     assert [path.name for path in cfg.run.dir.iterdir()] == [".lock"]
 
 

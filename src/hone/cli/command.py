@@ -146,10 +146,13 @@ def run_in_processes(
     return spawn([sys.executable, "-m", "hone", command, *argv], nproc, on_death)
 
 
-def _record_death(cfg: RLConfig | SFTConfig, message: str, step: int, phase: str) -> None:
+def _record_death(
+    cfg: RLConfig | SFTConfig, message: str, step: int, phase: str, pids: Sequence[int]
+) -> None:
     from hone.loops.ending import record_death
 
-    record_death(cfg.run.dir, message, step=step, phase=phase, draws_report=cfg.log.report)
+    draws_report = cfg.log.report
+    record_death(cfg.run.dir, message, pids=pids, step=step, phase=phase, draws_report=draws_report)
 
 
 def _set_up_openmp(cfg: Recipe, num_processes: int) -> None:

@@ -35,8 +35,8 @@ _TELLING_S = 60.0
 _POLL_S = 0.05
 
 
-Death = Callable[[str, int, str], None]
-"""Called with how a process has ended, the step and the phase."""
+Death = Callable[[str, int, str, Sequence[int]], None]
+"""Called with how a process has ended, the step, the phase, and the ids of all processes."""
 
 
 def spawn(command: Sequence[str], nproc: int, on_death: Death | None = None) -> int:
@@ -74,7 +74,7 @@ def spawn(command: Sequence[str], nproc: int, on_death: Death | None = None) -> 
             for process in run.processes:
                 _kill(process)
             if run.death is not None and on_death is not None:
-                on_death(*run.death)
+                on_death(*run.death, [process.pid for process in run.processes])
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:

@@ -11,9 +11,10 @@ import logging
 import signal
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from hone.config.errors import UserError
@@ -28,6 +29,9 @@ from hone.observe.run_folder import LOCK, RunFolder, is_locked
 __all__ = ["Ending", "evaluation_cause", "record_death"]
 
 _log = logging.getLogger(__name__)
+
+_DRAWING_S = 5.0
+"""What a process that ends for another one's sake gives to its report."""
 
 
 class Ending:
@@ -82,17 +86,26 @@ class Ending:
     def _other_ended(self, reason: str) -> None:
         """Another process is gone or stuck, and this one ends the run for it."""
         self._record(kind="error", message=reason, error="LostPeerError")
-        _draw_failed(self._folder, self._draws_report)
+        # This process is to leave, however long the disk or a large folder takes.
+        drawing = Thread(target=_draw_failed, args=[self._folder, self._draws_report], daemon=True)
+        drawing.start()
+        drawing.join(_DRAWING_S)
 
     def _record(self, **fields: Any) -> None:
         self._is_recorded = True
         _record(self._folder, **fields, step=self._watch.step, phase=self._watch.phase)
 
 
-def record_death(folder: Path, message: str, *, step: int, phase: str, draws_report: bool) -> None:
+def record_death(
+    folder: Path, message: str, *, pids: Sequence[int], step: int, phase: str, draws_report: bool
+) -> None:
     """Write into a run folder how a process has ended that could not do so, once all have ended.
-    Not where no process had come so far as to take the folder, or another run has it."""
-    if not (folder / LOCK).exists() or is_locked(folder):
+    Not where none of the run's processes, `pids`, had come so far as to take the folder, or another
+    run has it."""
+    lock = folder / LOCK
+    if not lock.is_file() or lock.read_text(errors="replace").strip() not in map(str, pids):
+        return
+    if is_locked(folder):
         return
     _record(folder, kind="error", message=message, error="LostPeerError", step=step, phase=phase)
     _draw_failed(folder, draws_report)

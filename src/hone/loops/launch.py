@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import random
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
@@ -182,12 +183,13 @@ def launch(
 
 @contextmanager
 def _alone_in(folder: Path) -> Generator[None]:
-    """Keep other runs out of a run folder; the system lets go of it when this process ends.
+    """Keep other runs out of a run folder; the system lets go of it when this process ends. The
+    process id stays in the lock file, for the launcher of a process that is killed.
 
     Raises UserError where another run is in there.
     """
     with writing(folder, "run.dir"):
-        file = (folder / LOCK).open("w")
+        file = (folder / LOCK).open("a")  # another run's process id is in it until it is ours
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,6 +198,10 @@ def _alone_in(folder: Path) -> Generator[None]:
                 f"another run is at work in run.dir '{folder}'. Wait for its end, or name another "
                 "folder."
             ) from error
+        with writing(folder, "run.dir"):
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
         yield
 
 
