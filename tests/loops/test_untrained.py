@@ -56,12 +56,23 @@ DROPPED = RolloutCounts(num_dropped_groups=40, num_refill_rounds=9)
 CAUSES: dict[str, tuple[dict[str, Any], list[Group], list[Trajectory], list[str]]] = {
     # settings, groups, rows, and what the cause says
     "dropped": ({}, [], [], ["rollout.dynamic_sampling dropped all 40 groups of 10 rounds"]),
-    "failed": ({}, [group(TIMEOUT, TIMEOUT)], [], ["None of 2 samples", "2 x timeout", FAILURE]),
+    "failed": (
+        {},
+        [group(TIMEOUT, TIMEOUT)],
+        [],
+        ["None of 2 samples", "2 x timeout. The commonest", FAILURE],
+    ),
     "no baseline": (
         {},
         [group(1.0, TIMEOUT)],
         [],
         ["algorithm.advantage grpo", "1 x timeout", FAILURE],
+    ),
+    "no baseline, no failure": (
+        {},
+        [group(1.0), group(0.0)],
+        [],
+        ["no group has two with a reward."],
     ),
     "truncated": (
         MASKS,

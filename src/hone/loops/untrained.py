@@ -6,13 +6,13 @@ learnt. It has a cause that the groups and the configuration know.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from hone.config.algorithm import GROUP_ESTIMATORS
 from hone.config.tree import RLConfig
+from hone.rewards.scorer import describe_failures
 from hone.rollout.counts import RolloutCounts
-from hone.types import Group, Sample, Trajectory
+from hone.types import Group, Trajectory
 
 __all__ = ["MAX_UNTRAINED_STEPS", "why_untrained"]
 
@@ -40,11 +40,13 @@ def why_untrained(
         return _all_dropped(counts)
     valid = [sample for sample in samples if sample.valid]
     if not valid:
-        return f"None of {len(samples)} samples has a reward: {_failures(samples)}."
+        return f"None of {len(samples)} samples has a reward: {describe_failures(samples)}."
     if not rows and cfg.algorithm.advantage in GROUP_ESTIMATORS:
+        has_failed = len(valid) < len(samples)
+        failures = f": {describe_failures(samples)}" if has_failed else ""
         return (
             f"algorithm.advantage {cfg.algorithm.advantage} compares the samples of a prompt, and "
-            f"no group has two with a reward: {_failures(samples)}."
+            f"no group has two with a reward{failures}."
         )
     if cfg.rollout.truncated_samples == "mask" and all(sample.truncated for sample in valid):
         return (
@@ -76,11 +78,3 @@ def _all_dropped(counts: RolloutCounts) -> str:
         f"rewards{failed}. The task is too hard or too easy for the model, or the reward does not "
         "read the answers."
     )
-
-
-def _failures(samples: Sequence[Sample]) -> str:
-    """For example `3 x timeout, 1 x crash; the first says: ...`."""
-    failed = [sample for sample in samples if sample.failure is not None]
-    kinds = Counter(sample.failure for sample in failed).most_common()
-    text = ", ".join(f"{number} x {kind}" for kind, number in kinds)
-    return f"{text}; the first says: {failed[0].failure_detail or 'no detail'}" if failed else "-"

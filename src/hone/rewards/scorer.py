@@ -31,7 +31,7 @@ from hone.rewards.score import RewardFunction, Verdict, arguments, score
 from hone.rewards.worker import FunctionSpec, Job
 from hone.types import FailureKind, Prompt, Sample, StopReason
 
-__all__ = ["FailureRateError", "Scorer", "ScorerStats", "check_failure_rate"]
+__all__ = ["FailureRateError", "Scorer", "ScorerStats", "check_failure_rate", "describe_failures"]
 
 LOAD_TIMEOUT_S = 120.0
 """Deadline of importing the user's modules, which may draw in large libraries from a cold disk."""
@@ -268,7 +268,8 @@ class Scorer:
         if len(self._first_failures) == _FIRST_CALLS:
             raise FailureRateError(
                 f"all of the first {_FIRST_CALLS} samples failed to be scored: "
-                f"{_describe(self._first_failures)}. No step and no evaluation waits for more."
+                f"{describe_failures(self._first_failures)}. No step and no evaluation waits for "
+                "more."
             )
 
 
@@ -282,12 +283,16 @@ def check_failure_rate(samples: Sequence[Sample], limit: float) -> None:
         return
     raise FailureRateError(
         f"{len(failed)} of {len(samples)} samples have no reward, more than the allowed "
-        f"{limit:.0%} (`reward.max_failure_rate`): {_describe(failed)}"
+        f"{limit:.0%} (`reward.max_failure_rate`): {describe_failures(failed)}"
     )
 
 
-def _describe(failed: Sequence[Sample]) -> str:
-    """The kinds of failure by number, and an example of the commonest cause of the commonest."""
+def describe_failures(samples: Sequence[Sample]) -> str:
+    """The kinds of failure by number, and an example of the commonest cause of the commonest.
+
+    At least one of `samples` must have failed.
+    """
+    failed = [sample for sample in samples if sample.failure is not None]
     kinds = Counter(sample.failure for sample in failed)
     kind, _ = kinds.most_common()[0]
     counts = ", ".join(f"{number} x {name}" for name, number in kinds.most_common())
