@@ -24,8 +24,10 @@ from hone.distributed.processes import Processes
 from hone.distributed.watch import Watch
 from hone.loops import reinforce, supervised, sync
 from hone.loops.ending import Ending, record_death
+from hone.loops.hosting import local_engines
 from hone.observe.disk import DiskError
 from hone.observe.run_folder import RunFolder
+from hone.rewards.scorer import FailureRateError
 from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
 
 REPORT = {"tensorboard": False, "report": True}
@@ -81,6 +83,46 @@ def test_a_reward_that_fails_leaves_cause_samples_and_report(
     page = (cfg.run.dir / "report.html").read_text()
     assert "The run failed in step 1, during generate" in page
     assert page.index("samples have no reward") < page.index("<dt>Failure</dt>")
+
+
+APART = {"cluster": {"num_engines": 1}, "pipeline": {"enabled": True}}
+ALL_FAIL = {
+    # sections; phase, step and split; the message
+    "while sampling": ({}, ("generate", 1, "train"), "first 24 samples"),
+    "ahead of the training": (APART, ("generate", 1, "train"), "first 24 samples"),
+    "first of an evaluation": (
+        {"eval": {"at_start": True, "n_samples_per_prompt": 2}},
+        ("eval", 0, "eval"),
+        "first 24 samples",
+    ),
+    "share of an evaluation": ({"eval": {"at_start": True}}, ("eval", 0, "eval"), "20 of 20"),
+}
+
+
+@pytest.mark.parametrize("case", ALL_FAIL)
+def test_samples_are_written_where_none_can_be_scored(
+    case: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    sections, place, message = ALL_FAIL[case]
+    (tmp_path / "broken.py").write_text(
+        "def score(completion, answer):\n"
+        "    if completion != answer:\n"
+        "        raise KeyError('no such column')\n"
+        "    return 1.0\n"
+    )
+    functions = [{"fn": f"{tmp_path / 'broken.py'}:score"}]
+    cfg = make_config(
+        rollout={"n_samples_per_prompt": 8},
+        reward={"functions": functions, "num_workers": 1},
+        log=REPORT | {"samples_per_step": 4},
+        **sections,
+    )
+    with pytest.raises(FailureRateError, match=message):
+        reinforce.run(cfg, local_engines if "cluster" in sections else None)
+    event = last_event(cfg.run.dir)
+    samples = rows(cfg.run.dir / "samples.jsonl")
+    assert [(event["phase"], row["step"], row["split"]) for row in samples] == [place] * 4
+    assert all("no such column" in row["failure_detail"] for row in samples)
 
 
 ENDS: dict[BaseException, tuple[str, str]] = {

@@ -139,7 +139,13 @@ def test_the_settings_of_completions_replace_no_other_file(tmp_path, monkeypatch
     assert not (tmp_path / "b.jsonl").exists()
 
 
-def test_an_evaluation_that_fails_leaves_cause_and_samples(make_config: MakeConfig, tmp_path):
+@pytest.mark.parametrize(
+    ("num_samples", "message", "num_written"),
+    [(1, "20 of 20 samples have no reward", 20), (2, "all of the first 24 samples", 24)],
+)
+def test_an_evaluation_that_fails_leaves_cause_and_samples(
+    num_samples: int, message: str, num_written: int, make_config: MakeConfig, tmp_path
+):
     (tmp_path / "broken.py").write_text(
         "def score(completion, answer):\n"
         "    if completion == answer:\n"  # as the evaluation asks before it starts
@@ -153,11 +159,11 @@ def test_an_evaluation_that_fails_leaves_cause_and_samples(make_config: MakeConf
         data={"eval": trained.data.eval, "chat": "never", "max_prompt_tokens": 8},
         engine=trained.engine,
         reward={"functions": [{"fn": f"{tmp_path / 'broken.py'}:score"}], "num_workers": 1},
-        eval={"max_completion_tokens": 8},
+        eval={"max_completion_tokens": 8, "n_samples_per_prompt": num_samples},
     )
-    with pytest.raises(ValueError, match="20 of 20 samples have no reward") as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         run_evaluation(cfg)
     (event,) = map(json.loads, (cfg.run.dir / "events.jsonl").open())
     assert (event["kind"], event["message"]) == ("eval_error", str(caught.value))
     samples = list(map(json.loads, (cfg.run.dir / "eval_samples.jsonl").open()))
-    assert ["column" in sample["failure_detail"] for sample in samples] == [True] * 20
+    assert ["column" in sample["failure_detail"] for sample in samples] == [True] * num_written

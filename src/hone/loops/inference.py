@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from time import monotonic
@@ -27,7 +27,7 @@ from hone.loops.parts import assemble_inference, encoder, share_of_workers
 from hone.observe.loggers import json_line, sample_row
 from hone.observe.metrics import to_scalars
 from hone.observe.whole_file import write_whole
-from hone.rewards.scorer import Scorer, check_failure_rate
+from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
 from hone.rollout.evaluate import evaluate, pass_rule, summarise
 from hone.rollout.requests import requests_for, sample_of
 from hone.types import Prompt, Sample
@@ -46,10 +46,12 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
     """
     with evaluation_cause(cfg.run.dir), join(cfg.run, ParallelConfig()) as (mesh, watch):
         watch.enter("eval")
-        samples = _evaluated(cfg, mesh)
-        if mesh.is_first:
-            rows = [json_line(sample_row(sample)).decode() for sample in samples]
-            write_whole(cfg.run.dir / "eval_samples.jsonl", "".join(rows), "run.dir")
+        try:
+            samples = _evaluated(cfg, mesh)
+        except FailureRateError as error:
+            _write_samples(cfg, mesh, error.samples)
+            raise
+        _write_samples(cfg, mesh, samples)
         check_failure_rate(samples, cfg.reward.max_failure_rate)
         scalars = to_scalars(summarise(samples, cfg.eval))
         rule = pass_rule(samples, cfg.eval)
@@ -58,6 +60,12 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
         if mesh.is_first:
             write_whole(cfg.run.dir / "eval.json", json.dumps(scalars, indent=2), "run.dir")
     return scalars
+
+
+def _write_samples(cfg: EvaluateConfig, mesh: Mesh, samples: Sequence[Sample]) -> None:
+    if mesh.is_first:
+        rows = [json_line(sample_row(sample)).decode() for sample in samples]
+        write_whole(cfg.run.dir / "eval_samples.jsonl", "".join(rows), "run.dir")
 
 
 def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:

@@ -59,7 +59,7 @@ from hone.observe.peaks import device_peaks
 from hone.observe.spans import Spans
 from hone.planner.model_shape import ModelShape
 from hone.rewards.pool import default_num_workers
-from hone.rewards.scorer import Scorer, check_failure_rate
+from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
 from hone.rollout.evaluate import evaluate, pass_rule, summarise
 from hone.rollout.open_groups import Progress
 from hone.rollout.requests import Decode
@@ -154,7 +154,7 @@ class RLParts:
 
         Raises FailureRateError where too many cannot be scored.
         """
-        with self.core_for_rewards():
+        with self.recorder.spans.span("eval"), self.core_for_rewards():
             if self.controller is None:
                 samples = self._evaluated(self.peers)
             else:
@@ -324,7 +324,10 @@ def recording(
             )
         try:
             yield recorder
-        except BaseException:
+        except BaseException as failure:
+            if isinstance(failure, FailureRateError):
+                split = "eval" if begin.watch.phase == "eval" else "train"
+                recorder.unscored(begin.watch.step, failure.samples, split=split)
             try:
                 recorder.before_failure()
                 recorder.write_unrecorded()

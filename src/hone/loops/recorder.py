@@ -21,7 +21,7 @@ from hone.observe.spans import Spans
 from hone.planner.hardware import Peaks, num_usable_cores
 from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import generation_time_s, training_time_s
-from hone.types import Group, Trajectory
+from hone.types import Group, Sample, Trajectory
 
 __all__ = ["Limits", "Recorder", "alarms_for", "memory_metrics"]
 
@@ -150,7 +150,8 @@ class Recorder:
     cpu_use: CPUUse = field(default_factory=CPUUse)
     before_failure: Callable[[], None] = lambda: None
     """Called where an error ends the run, as long as events can be written."""
-    _unrecorded: tuple[int, Sequence[Group]] | None = None
+    _unrecorded: tuple[int, Sequence[Group], str] | None = None
+    """Step, groups and split of samples that are in no file yet."""
 
     def progress(self, finished: int, wanted: int) -> None:
         """Show how many samples of the current step are done."""
@@ -170,12 +171,18 @@ class Recorder:
     def sampled(self, step: int, groups: Sequence[Group]) -> None:
         """Keep the groups of the step in progress until `record`; where the step fails, they are
         what a person wants to see."""
-        self._unrecorded = step, groups
+        self._unrecorded = step, groups, "train"
+
+    def unscored(self, step: int, samples: Sequence[Sample], *, split: str) -> None:
+        """Keep samples of which too many have no reward, in place of the groups of the step."""
+        groups = [Group(id=s.id, prompt=s.prompt, samples=[s]) for s in samples]
+        self._unrecorded = step, groups, split
 
     def write_unrecorded(self) -> None:
         """Write samples of a step that has failed."""
         if self.log is not None and self._unrecorded is not None:
-            self.log.samples(*self._unrecorded, failed_first=True)
+            step, groups, split = self._unrecorded
+            self.log.samples(step, groups, split=split, failed_first=True)
 
     def saved(self, step: int, rank: float | None) -> None:
         """Record a checkpoint that is on disk."""

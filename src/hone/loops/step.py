@@ -70,8 +70,7 @@ class StepEnd:
         cfg = self._parts.cfg
         if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
             with self._at_rest():
-                with self._parts.recorder.spans.span("eval"):
-                    evaluated = self._parts.evaluate()
+                evaluated = self._parts.evaluate()
                 rank = to_scalars(evaluated).get(cfg.eval.metric)
                 metrics = metrics | evaluated
                 return self._record(step, metrics, rank, groups=groups, rows=rows, sync=sync)

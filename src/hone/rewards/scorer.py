@@ -43,7 +43,14 @@ _WAIT_S = 5.0
 
 
 class FailureRateError(ValueError):
-    """Too many samples of a step could not be scored."""
+    """Too many samples of a step could not be scored.
+
+    `samples` are those that were looked at, with what failed among them.
+    """
+
+    def __init__(self, message: str, samples: Sequence[Sample] = ()) -> None:
+        super().__init__(message)
+        self.samples = samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +276,8 @@ class Scorer:
             raise FailureRateError(
                 f"all of the first {_FIRST_CALLS} samples failed to be scored: "
                 f"{describe_failures(self._first_failures)}. No step and no evaluation waits for "
-                "more."
+                "more.",
+                self._first_failures,
             )
 
 
@@ -283,7 +291,8 @@ def check_failure_rate(samples: Sequence[Sample], limit: float) -> None:
         return
     raise FailureRateError(
         f"{len(failed)} of {len(samples)} samples have no reward, more than the allowed "
-        f"{limit:.0%} (`reward.max_failure_rate`): {describe_failures(failed)}"
+        f"{limit:.0%} (`reward.max_failure_rate`): {describe_failures(failed)}",
+        samples,
     )
 
 
