@@ -13,6 +13,7 @@ from tests.loops.conftest import MakeConfig
 
 from hone.cli.main import main
 from hone.config.tree import EvaluateConfig
+from hone.loops import reinforce
 from hone.loops.inference import run_evaluation
 from hone.models.tiny import make_tiny_model
 
@@ -167,3 +168,25 @@ def test_an_evaluation_that_fails_leaves_cause_and_samples(
     assert (event["kind"], event["message"]) == ("eval_error", str(caught.value))
     samples = list(map(json.loads, (cfg.run.dir / "eval_samples.jsonl").open()))
     assert ["column" in sample["failure_detail"] for sample in samples] == [True] * num_written
+
+
+def test_the_first_evaluation_says_by_what_samples_pass_in_all(make_config: MakeConfig, tmp_path):
+    """Also once another process has gone on from a checkpoint."""
+    (tmp_path / "shaped.py").write_text(
+        "from pathlib import Path\n"
+        f"LATER = Path({str(tmp_path / 'later')!r})\n"
+        "def shaped(completion):\n"
+        "    return 0.3 if LATER.exists() else float('1' in completion)\n"
+    )
+    cfg = make_config(
+        reward={"functions": [{"fn": f"{tmp_path / 'shaped.py'}:shaped"}], "num_workers": 1},
+        eval={"at_start": True, "every_n_steps": 1},
+        run={"steps": 2},
+        checkpoint={"every_n_steps": 1},
+    )
+    reinforce.run(cfg.model_copy(update={"run": cfg.run.model_copy(update={"steps": 1})}))
+    (tmp_path / "later").touch()
+    reinforce.run(cfg)
+    first, second, third = map(json.loads, (cfg.run.dir / "metrics.jsonl").open())
+    assert {"eval/pass@1"} <= first.keys() & second.keys() & third.keys()
+    assert third["eval/pass@1"] == 0

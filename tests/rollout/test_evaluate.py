@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hone.cli.eval import _table
+from hone.config.reward import RewardConfig
 from hone.config.run import EvalConfig, EvaluationConfig
 from hone.config.tree import EvaluateConfig
 from hone.observe.metrics import to_scalars
@@ -44,7 +45,7 @@ def test_summary_equals_a_recount_from_the_samples() -> None:
     cfg = EvalConfig(n_samples_per_prompt=4, max_completion_tokens=8)
     samples = run(FakeScorer(delay=3), cfg)
     assert [sample.index for sample in samples] == [0, 1, 2, 3] * 12
-    scalars = to_scalars(summarise(samples, cfg))
+    scalars = to_scalars(summarise(samples, cfg, PassRule(("fake",), 1.0)))
     rewards = [sample.reward.total for sample in samples if sample.reward]
     assert scalars["eval/reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
     assert scalars["eval/pass@1"] == pytest.approx(scalars["eval/reward/mean"])
@@ -98,7 +99,7 @@ def test_R12_failed_samples_are_counted_and_left_out() -> None:
     )
     samples = run(scorer, cfg)
     failed = sum(sample.failure is not None for sample in samples)
-    scalars = to_scalars(summarise(samples, cfg))
+    scalars = to_scalars(summarise(samples, cfg, "not asked"))
     assert scalars["eval/failed_share"] == pytest.approx(failed / len(samples))
     assert scalars["eval/reward/mean"] == 1.0, "a failure is not a zero"
 
@@ -139,13 +140,10 @@ def shaped_samples(num_prompts: int, num_samples: int) -> list[Sample]:
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])
-@pytest.mark.parametrize("pass_function", [None, "right"])
-def test_metrics_of_shaped_rewards_equal_a_recount_in_float64(
-    num_samples: int, pass_function: str | None
-) -> None:
-    cfg = EvaluationConfig(n_samples_per_prompt=num_samples, pass_function=pass_function)
+def test_metrics_of_shaped_rewards_equal_a_recount_in_float64(num_samples: int) -> None:
+    cfg = EvaluationConfig(n_samples_per_prompt=num_samples)
     samples = shaped_samples(40, num_samples)
-    scalars = to_scalars(summarise(samples, cfg))
+    scalars = to_scalars(summarise(samples, cfg, PassRule(("right",), 1.0)))
     names = {"reward": None, "reward/right": "right", "reward/closeness": "closeness"}
     for metric, part in names.items():
         values = [
@@ -178,39 +176,49 @@ def test_metrics_of_shaped_rewards_equal_a_recount_in_float64(
 
 
 ONE, HALF, ZERO = {"a": 1.0}, {"a": 0.5}, {"a": 0.0}
+A, OVERLONG = {"fn": "rewards:a"}, {"fn": "overlong", "args": {"buffer_tokens": 4}}
+B, C = {"fn": "rewards:b"}, {"fn": "rewards:c"}
+UNWEIGHTED, PENALTY = B | {"weight": 0.0}, B | {"weight": -0.5}
 
 
 @pytest.mark.parametrize(
-    ("samples", "settings", "expected"),
+    ("functions", "samples", "settings", "expected"),
     [
-        ([[ONE], [ZERO]], {}, PassRule(("a",), 1.0)),
-        ([[ONE], [HALF]], {}, r"no reward function.*a gave 0\.5.*eval\.pass_function"),
-        ([[ONE], [HALF]], {"pass_function": "a"}, PassRule(("a",), 1.0)),
+        ([A], [[ONE], [ZERO]], {}, PassRule(("a",), 1.0)),
+        ([A], [[ZERO]], {}, PassRule(("a",), 1.0)),
+        ([A], [[ONE], [HALF]], {}, r"a gave 0\.5.*eval\.pass_function"),
+        ([A], [[ONE], [HALF]], {"pass_function": "a"}, PassRule(("a",), 1.0)),
         (
+            [A],
             [[ONE], [HALF]],
             {"pass_function": "a", "pass_threshold": 0.5},
             PassRule(("a",), 0.5),
         ),
-        ([[ONE]], {"pass_function": "b"}, "'b' applies to none"),
-        ([[{"a": 1.0, "b": 0.3}], [{"a": 0.0, "b": 1.0}]], {}, PassRule(("a",), 1.0)),
-        ([[{"a": 1.0, "b": 0.0}], [{"b": 1.0}]], {}, PassRule(("a", "b"), 1.0)),
-        (
-            [[{"a": 1.0, "b": 0.0, "c": 0.2}]],
-            {},
-            r"several .*\(a, b\).*c gave 0\.2.*eval\.pass_function",
-        ),
-        ([[{"a": 1.0, "a/seconds": 0.3}]], {}, PassRule(("a",), 1.0)),
-        ([[None]], {}, "no sample has a reward"),
+        ([A], [[ONE]], {"pass_function": "b"}, "'b' applies to none"),
+        ([A], [[{"a": 1.0, "a/seconds": 0.3}]], {}, PassRule(("a",), 1.0)),
+        ([A], [[None]], {}, "no sample has a reward"),
+        # of several, each counts, and one that gave only 0 may be shaped
+        ([A, B], [[{"a": 1.0, "b": 0.0}], [{"b": 1.0}]], {}, PassRule(("a", "b"), 1.0)),
+        ([A, B], [[{"a": 1.0, "b": 0.0}]], {}, r"b gave only 0.*eval\.pass_function"),
+        ([A, B], [[{"a": 1.0, "b": 0.3}], [{"a": 0.0, "b": 1.0}]], {}, r"b gave 0\.3"),
+        ([A, B, C], [[{"a": 1.0, "b": 0.0, "c": 0.2}]], {}, r"c gave 0\.2, b gave only 0"),
+        # what says nothing of an answer does not count
+        ([A, OVERLONG], [[ONE | {"overlong": 0.0}]], {}, PassRule(("a",), 1.0)),
+        ([A, OVERLONG], [[ONE | {"overlong": -0.5}]], {}, PassRule(("a",), 1.0)),
+        ([A, UNWEIGHTED], [[ONE | {"b": 0.3}]], {}, PassRule(("a",), 1.0)),
+        ([A, PENALTY], [[ONE | {"b": 0.0}]], {}, PassRule(("a",), 1.0)),
+        ([PENALTY], [[{"b": 1.0}]], {}, "no function of positive weight"),
     ],
 )
 def test_by_what_samples_pass(
+    functions: list[dict[str, object]],
     samples: list[list[dict[str, float] | None]],
     settings: dict[str, object],
     expected: PassRule | str,
 ) -> None:
     cfg, given = EvaluationConfig.model_validate(settings), scored(*samples)
-    found = pass_rule(given, cfg)
-    scalars = to_scalars(summarise(given, cfg))
+    found = pass_rule(given, cfg, RewardConfig.model_validate({"functions": functions}))
+    scalars = to_scalars(summarise(given, cfg, found))
     if isinstance(expected, str):
         assert isinstance(found, str)
         assert re.search(expected, found), found
@@ -233,7 +241,8 @@ def test_hone_eval_prints_rows_errors_and_the_threshold() -> None:
     cfg = EvaluateConfig.model_validate(
         {"model": {"path": "m"}, "eval": {"pass_function": "right"}}
     )
-    scalars = to_scalars(summarise(shaped_samples(40, 1), cfg.eval))
+    rule = PassRule(("right",), 1.0)
+    scalars = to_scalars(summarise(shaped_samples(40, 1), cfg.eval, rule))
     table = _table(cfg, scalars)
     names, values, errors = (list(map(str, column.cells)) for column in table.columns)
     shown = dict(zip(names, zip(values, errors, strict=True), strict=True))

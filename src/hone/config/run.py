@@ -106,8 +106,9 @@ class EvaluationConfig(GenerationConfig):
 
     pass_function: str | None = None
     """Reward function, by its name in metrics (`exact_match`, `my_function`), that says whether a
-    sample passes; of weight 0 it does nothing else. Unset: the one that gives nothing but 0 and 1,
-    or all functions where all do, which must then all give 1; else there is no pass@k."""
+    sample passes; of weight 0 it does nothing else. Unset: a sample passes where all functions of
+    positive weight but `overlong` give 1, if they give nothing but 0 and 1 in the run's first
+    evaluation, and each of several 1 at least once; else the run has no pass@k."""
 
     pass_threshold: float = 1.0
     """Score of `pass_function` from which a sample passes."""

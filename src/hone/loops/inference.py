@@ -53,8 +53,8 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
             raise
         _write_samples(cfg, mesh, samples)
         check_failure_rate(samples, cfg.reward.max_failure_rate)
-        scalars = to_scalars(summarise(samples, cfg.eval))
-        rule = pass_rule(samples, cfg.eval)
+        rule = pass_rule(samples, cfg.eval, cfg.reward)
+        scalars = to_scalars(summarise(samples, cfg.eval, rule))
         if isinstance(rule, str):
             _log.info("there is no pass@k: %s", rule)
         if mesh.is_first:

@@ -60,7 +60,7 @@ from hone.observe.spans import Spans
 from hone.planner.model_shape import ModelShape
 from hone.rewards.pool import default_num_workers
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
-from hone.rollout.evaluate import evaluate, pass_rule, summarise
+from hone.rollout.evaluate import PassRule, evaluate, pass_rule, summarise
 from hone.rollout.open_groups import Progress
 from hone.rollout.requests import Decode
 from hone.rollout.rollout import Alone, Peers, Rollout
@@ -109,8 +109,9 @@ class RLParts:
     """Who leads, where engines have devices of their own."""
     stream: LedStream | None = None
     """The same as `rollout`, where that runs ahead of the training."""
-    has_told_of_passing: bool = False
-    """Why evaluations have no pass@k."""
+    pass_rule: PassRule | str | None = None
+    """By what samples pass in all evaluations of the run, or why there is no pass@k; None before
+    the first one that has a reward."""
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint must hold, by part."""
@@ -121,12 +122,18 @@ class RLParts:
             "data": self.data.train.state_dict(),
             "rollout": self.rollout.state_dict(),
             "random": capture_random_state(),
+            "evaluation": {"pass_rule": _plain_rule(self.pass_rule)},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, with a trainer that has."""
         self.data.train.load_state_dict(state["data"])
         self.rollout.load_state_dict(state["rollout"])
+        match state.get("evaluation", {}).get("pass_rule"):
+            case [[*functions], threshold]:
+                self.pass_rule = PassRule(tuple(functions), threshold)
+            case rule:
+                self.pass_rule = rule
 
     @contextmanager
     def training(self) -> Generator[None]:
@@ -160,11 +167,12 @@ class RLParts:
             else:
                 samples = self.controller.share(partial(self._evaluated, Alone()))
         check_failure_rate(samples, self.cfg.reward.max_failure_rate)
-        rule = pass_rule(samples, self.cfg.eval)
-        if isinstance(rule, str) and not self.has_told_of_passing:
-            self.has_told_of_passing = True
-            _log.info("evaluations have no pass@k: %s", rule)
-        return summarise(samples, self.cfg.eval)
+        rule = self.pass_rule or pass_rule(samples, self.cfg.eval, self.cfg.reward)
+        if self.pass_rule is None and any(sample.valid for sample in samples):
+            self.pass_rule = rule
+            if isinstance(rule, str):
+                _log.info("evaluations have no pass@k: %s", rule)
+        return summarise(samples, self.cfg.eval, rule)
 
     def _evaluated(self, peers: Peers, progress: Progress | None = None) -> list[Sample]:
         assert self.engine is not None
@@ -189,6 +197,10 @@ class RLParts:
         on_cpu = self.launch.device.type == "cpu"
         uses_workers = self.scorer is not None and self.scorer.uses_workers
         return _one_thread_less() if on_cpu and uses_workers else nullcontext()
+
+
+def _plain_rule(rule: PassRule | str | None) -> Any:
+    return [list(rule.functions), rule.threshold] if isinstance(rule, PassRule) else rule
 
 
 @contextmanager

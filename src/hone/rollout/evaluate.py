@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from hone.config.reward import RewardConfig
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import Last, Mean, Metrics, Sum
 from hone.rollout.open_groups import SampleScorer
@@ -103,11 +104,15 @@ class PassRule:
         return min(scores) >= self.threshold if scores else None
 
 
-def pass_rule(samples: Sequence[Sample], cfg: EvaluationConfig) -> PassRule | str:
+def pass_rule(
+    samples: Sequence[Sample], cfg: EvaluationConfig, reward: RewardConfig
+) -> PassRule | str:
     """By what samples pass, or why that cannot be said.
 
-    It is `eval.pass_function` where that is set, else the one function that gives nothing but 0 and
-    1, else all functions where all give nothing else.
+    It is `eval.pass_function` where that is set. Else functions of positive weight count, without
+    `overlong`, which gives 0 to all that is not too long: all of them, where they give nothing but
+    0 and 1 and, of several, each gives 1 at least once. One that has given only 0 may be of shaped
+    scores. A rule holds for a whole run, or pass@k would change its meaning.
     """
     scores = _scores(samples)
     if not scores:
@@ -116,23 +121,25 @@ def pass_rule(samples: Sequence[Sample], cfg: EvaluationConfig) -> PassRule | st
         if cfg.pass_function not in scores:
             return f"eval.pass_function '{cfg.pass_function}' applies to none of the samples"
         return PassRule((cfg.pass_function,), cfg.pass_threshold)
+    counted = {
+        name: scores[name]
+        for name, entry in zip(reward.names, reward.functions, strict=True)
+        if name in scores and entry.weight > 0 and entry.fn != "overlong"
+    }
     shaped = {
         name: next(score for score in held if score not in (0.0, 1.0))
-        for name, held in scores.items()
+        for name, held in counted.items()
         if not {0.0, 1.0}.issuperset(held)
     }
-    binary = tuple(name for name in scores if name not in shaped)
-    if len(binary) == 1 or (binary and not shaped):
-        return PassRule(binary, 1.0)
-    found = (
-        f"several reward functions give only 0 and 1 ({', '.join(binary)})"
-        if binary
-        else "no reward function gives only 0 and 1"
-    )
-    others = ", ".join(f"{name} gave {score:.4g}" for name, score in shaped.items())
+    never = [name for name, held in counted.items() if name not in shaped and 1.0 not in held]
+    if counted and not shaped and (len(counted) == 1 or not never):
+        return PassRule(tuple(counted), 1.0)
+    causes = [f"{name} gave {score:.4g}" for name, score in shaped.items()]
+    causes += [f"{name} gave only 0" for name in never]
+    found = ", ".join(causes) or "no function of positive weight says whether an answer is right"
     return (
-        f"{found}, and {others}. Name the one that says whether an answer is right in "
-        "eval.pass_function, with the score from which it is in eval.pass_threshold"
+        f"{found}. Name the one that says whether an answer is right in eval.pass_function, with "
+        "the score from which it is in eval.pass_threshold"
     )
 
 
@@ -167,14 +174,13 @@ def standard_error(clusters: Iterable[Sequence[float]]) -> float | None:
     return math.sqrt(len(held) / (len(held) - 1) * squares) / number
 
 
-def summarise(samples: Sequence[Sample], cfg: EvaluationConfig) -> Metrics:
+def summarise(samples: Sequence[Sample], cfg: EvaluationConfig, rule: PassRule | str) -> Metrics:
     """Metrics under `eval/`, and under `eval/<task>/` where there are several tasks.
 
     Failed samples are counted and left out; a prompt without any valid sample does not enter. There
-    is pass@k where `pass_rule` says by what samples pass. `stderr` is the standard error over
-    prompts.
+    is pass@k where `rule`, from `pass_rule`, says by what samples pass. `stderr` is the standard
+    error over prompts.
     """
-    rule = pass_rule(samples, cfg)
     metrics = _summary(samples, cfg, "eval", rule)
     by_task: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
