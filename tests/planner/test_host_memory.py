@@ -147,6 +147,7 @@ COMMANDS = [
     ("generate", "--model.path=Qwen/Qwen3-8B", DATA),
     ("bench", "train", "--model.shape=qwen3-0.6b"),
     ("bench", "engine", "--model.shape=qwen3-8b"),
+    ("bench", "engine", "--model.shape=qwen3-8b", "--engine.enable_sleep=true"),  # a warning
 ]
 
 
@@ -162,7 +163,8 @@ def test_commands_refuse_before_they_start_and_hone_check_says_so(
     """On a host of 23 GiB without a GPU; `hone check` plans `auto` for other hosts too."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: 0)
-    monkeypatch.setattr("hone.cli.command.available_host_bytes", lambda: 23 * GIB)
+    for module in ("command", "bench"):
+        monkeypatch.setattr(f"hone.cli.{module}.available_host_bytes", lambda: 23 * GIB)
     where = f"--run.device={device}"
     assert main([*argv, where]) == 2
     assert "23.0 GiB are available" in " ".join(capsys.readouterr().err.split())

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from hone.cli import command
 from hone.cli.command import chosen_device, known_shape, load_checked, quiet_transformers
 from hone.cli.help import print_help
 from hone.config import UserError
@@ -16,7 +15,7 @@ from hone.config.checks.bench import check_bench_engine
 from hone.config.checks.finding import Finding
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.distributed.processes import processes
-from hone.planner.host_memory import engine_role, shortage, trainer_role
+from hone.planner.host_memory import available_host_bytes, engine_role, shortage, trainer_role
 from hone.planner.model_shape import public_shape
 
 __all__ = ["run"]
@@ -76,7 +75,9 @@ def run(argv: Sequence[str]) -> int:
 def _engine(arguments: Sequence[str]) -> int:
     def check(cfg: BenchEngineConfig, world_size: int) -> list[Finding]:
         findings = check_bench_engine(cfg, world_size)
-        return findings or _lack_of_host_memory(cfg, world_size)
+        if any(finding.level == "error" for finding in findings):
+            return findings
+        return [*findings, *_lack_of_host_memory(cfg)]
 
     cfg = load_checked(BenchEngineConfig, arguments, check)
     from hone.bench.bench import bench_engine
@@ -105,7 +106,7 @@ def _train(arguments: Sequence[str]) -> int:
         roles = [] if step is None else [trainer_role(step, num_local, on_cpu=True)]
         lack = shortage(
             roles,
-            available=command.available_host_bytes(),
+            available=available_host_bytes(),
             takes="the step takes at least",
             advice="Lower trainer.max_tokens_per_microbatch, set trainer.recompute to full, take a "
             "smaller model, or a host with more memory or a GPU.",
@@ -127,14 +128,14 @@ def _train(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _lack_of_host_memory(cfg: BenchEngineConfig, world_size: int) -> list[Finding]:
+def _lack_of_host_memory(cfg: BenchEngineConfig) -> list[Finding]:
     """The error where this host's memory does not hold the engine's weights on a CPU."""
     shape = public_shape(cfg.model.shape) if cfg.model.shape else known_shape(cfg.model.path or "")
     if shape is None or chosen_device(cfg.run.device) != "cpu":
         return []
     lack = shortage(
         [engine_role(shape, num_bytes=2 if cfg.model.dtype == "bfloat16" else 4, number=1)],
-        available=command.available_host_bytes(),
+        available=available_host_bytes(),
         takes="the engine takes at least",
         advice="Take a smaller model (model.shape, model.path), model.dtype bfloat16, or a host "
         "with more memory or a GPU.",
