@@ -93,12 +93,10 @@ class HostMasters:
     def record(self, moved: Iterable[tuple[Piece, Tensor]]) -> None:
         """Note what masters round to that have moved: pieces and their values on the device, each
         parameter's in order. Independent of where a step writes them."""
-        dtypes = {name: weight.dtype for name, weight in self.weights.items()}
         by_dtype: dict[torch.dtype, list[tuple[str, int, Tensor]]] = {}
         for piece, values in moved:
-            if piece.name in dtypes:
-                same = by_dtype.setdefault(dtypes[piece.name], [])
-                same.append((piece.name, piece.start, values))
+            if (weight := self.weights.get(piece.name)) is not None:
+                by_dtype.setdefault(weight.dtype, []).append((piece.name, piece.start, values))
         for dtype, pieces in by_dtype.items():
             self.checksums.add(pieces, dtype)
 
