@@ -16,7 +16,7 @@ from hone.config.tree import RLConfig
 from hone.loops import step as step_module
 from hone.loops.hosting import local_engines
 from hone.loops.reinforce import run
-from hone.loops.untrained import MAX_UNTRAINED_STEPS, why_untrained
+from hone.loops.untrained import Untrained, why_untrained
 from hone.rollout.counts import RolloutCounts
 from hone.types import FailureKind, Group, Prompt, Reward, Sample, StopReason, Trajectory
 
@@ -87,20 +87,21 @@ CAUSES: dict[str, tuple[dict[str, Any], list[Group], list[Trajectory], list[str]
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_cause_is_named(name: str, make_config: MakeConfig) -> None:
     sections, groups, rows, said = CAUSES[name]
-    cause = why_untrained(make_config(**sections), groups, rows, DROPPED)
-    assert cause is not None
+    found = why_untrained(make_config(**sections), groups, rows, DROPPED)
+    assert found is not None
+    assert found.may_be_chance == (name == "dropped")
     for text in said:
-        assert text in cause
+        assert text in found.cause
 
 
 def test_failures_in_dropped_groups_are_told(make_config: MakeConfig) -> None:
     counts = RolloutCounts()
     counts.count_dropped(group(1.0, TIMEOUT, TIMEOUT))
     counts.count_dropped(group(1.0, 1.0))
-    cause = why_untrained(make_config(), [], [], counts)
-    assert cause is not None
-    assert "all 2 groups" in cause
-    assert "(2 of their samples failed)" in cause
+    found = why_untrained(make_config(), [], [], counts)
+    assert found is not None
+    assert "all 2 groups" in found.cause
+    assert "(2 of their samples failed)" in found.cause
 
 
 @pytest.mark.parametrize("correction", [None, 0.01, 0.0])
@@ -109,9 +110,9 @@ def test_one_trained_token_is_enough_unless_it_is_corrected_away(
 ) -> None:
     rows = [row(False, False), row(False, True)]
     cfg = make_config(**ICEPOP)
-    cause = why_untrained(cfg, [group(0.0, 1.0)], rows, RolloutCounts(), correction=correction)
-    assert (cause is None) == (correction != 0)
-    assert cause is None or "algorithm.correction.kind icepop drops every token" in cause
+    found = why_untrained(cfg, [group(0.0, 1.0)], rows, RolloutCounts(), correction=correction)
+    assert (found is None) == (correction != 0)
+    assert found is None or "algorithm.correction.kind icepop drops every token" in found.cause
 
 
 REWARDS = """
@@ -129,7 +130,7 @@ def untrained_config(make_config: MakeConfig, folder: Path, reward: str) -> RLCo
     (folder / "untrained.py").write_text(REWARDS)
     functions = [{"fn": f"{folder / 'untrained.py'}:{reward}"}]
     return make_config(
-        run={"steps": 6},
+        run={"steps": 12},
         rollout={"dynamic_sampling": reward == "same", "max_refill_rounds": 2},
         reward={"functions": functions, "max_failure_rate": 1.0},
     )
@@ -157,22 +158,31 @@ def test_a_run_that_trains_nothing_ends_with_the_cause(
     cfg = untrained_config(partial(make_config, **sections), tmp_path, reward)
     with pytest.raises(UserError, match=said) as error:
         run(cfg, local_engines if sections else None)
-    assert f"{MAX_UNTRAINED_STEPS} updates in a row" in str(error.value)
+    last = 10 if reward == "same" else 3
+    assert f"{last} updates in a row" in str(error.value)
     rows = rows_of(cfg)
-    assert [r["train/untrained_steps"] for r in rows] == [1, 2, MAX_UNTRAINED_STEPS]
+    assert [r["train/untrained_steps"] for r in rows] == [*range(1, last + 1)]
     events = [json.loads(line) for line in (cfg.run.dir / "events.jsonl").read_text().splitlines()]
     (alarm,) = [e for e in events if e["kind"] == "alarm" and e.get("name") == "untrained"]
     assert said in alarm["message"]
     assert alarm["step"] == 1
     (saved,) = [e for e in events if e["kind"] == "checkpoint"]
-    assert saved["step"] == MAX_UNTRAINED_STEPS
+    assert saved["step"] == last
 
 
+@pytest.mark.parametrize(
+    ("steps", "counted"),
+    [
+        ("mm.mm.", [1, 2, 0, 1, 2, 0]),  # m: masked, which recurs; d: all dropped, maybe chance
+        ("ddddmmd.", [1, 2, 3, 4, 5, 6, 7, 0]),
+    ],
+)
 def test_only_steps_in_a_row_end_a_run(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    steps: str, counted: list[int], make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    causes = iter(["chance", "chance", None, "chance", "chance", None])
-    monkeypatch.setattr(step_module, "why_untrained", lambda *_, **__: next(causes))
-    cfg = make_config(run={"steps": 6})
+    found = {"m": Untrained("masked"), "d": Untrained("dropped", may_be_chance=True), ".": None}
+    causes = iter(steps)
+    monkeypatch.setattr(step_module, "why_untrained", lambda *_, **__: found[next(causes)])
+    cfg = make_config(run={"steps": len(steps)})
     assert not run(cfg).interrupted
-    assert [r["train/untrained_steps"] for r in rows_of(cfg)] == [1, 2, 0, 1, 2, 0]
+    assert [r["train/untrained_steps"] for r in rows_of(cfg)] == counted

@@ -11,7 +11,7 @@ from hone.loops.interrupt import Interrupt
 from hone.loops.parity import check_parity
 from hone.loops.parts import RLParts
 from hone.loops.saving import Saver, due
-from hone.loops.untrained import MAX_UNTRAINED_STEPS, why_untrained
+from hone.loops.untrained import Untrained, is_stalled, why_untrained
 from hone.models.load import compute_dtype
 from hone.observe.metrics import Last, Metrics, Sum, to_scalars
 from hone.rollout.metrics import rollout_metrics
@@ -46,8 +46,8 @@ class StepEnd:
         self._parts = parts
         self._interrupt = interrupt
         self._at_rest = at_rest
-        self._num_untrained = 0
-        """Steps in a row without a trained token."""
+        self._untrained: list[Untrained] = []
+        """The last steps in a row without a trained token."""
         self._saver = Saver(
             parts.launch.store, parts.cfg.checkpoint, parts.state, readable, parts.recorder.saved
         )
@@ -64,8 +64,8 @@ class StepEnd:
     ) -> bool:
         """Whether the run was asked to end after `step`. Collective.
 
-        Raises UserError, once `step` is saved, where it is the last of `MAX_UNTRAINED_STEPS` in a
-        row without a trained token.
+        Raises UserError, once `step` is saved, where so many in a row had no trained token that
+        the run `is_stalled`.
         """
         cfg = self._parts.cfg
         if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
@@ -96,22 +96,25 @@ class StepEnd:
                 parts.rollout.counts,
                 correction=to_scalars(metrics).get("off_policy/correction"),
             )
-            self._num_untrained = self._num_untrained + 1 if why else 0
+            self._untrained = [*self._untrained, why] if why else []
             metrics |= {
-                "train/untrained_steps": Last(self._num_untrained),
+                "train/untrained_steps": Last(len(self._untrained)),
                 "time/sync/proof_s": Last(sync.seconds),
                 "rollout/groups_without_baseline": Sum(parts.experience.num_dropped_groups),
             }
-            parts.recorder.record(step, metrics, groups=groups, rows=rows, why_untrained=why)
+            parts.recorder.record(
+                step, metrics, groups=groups, rows=rows, why_untrained=why and why.cause
+            )
         # After the row is written: a run that dies in between computes the step again.
         with span("checkpoint"):
-            has_stalled = self._num_untrained == MAX_UNTRAINED_STEPS
+            has_stalled = is_stalled(self._untrained)
             stop = self._interrupt.is_requested() or has_stalled
             self._saver.after(step, rank, is_last=stop or step == cfg.run.steps)
         if has_stalled:
+            assert why is not None
             raise UserError(
-                f"{MAX_UNTRAINED_STEPS} updates in a row had no token to train, and the run ends "
-                f"after step {step}, which is saved. {why}"
+                f"{len(self._untrained)} updates in a row had no token to train, and the run ends "
+                f"after step {step}, which is saved. {why.cause}"
             )
         if stop:
             parts.recorder.event("interrupted", step=step)

@@ -7,6 +7,7 @@ learnt. It has a cause that the groups and the configuration know.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hone.config.algorithm import GROUP_ESTIMATORS
 from hone.config.tree import RLConfig
@@ -14,11 +15,30 @@ from hone.rewards.scorer import describe_failures
 from hone.rollout.counts import RolloutCounts
 from hone.types import Group, Trajectory
 
-__all__ = ["MAX_UNTRAINED_STEPS", "why_untrained"]
+__all__ = ["Untrained", "is_stalled", "why_untrained"]
 
-MAX_UNTRAINED_STEPS = 3
-"""So many steps in a row without a trained token end a run: one may be chance, and each costs the
-time of a whole rollout."""
+_MAX_STEPS = 3
+"""So many steps in a row for causes that the configuration makes end a run: they recur, and each
+step costs the time of a whole rollout."""
+_MAX_CHANCE_STEPS = 10
+"""The same where some causes may be chance: a weak model that solves one prompt in hundreds has
+steps in which every group is dropped, and learns from the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Untrained:
+    """Why a step has no token to train."""
+
+    cause: str
+    may_be_chance: bool = False
+    """Whether the next step may well train, with nothing changed."""
+
+
+def is_stalled(steps: Sequence[Untrained]) -> bool:
+    """Whether a run is to end after `steps` in a row without a trained token."""
+    last = steps[-_MAX_STEPS:]
+    recurs = len(last) == _MAX_STEPS and not any(step.may_be_chance for step in last)
+    return recurs or len(steps) >= _MAX_CHANCE_STEPS
 
 
 def why_untrained(
@@ -28,16 +48,20 @@ def why_untrained(
     counts: RolloutCounts,
     *,
     correction: float | None = None,
-) -> str | None:
+) -> Untrained | None:
     """None where a step of these groups, of which the rows were made, has trained something.
 
     `correction` is the mean factor of `algorithm.correction` over the tokens, None without one.
     """
     if any(row.num_trained for row in rows):
-        return _all_corrected_away(cfg) if correction == 0 else None
+        return Untrained(_all_corrected_away(cfg)) if correction == 0 else None
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
-        return _all_dropped(counts)
+        return Untrained(_all_dropped(counts), may_be_chance=True)
+    return Untrained(_without_tokens(cfg, samples, rows))
+
+
+def _without_tokens(cfg: RLConfig, samples: Sequence[Sample], rows: Sequence[Trajectory]) -> str:
     valid = [sample for sample in samples if sample.valid]
     if not valid:
         return f"None of {len(samples)} samples has a reward: {describe_failures(samples)}."
