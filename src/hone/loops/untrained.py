@@ -13,7 +13,7 @@ from hone.config.algorithm import GROUP_ESTIMATORS
 from hone.config.tree import RLConfig
 from hone.rewards.scorer import describe_failures
 from hone.rollout.counts import RolloutCounts
-from hone.types import Group, Trajectory
+from hone.types import Group, Sample, Trajectory
 
 __all__ = ["Untrained", "is_stalled", "why_untrained"]
 
