@@ -21,6 +21,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -159,10 +160,13 @@ class CheckpointStore:
         return True
 
     def has_published(self) -> bool:
-        """On the first process, whether the save under way has become a checkpoint by now. Raises
-        nothing where it failed, and is not collective."""
-        written = self._written
-        return written is not None and written.done() and written.exception() is None
+        """On the first process, whether the save under way has become a checkpoint, or does within
+        a second: older ones may be on their way out still. Raises nothing where it failed, and is
+        not collective."""
+        if self._written is None:
+            return False
+        done, _ = futures.wait([self._written], timeout=1.0)
+        return bool(done) and self._written.exception() is None
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises CheckpointError where a save has failed."""
