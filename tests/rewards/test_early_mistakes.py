@@ -100,11 +100,47 @@ def test_columns_are_checked_where_the_data_are_here(tmp_path: Path) -> None:
 # -- before the model is loaded ------------------------------------------------------------------
 
 MISTAKES = {
-    "raise": ("def f(completion):\n    return completion['answer']", "TypeError: string indices"),
-    "hang": ("import time\ndef f(completion):\n    time.sleep(99)", "timeout: f: killed after 1 s"),
+    "name": ("def f(completion):\n    return lenght(completion)", "NameError: name 'lenght'"),
+    "attribute": ("import math\ndef f(completion):\n    return math.squ(2)", "no attribute 'squ'"),
+    "import": ("def f(completion):\n    import nowhere_at_all", "No module named"),
+    "call": (
+        "import inspect\ndef f(): return 1.0\n"
+        "f.__signature__ = inspect.signature(lambda completion: 1.0)",
+        "unexpected keyword argument",
+    ),
     "not a number": ("def f(completion):\n    return 'good'", "returned str"),
+}
+PERHAPS = {
+    "json": (
+        "import json\ndef f(completion):\n    return json.loads(completion)['score']",
+        "TypeError: 'int' object",
+    ),
+    "json get": (
+        "import json\ndef f(completion):\n    return json.loads(completion).get(1)",
+        "get",
+    ),
+    "unbound": (
+        "def f(completion):\n    for c in completion:\n        if c == 'x': y = 1\n    return y",
+        "UnboundLocalError",
+    ),
+    "executed": ("def f(completion):\n    return eval(completion + 'x')", "SyntaxError"),
+    "executed name": ("def f(completion):\n    return eval('x' + completion)", "NameError"),
+    "hang": ("import time\ndef f(completion):\n    time.sleep(99)", "timeout: f: killed after 1 s"),
+    "not finite": ("def f(completion):\n    return float('nan')", "must be finite"),
     "crash": ("import os\ndef f(completion):\n    os._exit(3)", "exit code 3"),
 }
+
+
+@pytest.mark.parametrize("mistake", PERHAPS)
+def test_what_another_completion_may_avoid_is_a_warning(
+    mistake: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, told = PERHAPS[mistake]
+    with make(reward(tmp_path / "r.py", source)) as scorer_, caplog.at_level(logging.WARNING):
+        scorer_.check_data(rows({}), encode)
+    (record,) = caplog.records
+    assert "no reward could be computed for row train:1" in record.message
+    assert told in record.message
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -145,7 +181,7 @@ def test_a_run_and_an_evaluation_try_functions_before_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_inputs(tmp_path)
-    (tmp_path / "rewards.py").write_text("def even(completion):\n    return {}['score']\n")
+    (tmp_path / "rewards.py").write_text("def even(completion):\n    return unknown\n")
 
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model is loaded")
@@ -153,7 +189,7 @@ def test_a_run_and_an_evaluation_try_functions_before_the_model(
     monkeypatch.setattr(parts, "load_for_training", load)
     monkeypatch.setattr(parts, "load_model", load)
     cfg = tiny_config(tmp_path, tmp_path / "run")
-    with pytest.raises(UserError, match=r"row train:1, .*rewards\.py:2: KeyError: 'score'"):
+    with pytest.raises(UserError, match=r"row train:1, .*rewards\.py:2: NameError: name 'unknown'"):
         reinforce.run(cfg)
     names = ("model", "engine", "reward")
     tree = {name: getattr(cfg, name).model_dump() for name in names}
@@ -161,7 +197,7 @@ def test_a_run_and_an_evaluation_try_functions_before_the_model(
     tree["data"] = cfg.data.model_dump()
     tree["run"] = {"dir": tmp_path / "eval", "device": "cpu"}
     tree["eval"] = {"max_completion_tokens": 8}
-    with pytest.raises(UserError, match=r"row eval:1, .*rewards\.py:2: KeyError: 'score'"):
+    with pytest.raises(UserError, match=r"row eval:1, .*rewards\.py:2: NameError: name 'unknown'"):
         run_evaluation(EvaluateConfig.model_validate(tree))
 
 

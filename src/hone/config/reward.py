@@ -34,7 +34,8 @@ class RewardConfig(Section):
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(fn="exact_match"),)
     """Scoring functions; the total is their weighted sum. Before the model is loaded each is called
-    once on the first row, with its answer as the completion: a failure ends the run."""
+    once on the first row, with its answer as the completion: a wrong call, an unknown name or a
+    score of a wrong type ends the run, another failure is a warning."""
 
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take before its worker is killed and the sample counted as failed."""

@@ -342,7 +342,12 @@ def _decode(message: Mapping[str, Any]) -> Verdict:
     seconds = float(message["seconds"])
     if "failure" in message:
         kind = FailureKind(message["failure"])
-        return Verdict(failure=kind, detail=str(message["detail"]), seconds=seconds)
+        return Verdict(
+            failure=kind,
+            detail=str(message["detail"]),
+            is_certain=bool(message["is_certain"]),
+            seconds=seconds,
+        )
     parts = {str(name): float(value) for name, value in message["parts"].items()}
     return Verdict(reward=Reward(total=float(message["total"]), parts=parts), seconds=seconds)
 

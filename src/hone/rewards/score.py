@@ -10,12 +10,15 @@ import asyncio
 import inspect
 import math
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Real
+from types import ModuleType
 from typing import Any
 
+from hone.rewards.builtin import Builtin
 from hone.rewards.resolve import error_location
 from hone.types import FailureKind, Reward, Sample
 
@@ -36,6 +39,10 @@ class InvalidScoreError(Exception):
     """A reward function returned something that is not a score."""
 
 
+class ScoreTypeError(InvalidScoreError):
+    """What it returned is not even of a type that a score may have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one function said about one sample; None: it does not apply."""
@@ -51,6 +58,8 @@ class Verdict:
     reward: Reward | None = None
     failure: FailureKind | None = None
     detail: str = ""
+    is_certain: bool = False
+    """The failure does not depend on the completion: any other one fails as well."""
     seconds: float = 0.0
 
 
@@ -128,21 +137,45 @@ def score(
         if isinstance(outcome, Part):
             parts.append(outcome)
             continue
-        kind, detail = outcome
+        kind, detail, is_certain = outcome
         detail = f"{function.name}: {detail}"[:MAX_DETAIL_CHARS]
-        return Verdict(failure=kind, detail=detail, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Verdict(failure=kind, detail=detail, is_certain=is_certain, seconds=seconds)
     return _combine(functions, parts, seconds=time.perf_counter() - start)
 
 
-def _attempt(function: RewardFunction, given: Mapping[str, Any]) -> Part | tuple[FailureKind, str]:
+def _attempt(
+    function: RewardFunction, given: Mapping[str, Any]
+) -> Part | tuple[FailureKind, str, bool]:
     try:
         return function(given)
     except InvalidScoreError as error:
-        return FailureKind.INVALID, str(error)
+        return FailureKind.INVALID, str(error), isinstance(error, ScoreTypeError)
     except MemoryError:
-        return FailureKind.OUT_OF_MEMORY, "ran out of memory"
+        return FailureKind.OUT_OF_MEMORY, "ran out of memory", False
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
-        return FailureKind.EXCEPTION, error_location(error, function.file)
+        detail = error_location(error, function.file)
+        return FailureKind.EXCEPTION, detail, _is_certain(error, function)
+
+
+def _is_certain(error: BaseException, function: RewardFunction) -> bool:
+    """Whether the error is one of the function's text or call, which no completion avoids."""
+    if isinstance(function.function, Builtin):
+        return True  # these give every completion a number: it is the row that is wrong
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.startswith("<") for frame in frames):
+        return False  # raised by code that the function has executed: perhaps the completion
+    match error:
+        case UnboundLocalError():
+            return False
+        case NameError() | ImportError():
+            return True
+        case AttributeError():
+            return isinstance(error.obj, ModuleType)
+        case TypeError():
+            return frames[-1].filename == __file__  # of the call itself
+        case _:
+            return False
 
 
 def _combine(
@@ -172,7 +205,7 @@ def read_part(value: object) -> Part:
     if not isinstance(value, Mapping):
         return Part(None if value is None else _finite(value, "a score"))
     if "score" not in value:
-        raise InvalidScoreError(f"returned a mapping without 'score': keys {list(value)[:20]}")
+        raise ScoreTypeError(f"returned a mapping without 'score': keys {list(value)[:20]}")
     score = value["score"]
     metrics = {
         str(key): _finite(item, f"metric '{key}'") for key, item in value.items() if key != "score"
@@ -183,7 +216,7 @@ def read_part(value: object) -> Part:
 def _finite(value: object, what: str) -> float:
     if not isinstance(value, Real):
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        raise InvalidScoreError(
+        raise ScoreTypeError(
             f"returned {kind} as {what}; return a number, a bool, None (does not apply) or a dict "
             f"with 'score' and further numbers"
         )

@@ -11,6 +11,7 @@ a number.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -32,6 +33,8 @@ from hone.rewards.worker import FunctionSpec, Job
 from hone.types import FailureKind, Prompt, Sample, StopReason
 
 __all__ = ["FailureRateError", "Scorer", "ScorerStats", "check_failure_rate", "describe_failures"]
+
+_log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 120.0
 """Deadline of importing the user's modules, which may draw in large libraries from a cold disk."""
@@ -112,7 +115,8 @@ class Scorer:
         need in all of `prompts`, then call each function once, with the first prompt and its answer
         as the completion, of which `encode` makes the token ids.
 
-        Raises UserError naming the row.
+        Raises UserError naming the row, and warns where a call fails as it might for this
+        completion alone.
         """
         columns = self._pool.needed_columns if self._pool is not None else []
         for entry, needed in zip(self._cfg.functions, columns, strict=False):
@@ -153,12 +157,15 @@ class Scorer:
             ((_, verdict),) = verdicts
         if verdict.failure is not None:
             what = "answer" if prompt.answer else "prompt"
-            raise UserError(
+            problem = (
                 f"no reward could be computed for row {prompt.id}, with its {what} as the "
                 f"completion ({text[:80]!r}): {verdict.failure}: {verdict.detail}. Each "
                 "function of reward.functions is called once before the model is loaded, and must "
                 "give every completion a number, a wrong one too."
             )
+            if verdict.is_certain:
+                raise UserError(problem)
+            _log.warning("warning: %s", problem)
 
     def submit(self, sample: Sample) -> None:
         """Begin to score `sample`; `poll` returns it when it is done.

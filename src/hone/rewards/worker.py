@@ -190,7 +190,11 @@ def _plain(ticket: int, verdict: Verdict) -> dict[str, Any]:
     plain: dict[str, Any] = {"ticket": ticket, "seconds": verdict.seconds}
     if verdict.reward is not None:
         return plain | {"total": verdict.reward.total, "parts": dict(verdict.reward.parts)}
-    return plain | {"failure": verdict.failure, "detail": verdict.detail}
+    return (
+        plain
+        | {"failure": verdict.failure, "detail": verdict.detail}
+        | {"is_certain": verdict.is_certain}
+    )
 
 
 def _isolate(memory_limit_bytes: int) -> None:
