@@ -271,8 +271,10 @@ def test_R3_no_sync_of_weights_that_are_not_what_masters_round_to(offload: bool,
     with torch.no_grad():
         weight[3, 5] += weight[3, 5].abs() / 128  # the next number there is
     message = r"^1 of 24 trained weights, the first model.layers.1.mlp.up_proj.weight, are not what"
-    with pytest.raises(StaleWeightsError, match=message):
+    with pytest.raises(StaleWeightsError, match=message) as error:
         next(trainer.named_weights())
+    assert ("trainer.offload_optimizer" in str(error.value)) == offload
+    assert ("trainer.enable_sleep" in str(error.value)) == is_asleep
     with pytest.raises(StaleWeightsError, match=message):
         broadcast.push(1)
 

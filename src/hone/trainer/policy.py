@@ -319,13 +319,18 @@ class Policy(BasePolicy):
             if found[name].checksum != checksum and bool(weights[name].isfinite().all())
         ]
         if stale:
+            options = {
+                "trainer.offload_optimizer": self.host_masters is not None,
+                "trainer.enable_sleep": bool(self._asleep_checksums),  # it has slept
+            }
+            used = " and ".join(key for key, is_used in options.items() if is_used)
+            advice = f" Until it is mended, try without {used}." if used else ""
             raise StaleWeightsError(
                 f"{len(stale)} of {len(checksums)} trained weights, the first {stale[0]}, are not "
                 f"what the optimizer's masters round to in {self.dtype}: an engine would sample "
                 "with weights that training did not make, so the run ends here. This is a fault of "
                 "hone and not of your configuration; please report it with the run's config.yaml. "
-                "Checkpoints hold the masters. Until it is mended, try without "
-                "trainer.offload_optimizer and trainer.enable_sleep."
+                f"Checkpoints hold the masters.{advice}"
             )
 
     def _rounded_checksums(self) -> Mapping[str, int]:
