@@ -65,6 +65,8 @@ ROWS: list[Row] = [
     ("rl", "cluster.num_engines=2 cluster.devices_per_node=4", "warning",
      "cluster.num_engines cluster.num_trainers cluster.devices_per_node"),
     ("rl", "cluster.num_engines=1 cluster.address=tcp://head:6379", "error", "cluster.address"),
+    ("rl", "cluster.num_engines=2 cluster.num_trainers=4 cluster.num_nodes=2 cluster.address=auto",
+     "warning", "cluster.num_trainers cluster.num_nodes cluster.devices_per_node"),
     ("rl", "cluster.num_engines=2 cluster.num_nodes=2", "error",
      "cluster.num_nodes cluster.address"),
     ("rl", "--nproc=3 cluster.num_engines=1 cluster.num_trainers=2", "error",

@@ -86,6 +86,15 @@ def _devices(cfg: RLConfig) -> Iterator[Finding]:
     """The sum that a placement is: every role has devices of its own."""
     cluster, size = cfg.cluster, cfg.engine.tensor_parallel_size
     if cluster.devices_per_node is None:
+        if cluster.num_nodes > 1 and cluster.is_used and cluster.num_trainers > 1:
+            yield warning(
+                f"cluster.num_trainers is {cluster.num_trainers}: beside engines or references, "
+                f"all trainers must be on one of the cluster.num_nodes {cluster.num_nodes} nodes, "
+                "and cluster.devices_per_node, which says whether they fit, is not set. Set it.",
+                "cluster.num_trainers",
+                "cluster.num_nodes",
+                "cluster.devices_per_node",
+            )
         return
     held = cluster.num_nodes * cluster.devices_per_node
     there = (
