@@ -33,7 +33,8 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 def generate(folder, world_size, *flags):
     """What each process says, and the file that was written."""
-    (folder / "completions.jsonl").unlink(missing_ok=True)  # of other settings
+    for name in ("completions.jsonl", "completions.jsonl.config.yaml"):
+        (folder / name).unlink(missing_ok=True)  # of other settings
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
