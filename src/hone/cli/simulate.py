@@ -42,9 +42,10 @@ last line has the flags that make `hone rl` run the fastest.
 Lengths decide: give measured ones where there are any (simulate.lengths). The
 speed of programs is assumed to be what has been measured on one H200; every
 assumption is a key: `hone simulate --help simulate`. With cluster.num_engines
-only that split is simulated. Keys that neither time nor memory depends on (data,
-rewards, evaluation, learning rates, ...) are read past. Five modes on two GPUs came out within 10 %
-(benchmarks/README.md); more GPUs have not been compared.
+only that split is simulated. Keys that neither time nor memory depends on
+(data, rewards, evaluation, learning rates, ...) have no effect here. Five modes
+on two GPUs came out within 10 % (benchmarks/README.md); more GPUs have not been
+compared.
 
 examples:
   hone simulate gsm8k --simulate.gpus 8 --output simulate.json
