@@ -490,7 +490,9 @@ def test_a_prompt_that_a_sync_cuts_in_two_begins_anew(models: Models, caches: bo
     request = Request(
         id="cut",
         prompt_ids=tuple(random.randrange(3, 40) for _ in range(200)),
-        sampling=SamplingParams(max_tokens=4, seed=1),
+        # Greedy: vLLM on a CPU cannot put the generator of a seeded request back after a part of a
+        # prefill ("CPU Generator does not use offset").
+        sampling=SamplingParams(max_tokens=4, temperature=0.0),
     )
     engine.submit([request])
     engine.step()
