@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all test-vllm mutants lint install clean
+.PHONY: help quickstart test test-slow test-all test-vllm mutants size lint install clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,7 @@ help:
 	@echo "make test-all     run the tests, then the slow ones"
 	@echo "make test-vllm    run the tests that need vLLM, on a CPU, in $(VLLM_VENV)"
 	@echo "make mutants      plant each known mistake and say which test kills it (ONLY=text, JOBS=2)"
+	@echo "make size         count files, lines by kind and keys"
 	@echo "make lint         run the linters and the type checker"
 	@echo "make install      set up $(VENV) only"
 	@echo "make clean        remove $(VENV), $(VLLM_VENV) and caches; run folders stay"
@@ -44,6 +45,9 @@ test-vllm: $(VLLM_VENV)/.installed
 
 mutants: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.mutants.run --only "$(ONLY)" --area "$(AREA)" --jobs $(or $(JOBS),1)
+
+size: $(VENV)/.installed-dev
+	@$(BIN)/python benchmarks/size.py
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
