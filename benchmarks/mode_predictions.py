@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from mode_runs import MODES, completion_length, flags_of
 
 if TYPE_CHECKING:
+    from hone.config.hardware import Peaks
+    from hone.config.model_shape import ModelShape
     from hone.config.tree import SimulateConfig
-    from hone.planner.hardware import Peaks
-    from hone.planner.model_shape import ModelShape
     from hone.planner.simulator import Placement, Rates, SimulatedRun, SimulatedStep
 
 FITTED_ON = "sync-separate"
@@ -205,11 +205,11 @@ def predict(
     """Both predictions for the counted steps of a mode."""
     from dataclasses import replace
 
+    from hone.config.hardware import GPUS
     from hone.config.load import load_config
+    from hone.config.model_shape import ModelShape
     from hone.config.tree import SimulateConfig
     from hone.planner.comparison import placement_rates
-    from hone.planner.hardware import GPUS
-    from hone.planner.model_shape import ModelShape
     from hone.planner.simulator import Placement, simulate
 
     mode, work, rows = MODES[name], saved["work"], result["rows"]
@@ -288,7 +288,7 @@ def summary_of_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def tables(saved: dict[str, Any]) -> str:
     """Seconds of a step, then tokens/s, each beside its predictions."""
-    from hone.planner.model_shape import ModelShape
+    from hone.config.model_shape import ModelShape
 
     counted = {
         name: result

@@ -79,7 +79,7 @@ def run_modes(args: argparse.Namespace, saved: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    from hone.planner.hardware import GPUS
+    from hone.config.hardware import GPUS
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))

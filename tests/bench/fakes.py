@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hone.bench.summary import Limits
-from hone.planner.hardware import Peaks
-from hone.planner.model_shape import ModelShape
+from hone.config.hardware import Peaks
+from hone.config.model_shape import ModelShape
 from hone.types import Completion, EngineStats, Request, SamplingParams, StopReason
 
 

@@ -342,7 +342,7 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 def test_hone_check_plans_the_peak(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hone.planner.hardware import GPUS
+    from hone.config.hardware import GPUS
 
     monkeypatch.setattr("hone.cli.check.local_gpu", lambda: GPUS[0])
     words = ("check", "sft", "--model.path=model", "--model.init=random", "--data.train.0.path=x")

@@ -26,8 +26,8 @@ from hone.checkpoint.sharded import take
 from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.model import ModelConfig
-from hone.config.parallel import ParallelConfig
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.config.parallel import AxisSizes, ParallelConfig
+from hone.distributed.mesh import Mesh
 from hone.models.load import load_deferred, load_model
 from hone.models.tiny import make_tiny_model
 
@@ -80,7 +80,7 @@ def deferred(folder):
     wrong = []
     for name, (init, parallel) in DEFERRED.items():
         cfg = ModelConfig(path=str(folder), init=init, dtype="bfloat16")
-        sizes = MeshSizes.of(ParallelConfig(**parallel), dist.get_world_size())
+        sizes = AxisSizes.of(ParallelConfig(**parallel), dist.get_world_size())
         mesh = Mesh.of_group(sizes, CPU, timeout=timedelta(seconds=60))
         trainers = [
             make_trainer(
@@ -115,7 +115,7 @@ def main(folder):
     rank = dist.get_rank()
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     line = init_device_mesh("cpu", (4,))
-    mesh = Mesh.of_group(MeshSizes(data=4, fsdp=4), CPU, timeout=timedelta(seconds=60))
+    mesh = Mesh.of_group(AxisSizes(data=4, fsdp=4), CPU, timeout=timedelta(seconds=60))
     store = CheckpointStore(folder / "run", keep_last=5, mesh=mesh, timeout_s=20)
 
     tensors = {name: distribute_tensor(whole(name), grid, p) for name, p in LAYOUTS.items()}

@@ -14,7 +14,7 @@ from hone.checkpoint import tree as tree_module
 from hone.checkpoint.atomic import CheckpointError, publish_folder
 from hone.checkpoint.store import CheckpointStore
 from hone.checkpoint.tree import read_tree, split_tree, write_tree
-from hone.distributed.mesh import MeshSizes
+from hone.config.parallel import AxisSizes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 
@@ -62,7 +62,7 @@ def test_R17_state_comes_back_bit_by_bit(tmp_path: Path, monkeypatch: pytest.Mon
     store.save(7, saved)
     loaded = store.load()
     assert (loaded.step, loaded.metric, loaded.skipped) == (7, None, ())
-    assert (loaded.saved_at, loaded.written_by) == (1795281686.0, MeshSizes())
+    assert (loaded.saved_at, loaded.written_by) == (1795281686.0, AxisSizes())
     assert_same(dict(loaded.parts), saved)
     model: Any = loaded.parts["model"]
     assert model["embed.weight"].data_ptr() == model["head.weight"].data_ptr()

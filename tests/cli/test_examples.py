@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from hone.config.checks import check_rl
+from hone.config.hardware import gpu_peaks
 from hone.config.load import load_config
+from hone.config.model_shape import ModelShape
 from hone.config.tree import RLConfig
 from hone.planner.fitting import check_run_memory
-from hone.planner.hardware import gpu_peaks
-from hone.planner.model_shape import ModelShape
 from tests.config import workspace as files
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -18,9 +18,9 @@ import hone
 from hone.cli.help import TREES
 from hone.cli.main import COMMANDS, main
 from hone.config import UserError, schema
+from hone.config.hardware import Peaks
 from hone.config.recipe import recipe_names
 from hone.observe.console import Console
-from hone.planner.hardware import Peaks
 from tests.config import workspace as files
 from tests.config.test_checks import ROWS
 from tests.config.workspace import BASE

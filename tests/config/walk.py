@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 from hone.cli import check, command
 from hone.cli.main import main
 from hone.config.base import Section
+from hone.config.hardware import Peaks, gpu_peaks
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
-from hone.planner.hardware import Peaks, gpu_peaks
 from tests.tiny_runs import write_inputs
 
 OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s")

@@ -6,27 +6,27 @@ import pytest
 import torch
 
 from hone.config.errors import UserError
-from hone.config.parallel import ParallelConfig
-from hone.distributed.mesh import Axis, Mesh, MeshSizes
+from hone.config.parallel import AxisSizes, ParallelConfig
+from hone.distributed.mesh import Axis, Mesh
 from hone.distributed.processes import Processes
 
 
 @pytest.mark.parametrize(
     ("keys", "world", "sizes"),
     [
-        ({}, 8, MeshSizes(data=8, fsdp=8)),
-        ({"zero_stage": 0}, 8, MeshSizes(data=8, fsdp=1)),
-        ({"fsdp_size": 4}, 8, MeshSizes(data=8, fsdp=4)),
-        ({"tensor_parallel_size": 2}, 8, MeshSizes(data=4, tensor=2, fsdp=4)),
+        ({}, 8, AxisSizes(data=8, fsdp=8)),
+        ({"zero_stage": 0}, 8, AxisSizes(data=8, fsdp=1)),
+        ({"fsdp_size": 4}, 8, AxisSizes(data=8, fsdp=4)),
+        ({"tensor_parallel_size": 2}, 8, AxisSizes(data=4, tensor=2, fsdp=4)),
         (
             {"ring_size": 2, "ulysses_size": 2, "tensor_parallel_size": 2},
             8,
-            MeshSizes(data=1, ring=2, ulysses=2, tensor=2, fsdp=4),
+            AxisSizes(data=1, ring=2, ulysses=2, tensor=2, fsdp=4),
         ),
     ],
 )
 def test_data_fills_what_the_other_axes_leave(keys, world, sizes):
-    assert MeshSizes.of(ParallelConfig(**keys), world) == sizes
+    assert AxisSizes.of(ParallelConfig(**keys), world) == sizes
     assert sizes.world == world
 
 
@@ -40,7 +40,7 @@ def test_data_fills_what_the_other_axes_leave(keys, world, sizes):
 )
 def test_sizes_that_do_not_divide_are_refused_with_their_product(keys, world, said):
     with pytest.raises(UserError, match=said):
-        MeshSizes.of(ParallelConfig(**keys), world)
+        AxisSizes.of(ParallelConfig(**keys), world)
 
 
 def test_one_process_shares_with_nobody():

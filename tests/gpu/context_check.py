@@ -33,7 +33,8 @@ from transformers import PreTrainedModel
 from hone.attention import ContextParallel, PackedContext, context_parallel
 from hone.attention.backends import packed_attention
 from hone.attention.context_parallel import padded_tokens, token_ranges
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.config.parallel import AxisSizes
+from hone.distributed.mesh import Mesh
 from hone.models.decoder import hidden_states
 from hone.trainer.context import gather, split
 from hone.trainer.packing import collate
@@ -81,7 +82,7 @@ class Meshes:
     @cache  # noqa: B019  # lives as long as the process
     def of(self, name: str) -> Mesh:
         begun = perf_counter()
-        sizes = MeshSizes(**MESHES[dist.get_world_size()][name])
+        sizes = AxisSizes(**MESHES[dist.get_world_size()][name])
         mesh = Mesh.of_group(sizes, self.device, timeout=timedelta(seconds=60))
         torch.cuda.synchronize()
         self.run.note(f"groups of {name} made", f"{perf_counter() - begun:.1f} s")

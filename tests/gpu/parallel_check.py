@@ -29,9 +29,9 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.parallel import ParallelConfig
+from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.config.trainer import TrainerConfig
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.models.decoder import head_weight
 from hone.trainer.gathering import whole
@@ -118,10 +118,10 @@ class Meshes:
         self.size = dist.get_world_size()
 
     def of(self, keys: dict[str, Any]) -> Mesh:
-        return self._of_sizes(MeshSizes.of(ParallelConfig(**keys), self.size))
+        return self._of_sizes(AxisSizes.of(ParallelConfig(**keys), self.size))
 
     @cache  # noqa: B019  # lives as long as the process
-    def _of_sizes(self, sizes: MeshSizes) -> Mesh:
+    def _of_sizes(self, sizes: AxisSizes) -> Mesh:
         begun = time.perf_counter()
         mesh = Mesh.of_group(sizes, self.device, timeout=timedelta(seconds=60))
         self.run.note(f"groups of {sizes} made in {time.perf_counter() - begun:.1f} s")

@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
-from hone.distributed.mesh import Axis, Mesh, MeshSizes
+from hone.config.parallel import AxisSizes
+from hone.distributed.mesh import Axis, Mesh
 from hone.models.decoder import hidden_states
 from hone.models.tiny import SHAPES
 from hone.trainer.logprobs import token_logprobs
@@ -171,7 +172,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     size = dist.get_world_size()
-    mesh = Mesh.of_group(MeshSizes(tensor=size), device, timeout=timedelta(seconds=120))
+    mesh = Mesh.of_group(AxisSizes(tensor=size), device, timeout=timedelta(seconds=120))
     run.row(f"{size} x {torch.cuda.get_device_name()}, {run.args.shape}, torch {torch.__version__}")
     models = Models(run, mesh)
     sys.exit(

@@ -34,7 +34,8 @@ from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import local_part
 from hone.config.engine import EngineConfig
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.config.parallel import AxisSizes
+from hone.distributed.mesh import Mesh
 from hone.engine.engine import EmbeddedEngine
 from hone.models.manifest import build_manifest, compare, export_weights
 from hone.trainer.sharded import ShardedPolicy
@@ -338,7 +339,7 @@ def main() -> None:
         timeout = timedelta(seconds=60)
         backend = "gloo" if run.args.dry else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, rank=rank, world_size=num_trainers, timeout=timeout)
-        sizes = MeshSizes(data=num_trainers, fsdp=num_trainers)
+        sizes = AxisSizes(data=num_trainers, fsdp=num_trainers)
         mesh = Mesh.of_group(sizes, device, timeout=timeout)
     engines = Engines(world - num_trainers) if rank == 0 else None
     own = Trainers(run, mesh, engines)

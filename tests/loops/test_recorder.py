@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.bench.fakes import SHAPE
 
+from hone.config.hardware import GPUS
 from hone.config.run import LogConfig
 from hone.distributed.mesh import Mesh
 from hone.loops.recorder import Limits, Recorder
@@ -17,7 +18,6 @@ from hone.observe.console import Console
 from hone.observe.loggers import RunLog
 from hone.observe.metrics import Last, Metrics, Sum
 from hone.observe.spans import Spans
-from hone.planner.hardware import GPUS
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.types import Group, Prompt, Sample, StopReason, Trajectory
 

@@ -14,13 +14,13 @@ from tests.loops.conftest import MakeConfig
 
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.errors import UserError
+from hone.config.parallel import AxisSizes
 from hone.config.tree import SFTConfig
-from hone.distributed.mesh import MeshSizes
 from hone.loops import reinforce
 from hone.loops.resuming import announce, find_checkpoint, save_config
 from hone.observe.report import write_report
 
-ALONE = MeshSizes()
+ALONE = AxisSizes()
 
 
 def checkpoint(**fields: Any) -> Checkpoint:
@@ -35,18 +35,18 @@ NOON = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
 @pytest.mark.parametrize(
     ("saved_at", "written_by", "own", "said"),
     [
-        (None, None, MeshSizes(), "going on after step 6, from a/step_6"),
-        (NOON, MeshSizes(), MeshSizes(), ", saved 2026-11-21 12:00 by 1 process"),
+        (None, None, AxisSizes(), "going on after step 6, from a/step_6"),
+        (NOON, AxisSizes(), AxisSizes(), ", saved 2026-11-21 12:00 by 1 process"),
         (
             NOON,
-            MeshSizes(data=2, tensor=2, fsdp=2),
-            MeshSizes(data=2, tensor=2, fsdp=2),
+            AxisSizes(data=2, tensor=2, fsdp=2),
+            AxisSizes(data=2, tensor=2, fsdp=2),
             " by 4 processes (data 2 x tensor 2, shards over 2)",
         ),
         (
             NOON,
-            MeshSizes(),
-            MeshSizes(data=2, fsdp=2),
+            AxisSizes(),
+            AxisSizes(data=2, fsdp=2),
             " by 1 process; now 2 processes (data 2, shards over 2), so each reads its own regions "
             "of the tensors",
         ),
@@ -54,8 +54,8 @@ NOON = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
 )
 def test_who_wrote_a_checkpoint_is_told_in_one_line(
     saved_at: float | None,
-    written_by: MeshSizes | None,
-    own: MeshSizes,
+    written_by: AxisSizes | None,
+    own: AxisSizes,
     said: str,
     make_config: MakeConfig,
 ) -> None:

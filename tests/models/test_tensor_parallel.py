@@ -12,11 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hone.config.checks import generation as checks
-from hone.config.derived import FUSED_FAMILIES
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
+from hone.config.model_shape import FUSED_FAMILIES
 from hone.engine.engine import EmbeddedEngine
 from hone.models.fused_layers import FAMILIES
 from hone.models.load import load_model

@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor
 
 from hone.bench.train_memory import held_tensors
 from hone.checkpoint.sharded import local_part
-from hone.config.derived import axis_sizes
 from hone.config.model import LoraConfig
+from hone.config.model_shape import ModelShape
+from hone.config.parallel import AxisSizes
 from hone.config.trainer import TrainerConfig
 from hone.models.adapters import adapt
 from hone.planner.memory import TrainingMemory, training_memory
-from hone.planner.model_shape import ModelShape
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 STATES = {"optimizer": {"state_dtype": "bfloat16"}}
@@ -49,7 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16 states": {"trainer": STATES},
     "adapters": {"lora": LORA, "parallel": {"zero_stage": 3}},
 }
-_SIZES = ("ring_size", "ulysses_size", "tensor_parallel_size", "fsdp_size", "zero_stage")
 KINDS = ("weights", "masters", "gradients", "optimizer")
 
 
@@ -78,7 +77,6 @@ def model_of(case: dict[str, Any]):
 
 def plan(case: dict[str, Any], world_size: int = 1) -> TrainingMemory:
     cfg, lora = settings(case), case.get("lora")
-    sizes = cfg.parallel.model_dump(include={*_SIZES})
     return training_memory(
         ModelShape.from_config(model_of(case).config.to_dict()),
         cfg,
@@ -86,7 +84,7 @@ def plan(case: dict[str, Any], world_size: int = 1) -> TrainingMemory:
         num_tokens=64,
         layers="eager",
         lora=lora,
-        sizes=axis_sizes(world_size, **sizes),
+        sizes=AxisSizes.of(cfg.parallel, world_size),
     )
 
 

@@ -10,12 +10,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.config.parallel import AxisSizes
+from hone.distributed.mesh import Mesh
 from tests.planner.memory_cases import CASES, OFFLOADED, held, held_on_host, plan, settings
 
 
 def mesh_of(case):
-    sizes = MeshSizes.of(settings(case).parallel, dist.get_world_size())
+    sizes = AxisSizes.of(settings(case).parallel, dist.get_world_size())
     return Mesh.of_group(sizes, torch.device("cpu"), timeout=timedelta(seconds=100))
 
 

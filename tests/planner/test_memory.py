@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from hone.config import hardware
 from hone.config.derived import AxisSizes
 from hone.config.model import LoraConfig, TrainedModelConfig
+from hone.config.model_shape import ModelShape
 from hone.config.trainer import TrainerConfig
 from hone.models.tiny import SHAPES
-from hone.planner import hardware
 from hone.planner.memory import adapter_params, layer_code, planned_peak, training_memory
-from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import training_flops
 from tests.planner.memory_cases import (
     ALONE,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.planner.hardware import GPUS, Peaks, gpu_peaks
-from hone.planner.model_shape import ModelShape
+from hone.config.hardware import GPUS, Peaks, gpu_peaks
+from hone.config.model_shape import ModelShape
 from hone.planner.roofline import (
     decode_step_s,
     generation_time_s,

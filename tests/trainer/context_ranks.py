@@ -31,7 +31,8 @@ from hone.attention import (
 from hone.attention.context_parallel import padded_tokens, token_ranges
 from hone.attention.interface import attention
 from hone.config.errors import UserError
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.config.parallel import AxisSizes
+from hone.distributed.mesh import Mesh
 from hone.models.decoder import hidden_states
 from hone.trainer import context as trainer_context
 from hone.trainer.context import gather, split
@@ -43,11 +44,11 @@ from tests.trainer.examples import VOCAB, random_rows, tiny_model
 WORLD = 4
 TIMEOUT = timedelta(seconds=60)
 MESHES = {
-    "ring 2": MeshSizes(data=2, ring=2),
-    "ring 4": MeshSizes(ring=4),
-    "ulysses 2": MeshSizes(data=2, ulysses=2),
-    "ulysses 4": MeshSizes(ulysses=4),
-    "ring 2 x ulysses 2": MeshSizes(ring=2, ulysses=2),
+    "ring 2": AxisSizes(data=2, ring=2),
+    "ring 4": AxisSizes(ring=4),
+    "ulysses 2": AxisSizes(data=2, ulysses=2),
+    "ulysses 4": AxisSizes(ulysses=4),
+    "ring 2 x ulysses 2": AxisSizes(ring=2, ulysses=2),
 }
 PACKINGS = {
     "one token": (1,),

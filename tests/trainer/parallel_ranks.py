@@ -24,9 +24,9 @@ from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.extras import is_installed
 from hone.config.model import LoraConfig
-from hone.config.parallel import ParallelConfig
+from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.config.trainer import SFTTrainerConfig
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.distributed.mesh import Mesh
 from hone.models.adapters import adapt
 from hone.models.manifest import export_weights
 from hone.observe.metrics import to_scalars
@@ -59,7 +59,7 @@ def mesh_of(sizes, timeout_s):
 
 
 def on_mesh(parallel=None, *, timeout_s=TIMEOUT_S):
-    sizes = MeshSizes.of(ParallelConfig(**parallel or {}), dist.get_world_size())
+    sizes = AxisSizes.of(ParallelConfig(**parallel or {}), dist.get_world_size())
     return mesh_of(sizes, timeout_s)
 
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from hone.checkpoint.random_state import capture_random_state
 from hone.checkpoint.store import CheckpointStore
-from hone.config.parallel import ParallelConfig
+from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.config.trainer import OptimizerConfig
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.distributed.mesh import Mesh
 from hone.loops.resuming import restore
 from hone.trainer import optimizers
 from hone.trainer.optimizers import FlatLayout, ParameterOptimizer
@@ -75,7 +75,7 @@ def layouts(grids):
 def resumed(folder, parallel, state_dtype):
     """What a resumed trainer has, and makes of the next step, against one that went on."""
     mesh = Mesh.of_group(
-        MeshSizes.of(ParallelConfig(**parallel), dist.get_world_size()),
+        AxisSizes.of(ParallelConfig(**parallel), dist.get_world_size()),
         torch.device("cpu"),
         timeout=timedelta(seconds=60),
     )

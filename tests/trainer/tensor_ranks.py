@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
 from hone.config.errors import UserError
-from hone.distributed.mesh import Axis, Mesh, MeshSizes
+from hone.config.parallel import AxisSizes
+from hone.distributed.mesh import Axis, Mesh
 from hone.models.decoder import hidden_states
 from hone.trainer import logprobs, tensor
 from hone.trainer.logprobs import token_logprobs
@@ -271,7 +272,7 @@ def sharded(case: str, mesh: Mesh, *, stage: int, is_recomputed: bool) -> Found:
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     world = dist.get_world_size()
-    sizes = MeshSizes(data=world // 2, tensor=2, fsdp=world // 2)
+    sizes = AxisSizes(data=world // 2, tensor=2, fsdp=world // 2)
     mesh = Mesh.of_group(sizes, torch.device("cpu"), timeout=timedelta(seconds=60))
     found: Found = {}
     if world == 2:

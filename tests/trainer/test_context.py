@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from hone.distributed.mesh import Axis, Mesh, MeshSizes
+from hone.config.parallel import AxisSizes
+from hone.distributed.mesh import Axis, Mesh
 from hone.trainer.context import gather, split
 from hone.trainer.packing import collate
 from tests.ranks import run_ranks
@@ -56,7 +57,7 @@ def alone_as(rank, *, ring=1, ulysses=1):
     """The mesh of one rank, as far as `split` looks at it: no group."""
     return Mesh(
         device=torch.device("cpu"),
-        sizes=MeshSizes(ring=ring, ulysses=ulysses),
+        sizes=AxisSizes(ring=ring, ulysses=ulysses),
         context=Axis(rank, ring * ulysses),
         ring=Axis(rank // ulysses, ring),
         ulysses=Axis(rank % ulysses, ulysses),

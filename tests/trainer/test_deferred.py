@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from hone.checkpoint.sharded import Region, local_part, region_of
 from hone.config.model import LoraConfig, ModelConfig
-from hone.config.parallel import ParallelConfig
+from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed import mesh as mesh_module
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.distributed.mesh import Mesh
 from hone.models import weight_files
 from hone.models.adapters import adapt
 from hone.models.load import load_deferred, load_model
@@ -103,7 +103,7 @@ def rank_of(rank, world, parallel):
 
     try:
         with patch.object(mesh_module, "_new_group", fake):
-            sizes = MeshSizes.of(ParallelConfig(**parallel), world)
+            sizes = AxisSizes.of(ParallelConfig(**parallel), world)
             yield Mesh.of_group(sizes, CPU, timeout=timedelta(seconds=5))
     finally:
         dist.destroy_process_group()

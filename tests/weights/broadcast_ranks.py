@@ -29,7 +29,8 @@ from torch import Tensor
 from hone.checkpoint.sharded import local_part
 from hone.config.engine import EngineConfig
 from hone.config.model import LoraConfig
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.config.parallel import AxisSizes
+from hone.distributed.mesh import Mesh
 from hone.engine.engine import EmbeddedEngine
 from hone.models.adapters import adapt, merged_weights
 from hone.models.manifest import (
@@ -521,8 +522,8 @@ def main(folder: str) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     timeout = timedelta(seconds=60)
     meshes = {
-        "stage 3": Mesh.of_group(MeshSizes(data=2, fsdp=2), CPU, timeout=timeout),
-        "tensor 2": Mesh.of_group(MeshSizes(tensor=2), CPU, timeout=timeout),
+        "stage 3": Mesh.of_group(AxisSizes(data=2, fsdp=2), CPU, timeout=timeout),
+        "tensor 2": Mesh.of_group(AxisSizes(tensor=2), CPU, timeout=timeout),
     }
     engines = Engines(folder) if rank == 0 else None
     start = time.monotonic()

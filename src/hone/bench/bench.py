@@ -18,7 +18,9 @@ from hone.bench.measure import EngineRun, measure
 from hone.bench.summary import Limits, Summary, summarise
 from hone.bench.vllm_runner import run_vllm
 from hone.bench.workloads import Workload, make_workload
+from hone.config.hardware import Peaks
 from hone.config.model import ModelConfig
+from hone.config.model_shape import ModelShape
 from hone.config.tree import BenchEngineConfig
 from hone.engine.engine import EmbeddedEngine, make_cache
 from hone.engine.kv_cache import cache_dtype
@@ -28,8 +30,6 @@ from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel, check_divides, divide_config
 from hone.models.tiny import make_model_folder
 from hone.observe.peaks import device_peaks
-from hone.planner.hardware import Peaks
-from hone.planner.model_shape import ModelShape
 
 __all__ = ["BenchResult", "bench_engine"]
 

@@ -26,9 +26,11 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.config.bench import BenchTrainModelConfig
 from hone.config.checks.bench import bench_train_model, check_bench_train
 from hone.config.checks.finding import Finding
-from hone.config.derived import axis_sizes, layout
+from hone.config.hardware import gpu_peaks
 from hone.config.model import TrainedModelConfig
 from hone.config.model_facts import ModelFacts
+from hone.config.model_shape import ModelShape
+from hone.config.parallel import AxisSizes
 from hone.config.tree import BenchTrainConfig
 from hone.distributed.mesh import Mesh
 from hone.loops.launch import join, load_for_training
@@ -37,7 +39,6 @@ from hone.models.load import compute_dtype, load_config
 from hone.models.tiny import make_model_folder
 from hone.observe.metrics import Metrics
 from hone.observe.peaks import measure_peaks
-from hone.planner.hardware import gpu_peaks
 from hone.planner.memory import (
     TrainingMemory,
     adapter_params,
@@ -45,7 +46,6 @@ from hone.planner.memory import (
     planned_step,
     training_memory,
 )
-from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import training_flops
 from hone.trainer.learner import Learner
 from hone.trainer.precision import require_matmul_precision
@@ -163,14 +163,14 @@ def planned_on_cpu(cfg: BenchTrainConfig, world_size: int) -> TrainingMemory | N
     """What a step takes at least on a CPU; None for a model of an unknown shape.
 
     Rows of other lengths than one fill the fullest micro-batch by half or more. Raises UserError as
-    `layout` does.
+    `AxisSizes.of` does.
     """
     lengths, trainer = row_lengths(cfg), cfg.trainer
     with _located(cfg.model) as model_cfg:
         if not Path(model_cfg.path).exists():
             return None
         shape = ModelShape.from_config(model_cfg.path)
-        sizes = layout(trainer.parallel, world_size)
+        sizes = AxisSizes.of(trainer.parallel, world_size)
         rows, mean = -(-len(lengths) // sizes.data), lengths.num_tokens // len(lengths)
         if trainer.micro_batch_size is not None:
             most = min(trainer.micro_batch_size, rows) * mean
@@ -386,7 +386,6 @@ def _plan(
     dtype: torch.dtype,
 ) -> TrainingMemory:
     """What was to be expected of the fullest micro-batch."""
-    parallel, world = cfg.trainer.parallel, mesh.world.size
     most = [max(sizes) for sizes in zip(*mesh.gather(_sizes(probe, mesh)), strict=True)]
     return training_memory(
         shape,
@@ -397,14 +396,7 @@ def _plan(
         num_micro_batches=probe.num_passes,
         layers=layer_code(on_gpu=mesh.device.type == "cuda", compile=cfg.trainer.compile),
         lora=cfg.model.lora,
-        sizes=axis_sizes(
-            world,
-            ring_size=parallel.ring_size,
-            ulysses_size=parallel.ulysses_size,
-            tensor_parallel_size=parallel.tensor_parallel_size,
-            fsdp_size=parallel.fsdp_size,
-            zero_stage=parallel.zero_stage,
-        ),
+        sizes=mesh.sizes,
     )
 
 

@@ -54,7 +54,8 @@ from hone.checkpoint.tree import (
     write_shards,
     write_tree,
 )
-from hone.distributed.mesh import Mesh, MeshSizes
+from hone.config.parallel import AxisSizes
+from hone.distributed.mesh import Mesh
 
 __all__ = ["Checkpoint", "CheckpointStore"]
 
@@ -79,7 +80,7 @@ class Checkpoint:
     """Why other checkpoints could not be used, one sentence each."""
     saved_at: float | None
     """Seconds since the epoch, by the first process's clock; None where that was not recorded."""
-    written_by: MeshSizes | None
+    written_by: AxisSizes | None
     """The processes that wrote it; None where they were not recorded."""
 
 
@@ -95,7 +96,7 @@ class _Entry:
     metric: float | None
     parts: tuple[str, ...]
     saved_at: float | None
-    written_by: MeshSizes | None
+    written_by: AxisSizes | None
 
 
 class CheckpointStore:
@@ -426,7 +427,7 @@ def _read_entry(step: int, path: Path) -> _Entry:
         metric=data["metric"],
         parts=tuple(data["parts"]),
         saved_at=data.get("saved_at"),
-        written_by=MeshSizes(**data["mesh"]) if "mesh" in data else None,
+        written_by=AxisSizes(**data["mesh"]) if "mesh" in data else None,
     )
 
 

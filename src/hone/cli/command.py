@@ -19,8 +19,10 @@ from hone.config.checks import Finding, check_eval, check_generate, check_rl, ch
 from hone.config.checks.parallel import check_processes
 from hone.config.checks.rewards import check_reward_columns
 from hone.config.data import DataConfig
-from hone.config.derived import layout
+from hone.config.hardware import Peaks, installed_gpu, max_gpus
 from hone.config.load import load_config, resolve_recipe
+from hone.config.model_shape import ModelShape, public_shape
+from hone.config.parallel import AxisSizes
 from hone.config.reward import RewardConfig
 from hone.config.run import RunConfig
 from hone.config.tree import (
@@ -36,9 +38,7 @@ from hone.data.sources import read_source
 from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
 from hone.planner.fitting import check_host_fits, check_run_memory
-from hone.planner.hardware import Peaks, installed_gpu, max_gpus
 from hone.planner.host_memory import available_host_bytes, sampler_role, shortage
-from hone.planner.model_shape import ModelShape, public_shape
 
 __all__ = [
     "check_eval_here",
@@ -235,7 +235,7 @@ def _fits_host(
     found: list[Finding] = []
     if isinstance(cfg, RLConfig | SFTConfig):
         with suppress(UserError):  # where the processes make no mesh, that is among the errors
-            world = layout(cfg.trainer.parallel, world_size).world
+            world = AxisSizes.of(cfg.trainer.parallel, world_size).world
             num_local = min(own.local_world_size, world) if own.world_size > 1 else world
             if cfg.run.device != "cpu":
                 num_local = min(num_local, num_gpus or num_local)

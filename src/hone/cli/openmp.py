@@ -16,8 +16,8 @@ from collections.abc import MutableMapping
 
 import psutil
 
-from hone.planner.hardware import max_gpus, num_usable_cores
-from hone.planner.model_shape import ModelShape
+from hone.config.hardware import max_gpus, num_usable_cores
+from hone.config.model_shape import ModelShape
 
 __all__ = ["num_threads_for", "set_up_openmp"]
 

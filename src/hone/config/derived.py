@@ -10,33 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hone.config.engine import EngineConfig
-from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.parallel import ParallelConfig
+from hone.config.parallel import AxisSizes
 from hone.config.rollout import GenerationConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 
 __all__ = [
-    "FUSED_FAMILIES",
-    "AxisSizes",
     "Derived",
-    "axis_sizes",
     "compute_dtype",
     "derived_eval",
     "derived_generate",
     "derived_rl",
     "derived_sft",
     "kv_dtype",
-    "layout",
     "optimizer_steps_per_rollout",
     "samples_per_optimizer_step",
     "trainers_hold_reference",
 ]
-
-FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that hone has fused layers for."""
 
 _GIB = 2**30
 
@@ -81,80 +73,6 @@ def samples_per_optimizer_step(cfg: RLConfig) -> int:
     return mini_prompts * cfg.rollout.n_samples_per_prompt
 
 
-@dataclass(frozen=True, slots=True)
-class AxisSizes:
-    """Processes along each axis of training; their product is the number of processes."""
-
-    data: int = 1
-    ring: int = 1
-    ulysses: int = 1
-    tensor: int = 1
-    fsdp: int = 1
-    """Processes, among those of data and context, that share one set of shards."""
-
-    @property
-    def world(self) -> int:
-        """All processes."""
-        return self.data * self.context * self.tensor
-
-    @property
-    def context(self) -> int:
-        """Processes that share the tokens of a row."""
-        return self.ring * self.ulysses
-
-
-def axis_sizes(
-    world_size: int,
-    *,
-    ring_size: int = 1,
-    ulysses_size: int = 1,
-    tensor_parallel_size: int = 1,
-    fsdp_size: int = -1,
-    zero_stage: int = 2,
-) -> AxisSizes:
-    """The sizes that keys of `trainer.parallel` give `world_size` processes.
-
-    Raises UserError with the product that does not divide.
-    """
-    replica = ring_size * ulysses_size * tensor_parallel_size
-    if world_size % replica:
-        raise UserError(
-            f"trainer.parallel.ring_size {ring_size} x trainer.parallel.ulysses_size "
-            f"{ulysses_size} x trainer.parallel.tensor_parallel_size {tensor_parallel_size} = "
-            f"{replica} processes a replica, which does not divide the number of processes, "
-            f"{world_size}. Start a multiple of {replica} (--nproc {replica}), or lower one of the "
-            "three."
-        )
-    sharers = world_size // tensor_parallel_size
-    fsdp = sharers if fsdp_size == -1 else fsdp_size
-    if zero_stage == 0:
-        fsdp = 1
-    if fsdp < 1 or sharers % fsdp:
-        raise UserError(
-            f"trainer.parallel.fsdp_size is {fsdp_size}, which does not divide the {sharers} "
-            f"processes that differ in data or context ({world_size} processes / "
-            f"trainer.parallel.tensor_parallel_size {tensor_parallel_size}). Use a divisor of "
-            f"{sharers}, or -1 for all."
-        )
-    return AxisSizes(world_size // replica, ring_size, ulysses_size, tensor_parallel_size, fsdp)
-
-
-def layout(cfg: ParallelConfig, world_size: int | None) -> AxisSizes:
-    """The axes over `world_size` processes; None: over as few as make up one replica.
-
-    Raises UserError as `axis_sizes` does.
-    """
-    replica = cfg.ring_size * cfg.ulysses_size * cfg.tensor_parallel_size
-    return axis_sizes(
-        world_size or replica,
-        ring_size=cfg.ring_size,
-        ulysses_size=cfg.ulysses_size,
-        tensor_parallel_size=cfg.tensor_parallel_size,
-        fsdp_size=cfg.fsdp_size if world_size else -1,
-        zero_stage=cfg.zero_stage,
-    )
-
-
 def derived_rl(
     cfg: RLConfig, *, world_size: int | None = None, num_params: int | None = None
 ) -> list[Derived]:
@@ -171,7 +89,7 @@ def derived_rl(
     mini = samples_per_optimizer_step(cfg)
     per_rollout = optimizer_steps_per_rollout(cfg)
     longest = cfg.data.max_prompt_tokens + rollout.max_completion_tokens
-    sizes = layout(cfg.trainer.parallel, world_size)
+    sizes = AxisSizes.of(cfg.trainer.parallel, world_size)
     adapted, is_apart = cfg.model.lora.rank > 0, cfg.cluster.num_engines > 0
     is_alias = sizes.world == 1 and not adapted and cfg.engine.backend == "embedded"
     return [
@@ -218,7 +136,7 @@ def derived_sft(
 ) -> list[Derived]:
     """What one optimizer step of `hone sft` does; `world_size` as in `derived_rl`."""
     rows, longest = cfg.data.examples_per_step, cfg.data.max_tokens
-    sizes = layout(cfg.trainer.parallel, world_size)
+    sizes = AxisSizes.of(cfg.trainer.parallel, world_size)
     return [
         Derived("samples_per_optimizer_step", rows, "data.examples_per_step"),
         Derived("optimizer_steps", cfg.run.steps, "run.steps"),

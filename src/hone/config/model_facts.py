@@ -1,12 +1,14 @@
-"""The few numbers of a model that configuration checks need, from its `config.json`."""
+"""What is known of a model before it is loaded, from its `config.json` or its public name."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from hone.config.model_shape import ModelShape, public_shape
 
 __all__ = ["DIVIDED_FIELDS", "ModelFacts"]
 
@@ -14,19 +16,21 @@ DIVIDED_FIELDS = ("num_attention_heads", "num_key_value_heads", "intermediate_si
 """Numbers of `config.json` of which each of the devices that share a model has its part."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """Limits and sizes of a decoder; None where its `config.json` does not say."""
 
-    context_length: int | None
-    """Positions the model was made for."""
-    vocab_size: int | None
-    kv_values_per_token: int | None
-    """Numbers that one token adds to the KV cache, over all layers."""
-    family: str | None
+    family: str | None = None
     """`model_type`."""
-    divided: Mapping[str, int]
+    context_length: int | None = None
+    """Positions the model was made for."""
+    vocab_size: int | None = None
+    kv_values_per_token: int | None = None
+    """Numbers that one token adds to the KV cache, over all layers."""
+    divided: Mapping[str, int] = field(default_factory=dict[str, int])
     """What tensor parallelism divides among devices, by key."""
+    shape: ModelShape | None = None
+    """All sizes; None for families that hone does not support and for incomplete files."""
 
     @classmethod
     def read(cls, model_path: str) -> Self | None:
@@ -37,13 +41,43 @@ class ModelFacts:
             return None
         if not isinstance(config, dict):
             return None
-        config = config.get("text_config", config)
+        return cls.from_config(config)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """The facts of a parsed `config.json`."""
+        text = config.get("text_config", config)
+        try:
+            shape = ModelShape.from_config(config)
+        except ValueError:
+            shape = None
         return cls(
-            context_length=config.get("max_position_embeddings"),
-            vocab_size=config.get("vocab_size"),
-            kv_values_per_token=_kv_values_per_token(config),
             family=config.get("model_type"),
-            divided={key: config[key] for key in DIVIDED_FIELDS if config.get(key)},
+            context_length=text.get("max_position_embeddings"),
+            vocab_size=text.get("vocab_size"),
+            kv_values_per_token=_kv_values_per_token(text),
+            divided={key: text[key] for key in DIVIDED_FIELDS if text.get(key)},
+            shape=shape,
+        )
+
+    @classmethod
+    def known(cls, model_path: str) -> Self | None:
+        """As `read`; for a hub name that is that of a public shape, what that shape says."""
+        if Path(model_path).exists():
+            return cls.read(model_path)
+        shape = public_shape(model_path.rpartition("/")[2].lower())
+        return None if shape is None else cls.of_shape(shape)
+
+    @classmethod
+    def of_shape(cls, shape: ModelShape) -> Self:
+        """What a shape says; the context length is not part of it."""
+        sizes = (shape.num_heads, shape.num_kv_heads, shape.intermediate_size)
+        return cls(
+            family=shape.family,
+            vocab_size=shape.vocab_size,
+            kv_values_per_token=shape.kv_bytes_per_token(1),
+            divided=dict(zip(DIVIDED_FIELDS, sizes, strict=True)),
+            shape=shape,
         )
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
 from hone.config.base import Section
+from hone.config.errors import UserError
 
-__all__ = ["ParallelConfig"]
+__all__ = ["AxisSizes", "ParallelConfig"]
 
 
 class ParallelConfig(Section):
@@ -45,3 +47,70 @@ class ParallelConfig(Section):
 
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a process that waits for others gives up and names whom it missed."""
+
+    @property
+    def replica_size(self) -> int:
+        """Processes that train the same rows together."""
+        return self.ring_size * self.ulysses_size * self.tensor_parallel_size
+
+    @property
+    def for_reference(self) -> ParallelConfig:
+        """That of the frozen reference model: its own context axes, sharded in every stage."""
+        return self.model_copy(
+            update={
+                "zero_stage": 3,
+                "ring_size": self.reference_ring_size or self.ring_size,
+                "ulysses_size": self.reference_ulysses_size or self.ulysses_size,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSizes:
+    """Processes along each axis; their product is the number of processes."""
+
+    data: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    fsdp: int = 1
+    """Processes, among those of data and context, that share one set of shards."""
+
+    @classmethod
+    def of(cls, cfg: ParallelConfig, world_size: int | None = None) -> AxisSizes:
+        """The sizes that `cfg` gives `world_size` processes; None: as few as make up one replica.
+
+        Raises UserError with the product that does not divide.
+        """
+        replica, tensor = cfg.replica_size, cfg.tensor_parallel_size
+        world = world_size or replica
+        if world % replica:
+            raise UserError(
+                f"trainer.parallel.ring_size {cfg.ring_size} x trainer.parallel.ulysses_size "
+                f"{cfg.ulysses_size} x trainer.parallel.tensor_parallel_size {tensor} = "
+                f"{replica} processes a replica, which does not divide the number of processes, "
+                f"{world}. Start a multiple of {replica} (--nproc {replica}), or lower one of the "
+                "three."
+            )
+        sharers = world // tensor
+        fsdp = sharers if cfg.fsdp_size == -1 or world_size is None else cfg.fsdp_size
+        if cfg.zero_stage == 0:
+            fsdp = 1
+        if fsdp < 1 or sharers % fsdp:
+            raise UserError(
+                f"trainer.parallel.fsdp_size is {cfg.fsdp_size}, which does not divide the "
+                f"{sharers} processes that differ in data or context ({world} processes / "
+                f"trainer.parallel.tensor_parallel_size {tensor}). Use a divisor of {sharers}, or "
+                "-1 for all."
+            )
+        return cls(world // replica, cfg.ring_size, cfg.ulysses_size, tensor, fsdp)
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.data * self.context * self.tensor
+
+    @property
+    def context(self) -> int:
+        """Processes that share the tokens of a row."""
+        return self.ring * self.ulysses

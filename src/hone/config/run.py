@@ -93,6 +93,11 @@ class SFTEvalConfig(Section):
     at_end: bool = False
     """Evaluate after the last step."""
 
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether a run evaluates at all."""
+        return bool(self.every_n_steps or self.at_start or self.at_end)
+
 
 class EvaluationConfig(GenerationConfig):
     """How held-out prompts are sampled and judged."""

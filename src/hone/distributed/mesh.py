@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hone.config.derived import axis_sizes
-from hone.config.parallel import ParallelConfig
+from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.processes import Processes
 from hone.distributed.watch import BACKSTOP_S
 
-__all__ = ["Axis", "DisagreementError", "Mesh", "MeshSizes"]
+__all__ = ["Axis", "DisagreementError", "Mesh"]
 
 
 class DisagreementError(RuntimeError):
@@ -49,43 +48,11 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class MeshSizes:
-    """Ranks along each axis; their product is the number of processes."""
-
-    data: int = 1
-    ring: int = 1
-    ulysses: int = 1
-    tensor: int = 1
-    fsdp: int = 1
-    """Ranks, among those of data and context, that share one set of shards."""
-
-    @classmethod
-    def of(cls, cfg: ParallelConfig, world_size: int) -> MeshSizes:
-        """The sizes that `cfg` gives `world_size` processes.
-
-        Raises UserError with the product that does not divide.
-        """
-        found = axis_sizes(
-            world_size,
-            ring_size=cfg.ring_size,
-            ulysses_size=cfg.ulysses_size,
-            tensor_parallel_size=cfg.tensor_parallel_size,
-            fsdp_size=cfg.fsdp_size,
-            zero_stage=cfg.zero_stage,
-        )
-        return cls(found.data, found.ring, found.ulysses, found.tensor, found.fsdp)
-
-    @property
-    def world(self) -> int:
-        return self.data * self.ring * self.ulysses * self.tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Mesh:
     """This process's place among all, with a group for each axis."""
 
     device: torch.device
-    sizes: MeshSizes = MeshSizes()
+    sizes: AxisSizes = AxisSizes()
     world: Axis = Axis()
     data: Axis = Axis()
     context: Axis = Axis()
@@ -109,10 +76,10 @@ class Mesh:
     def join(cls, cfg: ParallelConfig, own: Processes, device: torch.device) -> Mesh:
         """Meet the other processes that torchrun started. With one process nothing is set up.
 
-        Collective: every process calls it, once. Raises UserError as `MeshSizes.of` does, before
+        Collective: every process calls it, once. Raises UserError as `AxisSizes.of` does, before
         any process waits for another.
         """
-        sizes = MeshSizes.of(cfg, own.world_size)
+        sizes = AxisSizes.of(cfg, own.world_size)
         if own.world_size == 1:
             return cls.alone(device)
         timeout = _patience(cfg)
@@ -126,7 +93,7 @@ class Mesh:
         return cls.of_group(sizes, device, timeout=timeout)
 
     @classmethod
-    def of_group(cls, sizes: MeshSizes, device: torch.device, *, timeout: timedelta) -> Mesh:
+    def of_group(cls, sizes: AxisSizes, device: torch.device, *, timeout: timedelta) -> Mesh:
         """The mesh over the process group that is already there."""
         rank = dist.get_rank()
         ranks = np.arange(sizes.world)
@@ -168,14 +135,7 @@ class Mesh:
 
         Collective over all processes. This mesh itself where the sizes are the same.
         """
-        own = cfg.model_copy(
-            update={
-                "zero_stage": 3,
-                "ring_size": cfg.reference_ring_size or cfg.ring_size,
-                "ulysses_size": cfg.reference_ulysses_size or cfg.ulysses_size,
-            }
-        )
-        sizes = MeshSizes.of(own, self.sizes.world)
+        sizes = AxisSizes.of(cfg.for_reference, self.sizes.world)
         if sizes == self.sizes:
             return self
         return Mesh.of_group(sizes, self.device, timeout=_patience(cfg))

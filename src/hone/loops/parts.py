@@ -16,6 +16,7 @@ from hone.checkpoint.random_state import capture_random_state, restore_random_st
 from hone.config.checks.schedule import evaluates
 from hone.config.derived import optimizer_steps_per_rollout, trainers_hold_reference
 from hone.config.model import ModelConfig
+from hone.config.model_shape import ModelShape
 from hone.config.reward import RewardConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.data.prompts import PromptData, load_prompts
@@ -57,7 +58,6 @@ from hone.observe.loggers import RunLog
 from hone.observe.metrics import Metrics
 from hone.observe.peaks import device_peaks
 from hone.observe.spans import Spans
-from hone.planner.model_shape import ModelShape
 from hone.rewards.pool import default_num_workers
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
 from hone.rollout.evaluate import PassRule, evaluate, pass_rule, summarise

@@ -12,14 +12,14 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from hone.config.hardware import Peaks, num_usable_cores
+from hone.config.model_shape import ModelShape
 from hone.distributed.mesh import Mesh
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.loggers import RunLog
 from hone.observe.metrics import Max, Metrics, Min, merge, to_scalars
 from hone.observe.spans import Spans
-from hone.planner.hardware import Peaks, num_usable_cores
-from hone.planner.model_shape import ModelShape
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.types import Group, Sample, Trajectory
 

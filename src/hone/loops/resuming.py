@@ -17,10 +17,10 @@ from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.config.model import ModelConfig
+from hone.config.parallel import AxisSizes
 from hone.config.paths import must_be_local
 from hone.config.run import RunConfig
 from hone.config.tree import RLConfig, SFTConfig
-from hone.distributed.mesh import MeshSizes
 from hone.observe.run_folder import CONFIG, read_config
 from hone.observe.whole_file import write_whole
 from hone.trainer.learner import Learner
@@ -59,7 +59,7 @@ def find_checkpoint(
     return found
 
 
-def announce(found: Checkpoint, run: RunConfig, tree: Section, sizes: MeshSizes) -> Iterator[str]:
+def announce(found: Checkpoint, run: RunConfig, tree: Section, sizes: AxisSizes) -> Iterator[str]:
     """Lines on what the run goes on from, and what a person may not expect of it."""
     yield _origin(found, sizes)
     if found.step >= run.steps:
@@ -174,7 +174,7 @@ def _flat(tree: Any, above: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _origin(found: Checkpoint, own: MeshSizes) -> str:
+def _origin(found: Checkpoint, own: AxisSizes) -> str:
     """One line on where the run goes on from, who wrote that, and how it is read."""
     line = f"going on after step {found.step}, from {found.path}"
     if found.saved_at is not None:
@@ -187,7 +187,7 @@ def _origin(found: Checkpoint, own: MeshSizes) -> str:
     return line
 
 
-def _described(sizes: MeshSizes) -> str:
+def _described(sizes: AxisSizes) -> str:
     """For example `8 processes (data 4 x tensor 2, shards over 4)`."""
     if sizes.world == 1:
         return "1 process"

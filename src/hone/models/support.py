@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
-from hone.planner.model_shape import SUPPORTED_FAMILIES
+from hone.config.model_shape import SUPPORTED_FAMILIES
 
 __all__ = ["FAMILIES", "check_supported", "context_length", "eos_token_ids"]
 

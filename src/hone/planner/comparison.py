@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 
 from hone.config.cluster import ClusterConfig
-from hone.config.derived import compute_dtype, kv_dtype, layout, optimizer_steps_per_rollout
+from hone.config.derived import compute_dtype, kv_dtype, optimizer_steps_per_rollout
 from hone.config.errors import UserError
+from hone.config.hardware import GPUS, Peaks, gpu_peaks
+from hone.config.model_shape import ModelShape, public_shape
+from hone.config.parallel import AxisSizes
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.simulate import GPUS_UNSET, SimulatedModelConfig
 from hone.config.tree import SimulateConfig
-from hone.planner.hardware import GPUS, Peaks, gpu_peaks
 from hone.planner.lengths import draw_lengths
 from hone.planner.memory import adapter_params, planned_peak
-from hone.planner.model_shape import ModelShape, public_shape
 from hone.planner.roofline import training_flops
 from hone.planner.simulated_engine import EngineRates
 from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
@@ -402,7 +403,7 @@ def _refusal(
     if beside_engines and per_node is not None and num_trainers > per_node:
         return f"beside engines all are on one node, of cluster.devices_per_node {per_node}"
     try:
-        layout(cfg.trainer.parallel, num_trainers)
+        AxisSizes.of(cfg.trainer.parallel, num_trainers)
     except UserError as error:
         return str(error).partition(". ")[0]
     peak = planned_peak(

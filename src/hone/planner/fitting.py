@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from hone.config.base import Section
 from hone.config.checks import Finding, check_rl
 from hone.config.checks.finding import error
+from hone.config.hardware import Peaks
+from hone.config.model_shape import ModelShape
 from hone.config.tree import RLConfig, SFTConfig
-from hone.planner.hardware import Peaks
 from hone.planner.host_memory import LEAST_LENGTH_SHARE, HostRole, host_roles, shortage
-from hone.planner.model_shape import ModelShape
 from hone.planner.run_memory import RunMemory
 
 __all__ = ["check_host_fits", "check_run_memory"]
@@ -26,7 +26,7 @@ C = TypeVar("C", bound=RLConfig | SFTConfig)
 def check_run_memory(
     cfg: RLConfig, shape: ModelShape, *, world_size: int, gpu: Peaks
 ) -> Iterator[Finding]:
-    """Whether every phase fits the memory of `gpu`. Raises UserError as `layout` does."""
+    """Whether every phase fits the memory of `gpu`. Raises UserError as `AxisSizes.of` does."""
     if gpu.memory_gib is None or cfg.run.device == "cpu":
         return
     fit = _Fit(shape, world_size, gpu)
@@ -50,7 +50,7 @@ def check_host_fits(
 ) -> Iterator[Finding]:
     """Whether `available` bytes of this host's memory hold a training run, `num_local` of whose
     `world_size` trainers are here: an error where even short rows do not fit, a warning where rows
-    of full length do not. Raises UserError as `layout` does."""
+    of full length do not. Raises UserError as `AxisSizes.of` does."""
 
     def roles(cfg: RLConfig | SFTConfig, *, at_least: bool) -> list[HostRole]:
         return host_roles(cfg, shape, world_size=world_size, num_local=num_local, at_least=at_least)

@@ -19,10 +19,11 @@ from pathlib import Path
 import psutil
 
 from hone.config.checks.finding import Finding, error
-from hone.config.derived import compute_dtype, layout
+from hone.config.derived import compute_dtype
+from hone.config.model_shape import ModelShape
+from hone.config.parallel import AxisSizes
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.planner.memory import TrainingMemory, planned_step
-from hone.planner.model_shape import ModelShape
 from hone.planner.run_memory import PROCESS_BYTES, RunMemory
 
 __all__ = [
@@ -76,12 +77,13 @@ def host_roles(
     """What a training run takes of this host, on which `num_local` of `world_size` trainers are.
 
     With rows of full length, or `at_least`, with those of `LEAST_LENGTH_SHARE`. Engines and
-    references of a Ray cluster may be elsewhere and are left out. Raises UserError as `layout`.
+    references of a Ray cluster may be elsewhere and are left out. Raises UserError as
+    `AxisSizes.of` does.
     """
     share = LEAST_LENGTH_SHARE if at_least else 1
     if isinstance(cfg, SFTConfig):
         mean, num_rows = -(-cfg.data.max_tokens // share), cfg.data.examples_per_step
-        sizes = layout(cfg.trainer.parallel, world_size)
+        sizes = AxisSizes.of(cfg.trainer.parallel, world_size)
         budget, per_rank = cfg.trainer.max_tokens_per_microbatch, -(-num_rows // sizes.data)
         if cfg.trainer.micro_batch_size is not None:
             budget = cfg.trainer.micro_batch_size * mean

@@ -28,15 +28,14 @@ from math import prod
 from typing import Literal
 
 from hone.config.derived import (
-    AxisSizes,
     Derived,
     compute_dtype,
-    layout,
 )
+from hone.config.hardware import Peaks
 from hone.config.model import LoraConfig, TrainedModelConfig
+from hone.config.model_shape import SUPPORTED_FAMILIES, ModelShape
+from hone.config.parallel import AxisSizes
 from hone.config.trainer import SFTTrainerConfig
-from hone.planner.hardware import Peaks
-from hone.planner.model_shape import SUPPORTED_FAMILIES, ModelShape
 
 __all__ = [
     "LayerCode",
@@ -165,7 +164,7 @@ def planned_peak(
 ) -> Derived | None:
     """The line of `hone check`: the peak of a step with full micro-batches, beside what `gpu` has.
 
-    None where micro-batches have no token budget. Raises UserError as `layout` does.
+    None where micro-batches have no token budget. Raises UserError as `AxisSizes.of` does.
     """
     if trainer.micro_batch_size is not None:
         return None
@@ -175,7 +174,7 @@ def planned_peak(
         model,
         trainer,
         device=device,
-        sizes=layout(trainer.parallel, world_size),
+        sizes=AxisSizes.of(trainer.parallel, world_size),
         num_tokens=budget,
     )
     kept = {

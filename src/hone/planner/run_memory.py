@@ -25,15 +25,15 @@ from hone.config.derived import (
     Derived,
     compute_dtype,
     kv_dtype,
-    layout,
     samples_per_optimizer_step,
     trainers_hold_reference,
 )
+from hone.config.hardware import Peaks
 from hone.config.model_facts import ModelFacts
+from hone.config.model_shape import ModelShape
+from hone.config.parallel import AxisSizes
 from hone.config.tree import RLConfig
-from hone.planner.hardware import Peaks
 from hone.planner.memory import TrainingMemory, planned_step
-from hone.planner.model_shape import ModelShape
 
 __all__ = [
     "Phase",
@@ -97,7 +97,7 @@ def run_phases(
     make up one replica.
 
     Nothing where the cache's size is not known, which without `engine.kv_cache_gib` takes the size
-    of a GPU's memory, and nothing on a CPU. Raises UserError as `layout` does.
+    of a GPU's memory, and nothing on a CPU. Raises UserError as `AxisSizes.of` does.
     """
     run = RunMemory(cfg, shape, world_size, gpu)
     return () if cfg.run.device == "cpu" or run.cache is None else run.phases()
@@ -138,7 +138,7 @@ class RunMemory:
         self.is_on_cpu = cfg.run.device == "cpu"
         self.is_apart = cfg.cluster.num_engines > 0
         self.is_vllm = cfg.engine.backend == "vllm"
-        self.sizes = layout(cfg.trainer.parallel, world_size)
+        self.sizes = AxisSizes.of(cfg.trainer.parallel, world_size)
         dtype = compute_dtype(cfg.model, cfg.run.device)
         self.num_bytes = 4 if dtype == "float32" else 2
         facts = ModelFacts.read(cfg.model.path)

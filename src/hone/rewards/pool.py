@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.errors import UserError
-from hone.planner.hardware import num_usable_cores
+from hone.config.hardware import num_usable_cores
 from hone.rewards import wire
 from hone.rewards.nursery import COMMAND, FORK, KILL, MAX_PROCESSES, OUT_OF_MEMORY_EXIT
 from hone.rewards.score import Verdict

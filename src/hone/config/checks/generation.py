@@ -10,11 +10,11 @@ from hone.config.checks.files import unwritable
 from hone.config.checks.finding import Finding, differs, error, warning
 from hone.config.checks.vllm import undivided
 from hone.config.data import DataConfig
-from hone.config.derived import FUSED_FAMILIES
 from hone.config.engine import EngineConfig
 from hone.config.load import dump_config
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
+from hone.config.model_shape import FUSED_FAMILIES
 from hone.config.paths import settings_file
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from hone.config.checks.context import check_ulysses
 from hone.config.checks.finding import Finding, differs, error, warning
-from hone.config.derived import axis_sizes, layout
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.parallel import ParallelConfig
+from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.config.trainer import SFTTrainerConfig
 
 __all__ = [
@@ -131,7 +130,7 @@ def _sizes(
     parallel: ParallelConfig, world_size: int | None, *, has_reference: bool
 ) -> Iterator[Finding]:
     try:
-        sizes = layout(parallel, world_size)
+        sizes = AxisSizes.of(parallel, world_size)
     except UserError as problem:
         yield _in_keys(str(problem))
         return
@@ -148,12 +147,7 @@ def _sizes(
         )
         return
     try:
-        axis_sizes(
-            sizes.world,
-            ring_size=ring or sizes.ring,
-            ulysses_size=ulysses or sizes.ulysses,
-            tensor_parallel_size=sizes.tensor,
-        )
+        AxisSizes.of(parallel.for_reference, sizes.world)
     except UserError:
         product = (ring or sizes.ring) * (ulysses or sizes.ulysses) * sizes.tensor
         yield error(

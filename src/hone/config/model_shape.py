@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["SUPPORTED_FAMILIES", "ModelShape", "public_shape"]
+__all__ = ["FUSED_FAMILIES", "SUPPORTED_FAMILIES", "ModelShape", "public_shape"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,8 @@ class _Family:
     tied: bool = False
     head_dim: int | None = None
     """None: hidden size / heads."""
+    fused_decode: bool = True
+    """Whether generation has layers of its own, which tensor parallelism and exact mode need."""
 
 
 SUPPORTED_FAMILIES: Mapping[str, _Family] = {
@@ -42,10 +44,16 @@ SUPPORTED_FAMILIES: Mapping[str, _Family] = {
     "mistral": _Family(),
     "qwen2": _Family(qkv_bias=True),
     "qwen3": _Family(head_norms=True, head_dim=128),
-    "gemma": _Family(tied=True, head_dim=256),
-    "gemma2": _Family(norms_per_layer=4, tied=True, head_dim=256),
-    "gemma3_text": _Family(norms_per_layer=4, head_norms=True, tied=True, head_dim=256),
+    "gemma": _Family(tied=True, head_dim=256, fused_decode=False),
+    "gemma2": _Family(norms_per_layer=4, tied=True, head_dim=256, fused_decode=False),
+    "gemma3_text": _Family(
+        norms_per_layer=4, head_norms=True, tied=True, head_dim=256, fused_decode=False
+    ),
 }
+"""Values of `model_type` that hone trains and samples."""
+
+FUSED_FAMILIES = tuple(x for x, family in SUPPORTED_FAMILIES.items() if family.fused_decode)
+"""Those whose decode is fused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hone.planner.model_shape import ModelShape
+from hone.config.model_shape import ModelShape
 
 TINY: dict[str, Any] = {
     "hidden_size": 48,

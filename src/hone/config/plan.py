@@ -1,0 +1,355 @@
+"""Everything that is decided before a run: who has which devices, formats, layers, batches.
+
+    plan = resolve(config, model, devices, world_size=8)
+    plan.roles["policy"].axes, plan.batch.samples_per_optimizer_step
+
+`resolve` is pure and decides once. The rules (`hone.config.checks`) and the memory model
+(`hone.planner.memory`) are functions of a plan; `hone check`, `hone simulate`, the builder, the
+trainer and the report read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from hone.config.data import DataConfig
+from hone.config.engine import EngineConfig
+from hone.config.errors import UserError
+from hone.config.hardware import Peaks
+from hone.config.model import LoraConfig
+from hone.config.model_facts import ModelFacts
+from hone.config.model_shape import FUSED_FAMILIES, ModelShape
+from hone.config.parallel import AxisSizes
+from hone.config.rollout import GenerationConfig
+from hone.config.trainer import SFTTrainerConfig
+from hone.config.tree import (
+    BenchEngineConfig,
+    BenchTrainConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    SFTConfig,
+)
+
+__all__ = [
+    "AxisSizes",
+    "BatchArithmetic",
+    "Command",
+    "Devices",
+    "Dtype",
+    "Role",
+    "RoleName",
+    "RunPlan",
+    "compute_dtype",
+    "resolve",
+]
+
+Command: TypeAlias = (
+    RLConfig | SFTConfig | EvaluateConfig | GenerateConfig | BenchEngineConfig | BenchTrainConfig
+)
+"""Any tree that a run is made of; that of `hone simulate` is an `RLConfig`."""
+Dtype = Literal["float32", "bfloat16"]
+RoleName = Literal["policy", "engine", "reference"]
+Layers = Literal["eager", "compiled", "exact", "fused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """What there is; with `hone check --gpu`, what there shall be."""
+
+    kind: Literal["cpu", "cuda"] = "cuda"
+    gpu: Peaks | None = None
+    """None: a CPU, or a GPU of which nothing is known."""
+    per_node: int | None = None
+    """GPUs, or on a CPU processes, of a host; None: not known."""
+    nodes: int = 1
+    host_bytes: int | None = None
+    """Memory of this host that processes can still take; None: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """Copies of a model that do the same work, and the devices they have."""
+
+    name: RoleName
+    num_workers: int = 1
+    """Copies of the model, each over `axes.world` devices."""
+    axes: AxisSizes = AxisSizes()
+    """How one copy is divided."""
+    shares_devices_of: RoleName | None = None
+    """Whose devices it is on; None: its own."""
+    where: Literal["here", "ray"] = "here"
+    """In the process of whose devices it shares, or in processes of its own."""
+    layers: Layers = "eager"
+    """How decoder layers compute: transformers' as they are or compiled, exact, or those made for
+    decoding."""
+    dtype: Dtype
+    """Format of forward and backward."""
+    holds_weights: bool = True
+    """Whether it has weights of its own; otherwise those of `shares_devices_of`."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it is on, shared or not."""
+        return self.num_workers * self.axes.world
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchArithmetic:
+    """Rows of a step. Sizes are global, so they do not change with the number of devices."""
+
+    prompts_per_step: int
+    """Prompts of a step; of `hone sft`, rows."""
+    samples_per_prompt: int
+    prompts_per_minibatch: int
+    """Prompts of an optimizer step."""
+    num_minibatches: int
+    """Optimizer steps that pass once over the samples of a step."""
+    num_epochs: int
+    num_steps: int
+    """`run.steps`."""
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def samples_per_optimizer_step(self) -> int:
+        """At most, over all devices."""
+        return self.prompts_per_minibatch * self.samples_per_prompt
+
+    @property
+    def optimizer_steps_per_rollout(self) -> int:
+        """Optimizer steps that the samples of a step are used for, over all epochs."""
+        return self.num_minibatches * self.num_epochs
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run."""
+        return self.num_steps * self.optimizer_steps_per_rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What `resolve` has decided."""
+
+    config: Command
+    model: ModelFacts | None
+    """None: there is no `config.json` here, and the name is not that of a public shape."""
+    devices: Devices
+    world_size: int | None
+    """Processes that train, or without a trainer sample; None: not known yet, so that `roles` has
+    as few as make up one replica."""
+    roles: Mapping[RoleName, Role]
+    batch: BatchArithmetic | None
+    """None: nothing is trained on a schedule of rows (`hone eval`, `generate`, `bench`)."""
+    problem: str | None = None
+    """Why `world_size` processes cannot be laid out along the axes of training; `roles` is then
+    laid out for one replica."""
+
+    # -- the sections of whichever command it is, None where it has none --------------------------
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """All sizes of the model, where they are known and its family is supported."""
+        return None if self.model is None else self.model.shape
+
+    @property
+    def trainer(self) -> SFTTrainerConfig | None:
+        cfg = self.config
+        return cfg.trainer if isinstance(cfg, RLConfig | SFTConfig | BenchTrainConfig) else None
+
+    @property
+    def engine(self) -> EngineConfig | None:
+        cfg = self.config
+        return None if isinstance(cfg, SFTConfig | BenchTrainConfig) else cfg.engine
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        cfg = self.config
+        return cfg.model.lora if isinstance(cfg, RLConfig | SFTConfig | BenchTrainConfig) else None
+
+    @property
+    def data(self) -> DataConfig | None:
+        cfg = self.config
+        return None if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) else cfg.data
+
+    @property
+    def sampling(self) -> dict[str, GenerationConfig]:
+        """What is sampled, by the section that says how: `rollout`, `eval`, `generation`."""
+        match self.config:
+            case RLConfig(eval=evaluation) as cfg:
+                found: dict[str, GenerationConfig] = {"rollout": cfg.rollout}
+                return found | ({"eval": evaluation} if evaluation.is_scheduled else {})
+            case EvaluateConfig() as cfg:
+                return {"eval": cfg.eval}
+            case GenerateConfig() as cfg:
+                return {"generation": cfg.generation}
+            case _:
+                return {}
+
+    # -- what follows ----------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Role:
+        """What is trained. Raises KeyError for commands that only sample."""
+        return self.roles["policy"]
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.devices.kind == "cpu"
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether engines have devices of their own, and one process directs them."""
+        return "engine" in self.roles and self.roles["engine"].where != "here"
+
+    @property
+    def dtype(self) -> Dtype:
+        """Format of forward and backward, of all roles."""
+        return next(iter(self.roles.values())).dtype
+
+    @property
+    def kv_dtype(self) -> Literal["float32", "bfloat16", "fp8"]:
+        """Format of the KV cache."""
+        is_rounded = self.engine is not None and self.engine.kv_cache_dtype == "fp8"
+        return "fp8" if is_rounded else self.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of an element of the weights that compute."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def max_sequence_tokens(self) -> int | None:
+        """Longest row, prompt and completion: of training, or of what is sampled."""
+        cfg = self.config
+        if isinstance(cfg, SFTConfig):
+            return cfg.data.max_tokens
+        section = next(iter(self.sampling.values()), None)
+        if section is None or self.data is None:
+            return None
+        return self.data.max_prompt_tokens + section.max_completion_tokens
+
+    @property
+    def max_sequence_keys(self) -> tuple[str, ...]:
+        """The settings that say so."""
+        if isinstance(self.config, SFTConfig):
+            return ("data.max_tokens",)
+        section = next(iter(self.sampling), None)
+        return ("data.max_prompt_tokens", f"{section}.max_completion_tokens") if section else ()
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest sequence that engines are made for; None: not known."""
+        asked = self.engine and self.engine.max_model_len
+        return asked or (self.model and self.model.context_length)
+
+    def devices_of_roles(self) -> int:
+        """Devices in all, each counted once."""
+        return sum(x.num_devices for x in self.roles.values() if x.shares_devices_of is None)
+
+
+def resolve(
+    config: Command,
+    model: ModelFacts | None,
+    devices: Devices,
+    *,
+    world_size: int | None = None,
+) -> RunPlan:
+    """Decide how `config` runs on `devices`, in `world_size` processes where that is known.
+
+    Never raises: what cannot be is for the rules to say.
+    """
+    plan = RunPlan(
+        config=config, model=model, devices=devices, world_size=world_size, roles={}, batch=None
+    )
+    axes, problem = AxisSizes(), None
+    if plan.trainer is not None:
+        try:
+            axes = AxisSizes.of(plan.trainer.parallel, world_size)
+        except UserError as error:
+            axes, problem = AxisSizes.of(plan.trainer.parallel), str(error)
+    return replace(plan, roles=_roles(plan, axes), batch=_batch(config), problem=problem)
+
+
+def compute_dtype(dtype: Literal["auto", "float32", "bfloat16"], kind: str) -> Dtype:
+    """The format that `model.dtype` is on a kind of device."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if kind == "cpu" else "bfloat16"
+
+
+def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
+    cfg, trainer, engine = plan.config, plan.trainer, plan.engine
+    dtype = compute_dtype(cfg.model.dtype, plan.devices.kind)
+    roles: dict[RoleName, Role] = {}
+    if trainer is not None:
+        layers = _training_layers(plan, trainer)
+        roles["policy"] = Role(name="policy", axes=axes, layers=layers, dtype=dtype)
+    if engine is not None:
+        roles["engine"] = _engine_role(plan, engine, axes, dtype)
+    if isinstance(cfg, RLConfig) and cfg.algorithm.kl.coef > 0 and not cfg.model.lora.rank:
+        number = cfg.cluster.num_references
+        apart = Role(name="reference", num_workers=number, where="ray", dtype=dtype)
+        roles["reference"] = apart if number else _shared_reference(cfg, axes, dtype)
+    return roles
+
+
+def _shared_reference(cfg: RLConfig, axes: AxisSizes, dtype: Dtype) -> Role:
+    # Sizes of its own that fit no mesh are for the rules to refuse.
+    with suppress(UserError):
+        axes = AxisSizes.of(cfg.trainer.parallel.for_reference, axes.world)
+    return Role(name="reference", axes=axes, shares_devices_of="policy", dtype=dtype)
+
+
+def _training_layers(plan: RunPlan, trainer: SFTTrainerConfig) -> Layers:
+    if plan.config.model.exact:
+        return "exact"
+    compiles = not plan.is_on_cpu if trainer.compile is None else trainer.compile
+    return "compiled" if compiles else "eager"
+
+
+def _engine_role(plan: RunPlan, engine: EngineConfig, axes: AxisSizes, dtype: Dtype) -> Role:
+    cfg, size = plan.config, engine.tensor_parallel_size
+    family, is_embedded = plan.model and plan.model.family, engine.backend == "embedded"
+    is_fused = family is None or family in FUSED_FAMILIES
+    layers: Layers = "fused" if is_fused else "compiled" if engine.compile else "eager"
+    role = Role(
+        name="engine",
+        axes=AxisSizes(tensor=size),
+        layers="exact" if cfg.model.exact else layers,
+        dtype=dtype,
+    )
+    if not isinstance(cfg, RLConfig):
+        return replace(role, num_workers=max((plan.world_size or size) // size, 1))
+    if cfg.cluster.num_engines:
+        return replace(role, num_workers=cfg.cluster.num_engines, where="ray")
+    is_alias = is_embedded and axes.world == 1 and not cfg.model.lora.rank
+    return replace(
+        role, num_workers=axes.world, shares_devices_of="policy", holds_weights=not is_alias
+    )
+
+
+def _batch(config: Command) -> BatchArithmetic | None:
+    match config:
+        case RLConfig():
+            prompts = config.rollout.prompts_per_step
+            mini = min(config.trainer.prompts_per_minibatch or prompts, prompts)
+            samples, epochs = config.rollout.n_samples_per_prompt, config.trainer.num_epochs
+        case SFTConfig():
+            prompts = mini = config.data.examples_per_step
+            samples = epochs = 1
+        case _:
+            return None
+    return BatchArithmetic(
+        prompts_per_step=prompts,
+        samples_per_prompt=samples,
+        prompts_per_minibatch=mini,
+        num_minibatches=-(-prompts // mini),
+        num_epochs=epochs,
+        num_steps=config.run.steps,
+    )
