@@ -230,16 +230,12 @@ class MicroBatch:
 
     T tokens, S sequences, N trained tokens. A trained token at position t is predicted by the
     hidden state at t - 1, so `predict_index` holds where t - 1 lies and `labels` the id at t.
-
-    Sequences may share one copy of their prompt (`shared_prompts`). They are then laid out in
-    pieces, P in all, and the last token of a prompt predicts the first one of each completion.
-    Otherwise each sequence is one piece. Values of trained tokens are in the order of `ids` always.
     """
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, within the sequence
-    cu_seqlens: Tensor  # [P + 1] int32, borders of pieces
-    max_seqlen: int  # of a whole sequence
+    cu_seqlens: Tensor  # [S + 1] int32, borders of sequences
+    max_seqlen: int
     predict_index: Tensor  # [N] int64 into [T]
     labels: Tensor  # [N] int64
     sequence_index: Tensor  # [N] int64 into [S]
@@ -250,10 +246,7 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # [N]
     ref_logprobs: Tensor | None = None  # [N]
     ids: tuple[str, ...] = ()  # [S] trajectory ids
-    lengths: tuple[int, ...] = ()  # [P] host copy of the differences of cu_seqlens
-    shared_prompts: tuple[int, ...] = ()
-    """How many completions each shared prompt has. Prompts come first, then the completions of each
-    in turn, then sequences of one piece."""
+    lengths: tuple[int, ...] = ()  # [S] host copy of the differences of cu_seqlens
 
     @property
     def num_sequences(self) -> int:

@@ -164,13 +164,6 @@ ROWS: list[Row] = [
      "engine.sleep_level checkpoint.every_n_steps"),
     ("rl", "engine.backend=vllm engine.sleep_level=2 engine.enable_sleep=true "
      "eval.every_n_steps=5", "error", "engine.sleep_level checkpoint.keep_best"),
-    # shared prompts
-    ("rl", "trainer.share_prompts=true trainer.parallel.ring_size=2", "error",
-     "trainer.share_prompts trainer.parallel.ring_size"),
-    ("rl", "trainer.share_prompts=true model.exact=true", "error",
-     "trainer.share_prompts model.exact"),
-    ("rl", "trainer.share_prompts=true trainer.micro_batch_size=1", "warning",
-     "trainer.share_prompts trainer.micro_batch_size"),
     # lengths
     ("rl", "engine.max_model_len=2047", "error",
      "engine.max_model_len data.max_prompt_tokens rollout.max_completion_tokens"),

@@ -248,7 +248,6 @@ def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
     if rl:
         rows |= {
             "trainer.prompts_per_minibatch": Row("2", shown),
-            "trainer.share_prompts": Row("true", shown),
             "trainer.num_epochs": Row("2", shown),
             "trainer.enable_sleep": Row("true", "PolicyTrainer.sleep"),
             "trainer.parity.enabled": Row("false", shown),
@@ -735,7 +734,7 @@ NOT_OF_TIME = (
     *(f"algorithm.correction.{name}" for name in ("low", "high")),
     *(f"trainer.{name}" for name in ("max_tokens_per_forward", "recompute_every_n_layers")),
     *(f"trainer.{name}" for name in ("offload_activations", "compile", "matmul_precision")),
-    *(f"trainer.{name}" for name in ("logits_chunk_tokens", "share_prompts", "parity.")),
+    *(f"trainer.{name}" for name in ("logits_chunk_tokens", "parity.")),
     *(f"trainer.optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay", "muon_")),
     *(f"trainer.optimizer.{name}" for name in ("max_grad_norm", "schedule", "warmup", "min_lr")),
     *(f"trainer.parallel.{name}" for name in ("reference_", "forward_prefetch", "balance_data")),

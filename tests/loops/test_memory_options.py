@@ -85,7 +85,6 @@ OTHER_KEYS = {
         "parallel": "several processes",
         "parity": "a check",
         "prompts_per_minibatch": "the learning rule",
-        "share_prompts": "tests/trainer/test_shared_prompts.py",
     },
     "optimizer": dict.fromkeys(
         (

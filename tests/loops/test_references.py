@@ -148,7 +148,7 @@ def run(cfg: RLConfig) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]
     ("algorithm", "trainer"),
     [
         (REWARD | {"advantage": "reinforce_pp"}, {}),
-        (LOSS, {"prompts_per_minibatch": 2, "share_prompts": True}),
+        (LOSS, {"prompts_per_minibatch": 2}),
     ],
     ids=["in the reward", "in the loss of several optimizer steps"],
 )

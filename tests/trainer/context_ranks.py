@@ -135,9 +135,9 @@ def attention_cases(meshes: dict[str, Mesh], results: dict) -> None:
 # ---------------------------------------------------------------- a model
 
 
-def batch_of(rows, *, share_prompts=False):
+def batch_of(rows):
     weights = [1 / (1 + i) for i in range(len(rows))]
-    return collate(rows, weights, "cpu", share_prompts=share_prompts)
+    return collate(rows, weights, "cpu")
 
 
 def objective(logprobs_N, entropy_N, batch):
@@ -172,15 +172,14 @@ def scores_split(model, batch, mesh, change=lambda share: share):
     return gather(torch.stack(values, dim=1), share).unbind(1)
 
 
-def model_errors(model, rows, mesh, *, share_prompts=False, **options) -> tuple[float, float]:
+def model_errors(model, rows, mesh, **options) -> tuple[float, float]:
     """Of log-probs and entropy, and relative of the worst parameter's gradient."""
     batch = batch_of(rows)
     alone, parallel = model, copy.deepcopy(model)
     expected = scores_alone(alone, batch)
     alone.zero_grad()
     objective(*expected, batch).backward()
-    shared = batch_of(rows, share_prompts=share_prompts)
-    found = scores_split(parallel, shared, mesh, **options)
+    found = scores_split(parallel, batch, mesh, **options)
     objective(*found, batch).backward()
     # Where a gradient is zero in theory (of queries that see one key) only rounding is left of it.
     floor = 1e-2 * max(p.grad.norm() for p in alone.parameters())
@@ -201,19 +200,6 @@ def one_sequence(num_tokens, trained):
 
 def bare(name, token_ids, loss_mask):
     return Trajectory(id=name, token_ids=token_ids, loss_mask=loss_mask)
-
-
-def rows_of_groups(num_groups, seed):
-    """Uneven groups of rows with the same prompt, and a row alone."""
-    rng = random.Random(seed)
-    rows = uneven_rows(1, seed=seed)
-    for g in range(num_groups):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
-        for i in range(rng.randint(2, 5)):
-            own = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
-            row = bare(f"{g}/{i}", prompt + own, [False] * len(prompt) + [True] * len(own))
-            rows.append(dataclasses.replace(row, group_id=str(g)))
-    return rows
 
 
 def uneven_rows(number, seed, max_completion=24):
@@ -244,11 +230,6 @@ def model_cases(meshes: dict[str, Mesh], results: dict) -> None:
             results[f"model/{name}/{family}"] = model_errors(
                 models[family], rows["uneven rows"], mesh
             )
-        if name not in RINGS:
-            for family, model in models.items():
-                results[f"model/{name}/{family}, shared prompts"] = model_errors(
-                    model, rows_of_groups(4, seed=5), mesh, share_prompts=True
-                )
         results[f"isolation/{name}"] = neighbour_moves(models["qwen3"], rows["uneven rows"], mesh)
 
 
@@ -346,11 +327,6 @@ def main() -> None:
     meshes = {name: Mesh.of_group(sizes, cpu, timeout=TIMEOUT) for name, sizes in MESHES.items()}
     results: dict = {
         "refusal": refusal(lambda: attention_errors(meshes["ulysses 4"], (9,), heads=(6, 3))),
-        "refusal of shared prompts": refusal(
-            lambda: model_errors(
-                tiny_model(), rows_of_groups(2, seed=5), meshes["ring 2"], share_prompts=True
-            )
-        ),
     }
     attention_cases(meshes, results)
     model_cases(meshes, results)

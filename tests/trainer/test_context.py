@@ -50,7 +50,6 @@ def test_R8_context_parallelism_gives_the_numbers_of_one_process(results):
     assert results["planted/one token more leaks"] > 0.1
     assert results["planted/summed gradient"][1] == pytest.approx(WORLD - 1, rel=1e-3)
     assert "sizes that do: 1, 3, 6" in results["refusal"]
-    assert "set trainer.parallel.ring_size to 1" in results["refusal of shared prompts"]
 
 
 def alone_as(rank, *, ring=1, ulysses=1):

@@ -68,7 +68,6 @@ def packed_attention(
 
     Serves whole sequences on one process; `interface.attend_packed` serves every context.
     """
-    assert not context.shared_prompts, "shared prompts are served by interface.attend_packed"
     backend = _packed_backend(q, softcap)
     if backend == "flash4":
         return flash4.packed_attention(q, k, v, context, scale=scale, window=window)

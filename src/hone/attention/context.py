@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -61,45 +61,24 @@ class PackedContext:
 
     With `parallel` the forward has this process's tokens of the row alone, and borders and lengths
     are those of the whole row.
-
-    With `shared_prompts` some sequences are laid out in two pieces, of which several have the first
-    in common, and S counts pieces. Entry g says how many completions prompt g has: the first pieces
-    are the prompts, then come the completions of each in turn, then sequences in one piece.
     """
 
     cu_seqlens: Tensor  # [S + 1] int32, borders, first 0 and last T
-    max_seqlen: int  # of a whole sequence, its prompt included
+    max_seqlen: int
     lengths: tuple[int, ...]  # [S], the differences of cu_seqlens
-    shared_prompts: tuple[int, ...] = ()
     parallel: ContextParallel | None = None
 
     @classmethod
     def from_lengths(
-        cls,
-        lengths: Sequence[int],
-        *,
-        shared_prompts: Sequence[int] = (),
-        device: torch.device | str = "cpu",
+        cls, lengths: Sequence[int], *, device: torch.device | str = "cpu"
     ) -> PackedContext:
-        """The context of sequences, or of their pieces, of the given lengths, in packing order."""
+        """The context of sequences of the given lengths, in packing order."""
         if not lengths or min(lengths) < 1:
             raise ValueError(f"every packed sequence needs at least one token, got {lengths=}")
-        prompts, others = lengths[: len(shared_prompts)], lengths[len(shared_prompts) :]
-        if min(shared_prompts, default=1) < 1 or sum(shared_prompts) > len(others):
-            raise ValueError(
-                f"each shared prompt needs a completion: {shared_prompts=} does not go with "
-                f"{len(lengths)} pieces"
-            )
-        pieces = iter(others)
-        whole = [
-            prompt + max(islice(pieces, count))
-            for prompt, count in zip(prompts, shared_prompts, strict=True)
-        ]
         return cls(
             cu_seqlens=borders_of(lengths, device),
-            max_seqlen=max([*whole, *others]),
+            max_seqlen=max(lengths),
             lengths=tuple(lengths),
-            shared_prompts=tuple(shared_prompts),
         )
 
     @property

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.attention import shared_prompts
+from hone.attention import backends
 from hone.attention.blocks import AttentionBlock, visible_rectangles
 from hone.attention.context import PackedContext
 from hone.attention.merging import add_key_gradients, attend_blocks, block_gradients
@@ -100,7 +100,7 @@ def packed_attention(
     q is [t, Hq, D], k and v [t, Hkv, D], of the tokens that `token_ranges` gives. Returns
     [t, Hq, D]. Collective over the ranks of `context.parallel`, and so is its backward; neither
     waits for the device. Memory is that of t tokens. Raises UserError where the Ulysses ranks
-    cannot share the heads, and for a ring whose rows share prompts.
+    cannot share the heads.
     """
     parallel = context.parallel
     assert parallel is not None
@@ -110,15 +110,10 @@ def packed_attention(
             raise UserError(f"{ulysses.size} Ulysses ranks: {problem}")
         q, k, v = _TokensToHeads.apply(q, k, v, ulysses)
     if ring.size > 1:
-        if context.shared_prompts:
-            raise UserError(
-                f"trainer.share_prompts is not served by a ring of {ring.size} processes; set "
-                "trainer.parallel.ring_size to 1, or trainer.share_prompts to false"
-            )
         plan = _ring_plan(context.lengths, ring.size, ring.rank, window, q.device)
         output = _RingAttention.apply(q, k, v, _Ring(ring, plan, scale, softcap))
     else:
-        output = shared_prompts.packed_attention(
+        output = backends.packed_attention(
             q, k, v, context, scale=scale, window=window, softcap=softcap
         )
     return _HeadsToTokens.apply(output, ulysses) if ulysses.size > 1 else output

@@ -71,7 +71,6 @@ def packed_attention(
     q is [T, Hq, D], k and v [T, Hkv, D], bfloat16 or float16 with D in `HEAD_DIMS`. Returns
     [T, Hq, D]. The gradient is FlashAttention's, from this output and its log-sum-exp.
     """
-    assert not context.shared_prompts, "exact sums are taken over whole sequences"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return _PackedAttention.apply(q, k, v, context, scale, window)
     return _attend_packed(q, k, v, context, scale=scale, window=window)[0]

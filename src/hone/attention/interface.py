@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from hone.attention import context_parallel, shared_prompts
+from hone.attention import backends, context_parallel
 from hone.attention.backends import calibrate_scales, paged_attention, write_kv
 from hone.attention.context import PackedContext, PagedContext
 
@@ -95,7 +95,7 @@ def attend_packed(
     Collective where the row is split over processes, and so is its backward.
     """
     is_split = context.parallel is not None
-    attend = (context_parallel if is_split else shared_prompts).packed_attention
+    attend = (context_parallel if is_split else backends).packed_attention
     return attend(q, k, v, context, scale=scale, window=window, softcap=softcap)
 
 

@@ -9,9 +9,9 @@ once, and two sets of blocks give the same numbers:
 The outputs are merged by their log-sum-exps. The gradients of a prompt's keys and values come from
 its own tokens and from each completion.
 
-Pieces lie as `PackedContext.shared_prompts` says: all prompts, then all completions in the order of
-the prompts, then sequences that share nothing. So both sides of the rectangles are slices of the
-row, and no token is copied.
+Pieces lie as `SharedPrompts` says, so both sides of the rectangles are slices of the row, and no
+token is copied. The trainer packs no rows like this: with prompts of 128 and completions of 1,024
+tokens it was slower than repeating the prompt (`benchmarks/README.md`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,50 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hone.attention import backends
 from hone.attention.blocks import AttentionBlock, visible_rectangles
-from hone.attention.context import PackedContext
 from hone.attention.merging import add_key_gradients, attend_blocks, block_gradients
 
-__all__ = ["packed_attention"]
+__all__ = ["SharedPrompts", "packed_attention"]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """A packed row in pieces: all prompts, then the completions of each prompt in turn, then
+    sequences of one piece. Raises ValueError for a prompt without a completion."""
+
+    lengths: tuple[int, ...]  # of the pieces
+    num_completions: tuple[int, ...]  # of each prompt
+
+    def __post_init__(self) -> None:
+        num_others = len(self.lengths) - len(self.num_completions)
+        if min(self.num_completions, default=0) < 1 or sum(self.num_completions) > num_others:
+            raise ValueError(
+                f"each shared prompt needs a completion: {self.num_completions=} does not go with "
+                f"{len(self.lengths)} pieces"
+            )
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest sequence, its prompt included."""
+        pieces = iter(self.lengths[len(self.num_completions) :])
+        whole = [
+            prompt + max(islice(pieces, count))
+            for prompt, count in zip(self.lengths, self.num_completions, strict=False)
+        ]
+        return max([*whole, *pieces])
 
 
 def packed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    context: PackedContext,
+    layout: SharedPrompts,
     *,
     scale: float,
     window: int | None = None,
@@ -45,17 +70,12 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention within each packed sequence, its shared prompt included; differentiable.
 
-    q is [T, Hq, D], k and v [T, Hkv, D]. Returns [T, Hq, D]. Where no prompt is shared, as
-    `backends.packed_attention`. A window shorter than the longest sequence takes a call or two for
-    each completion, otherwise it is one for all.
+    q is [T, Hq, D], k and v [T, Hkv, D]. Returns [T, Hq, D]. A window shorter than the longest
+    sequence takes a call or two for each completion, otherwise it is one for all.
     """
-    if not context.shared_prompts:
-        return backends.packed_attention(
-            q, k, v, context, scale=scale, window=window, softcap=softcap
-        )
-    if window is not None and window >= context.max_seqlen:
+    if window is not None and window >= layout.max_seqlen:
         window = None
-    blocks = _blocks(context.lengths, context.shared_prompts, window, q.device)
+    blocks = _blocks(layout.lengths, layout.num_completions, window, q.device)
     return _Attention.apply(q, k, v, _Call(blocks, scale, softcap))
 
 
@@ -107,7 +127,7 @@ class _Attention(torch.autograd.Function):
 @lru_cache(maxsize=16)
 def _blocks(
     lengths: tuple[int, ...],
-    shared_prompts: tuple[int, ...],
+    num_completions: tuple[int, ...],
     window: int | None,
     device: torch.device,
 ) -> tuple[AttentionBlock, ...]:
@@ -116,17 +136,17 @@ def _blocks(
     tokens = range(sum(lengths))
     own = AttentionBlock.of(tokens, tokens, lengths=lengths, window=(left, 0), device=device)
     if window is None:
-        return own, _on_prompts(lengths, shared_prompts, device)
-    return own, *_windows_on_prompts(lengths, shared_prompts, window, device)
+        return own, _on_prompts(lengths, num_completions, device)
+    return own, *_windows_on_prompts(lengths, num_completions, window, device)
 
 
 def _on_prompts(
-    lengths: tuple[int, ...], shared_prompts: tuple[int, ...], device: torch.device
+    lengths: tuple[int, ...], num_completions: tuple[int, ...], device: torch.device
 ) -> AttentionBlock:
     """The completions of each prompt on all of it, in one block."""
-    num_prompts = len(shared_prompts)
+    num_prompts = len(num_completions)
     prompt_lens = lengths[:num_prompts]
-    ends = pairwise(accumulate(shared_prompts, initial=num_prompts))
+    ends = pairwise(accumulate(num_completions, initial=num_prompts))
     completion_lens = tuple(sum(lengths[first:last]) for first, last in ends)
     num_keys = sum(prompt_lens)
     return AttentionBlock.of(
@@ -140,13 +160,13 @@ def _on_prompts(
 
 
 def _windows_on_prompts(
-    lengths: tuple[int, ...], shared_prompts: tuple[int, ...], window: int, device: torch.device
+    lengths: tuple[int, ...], num_completions: tuple[int, ...], window: int, device: torch.device
 ) -> Iterator[AttentionBlock]:
     """Each completion on the end of its prompt that it sees through a sliding window."""
     pieces = [range(*ends) for ends in pairwise(accumulate(lengths, initial=0))]
-    completions = iter(pieces[len(shared_prompts) :])
-    for prompt, num_completions in zip(pieces, shared_prompts, strict=False):
-        for _ in range(num_completions):
+    completions = iter(pieces[len(num_completions) :])
+    for prompt, count in zip(pieces, num_completions, strict=False):
+        for _ in range(count):
             completion = next(completions)
             # Positions are counted from the prompt's first token.
             positions = range(len(prompt), len(prompt) + len(completion))

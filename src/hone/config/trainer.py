@@ -148,12 +148,6 @@ class TrainerConfig(SFTTrainerConfig):
     """Prompts per optimizer step, over all devices; unset: all of a step, one optimizer step a
     rollout."""
 
-    share_prompts: bool = False
-    """Lay out the prompt once for all samples of a group that are in one micro-batch. The numbers
-    are those of ordinary packing, up to rounding; n samples save n - 1 prompts of computation and
-    memory, so micro-batches hold more rows. Attention then takes two calls and a merge, which does
-    not pay for prompts that are short beside their completions."""
-
     num_epochs: int = Field(default=1, ge=1)
     """Passes over each rollout."""
 

@@ -72,7 +72,6 @@ def split(batch: MicroBatch, mesh: Mesh) -> Share:
                 cu_seqlens=move(batch.cu_seqlens),
                 max_seqlen=batch.max_seqlen,
                 lengths=batch.lengths,
-                shared_prompts=batch.shared_prompts,
             ),
             predict_index=move(batch.predict_index),
             labels=move(batch.labels),
@@ -87,9 +86,7 @@ def split(batch: MicroBatch, mesh: Mesh) -> Share:
     num_tokens = padded_tokens(batch.num_tokens, ring=ring.size, ulysses=ulysses.size)
     padding = num_tokens - batch.num_tokens
     lengths = (*batch.lengths, padding) if padding else batch.lengths
-    context = PackedContext.from_lengths(
-        lengths, shared_prompts=batch.shared_prompts, device=mesh.device
-    )
+    context = PackedContext.from_lengths(lengths, device=mesh.device)
     owner, local = _places(num_tokens, mesh)
     own_tokens = (owner == rank).nonzero().squeeze(1)
     owner_N = owner[batch.predict_index]

@@ -52,24 +52,15 @@ class Learner(RowScorer, ABC):
         temperature: float = 1.0,
         dump_dir: Path | None = None,
         exact: bool = False,
-        share_prompts: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
         """`total_steps` counts optimizer steps, for the schedule. `temperature` divides the logits.
         `dump_dir` receives the rows of a step whose numbers are not finite. With `exact`,
         log-probabilities are the bits of an engine in exact mode; raises UserError where that is
-        not served. With `share_prompts` the rows of a group that are in one pass have one copy of
-        their prompt; not served with `exact`. `mesh` is shared by all processes that train
-        together, each of which brings the same model, in host memory, on its device or deferred
-        (`hone.models.deferred`); it is sharded in place."""
-        super().__init__(
-            model,
-            cfg,
-            temperature=temperature,
-            exact=exact,
-            share_prompts=share_prompts,
-            mesh=mesh,
-        )
+        not served. `mesh` is shared by all processes that train together, each of which brings the
+        same model, in host memory, on its device or deferred (`hone.models.deferred`); it is
+        sharded in place."""
+        super().__init__(model, cfg, temperature=temperature, exact=exact, mesh=mesh)
         self._apply_matmul_precision(model)
         self.policy = self._make_policy(model)
         self._total_steps = total_steps

@@ -6,9 +6,6 @@
 A pass never holds more than `max_tokens` tokens. Within that cap passes are balanced by estimated
 FLOPs, since attention makes one long sequence dearer than many short ones of the same total.
 
-Rows of a group may share one copy of their prompt (`share_prompts`): of what comes before the
-first trained token, where that is the same token for token. A pass then has room for more rows.
-
 The plan is a pure function of the rows, so every rank that holds all rows computes all of
 it and needs no message; `digest` is what ranks compare before they rely on that.
 """
@@ -19,8 +16,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from heapq import heappop, heappush, heapreplace
-from itertools import accumulate, pairwise
-from math import ceil, inf
+from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -73,7 +70,6 @@ def plan(
     micro_batch_size: int | None = None,
     cost: Cost | None = None,
     balance: bool = True,
-    share_prompts: bool = False,
 ) -> Plan:
     """Cut rows into passes, equally many for each of `num_ranks`; deterministic.
 
@@ -85,10 +81,6 @@ def plan(
 
     Without `balance` each rank gets neighbouring rows, equally many, and only its own passes are
     balanced.
-
-    With `share_prompts` tokens count as `collate` then lays them out. Rows are put in a line, those
-    of one prompt together, and passes are cut from it so that the dearest is as cheap as can be: a
-    prompt is repeated only where a cut goes through its rows.
 
     Raises ValueError for a row longer than `max_tokens`.
     """
@@ -106,31 +98,18 @@ def plan(
                 )
     cost = cost or float
     costs = [cost(n) for n in lengths]
-    demand = _Demand(sizes, costs, capacity)
-    if share_prompts:
-        prompt_lens = [_prompt_length(row) for row in rows]
-        demand = _SharingDemand(
-            sizes,
-            costs,
-            capacity,
-            prompts=_prompt_numbers(rows),
-            further_sizes=sizes
-            if micro_batch_size is not None
-            else [n - p for n, p in zip(lengths, prompt_lens, strict=True)],
-            further_costs=[c - cost(p) for c, p in zip(costs, prompt_lens, strict=True)],
-        )
     shares = [range(len(rows))] if balance else _neighbours(len(rows), num_ranks)
     sharers = num_ranks // len(shares)
 
     def rounds(num_bins: int) -> int:
         return ceil(num_bins / sharers)
 
-    num_passes = max(rounds(demand.fewest_bins(s)) for s in shares)
+    num_passes = max(rounds(_fewest_bins([sizes[i] for i in s], capacity)) for s in shares)
     while True:
-        placed = [demand.place(s, num_passes * sharers) for s in shares]
+        placed = [_place(s, sizes, costs, capacity, num_passes * sharers) for s in shares]
         needed = max(rounds(len(bins)) for bins in placed)
         if needed == num_passes:
-            return [passes for bins in placed for passes in _deal(bins, demand.load, sharers)]
+            return [passes for bins in placed for passes in _deal(bins, costs, sharers)]
         num_passes = needed
 
 
@@ -138,114 +117,6 @@ def digest(rows: Sequence[Trajectory], passes: Plan) -> str:
     """A few characters that differ where rows or plans do: by ids, lengths and order."""
     content = ([(row.id, row.num_tokens) for row in rows], passes)
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class _Demand:
-    """What each row takes of a pass, which has room for `capacity`, and where rows are put."""
-
-    sizes: Sequence[int]
-    costs: Sequence[float]
-    capacity: int
-
-    def fewest_bins(self, rows: Sequence[int]) -> int:
-        """A lower bound."""
-        return _fewest_bins([self.sizes[i] for i in rows], self.capacity)
-
-    def place(self, rows: Sequence[int], num_bins: int) -> list[list[int]]:
-        """`num_bins` bins of like load, or more where rows do not fit into so many."""
-        return _place(rows, self.sizes, self.costs, self.capacity, num_bins)
-
-    def load(self, members: Sequence[int]) -> float:
-        """Cost of a bin."""
-        return sum(self.costs[i] for i in members)
-
-
-@dataclass(frozen=True, slots=True)
-class _SharingDemand(_Demand):
-    """Rows that take less of a pass where their prompt already is.
-
-    They stand in a line, and bins are pieces of it. A bin that begins further down the line never
-    ends before one that begins earlier, so filling each up to a limit takes the fewest bins, and
-    the least limit is found by bisection.
-    """
-
-    prompts: Sequence[int]  # which one each row has
-    further_sizes: Sequence[int]  # of a row whose prompt is there
-    further_costs: Sequence[float]
-
-    def fewest_bins(self, rows: Sequence[int]) -> int:
-        return len(self._cut(self._line(rows), inf))
-
-    def place(self, rows: Sequence[int], num_bins: int) -> list[list[int]]:
-        line = self._line(rows)
-        best = self._cut(line, inf)
-        low, high = 0.0, max(map(self.load, best), default=0.0)
-        for _ in range(_BISECTIONS if len(best) <= num_bins else 0):
-            limit = (low + high) / 2
-            bins = self._cut(line, limit)
-            if len(bins) <= num_bins:
-                best, high = bins, limit
-            else:
-                low = limit
-        return best + [[]] * (num_bins - len(best))
-
-    def load(self, members: Sequence[int]) -> float:
-        present: set[int] = set()
-        total = 0.0
-        for i in members:
-            total += (self.further_costs if self.prompts[i] in present else self.costs)[i]
-            present.add(self.prompts[i])
-        return total
-
-    def _line(self, rows: Sequence[int]) -> list[int]:
-        """Rows of one prompt together, in order of appearance."""
-        found: dict[int, list[int]] = {}
-        for i in rows:
-            found.setdefault(self.prompts[i], []).append(i)
-        return [i for members in found.values() for i in members]
-
-    def _cut(self, line: Sequence[int], limit: float) -> list[list[int]]:
-        """Fill bins one after another up to capacity and cost limit, each with a row at least."""
-        bins: list[list[int]] = []
-        room, load, prompt = 0, 0.0, -1
-        for i in line:
-            is_there = self.prompts[i] == prompt
-            size = (self.further_sizes if is_there else self.sizes)[i]
-            load += (self.further_costs if is_there else self.costs)[i]
-            prompt = self.prompts[i]
-            if bins and size <= room and load <= limit:
-                bins[-1].append(i)
-                room -= size
-            else:
-                bins.append([i])
-                room, load = self.capacity - self.sizes[i], self.costs[i]
-        return bins
-
-
-_BISECTIONS = 24
-
-
-def _by_prompt(rows: Sequence[Trajectory]) -> list[list[int]]:
-    """Rows that are of the same group and have the same prompt, in order of appearance."""
-    found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for i, row in enumerate(rows):
-        prompt = tuple(row.token_ids[: _prompt_length(row)])
-        found.setdefault((row.group_id or row.id, prompt), []).append(i)
-    return list(found.values())
-
-
-def _prompt_numbers(rows: Sequence[Trajectory]) -> list[int]:
-    numbers = [0] * len(rows)
-    for number, members in enumerate(_by_prompt(rows)):
-        for i in members:
-            numbers[i] = number
-    return numbers
-
-
-def _prompt_length(row: Trajectory) -> int:
-    """Tokens before the first trained one; 0 where none is trained."""
-    return row.loss_mask.index(True) if True in row.loss_mask else 0
 
 
 def _neighbours(num_rows: int, num_ranks: int) -> list[range]:
@@ -294,11 +165,11 @@ def _place(
     return bins
 
 
-def _deal(bins: list[list[int]], load: Callable[[Sequence[int]], float], num_ranks: int) -> Plan:
+def _deal(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> Plan:
     """Bins to the passes of ranks: neighbours in cost run together, the dearest of them on the
     rank that has least so far."""
     bins = bins + [[]] * (-len(bins) % num_ranks)
-    loads = [load(members) for members in bins]
+    loads = [sum(costs[i] for i in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda b: (-loads[b], bins[b]))
     passes: Plan = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
@@ -344,17 +215,13 @@ def collate(
     rows: Sequence[Trajectory],
     weights: Sequence[float],
     device: torch.device | str,
-    *,
-    share_prompts: bool = False,
 ) -> MicroBatch:
     """Lay rows end to end. `weights` holds one weight a row, carried by each of its trained tokens.
 
-    With `share_prompts` rows of a group that are the same before their first trained token have
-    that part laid out once. Raises as `check_rows`.
+    Raises as `check_rows`.
     """
     check_rows(rows)
     device = torch.device(device)
-    layout = _Layout.of(rows, _by_prompt(rows) if share_prompts else [])
     lengths = [row.num_tokens for row in rows]
     borders = np.concatenate([[0], np.cumsum(lengths)])
     token_ids = np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in rows])
@@ -373,55 +240,18 @@ def collate(
         return send(torch.cat([getattr(row, name) for row in rows]).float())
 
     return MicroBatch(
-        input_ids=send(layout.of_tokens(token_ids)),
-        position_ids=send(layout.of_tokens(positions)),
-        cu_seqlens=send(np.cumsum([0, *layout.lengths], dtype=np.int32)),
+        input_ids=send(token_ids),
+        position_ids=send(positions),
+        cu_seqlens=send(borders.astype(np.int32)),
         max_seqlen=max(lengths),
-        predict_index=send(layout.places[trained - 1]),
+        predict_index=send(trained - 1),
         labels=send(token_ids[trained]),
         sequence_index=send(np.repeat(np.arange(len(rows)), num_trained)),
         weights=send(np.repeat(np.asarray(weights, dtype=np.float32), num_trained)),
         **{name: per_token(name) for name in _PER_TOKEN},
         ids=tuple(row.id for row in rows),
-        lengths=layout.lengths,
-        shared_prompts=layout.shared_prompts,
+        lengths=tuple(lengths),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where the tokens of a pass lie."""
-
-    lengths: tuple[int, ...]  # of pieces, in order
-    shared_prompts: tuple[int, ...]  # completions of each of the first pieces
-    places: np.ndarray[Any, Any]  # int64: of each token, row after row; rows may share places
-
-    @classmethod
-    def of(cls, rows: Sequence[Trajectory], groups: Sequence[Sequence[int]]) -> _Layout:
-        """Rows of the same group share their prompt, where it is one and they are several."""
-        groups = [g for g in groups if len(g) > 1 and _prompt_length(rows[g[0]])]
-        prompt_lens = {i: _prompt_length(rows[i]) for members in groups for i in members}
-        pieces: list[tuple[Sequence[int], range]] = [
-            *((members, range(prompt_lens[members[0]])) for members in groups),
-            *(([i], range(start, rows[i].num_tokens)) for i, start in prompt_lens.items()),
-            *(([i], range(row.num_tokens)) for i, row in enumerate(rows) if i not in prompt_lens),
-        ]
-        borders = list(accumulate((row.num_tokens for row in rows), initial=0))
-        places = np.empty(borders[-1], dtype=np.int64)
-        first = 0
-        for members, tokens in pieces:
-            for i in members:
-                part = slice(borders[i] + tokens.start, borders[i] + tokens.stop)
-                places[part] = np.arange(first, first + len(tokens))
-            first += len(tokens)
-        lengths = tuple(len(tokens) for _, tokens in pieces)
-        return cls(lengths, tuple(map(len, groups)), places)
-
-    def of_tokens(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """One value for each place, given one for each token, row after row."""
-        placed = np.empty(sum(self.lengths), values.dtype)
-        placed[self.places] = values
-        return placed
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

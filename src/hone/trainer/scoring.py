@@ -50,7 +50,6 @@ class RowScorer:
         *,
         temperature: float = 1.0,
         exact: bool = False,
-        share_prompts: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
         """`model` is one of those to be scored, before anything has been done to it. Others as in
@@ -60,13 +59,7 @@ class RowScorer:
                 f"temperature={temperature}: log-probabilities are trained at the temperature that "
                 "samples, which must be above 0"
             )
-        if exact and share_prompts:
-            raise UserError(
-                "trainer.share_prompts is not served with model.exact: attention to a shared "
-                "prompt is summed in another order than the engine's; set one of them to false"
-            )
         self._exact = exact
-        self._share_prompts = share_prompts
         self._temperature = temperature
         self._backbones: dict[PreTrainedModel, Callable[..., Tensor]] = {}
         """Instead of the model's own modules."""
@@ -215,7 +208,6 @@ class RowScorer:
             micro_batch_size=self._shared_cfg.micro_batch_size,
             cost=self._cost,
             balance=balance,
-            share_prompts=self._share_prompts,
         )
         return [[[trained[m] for m in members] for members in own] for own in passes]
 
@@ -236,12 +228,7 @@ class RowScorer:
         device = mesh.device if mesh.context.size == 1 else "cpu"
         if not indices:
             return empty_batch(device)
-        return collate(
-            [rows[i] for i in indices],
-            [weights[i] for i in indices],
-            device,
-            share_prompts=self._share_prompts,
-        )
+        return collate([rows[i] for i in indices], [weights[i] for i in indices], device)
 
 
 class ReferenceScorer(RowScorer):
@@ -256,9 +243,7 @@ class ReferenceScorer(RowScorer):
         exact: bool = False,
     ) -> None:
         """`cfg` is the trainers'."""
-        super().__init__(
-            model, cfg, temperature=temperature, exact=exact, share_prompts=cfg.share_prompts
-        )
+        super().__init__(model, cfg, temperature=temperature, exact=exact)
         self._model = model.requires_grad_(False)
         self._add_reference(self._model)
 

@@ -67,7 +67,6 @@ class PolicyTrainer(Learner):
             temperature=temperature,
             dump_dir=dump_dir,
             exact=exact,
-            share_prompts=cfg.share_prompts,
             mesh=mesh,
         )
         if reference is not None:

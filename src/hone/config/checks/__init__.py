@@ -47,7 +47,6 @@ from hone.config.checks.learning import (
     check_kl,
     check_memory,
     check_optimizer,
-    check_shared_prompts,
 )
 from hone.config.checks.parallel import (
     check_context_budget,
@@ -114,7 +113,6 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
             what="generate",
         ),
         check_batches(rollout, cfg.trainer),
-        check_shared_prompts(cfg.trainer, exact=cfg.model.exact, num_samples=num_samples),
         check_memory(
             cfg.trainer,
             exact=cfg.model.exact,

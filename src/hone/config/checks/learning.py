@@ -17,7 +17,6 @@ __all__ = [
     "check_kl",
     "check_memory",
     "check_optimizer",
-    "check_shared_prompts",
 ]
 
 _BUDGET = "trainer.max_tokens_per_microbatch"
@@ -235,43 +234,6 @@ def check_batches(rollout: RolloutConfig, trainer: TrainerConfig) -> Iterator[Fi
             "trainer.prompts_per_minibatch",
             "rollout.prompts_per_step",
         )
-
-
-def check_shared_prompts(
-    trainer: TrainerConfig, *, exact: bool, num_samples: int
-) -> Iterator[Finding]:
-    """Whether rows can share prompts, and have any to share."""
-    if not trainer.share_prompts:
-        return
-    key = "trainer.share_prompts"
-    if exact:
-        yield error(
-            f"{key} is on, and model.exact too: attention to a shared prompt is summed in another "
-            "order than the engine's. Turn one of them off.",
-            key,
-            "model.exact",
-        )
-    for name in ("ring_size", "reference_ring_size"):
-        size: int | None = getattr(trainer.parallel, name)
-        if size is not None and size > 1:
-            yield error(
-                f"{key} is on, and trainer.parallel.{name} is {size}: a ring cuts rows where "
-                f"prompts could not be shared. Turn {key} off, or set trainer.parallel.{name} to 1 "
-                "(ulysses_size shares prompts).",
-                key,
-                f"trainer.parallel.{name}",
-            )
-    for name, number in (
-        ("rollout.n_samples_per_prompt", num_samples),
-        ("trainer.micro_batch_size", trainer.micro_batch_size),
-    ):
-        if number == 1:
-            yield warning(
-                f"{key} is on, but with {name} 1 no two samples of a prompt share a micro-batch: "
-                f"it has no effect. Turn it off, or raise {name}.",
-                key,
-                name,
-            )
 
 
 def check_algorithm(
