@@ -13,8 +13,8 @@ DTYPES = {"float32": 2e-6, "float16": 2e-3}
 FP8_LIMIT = 2e-3
 """The same with a quantised cache: the kernel multiplies float16 numbers then."""
 
-# Arguments: key lengths, heads; then by name what is not as usual: queries a sequence, lanes a key
-# head, tile, groups with their shared keys and members a group, options of the layer.
+# Arguments: key lengths, heads; then by name what is not as usual: lanes a key head, tile, groups
+# with their shared keys and members a group, options of the layer.
 DECODE_CASES = {
     "one lane": {"keys": [1, 17, 64], "heads": HEADS_2, "lanes": 1},
     "several tiles": {"keys": [65, 128, 200], "heads": HEADS_2, "lanes": 1},
@@ -43,21 +43,6 @@ DECODE_CASES = {
     },
     "wide heads": {"keys": [90], "heads": HEADS_8, "lanes": 2},
     "group of 20, head of 24": {"keys": [90], "heads": HEADS_20, "lanes": 2},
-    "four queries": {"keys": [4, 70, 33, 6], "heads": HEADS_2, "queries": 4, "lanes": 4},
-    "eight queries": {"keys": [100, 40], "heads": HEADS_1, "queries": 8, "lanes": 6},
-    "three queries and a window": {
-        "keys": [3, 90, 31],
-        "heads": HEADS_1,
-        "queries": 3,
-        "window": 20,
-        "lanes": 3,
-    },
-    "three queries and a softcap": {
-        "keys": [9, 50],
-        "heads": HEADS_2,
-        "queries": 3,
-        "softcap": 0.8,
-    },
     "shared": {
         "keys": [100, 70, 65, 9, 80],
         "heads": HEADS_2,
@@ -94,10 +79,9 @@ DECODE_CASES = {
         "groups": [((1, 0, 2), 16)],
         "members": 8,
     },
-    "shared, four queries": {
+    "shared, two groups": {
         "keys": [70, 64, 36, 68],
         "heads": HEADS_2,
-        "queries": 4,
         "lanes": 5,
         "groups": [((3, 0), 64), ((2, 1), 32)],
         "members": 2,
@@ -130,14 +114,14 @@ HALF_CASES = (
     "lanes within sequences",
     "softcap and window",
     "wide heads",
-    "four queries",
+    "several tiles",
     "shared over many lanes",
 )
 """What is run with float16 too; with float32 all are."""
 
 FP8_CASES = (
     "lanes within sequences",
-    "four queries",
+    "several tiles",
     "softcap and window",
     "shared over many lanes",
     "group of 20, head of 24",

@@ -71,7 +71,7 @@ def test_contexts_refuse_what_cannot_be():
     with pytest.raises(ValueError, match="at least one token"):
         PackedContext.from_lengths((3, 0))
     context = Pages([3, 2], [4, 5]).context
-    with pytest.raises(ValueError, match="max_seqlen_q times the batch is 6, slot_mapping has 5"):
+    with pytest.raises(ValueError, match="a decode step's batch is 2, slot_mapping has 5"):
         dataclasses.replace(context, query_lens=(), key_lens=())
     with pytest.raises(ValueError, match="kv_scales belong to a cache of float8_e4m3fn"):
         dataclasses.replace(context, kv_scales=torch.ones(1, 2, 2))

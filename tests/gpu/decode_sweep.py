@@ -45,7 +45,6 @@ class Workload:
     name: str
     lens: tuple[int, ...]
     heads_per_key: int = 2
-    queries: int = 1
     page: int = 16
     fp8: bool = False
     group_size: int = 0  # consecutive sequences that share their first keys
@@ -101,9 +100,7 @@ class Step:
             self.caches = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_()
         self.scales = torch.rand(2, KV_HEADS, device=DEVICE) * 0.01 if work.fp8 else None
         heads = KV_HEADS * work.heads_per_key
-        self.q = torch.randn(
-            batch * work.queries, heads, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE
-        )
+        self.q = torch.randn(batch, heads, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
 
     def attend(self, layer: int = 0, tuning: DecodeTuning | None = None):
         return decode_attention(
@@ -112,7 +109,6 @@ class Step:
             self.tables,
             self.lens,
             self.work.longest or max(self.work.lens),
-            num_queries=self.work.queries,
             scales=self.scales,
             shared=self.shared,
             scale=HEAD_DIM**-0.5,
@@ -122,8 +118,8 @@ class Step:
     def error(self, tuning: DecodeTuning | None = None) -> float:
         """Largest error of a token over its largest value, against float64."""
         work, worst = self.work, 0.0
-        actual = self.attend(0, tuning).double().unflatten(0, (-1, work.queries))
-        q = self.q.double().unflatten(0, (-1, work.queries))
+        actual = self.attend(0, tuning).double()
+        q = self.q.double()
         for i, length in enumerate(work.lens):
             blocks = self.tables[i, : -(-length // work.page)].long()
             kv = self.caches[0].view(torch.uint8 if work.fp8 else torch.bfloat16)[:, blocks]
@@ -131,12 +127,10 @@ class Step:
             if self.scales is not None:
                 kv *= self.scales.double()[:, None, :, None]
             k, v = (x.transpose(0, 1).repeat_interleave(work.heads_per_key, 0) for x in kv)
-            scores = q[i].transpose(0, 1) @ k.transpose(1, 2) * HEAD_DIM**-0.5
-            seen = torch.arange(length - work.queries, length, device=DEVICE)[:, None]
-            hidden = torch.arange(length, device=DEVICE) > seen
-            expected = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
-            difference = (actual[i].transpose(0, 1) - expected).abs().amax((0, 2))
-            worst = max(worst, (difference / expected.abs().amax((0, 2))).max().item())
+            scores = q[i].unsqueeze(1) @ k.transpose(1, 2) * HEAD_DIM**-0.5
+            expected = (scores.softmax(-1) @ v).squeeze(1)
+            difference = (actual[i] - expected).abs().max()
+            worst = max(worst, (difference / expected.abs().max()).item())
         return worst
 
     def seconds(self, tuning: DecodeTuning | None, replays: int = 5) -> float:
@@ -174,12 +168,12 @@ def shared_prefix(work: Workload) -> SharedPrefix:
 def case_error(name: str, dtype: str) -> float:
     """A case of the tests on the CPU, with the kernel's own tuning or as few lanes as it says."""
     case = dict(DECODE_CASES[name])
-    keys, heads, queries = case.pop("keys"), case.pop("heads"), case.pop("queries", 1)
+    keys, heads = case.pop("keys"), case.pop("heads")
     groups, members = case.pop("groups", ()), case.pop("members", 0)
     lanes, tile, longest = case.pop("lanes", None), case.pop("tile", 16), case.pop("longest", None)
     fp8 = dtype == "fp8"
     pages = Pages(
-        [queries] * len(keys),
+        [1] * len(keys),
         keys,
         groups=groups,
         dtype=getattr(torch, "bfloat16" if fp8 else dtype),
@@ -201,7 +195,6 @@ def case_error(name: str, dtype: str) -> float:
             context.block_tables,
             context.context_lens,
             longest or context.max_context_len,
-            num_queries=queries,
             scales=pages.scales,
             shared=context.shared,
             scale=0.3,
@@ -264,8 +257,6 @@ WORKLOADS = [
     Workload("16x8, apart", (856,) * 128, group_size=8, shared_keys=256),
     Workload("4x8, in eights, 4 heads", (1424,) * 32, 4, group_size=8, members=8, shared_keys=1024),
     Workload("4x8, apart, 4 heads", (1424,) * 32, 4, group_size=8, shared_keys=1024),
-    Workload("64x8, in eights", queries=4, group_size=8, members=8, **GROUPS),
-    Workload("64x8, apart", queries=4, group_size=8, **GROUPS),
     Workload("64x8, in eights", fp8=True, group_size=8, members=8, **GROUPS),
     Workload("64x8, apart", fp8=True, group_size=8, **GROUPS),
     uniform(256, 2048, fp8=True),
@@ -274,7 +265,6 @@ WORKLOADS = [
     uniform(32, 2048, fp8=True),
     uniform(256, 2048, fp8=True, heads_per_key=4),
     uniform(256, 1024, fp8=True),
-    uniform(64, 1024, fp8=True, queries=4),
     log_normal(256),
     uniform(1, 1024),
     uniform(8, 1024),
@@ -284,9 +274,6 @@ WORKLOADS = [
     uniform(64, 1024),
     uniform(256, 1024, heads_per_key=4),
     uniform(32, 1024, heads_per_key=4),
-    uniform(64, 1024, queries=4),
-    uniform(64, 1024, queries=4, heads_per_key=4),
-    uniform(64, 1024, queries=8, heads_per_key=4),
     uniform(256, 1024, page=32),
     uniform(256, 1024, page=64),
     uniform(1024, 256),
@@ -296,7 +283,6 @@ WORKLOADS = [
 
 def describe(work: Workload) -> str:
     flags = [f"heads {work.heads_per_key}", f"page {work.page}"]
-    flags += [f"queries {work.queries}"] if work.queries > 1 else []
     flags += ["fp8"] if work.fp8 else []
     flags += [f"longest {work.longest}"] if work.longest else []
     return f"{work.name}, {', '.join(flags)}"
@@ -314,7 +300,7 @@ def main() -> int:
     kinds = {}
     for work in WORKLOADS:
         for tuning in kernels(work):
-            key = (work.heads_per_key, work.queries, work.page, work.fp8, work.members, tuning)
+            key = (work.heads_per_key, work.page, work.fp8, work.members, tuning)
             kinds[key] = (work, tuning)
     with ProcessPoolExecutor(15, mp_context=get_context("spawn")) as pool:
         errors = [pool.submit(case_error, *check) for check in checks]
@@ -366,7 +352,7 @@ def main() -> int:
             {"workload": describe(work), "tuning": short(t), "seconds": s, "traffic": work.traffic}
             for s, t in times
         ]
-        rows = work.heads_per_key * work.queries * max(1, work.members)
+        rows = work.heads_per_key * max(1, work.members)
         default = choose_tuning(rows, HEAD_DIM, is_fp8=work.fp8)
         best = [*times[:4], (step.seconds(default), default)]
         texts = [f"{short(t)}: {s * 1e6:.1f}, {work.traffic / s / 1e12:.2f}" for s, t in best]

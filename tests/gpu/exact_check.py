@@ -63,7 +63,7 @@ KEYS = (32, 64, 128)
 SPLITS = (512, 1024, 2048)
 DECODE_TILES = (
     exact.DECODE_TILE,
-    exact.VERIFY_TILE,
+    exact.SHORT_PREFILL_TILE,
     RowTile(16, 4, 3),
     RowTile(16, 4, 2),
     RowTile(16, 1, 3),
@@ -271,7 +271,7 @@ def paged_context(k, v, pieces, block_size=16) -> tuple[Tensor, PagedContext]:
         flat[0, slots], flat[1, slots] = k[first : first + stop], v[first : first + stop]
     lengths = tuple(stop - start for _, start, stop in pieces)
     stops = tuple(stop for *_, stop in pieces)
-    is_decode = len(set(lengths)) == 1
+    is_decode = set(lengths) == {1}
     borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
     return kv_cache, PagedContext(
         kv_caches=[kv_cache],

@@ -35,7 +35,6 @@ SCHEDULES = {
     "whole prompts": [{0: 11, 1: 6, 2: 14}],
     "chunks beside single tokens": [{0: 4, 2: 5}, {1: 6, 0: 1, 2: 3}, {2: 6, 0: 6}],
     "prompts, then decode": [{0: 8, 1: 4, 2: 12}, {0: 1, 1: 1, 2: 1}, {2: 1, 0: 1, 1: 1}, {0: 1}],
-    "prompts, then pairs to verify": [{0: 7, 1: 4, 2: 10}, {0: 2, 1: 2, 2: 2}, {2: 2, 0: 2}],
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
 SHAPES = {
@@ -147,7 +146,7 @@ class Generation:
         ]
         sizes = tuple(chunks.values())
         lengths = tuple(self.done[i] + n for i, n in chunks.items())
-        is_decode = set(sizes) in ({1}, {2})
+        is_decode = set(sizes) == {1}
         context = PagedContext(
             kv_caches=self.kv_caches,
             block_tables=self.tables[list(chunks)],

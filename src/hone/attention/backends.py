@@ -193,7 +193,6 @@ def _decode(
         context.block_tables,
         context.context_lens,
         context.max_context_len,
-        num_queries=context.max_seqlen_q,
         scales=scales,
         shared=context.shared,
         scale=scale,

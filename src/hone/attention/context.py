@@ -118,9 +118,9 @@ class PagedContext:
     attends.
 
     A prefill step has chunks of prompts and tells their lengths to the host (`query_lens`,
-    `key_lens`). A decode step leaves them out: every sequence brings `max_seqlen_q` queries,
-    and T = B * max_seqlen_q; an engine's brings one. It reads tensors and the two maxima
-    only, so that replaying it from a captured graph needs nothing but new tensor contents.
+    `key_lens`). A decode step leaves them out: every sequence brings one query, and T = B. It reads
+    tensors and the two maxima only, so that replaying it from a captured graph needs nothing but
+    new tensor contents.
     """
 
     kv_caches: Sequence[Tensor]  # per layer [2, num_blocks, block_size, num_kv_heads, head_dim]
@@ -143,11 +143,9 @@ class PagedContext:
                 "a prefill step needs query_lens and key_lens as host integers, one a sequence: "
                 f"got {len(self.query_lens)} and {len(self.key_lens)} for {batch}"
             )
-        expected = batch * self.max_seqlen_q if self.is_decode else sum(self.query_lens)
+        expected = batch if self.is_decode else sum(self.query_lens)
         if expected != self.num_tokens:
-            described = (
-                "max_seqlen_q times the batch is" if self.is_decode else "query_lens add up to"
-            )
+            described = "a decode step's batch is" if self.is_decode else "query_lens add up to"
             raise ValueError(f"{described} {expected}, slot_mapping has {self.num_tokens}")
         is_quantised = self.kv_caches[0].dtype == FP8_DTYPE
         if is_quantised != (self.kv_scales is not None):
@@ -166,7 +164,7 @@ class PagedContext:
 
     @property
     def is_decode(self) -> bool:
-        """Every sequence brings equally many queries, and the host knows no lengths."""
+        """Every sequence brings one query, and the host knows no lengths."""
         return not self.query_lens and not self.key_lens
 
     @property

@@ -37,7 +37,7 @@ def attend(
     context_lens_ptr: tl.tensor,
     table_ptr: tl.tensor,
     sequence: tl.tensor,
-    sequence_row: tl.tensor,
+    head: tl.tensor,
     kv_head: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
@@ -48,7 +48,8 @@ def attend(
     ROWS: tl.constexpr,
     S: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Keys start .. stop - 1 of one block table for ROWS queries of sequences (-1: no query).
+    """Keys start .. stop - 1 of one block table for ROWS rows: the query of a sequence (-1: none)
+    with its head number `head` of those that share the key head.
 
     Returns the largest score, the sum of weights and the weighted sum of values of those keys that
     a query sees.
@@ -56,9 +57,8 @@ def attend(
     BLOCK_D: tl.constexpr = S.block_dim
     dim, column = tl.arange(0, BLOCK_D), tl.arange(0, S.tile)
     exists, dim_mask = sequence >= 0, dim < S.head_dim
-    query, head = sequence_row // S.heads_per_key, sequence_row % S.heads_per_key
-    limit = tl.load(context_lens_ptr + sequence, mask=exists, other=0) - (S.queries - 1) + query
-    q_row = (sequence.to(tl.int64) * S.queries + query) * q_token_stride
+    limit = tl.load(context_lens_ptr + sequence, mask=exists, other=0)
+    q_row = sequence.to(tl.int64) * q_token_stride
     q_row += (kv_head * S.heads_per_key + head) * q_head_stride
     q = tl.load(
         q_ptr + q_row[:, None] + dim[None, :],

@@ -93,16 +93,15 @@ def add_part(
 def store_output(
     output_ptr: tl.tensor,
     sequence: tl.tensor,
-    sequence_row: tl.tensor,
+    head: tl.tensor,
     kv_head: tl.tensor,
     softmax: tl.tuple,
     S: tl.constexpr,
 ) -> None:
-    """Write the rows of sequences (-1: none) into the output [B * queries, Hq, D]."""
+    """Write the rows of sequences (-1: none) into the output [B, Hq, D]."""
     _, total, weighted = softmax
     dim = tl.arange(0, S.block_dim)
-    token = sequence.to(tl.int64) * S.queries + sequence_row // S.heads_per_key
-    target = (token * S.num_kv_heads + kv_head) * S.heads_per_key + sequence_row % S.heads_per_key
+    target = (sequence.to(tl.int64) * S.num_kv_heads + kv_head) * S.heads_per_key + head
     tl.store(
         output_ptr + target[:, None] * S.head_dim + dim[None, :],
         weighted / tl.where(total == 0, 1.0, total)[:, None],
@@ -115,7 +114,7 @@ def add_own_parts(
     partial_ptr: tl.tensor,
     log_sums_ptr: tl.tensor,
     sequence: tl.tensor,
-    sequence_row: tl.tensor,
+    head: tl.tensor,
     kv_head: tl.tensor,
     before: tl.tensor,
     own_tiles: tl.tensor,
@@ -135,8 +134,8 @@ def add_own_parts(
     return add_parts(
         partial_ptr,
         log_sums_ptr,
-        slot * S.sequence_rows + sequence_row,
-        S.num_kv_heads * S.sequence_rows,
+        slot * S.heads_per_key + head,
+        S.num_kv_heads * S.heads_per_key,
         tl.where(sequence >= 0, count, 0),
         softmax,
         ROWS,
@@ -150,7 +149,7 @@ def add_shared_parts(
     log_sums_ptr: tl.tensor,
     places_ptr: tl.tensor,
     counter: tl.tensor,
-    sequence_row: tl.tensor,
+    head: tl.tensor,
     shared_partial: tl.tensor,
     softmax: tl.tuple,
     ROWS: tl.constexpr,
@@ -162,9 +161,9 @@ def add_shared_parts(
     return add_parts(
         partial_ptr,
         log_sums_ptr,
-        shared_partial + place * S.sequence_rows + sequence_row,
-        S.num_kv_heads * S.members * S.sequence_rows,
-        tl.where(sequence_row < S.sequence_rows, count, 0),
+        shared_partial + place * S.heads_per_key + head,
+        S.num_kv_heads * S.members * S.heads_per_key,
+        tl.where(head < S.heads_per_key, count, 0),
         softmax,
         ROWS,
         S,

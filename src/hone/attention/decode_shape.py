@@ -18,9 +18,8 @@ MIN_DOT_ROWS = 16
 class DecodeShape:
     """Numbers that are fixed when the kernel is compiled; every function of it takes them as S."""
 
-    queries: int  # of a sequence
     num_kv_heads: int
-    heads_per_key: int
+    heads_per_key: int  # query heads that share a key head
     head_dim: int
     page: int  # keys of a block
     members: int  # sequences that read shared keys together, 1 without
@@ -28,11 +27,6 @@ class DecodeShape:
     window: int  # keys that a query sees, 0 for all
     softcap: float  # 0 for none
     tile: int  # keys a step
-
-    @property
-    def sequence_rows(self) -> int:
-        """Queries of one sequence that share a key head."""
-        return self.heads_per_key * self.queries
 
     @property
     def block_dim(self) -> int:

@@ -32,7 +32,7 @@ LENGTHS_AT_ONCE = tl.constexpr(256)
 def first_key(length: tl.tensor, start: tl.tensor, S: tl.constexpr) -> tl.tensor:
     """The first key that a sequence reads alone, at the head of a block."""
     if S.window > 0:
-        start = tl.maximum(length - (S.queries - 1 + S.window), 0) // S.page * S.page
+        start = tl.maximum(length - S.window, 0) // S.page * S.page
     return start
 
 

@@ -59,7 +59,7 @@ class RowTile(NamedTuple):
 
 
 DECODE_TILE = RowTile(16, 2, 3)
-VERIFY_TILE = RowTile(64, 4, 2)
+SHORT_PREFILL_TILE = RowTile(64, 4, 2)
 PREFILL_TILE = RowTile(128, 8, 3)
 
 
@@ -216,7 +216,7 @@ def _attend_paged(
     assert context.block_tables.stride(1) == 1, f"{context.block_tables.stride()=}"
     if tile is None:
         longest = context.max_seqlen_q * group
-        tiles = (t for t in (DECODE_TILE, VERIFY_TILE) if longest <= t.rows)
+        tiles = (t for t in (DECODE_TILE, SHORT_PREFILL_TILE) if longest <= t.rows)
         tile = next(tiles, PREFILL_TILE)
     rows = max(tile.rows, triton.next_power_of_2(group))
     num_sequences = context.block_tables.shape[0]

@@ -81,7 +81,7 @@ def paged_attention(
     """
     if context.is_decode:
         output = _attend_blocks(
-            q.unflatten(0, (-1, context.max_seqlen_q)),
+            q.unsqueeze(1),
             kv_cache,
             context.block_tables,
             context.context_lens,
@@ -91,7 +91,7 @@ def paged_attention(
             window=window,
             softcap=softcap,
         )
-        return output.flatten(0, 1)
+        return output.squeeze(1)
     output = torch.empty_like(q)
     for group in _query_groups(context.query_lens, q.device):
         queries = q.index_select(0, group.tokens).unflatten(0, (len(group.members), -1))

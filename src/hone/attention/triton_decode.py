@@ -9,10 +9,10 @@ part of a sequence merges them, so a decode is one launch. Lanes find their run 
 on the device: the launch depends on shapes alone, and a captured graph divides the lengths that it
 meets, not the longest that it was recorded for.
 
-One program serves one lane and one key head; the query heads that share the key head and the
-queries of one sequence are the rows of a tile of at least 16, the smallest that the matrix units
-take. Keys shared by a group of sequences come first in the run of tiles; their rows are the queries
-of all members. Softmax runs in float32 and base 2.
+One program serves one lane and one key head; the query heads that share the key head are the rows
+of a tile of at least 16, the smallest that the matrix units take. Keys shared by a group of
+sequences come first in the run of tiles; their rows are the query heads of all members. Softmax
+runs in float32 and base 2.
 
 On Hopper GPUs the kernel starts while the one ahead still runs. Every lane finds its place, then
 waits. The lengths that it reads until then are input of the whole step; the newest keys, which the
@@ -89,7 +89,7 @@ def choose_tuning(num_rows: int, head_dim: int, *, is_fp8: bool, batch: int = 1)
 
     `num_rows` are the rows of the largest tile of queries, `batch` the sequences. As many programs
     are launched as are resident at a time, else the last ones would run alone. More than 32 rows
-    are for verifying drafts and have not been tuned beyond fitting into registers.
+    have not been tuned beyond fitting into registers.
     """
     tile = 64 if head_dim <= 128 else 32
     if num_rows > 32:
@@ -110,19 +110,18 @@ def decode_attention(
     max_context_len: int,
     *,
     scale: float,
-    num_queries: int = 1,
     scales: Tensor | None = None,
     shared: SharedPrefix | None = None,
     window: int | None = None,
     softcap: float | None = None,
     tuning: DecodeTuning | None = None,
 ) -> Tensor:
-    """The last `num_queries` tokens of each sequence against its paged keys.
+    """The last token of each sequence against its paged keys.
 
-    q is [B * num_queries, Hq, D], ordered by sequence, with contiguous heads; kv_cache
+    q is [B, Hq, D] with contiguous heads; kv_cache
     [2, num_blocks, block_size, Hkv, D], float8_e4m3fn with `scales` [2, Hkv] float32 or of q's
     dtype without; block_tables [B, max_blocks] and context_lens [B] are int32. Returns
-    [B * num_queries, Hq, D]; a sequence of length 0 gives zeros.
+    [B, Hq, D]; a sequence of length 0 gives zeros.
 
     The launch depends on shapes and `max_context_len` only, so a captured graph can be replayed
     with other lengths up to it. Launches on one device must follow one another, as they do on one
@@ -133,8 +132,7 @@ def decode_attention(
 
     Raises RuntimeError where the very first launch on a device is made while a graph is recorded.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    batch = num_tokens // num_queries
+    batch, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.shape[2:4]
     assert q.stride(2) == 1, f"{q.stride()=}"
     assert kv_cache.is_contiguous()
@@ -146,15 +144,13 @@ def decode_attention(
     if window is not None:
         shared = None
     heads_per_key = num_heads // num_kv_heads
-    rows = heads_per_key * num_queries
     groups, members = shared.rows.shape if shared is not None else (0, 1)
     tuning = tuning or choose_tuning(
-        rows * members, head_dim, is_fp8=scales is not None, batch=batch
+        heads_per_key * members, head_dim, is_fp8=scales is not None, batch=batch
     )
-    keys = max_context_len if window is None else window + num_queries + block_size
+    keys = max_context_len if window is None else window + 1 + block_size
     lanes = _num_lanes(tuning, batch, keys, num_kv_heads, q.device)
     shape = DecodeShape(
-        queries=num_queries,
         num_kv_heads=num_kv_heads,
         heads_per_key=heads_per_key,
         head_dim=head_dim,
@@ -169,7 +165,7 @@ def decode_attention(
     output = q.new_empty(q.shape)
     parts_shape = (
         (batch + lanes) + (groups + lanes if groups else 0) * members,
-        num_kv_heads * rows,
+        num_heads,
     )
     partial = q.new_empty((*parts_shape, head_dim), dtype=torch.float32)
     log_sums = q.new_empty(parts_shape, dtype=torch.float32)
@@ -262,7 +258,7 @@ def _decode_kernel(
     S: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
-    SEQ_ROWS: tl.constexpr = S.sequence_rows
+    HEADS: tl.constexpr = S.heads_per_key
     kv_head, lane, lanes = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     keys_ptr = cache_ptr + kv_head * S.head_dim
     value_scale = 1.0
@@ -279,9 +275,9 @@ def _decode_kernel(
         gdc_launch_dependents()
         gdc_wait()
 
-    shared_partial = (batch + lanes) * (S.num_kv_heads * SEQ_ROWS)
+    shared_partial = (batch + lanes) * (S.num_kv_heads * HEADS)
     if shared_lens_ptr is not None:
-        ROWS: tl.constexpr = dot_rows(S.members * SEQ_ROWS)
+        ROWS: tl.constexpr = dot_rows(S.members * HEADS)
         row = tl.arange(0, ROWS)
         tiles = shared_tiles(shared_lens_ptr, groups, S)
         lane_tiles = tl.maximum(tl.cdiv(tiles, lanes), MIN_SHARED_TILES)
@@ -297,7 +293,7 @@ def _decode_kernel(
             part_tiles = group_before + part_stop - cursor
             first_member = members_ptr + group * S.members
             row_sequence = tl.load(
-                first_member + row // SEQ_ROWS, mask=row < S.members * SEQ_ROWS, other=-1
+                first_member + row // HEADS, mask=row < S.members * HEADS, other=-1
             )
             maximum, total, weighted = attend(
                 q_ptr,
@@ -305,7 +301,7 @@ def _decode_kernel(
                 context_lens_ptr,
                 block_tables_ptr + tl.load(first_member).to(tl.int64) * table_stride,
                 row_sequence,
-                row % SEQ_ROWS,
+                row % HEADS,
                 kv_head,
                 (cursor - group_before) * S.tile,
                 tl.minimum(part_stop * S.tile, length),
@@ -320,7 +316,7 @@ def _decode_kernel(
             store_part(
                 partial_ptr,
                 log_sums_ptr,
-                shared_partial + place.to(tl.int64) * SEQ_ROWS + row,
+                shared_partial + place.to(tl.int64) * HEADS + row,
                 row_sequence >= 0,
                 (maximum, total, weighted * value_scale),
                 S,
@@ -340,7 +336,7 @@ def _decode_kernel(
             seen = tl.atomic_add(counters_ptr + counter, part_tiles, mask=exists, sem="acq_rel")
             last = (exists & (seen + part_tiles == group_tiles + own_tiles)).to(tl.int32)
             if tl.sum(last, 0) > 0:
-                row_member = row // SEQ_ROWS
+                row_member = row // HEADS
                 merges = of_row(last, member, row_member) > 0
                 merged_sequence = tl.where(merges, row_sequence, -1)
                 own_before = tiles_before_each(
@@ -350,7 +346,7 @@ def _decode_kernel(
                     partial_ptr,
                     log_sums_ptr,
                     merged_sequence,
-                    row % SEQ_ROWS,
+                    row % HEADS,
                     kv_head,
                     of_row(own_before, member, row_member),
                     of_row(own_tiles, member, row_member),
@@ -362,21 +358,21 @@ def _decode_kernel(
                 merged = add_parts(
                     partial_ptr,
                     log_sums_ptr,
-                    shared_partial + first_place.to(tl.int64) * SEQ_ROWS + row,
-                    S.num_kv_heads * S.members * SEQ_ROWS,
+                    shared_partial + first_place.to(tl.int64) * HEADS + row,
+                    S.num_kv_heads * S.members * HEADS,
                     tl.where(merges, num_parts, 0),
                     merged,
                     ROWS,
                     S,
                 )
-                store_output(output_ptr, merged_sequence, row % SEQ_ROWS, kv_head, merged, S)
+                store_output(output_ptr, merged_sequence, row % HEADS, kv_head, merged, S)
                 tl.store(counters_ptr + counter, 0, mask=last > 0)
             cursor = group_before + part_stop
 
     cursor, stop = own_cursor, own_stop
-    OWN_ROWS: tl.constexpr = dot_rows(SEQ_ROWS)
+    OWN_ROWS: tl.constexpr = dot_rows(HEADS)
     own_row = tl.arange(0, OWN_ROWS)
-    merge_row = tl.arange(0, power_of_two(SEQ_ROWS))
+    merge_row = tl.arange(0, power_of_two(HEADS))
     while cursor < stop:
         length = tl.load(context_lens_ptr + sequence)
         start = 0
@@ -387,7 +383,7 @@ def _decode_kernel(
         group_tiles = tl.cdiv(start, S.tile)
         part_stop = tl.minimum(stop - before, own_tiles)
         part_tiles = before + part_stop - cursor
-        row_sequence = tl.where(own_row < SEQ_ROWS, sequence, -1)
+        row_sequence = tl.where(own_row < HEADS, sequence, -1)
         maximum, total, weighted = attend(
             q_ptr,
             keys_ptr,
@@ -432,14 +428,14 @@ def _decode_kernel(
             store_output(output_ptr, row_sequence, own_row, kv_head, softmax, S)
         else:
             slot = (sequence + lane).to(tl.int64) * S.num_kv_heads + kv_head
-            part = slot * SEQ_ROWS + own_row
-            store_part(partial_ptr, log_sums_ptr, part, own_row < SEQ_ROWS, softmax, S)
+            part = slot * HEADS + own_row
+            store_part(partial_ptr, log_sums_ptr, part, own_row < HEADS, softmax, S)
             # Whoever adds the last tiles of a sequence merges its parts.
             tl.debug_barrier()
             seen = tl.atomic_add(counters_ptr + counter, part_tiles, sem="acq_rel")
             if seen + part_tiles == own_tiles + group_tiles:
-                MERGE_ROWS: tl.constexpr = power_of_two(SEQ_ROWS)
-                merged_sequence = tl.where(merge_row < SEQ_ROWS, sequence, -1)
+                MERGE_ROWS: tl.constexpr = power_of_two(HEADS)
+                merged_sequence = tl.where(merge_row < HEADS, sequence, -1)
                 all_maximum, all_total, all_weighted = add_own_parts(
                     partial_ptr,
                     log_sums_ptr,
