@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hone.cli import command
 from hone.cli.command import check_columns
 from hone.config import UserError
 from hone.config.checks.rewards import check_reward
@@ -16,6 +17,7 @@ from hone.config.data import DataConfig
 from hone.config.reward import RewardConfig
 from hone.config.run import EvaluationConfig
 from hone.config.tree import EvaluateConfig
+from hone.data import sources
 from hone.loops import parts, reinforce
 from hone.loops.inference import run_evaluation
 from hone.rewards import pool, scorer
@@ -93,8 +95,61 @@ def test_columns_are_checked_where_the_data_are_here(tmp_path: Path) -> None:
         assert "reward.functions.0.fn" in finding.message
         assert f"needs '{name}'" in finding.message
         assert told in finding.message
+        assert (
+            f"(columns: {'answer, question' if name == 'level' else 'answer, level, question'})"
+            in (finding.message)
+        )
     named = reward(tmp_path / "a.py", "def f(completion, level): return 1.0", args={"level": 1})
     assert check_columns(named, data) == []
+
+
+@pytest.mark.parametrize("looks", ["where needed", "not the second process", "nothing needed"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", '{"prompt": "a"}\n' * 40),
+        ("rows.json", '\n {"prompt": "a"}\n' * 40),
+        ("short.json", '[{"prompt": "a"}]'),
+        ("long.json", "\ufeff\n [" + ", ".join(['{"prompt": "a"}'] * 40) + "]"),
+    ],
+)
+def test_rows_are_looked_at_where_columns_are_needed(
+    looks: str,
+    name: str,
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the first process, and never a large array, which could only be parsed whole."""
+    rank = int(looks == "not the second process")
+    places = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    for variable, value in places.items():
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.setattr(command, "_MAX_ARRAY_BYTES", 100, raising=False)
+    read: list[str] = []
+    real = sources._parse_json  # pyright: ignore[reportPrivateUsage]
+
+    def parse(text: str, location: str) -> object:
+        read.append(location)
+        return real(text, location)
+
+    monkeypatch.setattr(sources, "_parse_json", parse)
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    data = DataConfig.model_validate({"train": [{"path": str(tmp_path / name)}]})
+    column = "" if looks == "nothing needed" else ", level"
+    cfg = reward(tmp_path / "r.py", f"def f(completion{column}): return 1.0")
+    found = [(finding.level, finding.message) for finding in check_columns(cfg, data)]
+    if looks != "where needed":
+        assert (found, read) == ([], [])
+    elif name == "long.json":
+        ((level, message),) = found
+        assert level == "warning"
+        assert "data.train.0.path" in message
+        assert "long.json' is a JSON array" in message
+        assert read == []
+    else:
+        assert [level for level, _ in found] == ["error"]
+        assert read
 
 
 # -- before the model is loaded ------------------------------------------------------------------

@@ -16,8 +16,9 @@ from hone.cli.openmp import set_up_openmp
 from hone.config import UserError
 from hone.config.base import Section
 from hone.config.checks import Finding, check_eval, check_generate, check_rl, check_sft
+from hone.config.checks.finding import warning
 from hone.config.checks.parallel import check_processes
-from hone.config.checks.rewards import check_reward_columns
+from hone.config.checks.rewards import check_reward_columns, needs_columns
 from hone.config.data import DataConfig
 from hone.config.hardware import Peaks, installed_gpu, max_gpus
 from hone.config.load import load_config, resolve_recipe
@@ -34,7 +35,7 @@ from hone.config.tree import (
     SFTConfig,
 )
 from hone.data.columns import map_rows
-from hone.data.sources import read_source
+from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import processes
 from hone.distributed.spawn import spawn
 from hone.planner.fitting import check_host_fits, check_run_memory
@@ -64,6 +65,8 @@ Recipe = (
 B = TypeVar("B", bound=Recipe)
 _log = logging.getLogger(__name__)
 _NUM_CHECKED_ROWS = 64
+_MAX_ARRAY_BYTES = 64 * 2**20
+"""Of JSON arrays that are read for their first rows: more would take seconds and gigabytes."""
 
 
 def load_arguments(tree: type[T], argv: Sequence[str]) -> T:
@@ -269,18 +272,39 @@ def _num_gpus() -> int | None:
 
 
 def check_columns(reward: RewardConfig, data: DataConfig) -> list[Finding]:
-    """Whether the first rows of data on this host have the columns that reward functions need."""
-    rows: list[tuple[str, Collection[str]]] = []
-    for source in (*data.train, *data.eval):
-        if not Path(source.path).expanduser().is_file():
+    """Whether the first rows of data on this host have the columns that reward functions need. Of
+    several processes the first one looks: the others would read the same."""
+    if not needs_columns(reward) or processes().rank > 0:
+        return []
+    findings: list[Finding] = []
+    rows: list[tuple[str, Collection[str], Collection[str]]] = []
+    sources = {"train": data.train, "eval": data.eval}
+    for key, source in (
+        (f"data.{name}.{index}.path", source)
+        for name, listed in sources.items()
+        for index, source in enumerate(listed)
+    ):
+        path = Path(source.path).expanduser()
+        if not path.is_file():
             continue
         head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)
         # The run reads all rows, and says what is wrong with the data.
         with suppress(UserError, OSError):
+            num_bytes = path.stat().st_size
+            if path.suffix == ".json" and num_bytes > _MAX_ARRAY_BYTES and is_json_array(path):
+                findings.append(
+                    warning(
+                        f"{key} '{source.path}' is a JSON array of {num_bytes / 2**20:,.0f} MiB: "
+                        "whether its rows have the columns that reward functions need is not "
+                        "checked before the run reads it. Of JSON lines (.jsonl) it is.",
+                        key,
+                    )
+                )
+                continue
             read = read_source(source.model_copy(update={"max_rows": head}))
             examples = map_rows(read, source, name=source.path)
-            rows += [(example.location, example.metadata) for example in examples]
-    return list(check_reward_columns(reward, rows))
+            rows += [(x.location, x.columns, x.metadata) for x in examples]
+    return [*findings, *check_reward_columns(reward, rows)]
 
 
 def local_gpu() -> Peaks | None:

@@ -86,13 +86,16 @@ def needed_columns(parameters: Sequence[Parameter], args: Mapping[str, Any]) -> 
     ]
 
 
-def missing_column(spec: str, name: str, place: str, columns: Collection[str]) -> str:
-    """What to tell where a row lacks a column that a function asks for."""
+def missing_column(
+    spec: str, name: str, place: str, *, columns: Collection[str], given: Collection[str]
+) -> str:
+    """What to tell where a row with `columns`, of which functions are given `given` under their
+    own names, lacks one that a function asks for."""
     has = ", ".join(sorted(columns)) or "none"
     return (
-        f"'{spec}' needs '{name}', which is neither in its args nor a column of {place} (columns: "
-        f"{has}).{did_you_mean(name, [*columns, *GIVEN])} The columns of the prompt, the answer "
-        "and the task go by the names `prompt`, `answer` and `task`."
+        f"'{spec}' needs '{name}', which is neither in its args nor a column that it is given of "
+        f"{place} (columns: {has}).{did_you_mean(name, [*given, *GIVEN])} The columns of the "
+        "prompt, the answer and the task go by the names `prompt`, `answer` and `task`."
     )
 
 

@@ -23,7 +23,7 @@ from hone.config.extras import import_extra
 from hone.config.hub import cache_alone, unreachable
 from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local
 
-__all__ = ["Row", "read_source", "short_name", "shorten", "source_names"]
+__all__ = ["Row", "is_json_array", "read_source", "short_name", "shorten", "source_names"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,16 @@ def read_source(source: SourceConfig) -> list[Row]:
     if not read:
         raise UserError(f"{source.path} holds no rows")
     return read
+
+
+def is_json_array(path: Path) -> bool:
+    """Whether a file is one JSON array, which is parsed whole or not at all, rather than JSON
+    lines, as many `.json` data sets are."""
+    with path.open("rb") as file:
+        while head := file.read(4096):
+            if text := head.removeprefix(b"\xef\xbb\xbf").lstrip():
+                return text.startswith(b"[")
+    return False
 
 
 def source_names(sources: Sequence[SourceConfig]) -> list[str]:
@@ -107,10 +117,10 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    text = _decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))
-    if not text.lstrip().startswith("["):  # many `.json` data sets are JSON lines
+    if not is_json_array(path):
         yield from _read_jsonl(path)
         return
+    text = _decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path))
     for number, value in enumerate(_parse_json(text, str(path)), start=1):
         location = f"{path}, row {number}"
         yield _row(value, location)

@@ -124,8 +124,11 @@ class Scorer:
                 lacking = [p for p in prompts if name not in p.metadata]
                 if lacking:
                     place = f"row {lacking[0].id}, one of {len(lacking):,} of {len(prompts):,} rows"
+                    given = lacking[0].metadata.keys()
+                    answer = set[str]() if lacking[0].answer is None else {"answer"}
+                    columns = given | {"prompt"} | answer
                     raise UserError(
-                        missing_column(entry.fn, name, place, lacking[0].metadata.keys())
+                        missing_column(entry.fn, name, place, columns=columns, given=given)
                     )
         for prompt in prompts[:1]:
             self._try_out(prompt, encode)

@@ -19,7 +19,7 @@ from hone.config.signatures import (
     signature_problem,
 )
 
-__all__ = ["check_reward", "check_reward_columns"]
+__all__ = ["check_reward", "check_reward_columns", "needs_columns"]
 
 
 def check_reward(reward: RewardConfig) -> Iterator[Finding]:
@@ -58,19 +58,30 @@ def check_reward(reward: RewardConfig) -> Iterator[Finding]:
         )
 
 
+def needs_columns(reward: RewardConfig) -> bool:
+    """Whether a function asks for a column of the data by name, as far as its file tells."""
+    return any(_needed(function) for function in reward.functions)
+
+
 def check_reward_columns(
-    reward: RewardConfig, rows: Sequence[tuple[str, Collection[str]]]
+    reward: RewardConfig, rows: Sequence[tuple[str, Collection[str], Collection[str]]]
 ) -> Iterator[Finding]:
-    """Whether rows of the data, each a place and the columns that rewards are given of it, have
-    what the functions ask for by name. Functions are judged as far as parsing their files tells."""
+    """Whether rows of the data, each a place, its columns and those that rewards are given under
+    their own names, have what the functions ask for. Functions are judged as far as parsing their
+    files tells."""
     for index, function in enumerate(reward.functions):
         key = f"reward.functions.{index}.fn"
-        parameters = parsed_parameters(function.fn) if ":" in function.fn else None
-        for name in needed_columns(parameters or [], function.args):
-            lacking = next(((place, has) for place, has in rows if name not in has), None)
+        for name in _needed(function):
+            lacking = next((row for row in rows if name not in row[2]), None)
             if lacking is not None:
-                problem = missing_column(function.fn, name, *lacking)
+                place, columns, given = lacking
+                problem = missing_column(function.fn, name, place, columns=columns, given=given)
                 yield error(f"{key}: {problem}", key, f"reward.functions.{index}.args")
+
+
+def _needed(function: RewardFunctionConfig) -> list[str]:
+    parameters = parsed_parameters(function.fn) if ":" in function.fn else None
+    return needed_columns(parameters or [], function.args)
 
 
 def _signature_problem(function: RewardFunctionConfig) -> str | None:
