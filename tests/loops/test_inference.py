@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from time import monotonic
 
 import pytest
 from tests.loops.conftest import MakeConfig
@@ -35,6 +36,13 @@ def generate(folder, world_size, *flags):
     """What each process says, and the file that was written."""
     for name in ("completions.jsonl", "completions.jsonl.config.yaml"):
         (folder / name).unlink(missing_ok=True)  # of other settings
+    texts, codes = run_processes(folder, world_size, "generate", *FLAGS, *flags)
+    assert codes == [0] * world_size, texts
+    return texts, list(map(json.loads, (folder / "completions.jsonl").open()))
+
+
+def run_processes(folder, world_size, *arguments):
+    """What each process says, and its exit code."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -48,7 +56,7 @@ def generate(folder, world_size, *flags):
         own = dict(zip(VARIABLES, numbers, strict=True)) if world_size > 1 else {}
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "hone", "generate", *FLAGS, *flags],
+                [sys.executable, "-m", "hone", *arguments],
                 cwd=folder,
                 env=plain | own,
                 stdout=subprocess.PIPE,
@@ -61,8 +69,7 @@ def generate(folder, world_size, *flags):
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * world_size, texts
-    return texts, list(map(json.loads, (folder / "completions.jsonl").open()))
+    return texts, [process.returncode for process in processes]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +101,28 @@ def test_the_first_process_talks_for_all(runs, name):
     assert "10 completions written to completions.jsonl" in first
     assert "warning: engine.max_num_batched_tokens" in first
     assert second == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["all", "the first"])
+def test_processes_that_nobody_watches_end_where_the_first_refuses(tmp_path, who):
+    """Started by hand: the store over which they meet ends with the first process."""
+    make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
+    if who == "all":
+        (tmp_path / "completions.jsonl").write_text("mine")
+        arguments = ("generate", *FLAGS)
+    else:
+        (tmp_path / "r.py").write_text("def f(completion, level): return 1.0")
+        data = ("--data.eval.0.path=prompts.jsonl", "--reward.functions.0.fn=r.py:f")
+        arguments = ("eval", *FLAGS[:2], *data, "--eval.max_completion_tokens=6")
+    begun_s = monotonic()
+    (first, second), codes = run_processes(tmp_path, 2, *arguments)
+    assert monotonic() - begun_s < 50
+    assert ("exists" if who == "all" else "needs 'level'") in first
+    assert second == ""
+    assert codes[0] == 2
+    assert codes[1]
 
 
 def test_completions_are_replaced_by_the_same_command_alone(tmp_path, monkeypatch, capsys):

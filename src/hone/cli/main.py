@@ -111,12 +111,21 @@ def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None]
     where another process does."""
     if own.world_size == 1:
         return lambda code: None
-    if not loads_torch and "hone.distributed.watch" not in sys.modules:
+    is_early = "hone.distributed.watch" not in sys.modules
+    if not loads_torch and is_early:
         return None  # no process has come far; whoever started them speaks
     from hone.distributed.watch import claim
 
     claimed = claim(own)
-    return None if claimed is None else claimed.is_told
+    if claimed is None:
+        return None
+
+    def is_told(code: int) -> None:
+        claimed.is_told(code)
+        if is_early:  # the others may still load their modules
+            claimed.serve_others(own)
+
+    return is_told
 
 
 def _explain(error: Exception) -> int | None:

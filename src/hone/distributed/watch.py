@@ -148,13 +148,28 @@ class Claim:
             with contextlib.suppress(dist.DistError):
                 self._store.set("code", str(code))
 
+    def serve_others(self, own: Processes) -> None:
+        """Stay until all other processes have heard that the run ends, where this one serves their
+        store: those that come later could not ask, and would wait for it. For as long as one of
+        them tries at most."""
+        if self._store is None or own.rank > 0 or rendezvous().has_server:
+            return
+        keys = [_heard_key(rank) for rank in range(1, own.world_size)]
+        deadline = time.monotonic() + _CONNECT_S
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
 
 def claim(own: Processes) -> Claim | None:
     """Claim to be the one that tells why the run ends; None where another process does."""
     if own.world_size == 1:
         return Claim(None)
     try:
-        return claim_for(own.rank, _connect(own))
+        store = _connect(own)
+        granted = claim_for(own.rank, store)
+        if granted is None:
+            store.set(_heard_key(own.rank), "1")
+        return granted
     except (LostPeerError, UserError, dist.DistError):  # nobody can be asked
         return Claim(None) if own.rank == 0 else None
 
@@ -338,6 +353,7 @@ class Watch:
     # -- the others ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        assert self._store is not None
         moved, moved_at = self._own_position(), time.monotonic()
         while not self._stopped.wait(self._interval_s):
             try:
@@ -348,6 +364,8 @@ class Watch:
             except dist.DistError:
                 self._end(f"error: the process that started this run is gone (pid {self._starter})")
             if has_failed:
+                with contextlib.suppress(dist.DistError):
+                    self._store.set(_heard_key(self._rank), "1")
                 self._end("")
             if gone is not None:
                 self._end(_obituary(gone))
@@ -483,6 +501,11 @@ def _obituary(gone: Progress) -> str:
 
 def _key(rank: int) -> str:
     return f"progress/{rank}"
+
+
+def _heard_key(rank: int) -> str:
+    """Set once `rank` has learned that another process tells why the run ends."""
+    return f"heard/{rank}"
 
 
 def _num_begun(group: dist.ProcessGroup) -> int:
