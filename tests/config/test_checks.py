@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -656,14 +657,30 @@ def test_built_in_rewards_are_those_that_exist() -> None:
 def test_a_run_folder_that_cannot_be_written(
     command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root may write into any folder, but not on a file system that is mounted to be read."""
+    """Root may write into any folder, but not on a file system that is mounted to be read, nor
+    where the kernel shows what it knows."""
     (workspace / "locked").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked")
-    for name in ("locked", "locked/run"):
+    (workspace / "file").write_text("")
+    real = os.open
+
+    def open_(path: str, *args: Any, **kwargs: Any) -> int:
+        if "locked" in Path(path).parts:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_)
+    for name, told in (
+        ("locked", "is a folder where nothing can be written (Read-only file system)"),
+        ("locked/run", "lies in '"),
+        ("/proc/hone", "lies in '/proc', which is a folder where nothing can be written"),
+        ("file/run", "which is no folder"),
+    ):
         (found,) = findings(command, f"run.dir={name}")
         assert (found.level, found.keys) == ("error", ("run.dir",))
-        assert "a folder where you may not write" in found.message
+        assert told in found.message
+    before = {path.name for path in workspace.iterdir()}
     assert findings(command, "run.dir=other/run") == []
+    assert {path.name for path in workspace.iterdir()} == before
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -58,9 +59,13 @@ def unwritable(path: Path) -> str | None:
     verb = "is" if place == path.absolute() else f"lies in '{place}', which is"
     if not place.is_dir():
         return f"{verb} no folder"
-    if not os.access(place, os.W_OK | os.X_OK):
-        return f"{verb} a folder where you may not write"
-    return None
+    try:
+        # A file without a name: what may be written says neither the user's rights, as of root,
+        # nor those of the folder, as in /proc.
+        with tempfile.TemporaryFile(dir=place):
+            return None
+    except OSError as error:
+        return f"{verb} a folder where nothing can be written ({error.strerror})"
 
 
 def check_model(
