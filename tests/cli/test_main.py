@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,11 +16,14 @@ from types import ModuleType
 import pytest
 
 import hone
+from hone.cli.command import conclude
 from hone.cli.help import TREES
 from hone.cli.main import COMMANDS, main
 from hone.config import UserError, schema
 from hone.config.hardware import Peaks
 from hone.config.recipe import recipe_names
+from hone.config.run import RunConfig
+from hone.distributed.processes import HONE_LAUNCHER
 from hone.observe.console import Console
 from tests.config import workspace as files
 from tests.config.test_checks import ROWS
@@ -182,6 +186,24 @@ def test_ctrl_c_exits_with_130(
         "interrupted; the same command goes on from the last checkpoint, or starts over without "
         "one\n"
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("launcher", ["hone", "torchrun", None])
+def test_the_exit_code_names_the_signal_that_stopped_a_run(
+    number: signal.Signals, launcher: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of hone's own launcher all exit alike: it knows which signal came."""
+    if launcher is not None:
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, "0")
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, "2")
+    if launcher == "hone":
+        monkeypatch.setenv(HONE_LAUNCHER, "1")
+    code = conclude(RunConfig(), steps=3, stopped_by=number)
+    assert code == (130 if launcher == "hone" else 128 + number)
+    assert conclude(RunConfig(), steps=3, stopped_by=None) == 0
 
 
 def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:

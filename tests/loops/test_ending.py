@@ -16,18 +16,20 @@ import pytest
 from tests.loops.conftest import MakeConfig
 from tests.observe.test_disk import largest_file
 
-from hone.checkpoint.store import CheckpointError
+from hone.checkpoint.store import CheckpointError, CheckpointStore
 from hone.config.errors import UserError
 from hone.config.run import CheckpointConfig, LogConfig
 from hone.config.tree import SFTConfig
 from hone.distributed.processes import Processes
 from hone.distributed.watch import Watch
-from hone.loops import reinforce, supervised, sync
+from hone.loops import parts, reinforce, supervised, sync
 from hone.loops.ending import Ending, record_death
 from hone.loops.hosting import local_engines
+from hone.loops.step import Outcome
 from hone.observe.disk import DiskError
 from hone.observe.run_folder import RunFolder
 from hone.rewards.scorer import FailureRateError
+from hone.rollout.evaluate import evaluate
 from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
 
 REPORT = {"tensorboard": False, "report": True}
@@ -61,7 +63,7 @@ def test_a_reward_that_fails_leaves_cause_samples_and_report(
         reward={
             "functions": [{"fn": f"{tmp_path / 'broken.py'}:score"}],
             "num_workers": 1,
-            "max_failure_rate": 0.0,
+            "max_failure_rate": 0.3,
         },
         log=REPORT | {"samples_per_step": 4},
     )
@@ -88,14 +90,18 @@ def test_a_reward_that_fails_leaves_cause_samples_and_report(
 APART = {"cluster": {"num_engines": 1}, "pipeline": {"enabled": True}}
 ALL_FAIL = {
     # sections; phase, step and split; the message
-    "while sampling": ({}, ("generate", 1, "train"), "first 24 samples"),
+    "while sampling": ({}, ("generate", 1, "train"), "of 32 samples have no reward"),
     "ahead of the training": (APART, ("generate", 1, "train"), "first 24 samples"),
     "first of an evaluation": (
-        {"eval": {"at_start": True, "n_samples_per_prompt": 2}},
+        {"eval": {"at_start": True, "n_samples_per_prompt": 8}},
         ("eval", 0, "eval"),
         "first 24 samples",
     ),
-    "share of an evaluation": ({"eval": {"at_start": True}}, ("eval", 0, "eval"), "20 of 20"),
+    "share of an evaluation": (
+        {"eval": {"at_start": True}},
+        ("eval", 0, "eval"),
+        "of 20 samples have no reward",
+    ),
 }
 
 
@@ -183,6 +189,56 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_report(
     assert (cfg.run.dir / "report.html").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_signal_ends_an_evaluation_at_once(
+    make_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    at_start: bool,
+) -> None:
+    """Before the first step there is nothing to save; later the step is, without the evaluation."""
+    waited_for: list[int] = []
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), number)
+        result = evaluate(*args, **kwargs)
+        waited_for.append(0 if result is None else len(result))
+        return result
+
+    monkeypatch.setattr(parts, "evaluate", signalled)
+    cfg = make_config(eval={"at_start": at_start, "every_n_steps": 2}, log=REPORT)
+    outcome = reinforce.run(cfg)
+    assert waited_for == [0]
+    assert outcome == Outcome(0 if at_start else 2, stopped_by=number)
+    held = rows_if_any(cfg.run.dir / "metrics.jsonl")
+    assert [row["step"] for row in held] == ([] if at_start else [1, 2])
+    assert not [name for row in held for name in row if name.startswith("eval/")]
+    assert CheckpointStore(cfg.run.dir / "checkpoints").steps() == ([] if at_start else [2])
+    assert (cfg.run.dir / "model").exists() != at_start
+    assert last_event(cfg.run.dir)["kind"] == "interrupted"
+    assert "Ctrl-C again ends it at once" in capfd.readouterr().err or number != signal.SIGINT
+    monkeypatch.setattr(parts, "evaluate", evaluate)
+    assert reinforce.run(cfg) == Outcome(3)
+    assert rows_if_any(cfg.run.dir / "metrics.jsonl")[-1]["step"] == 3
+
+
+def test_supervised_training_that_is_stopped_at_the_start_makes_no_step(
+    sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = SupervisedTrainer.evaluate
+
+    def signalled(self: SupervisedTrainer, rows: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, rows)
+
+    monkeypatch.setattr(SupervisedTrainer, "evaluate", signalled)
+    evaluation = sft_config.eval.model_copy(update={"at_start": True})
+    outcome = supervised.run(sft_config.model_copy(update={"eval": evaluation}))
+    assert outcome == Outcome(0, stopped_by=signal.SIGTERM)
+
+
 def test_a_signal_that_is_ignored_stays_so(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +252,7 @@ def test_a_signal_that_is_ignored_stays_so(
 
     monkeypatch.setattr(sync, "train", hung_up)
     try:
-        assert not reinforce.run(make_config()).interrupted
+        assert reinforce.run(make_config()).stopped_by is None
     finally:
         signal.signal(signal.SIGHUP, previous)
 

@@ -172,11 +172,15 @@ def test_the_settings_of_completions_replace_no_other_file(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     ("num_samples", "message", "num_written"),
-    [(1, "20 of 20 samples have no reward", 20), (2, "all of the first 24 samples", 24)],
+    [
+        (1, "of 20 samples have no reward", range(7, 20)),
+        (8, "all of the first 24 samples", range(24, 25)),
+    ],
 )
 def test_an_evaluation_that_fails_leaves_cause_and_samples(
-    num_samples: int, message: str, num_written: int, make_config: MakeConfig, tmp_path
+    num_samples: int, message: str, num_written: range, make_config: MakeConfig, tmp_path
 ):
+    """More than 30 in 100 may not fail; what came together with the one too many is there too."""
     (tmp_path / "broken.py").write_text(
         "def score(completion, answer):\n"
         "    if completion == answer:\n"  # as the evaluation asks before it starts
@@ -197,7 +201,8 @@ def test_an_evaluation_that_fails_leaves_cause_and_samples(
     (event,) = map(json.loads, (cfg.run.dir / "events.jsonl").open())
     assert (event["kind"], event["message"]) == ("eval_error", str(caught.value))
     samples = list(map(json.loads, (cfg.run.dir / "eval_samples.jsonl").open()))
-    assert ["column" in sample["failure_detail"] for sample in samples] == [True] * num_written
+    assert all("column" in sample["failure_detail"] for sample in samples)
+    assert len(samples) in num_written
 
 
 def test_the_first_evaluation_says_by_what_samples_pass_in_all(make_config: MakeConfig, tmp_path):

@@ -70,5 +70,5 @@ def test_supervised_runs_go_on_and_export_weights_on_the_host(
 
     config = (tmp_path / "away" / "config.yaml").read_text()
     monkeypatch.delattr(supervised, "load_for_training")
-    assert run("away", 3, {}) == Outcome(steps=3, interrupted=False), "nothing is left to train"
+    assert run("away", 3, {}) == Outcome(steps=3), "nothing is left to train"
     assert (tmp_path / "away" / "config.yaml").read_text() == config

@@ -235,12 +235,17 @@ def endless(make_config: MakeConfig, timeout_s: float = 6.0) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_R25_ctrl_c_stops_all_after_the_step(make_config: MakeConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
+)
+def test_R25_a_signal_stops_all_after_the_step(
+    make_config: MakeConfig, tmp_path: Path, number: signal.Signals
+) -> None:
     cfg = endless(make_config)
     with running(cfg, cfg.run.dir, tmp_path) as process:
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(process.pid, number)  # as a terminal does
         output = process.communicate(timeout=60)[0].decode()
-        assert process.returncode == 130, output
+        assert process.returncode == 128 + number, output
     last = rows(cfg.run.dir)[-1]["step"]
     assert output.count(f"stopped and saved after step {last}") == 1, output
     assert "Traceback" not in output

@@ -18,6 +18,7 @@ from hone.config.parallel import AxisSizes
 from hone.config.tree import SFTConfig
 from hone.loops import reinforce
 from hone.loops.resuming import announce, find_checkpoint, save_config
+from hone.loops.step import StepEnd
 from hone.observe.report import write_report
 
 ALONE = AxisSizes()
@@ -87,6 +88,46 @@ def test_a_run_with_nothing_left_to_do_says_so(make_config: MakeConfig, tmp_path
     cfg = make_config(run=run)
     _, line = announce(checkpoint(), cfg.run, cfg, ALONE)
     assert line.startswith("run.steps is 6: nothing is left to train. Raise it to go on")
+
+
+@pytest.mark.parametrize(
+    ("every", "advice"),
+    [
+        (50, "A lower checkpoint.every_n_steps (now 50) saves earlier"),
+        (0, "checkpoint.every_n_steps is 0"),
+    ],
+)
+def test_a_run_that_starts_over_says_what_is_lost(
+    every: int,
+    advice: str,
+    make_config: MakeConfig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that died in step 3, before a checkpoint; not one that finds an empty folder."""
+    cfg = make_config(run={"steps": 4}, checkpoint={"every_n_steps": every})
+    caplog.set_level("INFO", logger="hone")
+    with monkeypatch.context() as patch:
+        patch.setattr(StepEnd, "finish", dies_after(2))
+        with pytest.raises(RuntimeError, match="died"):
+            reinforce.run(cfg)
+    assert "begins at step 0" not in caplog.text
+    caplog.clear()
+    reinforce.run(cfg)
+    (line,) = [r.getMessage() for r in caplog.records if "begins at step 0" in r.getMessage()]
+    assert f"run.dir={str(cfg.run.dir)!r} holds records of an earlier launch up to step 2" in line
+    assert advice in line
+
+
+def dies_after(step: int) -> Any:
+    finish = StepEnd.finish
+
+    def wrapped(self: StepEnd, number: int, *args: Any, **kwargs: Any) -> bool:
+        if number > step:
+            raise RuntimeError("died")
+        return finish(self, number, *args, **kwargs)
+
+    return wrapped
 
 
 def test_another_command_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -254,8 +254,8 @@ class Ending:
     "ending",
     [
         Ending(signal.SIGINT, 130, saves=True),
-        Ending(signal.SIGTERM, 130, saves=True),
-        Ending(signal.SIGHUP, 130, saves=True),
+        Ending(signal.SIGTERM, 143, saves=True),
+        Ending(signal.SIGHUP, 129, saves=True),
         Ending(signal.SIGKILL, -9, saves=False),
     ],
     ids=lambda ending: ending.number.name,
@@ -297,7 +297,7 @@ def test_a_second_launch_has_nothing_left_to_do(
     second = make_config(trainer={"optimizer": {"lr": 1e-5}}, run={"steps": 2})
     with monkeypatch.context() as patch:
         patch.delattr(reinforce, "assemble")
-        assert reinforce.run(second) == Outcome(steps=3, interrupted=False)
+        assert reinforce.run(second) == Outcome(steps=3)
     assert files_of(first.run.dir) == before
 
     model = first.run.dir / "model" / "config.json"

@@ -184,5 +184,5 @@ def test_only_steps_in_a_row_end_a_run(
     causes = iter(steps)
     monkeypatch.setattr(step_module, "why_untrained", lambda *_, **__: found[next(causes)])
     cfg = make_config(run={"steps": len(steps)})
-    assert not run(cfg).interrupted
+    assert run(cfg).stopped_by is None
     assert [r["train/untrained_steps"] for r in rows_of(cfg)] == counted

@@ -181,6 +181,9 @@ class FakeScorer:
                 sample.reward = Reward(total=total, parts={"fake": total})
         return sorted(ready, key=lambda sample: draw("order", sample.id))
 
+    def cancel(self) -> None:
+        self._waiting.clear()
+
     @property
     def pending(self) -> int:
         return len(self._waiting)

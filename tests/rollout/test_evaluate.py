@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ from hone.config.reward import RewardConfig
 from hone.config.run import EvalConfig, EvaluationConfig
 from hone.config.tree import EvaluateConfig
 from hone.observe.metrics import to_scalars
+from hone.rewards.scorer import FailureRateError
 from hone.rollout.evaluate import PassRule, evaluate, pass_at_k, pass_rule, summarise
 from hone.rollout.requests import requests_for
+from hone.rollout.rollout import Alone
 from hone.types import FailureKind, Reward, Sample, StopReason
-from tests.rollout.fakes import FakeEngine, FakeScorer, draw, prompt
+from tests.rollout.fakes import FakeEngine, FakeScorer, LateEngine, draw, prompt
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 1), (4, 2, 3), (8, 1, 4), (5, 0, 2), (5, 5, 5)])
@@ -52,6 +56,82 @@ def test_summary_equals_a_recount_from_the_samples() -> None:
     solved = [any(rewards[i : i + 4]) for i in range(0, 48, 4)]
     assert scalars["eval/pass@4"] == pytest.approx(sum(solved) / len(solved))
     assert set(scalars) >= {"eval/pass@2", "eval/truncated_share", "eval/completion_tokens/mean"}
+
+
+@pytest.mark.parametrize("engine", [FakeEngine(), LateEngine(length=lambda _: 5)])
+@pytest.mark.parametrize("after", [0, 3, 30], ids="stopped after {} steps".format)
+def test_a_stopped_evaluation_leaves_nothing_behind(engine: FakeEngine, after: int) -> None:
+    """While it samples and, once that has ended, while it waits for scores that never come."""
+    steps = iter(range(after))
+    scorer = FakeScorer(delay=10**6)
+    samples = evaluate(
+        [prompt(i) for i in range(12)],
+        engine=engine,
+        scorer=scorer,
+        cfg=EvalConfig(max_completion_tokens=8),
+        decode=str,
+        seed=3,
+        should_stop=lambda: next(steps, None) is None,
+    )
+    assert samples is None
+    assert not engine.has_unfinished
+    assert not scorer.pending
+
+
+@pytest.mark.parametrize("own_stops", [True, False])
+def test_an_evaluation_stops_in_all_processes(own_stops: bool) -> None:
+    class Two(Alone):
+        size = 2
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, [] if own_stops else None]
+
+    samples = evaluate(
+        [prompt(i) for i in range(4)],
+        engine=FakeEngine(),
+        scorer=FakeScorer(),
+        cfg=EvalConfig(max_completion_tokens=8),
+        decode=str,
+        seed=3,
+        peers=Two(),
+        should_stop=lambda: own_stops,
+    )
+    assert samples is None
+
+
+@pytest.mark.parametrize("num_failing", [10, 11, 20, 40])
+def test_scoring_ends_once_too_many_have_failed(num_failing: int) -> None:
+    """Of 40 samples a quarter, 10, may fail; the slowest takes far longer than any other."""
+    failing = {f"eval-{n // 4}/{n % 4}" for n in range(num_failing)}
+    last = "eval-9/3"
+
+    class Slow(FakeScorer):
+        def submit(self, sample: Sample) -> None:
+            self._waiting.append((10**3 if sample.id == last else 0, sample))
+
+    scorer = Slow(fails=lambda s: FailureKind.TIMEOUT if s.id in failing else None)
+    scored = partial(
+        evaluate,
+        [prompt(i) for i in range(10)],
+        engine=FakeEngine(length=lambda r: 1 + int(r.id.partition("-")[2].partition("/")[0])),
+        scorer=scorer,
+        cfg=EvalConfig(n_samples_per_prompt=4, max_completion_tokens=16),
+        decode=str,
+        seed=3,
+        max_failure_rate=0.25,
+    )
+    if num_failing == 10:
+        assert len(scored()) == 40
+        return
+    with pytest.raises(FailureRateError) as caught:
+        scored()
+    samples = caught.value.samples
+    assert len(samples) < 40
+    failed = sum(sample.failure is not None for sample in samples)
+    assert failed == 11 if num_failing == 11 else failed <= 14, "soon after the eleventh"
+    assert f"{failed} of 40 samples have no reward" in str(caught.value)
+    counts = f"{len(samples) - failed} are scored, the other {40 - len(samples)} were not waited"
+    assert counts in str(caught.value)
 
 
 def test_the_same_seed_draws_the_same_samples() -> None:

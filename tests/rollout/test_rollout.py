@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hone.config.rollout import RolloutConfig
 from hone.observe.metrics import to_scalars
+from hone.rewards.scorer import FailureRateError
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.metrics import rollout_metrics
 from hone.rollout.requests import request_seed
@@ -61,6 +62,50 @@ def test_a_step_has_all_its_groups_in_prompt_order() -> None:
         groups = rollout.collect(step)
         check_groups(groups, size=3)
         assert [g.prompt.id for g in groups] == [f"data:{step * 4 + i}" for i in range(4)]
+
+
+@given(
+    rate=st.sampled_from([0.0, 0.2, 0.5, 0.9]),
+    limit=st.sampled_from([0.0, 0.1, 0.3, 0.6, 1.0]),
+    delay=st.integers(0, 20),
+    oversample=st.integers(0, 4),
+    dynamic=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_step_ends_early_only_where_it_would_fail(
+    rate: float, limit: float, delay: int, oversample: int, dynamic: bool
+) -> None:
+    """Each step that ends early has too many failed samples when all are scored. Where all groups
+    that are drawn make the step, each such step ends early."""
+
+    def fails(sample: Sample) -> FailureKind | None:
+        return FailureKind.TIMEOUT if draw("fails", sample.id) % 100 < 100 * rate else None
+
+    options = {"oversample_prompts": oversample, "dynamic_sampling": dynamic}
+    whole = make(FakeScorer(delay=delay, fails=fails), **options)
+    early = make(FakeScorer(delay=delay, fails=fails), **options)
+    early.max_failure_rate = limit
+    for step in range(3):
+        samples = [sample for group in whole.collect(step) for sample in group.samples]
+        num_failed = sum(sample.failure is not None for sample in samples)
+        if num_failed <= limit * len(samples):
+            early.collect(step)
+            continue
+        if not (oversample or dynamic):
+            with pytest.raises(FailureRateError, match="of 12 samples have no reward"):
+                early.collect(step)
+        return
+
+
+def test_a_step_does_not_wait_for_scores_that_cannot_save_it() -> None:
+    """Five of twelve may fail, and the sixth that does ends the step."""
+    scorer = FakeScorer(delay=10**4, fails=lambda _: FailureKind.TIMEOUT)
+    rollout = make(scorer)
+    rollout.max_failure_rate = 5 / 12
+    with pytest.raises(FailureRateError) as caught:
+        rollout.collect(0)
+    assert len(caught.value.samples) == 6
+    assert scorer.pending == 6
 
 
 @given(delay=st.integers(0, 5), oversample=st.integers(0, 5), dynamic=st.booleans())

@@ -22,6 +22,7 @@ from hone.config.rollout import RolloutConfig
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import to_scalars
 from hone.planner.staleness import batches_ahead, choose, too_late
+from hone.rewards.scorer import FailureRateError
 from hone.rollout import stream as stream_module
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.evaluate import evaluate
@@ -66,6 +67,35 @@ def make(
         decode=lambda ids: " ".join(map(str, ids)),
         seed=7,
     )
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_batch_does_not_wait_for_scores_that_cannot_save_it(ahead: int) -> None:
+    """A quarter may fail, and all do: groups that another batch may take do not count."""
+    scorer = FakeScorer(delay=10**4, fails=lambda _: FailureKind.TIMEOUT)
+    stream = make(scorer=scorer, pipeline={"max_staleness": ahead})
+    stream.max_failure_rate = 0.25
+    with pytest.raises(FailureRateError, match="have no reward"):
+        stream.take(0)
+    assert scorer.pending
+
+
+@given(rate=st.sampled_from([0.0, 0.1, 0.3]), limit=st.sampled_from([0.0, 0.1, 0.2]))
+@settings(max_examples=30, deadline=None)
+def test_a_batch_ends_early_only_where_it_would_fail(rate: float, limit: float) -> None:
+    def fails(sample: Sample) -> FailureKind | None:
+        return FailureKind.TIMEOUT if draw("fails", sample.id) % 100 < 100 * rate else None
+
+    whole, early = (make(scorer=FakeScorer(delay=9, fails=fails)) for _ in range(2))
+    early.max_failure_rate = limit
+    for version in range(3):
+        samples = [sample for group in whole.take(version) for sample in group.samples]
+        num_failed = sum(sample.failure is not None for sample in samples)
+        if num_failed > limit * len(samples):
+            return
+        early.take(version)
+        for stream in (whole, early):
+            bring_weights(stream, version + 1)
 
 
 def bring_weights(stream: RolloutStream, version: int) -> None:

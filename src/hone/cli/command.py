@@ -36,8 +36,8 @@ from hone.config.tree import (
 )
 from hone.data.columns import map_rows
 from hone.data.sources import is_json_array, read_source
-from hone.distributed.processes import processes
-from hone.distributed.spawn import spawn
+from hone.distributed.processes import has_hone_launcher, processes
+from hone.distributed.spawn import INTERRUPTED, spawn
 from hone.planner.fitting import check_host_fits, check_run_memory
 from hone.planner.host_memory import available_host_bytes, sampler_role, shortage
 
@@ -337,14 +337,19 @@ def quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def conclude(cfg: RunConfig, *, steps: int, interrupted: bool) -> int:
-    """Say where things are; 0 for a finished run, 130 for one that Ctrl-C ended."""
-    if interrupted:
+def conclude(cfg: RunConfig, *, steps: int, stopped_by: int | None) -> int:
+    """Say where things are and return the exit code: 0 for a finished run, 128 + n for one that
+    signal n, `stopped_by`, ended after `steps` steps."""
+    if stopped_by is None:
+        _log.info("done after step %d: the model and all records are in %s", steps, cfg.dir)
+        return 0
+    if steps:
         _log.warning(
             "stopped and saved after step %d of %d; the same command goes on from there",
             steps,
             cfg.steps,
         )
-        return 130
-    _log.info("done after step %d: the model and all records are in %s", steps, cfg.dir)
-    return 0
+    else:
+        _log.warning("stopped before the first step; the same command starts over")
+    # The launcher knows which signal came, and takes any other code for a failure of the process.
+    return INTERRUPTED if has_hone_launcher() else 128 + stopped_by

@@ -63,13 +63,14 @@ optimizer step has fewer than six micro-batches. `hone check` shows what trainin
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 2 for a user's mistake, 130 after Ctrl-C.
+    """Run a command and return its exit code: 0, 2 for a user's mistake, 1 for other errors, 128 +
+    n after signal n: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
 
     Of several processes that end because of one another, the first one to fail says why. With
     `HONE_TRACEBACK=1` in the environment, mistakes show where they were found.
     """
     code = _run(list(sys.argv[1:] if argv is None else argv))
-    if argv is None and code == INTERRUPTED:
+    if argv is None and code > 128:
         # At once: an ordinary exit would wait for a checkpoint that is being written.
         sys.stdout.flush()
         os._exit(code)

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
 
     quiet_transformers()
     outcome = reinforce.run(cfg, make_engines)
-    return conclude(cfg.run, steps=outcome.steps, interrupted=outcome.interrupted)
+    return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
 
 
 def _check(cfg: RLConfig, world_size: int) -> list[Finding]:

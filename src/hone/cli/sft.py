@@ -31,4 +31,4 @@ def run(argv: Sequence[str]) -> int:
 
     quiet_transformers()
     outcome = supervised.run(cfg)
-    return conclude(cfg.run, steps=outcome.steps, interrupted=outcome.interrupted)
+    return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)

@@ -47,8 +47,9 @@ class RewardConfig(Section):
     """Worker processes; unset: one per CPU core, at most 16."""
 
     max_failure_rate: float = Field(default=0.3, ge=0, le=1)
-    """Share of a step's or evaluation's samples that may fail scoring before the run stops. It also
-    stops where none of the first 24 could be scored, unless this is 1."""
+    """Share of a step's or evaluation's samples that may fail scoring: the run ends as soon as more
+    have failed, without scoring the rest. It also ends where none of the first 24 could be scored,
+    unless this is 1."""
 
     @property
     def names(self) -> list[str]:

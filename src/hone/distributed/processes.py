@@ -10,9 +10,16 @@ from dataclasses import dataclass
 
 from hone.config.errors import UserError
 
-__all__ = ["LAUNCHER_TELLS", "Processes", "Rendezvous", "processes", "rendezvous"]
+__all__ = [
+    "HONE_LAUNCHER",
+    "Processes",
+    "Rendezvous",
+    "has_hone_launcher",
+    "processes",
+    "rendezvous",
+]
 
-LAUNCHER_TELLS = "HONE_LAUNCHER_TELLS"
+HONE_LAUNCHER = "HONE_LAUNCHER"
 """Set by `hone.distributed.spawn`, beside torchrun's variables."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -51,6 +58,12 @@ def processes() -> Processes:
     )
 
 
+def has_hone_launcher() -> bool:
+    """Whether this is one of several processes that `hone.distributed.spawn` has started, which
+    reports how one of them was killed and turns a signal into the exit code of the run."""
+    return processes().world_size > 1 and os.environ.get(HONE_LAUNCHER) == "1"
+
+
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
     """The key-value store over which processes find each other."""
@@ -61,8 +74,6 @@ class Rendezvous:
     """Whether whoever started the processes serves the store; otherwise rank 0 does."""
     attempt: int
     """How often torchrun has started all processes anew; the store outlives them."""
-    launcher_tells: bool = False
-    """Whether whoever started the processes says how one of them was killed, as `hone` does."""
 
 
 def rendezvous() -> Rendezvous:
@@ -82,5 +93,4 @@ def rendezvous() -> Rendezvous:
         port=int(port),
         has_server=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        launcher_tells=os.environ.get(LAUNCHER_TELLS) == "1",
     )

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hone.distributed.processes import LAUNCHER_TELLS
+from hone.distributed.processes import HONE_LAUNCHER
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["INTERRUPTED", "spawn"]
 
 INTERRUPTED = 130
-"""Exit code of a process that Ctrl-C ended, after its step."""
+"""Exit code after Ctrl-C; here also of a process that saved and ended after any signal."""
 _GRACE_S = 4.0
 """What processes have, after a failure or a second Ctrl-C, to learn of it and end by themselves."""
 _TELLING_S = 60.0
@@ -87,7 +87,7 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": 0,
-        LAUNCHER_TELLS: 1,
+        HONE_LAUNCHER: 1,
     }
     defaults = {
         "OMP_NUM_THREADS": max((os.cpu_count() or 1) // nproc, 1),
@@ -147,9 +147,13 @@ class _Run:
             if failed:
                 return self._after_failure(min(failed, key=lambda rank: codes[rank] or 0), store)
             if None not in codes:
-                if INTERRUPTED in codes and read(store, 0) is None:
+                if INTERRUPTED not in codes:
+                    return 0
+                if self.ended_by:
+                    return 128 + self.ended_by
+                if read(store, 0) is None:
                     raise KeyboardInterrupt
-                return INTERRUPTED if INTERRUPTED in codes else 0
+                return INTERRUPTED
             if len(self.interrupts) > 1 and time.monotonic() > self.interrupts[1] + _GRACE_S:
                 if claim_for(None, store):
                     raise KeyboardInterrupt

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from hone.config.errors import UserError
-from hone.distributed.processes import Processes, rendezvous
+from hone.distributed.processes import Processes, has_hone_launcher, rendezvous
 
 __all__ = [
     "BACKSTOP_S",
@@ -234,7 +234,7 @@ class Watch:
         self._starter = os.getppid()  # once it is gone, another process is the parent
         self._interval_s = min(max(timeout_s / 20, 0.1), 5.0)
         self._store = _connect(own) if own.world_size > 1 else None
-        self._launcher_tells = own.world_size > 1 and rendezvous().launcher_tells
+        self._launcher_reports = has_hone_launcher()
         self._lock = threading.RLock()  # a signal may find the main thread inside
         self._main = threading.get_ident()
         self._stopped = threading.Event()
@@ -317,7 +317,7 @@ class Watch:
 
         After an error this stays in place, until that is told.
         """
-        if (gone := self._gone()) is not None and not self._launcher_tells:
+        if (gone := self._gone()) is not None and not self._launcher_reports:
             self._end(_obituary(gone))
         with contextlib.suppress(dist.DistError):
             self._leave()
@@ -360,7 +360,7 @@ class Watch:
                 self._tell()
                 self._listen()
                 has_failed = self._has_failed()
-                gone = None if has_failed or self._launcher_tells else self._gone()
+                gone = None if has_failed or self._launcher_reports else self._gone()
             except dist.DistError:
                 self._end(f"error: the process that started this run is gone (pid {self._starter})")
             if has_failed:
@@ -470,7 +470,7 @@ class Watch:
         deadline = time.monotonic() + _CONFESSION_S
         while time.monotonic() < deadline:
             if (gone := self._gone()) is not None:
-                if self._launcher_tells:
+                if self._launcher_reports:
                     time.sleep(_CONFESSION_S / 3)  # it knows more: how that process ended
                 return _obituary(gone).removeprefix("error: ")
             time.sleep(0.05)

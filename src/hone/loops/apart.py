@@ -117,7 +117,14 @@ def sampling_apart(
     if engines is not None and scorer is not None:
         if cfg.pipeline.enabled:
             stream = RolloutStream(
-                engines, scorer, data.train, cfg.rollout, cfg.pipeline, decode, cfg.run.seed
+                engines,
+                scorer,
+                data.train,
+                cfg.rollout,
+                cfg.pipeline,
+                decode,
+                cfg.run.seed,
+                cfg.reward.max_failure_rate,
             )
         else:
             rollout = Rollout(
@@ -127,6 +134,7 @@ def sampling_apart(
                 cfg=cfg.rollout,
                 decode=decode,
                 seed=cfg.run.seed,
+                max_failure_rate=cfg.reward.max_failure_rate,
             )
     if not cfg.pipeline.enabled:
         return Sampling(engines, LedRollout(controller, rollout), controller, controller)

@@ -83,16 +83,19 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
         parts = assemble_inference(cfg, mesh.device, max_completion_tokens=limit, check_data=check)
         with _counter(mesh) as progress:
             scorer.on_wait = progress.waiting
-            return evaluate(
+            samples = evaluate(
                 parts.data.eval,
                 engine=parts.engine,
                 scorer=scorer,
                 cfg=cfg.eval,
                 decode=parts.decode,
                 seed=cfg.run.seed,
+                max_failure_rate=cfg.reward.max_failure_rate,
                 peers=Exchange(mesh),
                 progress=progress.samples,
             )
+        assert samples is not None, "nothing asks it to stop"
+        return samples
 
 
 def run_generation(cfg: GenerateConfig) -> int:

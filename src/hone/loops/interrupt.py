@@ -11,7 +11,10 @@ from typing import Self
 
 from hone.distributed.mesh import Mesh
 
-__all__ = ["Interrupt", "Terminated", "terminable"]
+__all__ = ["STOPPING", "Interrupt", "Terminated", "terminable"]
+
+STOPPING = "the run ends after this step, or at once while it evaluates, and saves"
+"""What a loop does after the first Ctrl-C."""
 
 
 class Terminated(SystemExit):
@@ -24,7 +27,7 @@ class Terminated(SystemExit):
 
 @contextmanager
 def terminable() -> Generator[None]:
-    """Inside, SIGTERM and SIGHUP raise Terminated, so that the run folder learns of it."""
+    """Inside, SIGTERM and SIGHUP raise Terminated, so that the run folder records the cause."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)
@@ -39,7 +42,7 @@ def terminable() -> Generator[None]:
 
 
 def _hangup() -> list[signal.Signals]:
-    """SIGHUP, unless this process was told to ignore it (`nohup`)."""
+    """SIGHUP, unless this process was started to ignore it (`nohup`)."""
     return [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
 
 
@@ -48,21 +51,30 @@ class Interrupt:
     once. After a SIGHUP nothing is written to the terminal, which is gone.
 
     The loop asks `is_requested` between steps, where everything can be saved and resumed exactly.
-    `goes_on` tells who pressed Ctrl-C what the run does meanwhile; with `seen` a first one came
-    earlier.
+    `notice` is printed after the first Ctrl-C: what the run does until it ends. `earlier` is the
+    signal that had already come when this was made.
     """
 
-    def __init__(self, mesh: Mesh, goes_on: str, *, seen: bool = False) -> None:
+    def __init__(self, mesh: Mesh, notice: str, *, earlier: int | None = None) -> None:
+        self.number = earlier
+        """The signal that asked the run to stop: this process's until `is_requested` has returned
+        True, then the same in all processes. None without one."""
         self._mesh = mesh
-        self._goes_on = goes_on
-        self._seen = seen
+        self._notice = notice
         self._previous: dict[signal.Signals, object] = {}
         self._terminals: list[int] = []
         """Those of the standard streams that are one."""
 
     def is_requested(self) -> bool:
         """Whether any process has been asked to stop. Collective: all stop after the same step."""
-        return any(self._mesh.gather(self._seen))
+        agreed = next((n for n in self._mesh.gather(self.number) if n is not None), None)
+        if agreed is not None:  # else a signal may have come since
+            self.number = agreed
+        return agreed is not None
+
+    def has_come(self) -> bool:
+        """Whether this process has been asked to stop. Not collective, and costs nothing."""
+        return self.number is not None
 
     def __enter__(self) -> Self:
         self._terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
@@ -80,14 +92,15 @@ class Interrupt:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._seen and number == signal.SIGINT:
+        if number == signal.SIGINT and self.has_come():
             raise KeyboardInterrupt
-        if number == signal.SIGINT and not self._seen and self._mesh.is_first:
+        if number == signal.SIGINT and self._mesh.is_first:
             # Past Python's buffers, which the signal may have found in the middle of a write.
-            os.write(2, f"{self._goes_on}; Ctrl-C again ends it at once\n".encode())
+            os.write(2, f"{self._notice}; Ctrl-C again ends it at once\n".encode())
         if number == signal.SIGHUP:
             self._leave_terminal()
-        self._seen = True
+        if not self.has_come():
+            self.number = number
 
     def _leave_terminal(self) -> None:
         """Writing to a terminal that is gone would be an error."""

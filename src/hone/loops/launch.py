@@ -30,7 +30,7 @@ from hone.distributed.processes import processes
 from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
 from hone.loops.interrupt import terminable
-from hone.loops.resuming import announce, find_checkpoint, save_config
+from hone.loops.resuming import announce, announce_restart, find_checkpoint, save_config
 from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
 from hone.observe.disk import writing
@@ -163,6 +163,9 @@ def launch(
         if found is not None:
             for line in announce(found, run, tree, mesh.sizes):
                 _log.info("%s", line)
+        elif mesh.is_first:
+            for line in announce_restart(run, checkpoint):
+                _log.warning("warning: %s", line)
         ending = Ending(run.dir, watch, is_first=mesh.is_first, draws_report=tree.log.report)
         stack.enter_context(ending.report())
         if mesh.is_first:

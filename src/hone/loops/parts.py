@@ -156,16 +156,19 @@ class RLParts:
         if engine_sleeps and self.engine is not None:
             self.engine.wake()
 
-    def evaluate(self) -> Metrics:
+    def evaluate(self, *, should_stop: Callable[[], bool]) -> Metrics | None:
         """Held-out prompts, sampled and scored, as metrics. Nothing else may be in flight.
 
-        Raises FailureRateError where too many cannot be scored.
+        None where `should_stop`, which is asked between steps of the engine, has become true in any
+        process that samples. Raises FailureRateError where too many cannot be scored.
         """
         with self.recorder.spans.span("eval"), self.core_for_rewards():
             if self.controller is None:
-                samples = self._evaluated(self.peers)
+                samples = self._evaluated(should_stop, self.peers)
             else:
-                samples = self.controller.share(partial(self._evaluated, Alone()))
+                samples = self.controller.share(partial(self._evaluated, should_stop, Alone()))
+        if samples is None:
+            return None
         check_failure_rate(samples, self.cfg.reward.max_failure_rate)
         rule = self.pass_rule or pass_rule(samples, self.cfg.eval, self.cfg.reward)
         if self.pass_rule is None and any(sample.valid for sample in samples):
@@ -174,7 +177,9 @@ class RLParts:
                 _log.info("evaluations have no pass@k: %s", rule)
         return summarise(samples, self.cfg.eval, rule)
 
-    def _evaluated(self, peers: Peers, progress: Progress | None = None) -> list[Sample]:
+    def _evaluated(
+        self, should_stop: Callable[[], bool], peers: Peers, progress: Progress | None = None
+    ) -> list[Sample] | None:
         assert self.engine is not None
         assert self.scorer is not None
         return evaluate(
@@ -184,8 +189,10 @@ class RLParts:
             cfg=self.cfg.eval,
             decode=self.decode,
             seed=self.cfg.run.seed,
+            max_failure_rate=self.cfg.reward.max_failure_rate,
             peers=peers,
             progress=progress,
+            should_stop=should_stop,
         )
 
     def core_for_rewards(self) -> AbstractContextManager[None]:
@@ -440,6 +447,7 @@ def assemble(
                 cfg=cfg.rollout,
                 decode=decode,
                 seed=cfg.run.seed,
+                max_failure_rate=cfg.reward.max_failure_rate,
                 peers=peers,
             )
             sampling = Sampling(engine, rollout, WeightSync(trainer, engine))

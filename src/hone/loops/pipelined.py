@@ -10,7 +10,7 @@ for samples.
 
 from __future__ import annotations
 
-from hone.loops.interrupt import Interrupt
+from hone.loops.interrupt import STOPPING, Interrupt
 from hone.loops.parts import RLParts
 from hone.loops.step import Outcome, StepEnd, gate, samples_of
 from hone.rewards.scorer import check_failure_rate
@@ -23,11 +23,11 @@ def train(parts: RLParts) -> Outcome:
     cfg, first, stream = parts.cfg, parts.launch.steps_done, parts.stream
     span, done, is_gated = parts.recorder.spans.span, first, False
     assert stream is not None, "assembled without pipeline.enabled"
-    with Interrupt(parts.launch.mesh, "the run saves after this step and ends") as interrupt:
+    with Interrupt(parts.launch.mesh, STOPPING) as interrupt:
         end = StepEnd(parts, interrupt, at_rest=stream.suspended, readable=stream.suspended)
         parts.weights.push(version=first)
-        if cfg.eval.at_start and first == 0:
-            parts.recorder.record(0, parts.evaluate())
+        if end.stops_at_start(first):
+            return Outcome(first, stopped_by=interrupt.number)
 
         parts.recorder.spans.take()  # start-up is no part of the first step
         for step in range(first + 1, cfg.run.steps + 1):
@@ -48,4 +48,4 @@ def train(parts: RLParts) -> Outcome:
             done = step
             if end.finish(step, metrics, groups=groups, rows=rows, sync=sync):
                 break
-    return Outcome(done, done < cfg.run.steps)
+    return Outcome(done, stopped_by=interrupt.number if done < cfg.run.steps else None)

@@ -21,7 +21,7 @@ def run(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Outcome:
     """
     with launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg) as begin:
         if is_complete(begin, cfg.model.lora):
-            return Outcome(begin.steps_done, interrupted=False)
+            return Outcome(begin.steps_done)
         return _run(cfg, begin, make_engines)
 
 
@@ -30,7 +30,10 @@ def _run(cfg: RLConfig, begin: Launch, make_engines: MakeEngines | None) -> Outc
         outcome = pipelined.train(parts) if cfg.pipeline.enabled else sync.train(parts)
         if begin.mesh.is_first:
             parts.recorder.spans.write_trace(begin.dir / "trace.json")
-        writing = Interrupt(begin.mesh, "the model is being written", seen=outcome.interrupted)
+        if outcome.stopped_by is not None and outcome.steps == begin.steps_done:
+            return outcome  # before the first step: there is nothing new to write
+        notice = "the model is being written"
+        writing = Interrupt(begin.mesh, notice, earlier=outcome.stopped_by)
         with parts.training(), writing:
             export(parts.trainer, parts.tokenizer, cfg.checkpoint, begin, cfg.model.lora)
     return outcome

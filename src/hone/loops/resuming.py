@@ -19,13 +19,13 @@ from hone.config.load import dump_config
 from hone.config.model import ModelConfig
 from hone.config.parallel import AxisSizes
 from hone.config.paths import must_be_local
-from hone.config.run import RunConfig
+from hone.config.run import CheckpointConfig, RunConfig
 from hone.config.tree import RLConfig, SFTConfig
-from hone.observe.run_folder import CONFIG, read_config
+from hone.observe.run_folder import CONFIG, METRICS, RunFolder, read_config
 from hone.observe.whole_file import write_whole
 from hone.trainer.learner import Learner
 
-__all__ = ["announce", "find_checkpoint", "restore", "save_config"]
+__all__ = ["announce", "announce_restart", "find_checkpoint", "restore", "save_config"]
 
 _MODEL = "model.json"
 """Which model the run trains: its place, resolved, how its weights began, and, of a local folder,
@@ -73,6 +73,25 @@ def announce(found: Checkpoint, run: RunConfig, tree: Section, sizes: AxisSizes)
     for key in changed:
         if key not in ("run.resume", "run.steps"):
             yield f"changed since then: {key} is {now[key]}, was {before[key]}"
+
+
+def announce_restart(run: RunConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+    """A line on what a folder without a checkpoint holds of an earlier launch, which is lost."""
+    if not (run.dir / METRICS).is_file():
+        return
+    rows = RunFolder.read(run.dir, has_ended=True).rows
+    if rows:
+        every = checkpoint.every_n_steps
+        yield (
+            f"run.dir={str(run.dir)!r} holds records of an earlier launch up to step "
+            f"{rows[-1]['step']}, and no checkpoint: this run begins at step 0 and replaces them. "
+            + (
+                f"A lower checkpoint.every_n_steps (now {every}) saves earlier"
+                if every
+                else "checkpoint.every_n_steps is 0, which saves at the end alone; set it to save "
+                "earlier"
+            )
+        )
 
 
 def restore(trainer: Learner, parts: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from hone.weights.sync import SyncReport
 
 __all__ = ["Outcome", "StepEnd", "gate", "samples_of"]
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -27,7 +30,8 @@ class Outcome:
 
     steps: int
     """Updates done in all, earlier launches included."""
-    interrupted: bool
+    stopped_by: int | None = None
+    """The signal that ended the run before its last step; None where none did."""
 
 
 class StepEnd:
@@ -53,6 +57,18 @@ class StepEnd:
         )
         parts.recorder.before_failure = self._saver.publish_written
 
+    def stops_at_start(self, first: int) -> bool:
+        """Make the evaluation at the start, where there is one, and return whether the run was
+        asked to end before its first step. `first` is the number of steps done. Collective."""
+        if self._parts.cfg.eval.at_start and first == 0:
+            evaluated = self._evaluate(first)
+            if evaluated is not None:
+                self._parts.recorder.record(first, evaluated)
+        stop = self._interrupt.is_requested()
+        if stop:
+            self._parts.recorder.event("interrupted", step=first)
+        return stop
+
     def finish(
         self,
         step: int,
@@ -70,11 +86,22 @@ class StepEnd:
         cfg = self._parts.cfg
         if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
             with self._at_rest():
-                evaluated = self._parts.evaluate()
+                evaluated = self._evaluate(step) or {}
                 rank = to_scalars(evaluated).get(cfg.eval.metric)
                 metrics = metrics | evaluated
                 return self._record(step, metrics, rank, groups=groups, rows=rows, sync=sync)
         return self._record(step, metrics, None, groups=groups, rows=rows, sync=sync)
+
+    def _evaluate(self, step: int) -> Metrics | None:
+        """Metrics of an evaluation after `step`; None where a signal has cut it short. Collective.
+
+        A signal ends it at once, since nothing of it has to be saved, and sampling and scoring a
+        large held-out set takes longer than a scheduler waits between SIGTERM and SIGKILL.
+        """
+        evaluated = self._parts.evaluate(should_stop=self._interrupt.has_come)
+        if evaluated is None:
+            _log.warning("the evaluation after step %d was stopped; it is not recorded", step)
+        return evaluated
 
     def _record(
         self,

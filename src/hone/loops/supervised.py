@@ -34,7 +34,7 @@ def run(cfg: SFTConfig) -> Outcome:
     """
     with launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg) as begin:
         if is_complete(begin, cfg.model.lora):
-            return Outcome(begin.steps_done, interrupted=False)
+            return Outcome(begin.steps_done)
         return _run(cfg, begin)
 
 
@@ -76,6 +76,9 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
         recorder.before_failure = saver.publish_written
         if cfg.eval.at_start and first == 0:
             recorder.record(0, trainer.evaluate(data.eval))
+        if interrupt.is_requested():
+            recorder.event("interrupted", step=first)
+            return Outcome(first, stopped_by=interrupt.number)
 
         recorder.spans.take()  # start-up is no part of the first step
         for step in range(first + 1, cfg.run.steps + 1):
@@ -100,8 +103,8 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
                 recorder.event("interrupted", step=step)
                 break
 
-    outcome = Outcome(done, done < cfg.run.steps)
-    with Interrupt(mesh, "the model is being written", seen=outcome.interrupted):
+    outcome = Outcome(done, stopped_by=interrupt.number if done < cfg.run.steps else None)
+    with Interrupt(mesh, "the model is being written", earlier=outcome.stopped_by):
         if mesh.is_first:
             recorder.spans.write_trace(begin.dir / "trace.json")
         export(trainer, tokenizer, cfg.checkpoint, begin, cfg.model.lora)

@@ -14,12 +14,13 @@ import yaml
 
 from hone.config.errors import UserError
 
-__all__ = ["CONFIG", "LOCK", "RunFolder", "is_locked", "read_config"]
+__all__ = ["CONFIG", "LOCK", "METRICS", "RunFolder", "is_locked", "read_config"]
 
 CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
 LOCK = ".lock"
 """A run holds a lock on this file of its folder as long as it is at work."""
-_FILES = (CONFIG, "metrics.jsonl", "events.jsonl")
+_FILES = (CONFIG, METRICS, "events.jsonl")
 """What a folder is known by as one of a run: it has one of them."""
 
 _ENDS = ("error", "interrupted", "finished")
@@ -50,7 +51,7 @@ class RunFolder:
         if not any((path / name).is_file() for name in _FILES):
             raise UserError(f"{path} is not a run folder: give the folder that `run.dir` named.")
         merged: dict[int, dict[str, Any]] = {}
-        for row in _json_rows(path / "metrics.jsonl"):
+        for row in _json_rows(path / METRICS):
             merged.setdefault(int(row["step"]), {}).update(row)
         config_text, config = read_config(path)
         return cls(

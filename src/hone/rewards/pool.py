@@ -122,6 +122,12 @@ class Pool:
                 verdicts, self._verdicts = self._verdicts, []
                 return verdicts
 
+    def cancel(self) -> None:
+        """Give up on all samples: no verdict comes of them. What workers hold they still score."""
+        self._requests.clear()
+        self._queue.clear()
+        self._verdicts.clear()
+
     def close(self) -> None:
         """Kill all workers and whatever they started; return when they are gone."""
         self._selector.close()

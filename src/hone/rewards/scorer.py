@@ -216,6 +216,13 @@ class Scorer:
             others = batch["failed"] - timeouts
             self.on_wait(text + (f", {others:,} failed" if others else ""))
 
+    def cancel(self) -> None:
+        """Give up on all pending samples: `poll` returns none of them."""
+        if self._pool is not None:
+            self._pool.cancel()
+        self._samples.clear()
+        self._done.clear()
+
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """Score all of `samples` and return them in the same order. Nothing else may be pending."""
         assert self.pending == 0, f"{self.pending=}"
@@ -291,16 +298,24 @@ class Scorer:
             )
 
 
-def check_failure_rate(samples: Sequence[Sample], limit: float) -> None:
+def check_failure_rate(
+    samples: Sequence[Sample], limit: float, *, num_samples: int | None = None
+) -> None:
     """Raise FailureRateError where the share of failed samples exceeds `limit` (0 to 1).
 
-    Its text names the most frequent kind of failure, with one example.
+    The share is of `num_samples`, where `samples` are the first of so many: scoring the others
+    cannot bring it under the limit any more. The text names the most frequent kind of failure, with
+    one example.
     """
     failed = [sample for sample in samples if sample.failure is not None]
-    if not failed or len(failed) <= limit * len(samples):
+    total = len(samples) if num_samples is None else num_samples
+    if not failed or len(failed) <= limit * total:
         return
+    rest = total - len(samples)
+    scored = len(samples) - len(failed)
+    so_far = f" ({scored} are scored, the other {rest} were not waited for)" if rest else ""
     raise FailureRateError(
-        f"{len(failed)} of {len(samples)} samples have no reward, more than the allowed "
+        f"{len(failed)} of {total} samples have no reward{so_far}, more than the allowed "
         f"{limit:.0%} (`reward.max_failure_rate`): {describe_failures(failed)}",
         samples,
     )

@@ -11,6 +11,7 @@ from itertools import chain
 from hone.config.reward import RewardConfig
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import Last, Mean, Metrics, Sum
+from hone.rewards.scorer import check_failure_rate
 from hone.rollout.open_groups import SampleScorer
 from hone.rollout.requests import Decode, requests_for, sample_of
 from hone.rollout.rollout import Alone, Peers
@@ -35,19 +36,64 @@ def evaluate(
     cfg: EvaluationConfig,
     decode: Decode,
     seed: int,
+    max_failure_rate: float = 1.0,
     peers: Peers | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Sample]:
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[Sample] | None:
     """Scored samples, `n_samples_per_prompt` for each prompt, in order.
 
-    Processes share the prompts, and all return all samples.
+    Processes share the prompts, and all return all samples; all return None where `should_stop`,
+    asked between steps of the engine, has become true in one of them. Raises FailureRateError as
+    soon as a process alone has more failed samples than `max_failure_rate` allows of all.
 
     The same seed draws the same samples at every evaluation of a run, so that two evaluations
     differ by the weights alone. Leaves nothing behind in the engine.
     """
     peers = peers or Alone()
+    prompts = prompts[: cfg.max_prompts]
+    owners = _submit(prompts, engine, cfg, seed, peers)
+    num_samples = len(prompts) * cfg.n_samples_per_prompt
+    sampling, done = set(owners), dict[str, Sample]()
+    while len(done) < len(owners) and not should_stop():
+        if engine.has_unfinished:
+            for completion in engine.step():
+                prompt, index = owners[completion.request_id]
+                sampling.remove(completion.request_id)
+                scorer.submit(sample_of(prompt, index, completion, decode))
+        scored = scorer.poll(0.0 if engine.has_unfinished else 0.05)
+        done |= {sample.id: sample for sample in scored}
+        if any(sample.failure is not None for sample in scored):
+            check_failure_rate([*done.values()], max_failure_rate, num_samples=num_samples)
+        if progress is not None:
+            progress(len(done), len(owners))
+    own = [done[request_id] for request_id in owners] if len(done) == len(owners) else None
+    if own is None:
+        _withdraw(sampling, engine, scorer)
+    if peers.size == 1:
+        return own
+    shares = peers.gather(None if own is None else [sample_values(sample) for sample in own])
+    if None in shares:
+        return None
+    by_prompt: dict[int, list[Sample]] = defaultdict(list)
+    for rank, theirs in enumerate(shares):
+        assert theirs is not None
+        for position, values in enumerate(theirs):
+            number = rank + peers.size * (position // cfg.n_samples_per_prompt)
+            by_prompt[number].append(sample_of_values(values, prompts[number]))
+    return [sample for number in sorted(by_prompt) for sample in by_prompt[number]]
+
+
+def _submit(
+    prompts: Sequence[Prompt],
+    engine: SamplingEngine,
+    cfg: EvaluationConfig,
+    seed: int,
+    peers: Peers,
+) -> dict[str, tuple[Prompt, int]]:
+    """Give the engine this process's share; by request, the prompt and the number of the sample."""
     owners: dict[str, tuple[Prompt, int]] = {}
-    for number, prompt in enumerate(prompts[: cfg.max_prompts]):
+    for number, prompt in enumerate(prompts):
         if number % peers.size != peers.rank:
             continue
         requests = requests_for(
@@ -61,26 +107,18 @@ def evaluate(
         )
         engine.submit(requests)
         owners |= {request.id: (prompt, index) for index, request in enumerate(requests)}
+    return owners
 
-    done: dict[str, Sample] = {}
-    while len(done) < len(owners):
-        if engine.has_unfinished:
-            for completion in engine.step():
-                prompt, index = owners[completion.request_id]
-                scorer.submit(sample_of(prompt, index, completion, decode))
-        for sample in scorer.poll(0.0 if engine.has_unfinished else 0.05):
-            done[sample.id] = sample
-        if progress is not None:
-            progress(len(done), len(owners))
-    own = [done[request_id] for request_id in owners]
-    if peers.size == 1:
-        return own
-    by_prompt: dict[int, list[Sample]] = defaultdict(list)
-    for rank, theirs in enumerate(peers.gather([sample_values(sample) for sample in own])):
-        for position, values in enumerate(theirs):
-            number = rank + peers.size * (position // cfg.n_samples_per_prompt)
-            by_prompt[number].append(sample_of_values(values, prompts[number]))
-    return [sample for number in sorted(by_prompt) for sample in by_prompt[number]]
+
+def _withdraw(request_ids: Iterable[str], engine: SamplingEngine, scorer: SampleScorer) -> None:
+    """Leave nothing of a stopped evaluation in engine and scorer; the engine still has the requests
+    `request_ids`."""
+    request_ids = list(request_ids)
+    engine.abort(request_ids)
+    while engine.has_unfinished:  # what had just finished, or was with an engine that is lost
+        engine.step()
+        engine.abort(request_ids)
+    scorer.cancel()
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

@@ -6,14 +6,15 @@ into the group. Who begins how many and hands out which is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from time import monotonic
 from typing import Any, Protocol
 
 from hone.algorithms.advantages import has_spread
 from hone.config.rollout import RolloutConfig
-from hone.rewards.scorer import ScorerStats
+from hone.rewards.scorer import ScorerStats, check_failure_rate
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.requests import Decode, requests_for, sample_of
 from hone.rollout.state import (
@@ -41,6 +42,7 @@ __all__ = [
     "PromptSource",
     "SampleScorer",
     "apply_masks",
+    "check_failures",
     "teaches",
 ]
 
@@ -62,6 +64,7 @@ class SampleScorer(Protocol):
 
     def submit(self, sample: Sample) -> None: ...
     def poll(self, timeout_s: float = 0.0) -> list[Sample]: ...
+    def cancel(self) -> None: ...
     @property
     def pending(self) -> int: ...
     def stats(self) -> ScorerStats: ...
@@ -126,6 +129,8 @@ class OpenGroups:
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     """Where everything is counted; replaced by whoever wants to begin anew."""
     by_id: dict[str, OpenGroup] = field(default_factory=dict[str, OpenGroup])
+    num_failed: int = 0
+    """Samples that the scorer has returned without a reward."""
     _num_started: int = 0
     _discarded: dict[str, OpenGroup] = field(default_factory=dict[str, OpenGroup])
     """What engine or scorer may still return of groups that nobody wants any more."""
@@ -212,6 +217,7 @@ class OpenGroups:
         for sample in self.scorer.poll(timeout_s):
             entry = self._find(sample.id)
             entry.unscored -= 1
+            self.num_failed += sample.failure is not None
             if entry.group.id in self._discarded:
                 self._forget(entry)
                 continue
@@ -305,6 +311,27 @@ class OpenGroups:
             )
             for entry in state["open"]
         }
+
+
+def check_failures(
+    entries: Iterable[OpenGroup], cfg: RolloutConfig, limit: float, *, num_wanted: int
+) -> None:
+    """Raise FailureRateError where a step that takes `num_wanted` of the open groups `entries` has
+    more failed samples than the share `limit`, whichever it takes and however the rest is scored.
+
+    With dynamic sampling a group may be dropped until it is complete and its rewards differ.
+    """
+    entries = list(entries)
+    num_left_over = max(len(entries) - num_wanted, 0)
+    if cfg.dynamic_sampling:
+        entries = [entry for entry in entries if entry.complete and teaches(entry.group)]
+    groups = sorted((entry.group.samples for entry in entries), key=_num_failed)
+    samples = list(chain(*groups[: max(len(groups) - num_left_over, 0)]))
+    check_failure_rate(samples, limit, num_samples=cfg.prompts_per_step * cfg.n_samples_per_prompt)
+
+
+def _num_failed(samples: Sequence[Sample]) -> int:
+    return sum(sample.failure is not None for sample in samples)
 
 
 def teaches(group: Group) -> bool:

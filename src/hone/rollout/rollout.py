@@ -32,6 +32,7 @@ from hone.rollout.open_groups import (
     PromptSource,
     SampleScorer,
     apply_masks,
+    check_failures,
     teaches,
 )
 from hone.rollout.requests import Decode
@@ -106,6 +107,8 @@ class Rollout:
     cfg: RolloutConfig
     decode: Decode
     seed: int
+    max_failure_rate: float = 1.0
+    """Failed samples of a step, as a share (0 to 1), that end the run."""
     peers: Peers = field(default_factory=Alone)
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     _open: OpenGroups = field(init=False)
@@ -120,6 +123,8 @@ class Rollout:
         """The scored groups of `step`, in the order in which their prompts were drawn.
 
         Fewer than `prompts_per_step` come back only when dynamic sampling has used up its rounds.
+        Raises FailureRateError as soon as a process alone has more failed samples than
+        `max_failure_rate` allows of the step.
         """
         self.counts = self._open.counts = RolloutCounts()
         self._open.start_counting()
@@ -173,13 +178,20 @@ class Rollout:
         while self.engine.has_unfinished if all_are_needed else self._goes_on(num_groups):
             if self.engine.has_unfinished:
                 self._open.step()
-            self._open.take_scores(0.0)
+            self._take_scores(0.0, num_groups)
             if progress is not None:
                 progress(sum(entry.num_finished for entry in self._own()), wanted)
         while any(entry.generated and entry.unscored for entry in self._own()):
-            self._open.take_scores(SCORE_WAIT_S)
+            self._take_scores(SCORE_WAIT_S, num_groups)
             if progress is not None:
                 progress(sum(entry.num_finished for entry in self._own()), wanted)
+
+    def _take_scores(self, timeout_s: float, num_groups: int) -> None:
+        """Raises FailureRateError where too many have failed, whatever follows."""
+        num_failed = self._open.num_failed
+        self._open.take_scores(timeout_s)
+        if self._open.num_failed > num_failed:
+            check_failures(self._open, self.cfg, self.max_failure_rate, num_wanted=num_groups)
 
     def _goes_on(self, num_groups: int) -> bool:
         """Whether engines must make another step: too few groups are generated in all processes, or

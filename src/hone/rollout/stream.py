@@ -35,6 +35,7 @@ from hone.rollout.open_groups import (
     PromptSource,
     SampleScorer,
     apply_masks,
+    check_failures,
     teaches,
 )
 from hone.rollout.requests import Decode
@@ -97,6 +98,8 @@ class RolloutStream:
     pipeline_cfg: PipelineConfig
     decode: Decode
     seed: int
+    max_failure_rate: float = 1.0
+    """Failed samples of a step, as a share (0 to 1), that end the run."""
     counts: StreamCounts = field(default_factory=StreamCounts)
     """Of the last batch: what happened since the one before it."""
     _counting: StreamCounts = field(default_factory=StreamCounts)
@@ -151,7 +154,9 @@ class RolloutStream:
         """The scored groups of the update from `version` to the next, in the order of their draw.
 
         Pumps until they are there. Fewer than `prompts_per_step` come back only when dynamic
-        sampling has used up its rounds. `progress` is called after each step of the engine.
+        sampling has used up its rounds. `progress` is called after each step of the engine. Raises
+        FailureRateError as soon as more samples of the batch have failed than `max_failure_rate`
+        allows.
         """
         self._check_free()
         start = perf_counter()
@@ -163,7 +168,11 @@ class RolloutStream:
         self._admit()
         while (batch := self._batch()) is None:
             assert self._is_busy, f"no batch of {size} in {self._describe()}"
+            num_failed = self._open.num_failed
             self._pump(SCORE_WAIT_S)
+            if self._open.num_failed > num_failed:
+                limit = self.max_failure_rate
+                check_failures(self._open, self.rollout_cfg, limit, num_wanted=size)
             if progress is not None:
                 wanted = size * self.rollout_cfg.n_samples_per_prompt
                 progress(sum(nlargest(size, (e.num_finished for e in self._open))), wanted)
