@@ -192,7 +192,8 @@ def test_R11_of_two_mistakes_one_is_told_however_slowly(tmp_path: Path) -> None:
     """Both processes are wrong at once; the one that tells takes longer than the other has to end,
     and longer still to leave."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_TO_TELL)
-    environment = f"import os; os.environ['PYTHONPATH'] = {str(tmp_path)!r}"
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = f"import os; os.environ['PYTHONPATH'] = {path!r}"
     end = watched("start", "both wrong", patch=f"spawn._GRACE_S = 0.3; {environment}")
     assert (end.code, end.screen) == (2, "error: the planted mistake\n")
 

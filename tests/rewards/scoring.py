@@ -84,8 +84,8 @@ class Processes:
 
 
 def plant(monkeypatch, mutant):
-    """Make scorers from here on run the mutant nursery."""
-    monkeypatch.setattr(pool, "NURSERY", "tests.rewards.mutant_nursery")
+    """Make scorers from here on run the mutant fork server."""
+    monkeypatch.setattr(pool, "FORK_SERVER", "tests.rewards.mutant_fork_server")
     monkeypatch.setenv("MUTANT", mutant)
     root = Path(__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{root / 'src'}")

@@ -1,5 +1,7 @@
 """The built-in rewards against hand-computed values."""
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -177,7 +179,7 @@ def test_math_without_an_answer_is_an_error():
 
 def test_R25_a_broken_math_verify_is_an_error_not_a_zero(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise ImportError('lib.so')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     cfg = RewardConfig(functions=(RewardFunctionConfig(fn="math"),), num_workers=1)
     with pytest.raises(ValueError, match=r"`math_verify` library, .* broken: lib\.so"):
         Scorer(cfg, max_completion_tokens=8)

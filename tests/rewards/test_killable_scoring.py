@@ -53,7 +53,7 @@ def check_verdict(scorer, action, kind):
 
 
 def check_no_survivor(scorer, processes, actions):
-    """After the calls only the nursery and its two workers run."""
+    """After the calls only the fork server and its two workers run."""
     scorer.score([make_sample(action, index=i) for i, action in enumerate(actions)])
     found = processes.wait_until(lambda found: len(found) <= 3)
     assert len(found) <= 3, found
@@ -110,7 +110,7 @@ def test_R13_close_ends_running_calls_and_their_children(processes):
         scorer.submit(make_sample(action))
     assert scorer.poll(0.3) == []
     started = processes.wait_until(lambda found: len(found) >= 5)
-    assert len(started) >= 5  # nursery, two workers, and what they started
+    assert len(started) >= 5  # fork server, two workers, and what they started
     start = time.monotonic()
     scorer.close()
     assert time.monotonic() - start < PATIENCE_S  # not the 100 s that calls may take
@@ -121,7 +121,7 @@ DRIVER = f"""
     import sys, time
     sys.path[:0] = [{str(Path(__file__).parents[2])!r}]
     from tests.rewards.scoring import make_sample, misbehaving_scorer, pool
-    pool.NURSERY = sys.argv[1]
+    pool.FORK_SERVER = sys.argv[1]
     scorer = misbehaving_scorer(timeout_s=100.0)
     scorer.submit(make_sample("daemon and hang"))
     scorer.submit(make_sample("subprocess session"))
@@ -131,10 +131,12 @@ DRIVER = f"""
 """
 
 
-def check_dies_with_driver(processes, nursery):
-    """kill -9 of the driver ends the nursery, the workers and what these started."""
+def check_dies_with_driver(processes, fork_server):
+    """kill -9 of the driver ends the fork server, the workers and what these started."""
     driver = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(DRIVER), nursery], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(DRIVER), fork_server],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert driver.stdout.readline() == "ready\n"
     assert len(processes.wait_until(lambda found: len(found) >= 6)) >= 6
@@ -145,14 +147,14 @@ def check_dies_with_driver(processes, nursery):
 
 
 def test_R13_killing_the_driver_leaves_nothing(processes):
-    check_dies_with_driver(processes, "hone.rewards.nursery")
+    check_dies_with_driver(processes, "hone.rewards.fork_server")
 
 
-def test_R13_driver_check_catches_a_nursery_that_leaves_things_behind(monkeypatch, processes):
+def test_R13_driver_check_catches_a_fork_server_that_leaves_things_behind(monkeypatch, processes):
     plant(monkeypatch, "stays behind")
     processes.patience_s = 2.0
     with pytest.raises(AssertionError, match="sleep 1000"):
-        check_dies_with_driver(processes, "tests.rewards.mutant_nursery")
+        check_dies_with_driver(processes, "tests.rewards.mutant_fork_server")
     processes.kill()
 
 
@@ -196,11 +198,11 @@ def test_R13_deadline_holds_while_the_driver_is_away(processes):
         assert sample.failure is FailureKind.TIMEOUT
 
 
-def test_R13_nursery_killed_by_someone_else(processes):
+def test_R13_fork_server_killed_by_someone_else(processes):
     with misbehaving_scorer() as scorer:
         scorer.submit(make_sample("sleep"))
-        nursery = psutil.Process(scorer._pool._process.pid)
-        nursery.kill()
+        fork_server = psutil.Process(scorer._pool._process.pid)
+        fork_server.kill()
         with pytest.raises(UserError, match="reward workers ended"):
             scorer.poll(PATIENCE_S)
     assert processes.wait_until(lambda found: not found) == {}
@@ -272,6 +274,8 @@ def test_R13_pathological_mathematics():
 
 
 def test_no_torch_anywhere():
-    code = "import hone.rewards.scorer, hone.rewards.nursery, sys; print('torch' in sys.modules)"
+    code = (
+        "import hone.rewards.scorer, hone.rewards.fork_server, sys; print('torch' in sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "False\n"

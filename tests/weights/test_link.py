@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hone.weights.link import Board, Link, LinkError, host_store, join_store
+from hone.weights.link import Link, LinkError, SyncStore, host_store, join_store
 from tests.ranks import ROOT
 
 NAMES = ("the trainer", "one", "two")
@@ -26,28 +26,28 @@ def store() -> dist.TCPStore:
     return host_store("127.0.0.1", timeout_s=60.0)
 
 
-def board(
+def sync_store(
     store: dist.Store, rank: int, timeout_s: float = 0.3, watch: Callable[[], None] | None = None
-) -> Board:
-    return Board(store, 7, names=NAMES, rank=rank, timeout_s=timeout_s, watch=watch)
+) -> SyncStore:
+    return SyncStore(store, 7, names=NAMES, rank=rank, timeout_s=timeout_s, watch=watch)
 
 
-def member(store: dist.TCPStore, rank: int) -> tuple[dist.TCPStore, Board]:
+def member(store: dist.TCPStore, rank: int) -> tuple[dist.TCPStore, SyncStore]:
     own = join_store("127.0.0.1", store.port, timeout_s=60.0)
-    return own, board(own, rank, timeout_s=60.0)
+    return own, sync_store(own, rank, timeout_s=60.0)
 
 
 def test_notes_arrive_by_rank(store: dist.TCPStore) -> None:
     for rank in (2, 0, 1):
-        board(store, rank).put("come", {"rank": rank})
+        sync_store(store, rank).put("come", {"rank": rank})
     _, notes = member(store, 1)
     assert [note["rank"] for note in notes.gather("come")] == [0, 1, 2]
-    board(store, 0).put("come")
+    sync_store(store, 0).put("come")
     assert notes.gather("come", [0]) == [None]
 
 
 def test_notes_that_all_have_read_are_removed(store: dist.TCPStore) -> None:
-    others, boards = store.num_keys(), [board(store, rank) for rank in range(3)]
+    others, boards = store.num_keys(), [sync_store(store, rank) for rank in range(3)]
     for own in boards:
         own.put("come")
     assert store.num_keys() == others + 3
@@ -57,8 +57,8 @@ def test_notes_that_all_have_read_are_removed(store: dist.TCPStore) -> None:
 
 
 def test_R11_those_who_did_not_come_are_named_at_the_deadline(store: dist.TCPStore) -> None:
-    waiting = board(store, 0)
-    board(store, 1).put("joined the link")
+    waiting = sync_store(store, 0)
+    sync_store(store, 1).put("joined the link")
     start = time.monotonic()
     with pytest.raises(LinkError, match=r"^the trainer, two had not joined the link after 0.3 s$"):
         waiting.gather("joined the link")
@@ -68,10 +68,10 @@ def test_R11_those_who_did_not_come_are_named_at_the_deadline(store: dist.TCPSto
 def test_R11_a_reason_ends_every_wait_and_the_first_stands(store: dist.TCPStore) -> None:
     _, other = member(store, 2)
     other.give_up("two: no memory")
-    board(store, 1).give_up("one: the link broke")
+    sync_store(store, 1).give_up("one: the link broke")
     with pytest.raises(LinkError, match=r"^two: no memory$"):
-        board(store, 0, timeout_s=60.0).gather("come")
-    later = Board(store, 8, names=NAMES, rank=0, timeout_s=0.1)
+        sync_store(store, 0, timeout_s=60.0).gather("come")
+    later = SyncStore(store, 8, names=NAMES, rank=0, timeout_s=0.1)
     with pytest.raises(LinkError, match="had not come"):
         later.gather("come")
 
@@ -81,7 +81,7 @@ def test_R11_what_the_watch_raises_ends_a_wait(store: dist.TCPStore) -> None:
         raise LinkError("one: gone")
 
     with pytest.raises(LinkError, match="one: gone"):
-        board(store, 0, timeout_s=60.0, watch=watch).gather("come")
+        sync_store(store, 0, timeout_s=60.0, watch=watch).gather("come")
 
 
 def test_R11_a_sender_that_is_gone_is_named() -> None:
@@ -153,7 +153,7 @@ def test_R11_those_who_stay_leave_a_link_with_one_who_is_gone(store: dist.TCPSto
     def take(rank: int) -> torch.Tensor:
         own, held = join_store("127.0.0.1", store.port, timeout_s=60.0), staying[rank]
         assert isinstance(held, Link)
-        notes = Board(own, 8, names=NAMES[:2], rank=rank, timeout_s=60.0)
+        notes = SyncStore(own, 8, names=NAMES[:2], rank=rank, timeout_s=60.0)
         link = Link.meet(own, notes, torch.device("cpu"), held)
         tensor = torch.arange(9) if rank == 0 else torch.zeros(9, dtype=torch.int64)
         link.wait(link.broadcast(tensor), notes)

@@ -178,14 +178,14 @@ def check_rl_here(cfg: RLConfig, world_size: int | None, *, starts: bool = False
     gpu, shape = local_gpu(), known_shape(cfg.model.path)
     if shape is None:
         return sorted(findings, key=lambda finding: finding.level)
-    room: list[Finding] = []
+    does_not_fit: list[Finding] = []
     if gpu is not None and world_size is not None:
         # Where the processes make no mesh, that is among the errors.
         with suppress(UserError):
-            room += check_run_memory(cfg, shape, world_size=world_size, gpu=gpu)
-    if not room:
-        room += _fits_host(cfg, world_size, starts=starts)
-    return sorted([*findings, *room], key=lambda finding: finding.level)
+            does_not_fit += check_run_memory(cfg, shape, world_size=world_size, gpu=gpu)
+    if not does_not_fit:
+        does_not_fit += _fits_host(cfg, world_size, starts=starts)
+    return sorted([*findings, *does_not_fit], key=lambda finding: finding.level)
 
 
 def check_sft_here(

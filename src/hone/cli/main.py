@@ -92,18 +92,18 @@ def _run(arguments: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
-            if is_told := _claim(own, loads_torch=False):
+            if reported := _claim(own, loads_torch=False):
                 _say(f"interrupted; {_AFTERWARDS.get(arguments[0], 'nothing was written')}")
-                is_told(INTERRUPTED)
+                reported(INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
-        is_told = _claim(own)
-        if is_told is None:
+        reported = _claim(own)
+        if reported is None:
             return 1
         code = _explain(error)
         if code is None or os.environ.get("HONE_TRACEBACK"):
             raise
-        is_told(code)
+        reported(code)
         return code
 
 
@@ -114,19 +114,19 @@ def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None]
         return lambda code: None
     is_early = "hone.distributed.watch" not in sys.modules
     if not loads_torch and is_early:
-        return None  # no process has come far; whoever started them speaks
+        return None  # no process has come far; the launcher reports instead
     from hone.distributed.watch import claim
 
     claimed = claim(own)
     if claimed is None:
         return None
 
-    def is_told(code: int) -> None:
-        claimed.is_told(code)
+    def reported(code: int) -> None:
+        claimed.reported(code)
         if is_early:  # the others may still load their modules
             claimed.serve_others(own)
 
-    return is_told
+    return reported
 
 
 def _explain(error: Exception) -> int | None:
@@ -173,7 +173,7 @@ def usage() -> str:
 
 def _set_up_logging(rank: int) -> None:
     """Our own messages from level info on, others' from warning on, as plain lines on stderr. Of
-    several processes the first one speaks."""
+    several processes only the first one logs."""
     handler = logging.StreamHandler()
     handler.setFormatter(_PrintableFormatter("%(message)s"))
     logging.basicConfig(handlers=[handler])

@@ -169,7 +169,7 @@ def _row(value: Any, location: str) -> Row:
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """The data files of a folder; where file names speak of splits, those of `split` alone."""
+    """The data files of a folder; where file names name splits, those of `split` alone."""
     files = sorted(file for file in folder.iterdir() if file.suffix in DATA_SUFFIXES)
     if not files:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Which of the processes of a run this one is and where they meet, as torchrun tells it.
+"""Which of the processes of a run this one is and where they meet, from torchrun's environment.
 
 The only place that reads torchrun's environment.
 """
@@ -79,12 +79,12 @@ class Rendezvous:
 def rendezvous() -> Rendezvous:
     """Where the processes of this run meet.
 
-    Raises UserError where that is not told.
+    Raises UserError where the environment does not say.
     """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise UserError(
-            f"several processes were started, but where they meet is not told: MASTER_ADDR is "
+            f"several processes were started, but not where they meet: MASTER_ADDR is "
             f"{host or 'unset'}, MASTER_PORT {port or 'unset'}. Start them with torchrun, which "
             "sets both."
         )

@@ -1,6 +1,6 @@
 """Start the processes of a run on this host, and end them together.
 
-They get the environment that torchrun gives, so that they cannot tell the difference. What differs
+They get the environment that torchrun gives, so that they see no difference. What differs
 is how a run ends: Ctrl-C reaches each process once and is theirs to obey, a second one ends them
 within seconds, and so does a failure, stopped ones too.
 """
@@ -30,8 +30,8 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C; here also of a process that saved and ended after any signal."""
 _GRACE_S = 4.0
 """What processes have, after a failure or a second Ctrl-C, to learn of it and end by themselves."""
-_TELLING_S = 60.0
-"""What the one has that is to tell why the run ends, on a machine that all of them burden."""
+_REPORT_S = 60.0
+"""What the one has that is to report why the run ends, on a machine that all of them burden."""
 _POLL_S = 0.05
 
 
@@ -43,7 +43,7 @@ def spawn(command: Sequence[str], nproc: int, on_death: Death | None = None) -> 
     """Run `command` in `nproc` processes; the exit code of the run.
 
     That is 0, 130 where Ctrl-C ended it, 143 where SIGTERM did, 129 where SIGHUP did, else the code
-    of the process that told why the run ends. Where one was killed, that is told here, `on_death`
+    of the process that reported why the run ends. Where one was killed, this reports it, `on_death`
     is called when all processes have ended, and the code is 1.
 
     Raises KeyboardInterrupt where Ctrl-C ended the run and no process was left to say so.
@@ -109,7 +109,7 @@ class _Run:
     ended_by: int = 0
     """SIGTERM or SIGHUP, where it has come."""
     death: tuple[str, int, str] | None = None
-    """Of a process that could not tell it itself: how it ended, step, phase."""
+    """Of a process that could not report it itself: how it ended, step, phase."""
     interrupts: list[float] = field(default_factory=list[float])
     """When Ctrl-C came."""
 
@@ -161,26 +161,26 @@ class _Run:
             time.sleep(_POLL_S)
 
     def _after_failure(self, rank: int, store: Store) -> int:
-        """Let the others end and one tell why; the exit code of the run.
+        """Let the others end and one report why; the exit code of the run.
 
         `rank` was seen first, one that was killed before others.
         """
-        from hone.distributed.watch import claim_for, told
+        from hone.distributed.watch import claim_for, read_report
 
         code = self.processes[rank].returncode
         passed_on = {signal.SIGINT} if self.interrupts else set[int]()
         passed_on |= {self.ended_by} if self.ended_by else set[int]()
-        # One with an error has claimed to tell it before it ended; others end silently.
+        # One with an error has claimed to report it before it ended; others end silently.
         is_sudden = -code not in passed_on if code < 0 else not passed_on
         if is_sudden and claim_for(None, store):
-            self._tell(rank, store)
+            self._report_death(rank, store)
         self._wait(_GRACE_S, self.processes)
-        teller, told_code = told(store)
-        if teller is not None and told_code is None:
-            self._wait(_TELLING_S, [self.processes[teller]])
-            told_code = told(store)[1] or self.processes[teller].poll()
-        if told_code is not None and told_code > 0:
-            return told_code
+        reporter, code_reported = read_report(store)
+        if reporter is not None and code_reported is None:
+            self._wait(_REPORT_S, [self.processes[reporter]])
+            code_reported = read_report(store)[1] or self.processes[reporter].poll()
+        if code_reported is not None and code_reported > 0:
+            return code_reported
         if self.ended_by:
             return 128 + self.ended_by
         if self.interrupts:
@@ -189,8 +189,8 @@ class _Run:
             return INTERRUPTED
         return max(code, 1)
 
-    def _tell(self, rank: int, store: Store) -> None:
-        """Say how a process ended that has not told it itself."""
+    def _report_death(self, rank: int, store: Store) -> None:
+        """Write how a process ended that has not reported it itself."""
         from hone.distributed.watch import advice, read
 
         process = self.processes[rank]

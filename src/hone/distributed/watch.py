@@ -1,15 +1,15 @@
 """Who keeps the others waiting, and what it did last.
 
-Each process tells the rendezvous store what it does: phase and step when they change, and every few
-moments that it is alive, where its main thread is, and how many collectives it has begun in each
-group. A thread reads the same of the others. Where this process has not moved for
+Each process publishes in the rendezvous store what it does: phase and step when they change, and
+every few moments that it is alive, where its main thread is, and how many collectives it has
+started in each group. A thread reads the same of the others. Where this process has not moved for
 `trainer.parallel.timeout_s` and another one
 
-* has begun fewer collectives in a group that both are in, or
+* has started fewer collectives in a group that both are in, or
 * has fallen silent (stopped, or its machine is gone),
 
 this process names it on one screen and ends. A process that fails says so in the store before its
-connections break, and those that learn of it end without a word: what a person reads is the first
+connections break, and those that learn of it end silently: what a person reads is the first
 error alone. Of a process that was killed the others say what it did last, unless the launcher does.
 """
 
@@ -49,19 +49,19 @@ __all__ = [
     "claim_for",
     "prefixed",
     "read",
-    "told",
+    "read_report",
 ]
 
 BACKSTOP_S = 15.0
 """How much later than the watch the backend's own timeout comes, which cannot name anybody."""
 
 _CONNECT_S = 60.0
-_CONFESSION_S = 3.0
+_ERROR_REPORT_TIMEOUT_S = 3.0
 """How long a process whose connection broke waits for another one to say why."""
 _TOKEN = uuid.uuid4().hex
-"""Tells this process's claims from those of others."""
+"""Marks this process's claims, to distinguish them from those of others."""
 _LAUNCHER = -1
-"""In place of a rank: the launcher tells why the run ends."""
+"""In place of a rank: the launcher reports why the run ends."""
 _SPANS = Path(__file__).parents[1] / "observe" / "spans.py"
 _NOT_THE_PLACE = (str(Path(torch.__file__).parent), str(_SPANS), contextlib.__file__, __file__, "<")
 """Files whose frames say nothing about where a process is: every phase begins in these."""
@@ -85,7 +85,7 @@ class Progress:
     where: str = ""
     """Where its main thread is."""
     collectives: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Collectives begun in each group."""
+    """Collectives started in each group."""
     beat: int = 0
     """Counts what it has said."""
     is_done: bool = False
@@ -138,12 +138,12 @@ def read(store: dist.Store, rank: int) -> Progress | None:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right, of one among all processes and the launcher, to tell why the run ends."""
+    """The right, of one among all processes and the launcher, to report why the run ends."""
 
     _store: dist.Store | None
 
-    def is_told(self, code: int) -> None:
-        """Say that a person can read it by now, and the exit code of the run."""
+    def reported(self, code: int) -> None:
+        """Record that the report is written, and the exit code of the run."""
         if self._store is not None:
             with contextlib.suppress(dist.DistError):
                 self._store.set("code", str(code))
@@ -161,7 +161,7 @@ class Claim:
 
 
 def claim(own: Processes) -> Claim | None:
-    """Claim to be the one that tells why the run ends; None where another process does."""
+    """Claim to be the one that reports why the run ends; None where another process does."""
     if own.world_size == 1:
         return Claim(None)
     try:
@@ -177,22 +177,22 @@ def claim(own: Processes) -> Claim | None:
 def claim_for(rank: int | None, store: dist.Store) -> Claim | None:
     """As `claim`, with a store at hand; the launcher has no rank, and its claim is granted once."""
     token = f"{_LAUNCHER} {uuid.uuid4().hex}" if rank is None else f"{rank} {_TOKEN}"
-    held = store.compare_set("teller", "", token).decode()
+    held = store.compare_set("reporter", "", token).decode()
     return Claim(store) if held == token else None
 
 
-def told(store: dist.Store) -> tuple[int | None, int | None]:
-    """Who has claimed to tell why the run ends, and the exit code once that is told.
+def read_report(store: dist.Store) -> tuple[int | None, int | None]:
+    """Who has claimed to report why the run ends, and the exit code once it has.
 
     Each None as long as there is none; the rank also where it is the launcher.
     """
-    teller = int(store.get("teller").split()[0]) if store.check(["teller"]) else _LAUNCHER
+    reporter = int(store.get("reporter").split()[0]) if store.check(["reporter"]) else _LAUNCHER
     code = int(store.get("code")) if store.check(["code"]) else None
-    return (None if teller == _LAUNCHER else teller), code
+    return (None if reporter == _LAUNCHER else reporter), code
 
 
 def advice(number: int | None) -> str:
-    """The likely reason why a process is gone without a word, and what to do about it.
+    """The likely reason why a process is gone without an error, and what to do about it.
 
     `number` is the signal that ended it; None where that is not known.
     """
@@ -222,7 +222,7 @@ def advice(number: int | None) -> str:
 
 
 class Watch:
-    """Tells the others of this process, and watches them, while it is entered.
+    """Publishes what this process does, and watches the others, while it is entered.
 
     With one process it does nothing. Raises LostPeerError, when it is left with the error of a
     broken connection, in its place.
@@ -272,7 +272,7 @@ class Watch:
                 self._progress, phase=phase, step=self._step, since=time.time()
             )
         if self._store is not None:
-            self._tell()
+            self._publish()
 
     def join(self) -> None:
         """Say that this process now waits for all others to come."""
@@ -280,14 +280,14 @@ class Watch:
         self.enter("meeting the others")
 
     def follow(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """From now on compare with other processes how many collectives they have begun in these
-        groups, and in no others."""
+        """From now on compare with other processes how many collectives they have started in
+        these groups, and in no others."""
         self._groups = list(groups)
 
     def __enter__(self) -> Self:
         if self._store is not None:
             self._heard = dict.fromkeys(self._peers, time.monotonic())
-            self._tell()
+            self._publish()
             self._thread.start()
             if threading.current_thread() is threading.main_thread():
                 self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -301,7 +301,7 @@ class Watch:
     ) -> None:
         if self._store is None:
             return
-        # Meanwhile the thread goes on: where another process confesses, it ends this one.
+        # Meanwhile the thread goes on: where another process reports an error, it ends this one.
         lost = self._lost() if isinstance(error, RuntimeError) else None
         self._stopped.set()
         self._thread.join()
@@ -315,10 +315,10 @@ class Watch:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """A launcher that has seen a process die ends the others so: say first who it was.
 
-        After an error this stays in place, until that is told.
+        After an error this stays in place until that is reported.
         """
         if (gone := self._gone()) is not None and not self._launcher_reports:
-            self._end(_obituary(gone))
+            self._end(_lost_message(gone))
         with contextlib.suppress(dist.DistError):
             self._leave()
         raise SystemExit(128 + number)
@@ -327,7 +327,7 @@ class Watch:
         """Say that this process needs nobody any more, nor is needed."""
         with self._lock:
             self._progress = replace(self._progress, is_done=True)
-        self._tell()
+        self._publish()
 
     # -- this process --------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class Watch:
     def _peers(self) -> list[int]:
         return [rank for rank in range(self._size) if rank != self._rank]
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         assert self._store is not None
         with self._lock:
             self._progress = replace(
@@ -347,8 +347,8 @@ class Watch:
             self._store.set(_key(self._rank), json.dumps(asdict(self._progress)))
 
     def _collectives(self) -> dict[str, int]:
-        begun = {group.group_name: _num_begun(group) for group in self._groups}
-        return {"meeting": self._has_joined, **begun}
+        started = {group.group_name: _num_started(group) for group in self._groups}
+        return {"meeting": self._has_joined, **started}
 
     # -- the others ----------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class Watch:
         moved, moved_at = self._own_position(), time.monotonic()
         while not self._stopped.wait(self._interval_s):
             try:
-                self._tell()
+                self._publish()
                 self._listen()
                 has_failed = self._has_failed()
                 gone = None if has_failed or self._launcher_reports else self._gone()
@@ -368,7 +368,7 @@ class Watch:
                     self._store.set(_heard_key(self._rank), "1")
                 self._end("")
             if gone is not None:
-                self._end(_obituary(gone))
+                self._end(_lost_message(gone))
             position = self._own_position()
             if position != moved:
                 moved, moved_at = position, time.monotonic()
@@ -390,7 +390,7 @@ class Watch:
 
     def _has_failed(self) -> bool:
         assert self._store is not None
-        return self._store.check(["teller"])
+        return self._store.check(["reporter"])
 
     def _silent_s(self, rank: int) -> float:
         return time.monotonic() - self._heard[rank]
@@ -448,7 +448,7 @@ class Watch:
     def _end(self, message: str) -> NoReturn:
         """Leave at once: the main thread may be in a collective that never ends."""
         try:
-            if message and self._may_speak():
+            if message and self._may_report():
                 sys.stderr.write(f"{message}\n")
                 sys.stderr.flush()
                 if self.on_end is not None:
@@ -456,7 +456,7 @@ class Watch:
         finally:
             os._exit(1)
 
-    def _may_speak(self) -> bool:
+    def _may_report(self) -> bool:
         assert self._store is not None
         try:
             return claim_for(self._rank, self._store) is not None
@@ -467,12 +467,12 @@ class Watch:
 
     def _lost(self) -> str | None:
         """Who is dead, if anybody: its end broke our connection. Waits a little for it to show."""
-        deadline = time.monotonic() + _CONFESSION_S
+        deadline = time.monotonic() + _ERROR_REPORT_TIMEOUT_S
         while time.monotonic() < deadline:
             if (gone := self._gone()) is not None:
                 if self._launcher_reports:
-                    time.sleep(_CONFESSION_S / 3)  # it knows more: how that process ended
-                return _obituary(gone).removeprefix("error: ")
+                    time.sleep(_ERROR_REPORT_TIMEOUT_S / 3)  # it knows more: how that process ended
+                return _lost_message(gone).removeprefix("error: ")
             time.sleep(0.05)
         return None
 
@@ -492,7 +492,7 @@ class Watch:
         return None
 
 
-def _obituary(gone: Progress) -> str:
+def _lost_message(gone: Progress) -> str:
     return (
         f"error: rank {gone.rank} (pid {gone.pid}) is gone without an error of its own, in "
         f"{gone.doing(time.time())}.\n{advice(None)}"
@@ -504,11 +504,11 @@ def _key(rank: int) -> str:
 
 
 def _heard_key(rank: int) -> str:
-    """Set once `rank` has learned that another process tells why the run ends."""
+    """Set once `rank` has learned that another process reports why the run ends."""
     return f"heard/{rank}"
 
 
-def _num_begun(group: dist.ProcessGroup) -> int:
+def _num_started(group: dist.ProcessGroup) -> int:
     return group._get_sequence_number_for_group()  # pyright: ignore  # not in torch's stubs
 
 

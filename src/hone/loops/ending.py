@@ -67,7 +67,7 @@ class Ending:
         try:
             yield
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            if _speaks(error):
+            if _claims_report(error):
                 self._record(**_described(error))
             raise
         if self._is_first:
@@ -118,7 +118,7 @@ def evaluation_cause(folder: Path) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if _speaks(error):
+        if _claims_report(error):
             _record(folder, **_described(error) | {"kind": "eval_error"})
         raise
 
@@ -126,7 +126,7 @@ def evaluation_cause(folder: Path) -> Generator[None]:
 def _record(folder: Path, **fields: Any) -> None:
     try:
         append_event(folder, **fields)
-    except DiskError as problem:  # the error that ends the run is the one to be told
+    except DiskError as problem:  # the error that ends the run is the one to report
         _log.warning("warning: the cause is not in the run folder: %s", problem)
 
 
@@ -143,9 +143,9 @@ def _draw_failed(folder: Path, draws_report: bool) -> str | None:
     return None
 
 
-def _speaks(error: BaseException) -> bool:
-    """Whether it is this process that tells why the run ends; from then on until it has, it may
-    not be ended by the launcher."""
+def _claims_report(error: BaseException) -> bool:
+    """Whether this process reports why the run ends; until it has, the launcher may not end
+    it."""
     own = processes()
     if own.world_size == 1:
         return True

@@ -1,8 +1,8 @@
 """Default alarms: the symptoms that cost others days, each with what to look at.
 
 The costly bugs of this field do not crash; they give plausible curves. Every rule below watches a
-metric that is always on. A rule speaks when its symptom appears and again only after the symptom
-has been gone for `QUIET_STEPS` steps.
+metric that is always on. A rule raises its alarm when its symptom appears, and again
+only after the symptom has been gone for `QUIET_STEPS` steps.
 
     for alarm in alarms.check(step, scalars):
         log.event("alarm", **alarm.fields())
@@ -63,7 +63,7 @@ class Alarm:
 
 
 class Rule(NamedTuple):
-    """A symptom, how it is recognised, and what to tell the user. Rules of one name are one alarm
+    """A symptom, how it is recognised, and what to advise the user. Rules of one name are one alarm
     with an advice for each cause."""
 
     name: str

@@ -114,7 +114,7 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
         ),
         _chart(
             "Staleness",
-            "updates since the group was begun",
+            "updates since the group was started",
             ("rollout/staleness/mean", "mean"),
             ("rollout/staleness/max", "largest"),
             scale="zero",

@@ -44,7 +44,7 @@ class RunFolder:
     @classmethod
     def read(cls, path: Path, *, has_ended: bool = False) -> RunFolder:
         """Read what exists; missing files count as empty. `has_ended` is for a process of the run
-        itself: another one may not have let go of the folder yet.
+        itself: another one may still hold the folder's lock.
 
         Raises UserError when `path` is no folder of a run, or its configuration cannot be read.
         """
@@ -97,7 +97,7 @@ class RunFolder:
 
     @property
     def error(self) -> Mapping[str, Any] | None:
-        """The event of the error that ended the run, unless it has gone on since."""
+        """The event of the error that ended the run, unless the run was resumed since."""
         if self.is_running:
             return None
         end = self.end

@@ -27,7 +27,7 @@ from typing import Any
 from hone.config.errors import UserError
 from hone.config.hardware import num_usable_cores
 from hone.rewards import wire
-from hone.rewards.nursery import COMMAND, FORK, KILL, MAX_PROCESSES, OUT_OF_MEMORY_EXIT
+from hone.rewards.fork_server import COMMAND, FORK, KILL, MAX_PROCESSES, OUT_OF_MEMORY_EXIT
 from hone.rewards.score import Verdict
 from hone.rewards.worker import LOADING, Job, encode_request
 from hone.types import FailureKind, Reward
@@ -41,10 +41,10 @@ PREFETCH_S = 0.05
 MAX_PREFETCH = 32
 STALL_S = 0.2
 """A worker silent for so long is stuck as far as the samples behind the current one go."""
-NURSERY = "hone.rewards.nursery"
+FORK_SERVER = "hone.rewards.fork_server"
 _CLOSE_S = 5.0
 _SLOW_IMPORT_S = 10.0
-"""How often an import that goes on is spoken of."""
+"""Time between warnings of an import that takes long."""
 _PROCESSES_ALLOWED = f"at most {MAX_PROCESSES} are allowed at a time"
 
 
@@ -86,14 +86,14 @@ class Pool:
         self._num_vacant = 0
         self._seconds_per_sample = PREFETCH_S  # moving average
         self._selector = selectors.DefaultSelector()
-        self._process, self._control = _start_nursery(job)
+        self._process, self._control = _start_fork_server(job)
         self._selector.register(self._control.sock, selectors.EVENT_READ)
         try:
-            first, begun, told = self._start_worker(), time.monotonic(), 0.0
+            first, started, warned_s = self._start_worker(), time.monotonic(), 0.0
             while not first.ready:
                 self._handle_events(None)
-                if (seconds := time.monotonic() - begun) > told + _SLOW_IMPORT_S:
-                    told = seconds
+                if (seconds := time.monotonic() - started) > warned_s + _SLOW_IMPORT_S:
+                    warned_s = seconds
                     _log.warning(
                         "importing the reward functions (%s) has taken %.0f s; after %g s it fails",
                         self._specs(),
@@ -158,10 +158,10 @@ class Pool:
         for body in self._control.take():
             message = json.loads(body)
             if error := message.get("error"):
-                raise ValueError(error)  # the nursery cannot serve this job
+                raise ValueError(error)  # the fork server cannot serve this job
             self._worker_ended(message)
         if self._control.ended:
-            raise self._nursery_ended()
+            raise self._fork_server_ended()
 
     def _read_results(self, worker: _Worker) -> None:
         try:
@@ -210,7 +210,7 @@ class Pool:
         self._requeue(worker.tickets)
 
     def _load_error(self, report: Mapping[str, Any]) -> ValueError:
-        """Why a worker ended before it was ready, without a word."""
+        """Why a worker ended before it was ready and without an error."""
         if report["processes"]:
             problem = f"started {report['processes']:,} processes; {_PROCESSES_ALLOWED}"
         elif report["overdue"]:
@@ -303,9 +303,9 @@ class Pool:
         try:
             socket.send_fds(self._control.sock, [COMMAND.pack(what, number)], fds)
         except ConnectionError:
-            raise self._nursery_ended() from None
+            raise self._fork_server_ended() from None
 
-    def _nursery_ended(self) -> UserError:
+    def _fork_server_ended(self) -> UserError:
         how = _describe_exit(self._process.wait(_CLOSE_S))
         names = ", ".join(function.spec for function in self._job.functions)
         return UserError(
@@ -327,13 +327,13 @@ class Pool:
         change(sock, selectors.EVENT_READ | writing, worker)
 
 
-def _start_nursery(job: Job) -> tuple[subprocess.Popen[bytes], wire.Stream]:
+def _start_fork_server(job: Job) -> tuple[subprocess.Popen[bytes], wire.Stream]:
     ours, theirs = socket.socketpair()
     # One worker a core: a thread pool in each would only make them fight.
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", NURSERY, str(theirs.fileno())],
+            [sys.executable, "-P", "-m", FORK_SERVER, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=os.environ | one_thread,
             stdin=subprocess.DEVNULL,

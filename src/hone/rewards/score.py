@@ -125,7 +125,7 @@ def score(
 ) -> Verdict:
     """Call every function and sum weight x score over those that apply.
 
-    `on_call` is told the index of each function just before it is called. An error in a function
+    `on_call` gets the index of each function just before it is called. An error in a function
     becomes a failed verdict, never a score.
     """
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Rewards for samples, while the caller goes on with other things.
+"""Rewards for samples, while the caller does other work.
 
     with Scorer(cfg.reward, max_completion_tokens=1024) as scorer:
         scorer.submit(sample)
@@ -83,8 +83,8 @@ class Scorer:
 
     def __init__(self, cfg: RewardConfig, *, max_completion_tokens: int) -> None:
         self.on_wait: Callable[[str], None] | None = None
-        """Told in words how far scoring is, while the caller has waited for nothing else for some
-        seconds."""
+        """Called with a text on how far scoring is, where the caller has waited for nothing else
+        for some seconds."""
         self._cfg = cfg
         self._first_failures: list[Sample] = []
         self._batch: Counter[str] = Counter()
@@ -197,11 +197,11 @@ class Scorer:
         if self._pool is not None:
             for ticket, verdict in self._pool.poll(0.0 if self._done else timeout_s):
                 self._finish(self._samples.pop(ticket), verdict)
-            self._tell_of_waiting(timeout_s)
+            self._report_waiting(timeout_s)
         done, self._done = self._done, []
         return done
 
-    def _tell_of_waiting(self, timeout_s: float) -> None:
+    def _report_waiting(self, timeout_s: float) -> None:
         if not self._samples or timeout_s == 0.0:  # else the caller has other work
             self._waiting_since = None
             return

@@ -1,5 +1,5 @@
 """What runs inside a worker process: load the functions, then score samples until the driver is
-gone. The process may loop, crash or be killed at any moment; `nursery.py` sees to the consequences.
+gone. The process may loop, crash or be killed at any moment; `fork_server.py` handles that.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FunctionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every worker of a pool is told."""
+    """What every worker of a pool gets."""
 
     functions: tuple[FunctionSpec, ...]
     timeout_s: float
@@ -83,7 +83,7 @@ class Call:
 
 
 class Progress:
-    """Shared memory in which a worker notes the call it is in, for the nursery to read."""
+    """Shared memory in which a worker notes the call it is in, for the fork server to read."""
 
     _LAYOUT = struct.Struct("<dqq")
     _START = struct.Struct("<d")
@@ -198,7 +198,7 @@ def _plain(ticket: int, verdict: Verdict) -> dict[str, Any]:
 
 
 def _isolate(memory_limit_bytes: int) -> None:
-    """Own process group, no output, no core files, bounded memory, death with the nursery."""
+    """Own process group, no output, no core files, bounded memory, death with the fork server."""
     os.setsid()
     become_subreaper()
     if sys.platform == "linux":

@@ -26,7 +26,7 @@ from hone.distributed.mesh import Mesh
 from hone.models.manifest import build_manifest
 from hone.types import EngineLostError, Trainer
 from hone.weights.buckets import Bucket, Entry, layout_of
-from hone.weights.link import Board, Link, LinkError, host_store
+from hone.weights.link import Link, LinkError, SyncStore, host_store
 from hone.weights.protocol import (
     BUFFERS,
     RECEIVED,
@@ -34,7 +34,7 @@ from hone.weights.protocol import (
     Pending,
     Receivers,
     ReceiveSpec,
-    board_of,
+    sync_store_of,
 )
 from hone.weights.sync import (
     NonFiniteWeightsError,
@@ -49,7 +49,7 @@ SETTLE_S = 5.0
 LOOK_S = 0.2
 """Between two looks at whether an engine has failed."""
 
-AGAIN = "push again, and engines are told of it"
+AGAIN = "push again, and engines are sent the new names and shapes"
 
 
 class BroadcastSync:
@@ -120,11 +120,11 @@ class BroadcastSync:
 
     def _agree(self, outcome: SyncReport | Exception | None) -> SyncReport:
         """What the first process, alone, knows came of it."""
-        told = self.mesh.gather(outcome)[0]
-        if isinstance(told, Exception):
+        result = self.mesh.gather(outcome)[0]
+        if isinstance(result, Exception):
             self._entries = None  # they may be why
-            raise told
-        return told
+            raise result
+        return result
 
     def _deliver(
         self,
@@ -150,25 +150,25 @@ class BroadcastSync:
             timeout_s=self.timeout_s,
         )
         engines = _Answers(dict(zip(ranks, receivers.start_receive(spec), strict=True)))
-        board = board_of(self._store, spec, rank=0, watch=engines.look)
+        sync_store = sync_store_of(self._store, spec, rank=0, watch=engines.look)
         try:
             buckets = spec.buckets()
-            self._link = Link.meet(self._store, board, self.mesh.device, self._link)
-            sender = _Sender(self._link, board, buckets, self.mesh.device)
-            board.put(SENT, build_manifest(sender.send(weights), version))
-            board.put(RECEIVED)
-            board.gather(RECEIVED)
+            self._link = Link.meet(self._store, sync_store, self.mesh.device, self._link)
+            sender = _Sender(self._link, sync_store, buckets, self.mesh.device)
+            sync_store.put(SENT, build_manifest(sender.send(weights), version))
+            sync_store.put(RECEIVED)
+            sync_store.gather(RECEIVED)
             late = f"it had not taken over its weights after {self.timeout_s:g} s"
-            if failure := engines.failure(board.left_s, late):
+            if failure := engines.failure(sync_store.left_s, late):
                 raise failure
         except Exception as error:
-            board.give_up(f"{spec.names[0]}: {error}")
+            sync_store.give_up(f"{spec.names[0]}: {error}")
             self._drop_link()
             cause = engines.failure(SETTLE_S, f"no answer to a delivery that failed: {error}")
             if isinstance(error, LinkError) and not isinstance(cause, LinkError | None):
                 raise cause from error
             raise
-        board.clear()
+        sync_store.clear()
         receivers.finish_sync(version)
         return SyncReport(
             seconds=perf_counter() - start,
@@ -207,10 +207,10 @@ class _Sender:
     """Fills buckets in the order of a walk, and sends them."""
 
     def __init__(
-        self, link: Link, board: Board, buckets: Sequence[Bucket], device: torch.device
+        self, link: Link, sync_store: SyncStore, buckets: Sequence[Bucket], device: torch.device
     ) -> None:
         self._link = link
-        self._board = board
+        self._sync_store = sync_store
         self._buckets = buckets
         self._device = device
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
@@ -250,7 +250,7 @@ class _Sender:
 
     def _wait_for_oldest(self) -> None:
         work, _ = self._in_flight[0]
-        self._link.wait(work, self._board)
+        self._link.wait(work, self._sync_store)
         self._in_flight.popleft()
 
 

@@ -1,7 +1,7 @@
 """A process group over processes that were started separately.
 
-The sender of weights hosts a store at a port of its own. Each delivery has a `Board` in it, where
-members leave notes for each other: that they have come, how they have fared, why they give up.
+The sender of weights hosts a store at a port of its own. Each delivery has a `SyncStore` in it, to
+which members post the phases that they have completed, and why they give up.
 Tensors go over a `Link`, a process group of its own (gloo for CPUs, NCCL for GPUs), which is kept
 from delivery to delivery as long as members are the same and still hold it.
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Board", "Link", "LinkError", "host_store", "join_store"]
+__all__ = ["Link", "LinkError", "SyncStore", "host_store", "join_store"]
 
 POLL_S, MAX_POLL_S, POLL_GROWTH = 0.0001, 0.02, 1.1
 """Between two looks at what is waited for: at first, at most, and from one to the next. So a wait
@@ -52,8 +52,8 @@ def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
         ) from error
 
 
-class Board:
-    """Notes that the members of one delivery leave for each other.
+class SyncStore:
+    """Where the members of one delivery post the phases that they have completed.
 
     `names` are all members by rank, the sender first. `watch` is called now and then while this
     member waits; what it raises ends the wait.
@@ -76,28 +76,33 @@ class Board:
         self.timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._watch = watch
-        self._deeds: list[str] = []
+        self._phases: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """Of this member."""
+        return self.names[self.rank]
 
     @property
     def left_s(self) -> float:
         """Until the delivery must have come to its end."""
         return max(self._deadline - time.monotonic(), 0.0)
 
-    def put(self, deed: str, value: Any = None) -> None:
-        """Note that this member has done `deed`, with a picklable value for the others."""
-        self._deeds.append(deed)
+    def put(self, phase: str, value: Any = None) -> None:
+        """Post that this member has completed `phase`, with a picklable value for the others."""
+        self._phases.append(phase)
         with self._reaching():
             # Bytes are taken as they are, though not by the stubs.
-            self._store.set(_key(deed, self.rank), cast(str, pickle.dumps(value)))
+            self._store.set(_key(phase, self.rank), cast(str, pickle.dumps(value)))
 
-    def gather(self, deed: str, ranks: Sequence[int] | None = None) -> list[Any]:
-        """The values that members (all, or `ranks`) have put with `deed`; waits for them."""
+    def gather(self, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The values that members (all, or `ranks`) have put with `phase`; waits for them."""
         ranks = range(len(self.names)) if ranks is None else ranks
-        keys = [_key(deed, rank) for rank in ranks]
+        keys = [_key(phase, rank) for rank in ranks]
 
         def missing() -> str:
             late = [r for r, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
-            return f"{', '.join(self.names[rank] for rank in late)} had not {deed}"
+            return f"{', '.join(self.names[rank] for rank in late)} had not {phase}"
 
         with self._reaching():
             self.wait(lambda: self._store.check(keys), missing)
@@ -135,20 +140,20 @@ class Board:
 
     def clear(self) -> None:
         """Remove what members have put, when all have read it."""
-        for deed in self._deeds:
+        for phase in self._phases:
             for rank in range(len(self.names)):
-                self._store.delete_key(_key(deed, rank))
+                self._store.delete_key(_key(phase, rank))
 
     @contextmanager
     def _reaching(self) -> Generator[None]:
         try:
             yield
         except dist.DistNetworkError as error:
-            raise LinkError(f"{self.names[0]} is gone, and its store of notes with it") from error
+            raise LinkError(f"{self.names[0]} is gone, and its store with it") from error
 
 
-def _key(deed: str, rank: int) -> str:
-    return f"{deed}/{rank}"
+def _key(phase: str, rank: int) -> str:
+    return f"{phase}/{rank}"
 
 
 class Link:
@@ -159,51 +164,53 @@ class Link:
     """
 
     def __init__(
-        self, store: dist.Store, generation: int, board: Board, device: torch.device
+        self, store: dist.Store, generation: int, sync_store: SyncStore, device: torch.device
     ) -> None:
-        """Collective over the members of `board`; use `meet`."""
+        """Collective over the members of `sync_store`; use `meet`."""
         self.generation = generation
-        self.names = tuple(board.names)
+        self.names = tuple(sync_store.names)
         self.device = device
         """Where tensors must lie that travel."""
-        size = len(board.names)
+        size = len(sync_store.names)
         scoped = dist.PrefixStore(f"link {generation}", store)
-        timeout = timedelta(seconds=board.timeout_s)
+        timeout = timedelta(seconds=sync_store.timeout_s)
         self._group: Any  # the stubs lack what all backends have
         if device.type == "cuda":
-            self._group = _nccl_group(scoped, board.rank, size, timeout)
+            self._group = _nccl_group(scoped, sync_store.rank, size, timeout)
             return
         try:
-            self._group = dist.ProcessGroupGloo(scoped, board.rank, size, timeout)
+            self._group = dist.ProcessGroupGloo(scoped, sync_store.rank, size, timeout)
         except RuntimeError as error:
             raise LinkError(
-                f"{board.names[board.rank]} could not connect to the others "
-                f"({', '.join(n for n in board.names if n != board.names[board.rank])}): {error}. "
+                f"{sync_store.name} could not connect to the others "
+                f"({', '.join(n for n in sync_store.names if n != sync_store.name)}): {error}. "
                 "Each announces the address of one network interface; GLOO_SOCKET_IFNAME, set "
                 "where a process starts, names another."
             ) from error
 
     @classmethod
-    def meet(cls, store: dist.Store, board: Board, device: torch.device, held: Link | None) -> Link:
+    def meet(
+        cls, store: dist.Store, sync_store: SyncStore, device: torch.device, held: Link | None
+    ) -> Link:
         """The link that all members still hold, or a new one. Collective.
 
         Raises LinkError with those who did not come, and RuntimeError where some members are on
         CPUs and some on GPUs, which no link spans.
         """
-        if held is not None and held.names != tuple(board.names):
+        if held is not None and held.names != tuple(sync_store.names):
             held.drop()  # it also leads to members that are gone
             held = None
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-        board.put("joined the link", (held and held.generation, device.type, gpu))
-        notes = board.gather("joined the link")
+        sync_store.put("joined the link", (held and held.generation, device.type, gpu))
+        notes = sync_store.gather("joined the link")
         apart = [
             name
-            for name, (_, kind, _) in zip(board.names, notes, strict=True)
+            for name, (_, kind, _) in zip(sync_store.names, notes, strict=True)
             if kind != device.type
         ]
         if apart:
             raise RuntimeError(
-                f"{board.names[board.rank]} is on a {device.type} device, {', '.join(apart)} not: "
+                f"{sync_store.name} is on a {device.type} device, {', '.join(apart)} not: "
                 "weights go from CPU to CPU or from GPU to GPU"
             )
         if held is not None and all(generation == held.generation for generation, _, _ in notes):
@@ -213,7 +220,7 @@ class Link:
         gpus = [gpu for _, _, gpu in notes]
         if gpu is not None and len(set(gpus)) < len(gpus):
             device = torch.device("cpu")  # NCCL wants a GPU for each member
-        return cls(store, board.delivery, board, device)
+        return cls(store, sync_store.delivery, sync_store, device)
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
         """Begin to send a contiguous tensor (rank 0), or to fill it (all others)."""
@@ -222,13 +229,13 @@ class Link:
         except RuntimeError as error:
             raise LinkError(f"the link broke: {error}") from error
 
-    def wait(self, work: dist.Work, board: Board) -> None:
+    def wait(self, work: dist.Work, sync_store: SyncStore) -> None:
         """Wait, on the host, until a broadcast has ended.
 
-        Raises LinkError where a connection broke, and as `Board.wait`.
+        Raises LinkError where a connection broke, and as `SyncStore.wait`.
         """
         # Not in `work.wait`, which sees neither who gives up nor, with NCCL, who is gone.
-        board.wait(work.is_completed, lambda: "some member had not passed all weights on")
+        sync_store.wait(work.is_completed, lambda: "some member had not passed all weights on")
         try:
             work.wait()
         except RuntimeError as error:
@@ -253,7 +260,7 @@ def _nccl_group(
     options.group_name = "weights"
     options.global_ranks_in_group = list(range(size))
     # Deadlines are kept by `Link.wait`. The backend's own watchdog would end this process, where
-    # only the link must go: it comes late, and is told to leave errors to others.
+    # only the link must go: it comes late, and leaves errors to others.
     options._timeout = 4 * timeout
     before = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # read by the constructor

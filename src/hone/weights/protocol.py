@@ -1,4 +1,4 @@
-"""What the sender of weights and those who receive them say to each other."""
+"""The messages between the sender of weights and the engines that receive them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from hone.weights.buckets import Bucket, Entry, plan_buckets
-from hone.weights.link import Board
+from hone.weights.link import SyncStore
 
 __all__ = [
     "BUFFERS",
@@ -19,13 +19,13 @@ __all__ = [
     "ReceiveSpec",
     "Received",
     "Receivers",
-    "board_of",
+    "sync_store_of",
 ]
 
 BUFFERS = 2
 """Buckets that exist at a time."""
 SENT, RECEIVED = "sent a manifest", "received all weights"
-"""Deeds on the board of a delivery."""
+"""Phases of a delivery, which its members post to the `SyncStore`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +95,15 @@ class Receivers(Protocol):
         ...
 
 
-def board_of(
+def sync_store_of(
     store: dist.Store,
     spec: ReceiveSpec,
     *,
     rank: int,
     watch: Callable[[], None] | None = None,
-) -> Board:
-    """The notes of one delivery, as the member with `rank` in the link sees them."""
-    return Board(
+) -> SyncStore:
+    """The shared store of one delivery, for the member with `rank` in the link."""
+    return SyncStore(
         store,
         spec.delivery,
         names=spec.names,

@@ -14,14 +14,14 @@ from torch import Tensor
 from hone.models.manifest import ManifestBuilder, build_manifest, compare
 from hone.types import Engine, WeightManifest
 from hone.weights.buckets import Bucket, Entry
-from hone.weights.link import Board, Link, LinkError, join_store
+from hone.weights.link import Link, LinkError, SyncStore, join_store
 from hone.weights.protocol import (
     BUFFERS,
     RECEIVED,
     SENT,
     Received,
     ReceiveSpec,
-    board_of,
+    sync_store_of,
 )
 from hone.weights.sync import Delivery, match_layout
 
@@ -51,14 +51,14 @@ class WeightReceiver:
         start = perf_counter()
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         with on_device:
-            board = board_of(self._join(spec), spec, rank=1 + rank)
+            sync_store = sync_store_of(self._join(spec), spec, rank=1 + rank)
             try:
                 self.engine.begin_sync()
                 delivery = Delivery(self.engine)
-                manifest = self._take(spec, board, delivery)
+                manifest = self._take(spec, sync_store, delivery)
             except Exception as error:
                 if not isinstance(error, LinkError):
-                    board.give_up(f"{spec.names[board.rank]}: {error}")
+                    sync_store.give_up(f"{spec.names[sync_store.rank]}: {error}")
                 self.close()
                 raise
             self.engine.finish_sync(manifest)
@@ -81,27 +81,27 @@ class WeightReceiver:
             self._place = place
         return self._store
 
-    def _take(self, spec: ReceiveSpec, board: Board, delivery: Delivery) -> WeightManifest:
+    def _take(self, spec: ReceiveSpec, sync_store: SyncStore, delivery: Delivery) -> WeightManifest:
         """The manifest that the engine's own tensors must have."""
         if diff := match_layout(self._part_shapes(spec.entries), delivery.targets):
             raise RuntimeError(f"it cannot take version {spec.version}: {diff.describe()}")
         assert self._store is not None
-        self._link = Link.meet(self._store, board, self.device, self._link)
+        self._link = Link.meet(self._store, sync_store, self.device, self._link)
         arriving = ManifestBuilder()
-        coming = self._arriving(spec, self._link, board, arriving)
+        coming = self._arriving(spec, self._link, sync_store, arriving)
         # The sender has looked at them.
         own = _unlike(delivery.sources(coming, are_finite=True), spec.entries, delivery)
         manifest = build_manifest(own, spec.version, dtypes=delivery.dtypes)
         arrived = arriving.finish(spec.version)
-        sent: WeightManifest = board.gather(SENT, [0])[0]
+        sent: WeightManifest = sync_store.gather(SENT, [0])[0]
         if sent.version != spec.version:
             raise RuntimeError(f"version {spec.version} was announced, and {sent.version} came")
         if diff := compare(sent, arrived):
             raise RuntimeError(
                 f"version {spec.version} did not arrive as it was sent: {diff.describe()}"
             )
-        board.put(RECEIVED)
-        board.gather(RECEIVED)
+        sync_store.put(RECEIVED)
+        sync_store.gather(RECEIVED)
         return WeightManifest(spec.version, {**arrived.tensors, **manifest.tensors})
 
     def _part_shapes(self, entries: Iterable[Entry]) -> dict[str, torch.Size]:
@@ -113,7 +113,7 @@ class WeightReceiver:
         }
 
     def _arriving(
-        self, spec: ReceiveSpec, link: Link, board: Board, arrived: ManifestBuilder
+        self, spec: ReceiveSpec, link: Link, sync_store: SyncStore, arrived: ManifestBuilder
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights as they come, and add them to what has `arrived`."""
         waiting = deque(spec.buckets())
@@ -124,7 +124,7 @@ class WeightReceiver:
                 buffer = bucket.new_buffer(link.device)
                 coming.append((bucket, buffer, link.broadcast(buffer)))
             bucket, buffer, work = coming[0]
-            link.wait(work, board)
+            link.wait(work, sync_store)
             coming.popleft()
             named = dict(bucket.named_views(buffer.to(self.device)))
             del buffer

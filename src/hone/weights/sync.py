@@ -8,8 +8,8 @@ own comparison of its weights with its masters, before it gives the first
 (`hone.trainer.policy.Policy.named_weights`). An engine that is one rank of several gets, and
 proves, its own parts.
 
-Weights are taken from the trainer as they come and let go in groups, since a trainer whose weights
-are spread over processes makes them whole some at a time.
+Weights are taken from the trainer as they come and released in groups, since a trainer whose
+weights are spread over processes makes them whole some at a time.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""The nursery with one planted bug, named by the environment variable MUTANT."""
+"""The fork server with one planted bug, named by the environment variable MUTANT."""
 
 import os
 
-from hone.rewards import nursery, score, worker
+from hone.rewards import fork_server, score, worker
 
 MUTANTS = {
     "": lambda: None,
-    "no deadline": lambda: setattr(nursery._Nursery, "_kill_overdue", lambda self: 0.1),
+    "no deadline": lambda: setattr(fork_server.ForkServer, "_kill_overdue", lambda self: 0.1),
     "no memory limit": lambda: setattr(worker.resource, "setrlimit", lambda *_: None),
     "orphans live": lambda: (
-        setattr(nursery, "_kill", lambda child: None),
+        setattr(fork_server, "_kill", lambda child: None),
         setattr(worker, "_kill_children", lambda *, keep: None),
-        setattr(nursery, "_SHUT_DOWN_S", 0.1),
+        setattr(fork_server, "_SHUT_DOWN_S", 0.1),
     ),
-    "stays behind": lambda: setattr(nursery._Nursery, "shut_down", lambda self: None),
+    "stays behind": lambda: setattr(fork_server.ForkServer, "shut_down", lambda self: None),
     "errors score 0": lambda: setattr(score, "_attempt", zero_for_errors(score._attempt)),
 }
 
@@ -28,4 +28,4 @@ def zero_for_errors(attempt):
 
 if __name__ == "__main__":
     MUTANTS[os.environ["MUTANT"]]()
-    nursery.main()
+    fork_server.main()

@@ -6,7 +6,7 @@ running no code but this (so it may fork). It imports math-verify once, so a new
 milliseconds. It keeps deadlines also while the driver is busy elsewhere, adopts what workers leave
 behind, and when the driver disappears, however it does, it kills everything and ends.
 
-    driver ──control──► nursery ──fork──► worker, worker, ...
+    driver ──control──► fork server ──fork──► worker, worker, ...
        └───────── one socket a worker: samples in, verdicts out ──────────┘
 """
 
@@ -67,7 +67,7 @@ class _Worker:
     """Set when it is killed for how many it has started."""
 
 
-class _Nursery:
+class ForkServer:
     def __init__(self, control: socket.socket, job: Job) -> None:
         self.control = control
         self.job = job
@@ -228,18 +228,18 @@ def _kill_worker(worker: _Worker) -> None:
         os.kill(worker.pid, signal.SIGKILL)  # it does not lead a group yet
 
 
-def _be_worker(nursery: _Nursery, sock: socket.socket, progress: Progress) -> NoReturn:
+def _be_worker(fork_server: ForkServer, sock: socket.socket, progress: Progress) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    nursery.selector.close()
-    for inherited in (nursery.control, nursery.child_ended, nursery.wake):
+    fork_server.selector.close()
+    for inherited in (fork_server.control, fork_server.child_ended, fork_server.wake):
         inherited.close()
     try:
-        work(sock, nursery.job, progress)
+        work(sock, fork_server.job, progress)
     except MemoryError:
         os._exit(OUT_OF_MEMORY_EXIT)  # not even the verdict could be written
     finally:
-        os._exit(1)  # whatever escapes: never return into the nursery's loop
+        os._exit(1)  # whatever escapes: never return into the fork server's loop
 
 
 def main() -> None:
@@ -259,13 +259,13 @@ def main() -> None:
             pass
         return
     gc.freeze()  # forks then share these pages
-    nursery = _Nursery(control, job)
+    fork_server = ForkServer(control, job)
     try:
-        nursery.run()
+        fork_server.run()
     except ConnectionError:
         pass  # the driver is gone
     finally:
-        nursery.shut_down()
+        fork_server.shut_down()
 
 
 if __name__ == "__main__":
