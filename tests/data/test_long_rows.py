@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from hone.config.data import DataConfig, SourceConfig
 from hone.config.errors import UserError
 from hone.config.tree import SFTDataConfig
+from hone.data import chat
 from hone.data.prompts import load_prompts
 from hone.data.sft import load_sft
 from hone.data.token_bytes import max_bytes_per_token
@@ -205,6 +206,65 @@ def test_huge_rows_are_dropped_before_they_are_tokenised(tmp_path, caplog, load,
     told = rf"line 2: at least {lost.num_tokens} tokens, but {re.escape(lost.limit)}"
     with pytest.raises(UserError, match=told):
         load(source, tokenizer, overlong_prompts="error")
+
+
+SLICED = {
+    "unigram": (
+        sentence_pieces(models.Unigram([("[UNK]", 0.0), ("▁", -1.0), ("a", -1.0)], 0)),
+        "a a aa ",
+    ),
+    "word pieces": (
+        wrap(
+            models.WordPiece(LETTERS | {"##a": 4}, unk_token="[UNK]"),
+            pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+        ),
+        "aa  a b ",
+    ),
+    "a token that eats spaces": (
+        sentence_pieces(added=[AddedToken("<end>", lstrip=True, rstrip=True)]),
+        "<end>  aa  <end> ",
+    ),
+    "a token that is long": (sentence_pieces(added=[AddedToken("a" * 3000)]), "ab aa "),
+}
+
+
+@pytest.mark.parametrize("load", [load_rl, load_demonstrations])
+@pytest.mark.parametrize("name", SLICED)
+def test_what_size_alone_does_not_drop_is_tokenised_in_slices(tmp_path, monkeypatch, load, name):
+    """Up to twice the limit whole, so that its length is exact; far beyond never."""
+    monkeypatch.setattr(chat, "SLICE_CHARS", 2000)
+    plain, words = SLICED[name]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain.backend_tokenizer, eos_token="a")
+    tokenizer.__class__ = type("Watched", (Watched,), {})
+    lengths = [len(tokenizer(words * n, add_special_tokens=False)["input_ids"]) for n in (1, 2)]
+    once = lengths[1] - lengths[0]
+    fits, above, huge = (words * (n // once) for n in (90, 190, 100_000))
+    texts = [fits, above, huge]
+    rows = [{"prompt": text, "completion": "b"} for text in texts]
+    type(tokenizer).longest = 0
+    loaded = load(SourceConfig(path=write_rows(tmp_path / "a.jsonl", rows)), tokenizer)
+    assert type(tokenizer).longest < max(3000, len(above) + 10)
+    assert loaded.report.num_kept == 1
+    dropped = [(row.id, row.is_exact) for row in loaded.report.dropped]
+    assert dropped == [("a:2", True), ("a:3", False)]
+    whole = len(plain(huge, add_special_tokens=False)["input_ids"])
+    assert 100 < loaded.report.dropped[1].num_tokens <= whole
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_a_huge_text_of_few_tokens_is_kept(tmp_path, monkeypatch, name):
+    """Its slices are counted, and cuts are not held against it."""
+    monkeypatch.setattr(chat, "SLICE_CHARS", 250)
+    tokenizer, text = UNBOUNDED[name]
+    text += "a" if text.isspace() else ""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": text}])
+    if not ids:
+        with pytest.raises(UserError, match="no tokens at all"):
+            load_rl(SourceConfig(path=path), tokenizer)
+        return
+    (kept,) = load_rl(SourceConfig(path=path), tokenizer).train.take(1)
+    assert list(kept.token_ids) == ids
 
 
 def test_a_long_text_of_few_tokens_is_kept(tmp_path):

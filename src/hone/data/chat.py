@@ -28,6 +28,14 @@ __all__ = ["Demonstration", "Rendered", "Renderer", "TooLong"]
 
 ENCODE_BATCH = 1024
 """Texts given to the tokenizer at a time: enough to use its threads, little enough memory."""
+SLICE_CHARS = 2**16
+"""Of a text that may be too long by far: tokenised in milliseconds, whatever the tokenizer."""
+_LONG_TOKEN_CHARS = 8
+"""A text of so many characters for each token that it may have is most likely too long."""
+_MAX_ADDED_BY_A_CUT = 256
+"""Tokens that a text may have more of where it is cut: a prefix, and the two parts of a word. Of up
+to 100 characters a word has as many pieces at most, and beyond it may be one unknown token."""
+_IN_A_WORD = re.compile(r"\S\S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,8 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
-    """A row that has more tokens than may be, which its size says: it has not been tokenised."""
+    """A row that has more tokens than may be, as its size or its first slices say: it has not been
+    tokenised whole."""
 
     min_tokens: int
     """It has so many or more."""
@@ -137,13 +146,41 @@ class Renderer:
         limit: Literal["max_prompt_tokens", "max_tokens"],
     ) -> TooLong | None:
         """That a text has more than `max_tokens`, where its size says so, else None."""
-        # A character has four bytes at most, and a token is allowed as many or more.
-        if max_tokens is None or len(text) <= max_tokens or self._max_bytes_per_token is None:
+        if max_tokens is None or len(text) <= max_tokens:
             return None
-        num_bytes = len(text.encode(errors="surrogatepass"))
-        if num_bytes <= max_tokens * self._max_bytes_per_token:
+        if self._max_bytes_per_token is not None:
+            # A character has four bytes at most, and a token is allowed as many or more.
+            num_bytes = len(text.encode(errors="surrogatepass"))
+            if num_bytes > max_tokens * self._max_bytes_per_token:
+                return TooLong(-(-num_bytes // self._max_bytes_per_token), limit)
+        return self._too_many_in_slices(text, max_tokens, limit)
+
+    def _too_many_in_slices(
+        self, text: str, max_tokens: int, limit: Literal["max_prompt_tokens", "max_tokens"]
+    ) -> TooLong | None:
+        """The same of a text whose size alone does not say it, from its first slices."""
+        if len(text) <= max(2 * SLICE_CHARS, _LONG_TOKEN_CHARS * max_tokens):
             return None
-        return TooLong(-(-num_bytes // self._max_bytes_per_token), limit)
+        num_tokens = start = 0
+        while start < len(text):
+            # Inside a word: added tokens may take in all spaces on either side.
+            cut = _IN_A_WORD.search(text, start + SLICE_CHARS)
+            end = len(text) if cut is None else cut.start() + 1
+            piece, start = text[start:end], end
+            try:
+                encoded: Any = self.tokenizer(piece, add_special_tokens=False, verbose=False)
+            except Exception as error:
+                # Of this very class is what `tokenizers` raises: `_encode` names the row.
+                if type(error) is not Exception:
+                    raise
+                return None
+            num_tokens += max(len(encoded["input_ids"]) - _MAX_ADDED_BY_A_CUT, 0)
+            # Cuts have been allowed for. Should one add more all the same, by merging in another
+            # way what follows it, then not as many as the whole text may have: up to twice the
+            # limit it is tokenised whole.
+            if num_tokens > 2 * max_tokens:
+                return TooLong(num_tokens // 2, limit)
+        return None
 
     def _whole_too_long(
         self, example: Example, prompt: Rendered, whole: str, max_tokens: int | None

@@ -39,7 +39,7 @@ class DroppedRow:
     limit: str
     """The limit it broke, for people."""
     is_exact: bool = True
-    """Off where its size alone was looked at: it has so many tokens or more."""
+    """Off where it was not tokenised whole: it has so many tokens or more."""
 
     @property
     def length(self) -> str:
