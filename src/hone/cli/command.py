@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from hone.cli.openmp import set_up_openmp
+from hone.cli.recipe_record import record_recipe, require_same_recipe
 from hone.config import UserError
 from hone.config.base import Section
 from hone.config.checks import Finding, check_eval, check_generate, check_rl, check_sft
@@ -70,12 +71,28 @@ _MAX_ARRAY_BYTES = 64 * 2**20
 
 
 def load_arguments(tree: type[T], argv: Sequence[str]) -> T:
-    """Load `[RECIPE] [flags]`. The recipe is the first argument, a path or a built-in's name."""
-    recipe: Path | None = None
+    """Load `[RECIPE] [flags]`. The recipe is the first argument, a path or a built-in's name.
+
+    Raises UserError where a recipe to train by would go on with the run of another of its name.
+    """
+    recipe, flags = _split(argv)
+    cfg = load_config(tree, recipe, flags)
+    if recipe is not None and _trains(cfg):
+        require_same_recipe(cfg.run.dir, recipe)
+    return cfg
+
+
+def _trains(cfg: Section) -> TypeGuard[RLConfig | SFTConfig]:
+    """Whether it is of a command that trains; that of `hone simulate` has the same sections."""
+    return type(cfg) in (RLConfig, SFTConfig)
+
+
+def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The recipe, if one is given, and the flags."""
     flags = list(argv)
     if flags and not flags[0].startswith("-") and ("=" not in flags[0] or Path(flags[0]).is_file()):
-        recipe = resolve_recipe(flags.pop(0))
-    return load_config(tree, recipe, flags)
+        return resolve_recipe(flags.pop(0)), flags
+    return None, flags
 
 
 def take_nproc(argv: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -111,6 +128,9 @@ def load_checked(tree: type[B], argv: Sequence[str], check: Callable[[B, int], l
         if finding.level == "warning":
             _log.warning("warning: %s", finding.message)
     _require_no_error(findings)
+    recipe, _ = _split(argv)
+    if recipe is not None and _trains(cfg) and processes().rank == 0:
+        record_recipe(cfg.run.dir, recipe)
     return cfg
 
 

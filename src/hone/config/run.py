@@ -47,7 +47,8 @@ class RunConfig(EvaluateRunConfig):
     dir: Path = Path("runs/rl")
     """Folder that receives metrics, samples, checkpoints and the report. Unset: `runs/` and the
     recipe's name, as in `runs/gsm8k`; the default is for a run without recipe. One that holds a run
-    of another model or command is refused."""
+    of another model or command is refused, and so is the recipe's own where it holds a run of
+    another recipe of that name."""
 
     steps: int = Field(default=100, ge=1)
     """Training steps (RL: rollouts; SFT: optimizer steps)."""
