@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import hone
+from hone.cli import command as commands
 from hone.cli.command import conclude
 from hone.cli.help import TREES
 from hone.cli.main import COMMANDS, main
@@ -442,3 +443,28 @@ def test_shipped_recipes_load(name: str) -> None:
         except UserError as error:
             problems.append(f"{command}: {error}")
     assert loaded, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "flag", "told"),
+    [
+        (
+            0,
+            "--run.device=auto",
+            "Planned for GPUs, where model.dtype auto is bfloat16, though this host has none",
+        ),
+        (1, "--run.device=auto", "Planned for the GPUs of this host"),
+        (0, "--run.device=cpu", "Planned for run.device cpu."),
+    ],
+)
+def test_check_says_for_what_hardware_it_plans(
+    num_gpus: int,
+    flag: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(commands, "_num_gpus", lambda: num_gpus)
+    monkeypatch.setattr(commands, "installed_gpu", lambda: None)
+    main(["check", *BASE["rl"], flag])
+    assert told in " ".join(capsys.readouterr().out.split())

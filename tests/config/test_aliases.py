@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from hone.config import UserError, schema
 from hone.config.aliases import ALIASES
+from hone.config.base import Section
 from hone.config.load import load_config
 from hone.config.recipe import to_yaml
 from hone.config.tree import BenchTrainConfig, GenerateConfig, RLConfig, SFTConfig
@@ -180,3 +182,25 @@ def test_every_alias_names_keys_that_exist_and_shadows_none() -> None:
         for key in keys:
             path = key.split(".")
             assert any(schema.locate(tree, path) for tree in (RLConfig, SFTConfig)), f"{name=}"
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "told"),
+    [
+        (RLConfig, "simulate.gpus", "it is a key of `hone simulate`, not of this command"),
+        (RLConfig, "model.shape", "it is a key of `hone simulate`, `hone bench engine`"),
+        (GenerateConfig, "rollout.temperature", "did you mean --generation.temperature"),
+        (RLConfig, "trainer.recomputte", "did you mean --trainer.recompute"),
+    ],
+)
+def test_a_key_of_another_command_is_said_to_be_one(
+    tree: type[Section], key: str, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=re.escape(f"(flag --{key}=4); {told}")):
+        load_config(tree, None, [f"--{key}=4"])
+    recipe = tmp_path / "r.yaml"
+    section, name = key.split(".")
+    recipe.write_text(f"{section}:\n  {name}: 4\n")
+    if "did you mean" not in told:
+        with pytest.raises(UserError, match=re.escape(told)):
+            load_config(tree, recipe, [])

@@ -17,6 +17,7 @@ from hone.cli.command import (
     check_generate_here,
     check_rl_here,
     check_sft_here,
+    chosen_device,
     known_shape,
     load_arguments,
     local_gpu,
@@ -121,12 +122,25 @@ def _print_tables(
     for finding in findings:
         style = "bold red" if finding.level == "error" else "yellow"
         console.print(Text.assemble((f"{finding.level}: ", style), printable(finding.message)))
+    console.print(Text(_planned_hardware(cfg), style="dim"))
     if nproc is None:
         hint = "What depends on the number of processes is not checked: add --nproc N, or 1."
         console.print(Text(hint, style="dim"))
     num_errors = sum(finding.level == "error" for finding in findings)
     summary = f"errors: {num_errors}, warnings: {len(findings) - num_errors}"
     console.print(Text(summary, style="bold red" if num_errors else "bold green"))
+
+
+def _planned_hardware(cfg: Any) -> str:
+    """What the numbers are for, where `run.device` leaves that to the host of the run."""
+    if cfg.run.device != "auto":
+        return f"Planned for run.device {cfg.run.device}."
+    if chosen_device("auto") != "cpu":
+        return "Planned for the GPUs of this host (run.device auto)."
+    return (
+        "Planned for GPUs, where model.dtype auto is bfloat16, though this host has none: for a "
+        "run on this host's CPU add --run.device=cpu."
+    )
 
 
 def _table(derived: list[Derived]) -> Table:

@@ -14,8 +14,17 @@ from typing import NamedTuple
 
 from hone.config.base import Section
 from hone.config.schema import fields, locate
+from hone.config.tree import (
+    BenchEngineConfig,
+    BenchTrainConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    SFTConfig,
+    SimulateConfig,
+)
 
-__all__ = ["ALIASES", "Alias", "alias_hint", "find_alias"]
+__all__ = ["ALIASES", "Alias", "alias_hint", "find_alias", "of_other_command"]
 
 
 class Alias(NamedTuple):
@@ -401,6 +410,26 @@ def alias_hint(tree: type[Section], path: Sequence[str], *, dashes: str = "") ->
         return f"it is {' or '.join(alias.keys)} in `hone rl`; this command has no such setting"
     note = f" ({alias.note})" if alias.note and keys[0] == alias.keys[0] else ""
     return f"did you mean {' or '.join(dashes + key for key in keys)}?{note}"
+
+
+def of_other_command(tree: type[Section], path: Sequence[str]) -> str | None:
+    """What a message about the unknown key `path` of `tree` says where other commands have it; None
+    where none does, and where this one has a key of that name in another section."""
+    if any(field.path[-1] == path[-1] for field in fields(tree)):
+        return None
+    names = [f"`hone {name}`" for name, other in _COMMANDS.items() if locate(other, path)]
+    return f"it is a key of {', '.join(names)}, not of this command" if names else None
+
+
+_COMMANDS: Mapping[str, type[Section]] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "eval": EvaluateConfig,
+    "generate": GenerateConfig,
+    "simulate": SimulateConfig,
+    "bench engine": BenchEngineConfig,
+    "bench train": BenchTrainConfig,
+}
 
 
 def _in_tree(tree: type[Section], key: str) -> str | None:

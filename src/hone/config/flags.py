@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from hone.config.aliases import alias_hint
+from hone.config.aliases import alias_hint, of_other_command
 from hone.config.base import Section
 from hone.config.recipe import parse_value
 from hone.config.schema import Field, locate, members, nearest
@@ -96,7 +96,7 @@ def _find(tree: type[Section], name: str) -> tuple[Field | None, bool]:
 
 def _unknown(tree: type[Section], name: str, word: str) -> str:
     path = name.replace("-", "_").split(".")
-    hint = alias_hint(tree, path, dashes="--")
+    hint = alias_hint(tree, path, dashes="--") or of_other_command(tree, path)
     if hint is None and (near := nearest(tree, path)):
         hint = f"did you mean --{' or --'.join(near)}?"
     return f"unknown key (flag {word}){f'; {hint}' if hint else ''}"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from hone.config.aliases import alias_hint
+from hone.config.aliases import alias_hint, of_other_command
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.flags import Flag, parse_flags
@@ -178,7 +178,7 @@ class _Draft:
 
     def _unknown(self, at: Key) -> None:
         path = [str(part) for part in at]
-        hint = alias_hint(self.tree, path)
+        hint = alias_hint(self.tree, path) or of_other_command(self.tree, path)
         if hint is None:
             near = nearest(self.tree, path)
             hint = f"did you mean {' or '.join(near)}?" if near else _keys_of(self.tree, path[:-1])
