@@ -14,8 +14,8 @@ from mode_runs import MODES, completion_length, flags_of
 
 if TYPE_CHECKING:
     from hone.config.hardware import Peaks
-    from hone.config.model_shape import ModelShape
     from hone.config.tree import SimulateConfig
+    from hone.families.shape import ModelShape
     from hone.planner.simulator import Placement, Rates, SimulatedRun, SimulatedStep
 
 FITTED_ON = "sync-separate"
@@ -207,8 +207,8 @@ def predict(
 
     from hone.config.hardware import GPUS
     from hone.config.load import load_config
-    from hone.config.model_shape import ModelShape
     from hone.config.tree import SimulateConfig
+    from hone.families.shape import ModelShape
     from hone.planner.comparison import placement_rates
     from hone.planner.simulator import Placement, simulate
 
@@ -288,7 +288,7 @@ def summary_of_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def tables(saved: dict[str, Any]) -> str:
     """Seconds of a step, then tokens/s, each beside its predictions."""
-    from hone.config.model_shape import ModelShape
+    from hone.families.shape import ModelShape
 
     counted = {
         name: result

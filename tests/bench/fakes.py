@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hone.bench.summary import Limits
 from hone.config.hardware import Peaks
-from hone.config.model_shape import ModelShape
+from hone.families.shape import ModelShape
 from hone.types import Completion, EngineStats, Request, SamplingParams, StopReason
 
 

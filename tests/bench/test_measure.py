@@ -12,9 +12,9 @@ from hone.bench.measure import EngineRun, Measurement, Step, decode_steps, measu
 from hone.bench.summary import Quantiles, summarise
 from hone.bench.workloads import Workload
 from hone.config.engine import EngineConfig
-from hone.config.model_shape import ModelShape
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.scheduler import Plan
+from hone.families.shape import ModelShape
 from tests.bench.fakes import SHAPE, FakeEngine, limits, request
 from tests.models.test_generation_model import make_model
 

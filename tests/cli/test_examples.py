@@ -12,8 +12,8 @@ import pytest
 from hone.config.checks import check_rl
 from hone.config.hardware import gpu_peaks
 from hone.config.load import load_config
-from hone.config.model_shape import ModelShape
 from hone.config.tree import RLConfig
+from hone.families.shape import ModelShape
 from hone.planner.fitting import check_run_memory
 from tests.config import workspace as files
 

@@ -12,7 +12,7 @@ import pytest
 
 from hone.cli import openmp
 from hone.cli.openmp import num_threads_for, set_up_openmp
-from hone.config.model_shape import ModelShape
+from hone.families.shape import ModelShape
 from tests.tiny_runs import tiny_config, write_inputs
 
 QUICKSTART = ModelShape(

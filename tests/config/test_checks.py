@@ -15,9 +15,9 @@ import pytest
 from hone.config import UserError, checks, extras
 from hone.config.checks import Finding
 from hone.config.load import load_config
-from hone.config.model import PROJECTIONS
 from hone.config.reward import BUILTIN_REWARDS
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.families.spec import PROJECTIONS
 from tests.config.workspace import BASE
 
 CHECKS: dict[str, tuple[Any, Callable[..., list[Finding]]]] = {

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hone.attention import PackedContext, exact
 from hone.attention.backends import packed_attention
-from hone.config.model_shape import ModelShape
+from hone.families.shape import ModelShape
 from hone.models.decoder import hidden_states
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.policy import Policy

@@ -30,8 +30,8 @@ from hone.config.trainer import OptimizerConfig, TrainerConfig
 from hone.config.tree import RLConfig
 from hone.data.arithmetic import ALPHABET
 from hone.engine.engine import EmbeddedEngine, EngineState
+from hone.families.registry import FUSED_FAMILIES
 from hone.loops import sync
-from hone.models.fused_layers import FAMILIES
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.observe.metrics import Metrics
 from hone.trainer import learner as learner_module
@@ -108,7 +108,7 @@ OTHER_KEYS = {
 def _inputs() -> tuple[TemporaryDirectory[str], Path]:
     folder = TemporaryDirectory(prefix="hone-memory-")
     write_inputs(Path(folder.name))
-    for family in FAMILIES:
+    for family in FUSED_FAMILIES:
         make_tiny_model(
             Path(folder.name) / family,
             family=family,
@@ -304,7 +304,7 @@ def test_a_run_goes_on_under_an_option(
 
 
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_gradients"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3"])
+@pytest.mark.parametrize("family", [family for family in FUSED_FAMILIES if family != "qwen3"])
 def test_every_family_whose_weights_an_engine_merges(
     family: str, name: str, tmp_path: Path
 ) -> None:

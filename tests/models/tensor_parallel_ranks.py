@@ -78,10 +78,10 @@ def forward(name, tp):
 
 
 def swapped(*modules):
-    def other_ranks_part(name, tensor, tp):
+    def other_ranks_part(name, tensor, model_type, tp):
         if any(module in name for module in modules):
             tp = TensorParallel(rank=tp.size - 1 - tp.rank, size=tp.size, device=CPU)
-        return shard_of(name, tensor, tp)
+        return shard_of(name, tensor, model_type, tp)
 
     return patch.object(tensor_parallel, "shard_of", other_ranks_part)
 
@@ -224,7 +224,8 @@ def weight_sync(name, tp):
         return 0
 
     other = TensorParallel(rank=tp.size - 1 - tp.rank, size=tp.size, device=CPU)
-    others = {n: shard_of(n, tensor, other) for n, tensor in trainer.named_weights()}
+    family = new.config.model_type
+    others = {n: shard_of(n, tensor, family, other) for n, tensor in trainer.named_weights()}
 
     def send_other_parts(pairs):
         deliver([(target, others[n]) for n, target in group.named_weights()])

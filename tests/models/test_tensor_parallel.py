@@ -16,9 +16,7 @@ from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.model_shape import FUSED_FAMILIES
 from hone.engine.engine import EmbeddedEngine
-from hone.models.fused_layers import FAMILIES
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, shard_model, shard_of
@@ -68,7 +66,7 @@ def test_R3_shards_cover_every_weight_exactly(name):
     assert list(shards[0]) == list(shards[1]) == list(full)
     divided = set()
     for key, tensor in full.items():
-        views = [shard_of(key, tensor, tp) for tp in group(2)]
+        views = [shard_of(key, tensor, model.config.model_type, tp) for tp in group(2)]
         assert torch.equal(whole(key, views, tensor), tensor)
         for shard, view in zip(shards, views, strict=True):
             assert torch.equal(shard[key], view)
@@ -115,7 +113,8 @@ def test_a_vocabulary_that_does_not_divide_stays_whole():
 def test_a_group_of_one_keeps_the_model():
     model, (tp,) = make_model(), group(1)
     assert shard_model(model, tp) is model
-    assert all(shard_of(key, tensor, tp) is tensor for key, tensor in export_weights(model))
+    for key, tensor in export_weights(model):
+        assert shard_of(key, tensor, model.config.model_type, tp) is tensor
 
 
 # ---------------------------------------------------------------- loading parts
@@ -141,7 +140,8 @@ def test_R3_ranks_load_the_parts_of_one_model(init, name, tmp_path):
         parts = dict(export_weights(shard))
         assert list(parts) == list(weights)
         for key, tensor in weights.items():
-            assert torch.equal(parts[key], shard_of(key, tensor, tp)), key
+            expected = shard_of(key, tensor, full.config.model_type, tp)
+            assert torch.equal(parts[key], expected), key
         assert shard.config.num_attention_heads == full.config.num_attention_heads // 2
         assert (shard.lm_head.out_features, shard.training) == (len(shard.lm_head.weight), False)
         for (key, buffer), other in zip(full.named_buffers(), shard.buffers(), strict=True):
@@ -335,7 +335,3 @@ def test_R22_configuration_is_checked_with_its_numbers():
     assert "is 8, which does not divide num_key_value_heads = 4 of" in message
     (message,) = findings(make_facts("gemma2"), tensor_parallel_size=2)
     assert "'gemma2'" in message
-
-
-def test_families_that_are_checked_are_those_that_are_fused():
-    assert set(FUSED_FAMILIES) == set(FAMILIES)

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from hone.bench.train_memory import held_tensors
 from hone.checkpoint.sharded import local_part
 from hone.config.model import LoraConfig
-from hone.config.model_shape import ModelShape
 from hone.config.parallel import AxisSizes
 from hone.config.trainer import TrainerConfig
+from hone.families.shape import ModelShape
 from hone.models.adapters import adapt
 from hone.planner.memory import TrainingMemory, training_memory
 from tests.trainer.examples import make_trainer, random_rows, tiny_model

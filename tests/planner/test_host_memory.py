@@ -8,8 +8,8 @@ import pytest
 
 from hone.cli.main import main
 from hone.config.load import load_config
-from hone.config.model_shape import ModelShape, public_shape
 from hone.config.tree import RLConfig, SFTConfig
+from hone.families.shape import ModelShape, public_shape
 from hone.planner import host_memory
 from hone.planner.fitting import check_host_fits
 from hone.planner.host_memory import host_roles

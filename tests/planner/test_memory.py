@@ -10,8 +10,8 @@ import pytest
 from hone.config import hardware
 from hone.config.derived import AxisSizes
 from hone.config.model import LoraConfig, TrainedModelConfig
-from hone.config.model_shape import ModelShape
 from hone.config.trainer import TrainerConfig
+from hone.families.shape import ModelShape
 from hone.models.tiny import SHAPES
 from hone.planner.memory import adapter_params, layer_code, planned_peak, training_memory
 from hone.planner.roofline import training_flops

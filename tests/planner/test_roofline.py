@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.config.hardware import GPUS, Peaks, gpu_peaks
-from hone.config.model_shape import ModelShape
+from hone.families.shape import ModelShape
 from hone.planner.roofline import (
     decode_step_s,
     generation_time_s,

@@ -16,10 +16,10 @@ from hone.config.checks import check_rl
 from hone.config.derived import AxisSizes
 from hone.config.hardware import Peaks, gpu_peaks
 from hone.config.load import load_config
-from hone.config.model_shape import ModelShape, public_shape
 from hone.config.trainer import TrainerConfig
 from hone.config.tree import RLConfig
 from hone.engine import kv_cache
+from hone.families.shape import ModelShape, public_shape
 from hone.planner import run_memory
 from hone.planner.fitting import check_run_memory
 from hone.planner.memory import training_memory

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from hone.config import UserError
 from hone.config.engine import EngineConfig
 from hone.config.hardware import GPUS
-from hone.config.model_shape import ModelShape, public_shape
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.simulate import LengthsConfig
 from hone.config.tree import SimulateConfig
+from hone.families.shape import ModelShape, public_shape
 from hone.planner.comparison import compare, placement_rates
 from hone.planner.lengths import draw_lengths
 from hone.planner.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample

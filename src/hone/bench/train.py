@@ -29,10 +29,10 @@ from hone.config.checks.finding import Finding
 from hone.config.hardware import gpu_peaks
 from hone.config.model import TrainedModelConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.model_shape import ModelShape
 from hone.config.parallel import AxisSizes
 from hone.config.tree import BenchTrainConfig
 from hone.distributed.mesh import Mesh
+from hone.families.shape import ModelShape
 from hone.loops.launch import join, load_for_training
 from hone.models.adapters import adapt
 from hone.models.load import compute_dtype, load_config

@@ -13,9 +13,9 @@ from hone.cli.help import print_help
 from hone.config import UserError
 from hone.config.checks.bench import check_bench_engine
 from hone.config.checks.finding import Finding
-from hone.config.model_shape import public_shape
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.distributed.processes import processes
+from hone.families.shape import public_shape
 from hone.planner.host_memory import available_host_bytes, engine_role, shortage, trainer_role
 
 __all__ = ["run"]

@@ -23,7 +23,6 @@ from hone.config.checks.rewards import check_reward_columns, needs_columns
 from hone.config.data import DataConfig
 from hone.config.hardware import Peaks, installed_gpu, max_gpus
 from hone.config.load import load_config, resolve_recipe
-from hone.config.model_shape import ModelShape, public_shape
 from hone.config.parallel import AxisSizes
 from hone.config.reward import RewardConfig
 from hone.config.run import RunConfig
@@ -39,6 +38,7 @@ from hone.data.columns import map_rows
 from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, spawn
+from hone.families.shape import ModelShape, public_shape
 from hone.planner.fitting import check_host_fits, check_run_memory
 from hone.planner.host_memory import available_host_bytes, sampler_role, shortage
 

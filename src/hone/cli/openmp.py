@@ -17,7 +17,7 @@ from collections.abc import MutableMapping
 import psutil
 
 from hone.config.hardware import max_gpus, num_usable_cores
-from hone.config.model_shape import ModelShape
+from hone.families.shape import ModelShape
 
 __all__ = ["num_threads_for", "set_up_openmp"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from hone.cli.command import quiet_transformers
 from hone.cli.openmp import set_up_openmp
 from hone.config import UserError
-from hone.config.model_shape import ModelShape
+from hone.families.shape import ModelShape
 
 __all__ = ["make_inputs", "paths", "run"]
 

@@ -10,11 +10,9 @@ from typing import Literal
 from pydantic import Field
 
 from hone.config.base import Section
+from hone.families.spec import PROJECTIONS
 
-__all__ = ["PROJECTIONS", "LoraConfig", "ModelConfig", "TrainedModelConfig", "unknown_targets"]
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The matrices of a layer, by name, in each of the supported families."""
+__all__ = ["LoraConfig", "ModelConfig", "TrainedModelConfig", "unknown_targets"]
 
 
 class LoraConfig(Section):

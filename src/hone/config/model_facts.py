@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from hone.config.model_shape import ModelShape, public_shape
+from hone.families.shape import ModelShape, public_shape
+from hone.families.spec import DIVIDED_FIELDS
 
-__all__ = ["DIVIDED_FIELDS", "ModelFacts"]
-
-DIVIDED_FIELDS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""Numbers of `config.json` of which each of the devices that share a model has its part."""
+__all__ = ["ModelFacts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

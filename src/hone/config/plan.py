@@ -21,7 +21,6 @@ from hone.config.errors import UserError
 from hone.config.hardware import Peaks
 from hone.config.model import LoraConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.model_shape import FUSED_FAMILIES, ModelShape
 from hone.config.parallel import AxisSizes
 from hone.config.rollout import GenerationConfig
 from hone.config.trainer import SFTTrainerConfig
@@ -33,6 +32,8 @@ from hone.config.tree import (
     RLConfig,
     SFTConfig,
 )
+from hone.families.registry import FUSED_FAMILIES
+from hone.families.shape import ModelShape
 
 __all__ = [
     "AxisSizes",

@@ -250,7 +250,7 @@ class EmbeddedEngine:
 
     def shard(self, name: str, tensor: Tensor) -> Tensor:
         """The part of a full weight that this engine's rank holds: a view, or the tensor itself."""
-        return shard_of(name, tensor, self._tensor_parallel)
+        return shard_of(name, tensor, self.model.config.model_type, self._tensor_parallel)
 
     def finish_sync(self, manifest: WeightManifest) -> None:
         """Compare the engine's own tensors with the manifest and adopt its version.

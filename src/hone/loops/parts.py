@@ -16,7 +16,6 @@ from hone.checkpoint.random_state import capture_random_state, restore_random_st
 from hone.config.checks.schedule import evaluates
 from hone.config.derived import optimizer_steps_per_rollout, trainers_hold_reference
 from hone.config.model import ModelConfig
-from hone.config.model_shape import ModelShape
 from hone.config.reward import RewardConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.data.prompts import PromptData, load_prompts
@@ -24,6 +23,7 @@ from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import cache_dtype
+from hone.families.shape import ModelShape
 from hone.loops.apart import (
     Collects,
     MakeEngines,

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hone.config.hardware import Peaks, num_usable_cores
-from hone.config.model_shape import ModelShape
 from hone.distributed.mesh import Mesh
+from hone.families.shape import ModelShape
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.loggers import RunLog

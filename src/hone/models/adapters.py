@@ -27,6 +27,8 @@ from transformers import PreTrainedModel
 
 from hone.config.errors import UserError
 from hone.config.model import LoraConfig, unknown_targets
+from hone.families.registry import SPECS
+from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 
 __all__ = [
@@ -223,17 +225,15 @@ def _draw(
 
 def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear]:
     """The projections to adapt, by path."""
-    layers = cast(nn.ModuleList, model.base_model.layers)
-    inside = {module for module in layers.modules() if isinstance(module, nn.Linear)}
-    found = {path: m for path, m in model.named_modules() if m in inside}
-    names = sorted({path.rpartition(".")[2] for path in found})
-    wanted = cfg.target_modules or names
-    if (problem := unknown_targets(cfg, names)) is not None:
+    targets = SPECS[model.config.model_type].lora_targets
+    if (problem := unknown_targets(cfg, targets)) is not None:
         raise UserError(problem)
+    wanted = cfg.target_modules or targets
+    inside = set(decoder_layers(model).modules())
     chosen = {
-        path: cast(nn.Linear, layer)
-        for path, layer in found.items()
-        if path.rpartition(".")[2] in wanted
+        path: layer
+        for path, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and layer in inside and path.rpartition(".")[2] in wanted
     }
     for path, layer in chosen.items():
         if cfg.load_in_4bit and layer.weight.numel() % BLOCK:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hone.models.fused_layers import FAMILIES
+from hone.families.registry import FUSED_FAMILIES
 
 __all__ = ["exact_supported", "linear"]
 
@@ -99,10 +99,10 @@ def _unserved(config: PreTrainedConfig) -> str | None:
     from hone.attention.exact import HEAD_DIMS  # needs triton
 
     family = config.model_type
-    if family not in FAMILIES or getattr(config, "hidden_act", "silu") != "silu":
+    if family not in FUSED_FAMILIES or getattr(config, "hidden_act", "silu") != "silu":
         return (
-            f"exact mode serves models of the families {', '.join(FAMILIES)} with the activation "
-            f"silu, got {family} with {getattr(config, 'hidden_act', 'none')}"
+            f"exact mode serves models of the families {', '.join(FUSED_FAMILIES)} with the "
+            f"activation silu, got {family} with {getattr(config, 'hidden_act', 'none')}"
         )
     if config.dtype is not None and config.dtype not in DTYPES:
         return (

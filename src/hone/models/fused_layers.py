@@ -29,41 +29,12 @@ from transformers import PreTrainedModel
 from hone.attention import PagedContext
 from hone.attention.backends import write_kv
 from hone.attention.interface import attend_paged
+from hone.families.registry import SPECS
 
 if TYPE_CHECKING:
     from hone.models.tensor_parallel import TensorParallel
 
 __all__ = ["FusedDecoder", "is_fusible", "merge_rows", "places_of", "require_places"]
-
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""Families of the skeleton, and how the names of their classes begin."""
-
-SKELETON: dict[str, str | type[nn.Module]] = {
-    "": "Model",
-    "embed_tokens": nn.Embedding,
-    "rotary_emb": "RotaryEmbedding",
-    "norm": "RMSNorm",
-    "layers": nn.ModuleList,
-    "layers.*": "DecoderLayer",
-    "layers.*.input_layernorm": "RMSNorm",
-    "layers.*.post_attention_layernorm": "RMSNorm",
-    "layers.*.self_attn": "Attention",
-    "layers.*.self_attn.q_proj": nn.Linear,
-    "layers.*.self_attn.k_proj": nn.Linear,
-    "layers.*.self_attn.v_proj": nn.Linear,
-    "layers.*.self_attn.o_proj": nn.Linear,
-    "layers.*.mlp": "MLP",
-    "layers.*.mlp.gate_proj": nn.Linear,
-    "layers.*.mlp.up_proj": nn.Linear,
-    "layers.*.mlp.down_proj": nn.Linear,
-}
-"""The modules of a backbone: a class of torch, or the rest of the name of a class of the family."""
-
-HEAD_NORMS = {
-    "layers.*.self_attn.q_norm": "RMSNorm",
-    "layers.*.self_attn.k_norm": "RMSNorm",
-}
-"""What Qwen3 adds."""
 
 MIN_POSITIONS = 1024
 """Rows of the smallest table of rotary embeddings."""
@@ -77,21 +48,19 @@ def is_fusible(model: PreTrainedModel) -> bool:
     It does for the very classes of transformers, with plain linear layers of one dtype on one
     device. A subclass, or a model with anything put into it, may compute something else.
     """
-    family = model.config.model_type
-    if family not in FAMILIES or model.config.hidden_act != "silu":
+    spec = SPECS[model.config.model_type]
+    if spec.decode is None or model.config.hidden_act != "silu":
         return False
-    prefix = f"transformers.models.{family}.modeling_{family}.{FAMILIES[family]}"
-    skeleton = SKELETON | (HEAD_NORMS if family == "qwen3" else {})
-    expected = {
-        (name, prefix + kind if isinstance(kind, str) else _path(kind))
-        for name, kind in skeleton.items()
-    }
+    expected = spec.decode.classes(head_norms=spec.head_norms)
     found = {
         (".".join("*" if part.isdigit() else part for part in name.split(".")), _path(type(module)))
         for name, module in model.base_model.named_modules()
         if not name.endswith("mlp.act_fn")  # its class follows from `hidden_act`
     }
-    return found == expected and len({(p.dtype, p.device) for p in model.parameters()}) == 1
+    return (
+        found == set(expected.items())
+        and len({(p.dtype, p.device) for p in model.parameters()}) == 1
+    )
 
 
 def _path(kind: type[nn.Module]) -> str:
@@ -177,19 +146,16 @@ class FusedLayer:
     ops: LayerOps
 
     @classmethod
-    def of(cls, module: Any, next_norm: Tensor, ops: LayerOps) -> Self:
+    def of(cls, module: Any, next_norm: Tensor, window: int | None, ops: LayerOps) -> Self:
         """The layer that computes what the decoder layer `module` does; merges its parameters."""
         attention, mlp = module.self_attn, module.mlp
-        config = attention.config
-        # Each layer of Qwen has its own window, those of Mistral share one, Llama knows none.
-        has_window = config if config.model_type == "mistral" else attention
         return cls(
             index=attention.layer_idx,
             num_heads=attention.q_proj.out_features // attention.head_dim,
             head_dim=attention.head_dim,
             scale=attention.scaling,
-            window=getattr(has_window, "sliding_window", None),
-            eps=config.rms_norm_eps,
+            window=window,
+            eps=attention.config.rms_norm_eps,
             qkv=Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
             q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
             k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
@@ -292,9 +258,10 @@ class FusedDecoder:
         norms = [layer.input_layernorm.weight for layer in base.layers]
         self._first_norm: Tensor
         self._first_norm, *next_norms = (*norms, base.norm.weight)
+        windows = SPECS[model.config.model_type].layer_windows(model.config.to_dict())
         self.layers = [
-            layer.of(module, next_norm, self._ops)
-            for module, next_norm in zip(base.layers, next_norms, strict=True)
+            layer.of(module, next_norm, window, self._ops)
+            for module, next_norm, window in zip(base.layers, next_norms, windows, strict=True)
         ]
         if tp is not None and tp.rank > 0:
             self.layers = [layer.without_biases_of_sums() for layer in self.layers]

@@ -125,8 +125,11 @@ def blank_model(
     buffers = _computed_buffers(model)
     if tp is not None:
         check_divides(model.config, tp.size)
+    model_type: str = model.config.model_type
     shapes = {
-        parameter: parameter.shape if tp is None else shard_of(name, parameter, tp).shape
+        parameter: parameter.shape
+        if tp is None
+        else shard_of(name, parameter, model_type, tp).shape
         for name, parameter in model.named_parameters()
     }
     zeros: dict[Tensor, nn.Parameter] = {}
@@ -252,7 +255,7 @@ def _random(
     def keep(name: str, whole: nn.Parameter) -> nn.Parameter:
         if on_host:
             whole.data = whole.data.cpu()
-        part = shard_of(name, whole, tp)
+        part = shard_of(name, whole, config.model_type, tp)
         return whole if part is whole else nn.Parameter(part.clone(), False)
 
     _draw(model, device, seed, keep)

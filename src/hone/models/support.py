@@ -8,42 +8,27 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
-from hone.config.model_shape import SUPPORTED_FAMILIES
+from hone.families.registry import SPECS
 
-__all__ = ["FAMILIES", "check_supported", "context_length", "eos_token_ids"]
+__all__ = ["check_supported", "context_length", "eos_token_ids"]
 
-FAMILIES = tuple(SUPPORTED_FAMILIES)
-"""Values of `model_type` that are served and tested."""
-
-SOFTCAPPED_FAMILIES = ("gemma2", "gemma3_text")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings of a token's position alone. `dynamic` and `longrope` also depend on the
 longest sequence of the batch, so a packed sample would not equal the same sample alone."""
 
-UNSERVED_FIELDS = (
-    "quantization_config",
-    "attention_sinks",
-    "attention_dropout",
-    "logit_scale",
-    "logits_scaling",
-    "use_bidirectional_attention",
-)
-"""Configuration fields that change the arithmetic in a way nobody here implements."""
-
 
 def check_supported(config: PreTrainedConfig) -> None:
     """Raise UserError unless training and generation compute exactly what `config` describes."""
     family = config.model_type
-    if family not in FAMILIES:
+    spec = SPECS.get(family)
+    if spec is None:
         vision = hasattr(config, "vision_config") or "_vl" in family
         hint = " (it reads images; only text models are served)" if vision else ""
         raise UserError(
-            f"model family {family!r} is not supported{hint}; supported: {', '.join(FAMILIES)}"
+            f"model family {family!r} is not supported{hint}; supported: {', '.join(SPECS)}"
         )
-    refused = [name for name in UNSERVED_FIELDS if getattr(config, name, None)]
-    if family not in SOFTCAPPED_FAMILIES and getattr(config, "final_logit_softcapping", None):
-        refused.append("final_logit_softcapping")
+    refused = [name for name in spec.unserved_fields if getattr(config, name, None)]
     if refused:
         values = ", ".join(f"{name}={getattr(config, name)!r}" for name in refused)
         raise UserError(f"this {family} model's config.json asks for what is not served: {values}")

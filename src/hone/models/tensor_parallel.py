@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hone.config.errors import UserError
-from hone.config.model_facts import DIVIDED_FIELDS
 from hone.distributed.processes import processes
-from hone.models.fused_layers import FAMILIES, LayerOps, is_fusible
+from hone.families.registry import FUSED_FAMILIES, SPECS
+from hone.families.spec import DIVIDED_FIELDS
+from hone.models.fused_layers import LayerOps, is_fusible
 
 if TYPE_CHECKING:
     from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
@@ -42,6 +43,7 @@ __all__ = [
     "fit_to_rank",
     "shard_model",
     "shard_of",
+    "uneven_split",
 ]
 
 MAX_SUM_BYTES = 4 << 20
@@ -49,9 +51,6 @@ MAX_SUM_BYTES = 4 << 20
 whose ranks forward parts of sums and so read less from three ranks on."""
 GATHER_PROGRAMS = 2048
 """Mailboxes of the gather of logits: 64 MiB."""
-
-ROW_SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-COLUMN_SPLIT = ("o_proj", "down_proj")
 
 _T = TypeVar("_T")
 
@@ -216,29 +215,31 @@ class SummingOps:
         return self._ops.add_rms_norm(self._tp.all_reduce(x), residual, weight, eps)
 
 
-def shard_of(name: str, tensor: Tensor, tp: TensorParallel) -> Tensor:
+def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> Tensor:
     """The part of a full weight that a rank holds: a view of `tensor`, or `tensor` itself.
 
     `name` is the weight's in the checkpoint. A vocabulary that does not divide by the number of
-    ranks is not divided: then every rank computes all logits.
+    ranks is not divided: then every rank computes all logits. Embedding and norms are whole.
     """
-    dim = _split_dim(name, tensor, tp)
+    if tp.size == 1:
+        return tensor
+    if name == "lm_head.weight":
+        dim = None if len(tensor) % tp.size else 0
+    else:
+        module, _, kind = name.rpartition(".")
+        plan = SPECS[model_type].tensor_plan or {}
+        match plan.get(".".join(module.split(".")[-2:]), "shared"):
+            case "rows":
+                dim = 0
+            case "columns":
+                # The bias of a sum is whole on every rank, and added by the first.
+                dim = 1 if kind == "weight" else None
+            case "shared":
+                dim = None
     if dim is None:
         return tensor
     size = tensor.shape[dim] // tp.size
     return tensor.narrow(dim, tp.rank * size, size)
-
-
-def _split_dim(name: str, tensor: Tensor, tp: TensorParallel) -> int | None:
-    if tp.size == 1:
-        return None
-    if name == "lm_head.weight":
-        return None if len(tensor) % tp.size else 0
-    *_, module, kind = name.split(".")
-    if module in ROW_SPLIT:
-        return 0
-    # The bias of a sum is whole on every rank, and added by the first.
-    return 1 if module in COLUMN_SPLIT and kind == "weight" else None
 
 
 def shard_model(model: PreTrainedModel, tp: TensorParallel) -> PreTrainedModel:
@@ -251,7 +252,8 @@ def shard_model(model: PreTrainedModel, tp: TensorParallel) -> PreTrainedModel:
         return model
     check_divides(model.config, tp.size)
     parts = {
-        id(parameter): _part(name, parameter, tp) for name, parameter in model.named_parameters()
+        id(parameter): _part(shard_of(name, parameter.detach(), model.config.model_type, tp), tp)
+        for name, parameter in model.named_parameters()
     }
     shard = copy.deepcopy(model, cast(dict[int, Any], parts))
     nn.Module.to(shard, tp.device)  # buffers
@@ -280,7 +282,7 @@ def fit_to_rank(model: PreTrainedModel, tp: TensorParallel) -> None:
     if model.config.tie_word_embeddings:
         head = cast(nn.Linear, model.get_output_embeddings())
         embedding = cast(nn.Embedding, model.get_input_embeddings()).weight
-        rows = shard_of("lm_head.weight", embedding.detach(), tp)
+        rows = shard_of("lm_head.weight", embedding.detach(), model.config.model_type, tp)
         if len(rows) < len(embedding):
             head.weight = nn.Parameter(rows, requires_grad=False)
             head.out_features = len(rows)
@@ -295,8 +297,7 @@ def divide_config(config: PreTrainedConfig, size: int) -> None:
         setattr(config, field, getattr(config, field) // size)
 
 
-def _part(name: str, parameter: nn.Parameter, tp: TensorParallel) -> nn.Parameter:
-    part = shard_of(name, parameter.detach(), tp)
+def _part(part: Tensor, tp: TensorParallel) -> nn.Parameter:
     copied = part.to(tp.device, copy=True, memory_format=torch.contiguous_format)
     return nn.Parameter(copied, requires_grad=False)
 
@@ -308,20 +309,25 @@ def check_divides(config: PreTrainedConfig, size: int) -> None:
     """
     if size == 1:
         return
-    family = config.model_type
-    if family not in FAMILIES or config.hidden_act != "silu":
+    family, setting = config.model_type, f"engine.tensor_parallel_size={size}"
+    if family not in FUSED_FAMILIES or config.hidden_act != "silu":
         raise UserError(
-            f"engine.tensor_parallel_size={size}: tensor parallelism serves {', '.join(FAMILIES)} "
-            f"with the activation silu; this model is of the family {family} with "
+            f"{setting}: tensor parallelism serves {', '.join(FUSED_FAMILIES)} with the activation "
+            f"silu; this model is of the family {family} with "
             f"{getattr(config, 'hidden_act', 'none')}. Set it to 1."
         )
-    numbers = {field: getattr(config, field) for field in DIVIDED_FIELDS}
-    if any(number % size for number in numbers.values()):
-        common = [n for n in range(2, size) if not any(x % n for x in numbers.values())]
-        raise UserError(
-            f"engine.tensor_parallel_size={size} does not divide "
-            + ", ".join(f"{field}={number}" for field, number in numbers.items() if number % size)
-            + f" of this {family} model; smaller sizes that do: "
-            + (", ".join(map(str, common)) or "none")
-            + ". For more devices run several replicas."
-        )
+    if uneven := uneven_split(config, size):
+        raise UserError(f"{setting} {uneven}. For more devices run several replicas.")
+
+
+def uneven_split(config: PreTrainedConfig, size: int) -> str | None:
+    """What of a model `size` ranks cannot share evenly, and which sizes can; None: nothing."""
+    numbers: dict[str, int] = {field: getattr(config, field) for field in DIVIDED_FIELDS}
+    uneven = [f"{field}={number}" for field, number in numbers.items() if number % size]
+    if not uneven:
+        return None
+    common = [str(n) for n in range(2, size) if not any(x % n for x in numbers.values())]
+    return (
+        f"does not divide {', '.join(uneven)} of this {config.model_type} model; smaller sizes "
+        f"that do: {', '.join(common) or 'none'}"
+    )

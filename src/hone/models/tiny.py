@@ -14,6 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hone.families.registry import public_configs
+
 __all__ = [
     "SHAPES",
     "make_bpe_tokenizer",
@@ -38,28 +40,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def _qwen3(
-    num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int, *, tied: bool
-) -> dict[str, Any]:
-    return {
-        "family": "qwen3",
-        "num_layers": num_layers,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_heads": num_heads,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": tied,
-    }
-
+_ARGUMENTS = {
+    "model_type": "family",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+}
+"""Fields of `config.json` whose names `make_tiny_model` shortens."""
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, tied=True),
-    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, tied=True),
-    "qwen3-4b": _qwen3(36, 2560, 9728, 32, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 12288, 32, tied=False),
+    name: {_ARGUMENTS.get(field, field): value for field, value in config.items()}
+    for name, config in public_configs().items()
 }
 """Shapes of public models, as keyword arguments of `make_tiny_model`."""
 

@@ -19,12 +19,12 @@ from hone.config.cluster import ClusterConfig
 from hone.config.derived import compute_dtype, kv_dtype, optimizer_steps_per_rollout
 from hone.config.errors import UserError
 from hone.config.hardware import GPUS, Peaks, gpu_peaks
-from hone.config.model_shape import ModelShape, public_shape
 from hone.config.parallel import AxisSizes
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.simulate import GPUS_UNSET, SimulatedModelConfig
 from hone.config.tree import SimulateConfig
+from hone.families.shape import ModelShape, public_shape
 from hone.planner.lengths import draw_lengths
 from hone.planner.memory import adapter_params, planned_peak
 from hone.planner.roofline import training_flops

@@ -10,8 +10,8 @@ from hone.config.base import Section
 from hone.config.checks import Finding, check_rl
 from hone.config.checks.finding import error
 from hone.config.hardware import Peaks
-from hone.config.model_shape import ModelShape
 from hone.config.tree import RLConfig, SFTConfig
+from hone.families.shape import ModelShape
 from hone.planner.host_memory import LEAST_LENGTH_SHARE, HostRole, host_roles, shortage
 from hone.planner.run_memory import RunMemory
 

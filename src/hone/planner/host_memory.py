@@ -20,9 +20,9 @@ import psutil
 
 from hone.config.checks.finding import Finding, error
 from hone.config.derived import compute_dtype
-from hone.config.model_shape import ModelShape
 from hone.config.parallel import AxisSizes
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.families.shape import ModelShape
 from hone.planner.memory import TrainingMemory, planned_step
 from hone.planner.run_memory import PROCESS_BYTES, RunMemory
 

@@ -22,7 +22,6 @@ own memory come on top (`hone.planner.run_memory`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Literal
@@ -33,9 +32,10 @@ from hone.config.derived import (
 )
 from hone.config.hardware import Peaks
 from hone.config.model import LoraConfig, TrainedModelConfig
-from hone.config.model_shape import SUPPORTED_FAMILIES, ModelShape
 from hone.config.parallel import AxisSizes
 from hone.config.trainer import SFTTrainerConfig
+from hone.families.registry import require_spec
+from hone.families.shape import ModelShape, TensorShape
 
 __all__ = [
     "LayerCode",
@@ -193,62 +193,19 @@ def planned_peak(
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Parameters of the adapters, over all layers."""
-    named = [t for t in _tensors(shape) if t.has_adapter(lora)]
+    named = [t for t in shape.tensors() if _has_adapter(t, lora)]
     return sum(lora.rank * sum(t.size) * t.count for t in named)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A parameter as transformers has it, `count` times in the model."""
-
-    name: str
-    size: tuple[int, ...]
-    split: int | None
-    """Dimension that tensor parallelism cuts."""
-    count: int = 1
-    in_layer: bool = True
-
-    def has_adapter(self, lora: LoraConfig) -> bool:
-        if not lora.rank or not self.in_layer or len(self.size) == 1:
-            return False
-        return not lora.target_modules or self.name in lora.target_modules
-
-    def local(self, tensor: int) -> tuple[int, ...]:
-        """The part of one of `tensor` ranks."""
-        return tuple(-(-n // tensor) if i == self.split else n for i, n in enumerate(self.size))
+def _has_adapter(tensor: TensorShape, lora: LoraConfig) -> bool:
+    if not lora.rank or not tensor.in_layer or len(tensor.size) == 1:
+        return False
+    return not lora.target_modules or tensor.name in lora.target_modules
 
 
-def _nf4_bytes(tensor: _Tensor) -> int:
+def _nf4_bytes(tensor: TensorShape) -> int:
     """Codes of four bits, and a float32 scale a block."""
-    elements = prod(tensor.size)
-    return tensor.count * (elements // 2 + 4 * (elements // _NF4_BLOCK))
-
-
-def _tensors(shape: ModelShape) -> Iterator[_Tensor]:
-    family, count = SUPPORTED_FAMILIES[shape.family], shape.num_layers
-    hidden, inter, vocab = shape.hidden_size, shape.intermediate_size, shape.vocab_size
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    yield _Tensor("embed_tokens", (vocab, hidden), 0, in_layer=False)
-    if not shape.tied:
-        yield _Tensor("lm_head", (vocab, hidden), 0, in_layer=False)
-    yield _Tensor("norm", (hidden,), None, in_layer=False)
-    for name, rows, columns, split in (
-        ("q_proj", q, hidden, 0),
-        ("k_proj", kv, hidden, 0),
-        ("v_proj", kv, hidden, 0),
-        ("o_proj", hidden, q, 1),
-        ("gate_proj", inter, hidden, 0),
-        ("up_proj", inter, hidden, 0),
-        ("down_proj", hidden, inter, 1),
-    ):
-        yield _Tensor(name, (rows, columns), split, count)
-        in_attention = name[0] in "qkvo"
-        biased = shape.attention_bias if in_attention else shape.mlp_bias
-        if biased or (family.qkv_bias and name[0] in "qkv"):
-            yield _Tensor(f"{name}.bias", (rows,), 0 if split == 0 else None, count)
-    yield _Tensor("layer norms", (hidden,), None, count * family.norms_per_layer)
-    if family.head_norms:
-        yield _Tensor("head norms", (shape.head_dim,), None, 2 * count)
+    return tensor.count * (tensor.numel // 2 + 4 * (tensor.numel // _NF4_BLOCK))
 
 
 @dataclass(slots=True)
@@ -294,7 +251,7 @@ class _Step:
         self.layers: LayerCode = layers
         self.is_shared = sizes.world > 1
         self.counts = _Counts()
-        for tensor in _tensors(shape):
+        for tensor in shape.tensors():
             self._count(tensor)
 
     def plan(self) -> TrainingMemory:
@@ -330,11 +287,11 @@ class _Step:
 
     # -- what is counted -------------------------------------------------------------------------
 
-    def _count(self, tensor: _Tensor) -> None:
+    def _count(self, tensor: TensorShape) -> None:
         if not self.lora.rank:
             self._count_trained(tensor)
             return
-        is_adapted = tensor.has_adapter(self.lora)
+        is_adapted = _has_adapter(tensor, self.lora)
         if is_adapted and self.lora.load_in_4bit:
             # Buffers, which are not sharded.
             num_bytes = _nf4_bytes(tensor)
@@ -347,10 +304,10 @@ class _Step:
             self._count_weights(tensor, self.num_bytes * self._shard(tensor))
         if is_adapted:
             rank, (rows, columns) = self.lora.rank, tensor.size
-            self._count_trained(_Tensor("lora_A", (rank, columns), None, tensor.count))
-            self._count_trained(_Tensor("lora_B", (rows, rank), None, tensor.count))
+            self._count_trained(TensorShape("lora_A", (rank, columns), None, tensor.count))
+            self._count_trained(TensorShape("lora_B", (rows, rank), None, tensor.count))
 
-    def _count_trained(self, tensor: _Tensor) -> None:
+    def _count_trained(self, tensor: TensorShape) -> None:
         counts, optimizer = self.counts, self.trainer.optimizer
         shard = self._shard(tensor)
         self._count_whole(tensor)
@@ -374,7 +331,7 @@ class _Step:
         else:
             counts.optimizer += moments * shard
 
-    def _count_masters(self, tensor: _Tensor, shard: int) -> None:
+    def _count_masters(self, tensor: TensorShape, shard: int) -> None:
         """And the weights that are made of them; gathered ones are made in a pass."""
         counts, trainer = self.counts, self.trainer
         if self.num_bytes == 4:
@@ -387,7 +344,7 @@ class _Step:
         else:
             counts.masters += 4 * shard
 
-    def _count_weights(self, tensor: _Tensor, num_bytes: int) -> None:
+    def _count_weights(self, tensor: TensorShape, num_bytes: int) -> None:
         """What holds a tensor's values between passes."""
         counts = self.counts
         if self.is_shared and self.trainer.offload_parameters:
@@ -395,14 +352,14 @@ class _Step:
         else:
             counts.weights += num_bytes
 
-    def _count_whole(self, tensor: _Tensor) -> None:
+    def _count_whole(self, tensor: TensorShape) -> None:
         num_bytes = self.num_bytes * tensor.count * prod(tensor.local(self.sizes.tensor))
         if tensor.in_layer:
             self.counts.whole_layers += num_bytes
         else:
             self.counts.whole_root += num_bytes
 
-    def _shard(self, tensor: _Tensor) -> int:
+    def _shard(self, tensor: TensorShape) -> int:
         """Elements that this process keeps, in all of `count` tensors: FSDP cuts rows."""
         rows, *rest = tensor.local(self.sizes.tensor)
         return tensor.count * -(-rows // self.sizes.fsdp) * prod(rest)
@@ -489,7 +446,7 @@ class _Step:
 
     @property
     def _has_head_norms(self) -> bool:
-        return SUPPORTED_FAMILIES[self.shape.family].head_norms
+        return require_spec(self.shape.family).head_norms
 
     def _logits(self) -> int:
         """At the head, at the start of backward."""

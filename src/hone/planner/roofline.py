@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hone.config.hardware import Peaks
-from hone.config.model_shape import ModelShape
+from hone.families.shape import ModelShape
 
 __all__ = ["decode_step_s", "generation_time_s", "training_flops", "training_time_s"]
 

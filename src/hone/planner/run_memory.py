@@ -30,9 +30,9 @@ from hone.config.derived import (
 )
 from hone.config.hardware import Peaks
 from hone.config.model_facts import ModelFacts
-from hone.config.model_shape import ModelShape
 from hone.config.parallel import AxisSizes
 from hone.config.tree import RLConfig
+from hone.families.shape import ModelShape
 from hone.planner.memory import TrainingMemory, planned_step
 
 __all__ = [

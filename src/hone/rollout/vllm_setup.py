@@ -28,8 +28,8 @@ from hone.config.checks.vllm import undivided
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.config.extras import import_extra
-from hone.config.model_facts import DIVIDED_FIELDS
 from hone.engine.kv_cache import KVCache
+from hone.families.spec import DIVIDED_FIELDS
 from hone.models.support import context_length
 from hone.models.tensor_parallel import TensorParallel
 from hone.rollout.vllm_weights import unpacked_weights

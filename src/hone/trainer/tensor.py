@@ -43,13 +43,12 @@ from torch.distributed.tensor import (
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hone.config.errors import UserError
-from hone.config.model_facts import DIVIDED_FIELDS
 from hone.distributed.mesh import Mesh
+from hone.families.registry import SPECS
+from hone.families.spec import Split
+from hone.models.tensor_parallel import uneven_split
 
-__all__ = ["FAMILIES", "check_tensor_parallel", "first_row", "gather_rows", "parallelize"]
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type` whose layers are split."""
+__all__ = ["check_tensor_parallel", "first_row", "gather_rows", "parallelize"]
 
 
 def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
@@ -57,20 +56,14 @@ def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
     if size == 1:
         return
     setting = f"trainer.parallel.tensor_parallel_size={size}"
-    if config.model_type not in FAMILIES:
+    served = [name for name, spec in SPECS.items() if spec.tensor_plan is not None]
+    if config.model_type not in served:
         raise UserError(
-            f"{setting}: tensor parallelism serves {', '.join(FAMILIES)}, this model is of the "
+            f"{setting}: tensor parallelism serves {', '.join(served)}, this model is of the "
             f"family {config.model_type}. Set it to 1, and trainer.parallel.zero_stage=3 to shard"
         )
-    numbers: dict[str, int] = {field: getattr(config, field) for field in DIVIDED_FIELDS}
-    if odd := {field: number for field, number in numbers.items() if number % size}:
-        common = [n for n in range(2, size) if not any(x % n for x in numbers.values())]
-        raise UserError(
-            f"{setting} does not divide "
-            + ", ".join(f"{field}={number}" for field, number in odd.items())
-            + f" of this {config.model_type} model; smaller sizes that do: "
-            + (", ".join(map(str, common)) or "none")
-        )
+    if uneven := uneven_split(config, size):
+        raise UserError(f"{setting} {uneven}")
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
@@ -103,13 +96,11 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
 
 
 def _split_modules(model: PreTrainedModel) -> Iterator[tuple[str, type[SplitModule]]]:
-    """Names in the backbone, and what the modules become; linear layers by transformers' plan."""
+    """Names in the backbone, and what the modules become."""
+    plan = SPECS[model.config.model_type].tensor_plan or {}
     for i in range(model.config.num_hidden_layers):
-        for pattern, style in cast(dict[str, str], model.config.base_model_tp_plan).items():
-            if pattern.startswith("layers.*."):
-                yield pattern.replace("*", str(i)), _STYLES[style]
-        yield f"layers.{i}.input_layernorm", SharedNorm
-        yield f"layers.{i}.post_attention_layernorm", SharedNorm
+        for name, split in plan.items():
+            yield f"layers.{i}.{name}", _CLASSES[split]
     yield "norm", SharedNorm
     yield "embed_tokens", VocabularyEmbedding
 
@@ -182,12 +173,11 @@ class SharedNorm(SplitModule):
         return _shared(self.weight) * normed.to(x.dtype)
 
 
-_STYLES: dict[str, type[SplitModule]] = {
-    "colwise": ColumnLinear,
-    "rowwise": RowLinear,
-    "replicated_with_grad_allreduce": SharedNorm,
+_CLASSES: dict[Split, type[SplitModule]] = {
+    "rows": ColumnLinear,
+    "columns": RowLinear,
+    "shared": SharedNorm,
 }
-"""What the words of transformers' plans mean here."""
 
 
 def first_row(num_rows: int, rank: int, size: int) -> int:

@@ -14,11 +14,11 @@ from hone.config.engine import EngineConfig
 from hone.config.load import dump_config
 from hone.config.model import ModelConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.model_shape import FUSED_FAMILIES
 from hone.config.paths import settings_file
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
 from hone.config.tree import GenerateConfig
+from hone.families.registry import FUSED_FAMILIES
 
 __all__ = [
     "check_context",

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hone.config.model_shape import ModelShape
+from hone.families.shape import ModelShape
 
 TINY: dict[str, Any] = {
     "hidden_size": 48,

@@ -11,49 +11,40 @@ out, as everywhere in the field.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["FUSED_FAMILIES", "SUPPORTED_FAMILIES", "ModelShape", "public_shape"]
+from hone.families.registry import public_configs, require_spec
+
+__all__ = ["ModelShape", "TensorShape", "public_shape"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """What a family's code fixes and its `config.json` may leave unsaid."""
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """A parameter as transformers has it, `count` times in the model."""
 
-    norms_per_layer: int = 2
-    """Vectors of hidden size in a layer."""
-    qkv_bias: bool = False
-    """Query, key and value biases that no key of the config switches."""
-    head_norms: bool = False
-    """A norm over head_dim for queries and one for keys."""
-    tied: bool = False
-    head_dim: int | None = None
-    """None: hidden size / heads."""
-    fused_decode: bool = True
-    """Whether generation has layers of its own, which tensor parallelism and exact mode need."""
+    name: str
+    """Of the module without its place, of biases with `.bias`."""
+    size: tuple[int, ...]
+    split: int | None
+    """Dimension that tensor parallelism divides."""
+    count: int = 1
+    in_layer: bool = True
 
+    @property
+    def numel(self) -> int:
+        """Values of one."""
+        return prod(self.size)
 
-SUPPORTED_FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(),
-    "mistral": _Family(),
-    "qwen2": _Family(qkv_bias=True),
-    "qwen3": _Family(head_norms=True, head_dim=128),
-    "gemma": _Family(tied=True, head_dim=256, fused_decode=False),
-    "gemma2": _Family(norms_per_layer=4, tied=True, head_dim=256, fused_decode=False),
-    "gemma3_text": _Family(
-        norms_per_layer=4, head_norms=True, tied=True, head_dim=256, fused_decode=False
-    ),
-}
-"""Values of `model_type` that hone trains and samples."""
-
-FUSED_FAMILIES = tuple(x for x, family in SUPPORTED_FAMILIES.items() if family.fused_decode)
-"""Those whose decode is fused."""
+    def local(self, tensor: int) -> tuple[int, ...]:
+        """The part of one of `tensor` ranks."""
+        return tuple(-(-n // tensor) if i == self.split else n for i, n in enumerate(self.size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,31 +72,27 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> Self:
         """Read a Hugging Face configuration: its dictionary, `config.json`, or the model folder.
 
-        Raises ValueError for a model type outside `SUPPORTED_FAMILIES` and for missing keys.
+        Raises ValueError for a model type without a `ModelSpec` and for missing keys.
         """
         if not isinstance(config, Mapping):
             path = Path(config)
             path = path / "config.json" if path.is_dir() else path
             config = dict[str, Any](json.loads(path.read_text()))
         name = str(config.get("model_type"))
-        family = SUPPORTED_FAMILIES.get(name)
-        if family is None:
-            raise ValueError(
-                f"Cannot plan for model_type {name!r}; known are {', '.join(SUPPORTED_FAMILIES)}."
-            )
+        spec = require_spec(name)
         try:
             hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
-            sliding = _num_sliding_layers(name, config)
+            sliding = sum(window is not None for window in spec.layer_windows(config))
             return cls(
                 family=name,
                 num_layers=config["num_hidden_layers"],
                 hidden_size=hidden_size,
                 num_heads=num_heads,
                 num_kv_heads=config.get("num_key_value_heads") or num_heads,
-                head_dim=config.get("head_dim") or family.head_dim or hidden_size // num_heads,
+                head_dim=config.get("head_dim") or spec.head_dim or hidden_size // num_heads,
                 intermediate_size=config["intermediate_size"],
                 vocab_size=config["vocab_size"],
-                tied=bool(config.get("tie_word_embeddings", family.tied)),
+                tied=bool(config.get("tie_word_embeddings", spec.tied)),
                 attention_bias=bool(config.get("attention_bias", False)),
                 mlp_bias=bool(config.get("mlp_bias", False)),
                 sliding_window=config["sliding_window"] if sliding else None,
@@ -122,18 +109,37 @@ class ModelShape:
     @property
     def body_params(self) -> int:
         """Everything between embedding and output matrix."""
-        family = SUPPORTED_FAMILIES[self.family]
-        hidden, inter = self.hidden_size, self.intermediate_size
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = hidden * (2 * q_size + 2 * kv_size)
-        if self.attention_bias or family.qkv_bias:
-            attention += q_size + 2 * kv_size
-        if self.attention_bias and not family.qkv_bias:
-            attention += hidden
-        if family.head_norms:
-            attention += 2 * self.head_dim
-        mlp = 3 * hidden * inter + (2 * inter + hidden if self.mlp_bias else 0)
-        return self.num_layers * (attention + mlp + family.norms_per_layer * hidden) + hidden
+        return sum(t.numel * t.count for t in self.tensors() if t.in_layer) + self.hidden_size
+
+    def tensors(self) -> Iterator[TensorShape]:
+        """All parameters of the model; one entry stands for those of all layers."""
+        spec = require_spec(self.family)
+        hidden, inter, vocab = self.hidden_size, self.intermediate_size, self.vocab_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        yield TensorShape("embed_tokens", (vocab, hidden), 0, in_layer=False)
+        if not self.tied:
+            yield TensorShape("lm_head", (vocab, hidden), 0, in_layer=False)
+        yield TensorShape("norm", (hidden,), None, in_layer=False)
+        attention_bias = self.attention_bias and not spec.qkv_bias
+        qkv_bias = self.attention_bias or spec.qkv_bias
+        for name, rows, columns, has_bias in (
+            ("self_attn.q_proj", q, hidden, qkv_bias),
+            ("self_attn.k_proj", kv, hidden, qkv_bias),
+            ("self_attn.v_proj", kv, hidden, qkv_bias),
+            ("self_attn.o_proj", hidden, q, attention_bias),
+            ("mlp.gate_proj", inter, hidden, self.mlp_bias),
+            ("mlp.up_proj", inter, hidden, self.mlp_bias),
+            ("mlp.down_proj", hidden, inter, self.mlp_bias),
+        ):
+            split = {"rows": 0, "columns": 1}.get((spec.tensor_plan or {}).get(name, "shared"))
+            name = name.rpartition(".")[2]
+            yield TensorShape(name, (rows, columns), split, self.num_layers)
+            if has_bias:
+                bias_split = 0 if split == 0 else None
+                yield TensorShape(f"{name}.bias", (rows,), bias_split, self.num_layers)
+        yield TensorShape("layer norms", (hidden,), None, self.num_layers * spec.norms_per_layer)
+        if spec.head_norms:
+            yield TensorShape("head norms", (self.head_dim,), None, 2 * self.num_layers)
 
     @property
     def num_params(self) -> int:
@@ -185,48 +191,7 @@ class ModelShape:
         return linear + self.attention_flops_per_key * self.visible_keys(lengths)
 
 
-def _num_sliding_layers(family: str, config: Mapping[str, Any]) -> int:
-    """How many layers attend within `sliding_window`, for configurations of any age."""
-    num_layers: int = config["num_hidden_layers"]
-    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
-        return 0
-    if layer_types := config.get("layer_types"):
-        return sum(kind == "sliding_attention" for kind in layer_types)
-    match family:
-        case "mistral":
-            return num_layers
-        case "qwen2" | "qwen3":
-            return max(num_layers - config.get("max_window_layers", num_layers), 0)
-        case "gemma2":
-            return (num_layers + 1) // 2
-        case "gemma3_text":
-            return num_layers - num_layers // config.get("sliding_window_pattern", 6)
-        case _:
-            return 0
-
-
 def public_shape(name: str) -> ModelShape | None:
     """The shape of a public model by its name in lower case, such as `qwen3-8b`; None: unknown."""
-    match name:
-        case "qwen3-0.6b":
-            sizes = (28, 1024, 16, 3072)
-        case "qwen3-1.7b":
-            sizes = (28, 2048, 16, 6144)
-        case "qwen3-4b":
-            sizes = (36, 2560, 32, 9728)
-        case "qwen3-8b":
-            sizes = (36, 4096, 32, 12288)
-        case _:
-            return None
-    num_layers, hidden_size, num_heads, intermediate_size = sizes
-    return ModelShape(
-        family="qwen3",
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=intermediate_size,
-        vocab_size=151_936,
-        tied=name != "qwen3-8b",
-    )
+    config = public_configs().get(name)
+    return None if config is None else ModelShape.from_config(config)

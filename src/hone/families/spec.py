@@ -1,0 +1,152 @@
+"""What a model family is: the facts that transformers' code fixes and no `config.json` tells.
+
+Planning, checks, loading, training and generation read them here and nowhere else. A family is one
+file of this package, named as its `model_type`, with a `SPEC`; `hone.families.registry` finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "DENSE_TENSOR_PLAN",
+    "DIVIDED_FIELDS",
+    "HEAD_NORMS_TENSOR_PLAN",
+    "PROJECTIONS",
+    "UNSERVED_FIELDS",
+    "DecodeLayout",
+    "Json",
+    "ModelSpec",
+    "Split",
+    "listed_or",
+]
+
+Json = Mapping[str, Any]
+"""A parsed `config.json`."""
+
+Split = Literal["rows", "columns", "shared"]
+"""How ranks share a module's parameters, weights as torch has them, [out, in]. `rows`: each has
+some outputs, and of the bias. `columns`: each has some inputs and computes a part of a sum, its
+bias is whole. `shared`: whole on every rank, which all have a part of its gradient."""
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The matrices of a dense layer."""
+
+DENSE_TENSOR_PLAN: Mapping[str, Split] = {
+    "input_layernorm": "shared",
+    "self_attn.q_proj": "rows",
+    "self_attn.k_proj": "rows",
+    "self_attn.v_proj": "rows",
+    "self_attn.o_proj": "columns",
+    "post_attention_layernorm": "shared",
+    "mlp.gate_proj": "rows",
+    "mlp.up_proj": "rows",
+    "mlp.down_proj": "columns",
+}
+"""Heads and the inner size of the MLP are divided (Megatron-LM, arXiv:1909.08053)."""
+
+HEAD_NORMS_TENSOR_PLAN: Mapping[str, Split] = {
+    "self_attn.q_norm": "shared",
+    "self_attn.k_norm": "shared",
+}
+
+DIVIDED_FIELDS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""Numbers of `config.json` of which each of the ranks that share a model has its part."""
+
+UNSERVED_FIELDS = (
+    "quantization_config",
+    "attention_sinks",
+    "attention_dropout",
+    "logit_scale",
+    "logits_scaling",
+    "use_bidirectional_attention",
+)
+"""Fields of `config.json` that change the arithmetic in a way nobody here implements."""
+
+
+def listed_or(config: Json, layer: int, default: bool) -> bool:
+    """Whether `layer_types` lists a layer as windowed; configurations without it have `default`."""
+    layer_types = config.get("layer_types")
+    return layer_types[layer] == "sliding_attention" if layer_types else default
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLayout:
+    """Which classes of transformers the fused decode stands in for.
+
+    It computes pre-norm layers with SwiGLU, whose modules are named as those of Llama. Any other
+    class, a subclass too, may compute something else and runs as transformers has it.
+    """
+
+    module: str
+    """Python module of the family's classes."""
+    prefix: str
+    """How their names begin, before `Attention`, `RMSNorm` and so on."""
+
+    def classes(self, *, head_norms: bool) -> dict[str, str]:
+        """Full class names by module of the backbone, layer numbers as `*`; the activation, which
+        is silu, left out."""
+        family, linear = f"{self.module}.{self.prefix}", "torch.nn.modules.linear.Linear"
+        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+        norms = ("q_norm", "k_norm") if head_norms else ()
+        return {
+            "": f"{family}Model",
+            "embed_tokens": "torch.nn.modules.sparse.Embedding",
+            "rotary_emb": f"{family}RotaryEmbedding",
+            "norm": f"{family}RMSNorm",
+            "layers": "torch.nn.modules.container.ModuleList",
+            "layers.*": f"{family}DecoderLayer",
+            "layers.*.input_layernorm": f"{family}RMSNorm",
+            "layers.*.post_attention_layernorm": f"{family}RMSNorm",
+            "layers.*.self_attn": f"{family}Attention",
+            **{f"layers.*.self_attn.{name}": linear for name in attention},
+            **{f"layers.*.self_attn.{name}": f"{family}RMSNorm" for name in norms},
+            "layers.*.mlp": f"{family}MLP",
+            **{f"layers.*.mlp.{name}": linear for name in ("gate_proj", "up_proj", "down_proj")},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One family of dense decoders."""
+
+    model_type: str
+    """As `config.json` names it."""
+    norms_per_layer: int = 2
+    """Norms of hidden size in a layer."""
+    qkv_bias: bool = False
+    """Query, key and value biases that no key of the config switches."""
+    head_norms: bool = False
+    """A norm over head_dim for queries and one for keys."""
+    tied: bool = False
+    """Whether the head is the embedding where the config does not say."""
+    head_dim: int | None = None
+    """Where the config does not say; None: hidden size / heads."""
+    slides: Callable[[Json, int], bool] | None = None
+    """Whether attention of the layer with this index is windowed, given that the config has a
+    window; None: no layer of the family ever is."""
+    decode: DecodeLayout | None = None
+    """None: generation runs transformers' modules, which neither exact mode nor tensor parallelism
+    of the engine serve."""
+    tensor_plan: Mapping[str, Split] | None = None
+    """Of the modules of a layer, by name in it; None: not divided among devices. Embedding, head
+    and final norm are everyone's alike."""
+    lora_targets: tuple[str, ...] = PROJECTIONS
+    """Modules of a layer that can have adapters."""
+    unserved_fields: tuple[str, ...] = (*UNSERVED_FIELDS, "final_logit_softcapping")
+    """Fields of `config.json` that must be unset."""
+    public: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    """`config.json` of public models, in what matters here, by name in lower case."""
+
+    def layer_windows(self, config: Json) -> tuple[int | None, ...]:
+        """Keys that a query of each layer sees, itself included; None: all before it.
+
+        Reads configurations of any age. Raises KeyError where the number of layers is missing.
+        """
+        indices = range(config["num_hidden_layers"])
+        window: int | None = config.get("sliding_window")
+        if self.slides is None or not window or config.get("use_sliding_window") is False:
+            return tuple(None for _ in indices)
+        return tuple(window if self.slides(config, i) else None for i in indices)

@@ -1,0 +1,109 @@
+"""What specs say of families against transformers' classes and configurations."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hone.families.registry import FUSED_FAMILIES, SPECS, public_configs, require_spec
+from hone.families.shape import ModelShape, public_shape
+from tests.models.families import FAMILY_FIELDS
+
+TINY = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 80,
+    "vocab_size": 97,
+}
+STYLES = {"rows": "colwise", "columns": "rowwise", "shared": "replicated_with_grad_allreduce"}
+"""What transformers' plans call the ways to split."""
+
+
+def make_model(model_type, **fields):
+    config = AutoConfig.for_model(model_type, **TINY | fields)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_family_is_found_by_its_model_type_and_tested(name):
+    assert require_spec(name).model_type == name
+    assert name in FAMILY_FIELDS
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_families_are_divided_as_transformers_divides_them(name):
+    plan = SPECS[name].tensor_plan
+    if plan is None:
+        assert name not in FUSED_FAMILIES
+        return
+    known = AutoConfig.for_model(name).base_model_tp_plan
+    theirs = {k.removeprefix("layers.*."): v for k, v in known.items() if k.startswith("layers.*")}
+    norms = {"input_layernorm": "shared", "post_attention_layernorm": "shared"}
+    assert norms.items() <= plan.items()
+    assert {k: STYLES[split] for k, split in plan.items() if k not in norms} == theirs
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_tensors_of_a_shape_are_the_parameters_of_the_model(name):
+    model = make_model(name)
+    expected = sorted(tuple(parameter.shape) for parameter in model.parameters())
+    shape = ModelShape.from_config(model.config.to_dict())
+    found = sorted(size for t in shape.tensors() for size in [t.size] * t.count)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_lora_targets_are_all_projections_of_a_layer(name):
+    layers = make_model(name).base_model.layers
+    linears = {
+        n.rpartition(".")[2] for n, m in layers.named_modules() if type(m) is torch.nn.Linear
+    }
+    assert set(SPECS[name].lora_targets) == linears
+
+
+WINDOWS = {
+    "llama": ({"sliding_window": 5}, (None, None, None)),
+    "mistral": ({"sliding_window": 5}, (5, 5, 5)),
+    "mistral, listed": ({"sliding_window": 5, "layer_types": ["full_attention"] * 3}, (5, 5, 5)),
+    "mistral, none": ({"sliding_window": None}, (None, None, None)),
+    "qwen2": (
+        {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+        (None, 5, 5),
+    ),
+    "qwen2, off": ({"sliding_window": 5, "max_window_layers": 1}, (None, None, None)),
+    "qwen3": (
+        {
+            "sliding_window": 5,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        (5, None, 5),
+    ),
+    "gemma2": ({"sliding_window": 5}, (5, None, 5)),
+    "gemma3_text": ({"sliding_window": 5}, (5, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_are_those_of_transformers_layers(case):
+    fields, expected = WINDOWS[case]
+    name = case.partition(",")[0]
+    model = make_model(name, **fields)
+    assert SPECS[name].layer_windows(model.config.to_dict()) == expected
+    for layer, window in zip(model.base_model.layers, expected, strict=True):
+        owner = model.config if name == "mistral" else layer.self_attn
+        assert getattr(owner, "sliding_window", None) == window
+
+
+def test_public_models_have_shapes():
+    assert list(public_configs()) == ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"]
+    assert public_shape("qwen3-8b").num_params == 8_190_735_360
+    assert public_shape("qwen9") is None
+
+
+def test_unknown_families_are_named_with_those_there_are():
+    with pytest.raises(ValueError, match=r"'mamba'.*gemma2.*llama.*qwen3"):
+        require_spec("mamba")
