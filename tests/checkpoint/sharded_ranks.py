@@ -19,9 +19,12 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from transformers import AutoTokenizer
 
+from hone.checkpoint import export as export_module
 from hone.checkpoint import store as store_module
 from hone.checkpoint.atomic import CheckpointError
+from hone.checkpoint.export import export_hf
 from hone.checkpoint.sharded import take
 from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
@@ -29,7 +32,9 @@ from hone.config.model import ModelConfig
 from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.mesh import Mesh
 from hone.models.load import load_deferred, load_model
+from hone.models.manifest import export_weights
 from hone.models.tiny import make_tiny_model
+from hone.trainer.gathering import wholes
 
 CPU = torch.device("cpu")
 LAYOUTS = {
@@ -38,6 +43,7 @@ LAYOUTS = {
     "both": [Shard(0), Shard(1)],
     "twice the rows": [Shard(0), Shard(0)],
     "copies": [Replicate(), Replicate()],
+    "other copies": [Replicate(), Replicate()],
 }
 
 
@@ -109,6 +115,56 @@ def deferred(folder):
     return wrong
 
 
+def exported(folder, mesh, line):
+    """What four processes have exported of a model of which each has a part: what differs from the
+    files of one, and what is said where one of them cannot write."""
+    whole_model = load_model(ModelConfig(path=str(folder / "model")), device=CPU, seed=4)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    held = {
+        name: distribute_tensor(tensor, line, [Shard(0) if tensor.ndim > 1 else Replicate()])
+        for name, tensor in whole_model.state_dict().items()
+    }
+
+    def export(name, mesh, weights):
+        args = (whole_model, tokenizer, folder / name, torch.bfloat16, weights)
+        return export_hf(*args, mesh=mesh, file_bytes=3_000)
+
+    def gathered():
+        return zip(held, wholes((t, t.dtype) for t in held.values()), strict=True)
+
+    if mesh.is_first:
+        export("one", Mesh.alone("cpu"), export_weights(whole_model))
+    export("four", mesh, gathered())
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in (folder / name).iterdir()}
+        for name in ("one", "four")
+    )
+    differing = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
+
+    def refuse(*args):
+        raise CheckpointError("the disk is on fire")
+
+    broken = patch.object(export_module, "write_tensors", refuse)
+    with broken if mesh.world.rank == 2 else patch.dict({}):
+        failed = outcome(lambda: export("four", mesh, gathered()))
+    stays = {path.name: path.read_bytes() for path in (folder / "four").iterdir()} == theirs
+    return {
+        "num_files": len([name for name in theirs if name.endswith(".safetensors")]),
+        "differing": differing,
+        "one fails": failed,
+        "former stays": stays,
+        "refused": refusal(lambda: export("model", mesh, gathered())),
+    }
+
+
+def refusal(work):
+    try:
+        work()
+    except (CheckpointError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def main(folder):
     folder = Path(folder)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -149,11 +205,15 @@ def main(folder):
         if not torch.equal(taken.full_tensor(), dict(model(None).named_parameters())[name]):
             wrong.append(f"{name} taken")
     found["wrong"] = wrong
+    writers = {
+        piece.file.name for name in ("copies", "other copies") for piece in saved[name].pieces
+    }
+    found["writers of copies"] = len(writers)
 
     def refuse(*args):
         raise OSError("the disk is on fire")
 
-    with patch.object(store_module, "write_shards", refuse) if rank == 2 else patch.dict({}):
+    with patch.object(store_module, "write_tree", refuse) if rank == 2 else patch.dict({}):
         found["one fails"] = outcome(lambda: store.save(3, parts))
     hidden = [path.name for path in (folder / "run").iterdir() if path.name.startswith(".")]
     found["left behind"] = hidden
@@ -167,13 +227,14 @@ def main(folder):
     found["fallback"] = store.load("latest").step
 
     slow = CheckpointStore(folder / "slow", mesh=mesh, timeout_s=1)
-    waits = patch.object(store_module, "_report_own", lambda *args: None)
+    waits = patch.object(CheckpointStore, "_report", lambda *args: None)
     with waits if rank == 1 else patch.dict({}):
         found["one is silent"] = outcome(lambda: slow.save(1, parts))
     if rank == 0:
         make_tiny_model(folder / "model", **SHAPE)
     dist.barrier()
     found["deferred"] = deferred(folder / "model")
+    found["export"] = exported(folder, mesh, line)
     everyone = mesh.gather(found)
     if rank == 0:
         print(json.dumps(everyone))  # noqa: T201

@@ -22,16 +22,18 @@ from hone.checkpoint import store as store_module
 from hone.checkpoint.atomic import (
     MANIFEST_NAME,
     CheckpointError,
-    FileRecord,
     FolderManifest,
+    Publication,
     publish_folder,
     read_manifest,
     record_file,
 )
 from hone.checkpoint.store import CheckpointStore
-from hone.checkpoint.tree import split_tree, write_tree
+from hone.checkpoint.tree import in_memory, split_tree, write_tree
 
 PARTS = ("model", "optimizer")
+METADATA = {"order": 3, "metric": None, "saved_at": 0.0, "mesh": {}}
+"""Of a checkpoint, beside its step and its parts."""
 NUM_BYTES = 64 * 4 + 5 * 8 + 64 * 4
 """Of the tensors of `parts_of`."""
 
@@ -46,9 +48,9 @@ def parts_of(step: int) -> dict[str, Any]:
 def assert_loads(store: CheckpointStore, step: int) -> None:
     """The newest checkpoint is exactly that of `step`."""
     checkpoint = store.load("latest", required=PARTS)
-    assert checkpoint.step == step == store.latest()
+    assert checkpoint.step == step == store.steps()[-1]
     wanted = parts_of(step)
-    model, optimizer = checkpoint.parts["model"], checkpoint.parts["optimizer"]
+    model, optimizer = (in_memory(checkpoint.parts[name]) for name in PARTS)
     assert all(torch.equal(model[name], wanted["model"][name]) for name in wanted["model"])
     assert optimizer["step"] == step
     assert torch.equal(optimizer["moments"][0], wanted["optimizer"]["moments"][0])
@@ -59,7 +61,8 @@ def no_leftovers(folder: Path) -> bool:
 
 
 def test_a_folder_is_published_with_its_manifest(tmp_path: Path) -> None:
-    with publish_folder(tmp_path / "a", metadata={"x": [1, None]}) as folder:
+    with publish_folder(tmp_path / "a", metadata={"x": [1, None]}) as publication:
+        folder = publication.folder
         (folder / "sub").mkdir()
         (folder / "sub" / "b.bin").write_bytes(b"12345")
         assert not (tmp_path / "a").exists()
@@ -79,8 +82,8 @@ def test_only_own_folders_are_replaced(tmp_path: Path) -> None:
 
 def test_an_error_in_the_writer_leaves_nothing(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with publish_folder(tmp_path / "a") as folder:
-            (folder / "b").write_text("x")
+        with publish_folder(tmp_path / "a") as publication:
+            (publication.folder / "b").write_text("x")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -124,12 +127,12 @@ def test_R18_all_of_a_folder_is_on_disk_before_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(monkeypatch)
-    recorded: dict[str, FileRecord] = {}
-    with publish_folder(tmp_path / "a", recorded=recorded) as folder:
+    with publish_folder(tmp_path / "a") as publication:
+        folder = publication.folder
         (folder / "sub").mkdir()
         for name in ("plain.bin", "sub/plain.bin", "sub/recorded.bin"):
             (folder / name).write_bytes(b"12345")
-        recorded["sub/recorded.bin"] = record_file(folder / "sub/recorded.bin")
+        publication.files["sub/recorded.bin"] = record_file(folder / "sub/recorded.bin")
     assert disk.missed == []
     assert {item.name for item in (tmp_path / "a").iterdir()} == {"sub", "plain.bin", MANIFEST_NAME}
     assert disk.has(tmp_path), "the new name itself"
@@ -161,7 +164,7 @@ CALLS: list[tuple[Any, str]] = [
     (os, "unlink"),
     (os, "rmdir"),
     (builtins, "open"),
-    (atomic, "_sha256_of_file"),
+    (atomic, "_crc32_of_file"),
     (Path, "write_text"),
     (Path, "mkdir"),
     (Path, "rename"),
@@ -214,7 +217,7 @@ def check_every_crash_point(folder: Path, step: int, *, after: bool) -> None:
         store = CheckpointStore(folder / str(number), keep_last=2)
         shutil.copytree(template.folder, store.folder)
         crashed = crashed_save(store, step, number, after=after)
-        latest = store.latest()
+        latest = store.steps()[-1]
         assert latest in (2, step)
         assert_loads(store, latest)
         outcomes.add(latest)
@@ -242,9 +245,7 @@ def save_in_place(store: CheckpointStore, step: int, parts: dict[str, Any]) -> N
     """The planted bug: the folder has its final name from the start."""
     path = store.folder / f"step_{step}"
     path.mkdir(parents=True)
-    atomic._write_manifest(
-        path, {"step": step, "order": step, "metric": None, "parts": [*parts]}, {}
-    )
+    atomic._write_manifest(Publication(path), METADATA | {"step": step, "parts": [*parts]})
     for name, tree in parts.items():
         write_tree(path, name, split_tree(tree, name))
 
@@ -252,7 +253,7 @@ def save_in_place(store: CheckpointStore, step: int, parts: dict[str, Any]) -> N
 def skip_manifest(path: Path) -> FolderManifest:
     """The planted bug: any folder with the right name is trusted."""
     step = int(path.name.removeprefix("step_"))
-    metadata = {"step": step, "order": step, "metric": None, "parts": PARTS}
+    metadata = METADATA | {"step": step, "parts": PARTS}
     return FolderManifest(files={}, metadata=metadata)
 
 
@@ -293,7 +294,7 @@ for _ in sys.stdin:
     pid = os.fork()
     if pid == 0:
         store = CheckpointStore({folder!r}, keep_last=2)
-        step = (store.latest() or 0) + 1
+        step = max(store.steps(), default=0) + 1
         print(os.getpid(), flush=True)
         while True:
             store.save(step, parts_of(step))
@@ -328,10 +329,11 @@ def test_R18_kill_9_at_random_points(tmp_path: Path) -> None:
             while (line := parent.stdout.readline()) != "dead\n":
                 said.append(int(line))
             store = CheckpointStore(tmp_path, keep_last=2)
-            if (latest := store.latest()) is not None:
+            latest = max(store.steps(), default=0)
+            if latest:
                 assert_loads(store, latest)
                 seen.append(latest)
-            assert (latest or 0) >= max(said, default=0)
+            assert latest >= max(said, default=0)
         parent.stdin.close()
     assert parent.returncode == 0
     assert len(set(seen)) > 5
@@ -375,7 +377,7 @@ def test_R18_disk_error_at_any_call_leaves_the_last_good_one(
         assert f"it needs {NUM_BYTES} bytes" in text
         assert re.search(r"[0-9,]+ bytes are free there", text)
     assert no_leftovers(tmp_path)
-    latest = store.latest()
+    latest = store.steps()[-1]
     assert latest in (1, 2)
     assert_loads(store, latest)
 
@@ -418,7 +420,7 @@ def flip_byte(file: Path) -> None:
 
 
 DAMAGE = {"missing": Path.unlink, "truncated": truncate, "flipped": flip_byte}
-FILES = ["model.safetensors", "model.json", "optimizer.safetensors", "optimizer.json"]
+FILES = [f"{name}.{kind}" for name in PARTS for kind in ("rank0.safetensors", "json")]
 
 
 def check_damage_is_skipped(folder: Path, damage: str, file: str) -> None:
@@ -452,7 +454,7 @@ def test_R18_unverified_reading_turns_red(
     else:
         monkeypatch.setattr(Path, "stat", lambda self, **_: os.stat(__file__))
     with pytest.raises((AssertionError, CheckpointError, OSError)):
-        check_damage_is_skipped(tmp_path, damage, "model.safetensors")
+        check_damage_is_skipped(tmp_path, damage, "model.rank0.safetensors")
 
 
 @pytest.mark.parametrize("position", range(0, 400, 23))

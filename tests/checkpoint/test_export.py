@@ -8,14 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from hone.checkpoint import export as export_module
 from hone.checkpoint.atomic import CheckpointError, read_manifest
-from hone.checkpoint.export import export_hf, export_hf_streamed
+from hone.checkpoint.export import export_hf
 from hone.distributed.mesh import Mesh
 from hone.models.manifest import export_weights
-from hone.models.tiny import make_tiny_model
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
 
 IDS = torch.tensor([[5, 9, 33, 41, 7, 2, 60, 11]])
 CASES = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False), ("gemma2", True)]
@@ -46,6 +52,12 @@ def tiny(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[PreTrainedMode
     return model, AutoTokenizer.from_pretrained(folder)
 
 
+def export(model: PreTrainedModel, tokenizer: Any, folder: Path, dtype: torch.dtype) -> Path:
+    """By one process that holds all weights."""
+    weights = export_weights(model)
+    return export_hf(model, tokenizer, folder, dtype, weights, mesh=Mesh.alone("cpu"))
+
+
 @torch.no_grad()
 def logprobs(model: PreTrainedModel) -> Tensor:
     return model(IDS).logits.float().log_softmax(-1)
@@ -57,7 +69,7 @@ def test_R17_export_loads_with_equal_logprobs(
     tiny: tuple[PreTrainedModel, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model, tokenizer = tiny
-    folder = export_hf(model, tokenizer, tmp_path / "out", dtype)
+    folder = export(model, tokenizer, tmp_path / "out", dtype)
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     assert loaded.dtype is dtype
     assert model.dtype is torch.float32
@@ -77,7 +89,7 @@ def test_export_is_a_plain_folder(tiny: tuple[PreTrainedModel, Any], tmp_path: P
     model, tokenizer = tiny
     model.set_attn_implementation("hone")
     config_before = model.config.to_dict()
-    folder = export_hf(model, tokenizer, tmp_path / "out", torch.bfloat16)
+    folder = export(model, tokenizer, tmp_path / "out", torch.bfloat16)
     config = json.loads((folder / "config.json").read_text())
     assert "hone" not in (folder / "config.json").read_text()
     assert config["dtype"] == "bfloat16"
@@ -97,11 +109,11 @@ def test_export_replaces_an_export_and_nothing_else(
     tiny: tuple[PreTrainedModel, Any], tmp_path: Path
 ) -> None:
     model, tokenizer = tiny
-    folder = export_hf(model, tokenizer, tmp_path / "out", torch.float32)
-    export_hf(model, tokenizer, folder, torch.bfloat16)
+    folder = export(model, tokenizer, tmp_path / "out", torch.float32)
+    export(model, tokenizer, folder, torch.bfloat16)
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(ValueError, match="not ours to replace"):
-        export_hf(model, tokenizer, tmp_path / "source", torch.float32)
+        export(model, tokenizer, tmp_path / "source", torch.float32)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
@@ -109,7 +121,7 @@ def test_R18_a_failed_export_leaves_the_former_one(
     tiny: tuple[PreTrainedModel, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = tiny
-    folder = export_hf(model, tokenizer, tmp_path / "out", torch.float32)
+    folder = export(model, tokenizer, tmp_path / "out", torch.float32)
     before = read_manifest(folder)
 
     def full(*_: Any, **__: Any) -> None:
@@ -119,78 +131,112 @@ def test_R18_a_failed_export_leaves_the_former_one(
     with pytest.raises(
         CheckpointError, match=r"out \(run\.dir\): .*No space left on device.*it needs"
     ):
-        export_hf(model, tokenizer, folder, torch.float32)
+        export(model, tokenizer, folder, torch.float32)
     assert read_manifest(folder) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
-def untie(model: PreTrainedModel, dtype: torch.dtype, _masters: object) -> dict[str, Tensor]:
-    return {name: tensor.to(dtype).clone() + 1 for name, tensor in model.state_dict().items()}
+class DropNorm(export_module._Files):
+    def add(self, name: str, tensor: Tensor) -> None:
+        if name != "model.norm.weight":
+            super().add(name, tensor)
 
 
-def drop_norm(model: PreTrainedModel, dtype: torch.dtype, _masters: object) -> dict[str, Tensor]:
-    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    del state["model.norm.weight"]
-    return state
+class NoCast(export_module._Files):
+    def add(self, name: str, tensor: Tensor) -> None:
+        self._dtype = tensor.dtype
+        super().add(name, tensor)
 
 
-def no_cast(model: PreTrainedModel, dtype: torch.dtype, _masters: object) -> dict[str, Tensor]:
-    return dict(model.state_dict())
+class Shifted(export_module._Files):
+    def add(self, name: str, tensor: Tensor) -> None:
+        super().add(name, tensor + 1)
 
 
-@pytest.mark.parametrize("planted", [untie, drop_norm, no_cast], ids=lambda plant: plant.__name__)
+PLANTED = {
+    "tied twice": ("_tied_copies", lambda model: set()),
+    "a tensor lost": ("_Files", DropNorm),
+    "not rounded": ("_Files", NoCast),
+    "other values": ("_Files", Shifted),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
 def test_R17_planted_export_bugs_turn_red(
-    planted: Any,
+    planted: str,
     tiny: tuple[PreTrainedModel, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(export_module, "_cast", planted)
+    monkeypatch.setattr(export_module, *PLANTED[planted])
     with pytest.raises(AssertionError):
         test_R17_export_loads_with_equal_logprobs(tiny, torch.bfloat16, tmp_path)
 
 
-@pytest.mark.parametrize("file_bytes", [1, 10_000, 1 << 30])
 @pytest.mark.parametrize("tiny", CASES, indirect=True, ids=str)
-def test_streamed_export_equals_the_whole_one(
+def test_files_are_those_of_save_pretrained(
+    tiny: tuple[PreTrainedModel, Any], tmp_path: Path
+) -> None:
+    model, tokenizer = tiny
+    folder = export(model, tokenizer, tmp_path / "out", torch.float32)
+    model.save_pretrained(tmp_path / "wanted")
+    wanted = load_file(tmp_path / "wanted" / "model.safetensors")
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for name in ("config.json", "generation_config.json"):
+        assert (folder / name).read_text() == (tmp_path / "wanted" / name).read_text()
+
+
+def test_tensors_of_experts_go_into_files_under_their_names_on_the_hub(tmp_path: Path) -> None:
+    """Transformers keeps a layer's experts in one tensor, files have one of each."""
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path / "wanted")
+    wanted = load_file(tmp_path / "wanted" / "model.safetensors")
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in wanted
+    folder = export(model, make_char_tokenizer("ab"), tmp_path / "out", torch.float32)
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("file_bytes", [1, 10_000])
+@pytest.mark.parametrize("tiny", CASES, indirect=True, ids=str)
+def test_several_files_hold_what_one_does(
     tiny: tuple[PreTrainedModel, Any], file_bytes: int, tmp_path: Path
 ) -> None:
     model, tokenizer = tiny
-    expected = export_hf(model, tokenizer, tmp_path / "whole", torch.bfloat16)
-    folder = export_hf_streamed(
+    expected = export(model, tokenizer, tmp_path / "one", torch.bfloat16)
+    folder = export_hf(
         model,
         tokenizer,
-        tmp_path / "streamed",
+        tmp_path / "several",
         torch.bfloat16,
         export_weights(model),
         mesh=Mesh.alone("cpu"),
         file_bytes=file_bytes,
     )
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        assert (folder / name).read_text() == (expected / name).read_text()
-    weights: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(file)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
     wanted = load_file(expected / "model.safetensors")
-    assert weights.keys() == wanted.keys()
-    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    assert index["weight_map"].keys() == wanted.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
+    files = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
+    for name, file in index["weight_map"].items():
+        assert torch.equal(files[file][name], wanted[name])
+    for held in files.values():
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= file_bytes
+    assert set(read_manifest(folder).files) >= {*files, "model.safetensors.index.json"}
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     again: Any = AutoModelForCausalLM.from_pretrained(expected, attn_implementation="eager").eval()
     assert torch.equal(logprobs(loaded), logprobs(again))
-
-
-def test_streamed_export_refuses_a_folder_that_is_not_ours(
-    tiny: tuple[PreTrainedModel, Any], tmp_path: Path
-) -> None:
-    model, tokenizer = tiny
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("do not touch")
-    with pytest.raises(ValueError, match="not ours to replace"):
-        export_hf_streamed(
-            model,
-            tokenizer,
-            tmp_path / "mine",
-            torch.float32,
-            export_weights(model),
-            mesh=Mesh.alone("cpu"),
-        )

@@ -10,6 +10,7 @@ import torch
 
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
 from hone.checkpoint.store import CheckpointStore
+from hone.checkpoint.tree import in_memory
 
 
 def draw() -> list[Any]:
@@ -26,7 +27,7 @@ def check_resumes(folder: Path, lose: str | None = None) -> None:
     store.save(1, {"random": capture_random_state()})
     wanted = draw()
     before: Any = capture_random_state()
-    loaded: Any = store.load().parts["random"]
+    loaded = in_memory(store.load().parts["random"])
     if lose:
         loaded = {**loaded, lose: before[lose]}
     restore_random_state(loaded)

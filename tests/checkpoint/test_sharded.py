@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from tests.checkpoint.sharded_ranks import LAYOUTS, model, whole
 from tests.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,8 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hone.checkpoint.atomic import CheckpointError
-from hone.checkpoint.sharded import Piece, Region, StoredTensor, laid_out, part_of, take
+from hone.checkpoint.sharded import Piece, Region, StoredTensor, laid_out, take
 from hone.checkpoint.store import CheckpointStore
+from hone.checkpoint.tree import split_tree
 
 WORLD_SIZE = 4
 
@@ -40,6 +40,22 @@ def test_every_layout_comes_back_whole_and_in_parts(run):
 
 def test_what_is_no_tensor_is_the_first_process_s(run):
     assert [found["data"] for found in run[1]] == [{"cursor": 64, "rank": 0}] * WORLD_SIZE
+
+
+def test_processes_with_equal_copies_share_the_writing(run):
+    assert [found["writers of copies"] for found in run[1]] == [2] * WORLD_SIZE
+
+
+def test_several_processes_export_the_files_of_one(run):
+    for rank, found in enumerate(run[1]):
+        export = found["export"]
+        assert export["differing"] == []
+        assert export["num_files"] > 2 * WORLD_SIZE
+        assert "the disk is on fire" in export["one fails"]
+        assert rank == 2 or "process 2" in export["one fails"]
+        assert export["former stays"]
+        assert "not ours to replace" in export["refused"]
+        assert export["refused"].startswith("CheckpointError" if rank else "ValueError")
 
 
 def test_a_process_that_fails_is_named_on_all_and_leaves_nothing(run):
@@ -103,9 +119,9 @@ def test_any_region_is_read_from_any_pieces(tmp_path_factory, case):
     pieces = []
     for number, box in enumerate(boxes):
         part = Region(tuple(a for a, _ in box), tuple(b - a for a, b in box))
-        file = folder / f"{number}.safetensors"
-        save_file({"w": tensor[part.slices].contiguous().clone()}, file)
-        pieces.append(Piece(file, "w", part))
+        file = folder / f"{number}.bin"
+        file.write_bytes(b"head" + tensor[part.slices].contiguous().numpy().tobytes())
+        pieces.append(Piece(file, 4, part))
     saved = StoredTensor("w", tensor.shape, tensor.dtype, tuple(pieces))
     assert torch.equal(saved.full(), tensor)
     assert torch.equal(saved.read(region), tensor[region.slices])
@@ -140,10 +156,10 @@ def test_host_memory_is_laid_out_as_a_device_tensor_and_stays_there(rows_on_gpus
     assert moment.dtype == torch.bfloat16
     assert moment.device.type == "cpu"
     assert moment.to_local().data_ptr() == host.data_ptr()
-    part = part_of(moment, is_first=False, copy=True)
-    assert part.region == Region((3, 0), (3, 4))
+    part = split_tree(moment, "moment", is_first=False, copy=True).parts["moment"]
+    assert (part.offsets, part.shape) == ((3, 0), (6, 4))
     assert torch.equal(part.local, host)
-    assert part.shape == (6, 4)
+    assert part.local.data_ptr() != host.data_ptr()
 
 
 def test_what_is_saved_is_not_taken_onto_the_device(rows_on_gpus):

@@ -267,7 +267,7 @@ def test_R25_a_second_ctrl_c_ends_all_at_once(make_config: MakeConfig, tmp_path:
     assert "Traceback" not in output
     ends = [line for line in output.splitlines() if "the same command goes on" in line]
     assert len(ends) == 1, output
-    CheckpointStore(cfg.run.dir / "checkpoints").latest()  # whole or not there
+    CheckpointStore(cfg.run.dir / "checkpoints").steps()  # whole or not there
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ ALONE = AxisSizes()
 
 def checkpoint(**fields: Any) -> Checkpoint:
     base: dict[str, Any] = {"step": 6, "path": Path("a/step_6"), "parts": {}, "metric": None}
-    base |= {"skipped": (), "saved_at": None, "written_by": None}
+    base |= {"saved_at": NOON, "written_by": ALONE}
     return Checkpoint(**base | fields)
 
 
@@ -34,18 +34,15 @@ NOON = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
 
 
 @pytest.mark.parametrize(
-    ("saved_at", "written_by", "own", "said"),
+    ("written_by", "own", "said"),
     [
-        (None, None, AxisSizes(), "going on after step 6, from a/step_6"),
-        (NOON, AxisSizes(), AxisSizes(), ", saved 2026-11-21 12:00 by 1 process"),
+        (AxisSizes(), AxisSizes(), "6, from a/step_6, saved 2026-11-21 12:00 by 1 process"),
         (
-            NOON,
             AxisSizes(data=2, tensor=2, fsdp=2),
             AxisSizes(data=2, tensor=2, fsdp=2),
             " by 4 processes (data 2 x tensor 2, shards over 2)",
         ),
         (
-            NOON,
             AxisSizes(),
             AxisSizes(data=2, fsdp=2),
             " by 1 process; now 2 processes (data 2, shards over 2), so each reads its own regions "
@@ -54,14 +51,10 @@ NOON = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
     ],
 )
 def test_who_wrote_a_checkpoint_is_told_in_one_line(
-    saved_at: float | None,
-    written_by: AxisSizes | None,
-    own: AxisSizes,
-    said: str,
-    make_config: MakeConfig,
+    written_by: AxisSizes, own: AxisSizes, said: str, make_config: MakeConfig
 ) -> None:
     cfg = make_config(run={"steps": 9})
-    (line,) = announce(checkpoint(saved_at=saved_at, written_by=written_by), cfg.run, cfg, own)
+    (line,) = announce(checkpoint(written_by=written_by), cfg.run, cfg, own)
     assert line.endswith(said)
     assert "\n" not in line
 

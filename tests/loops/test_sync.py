@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig, assembled, has_a_row
 
 from hone.checkpoint.store import CheckpointStore
+from hone.checkpoint.tree import in_memory
 from hone.config.load import dump_config
 from hone.config.tree import RLConfig
 from hone.loops import reinforce, sync
@@ -52,7 +53,7 @@ def weights_hash(run_dir: Path) -> str:
 
 
 def state_of(run_dir: Path, step: int) -> dict[str, Any]:
-    return dict(CheckpointStore(run_dir / "checkpoints").load(step).parts)
+    return in_memory(dict(CheckpointStore(run_dir / "checkpoints").load(step).parts))
 
 
 def assert_same(a: Any, b: Any, path: str = "") -> None:

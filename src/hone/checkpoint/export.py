@@ -1,67 +1,43 @@
 """Export a model as a standard Hugging Face folder, for any other tool to load.
 
-A model whose parameters are spread over processes is written tensor by tensor: each is gathered,
-taken to the first process's host memory, and written once a file is full. No process ever holds the
-whole model.
+Weights come one after the other, on every process, and are dealt out to files by their names and
+sizes alone: the files are the same whatever processes write them. Process r of n writes each n-th
+file, in the background while the next tensors are gathered. No process holds the whole model.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 
-from hone.checkpoint.atomic import CheckpointError, publish_folder
-from hone.distributed.mesh import Mesh
-from hone.models.manifest import export_weights, memory_of
+from hone.checkpoint.atomic import (
+    CheckpointError,
+    FileRecord,
+    Publication,
+    partial_name,
+    publish_folder,
+    write_tensors,
+)
+from hone.distributed.mesh import Axis, Mesh
 
-__all__ = ["export_hf", "export_hf_streamed"]
+__all__ = ["export_hf"]
 
-_FILE_BYTES = 4 << 30
+_FILE_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"
 
 
 def export_hf(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path | str,
-    dtype: torch.dtype,
-    *,
-    masters: Mapping[str, Tensor] | None = None,
-) -> Path:
-    """Write config, generation config, weights in `dtype`, tokenizer and chat template.
-
-    `masters` are finer copies of the model's parameters, by name, and are written in their place.
-    The folder appears whole or not at all; a former export there is replaced. Tied weights are
-    saved once. `AutoModelForCausalLM.from_pretrained(folder)` loads it without this package.
-
-    Raises CheckpointError when it cannot be written, ValueError when `folder` holds something else.
-    """
-    weights = _cast(model, dtype, masters or {})
-    num_bytes = sum({memory_of(t): t.nbytes for t in weights.values()}.values())
-    config = model.config
-    model.config = copy.deepcopy(config)  # save_pretrained writes the model's own dtype into it
-    try:
-        with publish_folder(Path(folder), num_bytes=num_bytes) as partial:
-            model.save_pretrained(partial, state_dict=weights)
-            model.config.dtype = dtype
-            model.config.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
-    finally:
-        model.config = config
-    return Path(folder)
-
-
-def export_hf_streamed(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path | str,
@@ -71,34 +47,140 @@ def export_hf_streamed(
     mesh: Mesh,
     file_bytes: int = _FILE_BYTES,
 ) -> Path:
-    """As `export_hf`, of a model that is spread over the processes of `mesh`.
+    """Write config, generation config, weights in `dtype`, tokenizer and chat template.
 
-    `weights` yields whole tensors by name; iterating it is collective, and at most one tensor and
-    `file_bytes` on the first process's host exist beside it. Every process calls this and returns
-    when the folder is there. Raises as `export_hf`, on all.
+    `weights` yields whole tensors under the names of `model.state_dict()`, the same on every
+    process; iterating it may be collective. Of tied ones the first is written. A process holds at
+    most two files of `file_bytes` and one tensor in host memory.
+
+    The folder appears whole or not at all; a former export there is replaced.
+    `AutoModelForCausalLM.from_pretrained(folder)` loads it without this package. Collective: every
+    process returns when the folder is there.
+
+    Raises CheckpointError, on all processes, when it cannot be written, and ValueError when
+    `folder` holds something else.
     """
     folder = Path(folder)
     copies = _tied_copies(model)
-    problem: OSError | SafetensorError | ValueError | None = None
     with ExitStack() as publishing:
-        partial: Path | None = None
-        if mesh.is_first:
-            try:
-                partial = publishing.enter_context(publish_folder(folder))
-            except (OSError, ValueError) as error:
-                problem = error
+        publication: Publication | None = None
+        problem: OSError | ValueError | None = None
+        try:
+            if mesh.is_first:
+                publication = publishing.enter_context(publish_folder(folder))
+        except (OSError, ValueError) as error:
+            problem = error
         _agree_on(problem, mesh)
-        untied = ((n, tensor) for n, tensor in weights if n not in copies)
-        batches = _batches(untied, dtype, file_bytes, keep=mesh.is_first)
-        problem = _write_batches(batches, partial)
-        if partial is not None and problem is None:
+        files = _Files(partial_name(folder), dtype, file_bytes, mesh.world)
+        publishing.callback(files.writer.shutdown)
+        for name, tensor in weights:
+            if name not in copies:  # models may keep several of their files' tensors as one
+                for converted in revert_weight_conversion(model, {name: tensor}).items():
+                    files.add(*converted)
+        problem = files.finish()
+        if publication is not None:
+            publication.num_bytes = files.num_bytes
+        _agree_on(problem, mesh)
+        records = {n: record for own in mesh.gather(files.records) for n, record in own.items()}
+        if publication is not None:
             try:
-                _write_surroundings(model, tokenizer, partial, dtype)
+                publication.files |= _name_files(publication.folder, files, records)
+                _write_surroundings(model, tokenizer, publication.folder, dtype)
             except OSError as error:
                 problem = error
         _agree_on(problem, mesh)
     mesh.gather(None)  # published by now
     return folder
+
+
+class _Files:
+    """Tensors dealt out to files, of which this process writes its share."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, file_bytes: int, world: Axis) -> None:
+        self.names: list[list[str]] = [[]]
+        """Of the tensors, by file."""
+        self.num_bytes = 0
+        self.records: dict[int, FileRecord] = {}
+        """Of this process's files."""
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="export")
+        self._folder, self._dtype, self._file_bytes, self._world = folder, dtype, file_bytes, world
+        self._size = 0
+        """Bytes of the last file."""
+        self._held: dict[str, Tensor] = {}
+        self._writing: tuple[int, Future[FileRecord]] | None = None
+        self._problem: CheckpointError | None = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor into the last file, or into a new one where that is full."""
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        num_bytes = tensor.numel() * dtype.itemsize
+        if self._size and self._size + num_bytes > self._file_bytes:
+            self._write_held()
+            self.names.append([])
+            self._size = 0
+        self.names[-1].append(name)
+        self._size += num_bytes
+        self.num_bytes += num_bytes
+        if self._is_own and self._problem is None:
+            # Rounded where it lies: a copy between devices would round on the host.
+            self._held[name] = tensor.detach().to(dtype).to("cpu", copy=True)
+
+    def finish(self) -> CheckpointError | None:
+        """Wait until this process's files are on disk. Returns why one could not be written: the
+        tensors after it have been taken all the same, since other processes gather them too."""
+        self._write_held()
+        self._wait()
+        return self._problem
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether this process writes the last file."""
+        return (len(self.names) - 1) % self._world.size == self._world.rank
+
+    def _write_held(self) -> None:
+        if not self._is_own:
+            return
+        self._wait()
+        if self._problem is None:
+            number, held, self._held = len(self.names) - 1, self._held, {}
+            path = self._folder / _part_name(number)
+            writing = self.writer.submit(write_tensors, path, held, {"format": "pt"})
+            self._writing = number, writing
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            number, writing = self._writing
+            self._writing = None
+            try:
+                self.records[number] = writing.result()
+            except CheckpointError as error:
+                self._problem = error
+
+
+def _part_name(number: int) -> str:
+    return f"{number}.part"
+
+
+def _name_files(
+    folder: Path, files: _Files, records: dict[int, FileRecord]
+) -> dict[str, FileRecord]:
+    """Rename the files now that it is known how many there are, and write the index."""
+    if len(files.names) == 1:
+        (folder / _part_name(0)).rename(folder / "model.safetensors")
+        return {"model.safetensors": records[0]}
+    recorded: dict[str, FileRecord] = {}
+    weight_map: dict[str, str] = {}
+    for number, held in enumerate(files.names):
+        file = f"model-{number + 1:05d}-of-{len(files.names):05d}.safetensors"
+        (folder / _part_name(number)).rename(folder / file)
+        recorded[file] = records[number]
+        weight_map |= dict.fromkeys(held, file)
+    index: dict[str, Any] = {
+        "metadata": {"total_size": files.num_bytes},
+        "weight_map": weight_map,
+    }
+    (folder / _INDEX).write_text(json.dumps(index, indent=2))
+    return recorded
 
 
 def _tied_copies(model: PreTrainedModel) -> set[str]:
@@ -112,59 +194,6 @@ def _tied_copies(model: PreTrainedModel) -> set[str]:
     return copies
 
 
-def _batches(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, file_bytes: int, *, keep: bool
-) -> Iterator[dict[str, Tensor]]:
-    """The tensors of one file after the other, on the CPU in `dtype`. Without `keep` they are
-    gathered all the same, and dropped."""
-    batch: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        if not keep:
-            continue
-        target = dtype if tensor.is_floating_point() else tensor.dtype
-        host = tensor.detach().to("cpu", target, copy=True).contiguous()
-        if batch and size + host.nbytes > file_bytes:
-            yield batch
-            batch, size = {}, 0
-        batch[name] = host
-        size += host.nbytes
-    if batch:
-        yield batch
-
-
-def _write_batches(
-    batches: Iterator[dict[str, Tensor]], partial: Path | None
-) -> OSError | SafetensorError | ValueError | None:
-    """Write each batch as a file and the index that says which holds what. After an error the rest
-    is still gathered, since the others gather too; the error is returned."""
-    problem: OSError | SafetensorError | ValueError | None = None
-    names: list[list[str]] = []
-    total = 0
-    for number, batch in enumerate(batches):
-        if partial is None or problem is not None:
-            continue
-        try:
-            save_file(batch, partial / f"{number}.part", metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            problem = error
-        names.append([*batch])
-        total += sum(tensor.nbytes for tensor in batch.values())
-    if partial is None or problem is not None:
-        return problem
-    if len(names) == 1:
-        (partial / "0.part").rename(partial / "model.safetensors")
-        return None
-    weight_map: dict[str, str] = {}
-    for number, held in enumerate(names):
-        file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
-        (partial / f"{number}.part").rename(partial / file)
-        weight_map |= dict.fromkeys(held, file)
-    index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (partial / _INDEX).write_text(json.dumps(index, indent=2))
-    return None
-
-
 def _write_surroundings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, partial: Path, dtype: torch.dtype
 ) -> None:
@@ -172,33 +201,19 @@ def _write_surroundings(
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__]
+    if model.is_remote_code():  # the files that define the model
+        custom_object_save(model, partial, cast(Any, config))
     config.save_pretrained(partial)
     if model.can_generate():
         model.generation_config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
 
 
-def _agree_on(problem: OSError | SafetensorError | ValueError | None, mesh: Mesh) -> None:
-    """Raise everywhere what the first process ran into."""
-    found = mesh.gather(None if problem is None else str(problem))[0]
+def _agree_on(problem: OSError | ValueError | None, mesh: Mesh) -> None:
+    """Raise everywhere what one process ran into."""
+    found = mesh.gather(None if problem is None else str(problem))
     if problem is not None:
         raise problem
-    if found is not None:
-        raise CheckpointError(f"process 0: {found}")
-
-
-def _cast(
-    model: PreTrainedModel, dtype: torch.dtype, masters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The weights in `dtype`, from the masters where there are; names that share memory share it
-    still."""
-    sources = {memory_of(p): masters.get(name, p) for name, p in model.named_parameters()}
-    casts: dict[object, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    for name, tensor in export_weights(model):
-        target = dtype if tensor.is_floating_point() else tensor.dtype
-        memory = memory_of(tensor)
-        if memory not in casts:
-            casts[memory] = sources.get(memory, tensor).detach().to(target)
-        weights[name] = casts[memory]
-    return weights
+    for rank, failure in enumerate(found):
+        if failure is not None:
+            raise CheckpointError(f"process {rank}: {failure}")

@@ -1,9 +1,9 @@
-"""Tensors of many processes in one checkpoint, readable by any number of them.
+"""Tensors of which each process holds a part: which part, and the same part of a saved tensor.
 
-Each process writes the parts of the tensors that it holds; which parts make up a tensor is kept in
-an index. A reader asks for a region of the tensor and gets it from whatever files it lies in, so a
-checkpoint does not remember how it was sharded: data, tensor and pipeline sizes may all differ
-between the run that wrote it and the run that goes on from it.
+Each process writes the parts that it holds, with their place in the whole tensor. A reader asks for
+a region and gets it from whatever files it lies in, so a checkpoint does not remember how it was
+sharded: data, tensor and pipeline sizes may all differ between the run that wrote it and the run
+that resumes from it.
 """
 
 from __future__ import annotations
@@ -11,27 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
+import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hone.checkpoint.atomic import CheckpointError
 
-__all__ = [
-    "Part",
-    "Piece",
-    "Region",
-    "StoredTensor",
-    "laid_out",
-    "local_part",
-    "part_of",
-    "region_of",
-    "take",
-]
+__all__ = ["Piece", "Region", "StoredTensor", "laid_out", "local_part", "region_of", "take"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +47,8 @@ class Region:
 
     def within(self, outer: Region) -> tuple[slice, ...]:
         """This region's place in a tensor that holds just `outer`."""
-        return tuple(
-            slice(o - base, o - base + n)
-            for o, base, n in zip(self.offsets, outer.offsets, self.shape, strict=True)
-        )
+        offsets = tuple(o - base for o, base in zip(self.offsets, outer.offsets, strict=True))
+        return Region(offsets, self.shape).slices
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -100,50 +88,18 @@ def laid_out(local: Tensor, *, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one process has of a tensor."""
-
-    local: Tensor
-    region: Region | None
-    """What it has to write; None where others write all of it."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole tensor."""
-        return prod(self.shape) * self.local.element_size()
-
-
-def part_of(tensor: Tensor, *, is_first: bool, copy: bool) -> Part:
-    """What this process holds, and has to write, of a tensor.
-
-    Of equal copies the first holder's is written. `is_first` says whether this is the first of all
-    processes, which writes what is no DTensor. With `copy` what is to be written is a copy in host
-    memory, which training does not change.
-    """
-    local = tensor.detach()
-    region = region_of(tensor) if is_first else None
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local().detach()
-        place = tensor.device_mesh.get_coordinate()
-        is_copy = place is None or any(
-            isinstance(placement, Replicate) and coordinate
-            for placement, coordinate in zip(tensor.placements, place, strict=True)
-        )
-        region = None if is_copy or not local.numel() else region_of(tensor)
-    if copy and region is not None:
-        local = local.to("cpu", copy=True)
-    return Part(local, region, tuple(tensor.shape))
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
-    """A region of a tensor, under `key` in a safetensors file."""
+    """A region of a tensor, row-major in a file from byte `start`."""
 
     file: Path
-    key: str
+    start: int
     region: Region
+
+    def mapped(self, dtype: torch.dtype) -> Tensor:
+        """The values, read when they are used. Writing to them does not change the file."""
+        size = prod(self.region.shape) * dtype.itemsize
+        content = np.memmap(self.file, np.uint8, mode="c", offset=self.start, shape=(size,))
+        return torch.from_numpy(content).view(dtype).view(self.region.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,25 +116,24 @@ class StoredTensor:
         return self.read(Region((0,) * len(self.shape), tuple(self.shape)))
 
     def read(self, region: Region) -> Tensor:
-        """One region, on the CPU. Raises CheckpointError where pieces do not cover it."""
-        result = torch.empty(region.shape, dtype=self.dtype)
-        num_read = 0
-        for piece in self.pieces:
-            part = piece.region.meet(region)
-            if part is None:
-                continue
-            with safe_open(piece.file, framework="pt") as file:
-                stored: Any = file.get_slice(piece.key) if region.shape else None
-                if stored is None:
-                    result.copy_(file.get_tensor(piece.key))
-                else:
-                    result[part.within(region)] = stored[part.within(piece.region)]
-            num_read += prod(part.shape)
-        if num_read != result.numel():
+        """One region, on the CPU: mapped from its file where it lies in one, without a copy.
+
+        Raises CheckpointError where pieces do not cover it.
+        """
+        found = [(piece, part) for piece in self.pieces if (part := piece.region.meet(region))]
+        num_read = sum(prod(part.shape) for _, part in found)
+        if num_read != prod(region.shape):
             raise CheckpointError(
-                f"{self.name} has {num_read} of {result.numel()} values at {region.offsets} in the "
-                "checkpoint: some process's part is missing, or two overlap"
+                f"{self.name} has {num_read} of {prod(region.shape)} values at {region.offsets} in "
+                "the checkpoint: some process's part is missing, or two overlap"
             )
+        if len(found) == 1:
+            ((piece, part),) = found
+            return piece.mapped(self.dtype)[part.within(piece.region)]
+        result = torch.empty(region.shape, dtype=self.dtype)
+        for piece, part in found:
+            values = piece.mapped(self.dtype)[part.within(piece.region)]
+            result[part.within(region)] = values
         return result
 
 

@@ -1,40 +1,35 @@
 """State as files: a tree of plain values and tensors becomes JSON beside safetensors.
 
 A tree is made of dicts with string keys, lists, strings, numbers, booleans, None and tensors; what
-`state_dict()` methods return. JSON keeps the tree, with `{"$tensor": key}` in place of a tensor, so
-that one found at two places (tied weights) is stored once and comes back as one. Values come back
-exactly, infinities and NaN included; tuples come back as lists, tensors on the CPU. Where several
-processes wrote the tensors, an index beside them says who holds what, and they come back as
+`state_dict()` methods return. `<name>.json` keeps the tree, with `{"$tensor": key}` in place of a
+tensor, so that one found at two places (tied weights) is stored once and comes back as one. Each
+process writes what it holds of the tensors to `<name>.rank<N>.safetensors`, whose metadata say
+which parts of which tensors these are.
+
+Values come back exactly, infinities and NaN included; tuples come back as lists, and tensors as
 `StoredTensor`s, to be read by region.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
+from zlib import crc32
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from hone.checkpoint.sharded import Part, Piece, Region, StoredTensor, part_of
+from hone.checkpoint.atomic import FileRecord, record_file, write_tensors
+from hone.checkpoint.sharded import Piece, Region, StoredTensor, local_part, region_of
 from hone.models.manifest import memory_of
 
-__all__ = [
-    "Shards",
-    "SplitTree",
-    "Tree",
-    "is_file_of",
-    "read_tree",
-    "split_tree",
-    "write_index",
-    "write_shards",
-    "write_tree",
-]
+__all__ = ["SplitTree", "Tree", "in_memory", "is_file_of", "read_tree", "split_tree", "write_tree"]
 
 Tree: TypeAlias = (
     Mapping[str, "Tree"]
@@ -48,85 +43,94 @@ Tree: TypeAlias = (
     | None
 )
 
-Shards = Mapping[str, Region]
-"""What one process wrote of the tensors of a tree, by key."""
-
 _TENSOR = "$tensor"
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What one process has to write of a tensor."""
+
+    local: Tensor
+    offsets: tuple[int, ...]
+    """Where it begins in the whole tensor."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
 class SplitTree:
-    """A tree taken apart: what goes into JSON, and this process's parts of the tensors, by key."""
+    """A tree taken apart: what goes into JSON, and what this process writes of the tensors."""
 
     plain: object
     parts: Mapping[str, Part]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensors; about what the tree takes on disk."""
-        return sum(part.num_bytes for part in self.parts.values())
+    num_bytes: int
+    """Of the whole tensors; about what the tree takes on disk."""
 
 
 def split_tree(tree: Tree, name: str, *, is_first: bool = True, copy: bool = False) -> SplitTree:
-    """Take the tensors out of a tree, copying them to host memory only with `copy`.
+    """Take the tensors out of a tree. With `copy` what is to be written is a copy in host memory,
+    which training does not change.
 
-    `is_first` says whether this is the first of all processes. Raises ValueError, with the path
-    from `name` on, for a value that no tree may hold.
+    `is_first` says whether this is the first of all processes: it writes what is no DTensor. Raises
+    ValueError, with the path from `name` on, for a value that no tree may hold.
     """
     tensors: dict[str, Tensor] = {}
     plain = _take_tensors(tree, name, tensors, {})
-    parts = {key: part_of(t, is_first=is_first, copy=copy) for key, t in tensors.items()}
-    return SplitTree(plain, parts)
+    parts: dict[str, Part] = {}
+    for key, tensor in tensors.items():
+        if _is_writer(tensor, key, is_first=is_first):
+            local = local_part(tensor.detach())
+            local = local.to("cpu", copy=True) if copy else local
+            parts[key] = Part(local, region_of(tensor).offsets, tuple(tensor.shape))
+    num_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
+    return SplitTree(plain, parts, num_bytes)
 
 
-def write_tree(folder: Path, name: str, tree: SplitTree) -> None:
-    """Write `<name>.json` and, where there are tensors, `<name>.safetensors`."""
-    _plain_file(folder, name).write_text(json.dumps(tree.plain))
+def write_tree(folder: Path, name: str, tree: SplitTree, rank: int = 0) -> dict[str, FileRecord]:
+    """Write and flush what process `rank` has of a tree; the first one writes the JSON too. The
+    files' records, by name. Raises OSError."""
+    files: dict[str, FileRecord] = {}
+    if rank == 0:
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(tree.plain))
+        files[path.name] = record_file(path)
     if tree.parts:
-        tensors = {key: _dense(part.local) for key, part in tree.parts.items()}
-        save_file(tensors, _tensor_file(folder, name))
-
-
-def write_shards(folder: Path, name: str, tree: SplitTree, rank: int) -> tuple[Path | None, Shards]:
-    """Write what process `rank` has to write of a tree's tensors.
-
-    Returns the file, None where there is nothing to write, and what is in it.
-    """
-    shards = {k: part.region for k, part in tree.parts.items() if part.region is not None}
-    if not shards:
-        return None, shards
-    path = _shard_file(folder, name, rank)
-    save_file({key: _dense(tree.parts[key].local) for key in shards}, path)
-    return path, shards
-
-
-def write_index(folder: Path, name: str, tree: SplitTree, shards: Sequence[Shards]) -> None:
-    """Write `<name>.json`, and what each process has written, by rank, as `<name>.shards.json`."""
-    _plain_file(folder, name).write_text(json.dumps(tree.plain))
-    index = {
-        key: {
-            "shape": part.shape,
-            "dtype": str(part.local.dtype).removeprefix("torch."),
-            "pieces": [
-                [rank, own[key].offsets, own[key].shape]
-                for rank, own in enumerate(shards)
-                if key in own
-            ],
+        path = folder / f"{name}.rank{rank}.safetensors"
+        places = {
+            key: [part.offsets, part.shape, str(part.local.dtype).removeprefix("torch.")]
+            for key, part in tree.parts.items()
         }
-        for key, part in tree.parts.items()
-    }
-    _index_file(folder, name).write_text(json.dumps(index))
+        local = {key: part.local for key, part in tree.parts.items()}
+        files[path.name] = write_tensors(path, local, {"places": json.dumps(places)})
+    return files
 
 
 def read_tree(folder: Path, name: str) -> Tree:
-    """Read what `write_tree`, or several processes, wrote. The tensors of the latter are read when
-    they are asked for."""
-    tensors: Mapping[str, Tensor | StoredTensor] = {}
-    if _index_file(folder, name).exists():
-        tensors = _read_index(folder, name)
-    elif _tensor_file(folder, name).exists():
-        tensors = load_file(_tensor_file(folder, name))
-    return _put_tensors(json.loads(_plain_file(folder, name).read_text()), tensors)
+    """Read what processes have written. Tensors are read when they are asked for."""
+    pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+    wholes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for path in sorted(folder.glob(f"{name}.rank*.safetensors")):
+        start, header = _read_header(path)
+        places: dict[str, Any] = json.loads(header["__metadata__"]["places"])
+        for key, (offsets, shape, dtype) in places.items():
+            region = Region(tuple(offsets), tuple(header[key]["shape"]))
+            pieces[key].append(Piece(path, start + header[key]["data_offsets"][0], region))
+            wholes[key] = torch.Size(shape), getattr(torch, dtype)
+    tensors = {key: StoredTensor(key, *wholes[key], tuple(found)) for key, found in pieces.items()}
+    return _put_tensors(json.loads((folder / f"{name}.json").read_text()), tensors)
+
+
+def in_memory(tree: Tree) -> Any:
+    """The same tree with its stored tensors read."""
+    match tree:
+        case StoredTensor():
+            return tree.full()
+        case dict():
+            return {key: in_memory(value) for key, value in tree.items()}
+        case list():
+            return [in_memory(value) for value in tree]
+        case _:
+            return tree
 
 
 def is_file_of(name: str, file: str) -> bool:
@@ -134,42 +138,28 @@ def is_file_of(name: str, file: str) -> bool:
     return file.partition(".")[0] == name
 
 
-def _read_index(folder: Path, name: str) -> dict[str, StoredTensor]:
-    index: dict[str, Any] = json.loads(_index_file(folder, name).read_text())
-    return {
-        key: StoredTensor(
-            name=key,
-            shape=torch.Size(entry["shape"]),
-            dtype=getattr(torch, entry["dtype"]),
-            pieces=tuple(
-                Piece(_shard_file(folder, name, rank), key, Region(tuple(offsets), tuple(shape)))
-                for rank, offsets, shape in entry["pieces"]
-            ),
-        )
-        for key, entry in index.items()
-    }
+def _is_writer(tensor: Tensor, key: str, *, is_first: bool) -> bool:
+    """Whether this process writes what it holds of a tensor. Processes with equal copies share the
+    tensors out among themselves, by their keys."""
+    if not isinstance(tensor, DTensor):
+        return is_first
+    turn = crc32(key.encode())
+    place = tensor.device_mesh.get_coordinate()
+    if place is None or not tensor.to_local().numel():
+        return False
+    for dim, (placement, coordinate) in enumerate(zip(tensor.placements, place, strict=True)):
+        if isinstance(placement, Replicate):
+            turn, chosen = divmod(turn, tensor.device_mesh.size(dim))
+            if coordinate != chosen:
+                return False
+    return True
 
 
-def _plain_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.json"
-
-
-def _tensor_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.safetensors"
-
-
-def _index_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.shards.json"
-
-
-def _shard_file(folder: Path, name: str, rank: int) -> Path:
-    return folder / f"{name}.rank{rank}.safetensors"
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, and alone in its memory, as safetensors wants it."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Of a safetensors file: where its data begin, and what is in it."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return 8 + size, json.loads(file.read(size))
 
 
 def _take_tensors(
@@ -198,7 +188,7 @@ def _take_tensors(
             )
 
 
-def _put_tensors(tree: object, tensors: Mapping[str, Tensor | StoredTensor]) -> Tree:
+def _put_tensors(tree: object, tensors: Mapping[str, StoredTensor]) -> Tree:
     match tree:
         case {"$tensor": str(key)}:
             return tensors[key]

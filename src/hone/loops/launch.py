@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.checkpoint.export import export_hf, export_hf_streamed
+from hone.checkpoint.export import export_hf
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.errors import UserError
 from hone.config.model import LoraConfig, ModelConfig
@@ -37,7 +37,6 @@ from hone.observe.disk import writing
 from hone.observe.run_folder import LOCK
 from hone.trainer.gathering import wholes
 from hone.trainer.learner import Learner
-from hone.trainer.policy import Policy
 
 __all__ = [
     "Launch",
@@ -214,7 +213,7 @@ def is_complete(begin: Launch, lora: LoraConfig) -> bool:
     A run that ended between its last checkpoint and the export may have a model of earlier steps.
     """
     found = begin.checkpoint
-    if found is None or found.saved_at is None or found.step < begin.total_steps:
+    if found is None or found.step < begin.total_steps:
         return False
     written_last = begin.dir / ("adapter/adapter_config.json" if lora.rank else "model/config.json")
     return begin.mesh.broadcast(
@@ -231,25 +230,19 @@ def export(
 ) -> None:
     """Write the trained model to `<run.dir>/model`, and adapters, which are merged there, also to
     `<run.dir>/adapter`. Collective."""
-    policy, folder = trainer.policy, begin.dir / "model"
+    policy = trainer.policy
     dtypes = {"auto": policy.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
     dtype = dtypes[cfg.export_dtype]
+    is_rounded = bool(lora.rank) or dtype == policy.dtype
+    weights = trainer.named_weights() if is_rounded else _finest(trainer)
+    export_hf(policy.model, tokenizer, begin.dir / "model", dtype, weights, mesh=begin.mesh)
     if lora.rank:
-        export_hf_streamed(
-            policy.model, tokenizer, folder, dtype, trainer.named_weights(), mesh=begin.mesh
-        )
         adapters = _wholes(policy.masters)
         if begin.mesh.is_first:
             with writing(begin.dir / "adapter", "run.dir"):
                 save_adapter(begin.dir / "adapter", policy.model, lora, adapters)
         else:
             deque(adapters, maxlen=0)  # gathered by all
-        return
-    if isinstance(policy, Policy):
-        export_hf(policy.model, tokenizer, folder, dtype, masters=policy.masters)
-        return
-    weights = trainer.named_weights() if dtype == policy.dtype else _wholes(policy.masters)
-    export_hf_streamed(policy.model, tokenizer, folder, dtype, weights, mesh=begin.mesh)
 
 
 def load_for_training(cfg: ModelConfig, mesh: Mesh, *, seed: int) -> PreTrainedModel:
@@ -260,7 +253,14 @@ def load_for_training(cfg: ModelConfig, mesh: Mesh, *, seed: int) -> PreTrainedM
     return load_model(cfg, device=mesh.device, seed=seed)
 
 
-def _wholes(masters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _finest(trainer: Learner) -> Iterator[tuple[str, Tensor]]:
+    """The model's whole tensors, masters in place of what is computed with. Collective."""
+    policy = trainer.policy
+    state: dict[str, Tensor] = policy.model.state_dict(keep_vars=True)
+    return _wholes({name: policy.masters.get(name, value) for name, value in state.items()})
+
+
+def _wholes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Gather tensors of which processes hold parts."""
-    values = ((master.detach(), master.dtype) for master in masters.values())
-    yield from zip(masters, wholes(values), strict=True)
+    values = ((tensor.detach(), tensor.dtype) for tensor in tensors.values())
+    yield from zip(tensors, wholes(values), strict=True)

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from hone.checkpoint.random_state import restore_random_state
-from hone.checkpoint.sharded import StoredTensor
 from hone.checkpoint.store import Checkpoint, CheckpointStore
+from hone.checkpoint.tree import in_memory
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.load import dump_config
@@ -100,7 +100,7 @@ def restore(trainer: Learner, parts: Mapping[str, Any]) -> None:
     Each process reads what it holds. Raises ValueError where it belongs to another model.
     """
     trainer.load_state_dict(parts["trainer"], parts["trainer_metadata"])
-    restore_random_state(_in_memory(parts["random"]))
+    restore_random_state(in_memory(parts["random"]))
 
 
 def save_config(folder: Path, tree: RLConfig | SFTConfig) -> None:
@@ -195,11 +195,8 @@ def _flat(tree: Any, above: str = "") -> dict[str, Any]:
 
 def _origin(found: Checkpoint, own: AxisSizes) -> str:
     """One line on where the run goes on from, who wrote that, and how it is read."""
-    line = f"going on after step {found.step}, from {found.path}"
-    if found.saved_at is not None:
-        line += f", saved {time.strftime('%Y-%m-%d %H:%M', time.localtime(found.saved_at))}"
-    if found.written_by is None:
-        return line
+    saved_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.saved_at))
+    line = f"going on after step {found.step}, from {found.path}, saved {saved_at}"
     line += f" by {_described(found.written_by)}"
     if found.written_by != own:
         line += f"; now {_described(own)}, so each reads its own regions of the tensors"
@@ -213,16 +210,3 @@ def _described(sizes: AxisSizes) -> str:
     axes = {name: getattr(sizes, name) for name in ("data", "ring", "ulysses", "tensor")}
     product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
     return f"{sizes.world} processes ({product}, shards over {sizes.fsdp})"
-
-
-def _in_memory(tree: Any) -> Any:
-    """A small tree with its tensors read."""
-    match tree:
-        case StoredTensor():
-            return tree.full()
-        case dict():
-            return {key: _in_memory(value) for key, value in tree.items()}
-        case list():
-            return [_in_memory(value) for value in tree]
-        case _:
-            return tree
