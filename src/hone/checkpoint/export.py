@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -71,20 +71,19 @@ def export_hf(
         except (OSError, ValueError) as error:
             problem = error
         _agree_on(problem, mesh)
-        files = _Files(partial_name(folder), dtype, file_bytes, mesh.world)
+        files = _Files(model, partial_name(folder), dtype, file_bytes, mesh.world)
         publishing.callback(files.writer.shutdown)
         for name, tensor in weights:
-            if name not in copies:  # models may keep several of their files' tensors as one
-                for converted in revert_weight_conversion(model, {name: tensor}).items():
-                    files.add(*converted)
+            if name not in copies:
+                files.add(name, tensor)
         problem = files.finish()
         if publication is not None:
             publication.num_bytes = files.num_bytes
         _agree_on(problem, mesh)
-        records = {n: record for own in mesh.gather(files.records) for n, record in own.items()}
+        written = sorted(file for own in mesh.gather(files.written) for file in own)
         if publication is not None:
             try:
-                publication.files |= _name_files(publication.folder, files, records)
+                publication.files |= _name_files(publication.folder, written, files.num_bytes)
                 _write_surroundings(model, tokenizer, publication.folder, dtype)
             except OSError as error:
                 problem = error
@@ -93,21 +92,35 @@ def export_hf(
     return folder
 
 
+class _WrittenFile(NamedTuple):
+    number: int
+    record: FileRecord
+    names: list[str]
+    """Of the tensors in it."""
+
+
 class _Files:
     """Tensors dealt out to files, of which this process writes its share."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, file_bytes: int, world: Axis) -> None:
-        self.names: list[list[str]] = [[]]
-        """Of the tensors, by file."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        folder: Path,
+        dtype: torch.dtype,
+        file_bytes: int,
+        world: Axis,
+    ) -> None:
         self.num_bytes = 0
-        self.records: dict[int, FileRecord] = {}
-        """Of this process's files."""
+        """Of all files."""
+        self.written: list[_WrittenFile] = []
+        """By this process."""
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="export")
-        self._folder, self._dtype, self._file_bytes, self._world = folder, dtype, file_bytes, world
-        self._size = 0
-        """Bytes of the last file."""
+        self._model, self._folder, self._dtype = model, folder, dtype
+        self._file_bytes, self._world = file_bytes, world
+        self._number = self._size = 0
+        """Of the last file, and its bytes."""
         self._held: dict[str, Tensor] = {}
-        self._writing: tuple[int, Future[FileRecord]] | None = None
+        self._writing: Future[_WrittenFile] | None = None
         self._problem: CheckpointError | None = None
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -116,9 +129,8 @@ class _Files:
         num_bytes = tensor.numel() * dtype.itemsize
         if self._size and self._size + num_bytes > self._file_bytes:
             self._write_held()
-            self.names.append([])
+            self._number += 1
             self._size = 0
-        self.names[-1].append(name)
         self._size += num_bytes
         self.num_bytes += num_bytes
         if self._is_own and self._problem is None:
@@ -135,50 +147,47 @@ class _Files:
     @property
     def _is_own(self) -> bool:
         """Whether this process writes the last file."""
-        return (len(self.names) - 1) % self._world.size == self._world.rank
+        return self._number % self._world.size == self._world.rank
 
     def _write_held(self) -> None:
-        if not self._is_own:
-            return
-        self._wait()
-        if self._problem is None:
-            number, held, self._held = len(self.names) - 1, self._held, {}
-            path = self._folder / _part_name(number)
-            writing = self.writer.submit(write_tensors, path, held, {"format": "pt"})
-            self._writing = number, writing
+        if self._is_own:
+            self._wait()
+        if self._is_own and self._problem is None:
+            held, self._held = self._held, {}
+            self._writing = self.writer.submit(self._write, self._number, held)
+
+    def _write(self, number: int, tensors: dict[str, Tensor]) -> _WrittenFile:
+        # A model may keep several tensors of its files as one, such as those of experts.
+        tensors = revert_weight_conversion(self._model, tensors)
+        record = write_tensors(self._folder / _part_name(number), tensors, {"format": "pt"})
+        return _WrittenFile(number, record, [*tensors])
 
     def _wait(self) -> None:
         if self._writing is not None:
-            number, writing = self._writing
-            self._writing = None
             try:
-                self.records[number] = writing.result()
+                self.written.append(self._writing.result())
             except CheckpointError as error:
                 self._problem = error
+            self._writing = None
 
 
 def _part_name(number: int) -> str:
     return f"{number}.part"
 
 
-def _name_files(
-    folder: Path, files: _Files, records: dict[int, FileRecord]
-) -> dict[str, FileRecord]:
+def _name_files(folder: Path, written: list[_WrittenFile], num_bytes: int) -> dict[str, FileRecord]:
     """Rename the files now that it is known how many there are, and write the index."""
-    if len(files.names) == 1:
+    if len(written) == 1:
         (folder / _part_name(0)).rename(folder / "model.safetensors")
-        return {"model.safetensors": records[0]}
+        return {"model.safetensors": written[0].record}
     recorded: dict[str, FileRecord] = {}
     weight_map: dict[str, str] = {}
-    for number, held in enumerate(files.names):
-        file = f"model-{number + 1:05d}-of-{len(files.names):05d}.safetensors"
-        (folder / _part_name(number)).rename(folder / file)
-        recorded[file] = records[number]
-        weight_map |= dict.fromkeys(held, file)
-    index: dict[str, Any] = {
-        "metadata": {"total_size": files.num_bytes},
-        "weight_map": weight_map,
-    }
+    for number, record, names in written:
+        name = f"model-{number + 1:05d}-of-{len(written):05d}.safetensors"
+        (folder / _part_name(number)).rename(folder / name)
+        recorded[name] = record
+        weight_map |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (folder / _INDEX).write_text(json.dumps(index, indent=2))
     return recorded
 
