@@ -369,12 +369,8 @@ class Engine(SamplingEngine, Protocol):
 class Trainer(Protocol):
     """Holds the policy being trained."""
 
-    def logprobs(self, rows: Sequence[Trajectory], *, reference: bool = False) -> list[Tensor]:
+    def logprobs(self, rows: Sequence[Trajectory]) -> list[Tensor]:
         """Log-probability of each row's trained tokens, [N_i] float32 on the CPU."""
-        ...
-
-    def needs_old_logprobs(self, rows: Sequence[Trajectory]) -> bool:
-        """Whether `update` takes the policy's log-probabilities where `rows` lack them."""
         ...
 
     def update(self, rows: Sequence[Trajectory]) -> Mapping[str, Any]:

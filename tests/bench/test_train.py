@@ -20,6 +20,7 @@ from hone.config import schema
 from hone.config.errors import UserError
 from hone.config.tree import BenchTrainConfig
 from hone.models.tiny import make_tiny_model
+from hone.trainer.optimizer import Optimizer
 from tests.bench.test_command import check_svg, output
 
 BASE = ("bench", "train", "--model.path=model", "--model.init=random", "--run.device=cpu")
@@ -116,14 +117,14 @@ def test_what_is_computed_again_does_not_count() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_warm_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    update, calls = train.PolicyTrainer.update, []
+    update, calls = train.Trainer.update, []
 
     def slow_at_first(self, rows):
         calls.append(len(rows))
         time.sleep(1.0 if len(calls) <= 2 else 0.0)
         return update(self, rows)
 
-    monkeypatch.setattr(train.PolicyTrainer, "update", slow_at_first)
+    monkeypatch.setattr(train.Trainer, "update", slow_at_first)
     found = bench("--warmup_steps=2", "--steps=3")
     assert calls == [5] * 6  # two to warm up, three measured, one recorded
     assert found["speed"]["first_step_s"] > 1
@@ -133,13 +134,13 @@ def test_warm_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_the_optimizer_is_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = train.PolicyTrainer._optimizer_step
+    step = Optimizer.step
 
-    def slow(self, rows, loss):
+    def slow(self, norm):
         time.sleep(0.4)
-        return step(self, rows, loss)
+        return step(self, norm)
 
-    monkeypatch.setattr(train.PolicyTrainer, "_optimizer_step", slow)
+    monkeypatch.setattr(Optimizer, "step", slow)
     speed = bench()["speed"]
     assert speed["optimizer_s"] > 0.4
     assert speed["step_s"] >= speed["optimizer_s"] + speed["forward_backward_s"]

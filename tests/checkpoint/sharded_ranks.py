@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tests.trainer.examples import VOCAB, make_trainer, random_rows
+from tests.trainer.examples import VOCAB, make_reference, make_trainer, random_rows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -94,15 +94,18 @@ def deferred(folder):
                 AlgorithmConfig.model_validate({"kl": {"coef": 0.1}}),
                 mesh=mesh,
                 parallel=parallel,
-                reference=load(cfg, device=CPU, seed=4),
                 optimizer={"lr": 0.01},
             )
+            for load in (load_deferred, load_model)
+        ]
+        references = [
+            make_reference(load(cfg, device=CPU, seed=4), mesh=mesh, parallel=parallel)
             for load in (load_deferred, load_model)
         ]
         rows = random_rows(7)
         found = [dict(trainer.named_weights()) for trainer in trainers]
         found.append(dict(load_model(cfg, device=CPU, seed=4).state_dict()))
-        scores = [torch.cat(trainer.logprobs(rows, reference=True)) for trainer in trainers]
+        scores = [torch.cat(reference.logprobs(rows)) for reference in references]
         for trainer in trainers:
             trainer.update(rows)
         trained = [dict(trainer.named_weights()) for trainer in trainers]

@@ -289,8 +289,8 @@ class Recorder(contextlib.ExitStack):
         from hone.distributed.watch import Watch
         from hone.engine.engine import EmbeddedEngine
         from hone.rewards.scorer import Scorer
-        from hone.trainer.scoring import RowScorer
-        from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+        from hone.trainer.parallel_model import ParallelModel
+        from hone.trainer.trainer import Trainer
 
         for loader in (
             transformers.AutoTokenizer,
@@ -299,21 +299,21 @@ class Recorder(contextlib.ExitStack):
         ):
             self._record(patch, loader, "from_pretrained", keys=("trust_remote_code",))
         self._record(patch, torch, "compile", result=lambda function, **_: function)
-        for built in (EmbeddedEngine, PolicyTrainer, SupervisedTrainer, Scorer, Watch):
+        for built in (EmbeddedEngine, Trainer, Scorer, Watch):
             self._record(patch, built, "__init__", name=built.__name__)
         self._record(
             patch, CheckpointStore, "__init__", name="CheckpointStore", keys=("keep_best",)
         )
         self._watch_benchmarks(patch)
-        score, passes = RowScorer._score, self.seen.setdefault("passes", [])
+        forward, passes = ParallelModel.forward, self.seen.setdefault("passes", [])
 
-        def scored(scorer: Any, model: Any, batch: Any, **kwargs: Any) -> Any:
+        def seen(model: Any, batch: Any, outputs: Any) -> Any:
             passes.append(("backward" if torch.is_grad_enabled() else "forward", batch.num_tokens))
-            return score(scorer, model, batch, **kwargs)
+            return forward(model, batch, outputs)
 
-        patch.setattr(RowScorer, "_score", scored)
+        patch.setattr(ParallelModel, "forward", seen)
         self._record(patch, EmbeddedEngine, "sleep")
-        self._record(patch, PolicyTrainer, "sleep")
+        self._record(patch, Trainer, "sleep")
         self._record(patch, datasets, "load_dataset", result=_some_rows)
         self._fake_ray(patch)
         tracker = SimpleNamespace(__spec__=None, init=MagicMock())

@@ -206,7 +206,7 @@ RL: dict[str, Row] = {
 
 
 def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
-    trainer = "PolicyTrainer" if rl else "SupervisedTrainer"
+    trainer = "Trainer"
     rows = {
         "trainer.max_tokens_per_microbatch": Row("24", "passes"),
         "trainer.max_tokens_per_forward": Row("24", "passes", MINI if rl else ()),
@@ -249,7 +249,7 @@ def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
         rows |= {
             "trainer.prompts_per_minibatch": Row("2", shown),
             "trainer.num_epochs": Row("2", shown),
-            "trainer.enable_sleep": Row("true", "PolicyTrainer.sleep"),
+            "trainer.enable_sleep": Row("true", "Trainer.sleep"),
             "trainer.parity.enabled": Row("false", shown),
             "trainer.parity.max_kl": Row("1e-20", "exit"),
             "trainer.parity.max_outside": Row(
@@ -584,14 +584,12 @@ BENCH_TRAIN: dict[str, Row] = {
     "model.lora.target_modules": Row("[q_proj]", "numbers", LORA),
     "model.lora.load_in_4bit": Row("true", "model", LORA),
     **{
-        key: Row(row.value, "passes" if row.shows == "passes" else "PolicyTrainer")
+        key: Row(row.value, "passes" if row.shows == "passes" else "Trainer")
         for key, row in trainer_rows("metrics", rl=True).items()
     },
-    "trainer.max_tokens_per_forward": Row("24", "PolicyTrainer"),  # no pass without gradients
-    "trainer.offload_activations": Row("true", "PolicyTrainer", ("--trainer.recompute=full",)),
-    "trainer.offload_gradients": Row(
-        "true", "PolicyTrainer", ("--trainer.offload_optimizer=true",)
-    ),
+    "trainer.max_tokens_per_forward": Row("24", "Trainer"),  # no pass without gradients
+    "trainer.offload_activations": Row("true", "Trainer", ("--trainer.recompute=full",)),
+    "trainer.offload_gradients": Row("true", "Trainer", ("--trainer.offload_optimizer=true",)),
     **{
         f"trainer.{name}": Row(value, f"log:trainer.{name}")
         for name, value in (
@@ -614,7 +612,7 @@ BENCH_TRAIN: dict[str, Row] = {
             ("parity.max_outside", "0.5"),
         )
     },
-    "objective": Row("sft", "SupervisedTrainer"),
+    "objective": Row("sft", "Trainer"),
     "workload": Row("rows.jsonl", "numbers"),
     "rows.per_step": Row("3", "numbers"),
     "rows.tokens": Row("12", "numbers"),

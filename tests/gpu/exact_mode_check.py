@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from hone.algorithms.objective import PolicyObjective
 from hone.attention.interface import attend_paged
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.engine import EngineConfig
@@ -39,7 +40,7 @@ from hone.models.exact_decoder import ExactLayer
 from hone.models.load import load_model
 from hone.models.tiny import make_model_folder
 from hone.observe.metrics import to_scalars
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from hone.types import Request, SamplingParams, Trajectory
 from tests.gpu.engine_check import decode_speed, finish
 from tests.gpu.sections import Run, release
@@ -130,17 +131,16 @@ def rows_of(requests, completions) -> list[Trajectory]:
     ]
 
 
-def make_trainer(model, temperature: float, *, exact: bool = True, **settings) -> PolicyTrainer:
+def make_trainer(model, temperature: float, *, exact: bool = True, **settings) -> Trainer:
     """The model's one trainer: gradients go to it and to none that was made before."""
     for parameter in model.parameters():
         if parameter._post_accumulate_grad_hooks is not None:
             parameter._post_accumulate_grad_hooks.clear()
-    return PolicyTrainer(
+    return Trainer(
         model,
         TrainerConfig.model_validate(settings),
-        AlgorithmConfig(),
+        PolicyObjective(AlgorithmConfig(), max_completion_tokens=MAX_LEN),
         temperature=temperature,
-        max_completion_tokens=MAX_LEN,
         total_steps=10,
         exact=exact,
     )

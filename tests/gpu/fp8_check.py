@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import TrainerConfig
 from hone.models.decoder import decoder_layers
 from hone.trainer import precision
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from hone.types import Trajectory
 from tests.gpu.models import build
 from tests.gpu.rounding import errors
@@ -77,13 +78,11 @@ def rows_of(lengths: Sequence[int], vocab_size: int) -> list[Trajectory]:
     return rows
 
 
-def trainer_of(model: PreTrainedModel, **settings: Any) -> PolicyTrainer:
-    return PolicyTrainer(
+def trainer_of(model: PreTrainedModel, **settings: Any) -> Trainer:
+    return Trainer(
         model,
         TrainerConfig.model_validate({"max_tokens_per_microbatch": TOKENS, **settings}),
-        AlgorithmConfig(),
-        temperature=1.0,
-        max_completion_tokens=LENGTH,
+        PolicyObjective(AlgorithmConfig(), max_completion_tokens=LENGTH),
         total_steps=100,
     )
 
@@ -165,16 +164,14 @@ def gradients(run: Run) -> None:
             run.check(name, good, *cells)
 
 
-def scored(trainer: PolicyTrainer, rows: list[Trajectory]) -> tuple[Tensor, float]:
+def scored(trainer: Trainer, rows: list[Trajectory]) -> tuple[Tensor, float]:
     """Log-probs of all rows together, and how far those are of each row alone."""
     together = trainer.logprobs(rows)
     alone = [trainer.logprobs([row])[0] for row in rows]
     return torch.cat(together), float((torch.cat(alone) - torch.cat(together)).abs().max())
 
 
-def gradient_of(
-    trainer: PolicyTrainer, rows: list[Trajectory], logprobs: Tensor
-) -> dict[str, Tensor]:
+def gradient_of(trainer: Trainer, rows: list[Trajectory], logprobs: Tensor) -> dict[str, Tensor]:
     """In float32 on the host; of two micro-batches, neither with a multiple of 16 tokens."""
     pieces = logprobs.split([row.num_trained for row in rows])
     for row, piece in zip(rows, pieces, strict=True):
@@ -208,7 +205,7 @@ class Steps:
         with self.run.attempt(name):
             self._add(name, trainer_of(make(), **settings))
 
-    def _add(self, name: str, trainer: PolicyTrainer) -> None:
+    def _add(self, name: str, trainer: Trainer) -> None:
         rows = rows_of([LENGTH] * (TOKENS // LENGTH), trainer.policy.model.config.vocab_size)
         for row in rows:
             row.old_logprobs = row.rollout_logprobs = torch.full((row.num_trained,), -11.9)

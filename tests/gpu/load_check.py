@@ -29,6 +29,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.model import ModelConfig
 from hone.config.parallel import ParallelConfig
@@ -38,7 +39,7 @@ from hone.distributed.processes import processes
 from hone.models.load import load_config, load_deferred, load_model
 from hone.models.manifest import build_manifest
 from hone.models.tiny import SHAPES, make_tiny_model
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from tests.gpu.parallel_check import make_rows
 
 GIB = 1 << 30
@@ -127,13 +128,11 @@ def write(folder: Path, cfg: ModelConfig, mesh: Mesh) -> dict[str, int]:
 
 def make(
     load: Callable[..., PreTrainedModel], cfg: ModelConfig, mesh: Mesh, parallel: dict[str, Any]
-) -> PolicyTrainer:
-    return PolicyTrainer(
+) -> Trainer:
+    return Trainer(
         load(cfg, device=mesh.device, seed=0),
         TrainerConfig.model_validate({"parallel": parallel, "compile": False}),
-        AlgorithmConfig(),
-        temperature=1.0,
-        max_completion_tokens=4096,
+        PolicyObjective(AlgorithmConfig(), max_completion_tokens=4096),
         total_steps=10,
         mesh=mesh,
     )

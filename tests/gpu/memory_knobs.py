@@ -29,9 +29,9 @@ from hone.attention import PackedContext
 from hone.config.trainer import OptimizerConfig
 from hone.models.decoder import hidden_states
 from hone.trainer.logprobs import token_logprobs
-from hone.trainer.offload import HostBuffer, Parking
-from hone.trainer.optimizers import ParameterOptimizer, adamw_bfloat16_
+from hone.trainer.offload import HostBuffer, StateOffload
 from hone.trainer.policy import Policy
+from hone.trainer.update_rules import ParameterOptimizer, adamw_bfloat16_
 from tests.gpu.models import build
 
 LENGTH, TOKENS, STEP_TOKENS = 2048, 16384, 262144
@@ -270,9 +270,9 @@ def cycles() -> tuple[float, float]:
     before = [t[::1001].clone() for t in tensors]
     clean()
     free = torch.cuda.mem_get_info()[0] / GIB
-    parking, drift, host = Parking(), 0.0, 0.0
+    parking, drift, host = StateOffload(), 0.0, 0.0
     for cycle in range(CYCLES):
-        parking.park(tensors)
+        parking.offload(tensors)
         parking.restore()
         drift = max(drift, abs(free - torch.cuda.mem_get_info()[0] / GIB))
         host = rss() if cycle == CYCLES // 2 else host

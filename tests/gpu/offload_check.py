@@ -37,7 +37,7 @@ from hone.observe.metrics import to_scalars
 from hone.trainer import host_state
 from hone.trainer import policy as policy_module
 from hone.trainer import sharded as sharded_module
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from tests.gpu.models import build
 from tests.gpu.parallel_check import make_rows, make_trainer
 from tests.gpu.sections import Run, release
@@ -116,7 +116,7 @@ class Check:
     def allocated(self) -> float:
         return 0.0 if self.is_dry else torch.cuda.memory_allocated() / GIB
 
-    def trainer(self, settings: dict[str, Any], *, compile: bool) -> PolicyTrainer:
+    def trainer(self, settings: dict[str, Any], *, compile: bool) -> Trainer:
         parallel = settings.get("parallel", {})
         mesh = Mesh.join(ParallelConfig(**parallel, timeout_s=300), self.own, self.device)
         model: PreTrainedModel = copy.deepcopy(self.model)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
+from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.config.trainer import TrainerConfig
@@ -37,7 +38,7 @@ from hone.models.decoder import head_weight
 from hone.trainer.gathering import whole
 from hone.trainer.packing import AttentionCost, plan
 from hone.trainer.sharded import ShardedPolicy
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from hone.types import Trajectory
 from tests.gpu.models import build
 from tests.gpu.rounding import KIND, WHOLE, errors, split_noise, worst_ratio
@@ -82,16 +83,14 @@ def make_rows(num_rows: int, length: int, vocab: int, *, uneven: bool = False) -
 
 def make_trainer(
     model: PreTrainedModel, mesh: Mesh, parallel: dict[str, Any], **settings: Any
-) -> PolicyTrainer:
+) -> Trainer:
     cfg = TrainerConfig.model_validate(
         {"optimizer": {"lr": 0.01, "eps": 0.01}, "parallel": parallel, **settings}
     )
-    return PolicyTrainer(
+    return Trainer(
         model,
         cfg,
-        AlgorithmConfig(),
-        temperature=1.0,
-        max_completion_tokens=4096,
+        PolicyObjective(AlgorithmConfig(), max_completion_tokens=4096),
         total_steps=100,
         mesh=mesh,
     )

@@ -25,6 +25,7 @@ from functools import partial
 
 import torch
 
+from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
@@ -37,7 +38,7 @@ from hone.models.load import load_model
 from hone.models.manifest import build_manifest
 from hone.models.tiny import SHAPES, make_model_folder, make_tiny_model
 from hone.trainer.logprobs import token_logprobs
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from hone.types import Request, SamplingParams, Trajectory
 from hone.weights.sync import WeightSync
 from tests.gpu.sections import Run
@@ -61,13 +62,12 @@ def build(shape: str):
         return load_model(ModelConfig(path=folder, init="random"), device=DEVICE, seed=0)
 
 
-def make_trainer(model, *, temperature=1.0, **settings) -> PolicyTrainer:
-    return PolicyTrainer(
+def make_trainer(model, *, temperature=1.0, **settings) -> Trainer:
+    return Trainer(
         model,
         TrainerConfig(**settings),
-        AlgorithmConfig(),
+        PolicyObjective(AlgorithmConfig(), max_completion_tokens=MAX_LEN),
         temperature=temperature,
-        max_completion_tokens=MAX_LEN,
         total_steps=10,
     )
 

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import TrainerConfig
 from hone.models.decoder import head_weight
 from hone.trainer.logprobs import token_logprobs
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from hone.types import Trajectory
 from tests.gpu.models import build
 from tests.gpu.timing import wall_ms
@@ -110,12 +111,10 @@ def check_head(
 def check_update(shape: str, num_tokens: int, **settings: bool) -> dict[str, torch.Tensor]:
     model = build(shape)
     config = TrainerConfig.model_validate({"max_tokens_per_microbatch": num_tokens, **settings})
-    trainer = PolicyTrainer(
+    trainer = Trainer(
         model,
         config,
-        AlgorithmConfig(),
-        temperature=1.0,
-        max_completion_tokens=LENGTH,
+        PolicyObjective(AlgorithmConfig(), max_completion_tokens=LENGTH),
         total_steps=100,
     )
     batch = rows(num_tokens, model.config.vocab_size)

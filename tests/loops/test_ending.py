@@ -30,7 +30,7 @@ from hone.observe.disk import DiskError
 from hone.observe.run_folder import RunFolder
 from hone.rewards.scorer import FailureRateError
 from hone.rollout.evaluate import evaluate
-from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+from hone.trainer.trainer import Trainer
 
 REPORT = {"tensorboard": False, "report": True}
 
@@ -142,7 +142,7 @@ ENDS: dict[BaseException, tuple[str, str]] = {
     ("where", "place"),
     [
         ((reinforce, "assemble"), ("start", 0)),
-        ((PolicyTrainer, "update"), ("train", 1)),
+        ((Trainer, "update"), ("train", 1)),
         ((reinforce, "export"), ("checkpoint", 3)),
     ],
     ids=["start", "step", "export"],
@@ -227,13 +227,13 @@ def test_a_signal_ends_an_evaluation_at_once(
 def test_supervised_training_that_is_stopped_at_the_start_makes_no_step(
     sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = SupervisedTrainer.evaluate
+    original = supervised.evaluate
 
-    def signalled(self: SupervisedTrainer, rows: Any) -> Any:
+    def signalled(trainer: Trainer, rows: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, rows)
+        return original(trainer, rows)
 
-    monkeypatch.setattr(SupervisedTrainer, "evaluate", signalled)
+    monkeypatch.setattr(supervised, "evaluate", signalled)
     evaluation = sft_config.eval.model_copy(update={"at_start": True})
     outcome = supervised.run(sft_config.model_copy(update={"eval": evaluation}))
     assert outcome == Outcome(0, stopped_by=signal.SIGTERM)
@@ -261,7 +261,7 @@ def test_supervised_training_says_why_it_failed(
     sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sft_config = sft_config.model_copy(update={"log": LogConfig.model_validate(REPORT)})
-    monkeypatch.setattr(SupervisedTrainer, "update", raising(RuntimeError("a bug")))
+    monkeypatch.setattr(Trainer, "update", raising(RuntimeError("a bug")))
     with pytest.raises(RuntimeError):
         supervised.run(sft_config)
     event = last_event(sft_config.run.dir)
@@ -274,7 +274,7 @@ def test_a_run_that_goes_on_drops_the_error_of_the_step_it_repeats(
 ) -> None:
     cfg = make_config()
     with monkeypatch.context() as patch:
-        patch.setattr(PolicyTrainer, "update", raising(RuntimeError("a bug")))
+        patch.setattr(Trainer, "update", raising(RuntimeError("a bug")))
         with pytest.raises(RuntimeError):
             reinforce.run(cfg)
     reinforce.run(cfg)
@@ -413,15 +413,15 @@ def test_a_checkpoint_has_its_event_where_the_next_step_fails(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = make_config(run={"steps": 4}, checkpoint={"every_n_steps": 2})
-    update = PolicyTrainer.update
+    update = Trainer.update
 
-    def fail_in_step_3(trainer: PolicyTrainer, samples: Any) -> Any:
+    def fail_in_step_3(trainer: Trainer, samples: Any) -> Any:
         if len(rows_if_any(cfg.run.dir / "metrics.jsonl")) == 2:
             wait_until((cfg.run.dir / "checkpoints" / "step_2").is_dir)
             raise RuntimeError("a bug")
         return update(trainer, samples)
 
-    monkeypatch.setattr(PolicyTrainer, "update", fail_in_step_3)
+    monkeypatch.setattr(Trainer, "update", fail_in_step_3)
     with pytest.raises(RuntimeError, match="a bug"):
         reinforce.run(cfg)
     events = rows(cfg.run.dir / "events.jsonl")
@@ -435,15 +435,15 @@ def test_supervised_checkpoints_have_their_event_too(
     sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sft_config = sft_config.model_copy(update={"checkpoint": CheckpointConfig(every_n_steps=1)})
-    update = SupervisedTrainer.update
+    update = Trainer.update
 
-    def fail_in_step_2(trainer: SupervisedTrainer, samples: Any) -> Any:
+    def fail_in_step_2(trainer: Trainer, samples: Any) -> Any:
         if rows_if_any(sft_config.run.dir / "metrics.jsonl"):
             wait_until((sft_config.run.dir / "checkpoints" / "step_1").is_dir)
             raise RuntimeError("a bug")
         return update(trainer, samples)
 
-    monkeypatch.setattr(SupervisedTrainer, "update", fail_in_step_2)
+    monkeypatch.setattr(Trainer, "update", fail_in_step_2)
     with pytest.raises(RuntimeError, match="a bug"):
         supervised.run(sft_config)
     kinds = [event["kind"] for event in rows(sft_config.run.dir / "events.jsonl")]

@@ -34,8 +34,7 @@ from hone.families.registry import FUSED_FAMILIES
 from hone.loops import sync
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.observe.metrics import Metrics
-from hone.trainer import learner as learner_module
-from hone.trainer import optimizers
+from hone.trainer import parallel_model, update_rules
 from hone.trainer import policy as policy_module
 from hone.trainer.host_state import HostMasters, Piece
 from hone.trainer.policy import Policy, StaleWeightsError
@@ -362,18 +361,18 @@ PLANTED: dict[str, tuple[Sections, Any, str, Any]] = {
     ),
     "part of the weights": (
         OPTIONS["offload_optimizer"],
-        optimizers._AdamW,
+        update_rules._AdamW,
         "_stream",
-        elsewhere(optimizers._AdamW._stream),
+        elsewhere(update_rules._AdamW._stream),
     ),
-    "device masters": ({}, learner_module, "Policy", WithoutRounding),
+    "device masters": ({}, parallel_model, "Policy", WithoutRounding),
     "masters asleep": (
         OPTIONS["trainer.enable_sleep"],
-        learner_module,
+        parallel_model,
         "Policy",
         WithoutRounding,
     ),
-    "adapters": (ADAPTERS, learner_module, "Policy", WithoutRounding),
+    "adapters": (ADAPTERS, parallel_model, "Policy", WithoutRounding),
     "restored": (OPTIONS["offload_optimizer"], policy_module, "HostMasters", WithoutWeights),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -26,7 +27,7 @@ from hone.types import Trainer, Trajectory
 
 def first_rows(parts: RLParts) -> list[Trajectory]:
     groups = parts.rollout.collect(1)
-    return parts.experience.build(groups, version=0)
+    return parts.models.prepare(parts.algorithm, groups, version=0)[0]
 
 
 def test_R4_engine_and_trainer_agree(make_config: MakeConfig) -> None:
@@ -54,7 +55,8 @@ def stale_layer(parts: RLParts) -> None:
 
 
 def wrong_temperature(parts: RLParts) -> None:
-    parts.trainer._temperature = 0.7
+    settings = parts.trainer.model._settings
+    parts.trainer.model._settings = dataclasses.replace(settings, temperature=0.7)
 
 
 def wrong_rope(parts: RLParts) -> None:

@@ -328,11 +328,11 @@ def test_R11_the_error_of_one_process_is_the_error_of_the_run(
 
 BUG_OF_RANK_1 = """
 import os, sys
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 def fail(*_):
     raise RuntimeError("a bug of one rank")
 if os.environ["RANK"] == "1":
-    PolicyTrainer.update = fail
+    Trainer.update = fail
 from hone.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
 from torch import Tensor
 
+from hone.algorithms.grpo import GRPO
 from hone.config.algorithm import AlgorithmConfig, KLConfig
 from hone.config.tree import RLConfig
 from hone.loops import controller, references, reinforce
-from hone.loops.experience import Experience
 from hone.loops.hosting import local_engines
 from hone.rollout.reference_group import LocalReference, ReferenceGroup
+from hone.trainer.models import Models
 from hone.types import Group, Prompt, Reward, Sample, StopReason, Trajectory
 
 LOSS: dict[str, Any] = {"kl": {"coef": 0.2}}
@@ -94,8 +95,7 @@ def test_the_policy_is_scored_while_a_reference_is(
     order: list[str] = []
 
     class Both:
-        def logprobs(self, rows: Sequence[Trajectory], *, reference: bool = False) -> list[Tensor]:
-            assert not reference
+        def logprobs(self, rows: Sequence[Trajectory]) -> list[Tensor]:
             order.append("policy")
             return [torch.zeros(row.num_trained) for row in rows]
 
@@ -129,7 +129,8 @@ def test_the_policy_is_scored_while_a_reference_is(
     ]
     cfg = AlgorithmConfig(kl=KLConfig(**kl), advantage="reinforce_pp")
     group = Group(id="p", prompt=prompt, samples=samples)
-    rows = Experience(cast(Any, both), cfg, both).build([group], version=0)
+    algorithm = GRPO(cfg, max_completion_tokens=8)
+    rows, _ = Models(cast(Any, both), both).prepare(algorithm, [group], version=0)
     assert order == expected
     assert all((row.old_logprobs is not None) == ("policy" in order) for row in rows)
     assert all((row.ref_logprobs is not None) == ("wait" in order) for row in rows)

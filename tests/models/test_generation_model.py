@@ -26,8 +26,8 @@ from hone.models.fused_layers import FusedDecoder, RotaryTable, TorchOps, is_fus
 from hone.models.generation import generation_model
 from hone.models.manifest import build_manifest, export_weights
 from hone.models.tiny import make_char_tokenizer
-from hone.trainer.optimizers import ParameterOptimizer
 from hone.trainer.policy import Policy
+from hone.trainer.update_rules import ParameterOptimizer
 from tests.models.families import packed_logprobs
 
 VOCAB = 50

@@ -10,11 +10,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hone.algorithms.objective import PolicyObjective
 from hone.attention import ATTENTION_NAME
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import TrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.scorer import FrozenScorer
+from hone.trainer.trainer import Trainer
 from hone.types import Trajectory
 
 VOCAB = 48
@@ -86,7 +88,7 @@ def random_rows(
     return rows
 
 
-def near_policy(rows: list[Trajectory], trainer: PolicyTrainer, *, seed: int = 0) -> None:
+def near_policy(rows: list[Trajectory], trainer: Trainer, *, seed: int = 0) -> None:
     """Move the rows' log-probs near the policy's own, so that ratios lie around 1."""
     generator = torch.Generator().manual_seed(seed)
     for row, logprobs in zip(rows, trainer.logprobs(rows), strict=True):
@@ -99,24 +101,26 @@ def make_trainer(
     model: PreTrainedModel,
     algorithm: AlgorithmConfig | None = None,
     *,
-    trainer_class: type[PolicyTrainer] = PolicyTrainer,
+    trainer_class: type[Trainer] = Trainer,
     mesh: Mesh | None = None,
-    reference: PreTrainedModel | None = None,
     **settings: Any,
-) -> PolicyTrainer:
+) -> Trainer:
     return trainer_class(
         model,
         TrainerConfig.model_validate(settings),
-        algorithm or AlgorithmConfig(),
-        temperature=1.0,
-        max_completion_tokens=24,
+        PolicyObjective(algorithm or AlgorithmConfig(), max_completion_tokens=24),
         total_steps=100,
         mesh=mesh,
-        reference=reference,
     )
 
 
-def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+def make_reference(
+    model: PreTrainedModel, *, mesh: Mesh | None = None, **settings: Any
+) -> FrozenScorer:
+    return FrozenScorer(model, TrainerConfig.model_validate(settings), mesh=mesh)
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The gradients the masters hold, whole and in float64, which are then dropped. Collective."""
     result = {
         name: (g.full_tensor() if isinstance(g, DTensor) else g).double().clone()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.config.trainer import OptimizerConfig
 from hone.trainer.adamw_kernel import adamw_bfloat16
-from hone.trainer.optimizers import FlatLayout, adamw_bfloat16_
+from hone.trainer.update_rules import FlatLayout, adamw_bfloat16_
 
 SIZE, FIRST, SEED, NUM_STEPS, LR, DECAY = 2500, 1_000_000, 2**31 - 5, 3, 0.02, 0.1
 CFG = OptimizerConfig(eps=1e-6)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from hone.algorithms.sft import CrossEntropy
 from hone.checkpoint.sharded import local_part, take
 from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
@@ -27,19 +28,28 @@ from hone.config.model import LoraConfig
 from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
+from hone.loops.supervised import evaluate
 from hone.models.adapters import adapt
 from hone.models.manifest import export_weights
 from hone.observe.metrics import to_scalars
+from hone.trainer import batcher, optimizer, precision, sharded
 from hone.trainer import gathering as gathering_room
-from hone.trainer import learner, precision, scoring, sharded
 from hone.trainer.host_state import HostGradients, StreamedGradients
+from hone.trainer.models import Models
 from hone.trainer.sharded import ShardedPolicy
-from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+from hone.trainer.trainer import Trainer
 from hone.weights import sync
 from hone.weights.sync import WeightSync
 from tests.ranks import run_parts
 from tests.trainer import float8_twin
-from tests.trainer.examples import gradients, make_trainer, near_policy, random_rows, tiny_model
+from tests.trainer.examples import (
+    gradients,
+    make_reference,
+    make_trainer,
+    near_policy,
+    random_rows,
+    tiny_model,
+)
 from tests.trainer.parallel_cases import LAYOUTS, runs
 from tests.weights.test_sync import ModuleEngine
 
@@ -99,7 +109,7 @@ def scalars(metrics):
     return {k: v for k, v in to_scalars(metrics).items() if k not in CUT}
 
 
-def compare(model, cfg, rows, settings, *, trainer_class=PolicyTrainer, dtype=torch.float32):
+def compare(model, cfg, rows, settings, *, trainer_class=Trainer, dtype=torch.float32):
     """What a group of processes computes against what one does alone.
 
     Only rank 0 works alone, and only its differences count.
@@ -265,7 +275,7 @@ def axes():
 # ---------------------------------------------------------------- planted bugs
 
 
-class WeightsOfOwnRows(PolicyTrainer):
+class WeightsOfOwnRows(Trainer):
     """Normalises by the tokens of one rank."""
 
     def _micro_batches(self, rows, weights):
@@ -277,9 +287,10 @@ class WeightsOfOwnRows(PolicyTrainer):
             yield batch
 
 
-class OwnMetrics(PolicyTrainer):
-    def _merge_ranks(self, loss, metrics):
-        return loss, metrics
+class OwnMetrics(Trainer):
+    def forward_backward(self, rows):
+        self.model._merge_ranks = lambda loss, metrics: (loss, metrics)
+        return super().forward_backward(rows)
 
 
 def set_divide_factor(self, factor):
@@ -362,7 +373,7 @@ def one_pass_more(*args, **options):
     return passes
 
 
-original_plan = scoring.plan
+original_plan = batcher.plan
 
 
 def attempt(function):
@@ -376,7 +387,7 @@ def attempt(function):
 def disagreements():
     rows = random_rows(6)
     trainer = make_trainer(tiny_model(), mesh=on_mesh({"zero_stage": 3}))
-    with patch.object(scoring, "plan", one_pass_more):
+    with patch.object(batcher, "plan", one_pass_more):
         found = {
             "plans": attempt(lambda: trainer.update(rows)),
             "plans of scores": attempt(lambda: trainer.logprobs(rows)),
@@ -385,7 +396,7 @@ def disagreements():
     found["rows"] = attempt(lambda: trainer.update(own))
     found["none trained"] = attempt(lambda: trainer.update([] if dist.get_rank() else rows))
     cfg = SFTTrainerConfig.model_validate(STEP)
-    supervised = SupervisedTrainer(tiny_model(), cfg, total_steps=10, mesh=on_mesh())
+    supervised = Trainer(tiny_model(), cfg, CrossEntropy(), total_steps=10, mesh=on_mesh())
     found["no demonstrations"] = attempt(lambda: supervised.update([] if dist.get_rank() else rows))
     found["afterwards"] = attempt(lambda: trainer.update(rows))
     return found
@@ -395,7 +406,7 @@ def hang():
     """The planted bug: nobody asks whether plans agree. Leaves groups behind that are of no use."""
     trainer = make_trainer(tiny_model(), mesh=on_mesh({"zero_stage": 3}, timeout_s=3))
     with (
-        patch.object(scoring, "plan", one_pass_more),
+        patch.object(batcher, "plan", one_pass_more),
         patch.object(Mesh, "agree", lambda *_: None),
     ):
         return attempt(lambda: trainer.update(random_rows(6)))
@@ -483,26 +494,23 @@ def reference():
         "ulysses": {"reference_ulysses_size": 2, "zero_stage": 0},
         "ring": {"reference_ring_size": 2, "reference_ulysses_size": 1, "ulysses_size": 2},
     }.items():
-        group = make_trainer(
-            tiny_model(),
-            AlgorithmConfig.model_validate({"kl": {"coef": 0.1}}),
-            mesh=on_mesh(parallel),
-            reference=tiny_model(seed=3),
-            parallel=parallel,
-            max_tokens_per_forward=40,
-        )
-        scored, expected = group.logprobs(rows, reference=True), alone.logprobs(rows)
+        settings = {"parallel": parallel, "max_tokens_per_forward": 40}
+        mesh = on_mesh(parallel)
+        cfg = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}})
+        group = make_trainer(tiny_model(), cfg, mesh=mesh, **settings)
+        scorer = make_reference(tiny_model(seed=3), mesh=mesh, **settings)
+        scored, expected = scorer.logprobs(rows), alone.logprobs(rows)
         found[name] = {
             "difference": max(
                 float((a - b).abs().max()) for a, b in zip(scored, expected, strict=True)
             ),
-            "bytes": sum(p.to_local().nbytes for p in group.reference.parameters()),
-            "of": sum(p.nbytes for p in group.reference.parameters()),
+            "bytes": sum(p.to_local().nbytes for p in scorer.model.module.parameters()),
+            "of": sum(p.nbytes for p in scorer.model.module.parameters()),
         }
         group.update(rows)
-        own = group._mesh_of(group.reference).groups
+        own = scorer.model.mesh.groups
         found[name] |= {
-            "groups are known": own | on_mesh(parallel).groups == group.groups,
+            "groups are known": own | on_mesh(parallel).groups == Models(group, scorer).groups,
             "groups of its own": len(own - on_mesh(parallel).groups),
         }
     return found
@@ -515,13 +523,10 @@ def supervised():
     cfg = SFTTrainerConfig.model_validate({"max_tokens_per_microbatch": 40, **STEP})
     found = []
     for mesh in (None, on_mesh()):
-        trainer = SupervisedTrainer(tiny_model(), cfg, total_steps=10, mesh=mesh)
-        found.append(
-            [
-                to_scalars(step(rows))
-                for step in (trainer.evaluate, trainer.update, trainer.update, trainer.evaluate)
-            ]
-        )
+        trainer = Trainer(tiny_model(), cfg, CrossEntropy(), total_steps=10, mesh=mesh)
+        measure = partial(evaluate, trainer)
+        steps = (measure, trainer.update, trainer.update, measure)
+        found.append([scalars(step(rows)) for step in steps])
     return found
 
 
@@ -576,7 +581,7 @@ def restored():
             counts = []
             with (
                 patch.object(sharded, "take", one_by_one(counts)),
-                patch.object(learner, "take", one_by_one(counts)),
+                patch.object(optimizer, "take", one_by_one(counts)),
             ):
                 resumed.load_state_dict(store.load(1).parts["trainer"], metadata)
             weights = [dict(t.named_weights()) for t in (straight, resumed)]

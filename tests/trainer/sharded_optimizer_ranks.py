@@ -20,8 +20,8 @@ from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.config.trainer import OptimizerConfig
 from hone.distributed.mesh import Mesh
 from hone.loops.resuming import restore
-from hone.trainer import optimizers
-from hone.trainer.optimizers import FlatLayout, ParameterOptimizer
+from hone.trainer import update_rules
+from hone.trainer.update_rules import FlatLayout, ParameterOptimizer
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 LAYOUTS = {
@@ -134,7 +134,7 @@ def resumed(folder, parallel, state_dtype):
 
 def refused(folder):
     """The error of going on from moments of which the checkpoint knows no shards."""
-    with patch.object(optimizers, "laid_out", lambda local, like: local):
+    with patch.object(update_rules, "laid_out", lambda local, like: local):
         try:
             resumed(folder, {"zero_stage": 2}, "float32")
         except ValueError as error:

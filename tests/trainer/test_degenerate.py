@@ -8,20 +8,23 @@ from typing import Any
 import pytest
 import torch
 
+from hone.algorithms.objective import PolicyObjective
+from hone.algorithms.sft import CrossEntropy
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
+from hone.loops.supervised import evaluate
 from hone.observe.metrics import to_scalars
 from hone.trainer.policy import NonFiniteError
-from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+from hone.trainer.trainer import Trainer
 from hone.types import Trajectory
 from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
 
 
-def state(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {n: t.clone() for n, t in trainer.state_dict()[0].items()}
 
 
-def assert_unchanged(trainer: PolicyTrainer, before: dict[str, torch.Tensor]) -> None:
+def assert_unchanged(trainer: Trainer, before: dict[str, torch.Tensor]) -> None:
     after = state(trainer)
     assert after.keys() == before.keys()
     for name, tensor in before.items():
@@ -35,7 +38,7 @@ def mask_all(rows: list[Trajectory]) -> None:
         row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = torch.empty(0)
 
 
-def warm_trainer(**settings: Any) -> PolicyTrainer:
+def warm_trainer(**settings: Any) -> Trainer:
     """A trainer whose optimizer has momentum, which a zero gradient would still spend."""
     trainer = make_trainer(tiny_model(), optimizer={"lr": 0.01}, **settings)
     trainer.update(random_rows(8, seed=9))
@@ -44,13 +47,13 @@ def warm_trainer(**settings: Any) -> PolicyTrainer:
 
 def test_R23_a_step_without_trained_tokens_is_a_counted_no_op():
     trainer = warm_trainer()
-    before, steps = state(trainer), trainer.num_steps
+    before, steps = state(trainer), trainer.optimizer.num_steps
     rows = random_rows(4)
     mask_all(rows)
     assert to_scalars(trainer.update(rows)) == {"train/num_skipped_steps": 1.0}
     assert to_scalars(trainer.update([])) == {"train/num_skipped_steps": 1.0}
     assert_unchanged(trainer, before)
-    assert trainer.num_steps == steps
+    assert trainer.optimizer.num_steps == steps
     assert [len(v) for v in trainer.logprobs(rows)] == [0] * 4
 
 
@@ -91,17 +94,15 @@ def test_R23_constant_rewards_give_a_zero_gradient():
 def test_R23_non_finite_inputs_stop_before_anything_is_touched(
     field: str, value: float, tmp_path: Path
 ):
-    trainer = PolicyTrainer(
+    trainer = Trainer(
         tiny_model(),
         TrainerConfig(prompts_per_minibatch=1),
-        AlgorithmConfig(),
-        temperature=1.0,
-        max_completion_tokens=24,
+        PolicyObjective(AlgorithmConfig(), max_completion_tokens=24),
         total_steps=10,
         dump_dir=tmp_path,
     )
     trainer.update(random_rows(8, seed=9))
-    before, steps = state(trainer), trainer.num_steps
+    before, steps = state(trainer), trainer.optimizer.num_steps
     rows = random_rows(8)
     getattr(rows[6], field)[-1] = value
     with pytest.raises(NonFiniteError, match=rf"{field} of sequence 'r6' is not finite"):
@@ -133,8 +134,8 @@ def test_R23_non_finite_gradient_stops_and_is_named():
 def test_R23_planted_missing_check_spreads(monkeypatch: pytest.MonkeyPatch):
     trainer = warm_trainer()
     before = state(trainer)
-    monkeypatch.setattr(PolicyTrainer, "_check", lambda self, rows: None)
-    monkeypatch.setattr(PolicyTrainer, "_stop", lambda self, culprit, rows: None)
+    monkeypatch.setattr(Trainer, "_check", lambda self, rows: None)
+    monkeypatch.setattr(Trainer, "_stop", lambda self, culprit, rows: None)
     rows = random_rows(8)
     assert rows[0].advantages is not None
     rows[0].advantages[0] = float("nan")
@@ -159,11 +160,11 @@ def test_R23_a_huge_log_ratio_stays_finite(loss: str):
 
 
 def test_supervised_steps_share_the_rules():
-    trainer = SupervisedTrainer(tiny_model(), SFTTrainerConfig(), total_steps=10)
+    trainer = Trainer(tiny_model(), SFTTrainerConfig(), CrossEntropy(), total_steps=10)
     rows = random_rows(4)
     for row in rows:
         row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = None
-    before = to_scalars(trainer.evaluate(rows))["eval/loss"]
+    before = to_scalars(evaluate(trainer, rows))["eval/loss"]
     assert to_scalars(trainer.update(rows))["train/loss"] == pytest.approx(before, rel=1e-5)
     for row in rows:
         row.loss_mask = [False] * row.num_tokens
@@ -172,11 +173,10 @@ def test_supervised_steps_share_the_rules():
 
 def test_greedy_temperature_is_refused():
     with pytest.raises(ValueError, match="temperature=0"):
-        PolicyTrainer(
+        Trainer(
             tiny_model(),
             TrainerConfig(),
-            AlgorithmConfig(),
+            PolicyObjective(AlgorithmConfig(), max_completion_tokens=8),
             temperature=0,
-            max_completion_tokens=8,
             total_steps=1,
         )

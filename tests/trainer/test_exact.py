@@ -7,28 +7,28 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.errors import UserError
 from hone.config.trainer import TrainerConfig
 from hone.models import token_logprobs as scoring
 from hone.models.decoder import head_weight
 from hone.trainer.logprobs import token_logprobs
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.scorer import FrozenScorer
+from hone.trainer.trainer import Trainer
 from tests.models.exact_fakes import use_torch
 from tests.trainer.examples import VOCAB, gradients, random_rows, tiny_model
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
 
 
-def make_trainer(model, *, exact=True, reference=None, **settings):
-    return PolicyTrainer(
+def make_trainer(model, *, exact=True, **settings):
+    return Trainer(
         model,
         TrainerConfig.model_validate(settings),
-        AlgorithmConfig(),
+        PolicyObjective(AlgorithmConfig(), max_completion_tokens=24),
         temperature=0.7,
-        max_completion_tokens=24,
         total_steps=100,
-        reference=reference,
         exact=exact,
     )
 
@@ -77,12 +77,13 @@ def test_values_come_from_the_sampling_kernel_and_gradients_do_not(products, mon
 
 
 def test_reference_is_scored_exactly_too(products):
-    trainer = make_trainer(tiny_model(), reference=tiny_model())
+    trainer = make_trainer(tiny_model())
+    scorer = FrozenScorer(tiny_model(), TrainerConfig(), temperature=0.7, exact=True)
     rows = random_rows(4)
-    pairs = zip(trainer.logprobs(rows), trainer.logprobs(rows, reference=True), strict=True)
+    pairs = zip(trainer.logprobs(rows), scorer.logprobs(rows), strict=True)
     assert all(torch.equal(policy, reference) for policy, reference in pairs)
     products.clear()
-    trainer.logprobs(rows, reference=True)
+    scorer.logprobs(rows)
     assert products
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.config.algorithm import AlgorithmConfig
 from hone.observe.metrics import to_scalars
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from hone.types import MicroBatch, Trajectory
 from tests.trainer.examples import (
     eager_twin,
@@ -133,7 +133,7 @@ def slow_gradient(
 
 
 def check_gradient(
-    trainer: PolicyTrainer, rows: Sequence[Trajectory], expected: tuple[float, dict[str, Tensor]]
+    trainer: Trainer, rows: Sequence[Trajectory], expected: tuple[float, dict[str, Tensor]]
 ) -> None:
     loss, _ = trainer.forward_backward(rows)
     got = gradients(trainer)
@@ -171,7 +171,7 @@ def test_R1_every_cut_in_every_order(order: int):
         check_gradient(make_trainer(model, cfg, **cut), shuffled, expected)
 
 
-class MeanOfMicroBatchMeans(PolicyTrainer):
+class MeanOfMicroBatchMeans(Trainer):
     def _micro_batches(self, rows: Any, weights: Any) -> Iterator[MicroBatch]:
         batches = list(super()._micro_batches(rows, weights))
         for batch in batches:
@@ -179,19 +179,19 @@ class MeanOfMicroBatchMeans(PolicyTrainer):
             yield replace(batch, weights=torch.full_like(batch.weights, 1 / (n * len(batches))))
 
 
-class SumOfMicroBatchMeans(PolicyTrainer):
+class SumOfMicroBatchMeans(Trainer):
     def _micro_batches(self, rows: Any, weights: Any) -> Iterator[MicroBatch]:
         for batch in super()._micro_batches(rows, weights):
             yield replace(batch, weights=torch.full_like(batch.weights, 1 / len(batch.labels)))
 
 
-class DividedTwice(PolicyTrainer):
+class DividedTwice(Trainer):
     def _micro_batches(self, rows: Any, weights: Any) -> Iterator[MicroBatch]:
         for batch in super()._micro_batches(rows, weights):
             yield replace(batch, weights=batch.weights * batch.weights)
 
 
-class LeakingBorders(PolicyTrainer):
+class LeakingBorders(Trainer):
     def _micro_batches(self, rows: Any, weights: Any) -> Iterator[MicroBatch]:
         for batch in super()._micro_batches(rows, weights):
             ends = batch.cu_seqlens[[0, -1]]
@@ -200,7 +200,7 @@ class LeakingBorders(PolicyTrainer):
             )
 
 
-class PositionsRunOn(PolicyTrainer):
+class PositionsRunOn(Trainer):
     def _micro_batches(self, rows: Any, weights: Any) -> Iterator[MicroBatch]:
         for batch in super()._micro_batches(rows, weights):
             positions = torch.arange(batch.num_tokens)
@@ -208,7 +208,7 @@ class PositionsRunOn(PolicyTrainer):
             yield replace(batch, position_ids=positions)
 
 
-class LastMicroBatchDropped(PolicyTrainer):
+class LastMicroBatchDropped(Trainer):
     def _micro_batches(self, rows: Any, weights: Any) -> Iterator[MicroBatch]:
         yield from list(super()._micro_batches(rows, weights))[:-1]
 
@@ -224,7 +224,7 @@ class LastMicroBatchDropped(PolicyTrainer):
         LastMicroBatchDropped,
     ],
 )
-def test_R1_planted_bugs_are_caught(bug: type[PolicyTrainer]):
+def test_R1_planted_bugs_are_caught(bug: type[Trainer]):
     model, cfg, rows = case("ppo_clip token_mean")
     expected = slow_gradient(model, rows, cfg)
     trainer = make_trainer(model, cfg, trainer_class=bug, micro_batch_size=8)

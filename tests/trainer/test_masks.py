@@ -13,7 +13,7 @@ from torch import Tensor
 from hone.algorithms.objective import policy_objective
 from hone.config.algorithm import AlgorithmConfig
 from hone.trainer.packing import collate
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from hone.types import MicroBatch, Trajectory
 from tests.trainer.examples import VOCAB, make_trainer, random_rows, tiny_model
 
@@ -21,7 +21,7 @@ Tokens = set[tuple[str, int]]
 """(row id, position of the token)"""
 
 
-def tokens_with_gradient(trainer: PolicyTrainer, rows: list[Trajectory]) -> Tokens:
+def tokens_with_gradient(trainer: Trainer, rows: list[Trajectory]) -> Tokens:
     """Tokens whose prediction carries gradient, read off the backbone's output: the hidden state
     at t - 1 predicts token t."""
     found: Tokens = set()

@@ -14,9 +14,9 @@ from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig, SFTTrainerConfig, TrainerConfig
 from hone.trainer import host_state, offload
 from hone.trainer.host_state import HostMasters, StreamedGradients, norm_of_pieces
-from hone.trainer.offload import Bucket, HostBuffer, Parking, stream_buckets
-from hone.trainer.optimizers import ParameterOptimizer
+from hone.trainer.offload import Bucket, HostBuffer, StateOffload, stream_buckets
 from hone.trainer.policy import Policy
+from hone.trainer.update_rules import ParameterOptimizer
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 CPU = torch.device("cpu")
@@ -197,7 +197,7 @@ def test_sleep_leaves_what_lies_on_the_host_for_good():
 def test_R16_host_memory_is_flat_over_200_sleeps():
     policy, optimizer = sleeper()
     step(policy, optimizer, 0)
-    process, parking = psutil.Process(), policy._parking
+    process, parking = psutil.Process(), policy._state_offload
     rss: list[int] = []
     addresses: set[int] = set()
     for _ in range(200):
@@ -216,7 +216,7 @@ def test_a_failed_wake_stays_asleep_and_succeeds_later(monkeypatch: pytest.Monke
     step(policy, optimizer, 0)
     before = {n: m.detach().clone() for n, m in policy.masters.items()}
     policy.sleep(optimizer.device_tensors())
-    storages = [storage for storage, _ in policy._parking._parked]
+    storages = [storage for storage, _ in policy._state_offload._away]
 
     class Full:
         """A storage on a device that has no room left."""
@@ -228,25 +228,25 @@ def test_a_failed_wake_stays_asleep_and_succeeds_later(monkeypatch: pytest.Monke
             if size:
                 raise torch.OutOfMemoryError("no room")
 
-    parked: Any = policy._parking._parked
-    parked[-1] = (Full(parked[-1][0]), parked[-1][1])
+    away: Any = policy._state_offload._away
+    away[-1] = (Full(away[-1][0]), away[-1][1])
     with pytest.raises(torch.OutOfMemoryError):
         policy.wake()
     assert all(s.nbytes() == 0 for s in storages)
-    parked[-1] = (parked[-1][0].storage, parked[-1][1])
+    away[-1] = (away[-1][0].storage, away[-1][1])
     policy.wake()
     assert all(torch.equal(policy.masters[n], m) for n, m in before.items())
 
 
 def test_planted_sleep_that_brings_back_other_bytes_is_caught(monkeypatch: pytest.MonkeyPatch):
-    class Shifted(Parking):
+    class Shifted(StateOffload):
         def restore(self) -> None:
-            hosts = [host for _, host in self._parked]
+            hosts = [host for _, host in self._away]
             for host in hosts:
                 host[:1].add_(1)
             super().restore()
 
-    monkeypatch.setattr("hone.trainer.policy.Parking", Shifted)
+    monkeypatch.setattr("hone.trainer.policy.StateOffload", Shifted)
     with pytest.raises(AssertionError):
         test_R14_sleep_and_wake_change_no_number(False)
 

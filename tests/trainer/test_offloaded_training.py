@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from hone.config.model import LoraConfig
 from hone.models.adapters import adapt
 from hone.observe.metrics import to_scalars
-from hone.trainer import host_state, optimizers
+from hone.trainer import host_state, update_rules
 from hone.trainer import policy as policy_module
 from hone.trainer.host_state import HostGradients, StreamedGradients
 from hone.trainer.policy import NonFiniteError
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 GRADIENTS = {"offload_optimizer": True, "offload_gradients": True}
@@ -34,7 +34,7 @@ def model_of(*, lora: LoraConfig | None = None, **fields: Any) -> PreTrainedMode
     return model
 
 
-def trainer_of(model: PreTrainedModel, **settings: Any) -> PolicyTrainer:
+def trainer_of(model: PreTrainedModel, **settings: Any) -> Trainer:
     """Micro-batches of two rows and a gradient that is clipped, unless `settings` say otherwise."""
     optimizer = {"lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.1}
     return make_trainer(
@@ -47,13 +47,13 @@ def trainer_of(model: PreTrainedModel, **settings: Any) -> PolicyTrainer:
     )
 
 
-def state(trainer: PolicyTrainer) -> dict[str, Tensor]:
+def state(trainer: Trainer) -> dict[str, Tensor]:
     """Weights, masters and moments."""
     found = {f"exported {name}": t.clone() for name, t in trainer.named_weights()}
     return found | {name: t.clone() for name, t in trainer.state_dict()[0].items()}
 
 
-def course(trainer: PolicyTrainer, *, steps: int = 2) -> dict[str, Tensor]:
+def course(trainer: Trainer, *, steps: int = 2) -> dict[str, Tensor]:
     """All numbers of some steps, with passes without gradient before and between them."""
     found = {"logprobs": torch.cat(trainer.logprobs(ROWS))}
     for step in range(steps):
@@ -99,7 +99,7 @@ def test_pieces_of_parameters_change_no_bit(state_dtype: str, monkeypatch: pytes
     is counted from a parameter's begin, not a piece's."""
     monkeypatch.setattr(host_state, "_PIECE_ELEMENTS", 500)
     monkeypatch.setattr(host_state, "BUCKET_BYTES", 4000)
-    monkeypatch.setattr(optimizers, "BUCKET_BYTES", 1024 * 22)
+    monkeypatch.setattr(update_rules, "BUCKET_BYTES", 1024 * 22)
     settings = {"optimizer": {"state_dtype": state_dtype}}
     plain, away = (
         trainer_of(model_of(dtype=torch.bfloat16), **settings, **knobs) for knobs in ({}, GRADIENTS)
@@ -187,7 +187,7 @@ def wait_late(mark: tuple[LateLane, int] | None) -> None:
 
 
 def use_late_lanes(monkeypatch: pytest.MonkeyPatch, wait: Callable[[Any], None]) -> None:
-    monkeypatch.setattr(host_state, "Lane", LateLane)
+    monkeypatch.setattr(host_state, "CopyStream", LateLane)
     monkeypatch.setattr(host_state, "wait_for", wait)
 
 

@@ -14,8 +14,8 @@ from hone.models.decoder import alias_module
 from hone.observe.metrics import to_scalars
 from hone.trainer import policy as policy_module
 from hone.trainer.host_state import HostMasters
-from hone.trainer.optimizers import ParameterOptimizer
 from hone.trainer.policy import NonFiniteError, Policy, StaleWeightsError, require_layout
+from hone.trainer.update_rules import ParameterOptimizer
 from hone.weights.broadcast import BroadcastSync
 from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
 

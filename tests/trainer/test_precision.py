@@ -26,9 +26,15 @@ from hone.trainer.precision import (
     multiply_in_float8,
     require_matmul_precision,
 )
-from hone.trainer.trainer import PolicyTrainer
 from tests.trainer import float8_twin
-from tests.trainer.examples import gradients, make_trainer, near_policy, random_rows, tiny_model
+from tests.trainer.examples import (
+    gradients,
+    make_reference,
+    make_trainer,
+    near_policy,
+    random_rows,
+    tiny_model,
+)
 from tests.trainer.float8_twin import e4m3
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -185,17 +191,17 @@ def test_log_probs_do_not_depend_on_what_a_row_is_packed_with():
 
 
 @pytest.mark.usefixtures("float8")
-def test_a_policy_has_no_divergence_from_itself_as_reference(monkeypatch):
+def test_a_policy_has_no_divergence_from_itself_as_reference():
     rows = random_rows(6)
 
-    def apart():
-        trainer = make_trainer(wide_model(), reference=wide_model(), matmul_precision="fp8")
-        pairs = zip(trainer.logprobs(rows), trainer.logprobs(rows, reference=True), strict=True)
+    def apart(of_reference):
+        trainer = make_trainer(wide_model(), matmul_precision="fp8")
+        reference = make_reference(wide_model(), matmul_precision=of_reference)
+        pairs = zip(trainer.logprobs(rows), reference.logprobs(rows), strict=True)
         return max(float((a - b).abs().max()) for a, b in pairs)
 
-    assert apart() == 0
-    monkeypatch.setattr(PolicyTrainer, "_add_reference", lambda *_: None)  # the planted bug
-    assert apart() > 1e-3
+    assert apart("fp8") == 0
+    assert apart("default") > 1e-3, "the planted bug: a reference that multiplies otherwise"
 
 
 @pytest.mark.usefixtures("float8")

@@ -7,20 +7,23 @@ from typing import Any
 import pytest
 import torch
 
+from hone.algorithms.sft import CrossEntropy
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.model import LoraConfig
 from hone.config.trainer import SFTTrainerConfig
+from hone.loops.supervised import evaluate
 from hone.models.adapters import adapt
 from hone.observe.metrics import to_scalars
-from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
+from hone.trainer.scorer import WithoutAdapters
+from hone.trainer.trainer import Trainer
 from hone.types import Trajectory
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 
-def schedule(trainer: PolicyTrainer, rows: list[Trajectory]) -> list[str]:
+def schedule(trainer: Trainer, rows: list[Trajectory]) -> list[str]:
     return [
         " ".join(dict.fromkeys(row.group_id for row in minibatch))
-        for minibatch in trainer._minibatches(rows)
+        for minibatch in trainer.batcher.optimizer_steps(rows, trainer.num_updates)
     ]
 
 
@@ -41,12 +44,12 @@ def test_golden_schedule_of_minibatches_and_epochs():
 def test_minibatches_hold_whole_groups_and_each_row_once_an_epoch():
     rows = random_rows(22)
     trainer = make_trainer(tiny_model(), prompts_per_minibatch=2, num_epochs=3)
-    minibatches = list(trainer._minibatches(rows))
+    minibatches = trainer.batcher.optimizer_steps(rows, 0)
     assert [len({row.group_id for row in m}) for m in minibatches] == [2, 2, 2] * 3
     for epoch in range(3):
         seen = [row.id for m in minibatches[3 * epoch : 3 * epoch + 3] for row in m]
         assert sorted(seen) == sorted(row.id for row in rows)
-    assert len(list(make_trainer(tiny_model())._minibatches(rows))) == 1
+    assert len(make_trainer(tiny_model()).batcher.optimizer_steps(rows, 0)) == 1
 
 
 def on_policy_rows(num_rows: int) -> list[Trajectory]:
@@ -142,19 +145,6 @@ def test_missing_values_are_named():
     trainer = make_trainer(tiny_model(), AlgorithmConfig.model_validate({"kl": {"coef": 0.1}}))
     with pytest.raises(ValueError, match="'r0' has no ref_logprobs"):
         trainer.update(on_policy_rows(4))
-    with pytest.raises(ValueError, match="no reference model"):
-        trainer.logprobs(on_policy_rows(4), reference=True)
-
-
-def test_the_reference_scores_with_its_own_weights():
-    reference = tiny_model(seed=1)
-    cfg = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}})
-    trainer = make_trainer(tiny_model(), cfg)
-    trainer.reference = reference
-    rows = random_rows(5)
-    expected = make_trainer(reference).logprobs(rows)
-    for got, want in zip(trainer.logprobs(rows, reference=True), expected, strict=True):
-        assert torch.equal(got, want)
 
 
 def test_the_reference_of_adapters_is_the_model_without_them():
@@ -164,17 +154,17 @@ def test_the_reference_of_adapters_is_the_model_without_them():
         for name, weight in model.named_parameters():
             if name.endswith("lora_B"):
                 weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    trainer = make_trainer(model, AlgorithmConfig.model_validate({"kl": {"coef": 0.1}}))
+    trainer = make_trainer(model)
     rows = random_rows(5)
     adapted = trainer.logprobs(rows)
-    scored = trainer.logprobs(rows, reference=True)
+    scored = WithoutAdapters(model, trainer.logprobs).logprobs(rows)
     for got, want in zip(scored, make_trainer(base).logprobs(rows), strict=True):
         assert torch.equal(got, want)
     assert not any(map(torch.allclose, scored, adapted))
     assert all(map(torch.equal, trainer.logprobs(rows), adapted)), "the adapters are on again"
 
 
-def resumable(dtype: torch.dtype, rule: str) -> PolicyTrainer:
+def resumable(dtype: torch.dtype, rule: str) -> Trainer:
     return make_trainer(
         tiny_model(dtype=dtype),
         AlgorithmConfig(entropy_coef=0.01),
@@ -189,7 +179,7 @@ def resumable(dtype: torch.dtype, rule: str) -> PolicyTrainer:
     )
 
 
-def states(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+def states(trainer: Trainer) -> dict[str, torch.Tensor]:
     weights = {f"module/{n}": w for n, w in trainer.named_weights()}
     return {n: t.clone() for n, t in (trainer.state_dict()[0] | weights).items()}
 
@@ -244,18 +234,18 @@ def test_supervised_training_learns_and_resumes():
         row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = None
     cfg = SFTTrainerConfig.model_validate({"optimizer": {"lr": 0.01}, "micro_batch_size": 3})
 
-    def trainer() -> SupervisedTrainer:
-        return SupervisedTrainer(tiny_model(), cfg, total_steps=20)
+    def trainer() -> Trainer:
+        return Trainer(tiny_model(), cfg, CrossEntropy(), total_steps=20)
 
     straight = trainer()
-    before = to_scalars(straight.evaluate(rows))["eval/loss"]
+    before = to_scalars(evaluate(straight, rows))["eval/loss"]
     assert to_scalars(straight.update(rows))["train/loss"] == pytest.approx(before, rel=1e-5)
     for _ in range(9):
         straight.update(rows)
     saved = {n: t.clone() for n, t in straight.state_dict()[0].items()}, straight.state_dict()[1]
     for _ in range(10):
         straight.update(rows)
-    assert to_scalars(straight.evaluate(rows))["eval/loss"] < 0.5 * before
+    assert to_scalars(evaluate(straight, rows))["eval/loss"] < 0.5 * before
     resumed = trainer()
     resumed.load_state_dict(*saved)
     for _ in range(10):

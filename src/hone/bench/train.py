@@ -11,7 +11,7 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hone.algorithms.algorithm import Objective, Output, TokenOutputs
+from hone.algorithms.objective import PolicyObjective
+from hone.algorithms.sft import CrossEntropy
 from hone.bench.train_memory import MemoryProbe, MemoryUse, held_tensors
 from hone.bench.train_rows import RowLengths, draw_rows, row_lengths
 from hone.config.algorithm import AlgorithmConfig
@@ -47,10 +50,9 @@ from hone.planner.memory import (
     training_memory,
 )
 from hone.planner.roofline import training_flops
-from hone.trainer.learner import Learner
 from hone.trainer.precision import require_matmul_precision
-from hone.trainer.trainer import PolicyTrainer, SupervisedTrainer
-from hone.types import MicroBatch, Trajectory
+from hone.trainer.trainer import Trainer
+from hone.types import MicroBatch
 
 __all__ = ["Rates", "StepTime", "TrainResult", "bench_train", "check", "planned_on_cpu"]
 
@@ -275,7 +277,7 @@ class _Probe:
         return StepTime(end - start, last - first, end - last)
 
     @contextmanager
-    def passes(self, trainer: Learner) -> Generator[None]:
+    def passes(self, trainer: Trainer) -> Generator[None]:
         first = self._now()
         with self.memory.passes(lambda: trainer.policy.gradients.values()):
             yield
@@ -295,53 +297,41 @@ class _Probe:
         return time.perf_counter()
 
 
-class _Probed(Learner):
-    """A trainer whose passes a probe sees; to be mixed into one."""
+def _watch(trainer: Trainer, probe: _Probe) -> None:
+    """Let `probe` see the passes of `trainer`."""
+    model = trainer.model
+    forward, forward_backward = model.forward, model.forward_backward
 
-    probe: _Probe
+    def watched(batch: MicroBatch, outputs: frozenset[Output]) -> TokenOutputs:
+        with probe.forward(model.module, batch):
+            return forward(batch, outputs)
 
-    def forward_backward(self, rows: Sequence[Trajectory]) -> tuple[Tensor, Metrics]:
-        with self.probe.passes(self):
-            return super().forward_backward(rows)  # pyright: ignore[reportAbstractUsage]
+    def all_watched(batches: Iterable[MicroBatch], objective: Objective) -> tuple[Tensor, Metrics]:
+        with probe.passes(trainer):
+            return forward_backward(batches, objective)
 
-    def _score(
-        self, model: PreTrainedModel, batch: MicroBatch, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        with self.probe.forward(model, batch):
-            return super()._score(model, batch, with_entropy=with_entropy)
-
-
-class _PolicyTrainer(_Probed, PolicyTrainer):
-    pass
+    model.forward, model.forward_backward = watched, all_watched
 
 
-class _SupervisedTrainer(_Probed, SupervisedTrainer):
-    pass
-
-
-def _trainer(
-    cfg: BenchTrainConfig, model: PreTrainedModel, probe: _Probe, mesh: Mesh
-) -> _PolicyTrainer | _SupervisedTrainer:
-    total_steps = cfg.warmup_steps + cfg.steps + 1
-    if cfg.objective == "sft":
-        trainer = _SupervisedTrainer(model, cfg.trainer, total_steps=total_steps, mesh=mesh)
-    else:
-        trainer = _PolicyTrainer(
-            model,
-            cfg.trainer.model_copy(update={"prompts_per_minibatch": None, "num_epochs": 1}),
-            AlgorithmConfig(),
-            temperature=1.0,
-            max_completion_tokens=row_lengths(cfg).longest,
-            total_steps=total_steps,
-            seed=cfg.run.seed,
-            exact=cfg.model.exact,
-            mesh=mesh,
-        )
-    trainer.probe = probe
+def _trainer(cfg: BenchTrainConfig, model: PreTrainedModel, probe: _Probe, mesh: Mesh) -> Trainer:
+    is_sft = cfg.objective == "sft"
+    longest = row_lengths(cfg).longest
+    trainer = Trainer(
+        model,
+        cfg.trainer.model_copy(update={"prompts_per_minibatch": None, "num_epochs": 1}),
+        CrossEntropy()
+        if is_sft
+        else PolicyObjective(AlgorithmConfig(), max_completion_tokens=longest),
+        total_steps=cfg.warmup_steps + cfg.steps + 1,
+        seed=cfg.run.seed,
+        exact=cfg.model.exact and not is_sft,
+        mesh=mesh,
+    )
+    _watch(trainer, probe)
     return trainer
 
 
-def _moments(trainer: _PolicyTrainer | _SupervisedTrainer) -> list[Tensor]:
+def _moments(trainer: Trainer) -> list[Tensor]:
     """The optimizer's state, wherever it lies."""
     tensors, _ = trainer.state_dict()
     return [

@@ -25,7 +25,7 @@ from hone.types import EngineLostError
 
 if TYPE_CHECKING:
     from hone.engine.host import EngineHost
-    from hone.trainer.scoring import ReferenceScorer
+    from hone.trainer.scorer import FrozenScorer
 
 __all__ = [
     "EngineRank",
@@ -159,7 +159,7 @@ class EngineRank(_Rank):
 class ReferenceRank(_Rank):
     """A reference, which is one process. Its methods run one after the other."""
 
-    def _make(self) -> ReferenceScorer:
+    def _make(self) -> FrozenScorer:
         from hone.loops.references import make_reference
 
         return make_reference(self._cfg)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["GROUP_ESTIMATORS", "AlgorithmConfig", "CorrectionConfig", "KLConfig"]
+__all__ = ["GROUP_ESTIMATORS", "AlgorithmConfig", "CorrectionConfig", "KLConfig", "Needs"]
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
 """Advantages whose baseline is the group: they need at least two samples in each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What an algorithm asks of a run."""
+
+    scores: frozenset[Literal["policy", "reference"]] = frozenset()
+    """Models whose log-probabilities of the rows its targets or objectives read."""
+    samples_per_group: int = 1
+    """Valid ones; groups of fewer have no baseline, are left out and counted."""
 
 
 class KLConfig(Section):
@@ -78,3 +89,18 @@ class AlgorithmConfig(Section):
 
     correction: CorrectionConfig = CorrectionConfig()
     """Engine/trainer mismatch."""
+
+    @property
+    def penalises_reward(self) -> bool:
+        """Whether the KL term is subtracted from rewards."""
+        return self.kl.coef > 0 and self.kl.placement == "reward"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            scores=frozenset(
+                (("policy",) if self.penalises_reward else ())
+                + (("reference",) if self.kl.coef > 0 else ())
+            ),
+            samples_per_group=2 if self.advantage in GROUP_ESTIMATORS else 1,
+        )

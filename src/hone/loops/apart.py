@@ -25,7 +25,7 @@ from hone.rollout.reference_group import ReferenceGroup
 from hone.rollout.requests import Decode
 from hone.rollout.rollout import Rollout
 from hone.rollout.stream import RolloutStream
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 from hone.types import Group, SamplingEngine, Trajectory
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.sync import SyncReport
@@ -92,7 +92,7 @@ class Sampling:
 
 
 def weights_to(
-    engines: Engines | None, cfg: ClusterConfig, trainer: PolicyTrainer, mesh: Mesh
+    engines: Engines | None, cfg: ClusterConfig, trainer: Trainer, mesh: Mesh
 ) -> BroadcastSync:
     """How the trainers' weights reach engines."""
     return BroadcastSync(
@@ -143,7 +143,7 @@ def sampling_apart(
 
 
 def reference_apart(
-    cfg: ClusterConfig, engines: Engines | None, trainer: PolicyTrainer, mesh: Mesh
+    cfg: ClusterConfig, engines: Engines | None, trainer: Trainer, mesh: Mesh
 ) -> LedReference | None:
     """The reference where it has devices of its own; None where the trainers have it."""
     if not cfg.num_references:
@@ -152,6 +152,6 @@ def reference_apart(
     assert references is not None or not mesh.is_first, "the references have not been started"
 
     def plan(rows: Sequence[Trajectory]) -> list[list[int]]:
-        return trainer.plan_elsewhere(rows, cfg.num_references)
+        return trainer.batcher.plan_reference_passes(rows, cfg.num_references)
 
     return LedReference(mesh, references, plan)

@@ -36,7 +36,7 @@ from hone.models.load import load_deferred, load_model
 from hone.observe.disk import writing
 from hone.observe.run_folder import LOCK
 from hone.trainer.gathering import wholes
-from hone.trainer.learner import Learner
+from hone.trainer.trainer import Trainer
 
 __all__ = [
     "Launch",
@@ -222,7 +222,7 @@ def is_complete(begin: Launch, lora: LoraConfig) -> bool:
 
 
 def export(
-    trainer: Learner,
+    trainer: Trainer,
     tokenizer: PreTrainedTokenizerBase,
     cfg: CheckpointConfig,
     begin: Launch,
@@ -253,7 +253,7 @@ def load_for_training(cfg: ModelConfig, mesh: Mesh, *, seed: int) -> PreTrainedM
     return load_model(cfg, device=mesh.device, seed=seed)
 
 
-def _finest(trainer: Learner) -> Iterator[tuple[str, Tensor]]:
+def _finest(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """The model's whole tensors, masters in place of what is computed with. Collective."""
     policy = trainer.policy
     state: dict[str, Tensor] = policy.model.state_dict(keep_vars=True)

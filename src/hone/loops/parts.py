@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.grpo import GRPO
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
 from hone.config.checks.schedule import evaluates
 from hone.config.derived import optimizer_steps_per_rollout, trainers_hold_reference
@@ -26,6 +28,7 @@ from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
 from hone.loops.apart import (
     Collects,
+    Engines,
     MakeEngines,
     Pushes,
     Sampling,
@@ -35,11 +38,10 @@ from hone.loops.apart import (
 )
 from hone.loops.controller import Controller, LedStream
 from hone.loops.exchange import Exchange
-from hone.loops.experience import Experience
 from hone.loops.launch import Launch, load_for_training
 from hone.loops.recorder import Limits, Recorder, alarms_for
 from hone.loops.resuming import restore
-from hone.models.adapters import adapt
+from hone.models.adapters import adapt, is_adapted
 from hone.models.decoder import alias_module
 from hone.models.load import (
     blank_model,
@@ -65,8 +67,10 @@ from hone.rollout.open_groups import Progress
 from hone.rollout.requests import Decode
 from hone.rollout.rollout import Alone, Peers, Rollout
 from hone.rollout.vllm import VLLMEngine
+from hone.trainer.models import Models
 from hone.trainer.precision import require_matmul_precision
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.scorer import FrozenScorer, RowScorer, WithoutAdapters
+from hone.trainer.trainer import Trainer
 from hone.types import Engine, Sample, SamplingEngine
 from hone.weights.sync import WeightSync
 
@@ -98,9 +102,9 @@ class RLParts:
     engine: SamplingEngine | None
     """Of this process; engines with devices of their own, and the scorer then, are the first
     one's."""
-    trainer: PolicyTrainer
+    algorithm: Algorithm
+    models: Models
     rollout: Collects
-    experience: Experience
     weights: Pushes
     recorder: Recorder
     decode: Decode
@@ -112,6 +116,11 @@ class RLParts:
     pass_rule: PassRule | str | None = None
     """By what samples pass in all evaluations of the run, or why there is no pass@k; None before
     the first one that has a reward."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """Of the policy."""
+        return self.models.trainer
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint must hold, by part."""
@@ -409,28 +418,16 @@ def assemble(
         sampled = None if is_apart else _sampled_model(cfg, model, mesh, load)
         if lora.rank:
             adapt(model, lora, seed=cfg.run.seed)
-        trainer = PolicyTrainer(
-            model,
-            cfg.trainer,
-            cfg.algorithm,
-            temperature=cfg.rollout.temperature,
-            max_completion_tokens=cfg.rollout.max_completion_tokens,
-            total_steps=cfg.run.steps * optimizer_steps_per_rollout(cfg),
-            seed=cfg.run.seed,
-            reference=load() if trainers_hold_reference(cfg) else None,
-            dump_dir=begin.dir,
-            exact=cfg.model.exact,
-            mesh=mesh,
-        )
-        begin.watch.follow(trainer.groups)
+        algorithm, models = _learning(cfg, begin, model, load, engines)
+        begin.watch.follow(models.groups)
         if begin.checkpoint is not None:
-            restore(trainer, begin.checkpoint.parts)
+            restore(models.trainer, begin.checkpoint.parts)
         random_state = capture_random_state()
         if cfg.trainer.enable_sleep:
-            trainer.sleep()  # before the engine looks how much memory there is
+            models.trainer.sleep()  # before the engine looks how much memory there is
         decode, peers = decoder(tokenizer), Exchange(mesh)
         if sampled is None:
-            weights = weights_to(engines, cfg.cluster, trainer, mesh)
+            weights = weights_to(engines, cfg.cluster, models.trainer, mesh)
             stack.callback(weights.close)
             controller = Controller(mesh, engines and engines.group, weights)
             sampling = sampling_apart(cfg, controller, scorer, data, decode)
@@ -450,7 +447,7 @@ def assemble(
                 max_failure_rate=cfg.reward.max_failure_rate,
                 peers=peers,
             )
-            sampling = Sampling(engine, rollout, WeightSync(trainer, engine))
+            sampling = Sampling(engine, rollout, WeightSync(models.trainer, engine))
         staleness = cfg.pipeline.max_staleness if cfg.pipeline.enabled else 0
         recorder = stack.enter_context(
             recording(cfg, begin, alarms_for(model, max_staleness=staleness), limits)
@@ -467,11 +464,9 @@ def assemble(
             data=data,
             scorer=scorer,
             engine=sampling.engine,
-            trainer=trainer,
+            algorithm=algorithm,
+            models=models,
             rollout=sampling.rollout,
-            experience=Experience(
-                trainer, cfg.algorithm, reference_apart(cfg.cluster, engines, trainer, mesh)
-            ),
             weights=sampling.weights,
             recorder=recorder,
             decode=decode,
@@ -484,6 +479,42 @@ def assemble(
         begin.save_config()
         restore_random_state(random_state)  # whatever the engine has drawn to profile itself
         yield parts
+
+
+def _learning(
+    cfg: RLConfig,
+    begin: Launch,
+    model: PreTrainedModel,
+    load: Callable[[], PreTrainedModel],
+    engines: Engines | None,
+) -> tuple[Algorithm, Models]:
+    """The algorithm, the trainer of `model` and the reference: with devices of its own, beside the
+    trainers, or where adapters are trained the policy without them."""
+    algorithm = GRPO(cfg.algorithm, max_completion_tokens=cfg.rollout.max_completion_tokens)
+    frozen = load() if trainers_hold_reference(cfg) else None
+    trainer = Trainer(
+        model,
+        cfg.trainer,
+        algorithm.objectives["policy"],
+        total_steps=cfg.run.steps * optimizer_steps_per_rollout(cfg),
+        seed=cfg.run.seed,
+        dump_dir=begin.dir,
+        temperature=cfg.rollout.temperature,
+        exact=cfg.model.exact,
+        mesh=begin.mesh,
+    )
+    reference: RowScorer | None = reference_apart(cfg.cluster, engines, trainer, begin.mesh)
+    if frozen is not None:
+        reference = FrozenScorer(
+            frozen,
+            cfg.trainer,
+            temperature=cfg.rollout.temperature,
+            exact=cfg.model.exact,
+            mesh=begin.mesh,
+        )
+    elif reference is None and is_adapted(model):
+        reference = WithoutAdapters(model, trainer.logprobs)
+    return algorithm, Models(trainer, reference)
 
 
 def _sampled_model(

@@ -38,9 +38,9 @@ def train(parts: RLParts) -> Outcome:
                 check_failure_rate(samples_of(groups), cfg.reward.max_failure_rate)
             with stream.in_background():
                 with span("experience"):
-                    rows = parts.experience.build(groups, version=step - 1)
-                    metrics = {} if is_gated else gate(parts, rows)
-                    is_gated = is_gated or bool(metrics)
+                    rows, metrics = parts.models.prepare(parts.algorithm, groups, version=step - 1)
+                    gated = {} if is_gated else gate(parts, rows)
+                    is_gated, metrics = is_gated or bool(gated), metrics | gated
                 with span("train"):
                     metrics |= parts.trainer.update(rows)
             with span("sync"), stream.changing_weights(version=step):

@@ -9,12 +9,12 @@ from hone.config.tree import RLConfig
 from hone.loops.launch import choose_device
 from hone.models.load import check_exact, load_model
 from hone.rollout.reference_group import LocalReference, ReferenceGroup
-from hone.trainer.scoring import ReferenceScorer
+from hone.trainer.scorer import FrozenScorer
 
 __all__ = ["local_references", "make_reference"]
 
 
-def make_reference(cfg: RLConfig) -> ReferenceScorer:
+def make_reference(cfg: RLConfig) -> FrozenScorer:
     """The policy before training, whole and frozen on this process's device: of `model.path`, or
     drawn from `run.seed` as the policy was, whatever step the run is at.
 
@@ -22,7 +22,7 @@ def make_reference(cfg: RLConfig) -> ReferenceScorer:
     """
     device = choose_device(cfg.run)
     check_exact(cfg.model, device)
-    return ReferenceScorer(
+    return FrozenScorer(
         load_model(cfg.model, device=device, seed=cfg.run.seed),
         cfg.trainer,
         temperature=cfg.rollout.temperature,

@@ -23,7 +23,7 @@ from hone.config.run import CheckpointConfig, RunConfig
 from hone.config.tree import RLConfig, SFTConfig
 from hone.observe.run_folder import CONFIG, METRICS, RunFolder, read_config
 from hone.observe.whole_file import write_whole
-from hone.trainer.learner import Learner
+from hone.trainer.trainer import Trainer
 
 __all__ = ["announce", "announce_restart", "find_checkpoint", "restore", "save_config"]
 
@@ -94,7 +94,7 @@ def announce_restart(run: RunConfig, checkpoint: CheckpointConfig) -> Iterator[s
         )
 
 
-def restore(trainer: Learner, parts: Mapping[str, Any]) -> None:
+def restore(trainer: Trainer, parts: Mapping[str, Any]) -> None:
     """Let trainer and random generators go on from a checkpoint, whatever processes wrote it.
 
     Each process reads what it holds. Raises ValueError where it belongs to another model.

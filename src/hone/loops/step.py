@@ -14,7 +14,7 @@ from hone.loops.parts import RLParts
 from hone.loops.saving import Saver, due
 from hone.loops.untrained import Untrained, is_stalled, why_untrained
 from hone.models.load import compute_dtype
-from hone.observe.metrics import Last, Metrics, Sum, to_scalars
+from hone.observe.metrics import Last, Metrics, to_scalars
 from hone.rollout.metrics import rollout_metrics
 from hone.types import Group, Sample, Trajectory
 from hone.weights.sync import SyncReport
@@ -127,7 +127,6 @@ class StepEnd:
             metrics |= {
                 "train/untrained_steps": Last(len(self._untrained)),
                 "time/sync/proof_s": Last(sync.seconds),
-                "rollout/groups_without_baseline": Sum(parts.experience.num_dropped_groups),
             }
             parts.recorder.record(
                 step, metrics, groups=groups, rows=rows, why_untrained=why and why.cause

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from hone.algorithms.sft import CrossEntropy
 from hone.checkpoint.random_state import capture_random_state
 from hone.config.tree import SFTConfig
 from hone.data.sft import load_sft
@@ -18,11 +21,12 @@ from hone.loops.step import Outcome
 from hone.models.adapters import adapt
 from hone.models.load import compute_dtype
 from hone.models.tokenizer import load_tokenizer
-from hone.observe.metrics import Metrics, to_scalars
+from hone.observe.metrics import Mean, Metrics, to_scalars
 from hone.trainer.precision import require_matmul_precision
-from hone.trainer.trainer import SupervisedTrainer
+from hone.trainer.trainer import Trainer
+from hone.types import Trajectory
 
-__all__ = ["run"]
+__all__ = ["evaluate", "run"]
 
 
 def run(cfg: SFTConfig) -> Outcome:
@@ -49,8 +53,8 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
     alarms = alarms_for(model)
     if cfg.model.lora.rank:
         adapt(model, cfg.model.lora, seed=cfg.run.seed)
-    trainer = SupervisedTrainer(
-        model, cfg.trainer, total_steps=cfg.run.steps, dump_dir=begin.dir, mesh=mesh
+    trainer = Trainer(
+        model, cfg.trainer, CrossEntropy(), total_steps=cfg.run.steps, dump_dir=begin.dir, mesh=mesh
     )
     if begin.checkpoint is not None:
         state: Mapping[str, Any] = begin.checkpoint.parts
@@ -75,7 +79,7 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
         saver = Saver(begin.store, cfg.checkpoint, state_parts, published=recorder.saved)
         recorder.before_failure = saver.publish_written
         if cfg.eval.at_start and first == 0:
-            recorder.record(0, trainer.evaluate(data.eval))
+            recorder.record(0, evaluate(trainer, data.eval))
         if interrupt.is_requested():
             recorder.event("interrupted", step=first)
             return Outcome(first, stopped_by=interrupt.number)
@@ -90,7 +94,7 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
             done, rank = step, None
             if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
                 with recorder.spans.span("eval"):
-                    evaluated = trainer.evaluate(data.eval)
+                    evaluated = evaluate(trainer, data.eval)
                 rank = -to_scalars(evaluated)["eval/loss"]
                 metrics |= evaluated
             with recorder.spans.span("record"):
@@ -109,3 +113,8 @@ def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
             recorder.spans.write_trace(begin.dir / "trace.json")
         export(trainer, tokenizer, cfg.checkpoint, begin, cfg.model.lora)
     return outcome
+
+
+def evaluate(trainer: Trainer, rows: Sequence[Trajectory]) -> Metrics:
+    """Mean cross-entropy over the trained tokens, in nats; no gradient. Collective."""
+    return {"eval/loss": Mean.of(-torch.cat(trainer.logprobs(rows)))}

@@ -8,16 +8,16 @@ metric to learn how to reduce it.
     shard_a = {"reward": Distribution.of([0.0, 1.0]), "policy/entropy": Mean.of(entropy_N)}
     to_scalars(merge(shard_a, shard_b))  # {"reward/mean": ..., "reward/p95": ..., ...}
 
-Values may be numbers, lists, numpy arrays, or tensors on any device. The sum of a tensor stays on
-its device until two extremes are merged or `to_scalars` reads it, so collecting a metric inside a
-training step does not wait for the GPU.
+Values may be numbers, lists, numpy arrays, or tensors on any device. A tensor's sum, or the tensor
+of a distribution, stays on its device until two extremes are merged or `on_host` or `to_scalars`
+reads it, so collecting a metric inside a training step does not wait for the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, cast
 
 import numpy as np
 
@@ -34,6 +34,7 @@ __all__ = [
     "Min",
     "Sum",
     "merge",
+    "on_host",
     "to_scalars",
 ]
 
@@ -80,7 +81,7 @@ class Mean:
     """Sum over count, so that shards of different size weigh what they hold."""
 
     sum: Scalar
-    count: float
+    count: Scalar
     """Number of values, or their total weight."""
 
     @classmethod
@@ -91,7 +92,8 @@ class Mean:
         return Mean(self.sum + other.sum, self.count + other.count)
 
     def scalars(self) -> dict[str, float]:
-        return {"": float(self.sum) / self.count} if self.count else {}
+        count = float(self.count)
+        return {"": float(self.sum) / count} if count else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,23 +167,24 @@ _QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
-    """All values of one step, for exact quantiles. Merging shares the arrays and copies nothing.
+    """All values of one step, for exact quantiles. Merging shares the chunks and copies nothing.
 
     Leaves: mean, std (of the population), min, max, p05, p50, p95, p99; quantiles interpolate
     linearly between neighbours.
     """
 
-    chunks: tuple[np.ndarray[Any, np.dtype[np.float64]], ...]
+    chunks: tuple[Values, ...]
 
     @classmethod
     def of(cls, values: Values) -> Distribution:
-        return cls((_array(values),))
+        """Values are not copied: leave them as they are."""
+        return cls((cast(Any, values).detach() if _is_tensor(values) else _array(values),))
 
     def merge(self, other: Distribution) -> Distribution:
         return Distribution(self.chunks + other.chunks)
 
     def scalars(self) -> dict[str, float]:
-        values = np.concatenate(self.chunks) if self.chunks else np.empty(0)
+        values = np.concatenate([np.empty(0), *map(_array, self.chunks)])
         if not values.size:
             return {}
         quantiles = np.quantile(values, list(_QUANTILES.values()))
@@ -210,6 +213,19 @@ def merge(*shards: Metrics) -> Metrics:
                 )
             merged[key] = metric if held is None else held.merge(metric)
     return merged
+
+
+def on_host(metrics: Metrics) -> Metrics:
+    """The same metrics with numbers in place of tensors: to be sent to other processes."""
+    return {key: _without_tensors(metric) for key, metric in metrics.items()}
+
+
+def _without_tensors(metric: Metric) -> Metric:
+    if isinstance(metric, Distribution):
+        return Distribution(tuple(map(_array, metric.chunks)))
+    held = {f.name: getattr(metric, f.name) for f in fields(cast(Any, metric))}
+    numbers = {name: float(value) for name, value in held.items() if _is_tensor(value)}
+    return replace(cast(Any, metric), **numbers)
 
 
 def to_scalars(metrics: Metrics) -> dict[str, float]:

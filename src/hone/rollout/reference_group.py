@@ -110,7 +110,7 @@ class _Step:
 class ReferenceGroup:
     """Log-probabilities under the reference model, from several that have one each.
 
-    `handles` reach `hone.trainer.scoring.ReferenceScorer`s. One that does not answer for
+    `handles` reach `hone.trainer.scorer.FrozenScorer`s. One that does not answer for
     `timeout_s` while it has work is taken for lost, killed, and replaced by `restart(index)`, which
     need not wait for it. For its start and its first pass, which may compile, it has
     `start_timeout_s` (unset: `timeout_s`). After `max_restarts` of these, in all, EnginesLostError

@@ -32,7 +32,7 @@ def adamw_bfloat16(
     correction1: float,
     correction2: float,
 ) -> None:
-    """`hone.trainer.optimizers.adamw_bfloat16_` of flat tensors, moments as int16 bits. `offset`,
+    """`hone.trainer.update_rules.adamw_bfloat16_` of flat tensors, moments as int16 bits. `offset`,
     `row` and `stride` are those of `FlatLayout`."""
     size = master.numel()
     if size == 0:

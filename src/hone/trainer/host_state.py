@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hone.checkpoint.sharded import local_part
 from hone.models.manifest import RoundedChecksums
-from hone.trainer.offload import BUCKET_BYTES, HostBuffer, Lane, mark_of, wait_for
+from hone.trainer.offload import BUCKET_BYTES, CopyStream, HostBuffer, mark_of, wait_for
 
 __all__ = [
     "HostGradients",
@@ -174,7 +174,7 @@ class StreamedGradients(HostGradients):
         self._norms: dict[str, Tensor] = {}
         self._order: dict[Piece, int] = {}
         """In which backward brings pieces."""
-        self._arriving, self._going = Lane(device), Lane(device)
+        self._arriving, self._going = CopyStream(device), CopyStream(device)
         self._stored: dict[Piece, torch.Event | None] = {}
         self._ahead: dict[Piece, tuple[Tensor, torch.Event | None]] = {}
         self._leaving: deque[tuple[Tensor, torch.Event | None]] = deque()
@@ -221,7 +221,7 @@ class StreamedGradients(HostGradients):
 
     def _store(self, piece: Piece, value: Tensor) -> None:
         while self._leaving and self._bytes_leaving + value.nbytes > self._window:
-            self._let_go()
+            self._release_oldest()
         with self._going.after(mark_of(self.device)):
             self._on_host(piece).copy_(value, non_blocking=True)
             self._stored[piece] = self._going.mark()
@@ -231,7 +231,7 @@ class StreamedGradients(HostGradients):
     def _bytes_leaving(self) -> int:
         return sum(value.nbytes for value, _ in self._leaving)
 
-    def _let_go(self) -> None:
+    def _release_oldest(self) -> None:
         """Free what has been leaving for longest. Later work waits until it has: it may be given
         the same memory."""
         _, is_out = self._leaving.popleft()
@@ -265,7 +265,7 @@ class StreamedGradients(HostGradients):
     def _settle(self) -> None:
         """Free all device memory; current work waits until nothing travels."""
         while self._leaving:
-            self._let_go()
+            self._release_oldest()
         for _, is_in in self._ahead.values():
             wait_for(is_in)
         self._ahead.clear()

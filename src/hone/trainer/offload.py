@@ -3,7 +3,7 @@
 Four things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
 masters and moments, which visit the device piece by piece in each step (`stream_buckets`),
 gradients between micro-batches and until that step (`host_state.py`), and all of the trainer's
-state while an engine generates (`Parking`).
+state while an engine generates (`StateOffload`).
 
 Copies run on streams of their own, from and to page-locked buffers that are used again: neither
 device nor host memory grows from step to step. On a CPU the same copies happen at once.
@@ -29,9 +29,9 @@ __all__ = [
     "BUCKET_BYTES",
     "ActivationOffload",
     "Bucket",
+    "CopyStream",
     "HostBuffer",
-    "Lane",
-    "Parking",
+    "StateOffload",
     "mark_of",
     "stream_buckets",
     "wait_for",
@@ -103,7 +103,7 @@ def _runtime() -> Any:
     return torch.cuda.cudart()
 
 
-class Lane:
+class CopyStream:
     """A stream beside the current one. On a CPU there is none, and every copy ends at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class Lane:
 
     @contextmanager
     def after(self, *marks: torch.Event | None) -> Generator[None]:
-        """What is launched inside runs on this lane, once the marked work is done."""
+        """What is launched inside runs on this stream, once the marked work is done."""
         if self._stream is None:
             yield
             return
@@ -122,7 +122,7 @@ class Lane:
             yield
 
     def mark(self) -> torch.Event | None:
-        """The end of what the lane has been given so far."""
+        """The end of what the stream has been given so far."""
         return None if self._stream is None else self._stream.record_event()
 
 
@@ -146,7 +146,7 @@ class ActivationOffload:
     """
 
     def __init__(self) -> None:
-        self._lane: Lane | None = None
+        self._copies: CopyStream | None = None
         self._free: list[HostBuffer] = []
         self._newest: tuple[_Kept, Tensor] | None = None
         self.num_buffers = 0
@@ -158,14 +158,14 @@ class ActivationOffload:
 
     def _keep(self, tensor: Tensor) -> _Kept:
         value = tensor.detach().contiguous()
-        if self._lane is None:
-            self._lane = Lane(value.device)
-        below = self._let_go()
+        if self._copies is None:
+            self._copies = CopyStream(value.device)
+        below = self._release_newest()
         kept = _Kept(value, self._take(value.nbytes, value.device), below)
         weakref.finalize(kept, self._free.append, kept.buffer)
-        with self._lane.after(mark_of(value.device)):
+        with self._copies.after(mark_of(value.device)):
             kept.host.copy_(value, non_blocking=True)
-            kept.is_out = self._lane.mark()
+            kept.is_out = self._copies.mark()
         self._newest = kept, value
         return kept
 
@@ -176,7 +176,7 @@ class ActivationOffload:
             self._start(kept)
             value, is_in = kept.take()
             wait_for(is_in)
-        self._let_go()
+        self._release_newest()
         below = None if kept.below is None else kept.below()
         if below is not None:
             self._start(below)
@@ -184,15 +184,15 @@ class ActivationOffload:
 
     def _start(self, kept: _Kept) -> None:
         """Begin the copy back, unless it has begun."""
-        assert self._lane is not None
+        assert self._copies is not None
         if kept.incoming is None:
             value = torch.empty_like(kept.host, device=kept.device)
             # The memory may still be read by earlier work of the current stream.
-            with self._lane.after(mark_of(kept.device)):
+            with self._copies.after(mark_of(kept.device)):
                 value.copy_(kept.host, non_blocking=True)
-                kept.incoming = value, self._lane.mark()
+                kept.incoming = value, self._copies.mark()
 
-    def _let_go(self) -> weakref.ref[_Kept] | None:
+    def _release_newest(self) -> weakref.ref[_Kept] | None:
         """Drop the newest tensor from the device. Later work waits until it has left: it may be
         given the same memory."""
         if self._newest is None:
@@ -205,7 +205,7 @@ class ActivationOffload:
     def _take(self, num_bytes: int, device: torch.device) -> HostBuffer:
         """The smallest free buffer that is large enough; else a new one in place of a small one.
 
-        A buffer is free once nothing will read it. Copies of the lane run in order, so that a new
+        A buffer is free once nothing will read it. Copies of one stream run in order, so that a new
         one into it starts after the last one out of it.
         """
         fitting = [b for b in self._free if b.num_bytes >= num_bytes]
@@ -262,7 +262,7 @@ def stream_buckets(
     time: one is filled while the other is changed and leaves, so that both directions of the bus
     are busy. Afterwards the host tensors can be read and the device memory is free.
     """
-    arriving, leaving = Lane(device), Lane(device)
+    arriving, leaving = CopyStream(device), CopyStream(device)
     slots = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
     has_left: list[torch.Event | None] = [None, None]
     try:
@@ -288,7 +288,7 @@ def stream_buckets(
             torch.cuda.synchronize(device)  # host tensors are read, buckets freed from here on
 
 
-class Parking:
+class StateOffload:
     """Moves device tensors to host memory and back, in place: whoever holds one keeps it.
 
     The host buffer is made in the first round and used again in every other.
@@ -296,20 +296,20 @@ class Parking:
 
     def __init__(self) -> None:
         self._buffer: HostBuffer | None = None
-        self._parked: list[tuple[torch.UntypedStorage, Tensor]] = []
+        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     @property
-    def is_parked(self) -> bool:
+    def is_away(self) -> bool:
         """Whether the tensors are away."""
-        return bool(self._parked)
+        return bool(self._away)
 
-    def park(self, tensors: Iterable[Tensor]) -> None:
+    def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors to the host and free their device memory, down to the driver.
 
         Until `restore` none of them may be used. Raises UserError, with nothing moved, where the
         host has too little memory.
         """
-        assert not self._parked, "parked tensors would be lost"
+        assert not self._away, "tensors that are away would be lost"
         storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
         if not storages:
             return
@@ -320,26 +320,26 @@ class Parking:
             self._buffer = HostBuffer.for_layout(
                 layout, device, purpose="the trainer sleeps with its state on the host"
             )
-        parked = list(zip(storages.values(), self._buffer.tensors(layout), strict=True))
-        for storage, host in parked:
+        away = list(zip(storages.values(), self._buffer.tensors(layout), strict=True))
+        for storage, host in away:
             host.copy_(whole_storage(storage), non_blocking=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         _free(storages.values())
-        self._parked = parked
+        self._away = away
 
     def restore(self) -> None:
         """Bring every tensor back. Where the device has too little memory, all stay away and
         torch.OutOfMemoryError is raised; legal again later."""
         try:
-            for storage, host in self._parked:
+            for storage, host in self._away:
                 storage.resize_(host.nbytes)
         except torch.OutOfMemoryError:
-            _free(storage for storage, _ in self._parked)
+            _free(storage for storage, _ in self._away)
             raise
-        for storage, host in self._parked:
+        for storage, host in self._away:
             whole_storage(storage).copy_(host, non_blocking=True)
-        self._parked = []
+        self._away = []
 
 
 def _free(storages: Iterable[torch.UntypedStorage]) -> None:

@@ -33,7 +33,7 @@ from hone.trainer.host_state import (
     StreamedGradients,
     norm_of_pieces,
 )
-from hone.trainer.offload import Parking
+from hone.trainer.offload import StateOffload
 from hone.trainer.recompute import RecomputeMode, apply_recompute
 
 __all__ = [
@@ -178,7 +178,7 @@ class Policy(BasePolicy):
         if compile:
             for layer in layers:
                 layer.compile(dynamic=True)  # no two micro-batches have the same shape
-        self._parking = Parking()
+        self._state_offload = StateOffload()
         self._asleep_checksums: Mapping[str, int] = {}
         """Of what the masters rounded to when they left the device."""
 
@@ -285,16 +285,16 @@ class Policy(BasePolicy):
             tensors += self.gradients.values()
         if self._masters is not self.parameters and self.host_masters is None:
             tensors += [master.detach() for master in self._masters.values()]
-        self._parking.park(tensors)
+        self._state_offload.offload(tensors)
         self._asleep_checksums = checksums
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away. Raises torch.OutOfMemoryError, still asleep, where
         the device has too little memory free."""
-        self._parking.restore()
+        self._state_offload.restore()
 
     def _require_awake(self) -> None:
-        if self._parking.is_parked:
+        if self._state_offload.is_away:
             raise RuntimeError("the policy sleeps: its masters are away until wake()")
 
     @torch.no_grad()
@@ -307,7 +307,9 @@ class Policy(BasePolicy):
         take. Of masters on the host the step has left checksums, and weights alone are read. Those
         that are not finite are left to the sync, which names them.
         """
-        checksums = self._asleep_checksums if self._parking.is_parked else self._rounded_checksums()
+        checksums = (
+            self._asleep_checksums if self._state_offload.is_away else self._rounded_checksums()
+        )
         if not checksums:
             return  # the weights are the masters
         held = self.model.state_dict(keep_vars=True)

@@ -50,7 +50,7 @@ from hone.trainer.host_state import (
     StreamedGradients,
     norm_of_pieces,
 )
-from hone.trainer.offload import Parking
+from hone.trainer.offload import StateOffload
 from hone.trainer.policy import (
     BasePolicy,
     layer_gradient_bytes,
@@ -196,7 +196,7 @@ class ShardedPolicy(BasePolicy):
             offload_gradients=offload_gradients,
             offload_parameters=offload_parameters,
         )
-        self._parking = Parking()
+        self._state_offload = StateOffload()
         self.parameters = dict(model.named_parameters())  # a shared tensor once
         self.masters = {name: p for name, p in self.parameters.items() if p.requires_grad}
         if offload_parameters:
@@ -304,11 +304,11 @@ class ShardedPolicy(BasePolicy):
             held += self.gradients.values()
         if self.host_masters is None:
             held += self.parameters.values()
-        self._parking.park([*(local_part(tensor.detach()) for tensor in held), *moments])
+        self._state_offload.offload([*(local_part(tensor.detach()) for tensor in held), *moments])
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away; as `Policy.wake`."""
-        self._parking.restore()
+        self._state_offload.restore()
 
     def _sampled_weights(self) -> Tensor:
         """For each sampled element one over the number of processes that hold it, [K] float64."""

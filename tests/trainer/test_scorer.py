@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.config.trainer import TrainerConfig
-from hone.trainer.scoring import ReferenceScorer
-from hone.trainer.trainer import PolicyTrainer
+from hone.distributed.mesh import Mesh
+from hone.trainer.batcher import Batcher
+from hone.trainer.scorer import FrozenScorer
 from hone.types import Trajectory
-from tests.trainer.examples import eager_twin, make_trainer, random_rows, tiny_model
+from tests.trainer.examples import eager_twin, random_rows, tiny_model
 
 SETTINGS = {
     "whole": {"max_tokens_per_forward": 4096},
@@ -30,11 +31,11 @@ def rows_with_one_untrained(num_rows: int, seed: int) -> list[Trajectory]:
 
 
 def elsewhere(
-    trainer: PolicyTrainer, scorer: ReferenceScorer, rows: list[Trajectory], num_devices: int
+    batcher: Batcher, scorer: FrozenScorer, rows: list[Trajectory], num_devices: int
 ) -> list[Tensor]:
     """What `num_devices` references find, in an order of their own."""
     found = [torch.empty(0)] * len(rows)
-    passes = trainer.plan_elsewhere(rows, num_devices)
+    passes = batcher.plan_reference_passes(rows, num_devices)
     random.Random(0).shuffle(passes)
     for indices in passes:
         values = torch.from_numpy(scorer.score([rows[i] for i in indices]))
@@ -59,28 +60,22 @@ def test_numbers_are_those_of_a_reference_beside_the_policy(name: str, seed: int
     """With one device bit for bit; with three, whose passes are others, to the last bits."""
     cfg = TrainerConfig.model_validate(SETTINGS[name])
     reference, rows = tiny_model(seed=3 + seed), rows_with_one_untrained(22, seed)
-    trainer = PolicyTrainer(
-        tiny_model(seed=seed),
-        cfg,
-        make_trainer(tiny_model()).algorithm,
-        temperature=0.7,
-        max_completion_tokens=24,
-        total_steps=1,
-        reference=copy.deepcopy(reference),
-    )
-    scorer = ReferenceScorer(copy.deepcopy(reference), cfg, temperature=0.7)
-    beside = trainer.logprobs(rows, reference=True)
-    for found, own in zip(elsewhere(trainer, scorer, rows, 1), beside, strict=True):
+    mesh = Mesh.alone("cpu")
+    beside = FrozenScorer(copy.deepcopy(reference), cfg, temperature=0.7, mesh=mesh).logprobs(rows)
+    scorer = FrozenScorer(copy.deepcopy(reference), cfg, temperature=0.7)
+    batcher = Batcher.of(cfg, tiny_model(seed=seed))
+    for found, own in zip(elsewhere(batcher, scorer, rows, 1), beside, strict=True):
         assert torch.equal(found, own)
-    for row, found in zip(rows, elsewhere(trainer, scorer, rows, 3), strict=True):
+    for row, found in zip(rows, elsewhere(batcher, scorer, rows, 3), strict=True):
         expected = expected_of(reference, row, 0.7)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_passes_are_of_like_size_for_each_device_and_the_dearest_come_first() -> None:
-    trainer = make_trainer(tiny_model(), max_tokens_per_forward=70)
+    cfg = TrainerConfig(max_tokens_per_forward=70)
+    batcher = Batcher.of(cfg, tiny_model())
     rows = random_rows(40, seed=7)
-    passes = trainer.plan_elsewhere(rows, 4)
+    passes = batcher.plan_reference_passes(rows, 4)
     sizes = [sum(rows[i].num_tokens for i in indices) for indices in passes]
     assert sorted(i for indices in passes for i in indices) == list(range(40))
     assert max(sizes) <= 70
@@ -88,6 +83,6 @@ def test_passes_are_of_like_size_for_each_device_and_the_dearest_come_first() ->
     assert len(passes) % 4 == 0
     shares = [sum(sizes[device::4]) for device in range(4)]
     assert max(shares) < 1.1 * min(shares)
-    assert trainer.plan_elsewhere([], 4) == []
-    scorer = ReferenceScorer(tiny_model(), trainer.cfg, temperature=1.0)
+    assert batcher.plan_reference_passes([], 4) == []
+    scorer = FrozenScorer(tiny_model(), cfg, temperature=1.0)
     assert scorer.score([]).shape == (0,)

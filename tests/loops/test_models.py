@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 from tests.loops.conftest import MakeConfig, assembled
 from torch import Tensor
 
+from hone.algorithms.grpo import GRPO
 from hone.config.algorithm import AlgorithmConfig, KLConfig
 from hone.config.tree import RLConfig
-from hone.loops.experience import Experience
 from hone.loops.parts import RLParts
+from hone.observe.metrics import Sum
+from hone.trainer.models import Models
 from hone.types import FailureKind, Group, Reward, Sample, Trajectory
 
 KINDS = list(FailureKind)
@@ -23,6 +26,10 @@ def collected(cfg: RLConfig) -> tuple[RLParts, list[Group]]:
     with assembled(cfg) as parts:
         parts.weights.push(0)
         return parts, parts.rollout.collect(1)
+
+
+def built(parts: RLParts, groups: Sequence[Group]) -> list[Trajectory]:
+    return parts.models.prepare(parts.algorithm, groups, version=0)[0]
 
 
 def gradient(parts: RLParts, rows: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -70,11 +77,11 @@ def test_R12_failed_samples_leave_no_trace(make_config: MakeConfig, advantage: s
     cfg = make_config(rollout={"prompts_per_step": 8}, algorithm={"advantage": advantage})
     parts, groups = collected(cfg)
     assert fail_some(groups) == 7
-    with_failures = gradient(parts, parts.experience.build(groups, version=0))
-    assert_equal(with_failures, gradient(parts, parts.experience.build(drop(groups), version=0)))
+    with_failures = gradient(parts, built(parts, groups))
+    assert_equal(with_failures, gradient(parts, built(parts, drop(groups))))
     poisoned = copy.deepcopy(groups)
     as_zero_reward(poisoned)
-    wrong = gradient(parts, parts.experience.build(poisoned, version=0))
+    wrong = gradient(parts, built(parts, poisoned))
     with pytest.raises(AssertionError):
         assert_equal(with_failures, wrong)
 
@@ -83,8 +90,8 @@ def test_a_group_with_one_valid_sample_has_no_baseline(make_config: MakeConfig) 
     parts, groups = collected(make_config())
     for sample in groups[0].samples[1:]:
         sample.reward, sample.failure = None, FailureKind.TIMEOUT
-    rows = parts.experience.build(groups, version=0)
-    assert parts.experience.num_dropped_groups == 1
+    rows, metrics = parts.models.prepare(parts.algorithm, groups, version=0)
+    assert metrics == {"rollout/groups_without_baseline": Sum(1)}
     assert {row.group_id for row in rows} == {group.id for group in groups[1:]}
 
 
@@ -93,7 +100,7 @@ def test_R20_rows_hold_the_sampled_ids_and_their_mask(make_config: MakeConfig) -
     samples: list[Sample] = [s for group in groups for s in group.samples]
     samples[0].loss_mask[0] = False  # an environment's token
     samples[1].weight_versions[0] = -2
-    rows = parts.experience.build(groups, version=0)
+    rows = built(parts, groups)
     for sample, row in zip(samples, rows, strict=True):
         assert row.token_ids == [*sample.prompt.token_ids, *sample.token_ids]
         assert row.loss_mask == [False] * len(sample.prompt.token_ids) + sample.loss_mask
@@ -112,34 +119,44 @@ def test_R20_rows_hold_the_sampled_ids_and_their_mask(make_config: MakeConfig) -
     assert set(rows[0].staleness.tolist()) == {0}
 
 
-class CountingTrainer:
-    """Scores token t of a row as -t / 10, the reference as -t / 5; counts its passes."""
+class CountingModels:
+    """Policy and reference: token t of a row has -t / 10 and -t / 5. Counts passes."""
 
     def __init__(self) -> None:
-        self.passes: list[bool] = []
+        self.passes: list[str] = []
 
-    def logprobs(self, rows: Sequence[Trajectory], *, reference: bool = False) -> list[Tensor]:
-        self.passes.append(reference)
-        scale = 5.0 if reference else 10.0
-        return [-torch.arange(row.num_trained) / scale for row in rows]
+    def logprobs(self, rows: Sequence[Trajectory]) -> list[Tensor]:
+        self.passes.append("policy")
+        return [-torch.arange(row.num_trained) / 10 for row in rows]
+
+    def needs_old_logprobs(self, rows: Sequence[Trajectory]) -> bool:
+        return False
+
+    def begin(self, rows: Sequence[Trajectory]) -> Callable[[], list[Tensor]]:
+        self.passes.append("reference")
+        return lambda: [-torch.arange(row.num_trained) / 5 for row in rows]
+
+    def prepare(self, cfg: AlgorithmConfig, groups: Sequence[Group]) -> list[Trajectory]:
+        algorithm = GRPO(cfg, max_completion_tokens=24)
+        return Models(cast(Any, self), self).prepare(algorithm, groups, version=0)[0]
 
 
 @pytest.mark.parametrize(
     ("kl", "passes"),
     [
         (KLConfig(), []),
-        (KLConfig(coef=0.1), [True]),
-        (KLConfig(coef=0.1, placement="reward", estimator="k1"), [False, True]),
+        (KLConfig(coef=0.1), ["reference"]),
+        (KLConfig(coef=0.1, placement="reward", estimator="k1"), ["reference", "policy"]),
     ],
 )
 def test_only_the_needed_passes_are_made(
-    make_config: MakeConfig, kl: KLConfig, passes: list[bool]
+    make_config: MakeConfig, kl: KLConfig, passes: list[str]
 ) -> None:
     _, groups = collected(make_config())
-    trainer = CountingTrainer()
+    models = CountingModels()
     cfg = AlgorithmConfig(kl=kl, advantage="reinforce_pp")
-    rows = Experience(trainer, cfg).build(groups, version=0)
-    assert trainer.passes == passes
+    rows = models.prepare(cfg, groups)
+    assert models.passes == passes
     assert all((row.ref_logprobs is not None) == (kl.coef > 0) for row in rows)
 
 
@@ -149,7 +166,7 @@ def test_a_kl_penalty_in_the_reward_lowers_it(make_config: MakeConfig) -> None:
     cfg = AlgorithmConfig(
         kl=KLConfig(coef=0.1, placement="reward", estimator="k1"), advantage="reinforce_pp"
     )
-    rows = Experience(CountingTrainer(), cfg).build(groups, version=0)
+    rows = CountingModels().prepare(cfg, groups)
     samples = [s for group in groups for s in group.samples]
     returns = [
         [sample.reward.total - 0.1 * sum(u / 10 for u in range(t, len(sample.token_ids)))]

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
-from hone.trainer import optimizers
+from hone.trainer import update_rules
 from hone.trainer.host_state import HostMasters
-from hone.trainer.optimizers import FlatLayout, ParameterOptimizer, adamw_bfloat16_
+from hone.trainer.update_rules import FlatLayout, ParameterOptimizer, adamw_bfloat16_
 from tests.interpreted import run_interpreted
 
 SHAPES = {"embed": (12, 6), "wide": (4, 10), "tall": (10, 4), "norm": (6,)}
@@ -149,8 +149,8 @@ def test_offload_gives_the_bits_of_a_step_on_the_device(
         {"lr": 0.05, "weight_decay": 0.1, "state_dtype": state_dtype}
     )
     # 12 bytes an element: buckets of 32 elements, so that most parameters lie in several.
-    monkeypatch.setattr(optimizers, "BUCKET_BYTES", 32 * 12)
-    monkeypatch.setattr(optimizers, "_PIECE_STEP", 16)
+    monkeypatch.setattr(update_rules, "BUCKET_BYTES", 32 * 12)
+    monkeypatch.setattr(update_rules, "_PIECE_STEP", 16)
     named = parameters()
     expected = ParameterOptimizer(named, cfg, {"embed"})
     run(expected, named, range(5))
@@ -171,7 +171,7 @@ def test_planted_bugs_of_an_offloaded_step_are_caught(
     planted: str, monkeypatch: pytest.MonkeyPatch
 ):
     if planted == "moments":  # one moment is not written back
-        streamed = optimizers.stream_buckets
+        streamed = update_rules.stream_buckets
 
         def forget(buckets: Any, update: Any, device: torch.device) -> None:
             streamed(
@@ -180,9 +180,9 @@ def test_planted_bugs_of_an_offloaded_step_are_caught(
                 device,
             )
 
-        monkeypatch.setattr(optimizers, "stream_buckets", forget)
+        monkeypatch.setattr(update_rules, "stream_buckets", forget)
     else:  # a step's gradient is applied again
-        monkeypatch.setattr(optimizers._AdamW, "_drop_gradients", lambda self: None)
+        monkeypatch.setattr(update_rules._AdamW, "_drop_gradients", lambda self: None)
     with pytest.raises(AssertionError):
         test_offload_gives_the_bits_of_a_step_on_the_device(True, "float32", monkeypatch)
 
@@ -242,7 +242,7 @@ def test_bfloat16_moments_follow_small_updates_over_1000_steps():
 
 
 def test_planted_rounding_to_nearest_is_caught(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(optimizers, "_round_to_bfloat16", lambda x, noise: x.bfloat16())
+    monkeypatch.setattr(update_rules, "_round_to_bfloat16", lambda x, noise: x.bfloat16())
     with pytest.raises(AssertionError):
         check_small_updates()
 
@@ -250,8 +250,8 @@ def test_planted_rounding_to_nearest_is_caught(monkeypatch: pytest.MonkeyPatch):
 def test_rounding_is_unbiased_and_goes_to_a_neighbour():
     x = torch.randn(1, generator=torch.Generator().manual_seed(0)).expand(1 << 16).contiguous()
     for shift in (0, 16):
-        noise = optimizers._shift_right(optimizers._noise(123, x.numel(), 77), shift) & 0xFFFF
-        rounded = optimizers._round_to_bfloat16(x, noise)
+        noise = update_rules._shift_right(update_rules._noise(123, x.numel(), 77), shift) & 0xFFFF
+        rounded = update_rules._round_to_bfloat16(x, noise)
         below = (x[0].view(torch.int32) & -0x10000).view(torch.float32)
         ulp = rounded.double().abs().max() - below.double().abs()
         assert set(rounded.double().tolist()) == {
@@ -262,15 +262,15 @@ def test_rounding_is_unbiased_and_goes_to_a_neighbour():
 
 
 def test_noise_depends_on_the_place_in_the_parameter_alone():
-    whole = optimizers._noise(0, 1000, 5)
-    assert torch.equal(whole[300:600], optimizers._noise(300, 300, 5))
-    assert not torch.equal(whole, optimizers._noise(0, 1000, 6))
+    whole = update_rules._noise(0, 1000, 5)
+    assert torch.equal(whole[300:600], update_rules._noise(300, 300, 5))
+    assert not torch.equal(whole, update_rules._noise(0, 1000, 6))
 
 
 def test_noise_of_columns_is_that_of_their_place_in_the_parameter():
-    whole = optimizers._noise(0, 60 * 50, 5).view(60, 50)
+    whole = update_rules._noise(0, 60 * 50, 5).view(60, 50)
     shard = FlatLayout(offset=10 * 50 + 20, row=30, stride=50)
-    assert torch.equal(whole[10:, 20:].reshape(-1)[7:407], optimizers._noise(7, 400, 5, shard))
+    assert torch.equal(whole[10:, 20:].reshape(-1)[7:407], update_rules._noise(7, 400, 5, shard))
 
 
 def test_one_bfloat16_step_is_the_textbook_one_before_rounding():

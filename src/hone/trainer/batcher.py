@@ -1,0 +1,147 @@
+"""Rows to optimizer steps, to the passes of every rank, to micro-batches.
+
+Pure: a function of rows and configuration, so every rank that holds all rows computes all of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from hone.config.trainer import SFTTrainerConfig, TrainerConfig
+from hone.distributed.mesh import Mesh
+from hone.trainer.packing import AttentionCost, Cost, Plan, collate, empty_batch, plan
+from hone.types import MicroBatch, Trajectory
+
+__all__ = ["Batcher"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batcher:
+    """How rows are cut. Token budgets are those of one device."""
+
+    max_tokens: int
+    """Of a pass with gradient."""
+    max_tokens_forward: int
+    """Of a pass without."""
+    micro_batch_size: int | None
+    """Rows of a pass, in place of a number of tokens."""
+    balance: bool
+    """Whether ranks exchange rows so that all have like work."""
+    cost: Cost
+    shuffle: bool = False
+    """Whether groups are drawn in a new order in each epoch; else one optimizer step has all rows,
+    in their order."""
+    num_epochs: int = 1
+    groups_per_step: int | None = None
+    """Of an optimizer step; None: all."""
+    seed: int = 0
+    """Orders groups."""
+
+    @classmethod
+    def of(cls, cfg: SFTTrainerConfig, model: PreTrainedModel, *, seed: int = 0) -> Batcher:
+        """As configured, for `model` before anything has been done to it."""
+        is_rollout = isinstance(cfg, TrainerConfig)
+        return cls(
+            max_tokens=cfg.max_tokens_per_microbatch,
+            max_tokens_forward=cfg.max_tokens_per_forward or 2 * cfg.max_tokens_per_microbatch,
+            micro_batch_size=cfg.micro_batch_size,
+            balance=cfg.parallel.balance_data,
+            cost=_attention_cost(model),
+            shuffle=is_rollout,
+            num_epochs=cfg.num_epochs if is_rollout else 1,
+            groups_per_step=cfg.prompts_per_minibatch if is_rollout else None,
+            seed=seed,
+        )
+
+    def optimizer_steps(self, rows: Sequence[Trajectory], number: int) -> list[list[Trajectory]]:
+        """Rows of each optimizer step of update `number`: whole groups, each once an epoch."""
+        if not self.shuffle:
+            return [list(rows)]
+        groups = _by_group(rows)
+        size = self._groups_per_step(len(groups))
+        steps: list[list[Trajectory]] = []
+        for epoch in range(self.num_epochs):
+            order = list(groups)
+            random.Random(f"{self.seed}/minibatch/{number}/{epoch}").shuffle(order)
+            for start in range(0, max(len(order), 1), size):
+                steps.append(
+                    [row for group in order[start : start + size] for row in groups[group]]
+                )
+        return steps
+
+    def makes_several_steps(self, rows: Sequence[Trajectory]) -> bool:
+        """Whether `optimizer_steps` gives more than one."""
+        num_groups = len(_by_group(rows))
+        return self.num_epochs > 1 or num_groups > self._groups_per_step(num_groups)
+
+    def passes(self, rows: Sequence[Trajectory], max_tokens: int, mesh: Mesh) -> Plan:
+        """Row indices of each pass of each rank along data. `max_tokens` are those of one device.
+        Raises ValueError as `packing.plan`."""
+        return self._cut(rows, max_tokens * mesh.context.size, mesh.data.size, balance=self.balance)
+
+    def plan_reference_passes(
+        self, rows: Sequence[Trajectory], num_devices: int
+    ) -> list[list[int]]:
+        """Row indices of the passes in which `num_devices`, each with a whole model, score all
+        trained tokens: the dearest first, and of like sums for each device.
+
+        With one device these are the passes of one process. Raises ValueError as `packing.plan`.
+        """
+        passes = self._cut(rows, self.max_tokens_forward, num_devices, balance=True)
+        return [own[number] for number in range(len(passes[0])) for own in passes if own[number]]
+
+    def micro_batches(
+        self,
+        rows: Sequence[Trajectory],
+        weights: Sequence[float],
+        passes: Sequence[Sequence[int]],
+        mesh: Mesh,
+    ) -> Iterator[MicroBatch]:
+        """Each pass of a rank when it is asked for; in host memory where it will be split over the
+        context axis. Those without `ids` hold no rows: they run what other ranks run."""
+        device = mesh.device if mesh.context.size == 1 else "cpu"
+        for indices in passes:
+            if indices:
+                yield collate([rows[i] for i in indices], [weights[i] for i in indices], device)
+            else:
+                yield empty_batch(device)
+
+    def _groups_per_step(self, num_groups: int) -> int:
+        return self.groups_per_step or max(num_groups, 1)
+
+    def _cut(
+        self, rows: Sequence[Trajectory], max_tokens: int, num_ranks: int, *, balance: bool
+    ) -> Plan:
+        """A row without trained tokens is in no pass."""
+        trained = [i for i, row in enumerate(rows) if row.num_trained]
+        passes = plan(
+            [rows[i] for i in trained],
+            max_tokens=max_tokens,
+            num_ranks=num_ranks,
+            micro_batch_size=self.micro_batch_size,
+            cost=self.cost,
+            balance=balance,
+        )
+        return [[[trained[m] for m in members] for members in own] for own in passes]
+
+
+def _by_group(rows: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    groups: dict[str, list[Trajectory]] = {}
+    for row in rows:
+        groups.setdefault(row.group_id or row.id, []).append(row)
+    return groups
+
+
+def _attention_cost(model: PreTrainedModel) -> AttentionCost:
+    config = model.config
+    heads: int = config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return AttentionCost.of(
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_layers=config.num_hidden_layers,
+        attention_width=heads * head_dim,
+    )

@@ -1,0 +1,287 @@
+"""Passes of one model, forward and backward, over however many processes hold it.
+
+    outputs = model.forward(batch, {"logprobs"})             # of every trained token, [N]
+    loss, metrics = model.forward_backward(batches, objective)
+
+First the modules are changed: the format of their products, exact mode's decoder, the split over
+the tensor axis, recomputation, compilation, shards. After that all passes look the same: a share of
+the tokens (`context.py`), hidden states, log-probabilities by the chunked head, gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hone.algorithms.algorithm import Objective, Output, TokenOutputs
+from hone.config.errors import UserError
+from hone.config.trainer import SFTTrainerConfig
+from hone.distributed.mesh import Mesh
+from hone.models.decoder import decoder_layers, hidden_states
+from hone.models.exact_decoder import PackedDecoder, require_exact
+from hone.observe.metrics import Mean, Metrics, Sum, merge, on_host
+from hone.trainer.context import gather, split
+from hone.trainer.logprobs import token_logprobs
+from hone.trainer.packing import on_device
+from hone.trainer.policy import Policy
+from hone.trainer.precision import apply_matmul_precision
+from hone.trainer.recompute import apply_recompute
+from hone.trainer.sharded import ShardedModel, ShardedPolicy
+from hone.trainer.tensor import parallelize
+from hone.types import MicroBatch
+
+__all__ = ["ParallelModel"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """How log-probabilities are computed, alike for a policy and its reference."""
+
+    temperature: float
+    exact: bool
+    compile: bool
+    chunk_tokens: int
+
+
+class ParallelModel:
+    """A model that passes run through. All ranks of its mesh run equally many, of the same kinds.
+
+    Made by `frozen` or `trained`, which change the modules in place.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        mesh: Mesh,
+        settings: _Settings,
+        *,
+        backbone: Callable[..., Tensor],
+        sharded: ShardedModel | None,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self._settings = settings
+        self._backbone = backbone
+        self._sharded = sharded
+
+    @classmethod
+    def frozen(
+        cls,
+        module: PreTrainedModel,
+        cfg: SFTTrainerConfig,
+        mesh: Mesh,
+        *,
+        temperature: float = 1.0,
+        exact: bool = False,
+    ) -> ParallelModel:
+        """A model that is only scored. Arguments as of `trained`; several processes hold shards of
+        it over their own mesh, `mesh.for_reference`. Raises as `trained`."""
+        settings = _settings(cfg, mesh, temperature, exact=exact)
+        module.requires_grad_(False)
+        # As the policy, which would have a divergence from itself otherwise.
+        backbone = _prepare(module, cfg, mesh, exact=exact)
+        sharded = None
+        if mesh.world.size > 1:
+            mesh = mesh.for_reference(cfg.parallel)
+            parallelize(module, mesh)
+        if settings.compile and not exact:
+            _compile_forward(module)
+        if mesh.world.size > 1:
+            prefetch = cfg.parallel.forward_prefetch
+            sharded = ShardedModel(module, mesh, stage=3, forward_prefetch=prefetch)
+        return cls(module, mesh, settings, backbone=backbone, sharded=sharded)
+
+    @classmethod
+    def trained(
+        cls,
+        module: PreTrainedModel,
+        cfg: SFTTrainerConfig,
+        mesh: Mesh,
+        *,
+        temperature: float = 1.0,
+        exact: bool = False,
+    ) -> tuple[ParallelModel, Policy | ShardedPolicy]:
+        """The model in training, and its weights: masters and gradients.
+
+        `temperature` divides the logits. With `exact`, log-probabilities are the bits of an engine
+        in exact mode. Raises UserError where that, or what `cfg` asks for, is not served, and
+        ValueError for a temperature that is not above 0.
+        """
+        settings = _settings(cfg, mesh, temperature, exact=exact)
+        if cfg.offload_parameters and mesh.world.size == 1:
+            raise UserError(
+                "trainer.offload_parameters shards weights over several processes, and one was "
+                "started: turn it off, or start more (--nproc N)"
+            )
+        if exact and mesh.world.size > 1:
+            raise UserError(
+                f"model.exact is served by one process, and {mesh.world.size} were started; set "
+                "model.exact to false, or start one"
+            )
+        backbone = _prepare(module, cfg, mesh, exact=exact)
+        if mesh.world.size == 1:
+            # The decoder of exact mode recomputes by itself, and there is nothing to compile.
+            policy = Policy(
+                module,
+                recompute="off" if exact else cfg.recompute,
+                recompute_every_n_layers=cfg.recompute_every_n_layers,
+                offload_activations=cfg.offload_activations and not exact,
+                offload_optimizer=cfg.offload_optimizer,
+                offload_gradients=cfg.offload_gradients,
+                compile=settings.compile and not exact,
+            )
+            return cls(module, mesh, settings, backbone=backbone, sharded=None), policy
+        parallelize(module, mesh)
+        apply_recompute(
+            decoder_layers(module),
+            mode=cfg.recompute,
+            every=cfg.recompute_every_n_layers,
+            offload=cfg.offload_activations,
+        )
+        if settings.compile:
+            _compile_forward(module)
+        policy = ShardedPolicy(
+            module,
+            mesh,
+            stage=cfg.parallel.zero_stage,
+            forward_prefetch=cfg.parallel.forward_prefetch,
+            offload_gradients=cfg.offload_gradients,
+            offload_parameters=cfg.offload_parameters,
+        )
+        return cls(module, mesh, settings, backbone=backbone, sharded=policy.sharded), policy
+
+    def forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> TokenOutputs:
+        """Of the trained tokens of `batch`, which lies in host memory where the context axis has
+        several ranks. Collective, as its backward is."""
+        if self._sharded is None:
+            return self._forward(batch, outputs)
+        return self._sharded(partial(self._forward, batch, outputs))
+
+    def forward_backward(
+        self, batches: Iterable[MicroBatch], objective: Objective
+    ) -> tuple[Tensor, Metrics]:
+        """Add the gradient of one optimizer step's loss, one micro-batch at a time.
+
+        Returns the loss, a scalar on the device, and the metrics: of all rows, equal on every rank.
+        """
+        loss = torch.zeros((), device=self.mesh.device)
+        shards: list[Metrics] = []
+        num_passes = 0
+        for batch, is_last in _marking_last(batches):
+            num_passes += 1
+            if self._sharded is not None:
+                self._sharded.begin_micro_batch(is_last=is_last)
+            outputs = self.forward(batch, objective.outputs)
+            logprobs = outputs.logprobs
+            if not batch.ids:
+                (0.0 * logprobs.sum()).backward()
+                continue
+            # Nothing from here on waits for the device.
+            logprobs.retain_grad()
+            batch = on_device(batch, self.mesh.device)
+            found = objective(outputs, batch)
+            batch_loss = (found.values * batch.weights).sum()
+            batch_loss.backward()
+            loss += batch_loss.detach()
+            assert logprobs.grad is not None
+            has_gradient = Mean.of(logprobs.grad != 0)
+            shards.append(found.metrics | {"train/share_with_gradient": has_gradient})
+        loss, metrics = self._merge_ranks(loss, merge(*shards))
+        return loss, metrics | {"train/num_micro_batches": Sum(num_passes)}
+
+    def free(self) -> None:
+        """Keep no more of the weights than this process's share: after passes without gradient."""
+        if self._sharded is not None:
+            self._sharded.free()
+
+    def _forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> TokenOutputs:
+        """`forward` where the weights that it needs are whole."""
+        settings = self._settings
+        share = split(batch, self.mesh)
+        hidden_TD = self._backbone(share.input_ids, share.position_ids, share.context)
+        # Not index_select: gradients of a state that predicts several tokens add up in any order.
+        hidden_ND = hidden_TD[share.predict_index]
+        logprobs, entropy = token_logprobs(
+            self.module,
+            hidden_ND,
+            share.labels,
+            temperature=settings.temperature,
+            chunk_tokens=settings.chunk_tokens,
+            with_entropy="entropy" in outputs,
+            compile=settings.compile,
+            exact=settings.exact,
+            tensor=self.mesh.tensor,
+        )
+        return TokenOutputs(
+            logprobs=gather(logprobs, share),
+            entropy=None if entropy is None else gather(entropy, share),
+        )
+
+    def _merge_ranks(self, loss: Tensor, metrics: Metrics) -> tuple[Tensor, Metrics]:
+        """Sum of the loss over the data axis, and metrics of all rows, equal on every rank."""
+        mesh = self.mesh
+        if mesh.world.size == 1:
+            return loss, metrics
+        # All that share their rows know the same; the first of them reports.
+        reports = mesh.context.rank == mesh.tensor.rank == 0
+        own = (float(loss), on_host(metrics))
+        everyones = mesh.gather(own if reports else None)
+        losses, shards = zip(*(found for found in everyones if found is not None), strict=True)
+        return loss.new_tensor(sum(losses)), merge(*shards)
+
+
+def _settings(cfg: SFTTrainerConfig, mesh: Mesh, temperature: float, *, exact: bool) -> _Settings:
+    if temperature <= 0:
+        raise ValueError(
+            f"temperature={temperature}: log-probabilities are trained at the temperature that "
+            "samples, which must be above 0"
+        )
+    on_gpu = mesh.device.type == "cuda"
+    return _Settings(
+        temperature=temperature,
+        exact=exact,
+        compile=on_gpu if cfg.compile is None else cfg.compile,
+        chunk_tokens=cfg.logits_chunk_tokens,
+    )
+
+
+def _prepare(
+    module: PreTrainedModel, cfg: SFTTrainerConfig, mesh: Mesh, *, exact: bool
+) -> Callable[..., Tensor]:
+    """Set the format of products; what computes hidden states."""
+    own_products = exact or mesh.tensor.size > 1
+    if cfg.matmul_precision == "fp8" and own_products:
+        raise UserError(
+            "trainer.matmul_precision=fp8 is for the whole projections of transformers' "
+            "layers: set it to default, or model.exact to false and "
+            "trainer.parallel.tensor_parallel_size to 1"
+        )
+    apply_matmul_precision(module, cfg.matmul_precision, mesh.device)
+    if not exact:
+        return partial(hidden_states, module)
+    require_exact(module)
+    return PackedDecoder(module, recompute=cfg.recompute == "full")
+
+
+def _compile_forward(model: PreTrainedModel) -> None:
+    """Compile what decoder layers compute, but not the hooks that gather their weights."""
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def _marking_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last."""
+    remaining = iter(items)
+    item = next(remaining, None)
+    while item is not None:
+        following = next(remaining, None)
+        yield item, following is None
+        item = following
