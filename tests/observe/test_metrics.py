@@ -23,6 +23,7 @@ from hone.observe.metrics import (
     Min,
     Sum,
     merge,
+    on_host,
     to_scalars,
 )
 from hone.rollout.metrics import rollout_metrics
@@ -185,6 +186,19 @@ def test_tensors_count_like_lists(dtype: torch.dtype) -> None:
 
 
 KINDS: dict[str, Any] = {"mean": Mean, "sum": Sum, "max": Max, "min": Min, "all": Distribution}
+
+
+def test_on_host_has_the_same_values_and_no_tensor() -> None:
+    values = torch.tensor([0.25, 3.0, -1.5])
+    metrics = {
+        "mean": Mean(values.sum(), torch.tensor(3)),
+        "sum": Sum.of(values),
+        "last": Last(2.0),
+        "distribution": Distribution.of(values).merge(Distribution.of([7.0])),
+    }
+    found = on_host(metrics)
+    assert to_scalars(found) == to_scalars(metrics)
+    assert "tensor" not in repr(found)
 
 
 def test_sums_of_bfloat16_do_not_round() -> None:
