@@ -2,11 +2,11 @@
 
     python -m benchmarks.checkpoints --processes 4 --gib 1 --folder /somewhere/with/room
 
-Processes on one CPU hold shards of a model as training does: float32 masters and two moments,
-DTensors whose rows are dealt out as FSDP2 deals them. Each line has the seconds of the slowest
-process per GB (1e9 bytes) of state, the fastest of several rounds, and the host memory that all
-processes together needed beyond what they had, in bytes per byte of state. Files are flushed to
-disk by both. They are read from the page cache.
+Processes hold shards of a model as training does, on one CPU or, with `--device cuda`, on a GPU
+each: float32 masters and two moments, DTensors whose rows are dealt out as FSDP2 deals them. Each
+line has the seconds of the slowest process per GB (1e9 bytes), the fastest of several rounds, and
+the host memory that all processes together needed beyond what they had, in bytes per byte. An
+export is of bfloat16 weights. Files are flushed to disk by both, and read from the page cache.
 
 hone's figures include a checksum of each file, made when it is written and compared when it is
 read. torch has none: for comparison its figures are given with these checksums as well.
@@ -47,8 +47,6 @@ from hone.models.tiny import make_char_tokenizer
 from hone.trainer.gathering import wholes
 
 PORT = 29571
-FILE_BYTES = 1 << 27
-"""Of an exported file: several for each process, as 8B weights have on 8 GPUs."""
 
 
 def make_model(num_bytes: int) -> Qwen3ForCausalLM:
@@ -69,11 +67,13 @@ def make_model(num_bytes: int) -> Qwen3ForCausalLM:
 
 
 def make_state(model: Qwen3ForCausalLM, line: DeviceMesh, fill: float) -> dict[str, Tensor]:
+    device = line.device_type
     tensors: dict[str, Tensor] = {}
     for number, (name, parameter) in enumerate(model.named_parameters()):
         shape = (parameter.shape[0] // line.size(), *parameter.shape[1:])
         for kind in ("weights", "exp_avg", "exp_avg_sq"):
-            local = torch.full(shape, fill).add_(torch.linspace(0, number, shape[-1]))
+            local = torch.full(shape, fill, device=device)
+            local += torch.linspace(0, number, shape[-1], device=device)
             tensors[f"{kind}/{name}"] = DTensor.from_local(local, line, [Shard(0)], run_check=False)
         tensors[f"step/{name}"] = torch.tensor(fill)
     return tensors
@@ -127,14 +127,18 @@ def anonymous_bytes() -> int:
     return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
-def join(rank: int, size: int) -> tuple[DeviceMesh, Mesh]:
+def join(rank: int, size: int, device: str) -> tuple[DeviceMesh, Mesh]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT)}
     timeout = timedelta(seconds=600)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
-    mesh = Mesh.of_group(AxisSizes(data=size, fsdp=size), torch.device("cpu"), timeout=timeout)
-    return init_device_mesh("cpu", (size,)), mesh
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+    mesh = Mesh.of_group(AxisSizes(data=size, fsdp=size), torch.device(device), timeout=timeout)
+    return init_device_mesh(device, (size,)), mesh
 
 
 def record_own(folder: Path, rank: int) -> None:
@@ -142,21 +146,23 @@ def record_own(folder: Path, rank: int) -> None:
         record_file(path)
 
 
-def measure_saving(rank: int, size: int, folder: Path, num_bytes: int, rounds: int) -> None:
-    line, mesh = join(rank, size)
-    model = make_model(num_bytes)
+def measure_saving(rank: int, size: int, cfg: argparse.Namespace) -> None:
+    line, mesh = join(rank, size, cfg.device)
+    model = make_model(cfg.num_bytes)
     state = make_state(model, line, fill=3.0)
-    measured = Measured(sum(t.numel() * 4 for t in state.values()), rounds)
-    store = CheckpointStore(folder / "hone", keep_last=1, mesh=mesh)
+    measured = Measured(sum(t.numel() * 4 for t in state.values()), cfg.rounds)
+    store = CheckpointStore(cfg.folder / "hone", keep_last=1, mesh=mesh)
     measured("hone: save", lambda: store.save(1, {"trainer": state}))
     behind = lambda: store.save_in_background(2, {"trainer": state})  # noqa: E731
     measured("hone: save behind, until it returns", behind, store.wait)
-    path = folder / "torch"
+    path = cfg.folder / "torch"
     writer = lambda: dcp.FileSystemWriter(path)  # noqa: E731
     measured("torch: save", lambda: dcp.save(state, storage_writer=writer()))
     measured("  and checksums", lambda: record_own(path, rank))
     saves: list[Any] = []
-    group = dist.new_group()  # its thread has collectives, which must not meet those of training
+    group = dist.new_group(
+        backend="gloo"
+    )  # its thread has collectives, which must not meet those of training
     measured(
         "torch: save behind, until it returns",
         lambda: saves.append(dcp.async_save(state, storage_writer=writer(), process_group=group)),
@@ -165,17 +171,17 @@ def measure_saving(rank: int, size: int, folder: Path, num_bytes: int, rounds: i
     dist.destroy_process_group()
 
 
-def measure_loading(rank: int, size: int, folder: Path, num_bytes: int, rounds: int) -> None:
-    line, mesh = join(rank, size)
-    state = make_state(make_model(num_bytes), line, fill=0.0)
-    measured = Measured(sum(t.numel() * 4 for t in state.values()), rounds)
+def measure_loading(rank: int, size: int, cfg: argparse.Namespace) -> None:
+    line, mesh = join(rank, size, cfg.device)
+    state = make_state(make_model(cfg.num_bytes), line, fill=0.0)
+    measured = Measured(sum(t.numel() * 4 for t in state.values()), cfg.rounds)
 
     def load() -> None:
-        saved: Any = CheckpointStore(folder / "hone", mesh=mesh).load().parts["trainer"]
+        saved: Any = CheckpointStore(cfg.folder / "hone", mesh=mesh).load().parts["trainer"]
         for name, tensor in state.items():
             local_part(tensor).copy_(local_part(take(saved[name], like=tensor)))
 
-    path = folder / "torch"
+    path = cfg.folder / "torch"
     files = sorted(path.glob("*.distcp"))[rank::size]
     measured(f"hone: load by {size} processes", load)
     measured(f"torch: load by {size} processes", lambda: dcp.load(state, checkpoint_id=path))
@@ -183,15 +189,16 @@ def measure_loading(rank: int, size: int, folder: Path, num_bytes: int, rounds: 
     dist.destroy_process_group()
 
 
-def measure_export(rank: int, size: int, folder: Path, num_bytes: int, rounds: int) -> None:
-    line, mesh = join(rank, size)
-    model = make_model(num_bytes)
+def measure_export(rank: int, size: int, cfg: argparse.Namespace) -> None:
+    line, mesh = join(rank, size, cfg.device)
+    model = make_model(cfg.num_bytes)
     state = make_state(model, line, fill=3.0)
     weights = {
         name: state[f"weights/{name}"].to(torch.bfloat16) for name, _ in model.named_parameters()
     }
     del state
-    measured = Measured(sum(t.numel() * 2 for t in weights.values()), rounds)
+    num_bytes = sum(t.numel() * 2 for t in weights.values())
+    measured, file_bytes = Measured(num_bytes, cfg.rounds), num_bytes // (2 * size)
     tokenizer = make_char_tokenizer("ab")
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
@@ -199,14 +206,14 @@ def measure_export(rank: int, size: int, folder: Path, num_bytes: int, rounds: i
         return zip(weights, wholes(values), strict=True)
 
     def export() -> None:
-        args = (model, tokenizer, folder / "model", torch.bfloat16, gathered())
-        export_hf(*args, mesh=mesh, file_bytes=FILE_BYTES)
+        args = (model, tokenizer, cfg.folder / "model", torch.bfloat16, gathered())
+        export_hf(*args, mesh=mesh, file_bytes=file_bytes)
 
     total, index = 0, dict[str, int]()
     for name, tensor in weights.items():
         total += tensor.numel() * 2
-        index[name] = 1 + total // FILE_BYTES
-    shards, path = folder / "shards", folder / "consolidated"
+        index[name] = 1 + total // file_bytes
+    shards, path = cfg.folder / "shards", cfg.folder / "consolidated"
 
     def consolidate() -> None:
         path.mkdir(exist_ok=True)
@@ -227,16 +234,19 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0, help="of masters and moments")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     cfg = parser.parse_args()
-    folder, size = cfg.folder / "checkpoints", cfg.processes
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    args = (folder, int(cfg.gib * 2**30), cfg.rounds)
-    mp.spawn(measure_saving, (size, *args), nprocs=size)
-    for readers in (size, max(1, size // 2), 2 * size):
-        mp.spawn(measure_loading, (readers, *args), nprocs=readers)
-    mp.spawn(measure_export, (size, folder, int(6 * cfg.gib * 2**30), cfg.rounds), nprocs=size)
-    shutil.rmtree(folder)
+    cfg.folder /= "checkpoints"
+    cfg.num_bytes = int(cfg.gib * 2**30)
+    shutil.rmtree(cfg.folder, ignore_errors=True)
+    cfg.folder.mkdir(parents=True)
+    size = cfg.processes
+    mp.spawn(measure_saving, (size, cfg), nprocs=size)
+    readers = {"cpu": (size, max(1, size // 2), 2 * size), "cuda": (size, max(1, size // 2))}
+    for number in readers[cfg.device]:
+        mp.spawn(measure_loading, (number, cfg), nprocs=number)
+    mp.spawn(measure_export, (size, cfg), nprocs=size)
+    shutil.rmtree(cfg.folder)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Beside `path` the writer uses two hidden names: `.<name>.partial` while it write
 `.<name>.retired` for the instant in which a new folder takes the place of an old one. A folder has
 one writer at a time.
 
-Checksums are CRC-32: they find accidental damage, and cost a fifth of what SHA-256 does.
+Checksums are CRC-32: they find accidental damage, at a quarter of what SHA-256 costs.
 """
 
 from __future__ import annotations
