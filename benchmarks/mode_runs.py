@@ -78,9 +78,9 @@ def given_lengths(work: dict[str, Any], record: Path) -> Generator[None]:
     """Inside, requests have lengths of their own; when groups begin and samples end is written to
     `record`. Nothing is saved at the end of a run."""
     from hone.loops.step import Saver
-    from hone.rollout import open_groups
+    from hone.rollout import buffer
 
-    make_requests, make_sample = open_groups.requests_for, open_groups.sample_of
+    make_requests, make_sample = buffer.requests_for, buffer.sample_of
     with record.open("w", encoding="utf-8", buffering=1) as file:
 
         def requests_for(*args: Any, number: int, **kwargs: Any) -> Any:
@@ -95,8 +95,8 @@ def given_lengths(work: dict[str, Any], record: Path) -> Generator[None]:
             return make_sample(prompt, index, completion, decode)
 
         with (
-            mock.patch.object(open_groups, "requests_for", requests_for),
-            mock.patch.object(open_groups, "sample_of", sample_of),
+            mock.patch.object(buffer, "requests_for", requests_for),
+            mock.patch.object(buffer, "sample_of", sample_of),
             mock.patch.object(Saver, "after", return_value=False),
             mock.patch("hone.loops.reinforce.export", return_value=None),
         ):

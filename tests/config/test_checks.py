@@ -98,7 +98,13 @@ ROWS: list[Row] = [
     ("rl", "--nproc=2 cluster.num_trainers=2 cluster.num_references=1 algorithm.kl.coef=0.1 "
      "trainer.parallel.reference_ring_size=2", "warning",
      "trainer.parallel.reference_ring_size"),
-    ("rl", "pipeline.enabled=true", "error", "pipeline.enabled cluster.num_engines"),
+    *[("rl", f"pipeline.enabled=true {section}.enable_sleep=true", "error",
+       f"{section}.enable_sleep pipeline.enabled cluster.num_engines")
+      for section in ("engine", "trainer")],
+    ("rl", "pipeline.enabled=true engine.tensor_parallel_size=2", "error",
+     "engine.tensor_parallel_size pipeline.enabled cluster.num_engines"),
+    ("rl", "pipeline.enabled=true engine.backend=vllm", "error",
+     "engine.backend pipeline.enabled cluster.num_engines"),
     ("rl", "pipeline.max_staleness=2", "warning", "pipeline.max_staleness pipeline.enabled"),
     ("rl", "pipeline.enabled=true cluster.num_engines=1 rollout.oversample_prompts=4", "error",
      "rollout.oversample_prompts pipeline.enabled"),

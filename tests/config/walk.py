@@ -370,8 +370,7 @@ class Recorder(contextlib.ExitStack):
         patch.setattr(on_ray, "own_node", lambda: {"Alive": True})
         self._record(patch, on_ray, "EngineGroup", name="EngineGroup", result=MagicMock())
         self._record(patch, apart, "BroadcastSync", name="BroadcastSync", result=MagicMock())
-        for name in ("Rollout", "RolloutStream"):
-            self._record(patch, apart, name, name=name, result=_stop)
+        self._record(patch, apart, "Collector", name="Collector", result=_stop)
 
     def _record(
         self,

@@ -200,8 +200,8 @@ RL: dict[str, Row] = {
     "pipeline.async_queue_size": Row(
         "1", "derived", (*AHEAD, "--pipeline.max_staleness=2"), command="check rl"
     ),
-    "pipeline.in_flight": Row("abort", "RolloutStream", AHEAD),
-    "pipeline.too_old": Row("drop", "RolloutStream", AHEAD),
+    "pipeline.in_flight": Row("abort", "Collector", AHEAD),
+    "pipeline.too_old": Row("drop", "Collector", AHEAD),
 }
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
-from hone.loops import sync
+from hone.loops import loop
 
 ON_HOST = {"offload_optimizer": True, "offload_gradients": True}
 
@@ -53,7 +53,7 @@ def train(inputs: Path, folder: Path, trainer: dict[str, Any]) -> tuple[dict[str
         assert isinstance(engine, EmbeddedEngine)
         parts.weights.push(version=0)
         before = {name: tensor.clone() for name, tensor in engine.named_weights()}
-        sync.train(parts)
+        loop.train(parts)
         sampled = {name: tensor.clone() for name, tensor in engine.named_weights()}
         masters = {n: whole(master) for n, master in policy.masters.items()}
         wrong = {

@@ -16,7 +16,6 @@ from tests.tiny_runs import assert_all_learn_as_much, learning_config
 
 from hone.config.tree import RLConfig
 from hone.loops import reinforce
-from hone.loops.hosting import local_engines
 
 APART: dict[str, Any] = {"num_engines": 2}
 MODES = ("pause", "abort", "finish")
@@ -24,7 +23,7 @@ MODES = ("pause", "abort", "finish")
 
 def run(cfg: RLConfig) -> list[dict[str, float]]:
     """The rows of a run."""
-    reinforce.run(cfg, local_engines if cfg.cluster.num_engines else None)
+    reinforce.run(cfg)
     return [json.loads(line) for line in (cfg.run.dir / "metrics.jsonl").read_text().splitlines()]
 
 

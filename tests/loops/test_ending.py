@@ -22,9 +22,8 @@ from hone.config.run import CheckpointConfig, LogConfig
 from hone.config.tree import SFTConfig
 from hone.distributed.processes import Processes
 from hone.distributed.watch import Watch
-from hone.loops import parts, reinforce, supervised, sync
+from hone.loops import parts, reinforce, supervised
 from hone.loops.ending import Ending, record_death
-from hone.loops.hosting import local_engines
 from hone.loops.step import Outcome
 from hone.observe.disk import DiskError
 from hone.observe.run_folder import RunFolder
@@ -124,7 +123,7 @@ def test_samples_are_written_where_none_can_be_scored(
         **sections,
     )
     with pytest.raises(FailureRateError, match=message):
-        reinforce.run(cfg, local_engines if "cluster" in sections else None)
+        reinforce.run(cfg)
     event = last_event(cfg.run.dir)
     samples = rows(cfg.run.dir / "samples.jsonl")
     assert [(event["phase"], row["step"], row["split"]) for row in samples] == [place] * 4
@@ -244,13 +243,13 @@ def test_a_signal_that_is_ignored_stays_so(
 ) -> None:
     """As under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    loop = sync.train
+    train = reinforce.train
 
     def hung_up(parts: Any) -> Any:
         os.kill(os.getpid(), signal.SIGHUP)
-        return loop(parts)
+        return train(parts)
 
-    monkeypatch.setattr(sync, "train", hung_up)
+    monkeypatch.setattr(reinforce, "train", hung_up)
     try:
         assert reinforce.run(make_config()).stopped_by is None
     finally:

@@ -31,7 +31,7 @@ from hone.config.tree import RLConfig
 from hone.data.arithmetic import ALPHABET
 from hone.engine.engine import EmbeddedEngine, EngineState
 from hone.families.registry import FUSED_FAMILIES
-from hone.loops import sync
+from hone.loops import loop
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.observe.metrics import Metrics
 from hone.trainer import parallel_model, update_rules
@@ -178,11 +178,11 @@ def course(cfg: RLConfig) -> Course:
     with assembled(cfg) as parts:
         policy = parts.trainer.policy
         assert isinstance(policy, Policy)
-        with parts.training():
+        with parts.phase("train", 1):
             before = {name: master.detach().clone() for name, master in policy.masters.items()}
-        sync.train(parts)
+        loop.train(parts)
         assert parts.engine is not None
-        with parts.training():
+        with parts.phase("train", 1):
             state = {name: t.clone() for name, t in parts.trainer.state_dict()[0].items()}
             sampled = {n: t.clone() for n, t in parts.engine.named_weights()}
             own = dict(policy.named_weights())
@@ -391,7 +391,7 @@ def test_a_sync_refuses_weights_that_training_did_not_make(
         assembled(cfg) as parts,
         pytest.raises(StaleWeightsError, match=r"trained weights, the first .* are not what"),
     ):
-        sync.train(parts)
+        loop.train(parts)
     assert isinstance(parts.engine, EmbeddedEngine)
     assert (parts.engine.weight_version, parts.engine.state) == (0, EngineState.SYNCING)
 

@@ -25,7 +25,7 @@ KINDS = list(FailureKind)
 def collected(cfg: RLConfig) -> tuple[RLParts, list[Group]]:
     with assembled(cfg) as parts:
         parts.weights.push(0)
-        return parts, parts.rollout.collect(1)
+        return parts, parts.collector.collect(1)
 
 
 def built(parts: RLParts, groups: Sequence[Group]) -> list[Trajectory]:

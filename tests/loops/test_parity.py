@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hone.config import UserError
 from hone.config.trainer import ParityConfig
-from hone.loops import sync
+from hone.loops import loop
 from hone.loops.parity import check_parity, measure_parity
 from hone.loops.parts import RLParts
 from hone.models.decoder import alias_module
@@ -26,7 +26,7 @@ from hone.types import Trainer, Trajectory
 
 
 def first_rows(parts: RLParts) -> list[Trajectory]:
-    groups = parts.rollout.collect(1)
+    groups = parts.collector.collect(1)
     return parts.models.prepare(parts.algorithm, groups, version=0)[0]
 
 
@@ -77,7 +77,7 @@ def test_R4_planted_bugs_stop_the_launch(
         parts.weights.push(0)
         bug(parts)
         with pytest.raises(UserError, match=r"disagree.*trainer\.parity\.max_kl"):
-            sync.train(parts)
+            loop.train(parts)
 
 
 def test_R4_shifted_labels_are_caught(make_config: MakeConfig) -> None:
@@ -216,14 +216,14 @@ def test_model_exact_reaches_engine_trainer_and_gate(
         assert products, "the trainer"
         wrong_rope(parts)
         with pytest.raises(UserError, match=r"model\.exact is on, but"):
-            sync.train(parts)
+            loop.train(parts)
 
 
 def test_the_gate_can_be_opened(make_config: MakeConfig) -> None:
     cfg = make_config(run={"steps": 1}, trainer={"parity": {"enabled": False}})
     with assembled(cfg) as parts:
         wrong_temperature(parts)
-        assert sync.train(parts).steps == 1
+        assert loop.train(parts).steps == 1
 
 
 def _sharpen(parts: RLParts) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor
 from hone.algorithms.grpo import GRPO
 from hone.config.algorithm import AlgorithmConfig, KLConfig
 from hone.config.tree import RLConfig
-from hone.loops import controller, references, reinforce
-from hone.loops.hosting import local_engines
+from hone.loops import rank0, references, reinforce
 from hone.rollout.reference_group import LocalReference, ReferenceGroup
 from hone.trainer.models import Models
 from hone.types import Group, Prompt, Reward, Sample, StopReason, Trajectory
@@ -47,7 +46,7 @@ def test_who_does_not_drive_references_hears_what_they_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And, while that takes long, now and then that it should wait on."""
-    monkeypatch.setattr(controller, "_WORD_S", 0.02)
+    monkeypatch.setattr(rank0, "KEEPALIVE_S", 0.02)
     rows = [
         Trajectory(id=f"{n}", token_ids=[1] * (n + 2), loss_mask=[False] + [True] * (n + 1))
         for n in range(5)
@@ -68,7 +67,7 @@ def test_who_does_not_drive_references_hears_what_they_found(
     said: Queue[Any] = Queue()
     peers = [Peer(said, is_first=is_first) for is_first in (True, False)]
     leds = [
-        controller.LedReference(cast(Any, peer), references, lambda rows: [[4, 3], [1, 0, 2]])
+        rank0.Rank0Reference(cast(Any, peer), references, lambda rows: [[4, 3], [1, 0, 2]])
         for peer, references in zip(peers, (group, None), strict=True)
     ]
     waits = [led.begin(rows) for led in leds]
@@ -138,7 +137,7 @@ def test_the_policy_is_scored_while_a_reference_is(
 
 def run(cfg: RLConfig) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The rows of a run, as far as they do not follow from time, and the weights at its end."""
-    reinforce.run(cfg, local_engines if cfg.cluster.is_used else None)
+    reinforce.run(cfg)
     lines = (cfg.run.dir / "metrics.jsonl").read_text().splitlines()
     kept = ("reward/", "train/", "policy/", "off_policy/", "step")
     rows = [{k: v for k, v in json.loads(x).items() if k.startswith(kept)} for x in lines]

@@ -25,7 +25,7 @@ from hone.checkpoint.store import CheckpointStore
 from hone.checkpoint.tree import in_memory
 from hone.config.load import dump_config
 from hone.config.tree import RLConfig
-from hone.loops import reinforce, sync
+from hone.loops import loop, reinforce
 from hone.loops.step import Outcome
 from hone.observe.run_folder import RunFolder
 
@@ -200,8 +200,8 @@ def test_R17_planted_a_forgotten_part_is_seen(
             elif bug == "data":
                 parts.data.train.load_state_dict(unresumed.data.train.state_dict())
             else:
-                parts.rollout.load_state_dict(unresumed.rollout.state_dict())
-        sync.train(parts)
+                parts.collector.load_state_dict(unresumed.collector.state_dict())
+        loop.train(parts)
     with pytest.raises(AssertionError):
         assert_same(state_of(straight.run.dir, 4), state_of(broken.run.dir, 4))
 

@@ -14,7 +14,6 @@ from tests.loops.conftest import MakeConfig
 from hone.config.errors import UserError
 from hone.config.tree import RLConfig
 from hone.loops import step as step_module
-from hone.loops.hosting import local_engines
 from hone.loops.reinforce import run
 from hone.loops.untrained import Untrained, why_untrained
 from hone.rollout.counts import RolloutCounts
@@ -157,7 +156,7 @@ def test_a_run_that_trains_nothing_ends_with_the_cause(
 ) -> None:
     cfg = untrained_config(partial(make_config, **sections), tmp_path, reward)
     with pytest.raises(UserError, match=said) as error:
-        run(cfg, local_engines if sections else None)
+        run(cfg)
     last = 10 if reward == "same" else 3
     assert f"{last} updates in a row" in str(error.value)
     rows = rows_of(cfg)

@@ -26,8 +26,8 @@ from hone.observe.metrics import (
     on_host,
     to_scalars,
 )
+from hone.rollout.counts import RolloutCounts
 from hone.rollout.metrics import rollout_metrics
-from hone.rollout.rollout import RolloutCounts
 from tests.observe.fake_run import make_group
 
 Shards = list[list[float]]

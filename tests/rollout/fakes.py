@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from hone.rewards.scorer import ScorerStats
+from hone.rollout.collector import Collector
 from hone.types import (
     Completion,
     EngineStats,
     FailureKind,
+    Group,
     Prompt,
     Request,
     Reward,
@@ -197,3 +199,9 @@ class FakeScorer:
             num_restarts=0,
             p99_s=math.nan,
         )
+
+
+def collect(collector: Collector, version: int) -> list[Group]:
+    """The groups of the update from `version` to the next, by a fake engine that holds it."""
+    collector.engine.weight_version = version  # type: ignore[misc]
+    return collector.collect(version + 1)

@@ -16,9 +16,9 @@ from hone.config.run import EvalConfig, EvaluationConfig
 from hone.config.tree import EvaluateConfig
 from hone.observe.metrics import to_scalars
 from hone.rewards.scorer import FailureRateError
+from hone.rollout.collector import SingleProcess
 from hone.rollout.evaluate import PassRule, evaluate, pass_at_k, pass_rule, summarise
 from hone.rollout.requests import requests_for
-from hone.rollout.rollout import Alone
 from hone.types import FailureKind, Reward, Sample, StopReason
 from tests.rollout.fakes import FakeEngine, FakeScorer, LateEngine, draw, prompt
 
@@ -80,7 +80,7 @@ def test_a_stopped_evaluation_leaves_nothing_behind(engine: FakeEngine, after: i
 
 @pytest.mark.parametrize("own_stops", [True, False])
 def test_an_evaluation_stops_in_all_processes(own_stops: bool) -> None:
-    class Two(Alone):
+    class Two(SingleProcess):
         size = 2
 
         def gather(self, value: Any) -> list[Any]:
@@ -93,7 +93,7 @@ def test_an_evaluation_stops_in_all_processes(own_stops: bool) -> None:
         cfg=EvalConfig(max_completion_tokens=8),
         decode=str,
         seed=3,
-        peers=Two(),
+        comm=Two(),
         should_stop=lambda: own_stops,
     )
     assert samples is None

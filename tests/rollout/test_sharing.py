@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
+from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.run import EvaluationConfig
-from hone.rollout import open_groups as open_groups_module
-from hone.rollout import rollout as rollout_module
+from hone.rollout import buffer as buffer_module
+from hone.rollout import collector as collector_module
+from hone.rollout.collector import Collector, SingleProcess
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.evaluate import evaluate
-from hone.rollout.rollout import Alone, Rollout
 from hone.rollout.state import group_to_dict
-from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, prompt
+from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, collect, prompt
 
 NUM_STEPS = 5
 TIMEOUT_S = 20.0
@@ -45,7 +46,7 @@ class Meeting:
 
 @dataclass
 class Thread:
-    """The `Peers` protocol over a meeting."""
+    """The `Comm` protocol over a meeting."""
 
     meeting: Meeting
     rank: int
@@ -80,27 +81,27 @@ def in_threads(size: int, work: Callable[[Thread], Any]) -> list[Any]:
         return [future.result() for future in futures]
 
 
-def make(cfg: RolloutConfig, peers: Any, prompts: CyclicPrompts) -> Rollout:
-    return Rollout(
+def make(cfg: RolloutConfig, comm: Any, prompts: CyclicPrompts) -> Collector:
+    return Collector(
         engine=FakeEngine(),
         scorer=FakeScorer(delay=3),
         prompts=prompts,
-        cfg=cfg,
+        rollout_cfg=cfg,
+        pipeline_cfg=PipelineConfig(),
         decode=lambda ids: " ".join(map(str, ids)),
         seed=7,
-        peers=peers,
+        comm=comm,
     )
 
 
-def collected(cfg: RolloutConfig, peers: Any, num_steps: int = NUM_STEPS) -> list[Any]:
+def collected(cfg: RolloutConfig, comm: Any, num_steps: int = NUM_STEPS) -> list[Any]:
     """The groups of each step, with the weights of a version of their own, and the last state."""
     prompts = CyclicPrompts()
-    rollout = make(cfg, peers, prompts)
+    collector = make(cfg, comm, prompts)
     found: list[Any] = []
     for step in range(num_steps):
-        rollout.engine.weight_version = step  # type: ignore[misc]
-        groups = rollout.collect(step)
-        counts = rollout.counts
+        groups = collect(collector, step)
+        counts = collector.counts
         found.append(
             (
                 [group_to_dict(group) for group in groups],
@@ -112,7 +113,7 @@ def collected(cfg: RolloutConfig, peers: Any, num_steps: int = NUM_STEPS) -> lis
                 counts.num_generated_tokens,
             )
         )
-    return [*found, rollout.state_dict()]
+    return [*found, collector.state_dict()]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -134,8 +135,8 @@ def config(name: str) -> RolloutConfig:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_R21_processes_collect_what_one_does(name: str, size: int) -> None:
-    alone = collected(config(name), Alone())
-    for own in in_threads(size, lambda peers: collected(config(name), peers)):
+    alone = collected(config(name), SingleProcess())
+    for own in in_threads(size, lambda comm: collected(config(name), comm)):
         assert own == alone
     if "oversampled" in name:
         assert any(step[4] for step in alone[:-1]), "something must be carried over"
@@ -147,31 +148,30 @@ def test_R21_processes_collect_what_one_does(name: str, size: int) -> None:
 def test_R18_a_rollout_goes_on_in_any_number_of_processes(sizes: tuple[int, int]) -> None:
     cfg = config("dynamic, oversampled")
 
-    def first_half(peers: Any) -> Any:
-        return collected(cfg, peers, num_steps=2)[-1]
+    def first_half(comm: Any) -> Any:
+        return collected(cfg, comm, num_steps=2)[-1]
 
     def second_half(state: Any, position: int) -> Callable[[Any], Any]:
-        def work(peers: Any) -> list[Any]:
+        def work(comm: Any) -> list[Any]:
             prompts = CyclicPrompts()
             prompts.position = position
-            rollout = make(cfg, peers, prompts)
-            rollout.load_state_dict(state)
-            rollout.engine.weight_version = 2  # type: ignore[misc]
-            return [group_to_dict(group) for group in rollout.collect(2)]
+            collector = make(cfg, comm, prompts)
+            collector.load_state_dict(state)
+            return [group_to_dict(group) for group in collect(collector, 2)]
 
         return work
 
-    straight = collected(cfg, Alone(), num_steps=3)
+    straight = collected(cfg, SingleProcess(), num_steps=3)
     states = in_threads(sizes[0], first_half)
     resumed = in_threads(sizes[1], second_half(states[-1], straight[1][1]))
     for groups in resumed:
         assert groups == straight[2][0]
 
 
-def bug_local_counts(self: Rollout, num_groups: int) -> bool:
+def bug_local_counts(self: Collector, num_groups: int) -> bool:
     """Each process decides by its own groups, and would be left alone by the others."""
     generated = sum(entry.generated for entry in self._own())
-    return generated < num_groups and bool(self.peers.total(self.engine.has_unfinished)[0])
+    return generated < num_groups and bool(self.comm.total(self.engine.has_unfinished)[0])
 
 
 def bug_own_seeds(prompt_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,24 +179,24 @@ def bug_own_seeds(prompt_: Any, *args: Any, **kwargs: Any) -> Any:
     return unbroken_requests_for(prompt_, *args, **kwargs)
 
 
-unbroken_requests_for = open_groups_module.requests_for
+unbroken_requests_for = buffer_module.requests_for
 
 
 @pytest.mark.parametrize("bug", ["counts", "seeds", "tokens"])
 def test_R21_planted_sharing(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = collected(config("oversampled"), Alone())
+    alone = collected(config("oversampled"), SingleProcess())
     if bug == "counts":
-        monkeypatch.setattr(Rollout, "_goes_on", bug_local_counts)
+        monkeypatch.setattr(Collector, "_must_step", bug_local_counts)
     elif bug == "seeds":
-        monkeypatch.setattr(open_groups_module, "requests_for", bug_own_seeds)
+        monkeypatch.setattr(buffer_module, "requests_for", bug_own_seeds)
     else:  # what was sampled of an unfinished sample stays with its owner
-        told = rollout_module._Told
+        update = collector_module._GroupUpdate
         monkeypatch.setattr(
-            told, "of", classmethod(lambda cls, e: cls([], dict.fromkeys(e.requests)))
+            update, "of", classmethod(lambda cls, e: cls([], dict.fromkeys(e.requests)))
         )
 
     def check() -> None:
-        for own in in_threads(2, lambda peers: collected(config("oversampled"), peers)):
+        for own in in_threads(2, lambda comm: collected(config("oversampled"), comm)):
             assert own == alone
 
     with pytest.raises((AssertionError, KeyError, threading.BrokenBarrierError)):
@@ -215,7 +215,7 @@ def test_counts_of_processes() -> None:
     )
 
 
-def evaluated(peers: Any, num_prompts: int) -> list[Any]:
+def evaluated(comm: Any, num_prompts: int) -> list[Any]:
     samples = evaluate(
         [prompt(number) for number in range(num_prompts)],
         engine=FakeEngine(),
@@ -223,7 +223,7 @@ def evaluated(peers: Any, num_prompts: int) -> list[Any]:
         cfg=EvaluationConfig(n_samples_per_prompt=3, max_completion_tokens=9),
         decode=lambda ids: str(list(ids)),
         seed=3,
-        peers=peers,
+        comm=comm,
     )
     return [(s.id, s.prompt, s.token_ids, s.reward, s.index) for s in samples]
 
@@ -232,7 +232,7 @@ def evaluated(peers: Any, num_prompts: int) -> list[Any]:
 def test_R24_an_evaluation_is_the_same_in_any_number_of_processes(
     size: int, num_prompts: int
 ) -> None:
-    alone: Sequence[Any] = evaluated(Alone(), num_prompts)
+    alone: Sequence[Any] = evaluated(SingleProcess(), num_prompts)
     assert len(alone) == 3 * num_prompts
-    for own in in_threads(size, lambda peers: evaluated(peers, num_prompts)):
+    for own in in_threads(size, lambda comm: evaluated(comm, num_prompts)):
         assert own == alone

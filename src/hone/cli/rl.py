@@ -32,10 +32,11 @@ def run(argv: Sequence[str]) -> int:
     if nproc is not None and nproc > 1:
         return run_in_processes("rl", RLConfig, arguments, _check, nproc, asked_by=asked_by)
     cfg = load_checked(RLConfig, arguments, _check)
-    make_engines = None
     if cfg.cluster.is_used:
         import_extra("ray", needed_by=cluster.used_by)
         from hone.cluster.engines import make_engines
+    else:
+        from hone.loops.hosting import local_engines as make_engines
     from hone.loops import reinforce
 
     quiet_transformers()

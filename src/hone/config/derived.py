@@ -90,7 +90,7 @@ def derived_rl(
     per_rollout = optimizer_steps_per_rollout(cfg)
     longest = cfg.data.max_prompt_tokens + rollout.max_completion_tokens
     sizes = AxisSizes.of(cfg.trainer.parallel, world_size)
-    adapted, is_apart = cfg.model.lora.rank > 0, cfg.cluster.num_engines > 0
+    adapted, is_apart = cfg.model.lora.rank > 0, cfg.num_engines_apart > 0
     is_alias = sizes.world == 1 and not adapted and cfg.engine.backend == "embedded"
     return [
         Derived("prompts_per_step", prompts, "rollout.prompts_per_step"),

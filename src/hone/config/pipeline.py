@@ -15,7 +15,8 @@ class PipelineConfig(Section):
     """Asynchronous training: engines go on sampling while the trainer trains."""
 
     enabled: bool = False
-    """Overlap sampling and training. Needs engines of their own (`cluster.num_engines`)."""
+    """Overlap sampling and training. The engines are those of `cluster.num_engines`; where that is
+    0, one in a thread of the first training process, with a copy of the weights."""
 
     max_staleness: int = Field(default=1, ge=0)
     """Updates that may lie between the weights that began a sample and the update it is trained in:

@@ -66,6 +66,18 @@ class RLConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
+    @property
+    def has_engine_thread(self) -> bool:
+        """Whether an engine samples ahead in a thread of the first training process, with weights
+        of its own."""
+        return self.pipeline.enabled and self.cluster.num_engines == 0
+
+    @property
+    def num_engines_apart(self) -> int:
+        """Engines with weights of their own that sample beside the trainers, all driven by the
+        first training process. 0: each training process drives one on its device."""
+        return 1 if self.has_engine_thread else self.cluster.num_engines
+
 
 class SFTDataConfig(DataConfig):
     """Data of supervised fine-tuning: rows with a demonstration."""

@@ -154,7 +154,23 @@ class Mesh:
         """Whether this is the one process that writes what is written once."""
         return self.world.rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    def total(self, *counts: int) -> tuple[int, ...]:
+        """Each count, added up over all processes. Collective, without pickles."""
+        if self.world.size == 1:
+            return counts
+        totals = torch.tensor(counts, dtype=torch.int64)
+        dist.all_reduce(totals, group=self.control)
+        return tuple(totals.tolist())
+
+    def gather(self, value: Any, /) -> list[Any]:
         """The picklable `value` of every process, by rank. Collective."""
         if self.world.size == 1:
             return [value]

@@ -15,16 +15,15 @@ from hone.config.cluster import ClusterConfig
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptData
 from hone.distributed.mesh import Mesh
-from hone.loops.controller import Controller, LedReference, LedRollout, LedStream
+from hone.loops.rank0 import Controller, Rank0Collector, Rank0Reference
 from hone.rewards.scorer import Scorer
+from hone.rollout.buffer import Progress
+from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.engine_group import EngineGroup
 from hone.rollout.handles import RecordEvent
-from hone.rollout.open_groups import Progress
 from hone.rollout.reference_group import ReferenceGroup
 from hone.rollout.requests import Decode
-from hone.rollout.rollout import Rollout
-from hone.rollout.stream import RolloutStream
 from hone.trainer.trainer import Trainer
 from hone.types import Group, SamplingEngine, Trajectory
 from hone.weights.broadcast import BroadcastSync
@@ -65,11 +64,14 @@ MakeEngines = Callable[[RLConfig], AbstractContextManager[Engines]]
 
 
 class Collects(Protocol):
-    """Where the groups of a step come from."""
+    """A `Collector` of this process, or of the first one."""
 
     @property
     def counts(self) -> RolloutCounts: ...
     def collect(self, step: int, progress: Progress | None = None, /) -> list[Group]: ...
+    def background(self) -> AbstractContextManager[None]: ...
+    def pause(self, version: int, /) -> AbstractContextManager[None]: ...
+    def idle(self) -> AbstractContextManager[None]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -85,10 +87,9 @@ class Sampling:
     """The side of a run that samples."""
 
     engine: SamplingEngine | None
-    rollout: Collects
+    collector: Collects
     weights: Pushes
     controller: Controller | None = None
-    stream: LedStream | None = None
 
 
 def weights_to(
@@ -113,38 +114,24 @@ def sampling_apart(
     decode: Decode,
 ) -> Sampling:
     """The rollout of engines, which the first process drives, as it drives the scorer."""
-    engines, rollout, stream = controller.engines, None, None
+    engines, collector = controller.engines, None
     if engines is not None and scorer is not None:
-        if cfg.pipeline.enabled:
-            stream = RolloutStream(
-                engines,
-                scorer,
-                data.train,
-                cfg.rollout,
-                cfg.pipeline,
-                decode,
-                cfg.run.seed,
-                cfg.reward.max_failure_rate,
-            )
-        else:
-            rollout = Rollout(
-                engine=engines,
-                scorer=scorer,
-                prompts=data.train,
-                cfg=cfg.rollout,
-                decode=decode,
-                seed=cfg.run.seed,
-                max_failure_rate=cfg.reward.max_failure_rate,
-            )
-    if not cfg.pipeline.enabled:
-        return Sampling(engines, LedRollout(controller, rollout), controller, controller)
-    led = LedStream(controller, stream)
-    return Sampling(engines, led, controller, controller, led)
+        collector = Collector(
+            engines,
+            scorer,
+            data.train,
+            cfg.rollout,
+            cfg.pipeline,
+            decode,
+            cfg.run.seed,
+            cfg.reward.max_failure_rate,
+        )
+    return Sampling(engines, Rank0Collector(controller, collector), controller, controller)
 
 
 def reference_apart(
     cfg: ClusterConfig, engines: Engines | None, trainer: Trainer, mesh: Mesh
-) -> LedReference | None:
+) -> Rank0Reference | None:
     """The reference where it has devices of its own; None where the trainers have it."""
     if not cfg.num_references:
         return None
@@ -154,4 +141,4 @@ def reference_apart(
     def plan(rows: Sequence[Trajectory]) -> list[list[int]]:
         return trainer.batcher.plan_reference_passes(rows, cfg.num_references)
 
-    return LedReference(mesh, references, plan)
+    return Rank0Reference(mesh, references, plan)

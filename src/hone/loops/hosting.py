@@ -53,18 +53,16 @@ def make_host(cfg: RLConfig, *, name: str = "engine") -> EngineHost:
 
 @contextmanager
 def local_engines(cfg: RLConfig) -> Generator[Engines]:
-    """The engines and references of `cluster` in threads of this process, in place of a cluster: on
-    a CPU, since nobody may wait for a GPU while an engine records CUDA graphs there."""
-    assert choose_device(cfg.run).type == "cpu", "engines on GPUs have processes of their own"
+    """The engines and references of a run in threads of this process, on its device."""
 
     def start(index: int) -> LocalHandle:
         return LocalHandle(make_host(cfg, name=f"engine {index}"))
 
     group = EngineGroup(
-        [start(index) for index in range(cfg.cluster.num_engines)],
-        restart=start,
+        [start(index) for index in range(cfg.num_engines_apart)],
+        restart=None,
         timeout_s=cfg.cluster.engine_timeout_s,
-        max_restarts=cfg.cluster.max_engine_restarts,
+        max_restarts=0,
     )
     with closing(group), local_references(cfg) as references:
         yield Engines(group, host="127.0.0.1", references=references)

@@ -21,7 +21,6 @@ from hone.config.tree import EvaluateConfig, GenerateConfig
 from hone.data.prompts import PromptData
 from hone.distributed.mesh import Mesh
 from hone.loops.ending import evaluation_cause
-from hone.loops.exchange import Exchange
 from hone.loops.launch import join
 from hone.loops.parts import assemble_inference, encoder, share_of_workers
 from hone.observe.loggers import json_line, sample_row
@@ -90,8 +89,8 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
                 cfg=cfg.eval,
                 decode=parts.decode,
                 seed=cfg.run.seed,
+                comm=mesh,
                 max_failure_rate=cfg.reward.max_failure_rate,
-                peers=Exchange(mesh),
                 progress=progress.samples,
             )
         assert samples is not None, "nothing asks it to stop"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,9 +36,8 @@ from hone.loops.apart import (
     sampling_apart,
     weights_to,
 )
-from hone.loops.controller import Controller, LedStream
-from hone.loops.exchange import Exchange
 from hone.loops.launch import Launch, load_for_training
+from hone.loops.rank0 import Controller
 from hone.loops.recorder import Limits, Recorder, alarms_for
 from hone.loops.resuming import restore
 from hone.models.adapters import adapt, is_adapted
@@ -62,10 +61,10 @@ from hone.observe.peaks import device_peaks
 from hone.observe.spans import Spans
 from hone.rewards.pool import default_num_workers
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
+from hone.rollout.buffer import Progress
+from hone.rollout.collector import Collector, Comm, SingleProcess
 from hone.rollout.evaluate import PassRule, evaluate, pass_rule, summarise
-from hone.rollout.open_groups import Progress
 from hone.rollout.requests import Decode
-from hone.rollout.rollout import Alone, Peers, Rollout
 from hone.rollout.vllm import VLLMEngine
 from hone.trainer.models import Models
 from hone.trainer.precision import require_matmul_precision
@@ -104,15 +103,12 @@ class RLParts:
     one's."""
     algorithm: Algorithm
     models: Models
-    rollout: Collects
+    collector: Collects
     weights: Pushes
     recorder: Recorder
     decode: Decode
-    peers: Exchange
     controller: Controller | None = None
-    """Who leads, where engines have devices of their own."""
-    stream: LedStream | None = None
-    """The same as `rollout`, where that runs ahead of the training."""
+    """Set where engines have weights of their own and the first process drives them."""
     pass_rule: PassRule | str | None = None
     """By what samples pass in all evaluations of the run, or why there is no pass@k; None before
     the first one that has a reward."""
@@ -129,15 +125,15 @@ class RLParts:
             "trainer": tensors,
             "trainer_metadata": metadata,
             "data": self.data.train.state_dict(),
-            "rollout": self.rollout.state_dict(),
+            "rollout": self.collector.state_dict(),
             "random": capture_random_state(),
             "evaluation": {"pass_rule": _plain_rule(self.pass_rule)},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, with a trainer that has."""
+        """Restore `state`; the trainer has been restored before."""
         self.data.train.load_state_dict(state["data"])
-        self.rollout.load_state_dict(state["rollout"])
+        self.collector.load_state_dict(state["rollout"])
         match state.get("evaluation", {}).get("pass_rule"):
             case [[*functions], threshold]:
                 self.pass_rule = PassRule(tuple(functions), threshold)
@@ -145,22 +141,34 @@ class RLParts:
                 self.pass_rule = rule
 
     @contextmanager
-    def training(self) -> Generator[None]:
-        """The trainer has the device inside, the engine outside.
+    def phase(self, name: Literal["train", "push", "save"], step: int) -> Generator[None]:
+        """Prepare collector, trainer and engine for a part of `step`, and for the next at its end.
 
-        As far as the keys `enable_sleep` of both ask for it: whoever comes finds the room of
-        whoever has left.
+        *train*: the trainer has the device; engines with weights of their own go on sampling.
+        *push*: engines hold still and receive weight version `step`. *save*: nothing is in flight,
+        and the trainer has the device, so that `state` can be read.
         """
-        engine_sleeps, trainer_sleeps = (
-            self.cfg.engine.enable_sleep,
-            self.cfg.trainer.enable_sleep,
-        )
+        match name:
+            case "train":
+                with self.collector.background(), self._trainer_on_device():
+                    yield
+            case "push":
+                with self.collector.pause(step):
+                    yield
+            case "save":
+                with self.collector.idle(), self._trainer_on_device():
+                    yield
+
+    @contextmanager
+    def _trainer_on_device(self) -> Generator[None]:
+        """With `enable_sleep`, who takes the device finds the memory of who leaves it free."""
+        engine_sleeps = self.cfg.engine.enable_sleep and self.engine is not None
         if engine_sleeps and self.engine is not None:
             self.engine.sleep()
-        if trainer_sleeps:
+        if self.cfg.trainer.enable_sleep:
             self.trainer.wake()
         yield
-        if trainer_sleeps:
+        if self.cfg.trainer.enable_sleep:
             self.trainer.sleep()
         if engine_sleeps and self.engine is not None:
             self.engine.wake()
@@ -173,9 +181,11 @@ class RLParts:
         """
         with self.recorder.spans.span("eval"), self.core_for_rewards():
             if self.controller is None:
-                samples = self._evaluated(should_stop, self.peers)
+                samples = self._evaluated(should_stop, self.launch.mesh)
             else:
-                samples = self.controller.share(partial(self._evaluated, should_stop, Alone()))
+                samples = self.controller.broadcast_from_rank0(
+                    partial(self._evaluated, should_stop, SingleProcess())
+                )
         if samples is None:
             return None
         check_failure_rate(samples, self.cfg.reward.max_failure_rate)
@@ -187,7 +197,7 @@ class RLParts:
         return summarise(samples, self.cfg.eval, rule)
 
     def _evaluated(
-        self, should_stop: Callable[[], bool], peers: Peers, progress: Progress | None = None
+        self, should_stop: Callable[[], bool], comm: Comm, progress: Progress | None = None
     ) -> list[Sample] | None:
         assert self.engine is not None
         assert self.scorer is not None
@@ -198,8 +208,8 @@ class RLParts:
             cfg=self.cfg.eval,
             decode=self.decode,
             seed=self.cfg.run.seed,
+            comm=comm,
             max_failure_rate=self.cfg.reward.max_failure_rate,
-            peers=peers,
             progress=progress,
             should_stop=should_stop,
         )
@@ -259,7 +269,7 @@ def _limits(cfg: RLConfig, model: PreTrainedModel, mesh: Mesh) -> Limits:
         shape=ModelShape.from_config(model.config.to_dict()),
         peaks=None if mesh.device.type == "cpu" else device_peaks(mesh.device, dtype),
         num_devices=mesh.world.size,
-        num_engines=cfg.cluster.num_engines or mesh.world.size,
+        num_engines=cfg.num_engines_apart or mesh.world.size,
         devices_per_engine=cfg.engine.tensor_parallel_size,
         overlaps=cfg.pipeline.enabled,
         bytes_per_value=dtype.itemsize,
@@ -370,7 +380,7 @@ def _scoring(
 ) -> Generator[Scorer | None]:
     """The scorer of this process, its functions tried by the first one; with engines apart there is
     that of the first one alone."""
-    is_apart = cfg.cluster.num_engines > 0
+    is_apart = cfg.num_engines_apart > 0
     if is_apart and not mesh.is_first:
         yield None
         return
@@ -382,17 +392,15 @@ def _scoring(
 
 
 @contextmanager
-def assemble(
-    cfg: RLConfig, begin: Launch, make_engines: MakeEngines | None = None
-) -> Generator[RLParts]:
+def assemble(cfg: RLConfig, begin: Launch, make_engines: MakeEngines) -> Generator[RLParts]:
     """Build the parts of a run, restored from its checkpoint; release them at the end.
 
     Cheap and likely mistakes come first: configuration, tokenizer and data are read, and reward
-    functions tried, before any weight is loaded. `make_engines` is needed where the cluster is
-    used, in the first process.
+    functions tried, before any weight is loaded. `make_engines` starts engines and references that
+    have weights of their own; the first process calls it.
     """
     with ExitStack() as stack:
-        mesh, is_apart = begin.mesh, cfg.cluster.num_engines > 0
+        mesh, is_apart = begin.mesh, cfg.num_engines_apart > 0
         check_exact(cfg.model, mesh.device)
         require_matmul_precision(
             cfg.trainer.matmul_precision, compute_dtype(cfg.model, mesh.device), mesh.device
@@ -408,8 +416,7 @@ def assemble(
         )
         scorer = stack.enter_context(_scoring(cfg, mesh, data, tokenizer))
         engines = None
-        if cfg.cluster.is_used and mesh.is_first:
-            assert make_engines is not None, "engines and references need someone to start them"
+        if (is_apart or cfg.cluster.is_used) and mesh.is_first:
             engines = stack.enter_context(make_engines(cfg))
         load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
         model = load()
@@ -425,7 +432,7 @@ def assemble(
         random_state = capture_random_state()
         if cfg.trainer.enable_sleep:
             models.trainer.sleep()  # before the engine looks how much memory there is
-        decode, peers = decoder(tokenizer), Exchange(mesh)
+        decode = decoder(tokenizer)
         if sampled is None:
             weights = weights_to(engines, cfg.cluster, models.trainer, mesh)
             stack.callback(weights.close)
@@ -437,17 +444,18 @@ def assemble(
             engine = make_engine(
                 cfg, sampled, tokenizer, owns_weights=not is_alias, device=mesh.device
             )
-            rollout = Rollout(
+            collector = Collector(
                 engine=engine,
                 scorer=scorer,
                 prompts=data.train,
-                cfg=cfg.rollout,
+                rollout_cfg=cfg.rollout,
+                pipeline_cfg=cfg.pipeline,
                 decode=decode,
                 seed=cfg.run.seed,
                 max_failure_rate=cfg.reward.max_failure_rate,
-                peers=peers,
+                comm=mesh,
             )
-            sampling = Sampling(engine, rollout, WeightSync(models.trainer, engine))
+            sampling = Sampling(engine, collector, WeightSync(models.trainer, engine))
         staleness = cfg.pipeline.max_staleness if cfg.pipeline.enabled else 0
         recorder = stack.enter_context(
             recording(cfg, begin, alarms_for(model, max_staleness=staleness), limits)
@@ -466,13 +474,11 @@ def assemble(
             engine=sampling.engine,
             algorithm=algorithm,
             models=models,
-            rollout=sampling.rollout,
+            collector=sampling.collector,
             weights=sampling.weights,
             recorder=recorder,
             decode=decode,
-            peers=peers,
             controller=sampling.controller,
-            stream=sampling.stream,
         )
         if begin.checkpoint is not None:
             parts.load_state(begin.checkpoint.parts)

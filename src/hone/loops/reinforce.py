@@ -1,19 +1,20 @@
-"""A reinforcement run from configuration to trained model, whichever loop it takes."""
+"""A reinforcement run from configuration to trained model."""
 
 from __future__ import annotations
 
 from hone.config.tree import RLConfig
-from hone.loops import pipelined, sync
 from hone.loops.apart import MakeEngines
+from hone.loops.hosting import local_engines
 from hone.loops.interrupt import Interrupt
 from hone.loops.launch import Launch, export, is_complete, launch
+from hone.loops.loop import train
 from hone.loops.parts import assemble
 from hone.loops.step import Outcome
 
 __all__ = ["Outcome", "run"]
 
 
-def run(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Outcome:
+def run(cfg: RLConfig, make_engines: MakeEngines = local_engines) -> Outcome:
     """Assemble, train, export the policy to `<run.dir>/model`, write the report.
 
     Of a run that has ended the report alone is written. `make_engines` starts the engines and
@@ -25,15 +26,15 @@ def run(cfg: RLConfig, make_engines: MakeEngines | None = None) -> Outcome:
         return _run(cfg, begin, make_engines)
 
 
-def _run(cfg: RLConfig, begin: Launch, make_engines: MakeEngines | None) -> Outcome:
+def _run(cfg: RLConfig, begin: Launch, make_engines: MakeEngines) -> Outcome:
     with assemble(cfg, begin, make_engines) as parts:
-        outcome = pipelined.train(parts) if cfg.pipeline.enabled else sync.train(parts)
+        outcome = train(parts)
         if begin.mesh.is_first:
             parts.recorder.spans.write_trace(begin.dir / "trace.json")
         if outcome.stopped_by is not None and outcome.steps == begin.steps_done:
             return outcome  # before the first step: there is nothing new to write
         notice = "the model is being written"
         writing = Interrupt(begin.mesh, notice, earlier=outcome.stopped_by)
-        with parts.training(), writing:
+        with parts.phase("save", outcome.steps), writing:
             export(parts.trainer, parts.tokenizer, cfg.checkpoint, begin, cfg.model.lora)
     return outcome

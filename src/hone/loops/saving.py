@@ -31,8 +31,8 @@ class Saver:
     cfg: CheckpointConfig
     state: Callable[[], Mapping[str, Any]]
     """Everything a checkpoint must hold, by part."""
-    awake: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Inside, what the state is made of lies where it can be read."""
+    readable: Callable[[int], AbstractContextManager[Any]] = nullcontext
+    """Given a step; inside, `state` can be called."""
     published: Callable[[int, float | None], None] = lambda step, rank: None
     """Called with the step of each checkpoint, and with its rank, once it is on disk."""
     _best: float = field(default=float("-inf"))
@@ -52,7 +52,7 @@ class Saver:
             return
         self._check(wait=True)
         save = self.store.save if is_last else self.store.save_in_background
-        with self.awake():
+        with self.readable(step):
             save(step, self.state(), metric=rank)
         self._unpublished = step, rank
         if rank is not None:

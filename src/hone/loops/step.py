@@ -1,11 +1,11 @@
-"""What follows the update of a step in every loop: evaluate, record, save, and perhaps end."""
+"""The end of a step: evaluate, record, save, and perhaps stop."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hone.config.errors import UserError
 from hone.loops.interrupt import Interrupt
@@ -35,25 +35,19 @@ class Outcome:
 
 
 class StepEnd:
-    """The end of each step of one loop."""
+    """The end of each step of a run."""
 
-    def __init__(
-        self,
-        parts: RLParts,
-        interrupt: Interrupt,
-        *,
-        at_rest: Callable[[], AbstractContextManager[None]] = nullcontext,
-        readable: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """Inside `at_rest` the engines are free for an evaluation, inside `readable` everything
-        that a checkpoint holds is where it can be read."""
+    def __init__(self, parts: RLParts, interrupt: Interrupt) -> None:
         self._parts = parts
         self._interrupt = interrupt
-        self._at_rest = at_rest
         self._untrained: list[Untrained] = []
         """The last steps in a row without a trained token."""
         self._saver = Saver(
-            parts.launch.store, parts.cfg.checkpoint, parts.state, readable, parts.recorder.saved
+            parts.launch.store,
+            parts.cfg.checkpoint,
+            parts.state,
+            partial(parts.phase, "save"),
+            parts.recorder.saved,
         )
         parts.recorder.before_failure = self._saver.publish_written
 
@@ -85,7 +79,7 @@ class StepEnd:
         """
         cfg = self._parts.cfg
         if due(cfg.eval.every_n_steps, step) or (cfg.eval.at_end and step == cfg.run.steps):
-            with self._at_rest():
+            with self._parts.collector.idle():
                 evaluated = self._evaluate(step) or {}
                 rank = to_scalars(evaluated).get(cfg.eval.metric)
                 metrics = metrics | evaluated
@@ -115,12 +109,12 @@ class StepEnd:
     ) -> bool:
         parts, cfg, span = self._parts, self._parts.cfg, self._parts.recorder.spans.span
         with span("record"):
-            metrics |= rollout_metrics(groups, parts.rollout.counts)
+            metrics |= rollout_metrics(groups, parts.collector.counts)
             why = why_untrained(
                 cfg,
                 groups,
                 rows,
-                parts.rollout.counts,
+                parts.collector.counts,
                 correction=to_scalars(metrics).get("off_policy/correction"),
             )
             self._untrained = [*self._untrained, why] if why else []

@@ -137,6 +137,7 @@ class RunMemory:
         self.length_share = length_share
         self.is_on_cpu = cfg.run.device == "cpu"
         self.is_apart = cfg.cluster.num_engines > 0
+        self.has_engine_thread = cfg.has_engine_thread
         self.is_vllm = cfg.engine.backend == "vllm"
         self.sizes = AxisSizes.of(cfg.trainer.parallel, world_size)
         dtype = compute_dtype(cfg.model, cfg.run.device)
@@ -212,7 +213,7 @@ class RunMemory:
     def engine_weights(self) -> int:
         """What the engine samples with, where that is not the trainer's own module."""
         is_alias = self.sizes.world == 1 and not self.cfg.model.lora.rank and not self.is_vllm
-        if is_alias and not self.is_apart:
+        if is_alias and not self.cfg.num_engines_apart:
             return 0
         parts = self.cfg.engine.tensor_parallel_size
         return -(-self.shape.weight_bytes(self.num_bytes) // parts)
@@ -299,7 +300,10 @@ class RunMemory:
     # -- phases ----------------------------------------------------------------------------------
 
     def phases(self) -> tuple[Phase, ...]:
-        phases = self._apart() if self.is_apart else self._shared()
+        if self.has_engine_thread:
+            phases = self._together()
+        else:
+            phases = self._apart() if self.is_apart else self._shared()
         return (*phases, self._scoring()) if self.cfg.cluster.num_references else phases
 
     def _shared(self) -> tuple[Phase, ...]:
@@ -324,6 +328,18 @@ class RunMemory:
             Phase("sync", "trainer", at_rest | {"weights on their way": sent} | rest),
             Phase("generate", "engine", engine | {"engine's step": self.engine_step} | rest),
             Phase("sync", "engine", engine | {"weights on their way": received} | rest),
+        )
+
+    def _together(self) -> tuple[Phase, ...]:
+        """An engine in a thread of the trainer: both are at work on one device."""
+        engine, rest = self.engine(awake=True), self._process
+        # Two buckets are sent and up to three received; none is larger than the weights.
+        buckets = 5 * min(self.cfg.cluster.update_weight_buffer_size, self.engine_weights)
+        moving = {"weights on their way": 2 * self._moving + buckets}
+        work = self.trainer_at_work() | engine | {"engine's step": self.engine_step}
+        return (
+            Phase("train", "", work | rest),
+            Phase("sync", "", self.trainer_at_rest() | engine | moving | rest),
         )
 
     def _scoring(self) -> Phase:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from hone.types import Group
 
-__all__ = ["RolloutCounts", "StreamCounts"]
+__all__ = ["AheadCounts", "RolloutCounts"]
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ _OF_ONE_PROCESS = (
 
 
 @dataclass(slots=True)
-class StreamCounts(RolloutCounts):
+class AheadCounts(RolloutCounts):
     """What happened in a stream between one batch and the next, evaluations left out.
 
     Its `num_carried_samples` were unfinished when the weights changed.

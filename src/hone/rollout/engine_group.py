@@ -98,7 +98,8 @@ class EngineGroup:
 
     `handles` are engines whose weights are still to be delivered. An engine that has not answered,
     or shown progress while it had work, for `timeout_s` is taken for lost, killed, and replaced by
-    `restart(index)`, which need not wait for it. Where nobody else has weights its start is waited
+    `restart(index)`, which need not wait for it (None: engines in threads, whose memory cannot be
+    freed, are not replaced). Where nobody else has weights its start is waited
     for, `start_timeout_s` (unset: `timeout_s`) at most. After `max_restarts` of these, in all,
     EnginesLostError names the engine and what it died of. One thread at a time may call.
 
@@ -109,7 +110,7 @@ class EngineGroup:
         self,
         handles: Sequence[EngineHandle],
         *,
-        restart: Callable[[int], EngineHandle],
+        restart: Callable[[int], EngineHandle] | None,
         timeout_s: float,
         max_restarts: int,
         start_timeout_s: float | None = None,
@@ -482,6 +483,8 @@ class EngineGroup:
         if self._event is not None:
             restart = None if is_last else self._num_restarts + 1
             self._event("engine_lost", name=name, restart=restart, cause=cause)
+        if self._restart is None:
+            raise EnginesLostError(f"{name}, a thread of this process, has failed: {cause}")
         if is_last:
             raise EnginesLostError(
                 f"{name} is lost, and {self._max_restarts} restarts of engines have been used up "

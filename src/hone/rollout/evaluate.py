@@ -12,9 +12,9 @@ from hone.config.reward import RewardConfig
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import Last, Mean, Metrics, Sum
 from hone.rewards.scorer import check_failure_rate
-from hone.rollout.open_groups import SampleScorer
+from hone.rollout.buffer import SampleScorer
+from hone.rollout.collector import Comm, SingleProcess
 from hone.rollout.requests import Decode, requests_for, sample_of
-from hone.rollout.rollout import Alone, Peers
 from hone.rollout.state import sample_of_values, sample_values
 from hone.types import Prompt, Sample, SamplingEngine
 
@@ -37,7 +37,7 @@ def evaluate(
     decode: Decode,
     seed: int,
     max_failure_rate: float = 1.0,
-    peers: Peers | None = None,
+    comm: Comm | None = None,
     progress: Callable[[int, int], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[Sample] | None:
@@ -50,9 +50,9 @@ def evaluate(
     The same seed draws the same samples at every evaluation of a run, so that two evaluations
     differ by the weights alone. Leaves nothing behind in the engine.
     """
-    peers = peers or Alone()
+    comm = comm or SingleProcess()
     prompts = prompts[: cfg.max_prompts]
-    owners = _submit(prompts, engine, cfg, seed, peers)
+    owners = _submit(prompts, engine, cfg, seed, comm)
     num_samples = len(prompts) * cfg.n_samples_per_prompt
     sampling, done = set(owners), dict[str, Sample]()
     while len(done) < len(owners) and not should_stop():
@@ -70,16 +70,16 @@ def evaluate(
     own = [done[request_id] for request_id in owners] if len(done) == len(owners) else None
     if own is None:
         _withdraw(sampling, engine, scorer)
-    if peers.size == 1:
+    if comm.size == 1:
         return own
-    shares = peers.gather(None if own is None else [sample_values(sample) for sample in own])
+    shares = comm.gather(None if own is None else [sample_values(sample) for sample in own])
     if None in shares:
         return None
     by_prompt: dict[int, list[Sample]] = defaultdict(list)
     for rank, theirs in enumerate(shares):
         assert theirs is not None
         for position, values in enumerate(theirs):
-            number = rank + peers.size * (position // cfg.n_samples_per_prompt)
+            number = rank + comm.size * (position // cfg.n_samples_per_prompt)
             by_prompt[number].append(sample_of_values(values, prompts[number]))
     return [sample for number in sorted(by_prompt) for sample in by_prompt[number]]
 
@@ -89,12 +89,12 @@ def _submit(
     engine: SamplingEngine,
     cfg: EvaluationConfig,
     seed: int,
-    peers: Peers,
+    comm: Comm,
 ) -> dict[str, tuple[Prompt, int]]:
     """Give the engine this process's share; by request, the prompt and the number of the sample."""
     owners: dict[str, tuple[Prompt, int]] = {}
     for number, prompt in enumerate(prompts):
-        if number % peers.size != peers.rank:
+        if number % comm.size != comm.rank:
             continue
         requests = requests_for(
             prompt,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hone.algorithms.advantages import has_spread
 from hone.observe.metrics import Distribution, Last, Max, Mean, Metrics, Min, Sum
-from hone.rollout.counts import RolloutCounts, StreamCounts
+from hone.rollout.counts import AheadCounts, RolloutCounts
 from hone.types import FailureKind, Group, Sample, StopReason
 
 __all__ = ["rollout_metrics"]
@@ -26,7 +26,7 @@ def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
         | _sample_metrics(samples, valid)
         | _group_metrics(groups)
         | _machine_metrics(counts)
-        | (_stream_metrics(counts) if isinstance(counts, StreamCounts) else {})
+        | (_stream_metrics(counts) if isinstance(counts, AheadCounts) else {})
         | {
             "rollout/dropped_groups": Sum(counts.num_dropped_groups),
             "rollout/refill_rounds": Sum(counts.num_refill_rounds),
@@ -52,7 +52,7 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
     return metrics
 
 
-def _stream_metrics(counts: StreamCounts) -> Metrics:
+def _stream_metrics(counts: AheadCounts) -> Metrics:
     """How far sampling was ahead of training."""
     return {
         "rollout/staleness": Distribution.of([float(updates) for updates in counts.staleness]),

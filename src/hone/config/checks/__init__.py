@@ -302,8 +302,8 @@ def _generating(
 
 
 def _is_apart(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> bool:
-    """Whether engines have devices of their own, and one process tells them what to do."""
-    return isinstance(cfg, RLConfig) and cfg.cluster.num_engines > 0
+    """Whether engines have weights of their own and the first process drives them."""
+    return isinstance(cfg, RLConfig) and cfg.num_engines_apart > 0
 
 
 def _concurrency(cfg: RLConfig) -> list[Finding]:

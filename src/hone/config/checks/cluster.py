@@ -223,10 +223,35 @@ def check_pipeline(cfg: RLConfig) -> Iterator[Finding]:
                 "pipeline.enabled",
             )
         return
-    if cfg.cluster.num_engines == 0:
+    for section, enabled in (
+        ("engine", cfg.engine.enable_sleep),
+        ("trainer", cfg.trainer.enable_sleep),
+    ):
+        if enabled and cfg.has_engine_thread:
+            yield error(
+                f"{section}.enable_sleep is on, which makes room for whom it shares a device with; "
+                "with pipeline.enabled and cluster.num_engines 0 trainer and engine work on one "
+                "device at the same time. Set it to false.",
+                f"{section}.enable_sleep",
+                "pipeline.enabled",
+                "cluster.num_engines",
+            )
+    size = cfg.engine.tensor_parallel_size
+    if cfg.has_engine_thread and size > 1:
         yield error(
-            "pipeline.enabled is on, but cluster.num_engines is 0: an engine on the trainer's "
-            "device cannot sample while it trains. Set cluster.num_engines, or switch it off.",
+            f"engine.tensor_parallel_size is {size}, but with pipeline.enabled and "
+            "cluster.num_engines 0 the engine runs in a thread of the first training process. Set "
+            "cluster.num_engines, or engine.tensor_parallel_size to 1.",
+            "engine.tensor_parallel_size",
+            "pipeline.enabled",
+            "cluster.num_engines",
+        )
+    if cfg.has_engine_thread and cfg.engine.backend == "vllm":
+        yield error(
+            "engine.backend is vllm, which runs in processes of its own; with pipeline.enabled and "
+            "cluster.num_engines 0 the engine runs in a thread. Set cluster.num_engines, or "
+            "engine.backend to embedded.",
+            "engine.backend",
             "pipeline.enabled",
             "cluster.num_engines",
         )

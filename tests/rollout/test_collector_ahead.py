@@ -23,15 +23,22 @@ from hone.config.run import EvaluationConfig
 from hone.observe.metrics import to_scalars
 from hone.planner.staleness import batches_ahead, choose, too_late
 from hone.rewards.scorer import FailureRateError
-from hone.rollout import stream as stream_module
+from hone.rollout import collector as collector_module
+from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.evaluate import evaluate
 from hone.rollout.metrics import rollout_metrics
-from hone.rollout.rollout import Rollout
 from hone.rollout.state import group_to_dict
-from hone.rollout.stream import RolloutStream
 from hone.types import Completion, FailureKind, Group, Request, Sample, StopReason
-from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, LateEngine, draw, prompt
+from tests.rollout.fakes import (
+    CyclicPrompts,
+    FakeEngine,
+    FakeScorer,
+    LateEngine,
+    collect,
+    draw,
+    prompt,
+)
 
 BASE: dict[str, Any] = {
     "prompts_per_step": 4,
@@ -57,8 +64,8 @@ def make(
     scorer: FakeScorer | None = None,
     pipeline: dict[str, Any] | None = None,
     **rollout: Any,
-) -> RolloutStream:
-    return RolloutStream(
+) -> Collector:
+    return Collector(
         engine=engine or FakeEngine(length=heavy_tailed),
         scorer=scorer or FakeScorer(),
         prompts=CyclicPrompts(),
@@ -69,14 +76,21 @@ def make(
     )
 
 
+def bring_weights(collector: Collector, version: int) -> None:
+    num_started = collector._buffer._num_started
+    with collector.pause(version):
+        assert collector._buffer._num_started == num_started
+        collector.engine.weight_version = version  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_batch_does_not_wait_for_scores_that_cannot_save_it(ahead: int) -> None:
     """A quarter may fail, and all do: groups that another batch may take do not count."""
     scorer = FakeScorer(delay=10**4, fails=lambda _: FailureKind.TIMEOUT)
-    stream = make(scorer=scorer, pipeline={"max_staleness": ahead})
-    stream.max_failure_rate = 0.25
+    collector = make(scorer=scorer, pipeline={"max_staleness": ahead})
+    collector.max_failure_rate = 0.25
     with pytest.raises(FailureRateError, match="have no reward"):
-        stream.take(0)
+        collect(collector, 0)
     assert scorer.pending
 
 
@@ -89,36 +103,28 @@ def test_a_batch_ends_early_only_where_it_would_fail(rate: float, limit: float) 
     whole, early = (make(scorer=FakeScorer(delay=9, fails=fails)) for _ in range(2))
     early.max_failure_rate = limit
     for version in range(3):
-        samples = [sample for group in whole.take(version) for sample in group.samples]
+        samples = [sample for group in collect(whole, version) for sample in group.samples]
         num_failed = sum(sample.failure is not None for sample in samples)
         if num_failed > limit * len(samples):
             return
-        early.take(version)
-        for stream in (whole, early):
-            bring_weights(stream, version + 1)
-
-
-def bring_weights(stream: RolloutStream, version: int) -> None:
-    num_started = stream._open._num_started
-    stream.before_sync()
-    assert stream._open._num_started == num_started
-    stream.engine.weight_version = version  # type: ignore[misc]
-    stream.after_sync(version)
+        collect(early, version)
+        for collector in (whole, early):
+            bring_weights(collector, version + 1)
 
 
 def batches(
-    stream: RolloutStream,
+    collector: Collector,
     num_steps: int,
     *,
     first: int = 0,
-    num_pumps: Callable[[], int] = lambda: 2,
+    num_polls: Callable[[], int] = lambda: 2,
 ) -> Iterator[list[Group]]:
     """One batch a step; in between some steps of the engine while it would be trained."""
     for version in range(first, first + num_steps):
-        yield stream.take(version)
-        for _ in range(num_pumps()):
-            stream.pump(0.0)
-        bring_weights(stream, version + 1)
+        yield collect(collector, version)
+        for _ in range(num_polls()):
+            collector.poll(0.0)
+        bring_weights(collector, version + 1)
 
 
 def as_values(groups: list[Group]) -> list[dict[str, Any]]:
@@ -196,32 +202,32 @@ COUNTED = [
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_R19_staleness_0_is_the_synchronous_run(name: str, too_old: str, in_flight: str) -> None:
     options = {"n_samples_per_prompt": 3, "max_completion_tokens": 12} | SYNCHRONOUS[name]
-    stream = make(
+    collector = make(
         engine=FakeEngine(),
         scorer=FakeScorer(delay=3),
         pipeline={"max_staleness": 0, "too_old": too_old, "in_flight": in_flight},
         **options,
     )
     engine = FakeEngine()
-    rollout = Rollout(
+    rollout = Collector(
         engine=engine,
         scorer=FakeScorer(delay=1),
         prompts=CyclicPrompts(),
-        cfg=stream.rollout_cfg,
-        decode=stream.decode,
+        rollout_cfg=collector.rollout_cfg,
+        pipeline_cfg=PipelineConfig(),
+        decode=collector.decode,
         seed=7,
     )
     sizes = set[int]()
-    for version, groups in enumerate(batches(stream, 8)):
-        engine.weight_version = version
-        expected = rollout.collect(version + 1)
+    for version, groups in enumerate(batches(collector, 8)):
+        expected = collect(rollout, version)
         assert as_values(groups) == as_values(expected)
         for field in COUNTED:
-            assert getattr(stream.counts, field) == getattr(rollout.counts, field), field
-        assert stream.prompts.position == rollout.prompts.position
-        assert stream.counts.staleness == [0] * len(groups)
+            assert getattr(collector.counts, field) == getattr(rollout.counts, field), field
+        assert collector.prompts.position == rollout.prompts.position
+        assert collector.counts.staleness == [0] * len(groups)
         sizes.add(len(groups))
-    assert [r.id for r in stream.engine.submitted] == [r.id for r in engine.submitted]
+    assert [r.id for r in collector.engine.submitted] == [r.id for r in engine.submitted]
     assert (min(sizes) < 4) == (name == "dynamic, gives up")
 
 
@@ -240,27 +246,27 @@ def check_contract(
     """Bounds, counts, and what becomes of every prompt, with durations that nobody foresees."""
     rng = Random(seed)
     engine = engine or FakeEngine(length=heavy_tailed)
-    stream = make(engine=engine, scorer=scorer, pipeline=pipeline, **rollout)
-    size, n = stream.rollout_cfg.prompts_per_step, stream.rollout_cfg.n_samples_per_prompt
-    bound, queue = stream.pipeline_cfg.max_staleness, batches_ahead(stream.pipeline_cfg)
+    collector = make(engine=engine, scorer=scorer, pipeline=pipeline, **rollout)
+    size, n = collector.rollout_cfg.prompts_per_step, collector.rollout_cfg.n_samples_per_prompt
+    bound, queue = collector.pipeline_cfg.max_staleness, batches_ahead(collector.pipeline_cfg)
     trained: list[int] = []
     num_flat = num_too_old = 0
     step = engine.step
 
     def limited() -> list[Completion]:
         assert engine.num_steps < 400 * num_steps, "a batch is refused for ever"
-        num_open, version = len(stream._open), engine.weight_version
+        num_open, version = len(collector._buffer), engine.weight_version
         assert num_open <= (1 + queue) * size
-        gone = num_flat + num_too_old + stream._counting.num_dropped_groups
-        gone += stream._counting.num_too_old
-        assert stream.prompts.position - gone <= (version + bound + 1) * size
+        gone = num_flat + num_too_old + collector._counting.num_dropped_groups
+        gone += collector._counting.num_too_old
+        assert collector.prompts.position - gone <= (version + bound + 1) * size
         return step()
 
     engine.step = limited  # type: ignore[method-assign]
-    pumps = batches(stream, num_steps, num_pumps=lambda: rng.choice([0, 1, 3, 9, 40]))
+    pumps = batches(collector, num_steps, num_polls=lambda: rng.choice([0, 1, 3, 9, 40]))
     for version, groups in enumerate(pumps):
         seeds = {request.id: request.sampling.seed for request in engine.submitted}
-        counts = stream.counts
+        counts = collector.counts
         assert len(counts.staleness) == len(groups) == size
         assert all(0 <= staleness <= bound for staleness in counts.staleness)
         assert prompts_of(groups) == sorted(prompts_of(groups))
@@ -273,11 +279,11 @@ def check_contract(
         trained += prompts_of(groups)
         num_flat += counts.num_dropped_groups
         num_too_old += counts.num_too_old
-    num_flat += stream._counting.num_dropped_groups
-    num_too_old += stream._counting.num_too_old
-    still_open = prompts_of([entry.group for entry in stream._open])
+    num_flat += collector._counting.num_dropped_groups
+    num_too_old += collector._counting.num_too_old
+    still_open = prompts_of([entry.group for entry in collector._buffer])
     assert len(set(trained + still_open)) == len(trained + still_open)
-    drawn = stream.prompts.position
+    drawn = collector.prompts.position
     assert len(trained) + len(still_open) + num_flat + num_too_old == drawn
     assert pipeline["too_old"] == "drop" or num_too_old == 0
 
@@ -331,15 +337,15 @@ def bug_newest_first(deadlines: Any, is_complete: list[bool], **options: Any) ->
 def test_R19_planted_choice(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = {"max_staleness": 2, "async_queue_size": 2, "too_old": "wait"}
     check_contract(pipeline)
-    monkeypatch.setattr(stream_module, "choose", bug)
+    monkeypatch.setattr(collector_module, "choose", bug)
     with pytest.raises(AssertionError):
         check_contract(pipeline)
 
 
 @pytest.mark.parametrize("extra", [1, 4])
 def test_R19_planted_admission(extra: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = RolloutStream._room.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(RolloutStream, "_room", property(lambda self: room(self) + extra))
+    room = Collector._num_free_slots.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Collector, "_num_free_slots", property(lambda self: room(self) + extra))
     with pytest.raises(AssertionError):
         check_contract({"max_staleness": 1, "too_old": "wait"})
 
@@ -356,18 +362,19 @@ NUM_BIAS_STEPS = 400
 
 
 def test_R19_oversampling_has_no_length_bias() -> None:
-    rollout = Rollout(
+    rollout = Collector(
         engine=FakeEngine(length=heavy_tailed),
         scorer=FakeScorer(),
         prompts=CyclicPrompts(),
-        cfg=RolloutConfig.model_validate(BASE | {"oversample_prompts": 4}),
+        rollout_cfg=RolloutConfig.model_validate(BASE | {"oversample_prompts": 4}),
+        pipeline_cfg=PipelineConfig(),
         decode=str,
         seed=7,
     )
     trained: list[int] = []
     for step in range(NUM_BIAS_STEPS):
-        trained += prompts_of(rollout.collect(step))
-        left = prompts_of([entry.group for entry in rollout._open if entry.complete])
+        trained += prompts_of(collect(rollout, step))
+        left = prompts_of([entry.group for entry in rollout._buffer if entry.complete])
         assert max(trained[-4:]) < min(left, default=math.inf), "complete groups go oldest first"
     assert len(set(trained)) == len(trained) == 4 * NUM_BIAS_STEPS
     assert share_of_long(trained) == pytest.approx(1.0, abs=0.02)
@@ -375,12 +382,12 @@ def test_R19_oversampling_has_no_length_bias() -> None:
 
 @pytest.mark.parametrize("too_old", ["wait", "drop"])
 def test_R19_waiting_has_no_length_bias_and_dropping_has(too_old: str) -> None:
-    stream = make(pipeline={"max_staleness": 2, "async_queue_size": 2, "too_old": too_old})
+    collector = make(pipeline={"max_staleness": 2, "async_queue_size": 2, "too_old": too_old})
     trained: list[int] = []
     num_too_old = 0
-    for groups in batches(stream, NUM_BIAS_STEPS):
+    for groups in batches(collector, NUM_BIAS_STEPS):
         trained += prompts_of(groups)
-        num_too_old += stream.counts.num_too_old
+        num_too_old += collector.counts.num_too_old
     assert len(set(trained)) == len(trained) == 4 * NUM_BIAS_STEPS
     if too_old == "wait":
         assert num_too_old == 0
@@ -394,43 +401,46 @@ def test_R19_waiting_has_no_length_bias_and_dropping_has(too_old: str) -> None:
 
 
 def test_R19_room_is_filled_in_the_call_that_makes_it() -> None:
-    stream = make(engine=FakeEngine(length=lambda _: 1), dynamic_sampling=True)
-    engine = stream.engine
-    stream.admit(0)
-    assert len(stream._open) == 8, "two batches: one to train next, one ahead"
-    while not stream._counting.num_dropped_groups:
+    collector = make(engine=FakeEngine(length=lambda _: 1), dynamic_sampling=True)
+    engine = collector.engine
+    collect(collector, 0)
+    bring_weights(collector, 1)
+    collector.poll(0.0)
+    assert len(collector._buffer) == 8, "two batches: one to train next, one ahead"
+    collector._counting.num_dropped_groups = 0
+    while not collector._counting.num_dropped_groups:
         before = len(engine.submitted)
-        stream.pump(0.0)
-    dropped = stream._counting.num_dropped_groups
+        collector.poll(0.0)
+    dropped = collector._counting.num_dropped_groups
     assert len(engine.submitted) - before == 2 * dropped
-    assert len(stream._open) == 8
-    stream.take(0)
-    assert len(stream._open) == 4, "the batch in training leaves one ahead"
-    bring_weights(stream, 1)
-    stream.pump(0.0)
-    assert len(stream._open) == 8
+    assert len(collector._buffer) == 8
+    collect(collector, 1)
+    assert len(collector._buffer) == 4, "the batch in training leaves one ahead"
+    bring_weights(collector, 2)
+    collector.poll(0.0)
+    assert len(collector._buffer) == 8
 
 
 @pytest.mark.parametrize("too_old", ["wait", "drop"])
 def test_dynamic_sampling_gives_up_ahead_of_the_training_too(too_old: str) -> None:
-    stream = make(
+    collector = make(
         scorer=FakeScorer(lambda _: 1.0),
         pipeline={"too_old": too_old},
         dynamic_sampling=True,
         max_refill_rounds=3,
     )
-    for groups in batches(stream, 4):
+    for groups in batches(collector, 4):
         assert groups == []
-        assert stream.counts.num_refill_rounds == 2
-        assert stream.counts.num_dropped_groups >= 12
-        assert len(stream._open) >= 4, "sampling goes on while the loop does"
+        assert collector.counts.num_refill_rounds == 2
+        assert collector.counts.num_dropped_groups >= 12
+        assert len(collector._buffer) >= 4, "sampling goes on while the loop does"
 
 
 @pytest.mark.parametrize(("staleness", "queue", "expected"), [(3, 1, 1), (1, 3, 1), (2, 2, 2)])
 def test_how_far_ahead(staleness: int, queue: int, expected: int) -> None:
-    stream = make(pipeline={"max_staleness": staleness, "async_queue_size": queue})
-    for _ in batches(stream, 6):
-        assert len(stream._open) == 4 * expected
+    collector = make(pipeline={"max_staleness": staleness, "async_queue_size": queue})
+    for _ in batches(collector, 6):
+        assert len(collector._buffer) == 4 * expected
 
 
 # --- changes of weights ------------------------------------------------------------------------
@@ -455,17 +465,17 @@ def check_masks(groups: list[Group], version: int) -> int:
 @pytest.mark.parametrize("in_flight", ["pause", "abort", "finish"])
 def test_unfinished_samples_at_a_change_of_weights(in_flight: str) -> None:
     engine = FakeEngine(length=lambda request: 20 + draw(request.id) % 20)
-    stream = make(
+    collector = make(
         engine=engine,
         pipeline={"in_flight": in_flight, "max_staleness": 3, "async_queue_size": 3},
         mask_off_policy_tokens=True,
     )
     num_versions: list[int] = []
     num_resumed = num_carried = num_stale = 0
-    for version, groups in enumerate(batches(stream, 10)):
+    for version, groups in enumerate(batches(collector, 10)):
         num_versions += versions_of(groups)
         num_stale += check_masks(groups, version)
-        num_carried += stream.counts.num_carried_samples
+        num_carried += collector.counts.num_carried_samples
     for request in engine.submitted:
         num_resumed += request.resumed is not None
         assert request.priority == (-1 if request.resumed is not None else 0)
@@ -484,25 +494,25 @@ def test_unfinished_samples_at_a_change_of_weights(in_flight: str) -> None:
 @pytest.mark.parametrize("limit", [0, 1])
 def test_a_sample_interrupted_often_enough_finishes_first(limit: int, in_flight: str) -> None:
     """Before the next change of weights, which waits for it."""
-    stream = make(
+    collector = make(
         pipeline={"in_flight": in_flight, "max_staleness": 3, "async_queue_size": 3},
         max_aborted_count=limit,
     )
     calls: list[tuple[int, int]] = []
     num_versions: list[int] = []
     for version in range(8):
-        num_versions += versions_of(stream.take(version))
-        stream.before_sync(lambda *counts: calls.append(counts))
-        with pytest.raises(AssertionError, match="after_sync"):
-            stream.pump(0.0)
-        assert all(entry.aborted_count <= limit for entry in stream._open if not entry.generated)
-        stream.engine.weight_version = version + 1  # type: ignore[misc]
-        stream.after_sync(version + 1)
+        num_versions += versions_of(collect(collector, version))
+        with collector.pause(version + 1, lambda *counts: calls.append(counts)):
+            with pytest.raises(AssertionError, match="pause"):
+                collector.poll(0.0)
+            unfinished = [entry for entry in collector._buffer if not entry.generated]
+            assert all(entry.aborted_count <= limit for entry in unfinished)
+            collector.engine.weight_version = version + 1  # type: ignore[misc]
     assert calls
     assert all(finished <= wanted for finished, wanted in calls)
     most = 0 if in_flight == "finish" else limit
     assert max(num_versions) == most + 1
-    submitted = Counter(request.id for request in stream.engine.submitted)
+    submitted = Counter(request.id for request in collector.engine.submitted)
     assert max(submitted.values()) == 1 + most * (in_flight == "abort")
 
 
@@ -513,18 +523,18 @@ ENGINES: list[Callable[[], FakeEngine]] = [
     lambda: FakeEngine(length=heavy_tailed),
     lambda: LateEngine(length=heavy_tailed),
 ]
-STREAM = {"max_staleness": 2, "async_queue_size": 2, "in_flight": "abort"}
+AHEAD = {"max_staleness": 2, "async_queue_size": 2, "in_flight": "abort"}
 
 
 @pytest.mark.parametrize("make_engine", ENGINES, ids=["fake", "late"])
 def test_an_evaluation_in_between_changes_nothing(make_engine: Callable[[], FakeEngine]) -> None:
     """Neither groups nor counts, nor how often a sample was aborted."""
 
-    def evaluate_with(stream: RolloutStream) -> None:
+    def evaluate_with(collector: Collector) -> None:
         samples = evaluate(
             [prompt(number) for number in range(3)],
-            engine=stream.engine,
-            scorer=stream.scorer,
+            engine=collector.engine,
+            scorer=collector.scorer,
             cfg=EvaluationConfig(n_samples_per_prompt=2, max_completion_tokens=9),
             decode=str,
             seed=3,
@@ -532,51 +542,49 @@ def test_an_evaluation_in_between_changes_nothing(make_engine: Callable[[], Fake
         assert len(samples) == 6
 
     def trained(*, evaluates: bool) -> list[Any]:
-        stream = make(
-            engine=make_engine(), scorer=FakeScorer(delay=2), pipeline=STREAM, max_aborted_count=1
+        collector = make(
+            engine=make_engine(), scorer=FakeScorer(delay=2), pipeline=AHEAD, max_aborted_count=1
         )
         found: list[Any] = []
-        for version, groups in enumerate(batches(stream, 12)):
-            counts = stream.counts
+        for version, groups in enumerate(batches(collector, 12)):
+            counts = collector.counts
             found.append((as_values(groups), counts.num_generated_tokens, counts.num_engine_steps))
-            aborted = {entry.group.id: entry.aborted_count for entry in stream._open}
-            stream.suspend()
-            assert not stream.engine.has_unfinished
-            assert not stream.scorer.pending
-            if evaluates:
-                evaluate_with(stream)
-            stream.resume()
-            assert aborted == {entry.group.id: entry.aborted_count for entry in stream._open}
+            aborted = {entry.group.id: entry.aborted_count for entry in collector._buffer}
+            with collector.idle():
+                assert not collector.engine.has_unfinished
+                assert not collector.scorer.pending
+                if evaluates:
+                    evaluate_with(collector)
+            assert aborted == {entry.group.id: entry.aborted_count for entry in collector._buffer}
             assert version < 1 or aborted
         return found
 
     assert trained(evaluates=True) == trained(evaluates=False)
 
 
-def after(stream: RolloutStream, num_steps: int) -> RolloutStream:
-    """Suspended after so many steps, as for a checkpoint."""
-    for _ in batches(stream, num_steps):
+def state_after(collector: Collector, num_steps: int) -> Any:
+    """What a checkpoint holds after so many steps."""
+    for _ in batches(collector, num_steps):
         pass
-    stream.suspend()
-    return stream
+    with collector.idle():
+        return json.loads(json.dumps(collector.state_dict()))
 
 
 @pytest.mark.parametrize("make_engine", ENGINES, ids=["fake", "late"])
 @pytest.mark.parametrize("too_old", ["wait", "drop"])
-def test_R17_a_stream_goes_on_from_its_state(too_old: str, make_engine: Any) -> None:
-    def fresh() -> RolloutStream:
+def test_R17_a_collector_goes_on_from_its_state(too_old: str, make_engine: Any) -> None:
+    def fresh() -> Collector:
         return make(
             engine=make_engine(),
             scorer=FakeScorer(delay=2),
-            pipeline=STREAM | {"too_old": too_old},
+            pipeline=AHEAD | {"too_old": too_old},
             max_aborted_count=2,
         )
 
-    first = after(fresh(), 6)
-    saved = json.loads(json.dumps(first.state_dict()))
-    assert any(entry["requests"] for entry in saved["open"])
-    assert any(not entry["requests"] for entry in saved["open"])
-    first.resume()
+    first = fresh()
+    saved = state_after(first, 6)
+    assert any(entry["requests"] for entry in saved["groups"])
+    assert any(not entry["requests"] for entry in saved["groups"])
     expected = [as_values(groups) for groups in batches(first, 6, first=6)]
     second = fresh()
     second.load_state_dict(saved)
@@ -586,12 +594,11 @@ def test_R17_a_stream_goes_on_from_its_state(too_old: str, make_engine: Any) -> 
 
 
 def test_R17_planted_state_without_a_buffered_group() -> None:
-    first = after(make(pipeline=STREAM), 6)
-    saved = first.state_dict()
-    first.resume()
+    first = make(pipeline=AHEAD)
+    saved = state_after(first, 6)
     expected = [as_values(groups) for groups in batches(first, 3, first=6)]
-    saved["open"] = [entry for entry in saved["open"] if entry["requests"]]
-    second = make(pipeline=STREAM)
+    saved["groups"] = [entry for entry in saved["groups"] if entry["requests"]]
+    second = make(pipeline=AHEAD)
     second.load_state_dict(saved)
     second.prompts.position = saved["num_started"]
     second.engine.weight_version = 6  # type: ignore[misc]
@@ -600,10 +607,11 @@ def test_R17_planted_state_without_a_buffered_group() -> None:
 
 @pytest.mark.parametrize("too_old", ["wait", "drop"])
 def test_a_run_that_goes_on_with_less_staleness_drops_what_cannot_meet_it(too_old: str) -> None:
-    first = after(make(pipeline={"max_staleness": 5, "async_queue_size": 5}), 8)
-    num_open = len(first._open)
+    first = make(pipeline={"max_staleness": 5, "async_queue_size": 5})
+    saved = state_after(first, 8)
+    num_open = len(first._buffer)
     second = make(pipeline={"max_staleness": 1, "too_old": too_old})
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(saved)
     second.prompts.position = first.prompts.position
     second.engine.weight_version = 8  # type: ignore[misc]
     dropped = 0
@@ -612,24 +620,25 @@ def test_a_run_that_goes_on_with_less_staleness_drops_what_cannot_meet_it(too_ol
         assert max(second.counts.staleness) <= 1
         dropped += second.counts.num_too_old
     assert 0 < dropped <= num_open
-    assert not second._open._discarded
+    assert not second._buffer._discarded
 
 
-def test_an_oversampled_rollout_may_go_on_as_a_stream() -> None:
-    rollout = Rollout(
+def test_an_oversampled_run_may_be_resumed_ahead() -> None:
+    rollout = Collector(
         engine=FakeEngine(length=heavy_tailed),
         scorer=FakeScorer(),
         prompts=CyclicPrompts(),
-        cfg=RolloutConfig.model_validate(BASE | {"oversample_prompts": 4}),
+        rollout_cfg=RolloutConfig.model_validate(BASE | {"oversample_prompts": 4}),
+        pipeline_cfg=PipelineConfig(),
         decode=str,
         seed=7,
     )
-    trained = prompts_of(rollout.collect(1))
-    stream = make()
-    stream.load_state_dict(json.loads(json.dumps(rollout.state_dict())))
-    stream.prompts.position = rollout.prompts.position
-    stream.engine.weight_version = 1  # type: ignore[misc]
-    for groups in batches(stream, 5, first=1):
+    trained = prompts_of(collect(rollout, 1))
+    collector = make()
+    collector.load_state_dict(json.loads(json.dumps(rollout.state_dict())))
+    collector.prompts.position = rollout.prompts.position
+    collector.engine.weight_version = 1  # type: ignore[misc]
+    for groups in batches(collector, 5, first=1):
         trained += prompts_of(groups)
     assert set(range(8)) < set(trained)
     assert len(set(trained)) == len(trained)
@@ -638,50 +647,51 @@ def test_an_oversampled_rollout_may_go_on_as_a_stream() -> None:
 # --- a thread ----------------------------------------------------------------------------------
 
 
-def test_a_thread_pumps_while_the_caller_trains() -> None:
-    stream = make(scorer=FakeScorer(delay=3))
+def test_a_thread_polls_while_the_caller_trains() -> None:
+    collector = make(scorer=FakeScorer(delay=3))
     threads = set[int]()
-    step = stream.engine.step
+    step = collector.engine.step
 
     def noted() -> list[Completion]:
         threads.add(get_ident())
         return step()
 
-    stream.take(0)
-    stream.engine.step = noted  # type: ignore[method-assign]
-    with stream.in_background():
-        for call in (lambda: stream.pump(0.0), lambda: stream.take(1), stream.suspend):
-            with pytest.raises(AssertionError, match="in_background"):
+    collect(collector, 0)
+    collector.engine.step = noted  # type: ignore[method-assign]
+    with collector.background():
+        idle = collector.idle()
+        for call in (lambda: collector.poll(0.0), lambda: collect(collector, 1), idle.__enter__):
+            with pytest.raises(AssertionError, match="background"):
                 call()
-        while stream._is_busy:  # until all that may be begun is complete
+        while collector._is_busy:  # until all that may be begun is complete
             time.sleep(0.001)
     assert len(threads) == 1
     assert threads != {get_ident()}
-    bring_weights(stream, 1)
-    num_steps = stream.engine.num_steps
-    assert len(stream.take(1)) == 4
-    assert stream.engine.num_steps == num_steps, "the batch was there"
+    bring_weights(collector, 1)
+    num_steps = collector.engine.num_steps
+    assert len(collect(collector, 1)) == 4
+    assert collector.engine.num_steps == num_steps, "the batch was there"
 
 
 class Broken(RuntimeError): ...
 
 
 def test_an_error_of_the_thread_reaches_the_caller() -> None:
-    stream = make()
+    collector = make()
     failed = Event()
 
     def fails() -> list[Completion]:
         failed.set()
         raise Broken("engine")
 
-    stream.take(0)
-    stream.engine.step = fails  # type: ignore[method-assign]
-    with pytest.raises(Broken), stream.in_background():
+    collect(collector, 0)
+    collector.engine.step = fails  # type: ignore[method-assign]
+    with pytest.raises(Broken), collector.background():
         assert failed.wait(10)
     failed.clear()
 
     def trains() -> None:
-        with stream.in_background():
+        with collector.background():
             assert failed.wait(10)
             raise ZeroDivisionError
 
@@ -689,7 +699,7 @@ def test_an_error_of_the_thread_reaches_the_caller() -> None:
         trains()
     assert "Broken" in caught.value.__notes__[0]
     with pytest.raises(Broken):
-        stream.pump(0.0)
+        collector.poll(0.0)
 
 
 # --- failures, size, metrics -------------------------------------------------------------------
@@ -707,8 +717,8 @@ def test_R12_failures_are_counted_and_carry_no_reward(too_old: str) -> None:
     def is_refused(request_id: str) -> bool:
         return draw("refused", request_id) % 11 == 0
 
-    stream = make(scorer=FakeScorer(delay=2, fails=fails), pipeline={"too_old": too_old})
-    step = stream.engine.step
+    collector = make(scorer=FakeScorer(delay=2, fails=fails), pipeline={"too_old": too_old})
+    step = collector.engine.step
     num_calls = 0
 
     def breaks_now_and_then() -> list[Completion]:
@@ -722,14 +732,14 @@ def test_R12_failures_are_counted_and_carry_no_reward(too_old: str) -> None:
                 completion.stop_reason, completion.error = StopReason.ERROR, "too long"
         return completions
 
-    stream.engine.step = breaks_now_and_then  # type: ignore[method-assign]
+    collector.engine.step = breaks_now_and_then  # type: ignore[method-assign]
     expected: Counter[FailureKind | None] = Counter()
     counted: Counter[FailureKind | None] = Counter()
     for version in range(40):
         groups = None
         while groups is None:
             try:
-                groups = stream.take(version)
+                groups = collect(collector, version)
             except Broken:
                 continue
         samples = [sample for group in groups for sample in group.samples]
@@ -739,10 +749,10 @@ def test_R12_failures_are_counted_and_carry_no_reward(too_old: str) -> None:
             assert sample.failure == failure
             assert (sample.reward is None) == (failure is not None)
             expected[failure] += 1
-        scalars = to_scalars(rollout_metrics(groups, stream.counts))
+        scalars = to_scalars(rollout_metrics(groups, collector.counts))
         counted.update({kind: int(scalars[f"rollout/failed/{kind}"]) for kind in FailureKind})
         counted[None] += int(scalars["rollout/valid"])
-        bring_weights(stream, version + 1)
+        bring_weights(collector, version + 1)
     assert counted == expected
     assert all(expected[kind] for kind in FailureKind)
 
@@ -766,7 +776,7 @@ def held(thing: Any, seen: set[int] | None = None) -> int:
 
 @pytest.mark.parametrize("too_old", ["wait", "drop"])
 def test_R16_a_long_run_holds_no_more_than_a_short_one(too_old: str) -> None:
-    stream = make(
+    collector = make(
         pipeline={"max_staleness": 2, "async_queue_size": 2, "too_old": too_old},
         scorer=FakeScorer(delay=2),
         dynamic_sampling=True,
@@ -774,17 +784,17 @@ def test_R16_a_long_run_holds_no_more_than_a_short_one(too_old: str) -> None:
         prompts_per_step=2,
     )
     sizes: list[int] = []
-    for step, _ in enumerate(batches(stream, 2_000)):
-        stream.engine.submitted.clear()
+    for step, _ in enumerate(batches(collector, 2_000)):
+        collector.engine.submitted.clear()
         if step % 5 == 0:
-            sizes.append(held(stream))
+            sizes.append(held(collector))
     assert max(sizes[200:]) <= 1.5 * max(sizes[:40])
-    assert len(stream._open._discarded) <= 2
+    assert len(collector._buffer._discarded) <= 2
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_scores_of_dropped_groups_are_passed_over(dynamic: bool) -> None:
-    stream = make(
+    collector = make(
         engine=FakeEngine(length=lambda _: 1),
         scorer=FakeScorer(delay=40),
         pipeline={"too_old": "drop"},
@@ -793,19 +803,19 @@ def test_scores_of_dropped_groups_are_passed_over(dynamic: bool) -> None:
     )
     num_awaited = 0
     for version in range(20):
-        assert len(stream.take(version)) == 4
-        bring_weights(stream, version + 1)
-        num_awaited += len(stream._open._discarded)
+        assert len(collect(collector, version)) == 4
+        bring_weights(collector, version + 1)
+        num_awaited += len(collector._buffer._discarded)
     assert num_awaited, "a group must be dropped before its scores come"
-    stream.suspend()
-    assert not stream._open._discarded
+    with collector.idle():
+        assert not collector._buffer._discarded
 
 
-def test_the_stream_says_how_far_it_was_ahead() -> None:
-    stream = make(pipeline={"max_staleness": 2, "async_queue_size": 2})
+def test_the_collector_says_how_far_it_was_ahead() -> None:
+    collector = make(pipeline={"max_staleness": 2, "async_queue_size": 2})
     seen: list[int] = []
-    for groups in batches(stream, 6):
-        counts = stream.counts
+    for groups in batches(collector, 6):
+        counts = collector.counts
         scalars = to_scalars(rollout_metrics(groups, counts))
         assert scalars["rollout/staleness/mean"] == sum(counts.staleness) / 4
         assert scalars["rollout/staleness/max"] == max(counts.staleness)

@@ -20,10 +20,9 @@ from hone.engine import EmbeddedEngine
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest
 from hone.models.tiny import make_tiny_model
+from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
-from hone.rollout.rollout import Rollout
 from hone.rollout.state import group_to_dict
-from hone.rollout.stream import RolloutStream
 from hone.types import Prompt
 from tests.rollout.fakes import FakeScorer
 
@@ -88,63 +87,65 @@ def parts(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def make_stream(model: PreTrainedModel, **pipeline: Any) -> RolloutStream:
-    return RolloutStream(
+def make_ahead(model: PreTrainedModel, **pipeline: Any) -> Collector:
+    return Collector(
         rollout_cfg=RolloutConfig.model_validate(OPTIONS),
         pipeline_cfg=PipelineConfig.model_validate({"enabled": True} | pipeline),
         **parts(model),
     )
 
 
-def batches(stream: RolloutStream, versions: range, num_pumps: int) -> Iterator[Any]:
+def batches(ahead: Collector, versions: range, num_polls: int) -> Iterator[Any]:
     for version in versions:
-        yield [group_to_dict(group) for group in stream.take(version)]
-        for _ in range(num_pumps):
-            stream.pump(0.0)
-        stream.before_sync()
-        set_weights(stream.engine, version + 1)  # type: ignore[arg-type]
-        stream.after_sync(version + 1)
+        yield [group_to_dict(group) for group in ahead.collect(version + 1)]
+        for _ in range(num_polls):
+            ahead.poll(0.0)
+        with ahead.pause(version + 1):
+            set_weights(ahead.engine, version + 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("in_flight", ["pause", "abort", "finish"])
 def test_R19_staleness_0_is_bit_for_bit_the_synchronous_run(
     make_model: Callable[[], PreTrainedModel], in_flight: str
 ) -> None:
-    rollout = Rollout(cfg=RolloutConfig.model_validate(OPTIONS), **parts(make_model()))
-    stream = make_stream(make_model(), max_staleness=0, in_flight=in_flight)
+    rollout = Collector(
+        rollout_cfg=RolloutConfig.model_validate(OPTIONS),
+        pipeline_cfg=PipelineConfig(),
+        **parts(make_model()),
+    )
+    ahead = make_ahead(make_model(), max_staleness=0, in_flight=in_flight)
     set_weights(rollout.engine, 0)  # type: ignore[arg-type]
-    set_weights(stream.engine, 0)  # type: ignore[arg-type]
+    set_weights(ahead.engine, 0)  # type: ignore[arg-type]
     num_dropped = num_truncated = 0
-    for version, actual in enumerate(batches(stream, range(5), num_pumps=2)):
+    for version, actual in enumerate(batches(ahead, range(5), num_polls=2)):
         expected = [group_to_dict(group) for group in rollout.collect(version + 1)]
         assert actual == expected
         for name in COUNTED:
-            assert getattr(stream.counts, name) == getattr(rollout.counts, name), name
-        num_dropped += stream.counts.num_dropped_groups
+            assert getattr(ahead.counts, name) == getattr(rollout.counts, name), name
+        num_dropped += ahead.counts.num_dropped_groups
         num_truncated += sum(s["stop_reason"] == "length" for g in actual for s in g["samples"])
         set_weights(rollout.engine, version + 1)  # type: ignore[arg-type]
     assert num_dropped
     assert num_truncated
-    assert stream.prompts.position == rollout.prompts.position
+    assert ahead.prompts.position == rollout.prompts.position
 
 
 @pytest.mark.parametrize("in_flight", ["pause", "abort"])
-def test_R17_a_stream_goes_on_bit_for_bit(
+def test_R17_a_collector_goes_on_bit_for_bit(
     make_model: Callable[[], PreTrainedModel], in_flight: str
 ) -> None:
     pipeline = {"max_staleness": 2, "async_queue_size": 2, "in_flight": in_flight}
-    first, second = (make_stream(make_model(), **pipeline) for _ in range(2))
+    first, second = (make_ahead(make_model(), **pipeline) for _ in range(2))
     set_weights(first.engine, 0)  # type: ignore[arg-type]
-    begun = list(batches(first, range(3), num_pumps=2))
-    first.suspend()
-    state = json.loads(json.dumps(first.state_dict()))
-    assert any(r["resumed"] for entry in state["open"] for r in entry["requests"].values())
+    begun = list(batches(first, range(3), num_polls=2))
+    with first.idle():
+        state = json.loads(json.dumps(first.state_dict()))
+    assert any(r["resumed"] for entry in state["groups"] for r in entry["requests"].values())
     second.load_state_dict(state)
     second.prompts.position = first.prompts.position
-    first.resume()
     set_weights(second.engine, 3)  # type: ignore[arg-type]
-    expected = list(batches(first, range(3, 6), num_pumps=2))
-    actual = list(batches(second, range(3, 6), num_pumps=2))
+    expected = list(batches(first, range(3, 6), num_polls=2))
+    actual = list(batches(second, range(3, 6), num_polls=2))
     assert actual == expected
     versions = [
         {v for s in g["samples"] for v in s["weight_versions"]} for step in begun for g in step

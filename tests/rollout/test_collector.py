@@ -10,29 +10,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
 from hone.observe.metrics import to_scalars
 from hone.rewards.scorer import FailureRateError
+from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.metrics import rollout_metrics
 from hone.rollout.requests import request_seed
-from hone.rollout.rollout import Rollout
 from hone.rollout.state import group_to_dict
 from hone.types import FailureKind, Group, Prompt, Reward, Sample, StopReason
-from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, draw, prompt
+from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, collect, draw, prompt
 
 
 def make(
     scorer: FakeScorer | None = None, engine: FakeEngine | None = None, **options: Any
-) -> Rollout:
+) -> Collector:
     cfg = RolloutConfig.model_validate(
         {"prompts_per_step": 4, "n_samples_per_prompt": 3, "max_completion_tokens": 12} | options
     )
-    return Rollout(
+    return Collector(
         engine=engine or FakeEngine(),
         scorer=scorer or FakeScorer(),
         prompts=CyclicPrompts(),
-        cfg=cfg,
+        rollout_cfg=cfg,
+        pipeline_cfg=PipelineConfig(),
         decode=lambda ids: " ".join(map(str, ids)),
         seed=7,
     )
@@ -57,9 +59,9 @@ def check_groups(groups: list[Group], *, size: int) -> None:
 
 
 def test_a_step_has_all_its_groups_in_prompt_order() -> None:
-    rollout = make()
+    collector = make()
     for step in range(3):
-        groups = rollout.collect(step)
+        groups = collect(collector, step)
         check_groups(groups, size=3)
         assert [g.prompt.id for g in groups] == [f"data:{step * 4 + i}" for i in range(4)]
 
@@ -86,24 +88,24 @@ def test_a_step_ends_early_only_where_it_would_fail(
     early = make(FakeScorer(delay=delay, fails=fails), **options)
     early.max_failure_rate = limit
     for step in range(3):
-        samples = [sample for group in whole.collect(step) for sample in group.samples]
+        samples = [sample for group in collect(whole, step) for sample in group.samples]
         num_failed = sum(sample.failure is not None for sample in samples)
         if num_failed <= limit * len(samples):
-            early.collect(step)
+            collect(early, step)
             continue
         if not (oversample or dynamic):
             with pytest.raises(FailureRateError, match="of 12 samples have no reward"):
-                early.collect(step)
+                collect(early, step)
         return
 
 
 def test_a_step_does_not_wait_for_scores_that_cannot_save_it() -> None:
     """Five of twelve may fail, and the sixth that does ends the step."""
     scorer = FakeScorer(delay=10**4, fails=lambda _: FailureKind.TIMEOUT)
-    rollout = make(scorer)
-    rollout.max_failure_rate = 5 / 12
+    collector = make(scorer)
+    collector.max_failure_rate = 5 / 12
     with pytest.raises(FailureRateError) as caught:
-        rollout.collect(0)
+        collect(collector, 0)
     assert len(caught.value.samples) == 6
     assert scorer.pending == 6
 
@@ -114,42 +116,41 @@ def test_the_speed_of_scoring_changes_nothing(delay: int, oversample: int, dynam
     options = {"oversample_prompts": oversample, "dynamic_sampling": dynamic}
     fast, slow = make(**options), make(FakeScorer(delay=delay), **options)
     for step in range(4):
-        expected, actual = fast.collect(step), slow.collect(step)
+        expected, actual = collect(fast, step), collect(slow, step)
         assert tokens(actual) == tokens(expected)
         check_groups(actual, size=3)
 
 
 def test_dynamic_sampling_keeps_only_groups_that_teach() -> None:
-    rollout = make(dynamic_sampling=True)
+    collector = make(dynamic_sampling=True)
     dropped = 0
     for step in range(5):
-        groups = rollout.collect(step)
+        groups = collect(collector, step)
         assert len(groups) == 4
         for group in groups:
             assert len({sample.reward.total for sample in group.samples if sample.reward}) > 1
-        dropped += rollout.counts.num_dropped_groups
+        dropped += collector.counts.num_dropped_groups
     assert dropped > 0
 
 
 def test_dynamic_sampling_gives_up_after_its_rounds() -> None:
-    rollout = make(FakeScorer(lambda _: 1.0), dynamic_sampling=True, max_refill_rounds=3)
-    assert rollout.collect(0) == []
-    assert rollout.counts.num_dropped_groups == 12
-    assert rollout.counts.num_refill_rounds == 2
+    collector = make(FakeScorer(lambda _: 1.0), dynamic_sampling=True, max_refill_rounds=3)
+    assert collect(collector, 0) == []
+    assert collector.counts.num_dropped_groups == 12
+    assert collector.counts.num_refill_rounds == 2
 
 
 def test_unfinished_samples_go_on_from_their_tokens() -> None:
     """Whatever is carried over ends as the same sample an uninterrupted run would have drawn."""
     engine = FakeEngine(end_every=15)
-    rollout = make(engine=engine, oversample_prompts=4, max_completion_tokens=40)
+    collector = make(engine=engine, oversample_prompts=4, max_completion_tokens=40)
     seen: dict[str, list[list[int]]] = {}
     carried = 0
     for step in range(8):
-        engine.weight_version = step
-        groups = rollout.collect(step)
+        groups = collect(collector, step)
         check_groups(groups, size=3)
         assert len(groups) == 4
-        carried += rollout.counts.num_carried_samples
+        carried += collector.counts.num_carried_samples
         seen |= dict(tokens(groups))
     assert carried > 0
     seeds = {r.id: r.sampling.seed for r in engine.submitted}
@@ -163,11 +164,11 @@ def test_unfinished_samples_go_on_from_their_tokens() -> None:
 
 def test_the_engine_is_counted_step_by_step() -> None:
     engine = FakeEngine()
-    rollout = make(engine=engine)
+    collector = make(engine=engine)
     seen = 0
     for step in range(3):
-        groups = rollout.collect(step)
-        counts = rollout.counts
+        groups = collect(collector, step)
+        counts = collector.counts
         sampled = sum(len(sample.token_ids) for group in groups for sample in group.samples)
         assert counts.num_generated_tokens == sampled
         seen += counts.num_engine_steps
@@ -178,40 +179,42 @@ def test_the_engine_is_counted_step_by_step() -> None:
         assert "time/reward/p99_s" not in scalars
 
 
-def in_flight(rollout: Rollout) -> list[str]:
+def in_flight(collector: Collector) -> list[str]:
     """Prompts that were drawn but are not part of any step yet."""
-    return [entry["group"]["prompt"]["id"] for entry in rollout.state_dict()["open"]]
+    return [entry["group"]["prompt"]["id"] for entry in collector.state_dict()["groups"]]
 
 
 def test_each_prompt_is_used_once_when_samples_are_carried_over() -> None:
-    rollout = make(engine=FakeEngine(end_every=15), oversample_prompts=5, max_completion_tokens=40)
-    used = [group.prompt.id for step in range(10) for group in rollout.collect(step)]
-    waiting = in_flight(rollout)
+    collector = make(
+        engine=FakeEngine(end_every=15), oversample_prompts=5, max_completion_tokens=40
+    )
+    used = [group.prompt.id for step in range(10) for group in collect(collector, step)]
+    waiting = in_flight(collector)
     assert len(set(used + waiting)) == len(used + waiting)
-    drawn = {f"data:{i}" for i in range(rollout.prompts.position)}
+    drawn = {f"data:{i}" for i in range(collector.prompts.position)}
     assert set(used + waiting) == drawn
 
 
 def test_a_sample_aborted_often_enough_is_waited_for() -> None:
     engine = FakeEngine(length=lambda request: 90 if request.prompt_ids[2] % 4 == 3 else 2)
-    rollout = make(
+    collector = make(
         engine=engine, oversample_prompts=4, max_completion_tokens=200, max_aborted_count=1
     )
-    first = set(in_flight(_after(rollout, steps=1)))
-    second = set(in_flight(_after(rollout, steps=1, start=1)))
+    first = set(in_flight(_after(collector, steps=1)))
+    second = set(in_flight(_after(collector, steps=1, start=1)))
     assert first
     assert not first & second
 
 
-def _after(rollout: Rollout, *, steps: int, start: int = 0) -> Rollout:
+def _after(collector: Collector, *, steps: int, start: int = 0) -> Collector:
     for step in range(start, start + steps):
-        rollout.collect(step)
-    return rollout
+        collect(collector, step)
+    return collector
 
 
 def test_tokens_before_an_interruption_are_masked_on_request() -> None:
     engine = FakeEngine(end_every=15)
-    rollout = make(
+    collector = make(
         engine=engine,
         oversample_prompts=4,
         max_completion_tokens=40,
@@ -219,8 +222,7 @@ def test_tokens_before_an_interruption_are_masked_on_request() -> None:
     )
     masked = num_stale = 0
     for step in range(6):
-        engine.weight_version = step
-        for group in rollout.collect(step):
+        for group in collect(collector, step):
             for sample in group.samples:
                 newest = sample.weight_versions[-1]
                 assert sample.loss_mask == [v == newest for v in sample.weight_versions]
@@ -311,8 +313,8 @@ def test_counts_of_processes_become_those_of_the_run() -> None:
 
 @pytest.mark.parametrize("policy", ["train", "mask"])
 def test_R20_truncated_follows_the_stop_reason(policy: str) -> None:
-    rollout = make(max_completion_tokens=3, truncated_samples=policy)
-    samples = [sample for group in rollout.collect(0) for sample in group.samples]
+    collector = make(max_completion_tokens=3, truncated_samples=policy)
+    samples = [sample for group in collect(collector, 0) for sample in group.samples]
     assert {sample.truncated for sample in samples} == {True, False}
     for sample in samples:
         trained = policy == "train" or not sample.truncated
@@ -322,7 +324,7 @@ def test_R20_truncated_follows_the_stop_reason(policy: str) -> None:
 def test_R17_state_goes_through_json_and_back() -> None:
     """Of samples that are under way, too: tokens, log-probabilities and the weights of each."""
 
-    def fresh() -> Rollout:
+    def fresh() -> Collector:
         return make(
             engine=FakeEngine(end_every=15),
             oversample_prompts=4,
@@ -330,30 +332,29 @@ def test_R17_state_goes_through_json_and_back() -> None:
             max_aborted_count=2,
         )
 
-    def collect(rollout: Rollout, steps: range) -> list[Any]:
+    def collected(collector: Collector, steps: range) -> list[Any]:
         found: list[Any] = []
         for step in steps:
-            rollout.engine.weight_version = step  # type: ignore[misc]
-            found += [group_to_dict(group) for group in rollout.collect(step)]
+            found += [group_to_dict(group) for group in collect(collector, step)]
         return found
 
-    expected = collect(fresh(), range(8))
+    expected = collected(fresh(), range(8))
     assert any(
         len(set(sample["weight_versions"])) > 1 for group in expected for sample in group["samples"]
     )
     for num_steps in range(1, 8):
         first, second = fresh(), fresh()
-        actual = collect(first, range(num_steps))
+        actual = collected(first, range(num_steps))
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         second.prompts.position = first.prompts.position
-        assert actual + collect(second, range(num_steps, 8)) == expected
+        assert actual + collected(second, range(num_steps, 8)) == expected
 
 
 def test_R12_failed_samples_keep_their_place_but_no_reward() -> None:
     def fails(sample: Sample) -> FailureKind | None:
         return FailureKind.TIMEOUT if draw("fail", sample.id) % 4 == 0 else None
 
-    groups = make(FakeScorer(fails=fails)).collect(0)
+    groups = collect(make(FakeScorer(fails=fails)), 0)
     samples = [sample for group in groups for sample in group.samples]
     failed = [sample for sample in samples if sample.failure]
     assert failed
@@ -373,11 +374,11 @@ def test_R21_each_sample_of_a_run_has_a_seed_of_its_own(prompts_per_step: int) -
     """Whatever batch its prompt is drawn in, and however often that comes."""
 
     def seeds(prompts_per_step: int) -> list[int]:
-        rollout = make(prompts_per_step=prompts_per_step)
-        rollout._open.prompts = RepeatedPrompts()
+        collector = make(prompts_per_step=prompts_per_step)
+        collector._buffer.prompts = RepeatedPrompts()
         for step in range(12 // prompts_per_step):
-            rollout.collect(step)
-        return [request.sampling.seed for request in rollout.engine.submitted]  # type: ignore[attr-defined]
+            collect(collector, step)
+        return [request.sampling.seed for request in collector.engine.submitted]  # type: ignore[attr-defined]
 
     found = seeds(prompts_per_step)
     assert len(set(found)) == len(found) == 12 * 3

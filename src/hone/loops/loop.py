@@ -1,12 +1,10 @@
-"""The synchronous loop: generate, score, train, sync, one after the other.
+"""The loop of reinforcement learning: collect, train, push, once a step.
 
-With several processes all run this same sentence. Each generates and scores its share of the
-groups and then knows all of them, so that what follows from them is equal in all. Where engines
-have devices of their own, the first process drives them and tells the others.
-
-Every sample of a step is drawn with the weights of that step, so training is on-policy. `step`
-counts updates: the row and the checkpoint of step s describe the policy after s updates, which is
-weight version s.
+SPMD: every training process runs this loop. `step` counts updates: the row and the checkpoint of
+step s describe the policy after s updates, which is weight version s. With `pipeline.enabled` the
+engines sample during training too, and a step takes as long as the slower of both sides;
+`generate` is then the time in which training waits for samples. With a staleness of 0 that is the
+synchronous run.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ __all__ = ["train"]
 
 
 def train(parts: RLParts) -> Outcome:
-    """The loop. Returns after `run.steps` updates or, on Ctrl-C, after the step in progress."""
+    """Train until `run.steps` updates are done or, on Ctrl-C, the step in progress."""
     cfg, first = parts.cfg, parts.launch.steps_done
     span, done, is_gated = parts.recorder.spans.span, first, False
     with Interrupt(parts.launch.mesh, STOPPING) as interrupt:
-        end = StepEnd(parts, interrupt, readable=parts.training)
+        end = StepEnd(parts, interrupt)
         parts.weights.push(version=first)
         if end.stops_at_start(first):
             return Outcome(first, stopped_by=interrupt.number)
@@ -33,17 +31,17 @@ def train(parts: RLParts) -> Outcome:
         for step in range(first + 1, cfg.run.steps + 1):
             parts.launch.watch.begin_step(step)
             with span("generate"), parts.core_for_rewards():
-                groups = parts.rollout.collect(step, parts.recorder.progress)
+                groups = parts.collector.collect(step, parts.recorder.progress)
                 parts.recorder.sampled(step, groups)
                 check_failure_rate(samples_of(groups), cfg.reward.max_failure_rate)
-            with parts.training():
+            with parts.phase("train", step):
                 with span("experience"):
                     rows, metrics = parts.models.prepare(parts.algorithm, groups, version=step - 1)
                     gated = {} if is_gated else gate(parts, rows)
                     is_gated, metrics = is_gated or bool(gated), metrics | gated
                 with span("train"):
                     metrics |= parts.trainer.update(rows)
-            with span("sync"):
+            with parts.phase("push", step), span("sync"):
                 sync = parts.weights.push(version=step)
             done = step
             if end.finish(step, metrics, groups=groups, rows=rows, sync=sync):

@@ -1,7 +1,7 @@
-"""Groups from the draw of their prompt until they are handed out.
+"""The groups between the draw of their prompt and the step that trains them.
 
-A group's requests go to an engine, what comes back goes to the scorer, and what that returns goes
-into the group. Who begins how many and hands out which is decided elsewhere.
+A group's requests go to the engine, its completions to the scorer, its scored samples into the
+group. The collector decides how many groups are started and which of them make a step.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from hone.types import (
 
 __all__ = [
     "SCORE_WAIT_S",
-    "OpenGroup",
-    "OpenGroups",
+    "Buffer",
+    "InFlightGroup",
     "Progress",
     "PromptSource",
     "SampleScorer",
     "apply_masks",
     "check_failures",
-    "teaches",
+    "has_reward_variance",
 ]
 
 Progress = Callable[[int, int], None]
@@ -71,24 +71,27 @@ class SampleScorer(Protocol):
 
 
 @dataclass(slots=True)
-class OpenGroup:
-    """A group that has been begun: samples come in by index, requests go out."""
+class InFlightGroup:
+    """A group whose prompt has been drawn and which is not trained yet."""
 
     group: Group
     requests: dict[int, Request]
-    """Not finished by the engine yet; after an abort they hold what was sampled."""
+    """Those that the engine has not finished; after an abort they hold the tokens so far."""
     order: int
-    """Running number of the group; groups are handed out in this order."""
-    begun: int
-    """Version of the weights under which it was begun."""
-    owner: int = 0
-    """The process that generates it in this step. Others learn of it when it is complete, or when
-    the step ends."""
+    """Running number of the group; a step trains its groups in this order."""
+    start_version: int
+    """Version of the weights when it was submitted first."""
+    rank: int = 0
+    """The process that generates it. The others receive it when it is complete, or when the step
+    ends."""
     aborted_count: int = 0
-    """Changes of weights, or ends of a step, that found it unfinished."""
+    """Changes of weights, or ends of a step, that interrupted it."""
     unscored: int = 0
+    """Samples that are with the scorer."""
     is_shared: bool = False
-    """All processes know all of it."""
+    """All processes hold all of its samples."""
+    is_kept: bool = False
+    """Complete, and chosen for the step that is being collected."""
 
     @property
     def generated(self) -> bool:
@@ -104,20 +107,20 @@ class OpenGroup:
         return len(self.group.samples) + self.unscored
 
     def is_overdue(self, max_aborted_count: int | None) -> bool:
-        """Whether it has been interrupted so often that it must be left to finish."""
+        """Whether it has been interrupted so often that it must finish before the next time."""
         limit = max_aborted_count
         return limit is not None and self.aborted_count >= limit and not self.generated
 
-    def put_first(self) -> None:
-        """Let what is unfinished go before fresh requests."""
+    def prioritise(self) -> None:
+        """Let the engine admit it before groups that have no tokens yet."""
         self.requests = {i: replace(r, priority=-1) for i, r in self.requests.items()}
 
 
 @dataclass(slots=True)
-class OpenGroups:
-    """The groups that have been begun and not handed out, by id and in the order of their draw.
+class Buffer:
+    """Groups that have been started and not trained, by id, in the order of their draw.
 
-    All requests of the engine and all samples of the scorer are theirs.
+    All requests of the engine and all samples of the scorer belong to them.
     """
 
     engine: SamplingEngine
@@ -127,15 +130,15 @@ class OpenGroups:
     decode: Decode
     seed: int
     counts: RolloutCounts = field(default_factory=RolloutCounts)
-    """Where everything is counted; replaced by whoever wants to begin anew."""
-    by_id: dict[str, OpenGroup] = field(default_factory=dict[str, OpenGroup])
+    """What is added to; whoever starts a new count replaces it."""
+    by_id: dict[str, InFlightGroup] = field(default_factory=dict[str, InFlightGroup])
     num_failed: int = 0
     """Samples that the scorer has returned without a reward."""
     _num_started: int = 0
-    _discarded: dict[str, OpenGroup] = field(default_factory=dict[str, OpenGroup])
-    """What engine or scorer may still return of groups that nobody wants any more."""
+    _discarded: dict[str, InFlightGroup] = field(default_factory=dict[str, InFlightGroup])
+    """Dropped groups of which engine or scorer may still return something."""
     _counted: tuple[EngineStats, ScorerStats, float] = field(init=False)
-    """What engine and scorer had counted when it was last taken over, and when that was."""
+    """The totals of engine and scorer that are in `counts` already, and when they were read."""
 
     def __post_init__(self) -> None:
         self.start_counting()
@@ -143,14 +146,14 @@ class OpenGroups:
     def __len__(self) -> int:
         return len(self.by_id)
 
-    def __iter__(self) -> Iterator[OpenGroup]:
+    def __iter__(self) -> Iterator[InFlightGroup]:
         return iter(self.by_id.values())
 
     # -- into the engine -------------------------------------------------------------------------
 
-    def begin(self, num_prompts: int, *, step: int, version: int) -> list[OpenGroup]:
-        """Draw prompts and open their groups, named after `step`. Nothing is submitted."""
-        begun: list[OpenGroup] = []
+    def draw(self, num_prompts: int, *, step: int, version: int) -> list[InFlightGroup]:
+        """Draw prompts and make their groups, named after `step`. Nothing is submitted."""
+        drawn: list[InFlightGroup] = []
         for prompt in self.prompts.take(max(num_prompts, 0)):
             group_id = f"{step}-{self._num_started}"
             requests = requests_for(
@@ -162,58 +165,57 @@ class OpenGroups:
                 purpose="rollout",
                 number=self._num_started,
             )
-            entry = OpenGroup(
+            entry = InFlightGroup(
                 group=Group(id=group_id, prompt=prompt, samples=[]),
                 requests=dict(enumerate(requests)),
                 order=self._num_started,
-                begun=version,
+                start_version=version,
             )
             self.by_id[group_id] = entry
             self._num_started += 1
-            begun.append(entry)
-        return begun
+            drawn.append(entry)
+        return drawn
 
-    def submit(self, entry: OpenGroup) -> None:
-        """Hand what is unfinished of a group to the engine."""
+    def submit(self, entry: InFlightGroup) -> None:
+        """Submit the unfinished requests of a group."""
         if entry.requests:
             self.engine.submit(list(entry.requests.values()))
 
-    def withdraw(self, entries: Iterable[OpenGroup]) -> None:
-        """Take all that runs, which belongs to `entries`, out of the engine; its tokens are kept in
-        the requests."""
+    def withdraw(self, entries: Iterable[InFlightGroup]) -> None:
+        """Abort all requests of the engine, which are those of `entries`; their tokens are kept."""
         running = [request.id for entry in entries for request in entry.requests.values()]
         for completion in self.engine.abort(running) if running else []:
-            self._come_back(completion)
-        while self.engine.has_unfinished:  # what had just finished
+            self._on_completion(completion)
+        while self.engine.has_unfinished:  # requests that had just finished
             for completion in self.engine.step():
-                self._come_back(completion)
-            # Or what an engine had that was lost meanwhile: nobody may be there to sample it.
+                self._on_completion(completion)
+            # Requests of an engine that was lost meanwhile wait for another, which may never come.
             for completion in self.engine.abort(running):
-                self._come_back(completion)
+                self._on_completion(completion)
 
-    def discard(self, entry: OpenGroup, *, is_in_engine: bool) -> None:
-        """Give up a group, and withdraw its requests where the engine has them."""
+    def discard(self, entry: InFlightGroup, *, is_in_engine: bool) -> None:
+        """Drop a group, and abort its requests where the engine has them."""
         del self.by_id[entry.group.id]
         self._discarded[entry.group.id] = entry
         if not is_in_engine:
             entry.requests.clear()
         running = [request.id for request in entry.requests.values()]
         for completion in self.engine.abort(running) if running else []:
-            self._come_back(completion)
+            self._on_completion(completion)
         self._forget(entry)
 
     # -- out of engine and scorer ----------------------------------------------------------------
 
     def step(self) -> None:
-        """One step of the engine; what it finishes goes to the scorer."""
+        """One step of the engine; its completions go to the scorer."""
         for completion in self.engine.step():
-            self._come_back(completion)
+            self._on_completion(completion)
         usage = self.engine.stats().kv_cache_usage
         self.counts.max_kv_cache_usage = max(self.counts.max_kv_cache_usage, usage)
 
-    def take_scores(self, timeout_s: float) -> list[OpenGroup]:
+    def poll_scores(self, timeout_s: float) -> list[InFlightGroup]:
         """Wait at most `timeout_s` for scores; return the groups that they make complete."""
-        completed: list[OpenGroup] = []
+        completed: list[InFlightGroup] = []
         for sample in self.scorer.poll(timeout_s):
             entry = self._find(sample.id)
             entry.unscored -= 1
@@ -226,18 +228,18 @@ class OpenGroups:
                 completed.append(entry)
         return completed
 
-    def hand_out(self, entry: OpenGroup) -> Group:
-        """A complete group, no longer open, with its samples in order."""
+    def pop(self, entry: InFlightGroup) -> Group:
+        """Take a complete group out of the buffer, its samples in order."""
         del self.by_id[entry.group.id]
         entry.group.samples.sort(key=lambda sample: sample.index)
         return entry.group
 
-    def _find(self, request_id: str) -> OpenGroup:
+    def _find(self, request_id: str) -> InFlightGroup:
         group_id = request_id.rpartition("/")[0]
         return self.by_id[group_id] if group_id in self.by_id else self._discarded[group_id]
 
-    def _come_back(self, completion: Completion) -> None:
-        """What an engine returns of a request, finished or withdrawn."""
+    def _on_completion(self, completion: Completion) -> None:
+        """Take a completion, finished or aborted, from the engine."""
         entry = self._find(completion.request_id)
         index = int(completion.request_id.rpartition("/")[2])
         request = entry.requests[index]
@@ -255,18 +257,18 @@ class OpenGroups:
             entry.unscored += 1
             self.scorer.submit(sample_of(entry.group.prompt, index, completion, self.decode))
 
-    def _forget(self, entry: OpenGroup) -> None:
+    def _forget(self, entry: InFlightGroup) -> None:
         if entry.complete:
             self._discarded.pop(entry.group.id, None)
 
     # -- counts ----------------------------------------------------------------------------------
 
     def start_counting(self) -> None:
-        """Pass over what engine and scorer have done until now."""
+        """Leave out of `counts` what engine and scorer have done since the last `count`."""
         self._counted = self.engine.stats(), self.scorer.stats(), monotonic()
 
     def count(self) -> None:
-        """Take over what engine and scorer have counted since."""
+        """Add what engine and scorer have done since to `counts`."""
         (engine, scorer, since), counts = self._counted, self.counts
         self.start_counting()
         now, scored, until = self._counted
@@ -281,16 +283,16 @@ class OpenGroups:
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Unfinished samples and the running number of groups, as JSON-able values. Nothing may be
-        in the engine or with the scorer."""
+        """All groups and the running number of the next one, as JSON-able values. Nothing may be in
+        the engine or with the scorer."""
         return {
             "num_started": self._num_started,
-            "open": [
+            "groups": [
                 {
                     "group": group_to_dict(entry.group),
                     "requests": {str(i): request_to_dict(r) for i, r in entry.requests.items()},
                     "order": entry.order,
-                    "begun": entry.begun,
+                    "start_version": entry.start_version,
                     "aborted_count": entry.aborted_count,
                 }
                 for entry in self
@@ -298,25 +300,25 @@ class OpenGroups:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Restore `state_dict`."""
         self._num_started = state["num_started"]
         self.by_id = {
-            entry["group"]["id"]: OpenGroup(
+            entry["group"]["id"]: InFlightGroup(
                 group=group_from_dict(entry["group"]),
                 requests={int(i): request_from_dict(r) for i, r in entry["requests"].items()},
                 order=entry["order"],
-                begun=entry["begun"],
+                start_version=entry["start_version"],
                 aborted_count=entry["aborted_count"],
                 is_shared=not entry["requests"],
             )
-            for entry in state["open"]
+            for entry in state["groups"]
         }
 
 
 def check_failures(
-    entries: Iterable[OpenGroup], cfg: RolloutConfig, limit: float, *, num_wanted: int
+    entries: Iterable[InFlightGroup], cfg: RolloutConfig, limit: float, *, num_wanted: int
 ) -> None:
-    """Raise FailureRateError where a step that takes `num_wanted` of the open groups `entries` has
+    """Raise FailureRateError where a step that takes `num_wanted` of the groups `entries` has
     more failed samples than the share `limit`, whichever it takes and however the rest is scored.
 
     With dynamic sampling a group may be dropped until it is complete and its rewards differ.
@@ -324,7 +326,9 @@ def check_failures(
     entries = list(entries)
     num_left_over = max(len(entries) - num_wanted, 0)
     if cfg.dynamic_sampling:
-        entries = [entry for entry in entries if entry.complete and teaches(entry.group)]
+        entries = [
+            entry for entry in entries if entry.complete and has_reward_variance(entry.group)
+        ]
     groups = sorted((entry.group.samples for entry in entries), key=_num_failed)
     samples = list(chain(*groups[: max(len(groups) - num_left_over, 0)]))
     check_failure_rate(samples, limit, num_samples=cfg.prompts_per_step * cfg.n_samples_per_prompt)
@@ -334,7 +338,7 @@ def _num_failed(samples: Sequence[Sample]) -> int:
     return sum(sample.failure is not None for sample in samples)
 
 
-def teaches(group: Group) -> bool:
+def has_reward_variance(group: Group) -> bool:
     """Whether the group's valid samples earned different rewards."""
     rewards = [sample.reward.total for sample in group.samples if sample.valid and sample.reward]
     return len(rewards) > 1 and has_spread(rewards)

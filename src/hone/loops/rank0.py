@@ -1,0 +1,199 @@
+"""What the first training process does for all: it drives the engines and references of the pool.
+
+All training processes make the same calls. The first one draws prompts, drives the engines and
+scores; meanwhile the others wait for its messages: the result in the end, before it now and then
+that they should keep waiting, and, where no engine is left that holds weights, that all processes
+must push theirs again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from time import monotonic
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from hone.distributed.mesh import Mesh
+from hone.rollout.buffer import Progress
+from hone.rollout.collector import Collector
+from hone.rollout.counts import RolloutCounts
+from hone.rollout.engine_group import EngineGroup
+from hone.rollout.reference_group import ReferenceGroup
+from hone.types import EngineLostError, Group, Trajectory
+from hone.weights.broadcast import BroadcastSync
+from hone.weights.sync import SyncReport
+
+__all__ = ["Controller", "Rank0Collector", "Rank0Reference"]
+
+T = TypeVar("T")
+PlanPasses = Callable[[Sequence[Trajectory]], list[list[int]]]
+"""Rows to the indices of each pass."""
+_log = logging.getLogger(__name__)
+
+MAX_PUSHES = 10
+"""Most times that one version is pushed. An engine that takes part and is lost costs one of
+`cluster.max_engine_restarts`; this bounds failures that cost none."""
+KEEPALIVE_S = 5.0
+"""How often waiting processes get a message. Well below any timeout of theirs."""
+
+
+class _Message(Enum):
+    WAIT = auto()
+    PUSH_WEIGHTS = auto()
+    RESULT = auto()
+
+
+@dataclass(slots=True)
+class Controller:
+    """Runs work in the first process of `mesh`, which has the `engines`, for all. In the others
+    `engines` is None."""
+
+    mesh: Mesh
+    engines: EngineGroup | None
+    weights: BroadcastSync
+    _version: int = 0
+    _last_message_s: float = field(default_factory=monotonic)
+
+    def push(self, version: int) -> SyncReport:
+        """Bring the trainer's weights to all engines, as `WeightSync.push`. Collective.
+
+        Where an engine is lost meanwhile, the push is repeated for the others and its replacement,
+        as long as engines may be restarted.
+        """
+        self._version = version
+        for _ in range(MAX_PUSHES - 1):
+            try:
+                return self.weights.push(version)
+            except EngineLostError as error:
+                if self.mesh.is_first:
+                    _log.warning("weights are pushed once more: %s", error)
+        return self.weights.push(version)
+
+    def broadcast_from_rank0(self, make: Callable[[Progress], T]) -> T:
+        """What `make` returns in the first process, in all. Collective.
+
+        `make` gets a function that it calls between steps of the engines, with how many samples
+        are finished and wanted.
+        """
+        if self.engines is not None:
+            value = make(self._between_steps)
+            self._send(_Message.RESULT, value)
+            return value
+        while True:
+            message, value = self.mesh.broadcast(None)
+            if message is _Message.PUSH_WEIGHTS:
+                self.push(value)
+            elif message is _Message.RESULT:
+                return value
+
+    def trainer_holds(self, version: int) -> None:
+        """The trainer holds `version` from now on: a push before its own is of this version."""
+        self._version = version
+
+    def _between_steps(self, finished: int, wanted: int) -> None:
+        assert self.engines is not None
+        if self.engines.needs_weights:
+            self._send(_Message.PUSH_WEIGHTS, self._version)
+            self.push(self._version)
+        elif monotonic() - self._last_message_s > KEEPALIVE_S:
+            self._send(_Message.WAIT)
+
+    def _send(self, message: _Message, value: Any = None) -> None:
+        self.mesh.broadcast((message, value))
+        self._last_message_s = monotonic()
+
+
+def _both(first: Progress, second: Progress | None) -> Progress:
+    def progress(finished: int, wanted: int) -> None:
+        first(finished, wanted)
+        if second is not None:
+            second(finished, wanted)
+
+    return progress
+
+
+class Rank0Collector:
+    """A `Collector` in the first process, its groups in all."""
+
+    def __init__(self, controller: Controller, collector: Collector | None) -> None:
+        self._controller = controller
+        self._collector = collector
+        self.counts = RolloutCounts()
+
+    def collect(self, step: int, progress: Progress | None = None) -> list[Group]:
+        """The scored groups of `step`. Collective."""
+
+        def make(between: Progress) -> tuple[list[Group], RolloutCounts]:
+            assert self._collector is not None
+            groups = self._collector.collect(step, _both(between, progress))
+            return groups, self._collector.counts
+
+        groups, self.counts = self._controller.broadcast_from_rank0(make)
+        return groups
+
+    def background(self) -> AbstractContextManager[None]:
+        """As `Collector.background`."""
+        return nullcontext() if self._collector is None else self._collector.background()
+
+    @contextmanager
+    def pause(self, version: int) -> Generator[None]:
+        """As `Collector.pause`, for which the other processes wait. Collective."""
+        self._controller.trainer_holds(version)
+        with ExitStack() as stack:
+
+            def enter(between: Progress) -> None:
+                assert self._collector is not None
+                stack.enter_context(self._collector.pause(version, between))
+
+            self._controller.broadcast_from_rank0(enter)
+            yield
+
+    def idle(self) -> AbstractContextManager[None]:
+        """As `Collector.idle`."""
+        return nullcontext() if self._collector is None else self._collector.idle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the first process, which writes it; while idle."""
+        return {} if self._collector is None else self._collector.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        if self._collector is not None:
+            self._collector.load_state_dict(state)
+
+
+class Rank0Reference:
+    """A `ReferenceGroup` in the first process, its log-probabilities in all."""
+
+    def __init__(self, mesh: Mesh, references: ReferenceGroup | None, plan: PlanPasses) -> None:
+        """`plan` says in which passes rows are scored."""
+        self._mesh = mesh
+        self._references = references
+        self._plan = plan
+
+    def begin(self, rows: Sequence[Trajectory]) -> Callable[[], list[Tensor]]:
+        """Start to score the trained tokens of `rows`; what is returned waits for the result:
+        [N_i] float32 on the CPU for each row. Collective, as is the waiting."""
+        passes = self._plan(rows)  # in all processes, since it refuses rows that are too long
+        if self._references is None:
+            return self._receive
+        return partial(self._send, self._references.begin(rows, passes))
+
+    def _send(self, scoring: Future[list[Tensor]]) -> list[Tensor]:
+        while not wait([scoring], KEEPALIVE_S).done:
+            self._mesh.broadcast((_Message.WAIT, None))
+        self._mesh.broadcast((_Message.RESULT, scoring.result()))
+        return scoring.result()
+
+    def _receive(self) -> list[Tensor]:
+        while True:
+            message, value = self._mesh.broadcast(None)
+            if message is _Message.RESULT:
+                return value

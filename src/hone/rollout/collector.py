@@ -1,0 +1,599 @@
+"""Collects the scored groups that each step trains, from one buffer of groups in flight.
+
+Weights have versions: version v is the policy after v updates. `pipeline` says how far sampling may
+run ahead of the training.
+
+*Not ahead* (`pipeline.enabled` false, or a staleness of 0): a step starts `prompts_per_step` groups
+and waits for all. With `oversample_prompts` it starts more, stops as soon as enough are generated,
+and carries the rest over: unfinished samples are resumed from their tokens in the next step. With
+`dynamic_sampling` groups of equal rewards are dropped, and another round starts as many as are
+missing. Engine steps alone decide which groups make a step, never how fast rewards are computed, so
+the same seed gives the same run.
+
+*Ahead*: the engine samples while the trainer trains. A group may be trained in the update of
+version u only while u is at most `max_staleness` above the version that started it, so it has a
+deadline, and a later group never has an earlier one. The number of groups in flight is bounded such
+that all can meet their deadlines, and a batch is chosen such that the others still can
+(`hone.planner.staleness.choose`). Where a sample must be in a batch and is not complete, the step
+waits for it; with `too_old: drop` it is dropped instead.
+
+Several processes, each with an engine of its own, collect together where sampling is not ahead: all
+draw all prompts, each generates every n-th group and receives the others'. They decide by what all
+of them know, so all hold the same groups in the same order, those that one process alone would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from heapq import nlargest
+from threading import Event
+from time import perf_counter
+from typing import Any, Protocol, TypeVar
+
+from hone.config.pipeline import PipelineConfig
+from hone.config.rollout import RolloutConfig
+from hone.planner.staleness import batches_ahead, choose, too_late
+from hone.rollout.buffer import (
+    SCORE_WAIT_S,
+    Buffer,
+    InFlightGroup,
+    Progress,
+    PromptSource,
+    SampleScorer,
+    apply_masks,
+    check_failures,
+    has_reward_variance,
+)
+from hone.rollout.counts import AheadCounts, RolloutCounts
+from hone.rollout.requests import Decode
+from hone.rollout.state import sample_of_values, sample_values
+from hone.types import Completion, Group, SamplingEngine
+
+__all__ = ["Collector", "Comm", "SingleProcess"]
+
+T = TypeVar("T")
+
+
+class Comm(Protocol):
+    """The processes that collect together. All make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def gather(self, value: T, /) -> list[T]:
+        """The picklable value of every process, by rank."""
+        ...
+
+    def total(self, *counts: int) -> tuple[int, ...]:
+        """Each count, added up over all processes. Called at every step of an engine."""
+        ...
+
+
+class SingleProcess:
+    """The `Comm` of a process that collects alone."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: T, /) -> list[T]:
+        return [value]
+
+    def total(self, *counts: int) -> tuple[int, ...]:
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupUpdate:
+    """What the process that generates a group sends to the others, which know its prompt."""
+
+    samples: list[dict[str, Any]]
+    resumed: Mapping[int, Completion | None]
+    """The tokens so far of each unfinished sample, by index."""
+
+    @classmethod
+    def of(cls, entry: InFlightGroup) -> _GroupUpdate:
+        return cls(
+            [sample_values(sample) for sample in entry.group.samples],
+            {index: request.resumed for index, request in entry.requests.items()},
+        )
+
+    def apply(self, entry: InFlightGroup) -> None:
+        prompt = entry.group.prompt
+        entry.group.samples = [sample_of_values(values, prompt) for values in self.samples]
+        entry.requests = {
+            index: replace(entry.requests[index], resumed=resumed)
+            for index, resumed in self.resumed.items()
+        }
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """The rounds in which dynamic sampling looks for a batch ahead of the training: a round is as
+    many groups as the one before it dropped."""
+
+    num_left: int
+    """Groups of this round that have no rewards yet; 0 once no group is missing."""
+    max_rounds: int
+    num_dropped: int = 0
+    num_rounds: int = 1
+
+    @property
+    def are_used_up(self) -> bool:
+        return self.num_rounds > self.max_rounds
+
+    @property
+    def num_refills(self) -> int:
+        return min(self.num_rounds, self.max_rounds) - 1
+
+    def count(self, is_kept: bool) -> None:
+        if self.num_left <= 0:
+            return
+        self.num_left -= 1
+        self.num_dropped += not is_kept
+        if self.num_left == 0 and self.num_dropped:
+            self.num_rounds += 1
+            self.num_left, self.num_dropped = self.num_dropped, 0
+
+
+@dataclass(slots=True)
+class Collector:
+    """Drives an engine and a scorer over a stream of prompts. A step of the loop is
+
+        groups = collector.collect(step)
+        with collector.background():
+            ...                                # train: version `step`
+        with collector.pause(step):
+            ...                                # push the weights to the engine
+
+    The engine may be one that samples by itself; its `step` then returns after a short time even if
+    nothing has finished. All of its requests, and all samples of the scorer, must be the
+    collector's, except inside `idle`. Between steps that are not ahead it is idle anyway.
+    """
+
+    engine: SamplingEngine
+    scorer: SampleScorer
+    prompts: PromptSource
+    rollout_cfg: RolloutConfig
+    pipeline_cfg: PipelineConfig
+    decode: Decode
+    seed: int
+    max_failure_rate: float = 1.0
+    """Failed samples of a step, as a share (0 to 1), that end the run."""
+    comm: Comm = field(default_factory=SingleProcess)
+    counts: RolloutCounts = field(default_factory=RolloutCounts)
+    """Of the last step: what happened since the one before it."""
+    _counting: RolloutCounts = field(init=False)
+    """Of the step that comes next."""
+    _buffer: Buffer = field(init=False)
+    _num_ahead: int = field(init=False)
+    """Batches that may be in flight beside the one that is trained next."""
+    _kept: list[InFlightGroup] = field(default_factory=list[InFlightGroup])
+    """Groups of the step that is being collected, taken from the buffer in earlier rounds."""
+    _rounds: _Rounds = field(init=False)
+    _version: int | None = None
+    """The engine's, as of the last `collect` or change of weights."""
+    _next_update: int = 0
+    """The update that the next batch is for: at the current version, or at the next one."""
+    _num_assigned: int = 0
+    _num_failed: int = 0
+    """Failed samples, of all so far, that `_check_failures` has seen."""
+    _is_submitted: bool = True
+    """The engines have the requests of all groups in the buffer."""
+    _is_idle: bool = True
+    _is_syncing: bool = False
+    _is_in_background: bool = False
+
+    def __post_init__(self) -> None:
+        self._counting = self._new_counts()
+        self._buffer = Buffer(
+            self.engine,
+            self.scorer,
+            self.prompts,
+            self.rollout_cfg,
+            self.decode,
+            self.seed,
+            counts=self._counting,
+        )
+        self._rounds = self._new_rounds(0)
+        self._num_ahead = batches_ahead(self.pipeline_cfg) if self.pipeline_cfg.enabled else 0
+        assert self._num_ahead == 0 or self.comm.size == 1, "one process samples ahead for all"
+
+    # -- a step of the loop ----------------------------------------------------------------------
+
+    def collect(self, step: int, progress: Progress | None = None) -> list[Group]:
+        """The scored groups of `step`, in the order in which their prompts were drawn.
+
+        Fewer than `prompts_per_step` only where dynamic sampling has used up its rounds. The engine
+        holds version `step` - 1. `progress` is called after each step of it. Raises
+        FailureRateError as soon as a process alone has more failed samples than `max_failure_rate`
+        allows of the step.
+        """
+        if self._is_idle:
+            self._resume()
+        self._check_free()
+        start = perf_counter()
+        self._set_version(step - 1)
+        self._submit_withdrawn()
+        batch = (
+            self._collect_ahead(progress) if self._num_ahead else self._collect_in_rounds(progress)
+        )
+        groups = [entry.group for entry in batch]
+        apply_masks(groups, self.rollout_cfg)
+        self._next_update = step
+        if not self.pipeline_cfg.enabled:
+            self._suspend()
+            self._count_interruption()
+        elif self._num_ahead:
+            self._admit()
+        self._close_counts(batch, perf_counter() - start)
+        return groups
+
+    @contextmanager
+    def background(self) -> Generator[None]:
+        """Inside, the caller trains. Ahead of it, a thread polls, and the collector may not be
+        called: an error of the thread is raised at the end, or becomes a note of the caller's."""
+        if self._num_ahead == 0:
+            yield
+            return
+        self._check_free()
+        stop = Event()
+        with ThreadPoolExecutor(1, thread_name_prefix="rollout") as pool:
+            self._is_in_background = True
+            polling = pool.submit(self._poll_until, stop)
+            try:
+                yield
+            except BaseException as error:
+                stop.set()
+                if other := polling.exception():
+                    error.add_note(f"Meanwhile sampling had failed: {other!r}")
+                raise
+            finally:
+                stop.set()
+                wait([polling])
+                self._is_in_background = False
+            polling.result()
+
+    @contextmanager
+    def pause(self, version: int, progress: Progress | None = None) -> Generator[None]:
+        """Inside, the engine receives `version`; unfinished samples are as `pipeline.in_flight`
+        says, and nothing is polled. Samples that were interrupted `rollout.max_aborted_count` times
+        are finished before, with `progress` called after each step of the engine."""
+        assert not self._is_in_background, "a thread polls; leave background() first"
+        if self._is_submitted and not self._is_idle:
+            self._stop_for_weights(progress)
+        self._is_syncing = True
+        yield
+        self._is_syncing = False
+        self._set_version(version)
+        if not self._is_idle:
+            self._submit_withdrawn()
+
+    @contextmanager
+    def idle(self) -> Generator[None]:
+        """Inside, engine and scorer are the caller's, for an evaluation or a checkpoint: samples
+        keep their tokens, not their keys and values. No interruption for `max_aborted_count`."""
+        if self._is_idle:
+            yield
+            return
+        self._check_free()
+        self._suspend()
+        yield
+        self._resume()
+
+    def poll(self, timeout_s: float) -> bool:
+        """Ahead of the training: one step of the engine; its completions are scored, its scores put
+        into groups, and groups started where there is room.
+
+        Waits at most `timeout_s` for a score where the engine has nothing to do. Returns whether
+        anything is left to do before the next batch is taken or the weights change.
+        """
+        self._check_free()
+        self._poll(timeout_s)
+        return self._is_busy
+
+    # -- not ahead: one round after the other ----------------------------------------------------
+
+    def _collect_in_rounds(self, progress: Progress | None) -> list[InFlightGroup]:
+        cfg, self._kept = self.rollout_cfg, []
+        for number in range(cfg.max_refill_rounds):
+            self._counting.num_refill_rounds = number
+            self._admit()
+            self._generate(cfg.prompts_per_step - len(self._kept), progress)
+            self._share(entry for entry in self._own() if entry.complete)
+            self._keep_complete()
+            if len(self._kept) == cfg.prompts_per_step or not cfg.dynamic_sampling:
+                break
+        kept, self._kept = self._kept, []
+        return sorted(kept, key=lambda entry: entry.order)
+
+    def _generate(self, num_groups: int, progress: Progress | None) -> None:
+        """Run the engine until enough groups are generated, then wait for their scores."""
+        all_are_needed = len(self._buffer) <= num_groups  # then no process must ask the others
+        while self.engine.has_unfinished if all_are_needed else self._must_step(num_groups):
+            if self.engine.has_unfinished:
+                self._buffer.step()
+            self._buffer.poll_scores(0.0)
+            self._check_failures(num_groups)
+            self._report(progress, num_groups)
+        while any(entry.generated and entry.unscored for entry in self._own()):
+            self._buffer.poll_scores(SCORE_WAIT_S)
+            self._check_failures(num_groups)
+            self._report(progress, num_groups)
+
+    def _must_step(self, num_groups: int) -> bool:
+        """Whether engines must make another step: all processes together have generated too few
+        groups, or a sample has been interrupted too often to be carried over."""
+        own = self._own()
+        num_generated, num_overdue, num_busy = self.comm.total(
+            sum(entry.generated for entry in own),
+            sum(entry.is_overdue(self.rollout_cfg.max_aborted_count) for entry in own),
+            self.engine.has_unfinished,
+        )
+        return num_busy > 0 and (num_overdue > 0 or num_generated < num_groups)
+
+    def _keep_complete(self) -> None:
+        """Take complete groups, oldest first, until there are enough; drop equal rewards."""
+        cfg = self.rollout_cfg
+        for entry in list(self._buffer):
+            if not entry.complete or len(self._kept) == cfg.prompts_per_step:
+                continue
+            group = self._buffer.pop(entry)
+            if cfg.dynamic_sampling and not has_reward_variance(group):
+                self._counting.count_dropped(group)
+            else:
+                self._kept.append(entry)
+
+    def _share(self, entries: Iterable[InFlightGroup]) -> None:
+        """Send the other processes these groups of ours, and take theirs over."""
+        updates = {e.group.id: _GroupUpdate.of(e) for e in entries if not e.is_shared}
+        start = perf_counter()
+        everyones = self.comm.gather(updates)
+        self._counting.wait_s += perf_counter() - start
+        for rank, theirs in enumerate(everyones):
+            for group_id, update in theirs.items():
+                entry = self._buffer.by_id[group_id]
+                if rank != self.comm.rank:
+                    update.apply(entry)
+                entry.is_shared = entry.complete
+
+    # -- ahead: groups are started as soon as there is room --------------------------------------
+
+    def _collect_ahead(self, progress: Progress | None) -> list[InFlightGroup]:
+        size = self.rollout_cfg.prompts_per_step
+        assert self._next_update == self._version, f"{self._next_update=} {self._version=}"
+        self._rounds = self._new_rounds(size - sum(entry.complete for entry in self._buffer))
+        self._admit()
+        while (batch := self._choose_batch()) is None:
+            assert self._is_busy, f"no batch of {size} in {self._describe()}"
+            self._poll(SCORE_WAIT_S)
+            self._check_failures(size)
+            self._report(progress, size)
+        for entry in batch:
+            self._buffer.pop(entry)
+        self._counting.num_refill_rounds = self._rounds.num_refills
+        self._rounds = self._new_rounds(0)
+        return batch
+
+    def _choose_batch(self) -> list[InFlightGroup] | None:
+        """The groups that the next update trains; None: not yet."""
+        entries = list(self._buffer)
+        size, used_up = self.rollout_cfg.prompts_per_step, self._rounds.are_used_up
+        if self.pipeline_cfg.too_old == "drop":
+            complete = [entry for entry in entries if entry.complete][:size]
+            return complete if len(complete) == size or used_up else None
+        chosen = choose(
+            [self._deadline(entry) for entry in entries],
+            [entry.complete for entry in entries],
+            update=self._next_update,
+            size=size,
+            may_be_fewer=used_up,
+        )
+        return None if chosen is None else [entries[position] for position in chosen]
+
+    def _deadline(self, entry: InFlightGroup) -> int:
+        """The last update that may train a group."""
+        return entry.start_version + self.pipeline_cfg.max_staleness
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.engine.has_unfinished or self.scorer.pending > 0
+
+    def _poll(self, timeout_s: float, *, admits: bool = True) -> None:
+        if self.engine.has_unfinished:
+            self._buffer.step()
+            timeout_s = 0.0
+        self._poll_scores(timeout_s)
+        if admits and self._num_ahead:
+            self._admit()
+
+    def _poll_scores(self, timeout_s: float) -> None:
+        drops = self.rollout_cfg.dynamic_sampling and self._num_ahead > 0
+        for entry in self._buffer.poll_scores(timeout_s):
+            if not drops:
+                continue
+            is_kept = has_reward_variance(entry.group)
+            self._rounds.count(is_kept)
+            if not is_kept:
+                self._counting.count_dropped(self._buffer.pop(entry))
+
+    def _poll_until(self, stop: Event) -> None:
+        while self._is_busy and not stop.is_set():
+            self._poll(SCORE_WAIT_S)
+
+    def _poll_while(self, condition: Callable[[], bool], progress: Progress | None) -> None:
+        """Poll without starting anything."""
+        while condition():
+            self._poll(0.0, admits=False)
+            self._report(progress, len(self._buffer))
+
+    def _stop_for_weights(self, progress: Progress | None) -> None:
+        if self.pipeline_cfg.in_flight == "finish":
+            self._poll_while(lambda: self.engine.has_unfinished, progress)
+        else:
+            limit = self.rollout_cfg.max_aborted_count
+            self._poll_while(lambda: any(e.is_overdue(limit) for e in self._buffer), progress)
+            if self.pipeline_cfg.in_flight == "abort":
+                self._withdraw()
+        self._count_interruption()
+
+    # -- groups into the engine and out of it ----------------------------------------------------
+
+    def _own(self) -> list[InFlightGroup]:
+        return [entry for entry in self._buffer if entry.rank == self.comm.rank]
+
+    def _assign_to_rank(self, entry: InFlightGroup) -> None:
+        """Give a group to the next process; where that is this one, submit it."""
+        entry.rank = self._num_assigned % self.comm.size
+        self._num_assigned += 1
+        if entry.rank == self.comm.rank:
+            self._buffer.submit(entry)
+
+    def _admit(self) -> None:
+        """Start as many groups as there is room for."""
+        assert self._version is not None
+        version = self._version
+        for entry in self._buffer.draw(self._num_free_slots, step=version + 1, version=version):
+            self._assign_to_rank(entry)
+
+    @property
+    def _num_free_slots(self) -> int:
+        """How many groups may be started now."""
+        assert self._version is not None
+        if self._rounds.are_used_up:
+            return 0
+        cfg, num_batches = self.rollout_cfg, 1
+        if self._num_ahead:
+            num_batches = self._version + self._num_ahead + 1 - self._next_update
+        size = num_batches * cfg.prompts_per_step + cfg.oversample_prompts
+        return size - len(self._kept) - len(self._buffer)
+
+    def _submit_withdrawn(self) -> None:
+        if not self._is_submitted:
+            self._num_assigned = 0
+            for entry in self._buffer:
+                self._assign_to_rank(entry)
+            self._is_submitted = True
+
+    def _withdraw(self) -> None:
+        """Take all requests out of the engine; their tokens are kept, and they go first later."""
+        self._buffer.withdraw(self._own())
+        for entry in self._buffer:
+            entry.prioritise()
+        self._is_submitted = False
+
+    def _set_version(self, version: int) -> None:
+        """The engine samples with `version` from now on; drop groups that this makes too old.
+
+        With `too_old: wait` there are such groups only in a run that was resumed with a smaller
+        staleness.
+        """
+        assert version == self.engine.weight_version, f"{version=} {self.engine.weight_version=}"
+        if version == self._version:
+            return
+        self._version = version
+        self._next_update = max(self._next_update, version)
+        if not self.pipeline_cfg.enabled:
+            return
+        entries, size = list(self._buffer), self.rollout_cfg.prompts_per_step
+        if self.pipeline_cfg.too_old == "drop":
+            late = [entry for entry in entries if self._deadline(entry) < self._next_update]
+        else:
+            deadlines = [self._deadline(entry) for entry in entries]
+            positions = too_late(deadlines, update=self._next_update, size=size)
+            late = [entries[position] for position in positions]
+        for entry in late:
+            self._buffer.discard(entry, is_in_engine=self._is_submitted)
+        if isinstance(self._counting, AheadCounts):
+            self._counting.num_too_old += len(late)
+
+    # -- interruptions and state -----------------------------------------------------------------
+
+    def _suspend(self) -> None:
+        """Withdraw everything from engine and scorer."""
+        if self._is_submitted:
+            self._withdraw()
+        while self.scorer.pending:
+            self._poll_scores(SCORE_WAIT_S)
+        if len(self._buffer):
+            self._share(self._own())
+        self._buffer.count()
+        self._is_idle = True
+
+    def _resume(self) -> None:
+        self._is_idle = False
+        self._buffer.start_counting()
+        if self._version is not None:  # else the first step submits, at the version that it has
+            self._submit_withdrawn()
+
+    def _count_interruption(self) -> None:
+        for entry in self._buffer:
+            entry.aborted_count += not entry.generated
+        self._counting.num_carried_samples = sum(len(entry.requests) for entry in self._buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Complete groups, unfinished samples and the running number of groups, as JSON-able
+        values; while idle. The same in all processes, and for any number of them."""
+        assert self._is_idle, "only inside idle()"
+        return self._buffer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`, of a run with any other `rollout` and `pipeline` settings.
+
+        Groups that can no longer be trained within the bound on staleness are dropped by the next
+        `collect`, and counted.
+        """
+        assert not len(self._buffer), self._describe()
+        self._buffer.load_state_dict(state)
+        self._is_submitted = False
+
+    # -- counts ----------------------------------------------------------------------------------
+
+    def _new_counts(self) -> RolloutCounts:
+        return AheadCounts() if self.pipeline_cfg.enabled else RolloutCounts()
+
+    def _new_rounds(self, num_missing: int) -> _Rounds:
+        return _Rounds(num_missing, self.rollout_cfg.max_refill_rounds)
+
+    def _close_counts(self, batch: list[InFlightGroup], seconds: float) -> None:
+        self._buffer.count()
+        counts = self._counting
+        if isinstance(counts, AheadCounts):
+            counts.staleness = [self._next_update - 1 - entry.start_version for entry in batch]
+            assert max(counts.staleness, default=0) <= self.pipeline_cfg.max_staleness
+            counts.wait_s = seconds
+            counts.num_buffered_groups = sum(entry.complete for entry in self._buffer)
+            counts.num_in_flight_samples = sum(len(entry.requests) for entry in self._buffer)
+        self.counts = RolloutCounts.over(self.comm.gather(counts))
+        self._counting = self._buffer.counts = self._new_counts()
+
+    def _check_failures(self, num_wanted: int) -> None:
+        """Raise FailureRateError where too many samples have failed, however the rest is scored."""
+        if self._buffer.num_failed > self._num_failed:
+            self._num_failed = self._buffer.num_failed
+            limit = self.max_failure_rate
+            check_failures(self._buffer, self.rollout_cfg, limit, num_wanted=num_wanted)
+
+    def _report(self, progress: Progress | None, num_groups: int) -> None:
+        """Call `progress` with the samples of the `num_groups` groups of ours that lead."""
+        if progress is None:
+            return
+        own = self._own()
+        num_groups = min(num_groups, len(own))
+        num_finished = sum(nlargest(num_groups, (entry.num_finished for entry in own)))
+        progress(num_finished, num_groups * self.rollout_cfg.n_samples_per_prompt)
+
+    # -- invariants ------------------------------------------------------------------------------
+
+    def _check_free(self) -> None:
+        """The buffer is the caller's, and the engine may step."""
+        assert not self._is_in_background, "a thread polls; leave background() first"
+        assert not self._is_idle, "leave idle() first"
+        assert not self._is_syncing, "leave pause() first"
+
+    def _describe(self) -> str:
+        num_complete = sum(entry.complete for entry in self._buffer)
+        return f"{len(self._buffer)} groups, {num_complete} complete; {self._version=}"
