@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hone.config.tree import RLConfig
-from hone.engine.host import EngineHost
-from hone.loops.apart import Engines
-from hone.loops.hosting import make_host
-from hone.rollout.engine_group import EngineGroup
+from hone.engine.worker import EngineWorker
+from hone.loops.remote import Pools
+from hone.loops.workers import build_engine_worker
+from hone.rollout.engine_pool import EnginePool
 from hone.types import EngineLostError
 
 CALLS = 8
@@ -31,33 +31,33 @@ STARTING_S = 300.0
 
 
 @contextmanager
-def process_engines(cfg: RLConfig) -> Generator[Engines]:
+def process_pools(cfg: RLConfig) -> Generator[Pools]:
     """`cluster.num_engines` engines of one rank in processes of this host, in place of a cluster.
 
     On GPUs they share the trainer's. Nobody divides its memory among them: give each its part with
-    `engine.kv_cache_gib`. Raises UserError as `make_host`.
+    `engine.kv_cache_gib`. Raises UserError as `build_engine_worker`.
     """
     assert cfg.engine.tensor_parallel_size == 1, "an engine of several ranks needs a cluster"
 
-    def start(index: int) -> ProcessHandle:
-        return ProcessHandle(cfg, f"engine {index}")
+    def start(index: int) -> ProcessWorker:
+        return ProcessWorker(cfg, f"engine {index}")
 
-    handles = [start(index) for index in range(cfg.cluster.num_engines)]
-    group = EngineGroup(
-        handles,
+    workers = [start(index) for index in range(cfg.cluster.num_engines)]
+    pool = EnginePool(
+        workers,
         restart=start,
         timeout_s=cfg.cluster.engine_timeout_s,
         max_restarts=cfg.cluster.max_engine_restarts,
         start_timeout_s=STARTING_S,
     )
-    with closing(group):
-        for handle in handles:
-            handle.made.result(STARTING_S)
-        yield Engines(group, host="127.0.0.1")
+    with closing(pool):
+        for worker in workers:
+            worker.made.result(STARTING_S)
+        yield Pools(pool, host="127.0.0.1")
 
 
-class ProcessHandle:
-    """A host in a process of its own on this machine, at the other end of a pipe."""
+class ProcessWorker:
+    """An engine in a process of its own on this machine, at the other end of a pipe."""
 
     num_ranks = 1
 
@@ -74,11 +74,11 @@ class ProcessHandle:
         self._is_gone = False
         self.made: Future[Any] = Future()
         self._waiting: list[Future[Any] | None] = [self.made]
-        """Calls by number, None once answered. The first is answered when the host is made."""
+        """Calls by number, None once answered. The first is answered when the engine is made."""
         threading.Thread(target=self._read, name=f"{name} answers", daemon=True).start()
 
     def call(self, method: str, /, *args: Any) -> Future[Any]:
-        """Begin a call of a method of the host."""
+        """Call a method of the engine without waiting for it."""
         answer: Future[Any] = Future()
         with self._lock:
             if not self._is_gone:
@@ -117,7 +117,7 @@ class ProcessHandle:
 
 
 def serve(pipe: Connection, cfg: RLConfig, name: str) -> None:
-    """Make a host and answer calls, side by side, until the other end is closed or gone."""
+    """Make an engine and answer calls, side by side, until the other end is closed or gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, who then closes this
     lock = threading.Lock()
 
@@ -130,12 +130,12 @@ def serve(pipe: Connection, cfg: RLConfig, name: str) -> None:
         with lock:
             pipe.send((number, value, error))
 
-    hosts: list[EngineHost] = []
-    answer(0, lambda: hosts.append(make_host(cfg, name=name)))
+    engines: list[EngineWorker] = []
+    answer(0, lambda: engines.append(build_engine_worker(cfg, name=name)))
     threads = ThreadPoolExecutor(CALLS)
-    while hosts:
+    while engines:
         try:
             number, method, args = pipe.recv()
         except EOFError:
             os._exit(0)  # not waiting for calls that nobody waits for any more
-        threads.submit(answer, number, partial(getattr(hosts[0], method), *args))
+        threads.submit(answer, number, partial(getattr(engines[0], method), *args))

@@ -212,13 +212,13 @@ def imitate(run: Run, task: Task, args: argparse.Namespace) -> None:
 
 def reinforce(run: Run, task: Task, args: argparse.Namespace, settings: list[str]) -> None:
     """One mode, from the supervised model."""
-    from engine_process import process_engines
+    from engine_process import process_pools
     from hone.cli import quickstart
     from hone.cli.command import quiet_transformers
     from hone.config.load import load_config, resolve_recipe
     from hone.config.tree import RLConfig
     from hone.loops import reinforce
-    from hone.loops.hosting import local_engines
+    from hone.loops.workers import thread_pools
 
     flags = {
         "run.dir": run.dir,
@@ -233,9 +233,9 @@ def reinforce(run: Run, task: Task, args: argparse.Namespace, settings: list[str
     words = [*quickstart.paths(run.folder, "rl"), *task.rl, *MODES[run.mode]]
     words += [*(f"--{key}={value}" for key, value in flags.items()), *settings]
     cfg = load_config(RLConfig, resolve_recipe("quickstart-rl"), words)
-    engines = local_engines if args.device == "cpu" else process_engines
+    pools = thread_pools if args.device == "cpu" else process_pools
     quiet_transformers()
-    reinforce.run(cfg, engines if cfg.cluster.num_engines else None)
+    reinforce.run(cfg, pools)
 
 
 def run_all(

@@ -163,7 +163,7 @@ def test_each_of_several_errors_says_so(
     assert sum(line.startswith("error: ") for line in lines) == 2
 
 
-@pytest.mark.parametrize("name", ["LostPeerError", "EnginesLostError", "StaleWeightsError"])
+@pytest.mark.parametrize("name", ["LostPeerError", "WorkersLostError", "StaleWeightsError"])
 def test_errors_that_explain_themselves_exit_with_1_and_no_traceback(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from hone.config.load import load_config
 from hone.config.tree import RLConfig
 from hone.loops import reinforce
+from hone.loops.workers import thread_pools
 from tests.ranks import fork_ranks
 
 
@@ -26,8 +27,8 @@ def main(num_trainers: str, *recipes: str) -> None:
 def train(recipe: Path) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what is printed there is the result
     cfg = load_config(RLConfig, recipe, [])
-    make_engines = None
+    make_pools = thread_pools
     if cfg.cluster.num_engines:
         # Not before the processes part: Ray begins threads.
-        from hone.cluster.engines import make_engines
-    reinforce.run(cfg, make_engines)
+        from hone.cluster.pools import ray_pools as make_pools
+    reinforce.run(cfg, make_pools)

@@ -362,15 +362,15 @@ class Recorder(contextlib.ExitStack):
 
     def _fake_ray(self, patch: pytest.MonkeyPatch) -> None:
         """What a run with engines apart builds, up to its rollout, on a Ray that does nothing."""
-        import hone.cluster.engines as on_ray
-        from hone.loops import apart
+        import hone.cluster.pools as on_ray
+        from hone.loops import remote
 
-        for name in ("ray", "placement_group", "remove_placement_group", "_start_engine", "_await"):
+        for name in ("ray", "placement_group", "remove_placement_group", "_start", "_await"):
             patch.setattr(on_ray, name, MagicMock())
         patch.setattr(on_ray, "own_node", lambda: {"Alive": True})
-        self._record(patch, on_ray, "EngineGroup", name="EngineGroup", result=MagicMock())
-        self._record(patch, apart, "BroadcastSync", name="BroadcastSync", result=MagicMock())
-        self._record(patch, apart, "Collector", name="Collector", result=_stop)
+        self._record(patch, on_ray, "EnginePool", name="EnginePool", result=MagicMock())
+        self._record(patch, remote, "BroadcastSync", name="BroadcastSync", result=MagicMock())
+        self._record(patch, remote, "Collector", name="Collector", result=_stop)
 
     def _record(
         self,

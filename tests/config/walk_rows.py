@@ -269,7 +269,7 @@ def cluster_rows() -> dict[str, Row]:
         "cluster.devices_per_node": Row("1", "findings", APART, command="check rl"),
         "cluster.update_weight_buffer_size": Row("1024", "BroadcastSync", APART),
         "cluster.engine_timeout_s": Row("7", "BroadcastSync", APART),
-        "cluster.max_engine_restarts": Row("9", "EngineGroup", APART),
+        "cluster.max_engine_restarts": Row("9", "EnginePool", APART),
     }
 
 

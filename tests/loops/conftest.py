@@ -12,9 +12,9 @@ from tests.tiny_runs import tiny_config, write_inputs
 
 from hone.config.tree import RLConfig, SFTConfig
 from hone.data.arithmetic import generate, write_jsonl
-from hone.loops.hosting import local_engines
 from hone.loops.launch import launch
 from hone.loops.parts import RLParts, assemble
+from hone.loops.workers import thread_pools
 
 MakeConfig = Callable[..., RLConfig]
 
@@ -62,7 +62,7 @@ def assembled(cfg: RLConfig) -> Generator[RLParts]:
     """The parts of a run that has been launched."""
     with (
         launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg) as begin,
-        assemble(cfg, begin, local_engines) as parts,
+        assemble(cfg, begin, thread_pools) as parts,
     ):
         yield parts
 

@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
 
 from hone.config.tree import RLConfig
+from hone.distributed.pool import WorkersLostError
 from hone.engine.engine import EmbeddedEngine
-from hone.loops import loop, reinforce
-from hone.rollout.handles import EnginesLostError
+from hone.loops import reinforce
+from hone.loops.step import Outcome
+from hone.trainer.trainer import PolicyTrainer
 
 AHEAD: dict[str, Any] = {
     "pipeline": {"enabled": True, "max_staleness": 2, "async_queue_size": 2},
@@ -55,17 +57,18 @@ def test_R19_a_thread_trains_every_prompt_once_within_the_bound_through_an_inter
 ) -> None:
     """Ctrl-C in the third update saves after it; the second launch resumes what was in flight."""
     cfg = make_config(run={"steps": 8}, eval={"every_n_steps": 3}, **AHEAD)
-    gate = loop.gate
+    update, num_updates = PolicyTrainer.update, 0
 
-    def interrupted(*args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        return gate(*args)
+    def interrupted(self: PolicyTrainer, trained: Any) -> Any:
+        nonlocal num_updates
+        num_updates += 1
+        if num_updates == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(self, trained)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "gate", interrupted)
-        outcome = reinforce.run(cfg)
-    assert outcome.interrupted
-    assert 0 < outcome.steps < 8
+    monkeypatch.setattr(PolicyTrainer, "update", interrupted)
+    outcome = reinforce.run(cfg)
+    assert outcome == Outcome(3, stopped_by=signal.SIGINT)
     state = json.loads(
         (cfg.run.dir / "checkpoints" / f"step_{outcome.steps}" / "rollout.json").read_text()
     )
@@ -95,7 +98,7 @@ def test_an_error_in_the_thread_ends_the_run_with_its_cause(
 
     monkeypatch.setattr(EmbeddedEngine, "step", fails)
     cfg = make_config(run={"steps": 50}, **AHEAD)
-    with pytest.raises(EnginesLostError, match=r"thread of this process.*divides by zero"):
+    with pytest.raises(WorkersLostError, match=r"thread of this process.*divides by zero"):
         reinforce.run(cfg)
     events = [json.loads(x) for x in (cfg.run.dir / "events.jsonl").read_text().splitlines()]
     assert "divides by zero" in events[-1]["message"]

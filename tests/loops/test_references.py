@@ -18,8 +18,9 @@ from torch import Tensor
 from hone.algorithms.grpo import GRPO
 from hone.config.algorithm import AlgorithmConfig, KLConfig
 from hone.config.tree import RLConfig
-from hone.loops import rank0, references, reinforce
-from hone.rollout.reference_group import LocalReference, ReferenceGroup
+from hone.distributed.pool import ThreadWorker
+from hone.loops import rank0, reinforce, workers
+from hone.rollout.scorer_pool import ScorerPool
 from hone.trainer.models import Models
 from hone.types import Group, Prompt, Reward, Sample, StopReason, Trajectory
 
@@ -58,8 +59,8 @@ def test_who_does_not_drive_references_hears_what_they_found(
                 sleep(0.001)
             return torch.cat([torch.zeros(0), *(torch.ones(r.num_trained) for r in rows)]).numpy()
 
-    group = ReferenceGroup(
-        [LocalReference("reference 0", Scorer())],
+    group = ScorerPool(
+        [ThreadWorker("reference 0", Scorer())],
         restart=lambda index: pytest.fail(f"{index} was lost"),
         timeout_s=20.0,
         max_restarts=0,
@@ -190,8 +191,8 @@ def test_references_apart_are_the_policy_before_training_in_every_launch(
         return max(float((weights[key] - expected[key]).abs().max()) for key in expected)
 
     assert distance("apart", 1, 3) < 1e-5
-    real = references.load_model
+    real = workers.load_model
     monkeypatch.setattr(  # the planted bug
-        references, "load_model", lambda cfg, *, device, seed: real(cfg, device=device, seed=1)
+        workers, "load_model", lambda cfg, *, device, seed: real(cfg, device=device, seed=1)
     )
     assert distance("other", 3) > 1e-3

@@ -41,7 +41,6 @@ from hone.config.model import ModelConfig
 from hone.config.tree import RLConfig
 from hone.engine.engine import EmbeddedEngine
 from hone.loops import reinforce
-from hone.loops.hosting import local_engines
 from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
@@ -716,7 +715,7 @@ def test_an_engine_apart_is_filled_by_broadcast(tmp_path: Path, is_ahead: bool) 
         cluster={"num_engines": 1},
         pipeline={"enabled": is_ahead},
     )
-    reinforce.run(cfg, local_engines)
+    reinforce.run(cfg)
     rows = [json.loads(line) for line in (cfg.run.dir / "metrics.jsonl").open()]
     assert len(rows) == 6
     assert rows[0]["off_policy/parity/max_difference"] < EXACT

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from hone.config.engine import EngineConfig
 from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
-from hone.loops.hosting import make_host
+from hone.engine.worker import EngineWorker
+from hone.loops.workers import build_engine_worker
 from hone.models.tensor_parallel import TensorParallel
 from hone.rollout import vllm_setup, vllm_weights
-from hone.rollout.engine_group import EngineGroup
-from hone.rollout.handles import LocalHandle
+from hone.rollout.engine_pool import EnginePool
 from hone.rollout.vllm import VLLMEngine
 from hone.types import Completion, Request
 from hone.weights import sync as sync_module
@@ -216,15 +216,15 @@ def host(models: Models, folder: Path) -> dict[str, Any]:
             "cluster": {"num_engines": 1},
         }
     )
-    driven = make_host(cfg)
+    driven = build_engine_worker(cfg)
     if os.environ["RANK"] != "0":
         driven.follow()
         return {}
 
-    def restart(index: int) -> LocalHandle:
+    def restart(index: int) -> EngineWorker:
         raise AssertionError(f"engine {index} is gone")
 
-    group = EngineGroup([LocalHandle(driven)], restart=restart, timeout_s=60.0, max_restarts=0)
+    group = EnginePool([driven], restart=restart, timeout_s=60.0, max_restarts=0)
     weights = BroadcastSync(
         ModuleTrainer(models.hone), Mesh.alone(CPU), group, bucket_bytes=1 << 14, timeout_s=60.0
     )

@@ -132,7 +132,7 @@ def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None]
 def _explain(error: Exception) -> int | None:
     """Say what went wrong, and return the exit code; None for an error that is ours."""
     name = type(error).__name__  # by name: this file must not load torch
-    if name in ("LostPeerError", "EnginesLostError", "StaleWeightsError"):
+    if name in ("LostPeerError", "WorkersLostError", "StaleWeightsError"):
         _say(f"error: {error}")
         return 1
     if isinstance(error, ValueError | OSError):

@@ -34,13 +34,13 @@ def run(argv: Sequence[str]) -> int:
     cfg = load_checked(RLConfig, arguments, _check)
     if cfg.cluster.is_used:
         import_extra("ray", needed_by=cluster.used_by)
-        from hone.cluster.engines import make_engines
+        from hone.cluster.pools import ray_pools as make_pools
     else:
-        from hone.loops.hosting import local_engines as make_engines
+        from hone.loops.workers import thread_pools as make_pools
     from hone.loops import reinforce
 
     quiet_transformers()
-    outcome = reinforce.run(cfg, make_engines)
+    outcome = reinforce.run(cfg, make_pools)
     return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
 
 

@@ -7,34 +7,31 @@ import os
 import re
 import socket
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import psutil
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from hone.config.tree import RLConfig
-from hone.rollout.handles import EnginesLostError
+from hone.distributed.pool import WorkersLostError
 from hone.types import EngineLostError
 
-if TYPE_CHECKING:
-    from hone.engine.host import EngineHost
-    from hone.trainer.scorer import FrozenScorer
-
 __all__ = [
-    "EngineRank",
-    "RayHandle",
-    "ReferenceRank",
+    "RayWorker",
+    "Role",
+    "WorkerRank",
     "check_own_node",
     "network_environment",
     "own_node",
 ]
+
+Role = Literal["engine", "reference"]
 
 _IDS = re.compile(r"(class_name|actor_id|namespace|pid|ip|name|node_id|job_id):")
 _GUESSES = "Some common causes include"
@@ -66,14 +63,14 @@ def own_node() -> dict[str, Any]:
 
 
 def check_own_node() -> None:
-    """Raise EnginesLostError where the Ray node of this process is dead: Ray ends all that this
+    """Raise WorkersLostError where the Ray node of this process is dead: Ray ends all that this
     process has started, and starts nothing more for it."""
     node = own_node()
     if node["Alive"]:
         return
     logs = Path(node["RayletSocketName"]).parents[1] / "logs"
     reason = node["DeathReasonMessage"].rstrip(".") or "it has left in order"
-    raise EnginesLostError(
+    raise WorkersLostError(
         f"the Ray node of this host, {node['NodeManagerAddress']}, has ended, and all engines and "
         f"references with it: {reason}. Why is in raylet.out and dashboard_agent.log of "
         f"'{logs}', or nowhere where something killed it (`dmesg` tells of memory). The same "
@@ -81,15 +78,17 @@ def check_own_node() -> None:
     )
 
 
-class _Rank(ABC):
-    """One process of what is commanded from outside."""
+class WorkerRank:
+    """One process of a worker. The methods of an engine run in threads of the actor, side by side,
+    those of a reference one after the other."""
 
-    def __init__(self, cfg: RLConfig, name: str, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, cfg: RLConfig, role: Role, name: str, rank: int = 0, size: int = 1) -> None:
         self._cfg = cfg
+        self._role = role
         self._name = name
         self._rank = rank
         self._size = size
-        self._host: Any = None
+        self._target: Any = None
         self._failure: BaseException | None = None
         self._started = threading.Event()
 
@@ -120,7 +119,7 @@ class _Rank(ABC):
         if self._cfg.cluster.address is not None:
             os.environ |= network_environment()
         try:
-            self._host = self._make()
+            self._target = self._make()
         except BaseException as error:
             self._failure = error
             raise
@@ -131,38 +130,23 @@ class _Rank(ABC):
         """Call a method of what is made here, once it is."""
         return getattr(self._made(), method)(*args)
 
-    @abstractmethod
-    def _make(self) -> Any:
-        """Make it, with the device of this process."""
-
-    def _made(self) -> Any:
-        self._started.wait()
-        if self._host is None:
-            raise RuntimeError(f"{self._name} could not be made: {self._failure}")
-        return self._host
-
-
-class EngineRank(_Rank):
-    """One rank of an engine, whose first weights come with a sync. Its methods run in threads of
-    the actor, side by side."""
-
     def follow(self) -> None:
         """Do what the first rank does, until it is closed or gone."""
         self._made().follow()
 
-    def _make(self) -> EngineHost:
-        from hone.loops.hosting import make_host
+    def _make(self) -> Any:
+        """What the calls are for, on the device of this process."""
+        from hone.loops.workers import build_engine_worker, build_reference
 
-        return make_host(self._cfg, name=self._name)
+        if self._role == "engine":
+            return build_engine_worker(self._cfg, name=self._name)
+        return build_reference(self._cfg)
 
-
-class ReferenceRank(_Rank):
-    """A reference, which is one process. Its methods run one after the other."""
-
-    def _make(self) -> FrozenScorer:
-        from hone.loops.references import make_reference
-
-        return make_reference(self._cfg)
+    def _made(self) -> Any:
+        self._started.wait()
+        if self._target is None:
+            raise RuntimeError(f"{self._name} could not be made: {self._failure}")
+        return self._target
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +160,7 @@ class _RayPending:
 
     def result(self, timeout_s: float) -> Any:
         """Wait for it. Raises what the call has raised, TimeoutError, and EngineLostError where a
-        process of the engine is gone; EnginesLostError where Ray itself is."""
+        process of the engine is gone; WorkersLostError where Ray itself is."""
         deadline = monotonic() + timeout_s
         ended = self._ended(min(timeout_s, _LOOK_S))
         while not ended and (left_s := deadline - monotonic()) > 0.0:
@@ -208,12 +192,11 @@ class _RayPending:
                 raise EngineLostError(self.engine, f"of another rank: {_how(error)}") from error
 
 
-class RayHandle:
-    """One engine or reference: the actors of its ranks, of which the first takes the calls."""
+class RayWorker:
+    """A `Worker`: the actors of its ranks, of which the first takes the calls."""
 
     def __init__(self, name: str, ranks: Sequence[Any]) -> None:
-        """`ranks` are actors of `EngineRank`, or one of `ReferenceRank`; Ray makes their methods
-        where no checker sees it."""
+        """`ranks` are actors of `WorkerRank`."""
         self.name = name
         self._ranks = list(ranks)
         first = self._ranks[0]

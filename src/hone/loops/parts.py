@@ -26,19 +26,19 @@ from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
-from hone.loops.apart import (
+from hone.loops.launch import Launch, load_for_training
+from hone.loops.rank0 import Controller
+from hone.loops.recorder import Limits, Recorder, alarms_for
+from hone.loops.remote import (
     Collects,
-    Engines,
-    MakeEngines,
+    MakePools,
+    Pools,
     Pushes,
     Sampling,
     reference_apart,
     sampling_apart,
     weights_to,
 )
-from hone.loops.launch import Launch, load_for_training
-from hone.loops.rank0 import Controller
-from hone.loops.recorder import Limits, Recorder, alarms_for
 from hone.loops.resuming import restore
 from hone.models.adapters import adapt, is_adapted
 from hone.models.decoder import alias_module
@@ -392,11 +392,11 @@ def _scoring(
 
 
 @contextmanager
-def assemble(cfg: RLConfig, begin: Launch, make_engines: MakeEngines) -> Generator[RLParts]:
+def assemble(cfg: RLConfig, begin: Launch, make_pools: MakePools) -> Generator[RLParts]:
     """Build the parts of a run, restored from its checkpoint; release them at the end.
 
     Cheap and likely mistakes come first: configuration, tokenizer and data are read, and reward
-    functions tried, before any weight is loaded. `make_engines` starts engines and references that
+    functions tried, before any weight is loaded. `make_pools` starts engines and references that
     have weights of their own; the first process calls it.
     """
     with ExitStack() as stack:
@@ -415,9 +415,9 @@ def assemble(cfg: RLConfig, begin: Launch, make_engines: MakeEngines) -> Generat
             ),
         )
         scorer = stack.enter_context(_scoring(cfg, mesh, data, tokenizer))
-        engines = None
+        pools = None
         if (is_apart or cfg.cluster.is_used) and mesh.is_first:
-            engines = stack.enter_context(make_engines(cfg))
+            pools = stack.enter_context(make_pools(cfg))
         load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
         model = load()
         limits = _limits(cfg, model, mesh)
@@ -425,7 +425,7 @@ def assemble(cfg: RLConfig, begin: Launch, make_engines: MakeEngines) -> Generat
         sampled = None if is_apart else _sampled_model(cfg, model, mesh, load)
         if lora.rank:
             adapt(model, lora, seed=cfg.run.seed)
-        algorithm, models = _learning(cfg, begin, model, load, engines)
+        algorithm, models = _learning(cfg, begin, model, load, pools)
         begin.watch.follow(models.groups)
         if begin.checkpoint is not None:
             restore(models.trainer, begin.checkpoint.parts)
@@ -434,9 +434,9 @@ def assemble(cfg: RLConfig, begin: Launch, make_engines: MakeEngines) -> Generat
             models.trainer.sleep()  # before the engine looks how much memory there is
         decode = decoder(tokenizer)
         if sampled is None:
-            weights = weights_to(engines, cfg.cluster, models.trainer, mesh)
+            weights = weights_to(pools, cfg.cluster, models.trainer, mesh)
             stack.callback(weights.close)
-            controller = Controller(mesh, engines and engines.group, weights)
+            controller = Controller(mesh, pools and pools.engines, weights)
             sampling = sampling_apart(cfg, controller, scorer, data, decode)
         else:
             assert scorer is not None
@@ -460,8 +460,8 @@ def assemble(cfg: RLConfig, begin: Launch, make_engines: MakeEngines) -> Generat
         recorder = stack.enter_context(
             recording(cfg, begin, alarms_for(model, max_staleness=staleness), limits)
         )
-        if engines is not None:
-            engines.report_to(recorder.event)
+        if pools is not None:
+            pools.report_to(recorder.event)
         if scorer is not None:
             scorer.on_wait = recorder.waiting
         parts = RLParts(
@@ -492,7 +492,7 @@ def _learning(
     begin: Launch,
     model: PreTrainedModel,
     load: Callable[[], PreTrainedModel],
-    engines: Engines | None,
+    pools: Pools | None,
 ) -> tuple[Algorithm, Models]:
     """The algorithm, the trainer of `model` and the reference: with devices of its own, beside the
     trainers, or where adapters are trained the policy without them."""
@@ -509,7 +509,7 @@ def _learning(
         exact=cfg.model.exact,
         mesh=begin.mesh,
     )
-    reference: RowScorer | None = reference_apart(cfg.cluster, engines, trainer, begin.mesh)
+    reference: RowScorer | None = reference_apart(cfg.cluster, pools, trainer, begin.mesh)
     if frozen is not None:
         reference = FrozenScorer(
             frozen,

@@ -24,8 +24,8 @@ from hone.distributed.mesh import Mesh
 from hone.rollout.buffer import Progress
 from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
-from hone.rollout.engine_group import EngineGroup
-from hone.rollout.reference_group import ReferenceGroup
+from hone.rollout.engine_pool import EnginePool
+from hone.rollout.scorer_pool import ScorerPool
 from hone.types import EngineLostError, Group, Trajectory
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.sync import SyncReport
@@ -56,7 +56,7 @@ class Controller:
     `engines` is None."""
 
     mesh: Mesh
-    engines: EngineGroup | None
+    engines: EnginePool | None
     weights: BroadcastSync
     _version: int = 0
     _last_message_s: float = field(default_factory=monotonic)
@@ -170,9 +170,9 @@ class Rank0Collector:
 
 
 class Rank0Reference:
-    """A `ReferenceGroup` in the first process, its log-probabilities in all."""
+    """A `ScorerPool` in the first process, its log-probabilities in all."""
 
-    def __init__(self, mesh: Mesh, references: ReferenceGroup | None, plan: PlanPasses) -> None:
+    def __init__(self, mesh: Mesh, references: ScorerPool | None, plan: PlanPasses) -> None:
         """`plan` says in which passes rows are scored."""
         self._mesh = mesh
         self._references = references

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hone.distributed.mesh import Mesh
+from hone.distributed.pool import Pending
 from hone.models.manifest import build_manifest
 from hone.types import EngineLostError, Trainer
 from hone.weights.buckets import Bucket, Entry, layout_of
@@ -31,7 +32,6 @@ from hone.weights.protocol import (
     BUFFERS,
     RECEIVED,
     SENT,
-    Pending,
     Receivers,
     ReceiveSpec,
     sync_store_of,

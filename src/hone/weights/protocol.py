@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
+from hone.distributed.pool import Pending
 from hone.weights.buckets import Bucket, Entry, plan_buckets
 from hone.weights.link import SyncStore
 
@@ -15,7 +16,6 @@ __all__ = [
     "BUFFERS",
     "RECEIVED",
     "SENT",
-    "Pending",
     "ReceiveSpec",
     "Received",
     "Receivers",
@@ -59,18 +59,6 @@ class Received:
     bytes: int
     """Written into the engine's tensors."""
     seconds: float
-
-
-class Pending(Protocol):
-    """An answer that is under way."""
-
-    def result(self, timeout_s: float, /) -> Any:
-        """The answer, or what was raised in its place.
-
-        Raises TimeoutError while there is none (it can be asked for again), EngineLostError where
-        there will be none.
-        """
-        ...
 
 
 class Receivers(Protocol):

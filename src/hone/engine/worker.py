@@ -1,8 +1,8 @@
-"""An engine that drives itself: one thread makes its steps, and everybody else sends it commands.
+"""An engine in a thread of its own, which makes its steps; other threads send it commands.
 
-    host = EngineHost(engine, receive, name="engine 0")
-    host.submit(requests)
-    polled = host.poll(timeout_s=0.05)
+    worker = EngineWorker(engine, receive, name="engine 0")
+    worker.submit(requests)
+    polled = worker.poll(timeout_s=0.05)
 
 All calls of the engine are made in that one thread. Commands are queued and run between two steps,
 each returns its result, or raises, where it was given. The ranks of one tensor-parallel engine run
@@ -24,9 +24,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from hone.distributed.pool import Pending
 from hone.types import Completion, Engine, EngineLostError, EngineStats, Request, StopReason
 
-__all__ = ["EngineHost", "LockStep", "Polled", "Receive"]
+__all__ = ["EngineWorker", "LockStep", "Polled", "Receive"]
 
 T = TypeVar("T")
 
@@ -52,6 +53,17 @@ class _Command:
     name: str
     args: tuple[Any, ...]
     future: Future[Any] = field(default_factory=Future[Any])
+
+
+@dataclass(frozen=True, slots=True)
+class _Poll:
+    """Polls when its result is asked for: nothing has to wait for it before."""
+
+    worker: EngineWorker
+    wait_s: float
+
+    def result(self, timeout_s: float, /) -> Polled:
+        return self.worker.poll(min(timeout_s, self.wait_s))
 
 
 class LockStep:
@@ -108,10 +120,10 @@ def _naming_others() -> Generator[None]:
         raise ConnectionError(f"another rank is gone or does not answer: {error}") from error
 
 
-class EngineHost:
+class EngineWorker:
     """Drives an engine in a thread of its own and is commanded from any other.
 
-    Commands wait for the end of the step under way. A failure of the engine ends the host: from
+    Commands wait for the end of the step under way. A failure of the engine ends the worker: from
     then on every call raises EngineLostError with its traceback, but for `poll`, which first
     returns what had finished. What `submit`, `sleep`, `wake` and `receive` refuse is the caller's
     error alone.
@@ -168,8 +180,14 @@ class EngineHost:
 
     # -- commands, from any thread -------------------------------------------------------------
 
-    def start(self, command: str, /, *args: Any) -> Future[Any]:
-        """Give a command, named like the methods here, without waiting for it. Not for `poll`."""
+    def call(self, method: str, /, *args: Any) -> Pending:
+        """Call a method of these, without waiting for it."""
+        if method == "poll":
+            return _Poll(self, *args)
+        return self._start(method, *args)
+
+    def _start(self, command: str, /, *args: Any) -> Future[Any]:
+        """Queue a command, named like the methods here. Not for `poll`."""
         order = _Command(command, args)
         with self._changed:
             if self._cause:
@@ -185,7 +203,7 @@ class EngineHost:
         One that can never fit, or is malformed, fails by itself: `poll` returns a completion that
         says so (`Completion.error`).
         """
-        self.start("submit", requests).result()
+        self._start("submit", requests).result()
 
     def poll(self, timeout_s: float = 0.0) -> Polled:
         """What has finished; waits at most `timeout_s` for the first. Does not wait for a step."""
@@ -199,15 +217,15 @@ class EngineHost:
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:
         """Withdraw requests and return what they had. Those that have just finished are passed
         over: `poll` returns them."""
-        return self.start("abort", list(request_ids)).result()
+        return self._start("abort", list(request_ids)).result()
 
     def hold(self) -> None:
         """Make no step until `release`; requests keep what they have."""
-        self.start("hold").result()
+        self._start("hold").result()
 
     def release(self) -> None:
         """Go on after `hold`."""
-        self.start("release").result()
+        self._start("release").result()
 
     def receive(self, spec: Any, first_rank: int = 0) -> Any:
         """Take one delivery of weights between two steps.
@@ -215,31 +233,31 @@ class EngineHost:
         `first_rank` is the place of this engine's first rank among all that receive. After a
         failure no step is made until a delivery has succeeded.
         """
-        return self.start("receive", spec, first_rank).result()
+        return self._start("receive", spec, first_rank).result()
 
     def sleep(self) -> None:
         """Free the KV cache and make no step until `wake`."""
-        self.start("sleep").result()
+        self._start("sleep").result()
 
     def wake(self) -> None:
         """Allocate the KV cache again, and go on."""
-        self.start("wake").result()
+        self._start("wake").result()
 
     def stats(self) -> EngineStats:
         """A snapshot at the next end of a step; `poll` brings the one of the last."""
-        return self.start("stats").result()
+        return self._start("stats").result()
 
     def weight_version(self) -> int:
         """Version of the weights that sample now."""
-        return self.start("weight_version").result()
+        return self._start("weight_version").result()
 
     def close(self) -> None:
         """End after the step under way; unfinished requests are gone. May be called again."""
         with contextlib.suppress(EngineLostError):
-            self.start("close").result()
+            self._start("close").result()
         self._thread.join()
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         """As `close`, but do not wait for an engine that may be hung."""
         self._end("it was killed")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hone.config.engine import EngineConfig
 from hone.engine.engine import EmbeddedEngine
-from hone.engine.host import EngineHost, LockStep
+from hone.engine.worker import EngineWorker, LockStep
 from hone.models.manifest import build_manifest
 from hone.models.tensor_parallel import TensorParallel, shard_model
 from hone.types import EngineLostError, Request, SamplingParams
@@ -116,7 +116,7 @@ def new_host(group, *, fails=False):
     engine = make_engine()
     if fails:
         engine.step = None  # cannot be called
-    return EngineHost(engine, None, name="engine 2", group=LockStep(group))
+    return EngineWorker(engine, None, name="engine 2", group=LockStep(group))
 
 
 def other_rank_fails(rank, group):
@@ -156,7 +156,7 @@ def main():
     receiver = Receiver(engine, tp.rank)
     groups = [new_group() for _ in range(3)]
     lock_step = LockStep(groups[0], interval_s=TIMEOUT_S / 4)
-    host = EngineHost(engine, receiver, name="engine 2", group=lock_step)
+    host = EngineWorker(engine, receiver, name="engine 2", group=lock_step)
     if tp.rank == 0:
         found = command(host, engine)
     else:

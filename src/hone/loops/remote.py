@@ -1,7 +1,7 @@
-"""The side of a run that has devices of its own: engines, references, and who leads them.
+"""The parts of a run that use pools of workers with weights of their own.
 
-All processes make these parts. The first one alone has what they stand for, `Engines`; it is None
-in the others, which are told.
+All training processes make these parts. Only the first one has the `Pools`; in the others they are
+None, and the parts wait for the first process.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from hone.config.cluster import ClusterConfig
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptData
 from hone.distributed.mesh import Mesh
+from hone.distributed.pool import RecordEvent
 from hone.loops.rank0 import Controller, Rank0Collector, Rank0Reference
 from hone.rewards.scorer import Scorer
 from hone.rollout.buffer import Progress
 from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
-from hone.rollout.engine_group import EngineGroup
-from hone.rollout.handles import RecordEvent
-from hone.rollout.reference_group import ReferenceGroup
+from hone.rollout.engine_pool import EnginePool
 from hone.rollout.requests import Decode
+from hone.rollout.scorer_pool import ScorerPool
 from hone.trainer.trainer import Trainer
 from hone.types import Group, SamplingEngine, Trajectory
 from hone.weights.broadcast import BroadcastSync
@@ -31,8 +31,8 @@ from hone.weights.sync import SyncReport
 
 __all__ = [
     "Collects",
-    "Engines",
-    "MakeEngines",
+    "MakePools",
+    "Pools",
     "Pushes",
     "Sampling",
     "reference_apart",
@@ -42,24 +42,23 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
-    """What has devices of its own."""
+class Pools:
+    """The workers with weights of their own, by role."""
 
-    group: EngineGroup
-    """Those that sample; of none where engines share the trainers' devices."""
+    engines: EnginePool
+    """Empty where each training process drives an engine on its device."""
     host: str
-    """How they reach this process."""
-    references: ReferenceGroup | None = None
-    """Those that score under the reference model."""
+    """How workers reach this process."""
+    references: ScorerPool | None = None
 
     def report_to(self, event: RecordEvent) -> None:
-        """Call `event` for each that is lost from now on, as both groups do."""
-        self.group.report_to(event)
+        """Call `event` for each worker that is lost from now on, as `Pool.report_to`."""
+        self.engines.report_to(event)
         if self.references is not None:
             self.references.report_to(event)
 
 
-MakeEngines = Callable[[RLConfig], AbstractContextManager[Engines]]
+MakePools = Callable[[RLConfig], AbstractContextManager[Pools]]
 """Starts them; they end with the context."""
 
 
@@ -93,16 +92,16 @@ class Sampling:
 
 
 def weights_to(
-    engines: Engines | None, cfg: ClusterConfig, trainer: Trainer, mesh: Mesh
+    pools: Pools | None, cfg: ClusterConfig, trainer: Trainer, mesh: Mesh
 ) -> BroadcastSync:
     """How the trainers' weights reach engines."""
     return BroadcastSync(
         trainer,
         mesh,
-        engines and engines.group,
+        pools and pools.engines,
         bucket_bytes=cfg.update_weight_buffer_size,
         timeout_s=cfg.engine_timeout_s,
-        host=engines.host if engines else "",
+        host=pools.host if pools else "",
     )
 
 
@@ -130,12 +129,12 @@ def sampling_apart(
 
 
 def reference_apart(
-    cfg: ClusterConfig, engines: Engines | None, trainer: Trainer, mesh: Mesh
+    cfg: ClusterConfig, pools: Pools | None, trainer: Trainer, mesh: Mesh
 ) -> Rank0Reference | None:
     """The reference where it has devices of its own; None where the trainers have it."""
     if not cfg.num_references:
         return None
-    references = engines and engines.references
+    references = pools and pools.references
     assert references is not None or not mesh.is_first, "the references have not been started"
 
     def plan(rows: Sequence[Trajectory]) -> list[list[int]]:

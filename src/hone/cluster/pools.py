@@ -1,4 +1,4 @@
-"""Engines and references on devices of their own: a Ray that has room for them, and the actors."""
+"""Engines and references on devices of their own: a Ray with room for them, and its actors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -22,9 +23,9 @@ from ray.util.scheduling_strategies import (
 )
 
 from hone.cluster.actors import (
-    EngineRank,
-    RayHandle,
-    ReferenceRank,
+    RayWorker,
+    Role,
+    WorkerRank,
     check_own_node,
     network_environment,
     own_node,
@@ -34,12 +35,13 @@ from hone.config.cluster import ClusterConfig
 from hone.config.errors import UserError
 from hone.config.tree import RLConfig
 from hone.distributed.processes import processes
-from hone.loops.apart import Engines
-from hone.rollout.engine_group import EngineGroup
-from hone.rollout.reference_group import ReferenceGroup
+from hone.loops.remote import Pools
+from hone.loops.workers import build_engine_worker
+from hone.rollout.engine_pool import EnginePool
+from hone.rollout.scorer_pool import ScorerPool
 from hone.types import EngineLostError
 
-__all__ = ["make_engines"]
+__all__ = ["ray_pools"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +59,8 @@ _CALLS = 8
 
 
 @contextmanager
-def make_engines(cfg: RLConfig) -> Generator[Engines]:
-    """Start the engines and references of `cluster`; they end with the context.
+def ray_pools(cfg: RLConfig) -> Generator[Pools]:
+    """Start the engines and references of `cluster` on Ray; they end with the context.
 
     Raises UserError where there is no such cluster, or it has too few devices.
     """
@@ -71,42 +73,37 @@ def make_engines(cfg: RLConfig) -> Generator[Engines]:
         stack.callback(remove_placement_group, placed)
         cfg = _anywhere(cfg)
 
-        def start_engine(index: int) -> RayHandle:
-            return _start_engine(cfg, placed, index, uses_gpus=uses_gpus)
+        def start(role: Role, index: int) -> RayWorker:
+            return _start(cfg, placed, role, index, uses_gpus=uses_gpus)
 
-        def start_reference(index: int) -> RayHandle:
-            return _start_reference(cfg, placed, index, uses_gpus=uses_gpus)
-
-        begun = monotonic()
+        start_s = monotonic()
         roles = cluster.devices(cfg.engine.tensor_parallel_size)
         apart = [role.words for role in roles if role.role != "trainer"]
         _log.info("starting on Ray: %s", ", ".join(apart))
-        engines = [start_engine(index) for index in range(cluster.num_engines)]
-        references = [start_reference(index) for index in range(cluster.num_references)]
+        engines = [start("engine", index) for index in range(cluster.num_engines)]
+        references = [start("reference", index) for index in range(cluster.num_references)]
         # Before the other trainers miss this one: it knows what is slow, they do not.
         starting_s = min(_STARTING_S, 0.9 * cfg.trainer.parallel.timeout_s)
         _await([*engines, *references], starting_s)
-        _log.info("they are there after %.1f s", monotonic() - begun)
-        group = EngineGroup(
-            engines,
-            restart=start_engine,
-            timeout_s=cluster.engine_timeout_s,
-            max_restarts=cluster.max_engine_restarts,
-            start_timeout_s=starting_s,
-        )
-        stack.callback(group.close)
-        scoring = None
+        _log.info("they are there after %.1f s", monotonic() - start_s)
+        supervision: dict[str, Any] = {
+            "timeout_s": cluster.engine_timeout_s,
+            "max_restarts": cluster.max_engine_restarts,
+            "start_timeout_s": starting_s,
+        }
+        if cfg.has_engine_thread:
+            thread = build_engine_worker(cfg, name="engine 0")
+            engine_pool = EnginePool([thread], restart=None, **supervision)
+        else:
+            engine_pool = EnginePool(engines, restart=partial(start, "engine"), **supervision)
+        stack.callback(engine_pool.close)
+        scorer_pool = None
         if references:
-            scoring = ReferenceGroup(
-                references,
-                restart=start_reference,
-                timeout_s=cluster.engine_timeout_s,
-                max_restarts=cluster.max_engine_restarts,
-                start_timeout_s=starting_s,
-            )
-            stack.callback(scoring.close)
+            scorer_pool = ScorerPool(references, restart=partial(start, "reference"), **supervision)
+            stack.callback(scorer_pool.close)
         is_local = cluster.address is None
-        yield Engines(group, "127.0.0.1" if is_local else ray.util.get_node_ip_address(), scoring)
+        host = "127.0.0.1" if is_local else ray.util.get_node_ip_address()
+        yield Pools(engine_pool, host, scorer_pool)
 
 
 def _anywhere(cfg: RLConfig) -> RLConfig:
@@ -290,42 +287,28 @@ def _place(cfg: RLConfig, *, uses_gpus: bool) -> PlacementGroup:
     return placed
 
 
-def _start_engine(
-    cfg: RLConfig, placed: PlacementGroup, index: int, *, uses_gpus: bool
-) -> RayHandle:
-    """Begin to make engine `index` on its devices."""
+def _start(
+    cfg: RLConfig, placed: PlacementGroup, role: Role, index: int, *, uses_gpus: bool
+) -> RayWorker:
+    """Begin to make a worker on its devices."""
     check_own_node()
-    actor = _actor(EngineRank, placed, index, uses_gpus=uses_gpus, num_calls=_CALLS)
-    name, size = f"engine {index}", cfg.engine.tensor_parallel_size
-    return RayHandle(name, [actor.remote(cfg, name, rank, size) for rank in range(size)])
-
-
-def _start_reference(
-    cfg: RLConfig, placed: PlacementGroup, index: int, *, uses_gpus: bool
-) -> RayHandle:
-    """Begin to make reference `index` on its device."""
-    check_own_node()
-    bundle = cfg.cluster.num_engines + index
-    actor = _actor(ReferenceRank, placed, bundle, uses_gpus=uses_gpus, num_calls=1)
-    name = f"reference {index}"
-    return RayHandle(name, [actor.remote(cfg, name)])
-
-
-def _actor(
-    kind: type, placed: PlacementGroup, bundle: int, *, uses_gpus: bool, num_calls: int
-) -> Any:
-    """What makes actors of `kind`, each with a device of a bundle and so many calls at a time."""
-    return ray.remote(kind).options(
+    is_engine = role == "engine"
+    actor = ray.remote(WorkerRank).options(
         num_cpus=1,
         num_gpus=1 if uses_gpus else 0,
-        max_concurrency=num_calls,
+        max_concurrency=_CALLS if is_engine else 1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
-            placed, placement_group_bundle_index=bundle
+            placed,
+            placement_group_bundle_index=index if is_engine else cfg.cluster.num_engines + index,
         ),
     )
+    name, size = f"{role} {index}", cfg.engine.tensor_parallel_size if is_engine else 1
+    # Ray makes these methods where no checker sees them.
+    ranks: list[Any] = [actor.remote(cfg, role, name, rank, size) for rank in range(size)]
+    return RayWorker(name, ranks)
 
 
-def _await(handles: list[RayHandle], timeout_s: float) -> None:
+def _await(handles: list[RayWorker], timeout_s: float) -> None:
     """Wait until all are made, or gone: these are started anew, as any that are lost later.
 
     Raises UserError for what was refused, with its own words, and TimeoutError.

@@ -1,10 +1,9 @@
-"""Several engines that drive themselves, used as one.
+"""A pool of engines, used as one engine.
 
-Requests are dealt to the engine with the least to do; those of one prompt stay together, since they
-share its keys and values. Engines are asked in turn for what they have finished. One that is lost,
-or shows no progress while it has work, is killed and started anew; what it was working on goes to
-the others and is sampled from its beginning, with its own seed. So every request is answered
-exactly once, whatever becomes of engines.
+Requests go to the engine with the least to do; those of one prompt stay together, since they share
+its keys and values. Engines are asked in turn for what they have finished. What a lost engine was
+working on goes to the others and is sampled from its beginning, with its own seed. So every request
+is answered exactly once, whatever becomes of engines.
 
 An engine that has just been started has no weights. It gets requests from the next delivery on.
 """
@@ -14,25 +13,22 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from time import monotonic, sleep
 from typing import Any
 
-from hone.rollout.handles import EngineHandle, EnginesLostError, RecordEvent
+from hone.distributed.pool import Member, Pending, Pool, Worker, WorkersLostError
 from hone.types import Completion, EngineLostError, EngineStats, Request, StopReason
-from hone.weights.protocol import Pending
 
-__all__ = ["EngineGroup"]
+__all__ = ["EnginePool"]
 
 _log = logging.getLogger(__name__)
 
 WAIT_S = 0.05
 """Longest that a step waits for the first completion."""
-MAX_LOSSES = 3
+MAX_REQUEST_RETRIES = 3
 """Engines that may die with a request before it is taken for the cause."""
-LOOK_S = 1.0
-"""Longest silence that one look counts: an engine is not silent while nobody asks it."""
 SETTLE_S = 10.0
 """Longest that engines may take to close, or to notice that a delivery of weights has failed."""
 NO_STATS = EngineStats(
@@ -61,74 +57,29 @@ class _Failed:
 
 
 @dataclass(slots=True, eq=False)
-class _Member:
-    """One engine from its start to its end; what is started in its place is another."""
+class _Member(Member[Request]):
+    """An engine. It is ready once it has weights."""
 
-    index: int
-    handle: EngineHandle
-    starting: Pending | None
-    """None once it has answered its first call."""
-    has_weights: bool = False
-    requests: dict[str, Request] = field(default_factory=dict[str, Request])
-    """Given to it and not answered."""
-    num_tokens: int = 0
-    """Still to be computed for these, at most."""
     sent: list[Pending] = field(default_factory=list[Pending])
     """Calls whose end nobody has waited for yet."""
     poll: Pending | None = None
     stats: EngineStats = NO_STATS
     beat: int = -1
-    silent_s: float = 0.0
-    """Time, as far as anybody looked, without progress."""
-    looked_at: float = 0.0
-
-    def give(self, requests: Iterable[Request]) -> None:
-        if not self.requests:
-            self.silent_s, self.looked_at = 0.0, monotonic()
-        for request in requests:
-            self.requests[request.id] = request
-            self.num_tokens += _num_tokens(request)
-
-    def take_back(self, request_id: str) -> None:
-        self.num_tokens -= _num_tokens(self.requests.pop(request_id))
 
 
-class EngineGroup:
-    """The `SamplingEngine` protocol over several hosts, and the `Receivers` of their weights.
+class EnginePool(Pool[Request, _Member]):
+    """The `SamplingEngine` protocol over several workers, and the `Receivers` of their weights.
 
-    `handles` are engines whose weights are still to be delivered. An engine that has not answered,
-    or shown progress while it had work, for `timeout_s` is taken for lost, killed, and replaced by
-    `restart(index)`, which need not wait for it (None: engines in threads, whose memory cannot be
-    freed, are not replaced). Where nobody else has weights its start is waited
-    for, `start_timeout_s` (unset: `timeout_s`) at most. After `max_restarts` of these, in all,
-    EnginesLostError names the engine and what it died of. One thread at a time may call.
-
-    An exception of `sleep` or `wake` that leaves the engine in order has a note with its name.
+    Workers reach `hone.engine.worker.EngineWorker`s whose weights are still to be delivered. Where
+    no other engine has weights the start of a replacement is waited for. An exception of `sleep` or
+    `wake` that leaves the engine in order has a note with its name.
     """
 
-    def __init__(
-        self,
-        handles: Sequence[EngineHandle],
-        *,
-        restart: Callable[[int], EngineHandle] | None,
-        timeout_s: float,
-        max_restarts: int,
-        start_timeout_s: float | None = None,
-    ) -> None:
-        self._restart = restart
-        self._timeout_s = timeout_s
-        self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
-        self._max_restarts = max_restarts
-        self._num_restarts = 0
-        self._event: RecordEvent | None = None
-        self._members = [
-            _Member(index, handle, handle.call("weight_version"))
-            for index, handle in enumerate(handles)
-        ]
-        self._owners: dict[str, _Member] = {}
-        """Of every request that an engine has."""
-        self._waiting: dict[str, dict[str, Request]] = {}
-        """Requests that no engine has, by group and id."""
+    role, task_words, first_call = "engine", "requests", ("weight_version",)
+
+    def __init__(self, workers: Sequence[Worker], **supervision: Any) -> None:
+        """Takes the arguments of `Pool`."""
+        super().__init__(workers, **supervision)
         self._finished: list[Completion] = []
         self._num_losses: Counter[str] = Counter()
         """Engines that died with a request, of those that are still open."""
@@ -142,11 +93,6 @@ class EngineGroup:
         """Who takes part in a delivery of weights."""
         self._deliveries: list[tuple[_Member, Pending]] = []
 
-    def report_to(self, event: RecordEvent) -> None:
-        """From now on call `event("engine_lost", name=..., restart=..., cause=...)` for each loss;
-        `restart` is the number of the one that follows, None where none is left."""
-        self._event = event
-
     # -- requests ------------------------------------------------------------------------------
 
     @property
@@ -157,7 +103,7 @@ class EngineGroup:
     @property
     def needs_weights(self) -> bool:
         """No engine has the current weights: nothing is sampled until they are delivered again."""
-        return not any(member.has_weights for member in self._members)
+        return not any(member.is_ready for member in self._members)
 
     @property
     def has_unfinished(self) -> bool:
@@ -175,21 +121,21 @@ class EngineGroup:
             if waits or request.id in self._owners or request.id in ids:
                 raise ValueError(f"request id {request.id!r} is already in use")
             ids.add(request.id)
-        self._put_back(requests)
-        self._deal()
+        self._add((request.id, request) for request in requests)
+        self._assign()
 
     def step(self) -> list[Completion]:
         """What any engine has finished, waiting for a moment where that is nothing.
 
         Where no engine has weights, requests wait for the caller to deliver them (`needs_weights`):
-        it may be about other things meanwhile. Raises EnginesLostError, and RuntimeError between
+        it may be about other things meanwhile. Raises WorkersLostError, and RuntimeError between
         `begin_sync` and `finish_sync`.
         """
         if self._is_syncing:
             raise RuntimeError("step() while weights are being delivered; repeat a failed delivery")
-        self._deal()
-        busy = [member for member in self._members if member.requests]
-        for member in busy:  # all of them begin before one is waited for
+        self._assign()
+        busy = [member for member in self._members if member.tasks]
+        for member in busy:  # all are asked before one is waited for
             if member.poll is None:
                 member.poll = self._call(member, "poll", WAIT_S)
         deadline = monotonic() + WAIT_S
@@ -218,11 +164,11 @@ class EngineGroup:
         calls: list[tuple[_Member, list[str], Pending | None]] = []
         for index, names in asked.items():
             member = self._members[index]
-            self._settle(member)
+            self._await_sent(member)
             calls.append((member, names, self._call(member, "abort", names)))
         for member, names, call in calls:
             for completion in self._answer(member, "abort", call, default=()):
-                self._forget(member, completion.request_id)
+                self._finish(member, completion.request_id)
                 aborted.append(completion)
             if not self._is_live(member):
                 for name in names:
@@ -264,9 +210,9 @@ class EngineGroup:
         deadline = monotonic() + min(SETTLE_S, self._timeout_s)
         for member, call in calls:
             if call is not None:
-                with contextlib.suppress(TimeoutError, EngineLostError, EnginesLostError):
+                with contextlib.suppress(TimeoutError, EngineLostError, WorkersLostError):
                     call.result(max(deadline - monotonic(), 0.0))
-            member.handle.kill()
+            member.worker.kill()
 
     # -- weights: the `Receivers` of a `BroadcastSync` -----------------------------------------
 
@@ -284,25 +230,25 @@ class EngineGroup:
         deadline = monotonic() + self._start_timeout_s
         for index in range(len(self._members)):
             while (member := self._members[index]).starting is not None:
-                if not self._has_started(member, deadline) and not self.needs_weights:
+                if not self._is_there(member, deadline) and not self.needs_weights:
                     break
         self._receivers = [member for member in self._members if member.starting is None]
 
     @property
     def engine_ranks(self) -> Mapping[str, int]:
         """Processes of each engine that takes part, by its name."""
-        return {member.handle.name: member.handle.num_ranks for member in self._receivers}
+        return {member.worker.name: member.worker.num_ranks for member in self._receivers}
 
     def start_receive(self, spec: Any) -> Sequence[Pending]:
         """Call `receive(spec, first rank)` of each engine that takes part, in this order."""
         first_rank = 0
         for member in self._receivers:
             try:
-                call = member.handle.call("receive", spec, first_rank)
+                call = member.worker.call("receive", spec, first_rank)
             except EngineLostError as error:
                 call = _Failed(error)
             self._deliveries.append((member, call))
-            first_rank += member.handle.num_ranks
+            first_rank += member.worker.num_ranks
         return [call for _, call in self._deliveries]
 
     def finish_sync(self, version: int) -> None:
@@ -313,13 +259,12 @@ class EngineGroup:
         for _, delivery in self._deliveries:
             delivery.result(0.0)
         self._deliveries = []
-        now = monotonic()
         for member in self._receivers:
-            member.has_weights = True
-            member.silent_s, member.looked_at = 0.0, now
+            member.is_ready = True
+            member.note_progress()
         self._weight_version = version
         self._is_syncing = False
-        self._deal()
+        self._assign()
 
     def _judge(self, member: _Member, delivery: Pending, wait_s: float) -> None:
         """Replace an engine that was lost in a delivery that failed, or does not come out of it."""
@@ -330,43 +275,14 @@ class EngineGroup:
         except TimeoutError:
             self._lose(member, "it hangs in a delivery of weights that has failed")
         except (RuntimeError, ValueError, OSError) as error:
-            _log.debug("%s can take weights again after %r", member.handle.name, error)
-
-    # -- dealing -------------------------------------------------------------------------------
-
-    def _deal(self) -> None:
-        """Give waiting requests, group by group, to the engine with the least to compute."""
-        while self._waiting:
-            members = [member for member in self._members if member.has_weights]
-            if not members:
-                return
-            group = next(iter(self._waiting))
-            requests = self._waiting.pop(group)
-            member = min(members, key=lambda member: member.num_tokens)
-            member.give(requests.values())
-            self._owners.update(dict.fromkeys(requests, member))
-            if (call := self._call(member, "submit", list(requests.values()))) is not None:
-                member.sent.append(call)
-
-    def _put_back(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self._waiting.setdefault(_group_of(request.id), {})[request.id] = request
+            _log.debug("%s can take weights again after %r", member.worker.name, error)
 
     def _withdraw(self, request_id: str) -> list[Completion]:
         """As `abort`, of a request that no engine has; nothing where it is unknown."""
-        group = _group_of(request_id)
-        request = self._waiting.get(group, {}).pop(request_id, None)
-        if request is None:
-            return []
-        if not self._waiting[group]:
-            del self._waiting[group]
-        return [_unchanged(request)]
+        request = self._drop_waiting(request_id)
+        return [] if request is None else [_unchanged(request)]
 
-    def _forget(self, member: _Member, request_id: str) -> None:
-        member.take_back(request_id)
-        del self._owners[request_id]
-
-    # -- asking --------------------------------------------------------------------------------
+    # -- as a pool -----------------------------------------------------------------------------
 
     def _look_at(self, member: _Member, deadline: float) -> None:
         """Take what an engine has finished, and judge whether it is at work."""
@@ -384,21 +300,20 @@ class EngineGroup:
         if polled is not None:
             member.stats = polled.stats
             for completion in polled.completions:
-                self._forget(member, completion.request_id)
+                self._finish(member, completion.request_id)
                 self._finished.append(completion)
-        now = monotonic()
-        if self._is_held or self._is_asleep or (polled is not None and polled.beat != member.beat):
-            member.silent_s = 0.0
+        has_progressed = polled is not None and polled.beat != member.beat
+        if self._is_held or self._is_asleep or has_progressed:
+            member.note_progress()
         else:
-            member.silent_s += min(now - member.looked_at, LOOK_S)
-        member.looked_at = now
+            member.note_silence()
         if polled is not None:
             member.beat = polled.beat
-        if member.requests and member.silent_s > self._timeout_s:
-            state = "answers, but makes no step" if polled is not None else "does not answer"
-            self._lose(member, f"no progress for {member.silent_s:.1f} s: it {state}")
+        if member.tasks:
+            state = "it answers, but makes no step" if polled is not None else "it does not answer"
+            self._lose_silent(member, self._timeout_s, state)
 
-    def _settle(self, member: _Member) -> None:
+    def _await_sent(self, member: _Member) -> None:
         """Wait for what has been sent: calls may overtake each other."""
         for call in member.sent.copy():
             self._answer(member, "submit", call)
@@ -424,126 +339,61 @@ class EngineGroup:
                 self._answer(member, undo, self._call(member, undo))
         raise refusals[0]
 
-    def _call(self, member: _Member, method: str, *args: Any) -> Pending | None:
-        """None where the engine is lost."""
-        if not self._is_live(member):
-            return None
-        try:
-            return member.handle.call(method, *args)
-        except EngineLostError as error:
-            self._lose(member, error.cause)
-            return None
-
-    def _answer(
-        self, member: _Member, method: str, call: Pending | None, *, default: Any = None
-    ) -> Any:
-        """What a call returns, or `default` where its engine is lost."""
-        if call is None or not self._is_live(member):
-            return default
-        try:
-            return call.result(self._timeout_s)
-        except EngineLostError as error:
-            self._lose(member, error.cause)
-        except TimeoutError:
-            self._lose(member, f"no answer to {method} within {self._timeout_s:g} s")
-        except (RuntimeError, ValueError) as error:
-            error.add_note(f"in {method} of {member.handle.name}")
-            raise
-        return default
-
     def _try_to_close(self, member: _Member) -> Pending | None:
         """None where the engine is lost, or has not started yet."""
         with contextlib.suppress(TimeoutError, EngineLostError, RuntimeError, ValueError, OSError):
             if member.starting is not None:
                 member.starting.result(0.0)
-            return member.handle.call("close")
+            return member.worker.call("close")
         return None
 
-    # -- lost and found ------------------------------------------------------------------------
+    def _new_member(self, index: int, worker: Worker, starting: Pending | None) -> _Member:
+        return _Member(index, worker, starting)
 
-    def _is_live(self, member: _Member) -> bool:
-        return self._members[member.index] is member
+    def _affinity(self, task_id: str) -> str:
+        return _group_of(task_id)
 
-    def _lose(self, member: _Member, cause: str) -> None:
-        """Kill an engine, take its requests back, and start another in its place."""
-        if not self._is_live(member):
-            return
-        name = member.handle.name
-        member.handle.kill()
-        num_requests = len(member.requests)
-        for request_id in member.requests:
-            del self._owners[request_id]
-        self._put_back(self._unsuspected(member.requests.values(), f"{name}: {cause}"))
-        member.requests, member.num_tokens, member.has_weights = {}, 0, False
+    def _cost(self, task: Request) -> int:
+        return _num_tokens(task)
+
+    def _send(self, member: _Member, tasks: Mapping[str, Request]) -> None:
+        if (call := self._call(member, "submit", list(tasks.values()))) is not None:
+            member.sent.append(call)
+
+    def _on_start(self, member: _Member) -> None:
+        if self._is_held:
+            self._answer(member, "hold", self._call(member, "hold"))
+
+    def _on_loss(self, member: _Member) -> None:
         self._gone = replace(
             _added(self._gone, member.stats), num_running=0, num_waiting=0, kv_cache_usage=0.0
         )
         member.stats = NO_STATS
-        is_last = self._num_restarts == self._max_restarts
-        if self._event is not None:
-            restart = None if is_last else self._num_restarts + 1
-            self._event("engine_lost", name=name, restart=restart, cause=cause)
-        if self._restart is None:
-            raise EnginesLostError(f"{name}, a thread of this process, has failed: {cause}")
-        if is_last:
-            raise EnginesLostError(
-                f"{name} is lost, and {self._max_restarts} restarts of engines have been used up "
-                f"(cluster.max_engine_restarts). What it died of: {cause}"
-            )
-        handle = self._restart(member.index)
-        self._num_restarts += 1
-        _log.warning(
-            "%s is lost and started anew (restart %d of at most %d); its %d requests begin again: "
-            "%s",
-            name,
-            self._num_restarts,
-            self._max_restarts,
-            num_requests,
-            cause,
-        )
-        fresh = _Member(member.index, handle, None)
-        self._members[member.index] = fresh
-        fresh.starting = self._call(fresh, "weight_version")
 
-    def _unsuspected(self, requests: Iterable[Request], cause: str) -> Iterator[Request]:
-        """Those that another engine may try. Who was there each time that engines died may be why,
-        and fails alone."""
-        for request in requests:
-            self._num_losses[request.id] += 1
-            if self._num_losses[request.id] < MAX_LOSSES:
-                yield request
+    def _retryable(self, tasks: Mapping[str, Request], cause: str) -> Iterator[tuple[str, Request]]:
+        """A request that was there each time that engines died may be why, and fails alone."""
+        for request_id, request in tasks.items():
+            self._num_losses[request_id] += 1
+            if self._num_losses[request_id] < MAX_REQUEST_RETRIES:
+                yield request_id, request
                 continue
-            _log.warning("%s fails: %d engines died with it", request.id, MAX_LOSSES)
-            error = f"{MAX_LOSSES} engines died while they had it, the last of this: {cause}"
+            _log.warning("%s fails: %d engines died with it", request_id, MAX_REQUEST_RETRIES)
+            error = (
+                f"{MAX_REQUEST_RETRIES} engines died while they had it, the last of this: {cause}"
+            )
             self._finished.append(
                 replace(_unchanged(request), stop_reason=StopReason.ERROR, error=error)
             )
 
-    def _has_started(self, member: _Member, deadline: float) -> bool:
-        """Whether an engine has answered its first call; it then does as the others do.
-
-        One that must be waited for and has not come at the deadline is lost.
-        """
-        assert member.starting is not None
+    def _is_there(self, member: _Member, deadline: float) -> bool:
+        """Whether an engine has started. One that must be waited for, since no other has weights,
+        and has not started at the deadline is lost."""
         wait_s = max(deadline - monotonic(), 0.0) if self.needs_weights else 0.0
-        try:
-            member.starting.result(wait_s)
-        except EngineLostError as error:
-            self._lose(member, error.cause)
-            return False
-        except TimeoutError:
-            if self.needs_weights:
-                self._lose(member, "it has not started in time")
-            return False
-        except EnginesLostError:
-            raise
-        except (RuntimeError, ValueError, OSError) as error:
-            self._lose(member, f"it could not be made: {error}")
-            return False
-        member.starting = None
-        if self._is_held:
-            self._answer(member, "hold", self._call(member, "hold"))
-        return True
+        if self._poll_start(member, wait_s):
+            return True
+        if self._is_live(member) and self.needs_weights:
+            self._lose(member, "it has not started in time")
+        return False
 
 
 def _group_of(request_id: str) -> str:

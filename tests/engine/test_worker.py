@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from hone.engine.host import EngineHost
+from hone.engine.worker import EngineWorker
 from hone.types import EngineLostError, Request, SamplingParams, StopReason
 from tests.engine.test_generation import assert_equal, make_requests, run
 from tests.engine.test_sync import PROMPT, change_weights, push
@@ -47,12 +47,12 @@ def host_of():
     made = []
 
     def make(engine, receive=None, **options):
-        made.append(EngineHost(engine, receive, **options))
+        made.append(EngineWorker(engine, receive, **options))
         return made[-1]
 
     yield make
     for host in made:
-        host.abandon()
+        host.kill()
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_abort_returns_what_was_sampled_and_the_rest_goes_on(models, host_of):
     host.submit([PROMPT, replace(PROMPT, id="b")])
     engine.steps.release(5)
     wait_for_steps(engine, 6)
-    abort = host.start("abort", ["a", "unknown"])
+    abort = host.call("abort", ["a", "unknown"])
     engine.steps.release(1_000)
     (aborted,) = abort.result(DEADLINE_S)
     rest = drive(host, 1)["b"]
@@ -169,7 +169,7 @@ def test_R9_weights_change_between_steps_while_held(own, host_of):
     host.submit([PROMPT])
     engine.steps.release(4)
     wait_for_steps(engine, 5)
-    held = host.start("hold")
+    held = host.call("hold")
     engine.steps.release(1_000)
     held.result(DEADLINE_S)
     num_steps = host.stats().num_steps
@@ -214,7 +214,7 @@ def test_sleep_is_refused_while_sequences_run_and_harms_nothing(models, host_of)
     host = host_of(engine)
     host.submit([PROMPT])
     wait_for_steps(engine, 1)
-    slept = host.start("sleep")
+    slept = host.call("sleep")
     engine.steps.release(1_000)
     with pytest.raises(RuntimeError, match="1 sequences run"):
         slept.result(DEADLINE_S)
@@ -232,7 +232,7 @@ def test_R11_a_failure_of_the_engine_ends_the_host_and_is_told_to_all(models, ho
     host.submit([replace(PROMPT, id="short", sampling=SamplingParams(max_tokens=1)), PROMPT])
     engine.steps.release(1)
     wait_for_steps(engine, 2)
-    waiting = host.start("weight_version")
+    waiting = host.call("weight_version")
     engine.fails = ZeroDivisionError("a planted one")
     engine.steps.release(1)
     calls = [
@@ -259,7 +259,7 @@ def test_what_had_finished_is_returned_before_the_failure(models, host_of):
     engine.steps.release(1)
     wait_for_steps(engine, 2)
     engine.fails = ZeroDivisionError()
-    waiting = host.start("stats")
+    waiting = host.call("stats")
     engine.steps.release(1)
     with pytest.raises(EngineLostError):
         waiting.result(DEADLINE_S)
@@ -301,8 +301,8 @@ def test_close_ends_the_thread_and_abandon_does_not_wait_for_it(models, host_of)
     host = host_of(engine)
     host.submit([PROMPT])
     wait_for_steps(engine, 1)
-    waiting = host.start("stats")
-    host.abandon()
+    waiting = host.call("stats")
+    host.kill()
     for call in (lambda: waiting.result(DEADLINE_S), host.poll):
         with pytest.raises(EngineLostError, match="it was killed"):
             call()
@@ -329,7 +329,7 @@ def test_R16_a_host_keeps_nothing_of_what_it_has_returned(models, host_of):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks("tests.engine.host_ranks", 2, timeout_s=120)
+    return run_ranks("tests.engine.worker_ranks", 2, timeout_s=120)
 
 
 def test_ranks_in_lock_step_sample_what_one_rank_samples(ranks):

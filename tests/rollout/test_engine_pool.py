@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 from hone.config.reward import RewardConfig
 from hone.config.run import EvaluationConfig
+from hone.distributed import pool
 from hone.distributed.mesh import Mesh
-from hone.engine.host import EngineHost, Polled
+from hone.distributed.pool import WorkersLostError
+from hone.engine.worker import EngineWorker, Polled
 from hone.rewards.scorer import Scorer
-from hone.rollout import engine_group
-from hone.rollout.engine_group import NO_STATS, EngineGroup
+from hone.rollout import engine_pool
+from hone.rollout.engine_pool import NO_STATS, EnginePool
 from hone.rollout.evaluate import evaluate
-from hone.rollout.handles import EnginesLostError, LocalHandle
 from hone.types import (
     Completion,
     EngineLostError,
@@ -183,8 +184,8 @@ def local():
     hosts = []
 
     def handle(engine, index, receive):
-        hosts.append(EngineHost(engine, receive, name=f"engine {index}"))
-        return LocalHandle(hosts[-1])
+        hosts.append(EngineWorker(engine, receive, name=f"engine {index}"))
+        return hosts[-1]
 
     def make(engines, *, spare=Toy, wrap=lambda handle, index: handle, **options):
         options = {"timeout_s": 5.0, "max_restarts": 3, **options}
@@ -197,11 +198,11 @@ def local():
             engine = spare()
             return handle(engine, index, engine.receive)
 
-        return EngineGroup(handles, restart=restart, **options)
+        return EnginePool(handles, restart=restart, **options)
 
     yield make
     for host in hosts:
-        host.abandon()
+        host.kill()
 
 
 # ---------------------------------------------------------------- the same samples
@@ -312,7 +313,7 @@ def test_R2_takes_weights_from_a_trainer_and_again_after_a_loss(models, local, c
     requests = in_groups(make_requests())
     for version in range(1, 4):
         if version == 2:
-            group._members[0].handle.kill()
+            group._members[0].worker.kill()
             with pytest.raises(EngineLostError, match="engine 0"):
                 weights.push(version)
             assert len(group.engine_ranks) == 2
@@ -342,13 +343,13 @@ def test_a_group_goes_to_one_engine_and_the_least_busy_gets_the_next(local):
     sizes = [9, 1, 1, 30, 2]
     for number, max_tokens in enumerate(sizes):
         group.submit(make_group(number, max_tokens=max_tokens))
-    given = [{r.partition("/")[0] for r in member.requests} for member in group._members]
+    given = [{r.partition("/")[0] for r in member.tasks} for member in group._members]
     # Tokens of a group are 3 x (1 + number + max_tokens): 30; 9; 12 -> 21; 102 -> 123; 21 -> 51.
     assert given == [{"step-0", "step-4"}, {"step-1", "step-2", "step-3"}]
-    assert [member.num_tokens for member in group._members] == [51, 123]
+    assert [member.load for member in group._members] == [51, 123]
     group.release()
     check(drain(group), [r for n, size in enumerate(sizes) for r in make_group(n, max_tokens=size)])
-    assert [member.num_tokens for member in group._members] == [0, 0]
+    assert [member.load for member in group._members] == [0, 0]
 
 
 def test_an_id_in_use_is_refused(local):
@@ -479,7 +480,7 @@ class Hung:
 class Faulty:
     """A handle to an engine in which one thing goes wrong once `is_armed`."""
 
-    handle: LocalHandle
+    handle: EngineWorker
     phase: str
     kind: str
     engine: Toy
@@ -504,7 +505,7 @@ class Faulty:
 
         setattr(self.engine, name, wrong)
         if name == "receive":
-            self.handle._host._receive_weights = wrong
+            self.handle._receive_weights = wrong
 
     def call(self, method, *args):
         if self.kind == "kill" and self.phase == method and self.is_armed.is_set():
@@ -592,7 +593,7 @@ def test_R11_an_engine_fails_in_a_phase(local, caplog, phase, kind):
     fault.is_armed.clear()
     wait_for_starts(group)
     sync(group, 3)
-    assert all(member.has_weights for member in group._members)
+    assert all(member.is_ready for member in group._members)
     group.submit(requests)
     check(drain(group), requests)
 
@@ -605,7 +606,7 @@ def check_told(caplog, phase, kind, refusals):
         assert all(str(error) == "planted" for error in refusals)
         return
     assert len(lost) == 1 or kind == "hang"  # on a busy machine others may seem to
-    assert lost[0].startswith("engine 0 is lost and started anew (restart 1 of at most 9)")
+    assert lost[0].startswith("engine 0 is lost and replaced (restart 1 of at most 9)")
     assert any(cause in lost[0] for cause in CAUSES[kind].split("|"))
 
 
@@ -614,7 +615,7 @@ def test_a_loss_that_is_heard_of_twice_costs_one_restart(local):
     sync(group, 1)
     requests = [r for number in range(2) for r in make_group(number)]
     group.begin_sync()
-    group._members[0].handle.kill()
+    group._members[0].worker.kill()
     group.start_receive(2)
     group.hold()
     fresh = group._members[0]
@@ -636,14 +637,14 @@ def test_R11_too_many_losses_end_the_run_and_name_engine_and_cause(local):
     events = []
     group.report_to(lambda kind, **fields: events.append((kind, fields)))
     group.submit(make_group(0))
-    with pytest.raises(EnginesLostError, match=r"engine 0 is lost, and 2 restarts.*worn out"):
+    with pytest.raises(WorkersLostError, match=r"engine 0 is lost, and 2 restarts.*worn out"):
         drain(group)
     assert group.has_unfinished
     assert [(kind, told["name"], told["restart"]) for kind, told in events] == [
         ("engine_lost", "engine 0", restart) for restart in (1, 2, None)
     ]
     assert all("worn out" in told["cause"] for _, told in events)
-    with pytest.raises(EnginesLostError):
+    with pytest.raises(WorkersLostError):
         drain(group)
 
 
@@ -657,21 +658,21 @@ def test_R11_where_nothing_can_be_started_anew_the_run_ends(local):
             return self
 
         def result(self, timeout_s):
-            raise EnginesLostError("the node is gone")
+            raise WorkersLostError("the node is gone")
 
         def kill(self):
             pass
 
     def refuse(index):
-        raise EnginesLostError("the node is gone")
+        raise WorkersLostError("the node is gone")
 
     for restart in (lambda index: Gone(), refuse):
         group = local([Toy()])
         sync(group, 1)
         group._restart = restart
         group.submit(make_group(0))
-        group._members[0].handle.kill()
-        with pytest.raises(EnginesLostError, match="the node is gone"):
+        group._members[0].worker.kill()
+        with pytest.raises(WorkersLostError, match="the node is gone"):
             drain(group)
         group.close()
 
@@ -682,17 +683,17 @@ def test_a_restarted_engine_gets_nothing_before_the_next_delivery(local):
     sync(group, 1)
     requests = [r for number in range(6) for r in make_group(number)]
     group.submit(requests)
-    group._members[0].handle.kill()
+    group._members[0].worker.kill()
     check(drain(group), requests)
     assert not group.needs_weights
-    assert [member.has_weights for member in group._members] == [False, True]
+    assert [member.is_ready for member in group._members] == [False, True]
     group.submit(requests)
-    assert not group._members[0].requests
+    assert not group._members[0].tasks
     check(drain(group), requests)
     wait_for_starts(group)
     sync(group, 2)
     group.submit(requests)
-    assert group._members[0].requests
+    assert group._members[0].tasks
     assert all(2 in c.weight_versions for c in drain(group).values())
 
 
@@ -701,7 +702,7 @@ def test_one_that_is_slow_to_start_does_not_hold_a_delivery_up(local):
     group = local([Toy(), Toy()])
     wait_for_starts(group)
     group._members[0].starting = hung = Hung()
-    group._members[1].has_weights = True
+    group._members[1].is_ready = True
     sync(group, 1)
     assert hung.waited_s < 1.0
     assert group.engine_ranks == {"engine 1": 1}
@@ -716,7 +717,7 @@ def test_counters_go_on_over_a_loss(local):
         drain(group)
         totals.append(group.stats().num_steps)
         if number == 2:
-            group._members[0].handle.kill()
+            group._members[0].worker.kill()
     assert totals == sorted(totals)
     assert group.stats().num_running == 0
 
@@ -724,7 +725,8 @@ def test_counters_go_on_over_a_loss(local):
 def test_an_engine_that_makes_progress_or_is_held_is_not_lost(local, monkeypatch):
     """A step takes 0.15 s of a clock that goes on with the engine's steps, or while it is held."""
     clock, engine = Clock(), Toy(step_s=0.05)
-    monkeypatch.setattr(engine_group, "monotonic", clock.monotonic)
+    for module in (engine_pool, pool):
+        monkeypatch.setattr(module, "monotonic", clock.monotonic)
     group = local([engine], timeout_s=0.6, max_restarts=0)
     sync(group, 1)
     requests = [r for r in make_group(0, size=50, max_tokens=12) if length(r) > 9][:3]
@@ -753,7 +755,8 @@ def test_silence_while_nobody_looks_does_not_count(local, monkeypatch):
     group.submit(make_group(0, max_tokens=90))
     done = {c.request_id: c for c in group.step()}
     later = time.monotonic() + 1000
-    monkeypatch.setattr(engine_group, "monotonic", lambda: later)
+    for module in (engine_pool, pool):
+        monkeypatch.setattr(module, "monotonic", lambda: later)
     group._members[0].poll = Hung()  # unanswered as yet
     group.step()
     monkeypatch.undo()
@@ -773,9 +776,9 @@ def test_R16_two_thousand_polls_keep_nothing(local):
     drain(group)
     for member in group._members:
         assert len(member.sent) <= 2
-        assert not member.requests
-        assert member.num_tokens == 0
-        host = member.handle._host
+        assert not member.tasks
+        assert member.load == 0
+        host = member.worker
         assert not host._finished
         assert not host._open
     assert not group._owners
@@ -839,7 +842,7 @@ class Answer:
 
 
 class FakeHost:
-    """What an `EngineHost` does, without threads; how fast is drawn."""
+    """What an `EngineWorker` does, without threads; how fast is drawn."""
 
     num_ranks = 1
 
@@ -910,10 +913,11 @@ def interleave(seed, operations, num_engines):
         return hosts[index]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_group, "monotonic", clock.monotonic)
-        patch.setattr(engine_group, "sleep", clock.sleep)
-        patch.setattr(engine_group, "MAX_LOSSES", 10**6)  # many more die here than of a prompt
-        group = EngineGroup(list(hosts), restart=restart, timeout_s=3.0, max_restarts=10**6)
+        for module in (engine_pool, pool):
+            patch.setattr(module, "monotonic", clock.monotonic)
+        patch.setattr(engine_pool, "sleep", clock.sleep)
+        patch.setattr(engine_pool, "MAX_REQUEST_RETRIES", 10**6)  # many die
+        group = EnginePool(list(hosts), restart=restart, timeout_s=3.0, max_restarts=10**6)
         sync(group, 1, timeout_s=3.0)
         wanted, done, open_, version = {}, {}, deque(), 1
 
@@ -924,9 +928,7 @@ def interleave(seed, operations, num_engines):
                 assert completion.request_id not in done, "returned twice"
                 done[completion.request_id] = completion.token_ids
             for member in group._members:
-                assert member.num_tokens == sum(
-                    map(engine_group._num_tokens, member.requests.values())
-                )
+                assert member.load == sum(map(engine_pool._num_tokens, member.tasks.values()))
 
         for operation in operations:
             if operation == "submit":
@@ -998,18 +1000,18 @@ def any_interleaving_fails():
 
 def test_planted_bugs_are_caught(monkeypatch):
     assert not any_interleaving_fails()
-    right = EngineGroup._lose
+    right = EnginePool._lose
 
     def loses(self, member, cause):
-        member.requests = dict(list(member.requests.items())[1:])
+        member.tasks = dict(list(member.tasks.items())[1:])
         right(self, member, cause)
 
     def keeps(self, member, cause):
-        requests = dict(member.requests)
+        requests = dict(member.tasks)
         right(self, member, cause)
-        self._members[member.index].requests |= requests
+        self._members[member.index].tasks |= requests
 
     for bug in (loses, keeps):
         with monkeypatch.context() as patch:
-            patch.setattr(EngineGroup, "_lose", bug)
+            patch.setattr(EnginePool, "_lose", bug)
             assert any_interleaving_fails(), bug.__name__
