@@ -27,7 +27,7 @@ from hone.config.run import RunConfig
 from hone.distributed.processes import HONE_LAUNCHER
 from hone.observe.console import Console
 from tests.config import workspace as files
-from tests.config.test_checks import ROWS
+from tests.config.test_rules import ROWS
 from tests.config.workspace import BASE
 
 

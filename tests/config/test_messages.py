@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.test_checks import findings
+from tests.config.test_rules import findings
 
 LONG = (
     "model.path=Qwen/Qwen3-0.6B data.max_prompt_tokens=1024 rollout.max_completion_tokens=130000 "
@@ -40,32 +40,32 @@ ROWS = [
     (
         "rl",
         f"{LONG} trainer.max_tokens_per_microbatch=65536 --nproc=1",
-        ["a sequence may take 131024 tokens", "Raise trainer.max_tokens_per_microbatch to at"],
+        ["= 131024)", "Set trainer.max_tokens_per_microbatch to 131024 or more"],
         ["262048", "ulysses_size"],
     ),
     (
         "rl",
         f"{LONG} trainer.max_tokens_per_microbatch=65536 --nproc=8",
-        ["a sequence may take 131024 tokens", "ring_size", "ulysses_size", "to 2."],
+        ["= 131024)", "ring_size", "ulysses_size", "to 2."],
         ["262048"],
     ),
     (
         "rl",
         f"{LONG} trainer.max_tokens_per_microbatch=16384 --nproc=6",
         # Six processes do not share 131,024 tokens under a budget of 16,384: 21,838 each.
-        ["a sequence may take 131024 tokens", "to 6", "trainer.max_tokens_per_microbatch to 21838"],
+        ["= 131024)", "to 6", "trainer.max_tokens_per_microbatch to 21838"],
         ["262048"],
     ),
     (
         "rl",
         f"{LONG} trainer.max_tokens_per_microbatch=65536",
-        ["a sequence may take 131024 tokens", "with several devices", "ulysses_size"],
+        ["= 131024)", "with several devices", "ulysses_size"],
         ["262048"],
     ),
     (
         "rl",
         "trainer.max_tokens_per_microbatch=2047 --nproc=8",
-        ["a sequence may take 2048 tokens", "4096 or more packs well"],
+        ["= 2048)", "to 4096 or more, which packs well"],
         ["ulysses_size"],
     ),
     (
@@ -76,7 +76,7 @@ ROWS = [
             "trainers on several nodes",
             "not served yet",
             "cluster.num_trainers is 16",
-            "cluster.devices_per_node 8",
+            "cluster.devices_per_node = 8",
             "at most 8",
         ],
         [],
@@ -86,7 +86,7 @@ ROWS = [
         "cluster.num_trainers=6 cluster.num_engines=2 engine.tensor_parallel_size=5 "
         "cluster.num_nodes=2 cluster.devices_per_node=8 cluster.address=auto "
         "model.path=Qwen/Qwen3-0.6B",
-        ["cluster.num_engines is 2", "fit 1", "2 devices of the trainers' node"],
+        ["cluster.num_engines is 2", "each on one node", "trainers leave 2 of theirs", "(1)"],
         [],
     ),
 ]

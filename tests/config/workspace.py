@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 CONTEXT = 4096
@@ -29,6 +30,9 @@ BASE: dict[str, list[str]] = {
     ],
     "eval": ["--model.path=model", "--data.eval=[{path: train.jsonl}]"],
     "generate": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
+    "bench engine": ["--model.path=model", "--output=numbers.json"],
+    "bench train": ["--model.path=model", "--output=numbers.json"],
+    "simulate": ["--model.path=model"],
 }
 
 
@@ -47,6 +51,12 @@ def fill(folder: Path) -> None:
     (folder / "mute").mkdir()
     (folder / "mute" / "config.json").write_text(json.dumps(MODEL_CONFIG))
     (folder / "mute" / "model.safetensors").write_bytes(b"")
+    for family in ("gemma2", "qwen3_moe"):
+        other = folder / family
+        shutil.copytree(model, other)
+        (other / "config.json").write_text(json.dumps(MODEL_CONFIG | {"model_type": family}))
     (folder / "empty").mkdir()
     (folder / "scores.py").write_text("def score(completion, answer):\n    return 1.0\n")
+    (folder / "silent.py").write_text("def score(completions):\n    return 1.0\n")
+    (folder / "needy.py").write_text("def score(completion, depth):\n    return 1.0\n")
     (folder / "broken.py").write_text("def score(:\n")

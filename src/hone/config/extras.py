@@ -7,12 +7,14 @@ another system, a dependency that was removed), which must be told apart from on
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+from contextlib import suppress
 from typing import Any
 
 from hone.config.errors import UserError
 
-__all__ = ["INSTALL", "import_extra", "is_installed", "missing_extra"]
+__all__ = ["INSTALL", "import_extra", "installed_version", "is_installed", "missing_extra"]
 
 INSTALL = {
     "datasets": "hone-rl[data]",
@@ -38,6 +40,15 @@ def is_installed(package: str) -> bool:
         return True
     # A folder of that name in the working directory (wandb leaves one) is found without origin.
     return spec is not None and spec.origin is not None
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, whichever distribution it is of; None where no
+    distribution says. Nothing of it is run."""
+    for name in (package, _INSTALL_ON_CPU.get(package, package)):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
 
 
 def missing_extra(package: str, *, needed_by: str, on_cpu: bool = False) -> str | None:

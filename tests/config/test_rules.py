@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import pytest
 
-from hone.config import UserError, checks, extras
-from hone.config.checks import Finding
+from hone.config import UserError, extras, rules
 from hone.config.load import load_config
+from hone.config.model_facts import ModelFacts
+from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.reward import BUILTIN_REWARDS
-from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.config.rules import Finding, facts
+from hone.config.rules.view import Fact
+from hone.config.tree import (
+    BenchEngineConfig,
+    BenchTrainConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    SFTConfig,
+    SimulateConfig,
+)
 from hone.families.spec import PROJECTIONS
 from tests.config.workspace import BASE
 
-CHECKS: dict[str, tuple[Any, Callable[..., list[Finding]]]] = {
-    "rl": (RLConfig, lambda *args: checks.check_rl(*args)),
-    "sft": (SFTConfig, lambda *args: checks.check_sft(*args)),
-    "eval": (EvaluateConfig, lambda *args: checks.check_eval(*args)),
-    "generate": (GenerateConfig, lambda *args: checks.check_generate(*args)),
+TREES: dict[str, type[Any]] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "eval": EvaluateConfig,
+    "generate": GenerateConfig,
+    "bench engine": BenchEngineConfig,
+    "bench train": BenchTrainConfig,
+    "simulate": SimulateConfig,
 }
 
 Level = Literal["error", "warning"]
@@ -436,22 +451,115 @@ ROWS: list[Row] = [
      "trainer.parallel.ring_size trainer.parallel.ulysses_size trainer.max_tokens_per_microbatch"),
     ("rl", "trainer.parallel.ring_size=2 trainer.max_tokens_per_microbatch=1023", "error",
      "trainer.max_tokens_per_microbatch data.max_prompt_tokens"),
+    # models that nothing can run, or not so
+    *[(command, "model.path=qwen3_moe", "error", "model.path")
+      for command in ("rl", "sft", "eval", "generate", "bench engine", "bench train")],
+    ("sft", "model.path=gemma2 trainer.parallel.tensor_parallel_size=2", "error",
+     "trainer.parallel.tensor_parallel_size model.path"),
+    ("generate", "model.path=gemma2 engine.tensor_parallel_size=2", "error",
+     "engine.tensor_parallel_size model.path"),
+    ("rl", "model.path=gemma2 model.exact=true", "error", "model.exact model.path"),
+    ("generate", "--nproc=3 engine.tensor_parallel_size=2", "error",
+     "engine.tensor_parallel_size"),
+    ("generate", "--nproc=1 engine.tensor_parallel_size=2", "error",
+     "engine.tensor_parallel_size"),
+    ("eval", "engine.tensor_parallel_size=2", "error", "engine.tensor_parallel_size"),
+    # what one row above shows for another key, or what other commands have
+    ("sft", "trainer.offload_parameters=true trainer.optimizer.name=muon "
+     "trainer.optimizer.muon_lr=1e-3", "error",
+     "trainer.offload_parameters trainer.optimizer.name"),
+    ("sft", "trainer.offload_optimizer=true trainer.offload_parameters=true", "error",
+     "trainer.offload_parameters trainer.offload_gradients"),
+    ("rl", f"{_AWAY} trainer.offload_parameters=true model.exact=true", "error",
+     "model.exact trainer.offload_parameters"),
+    *[("rl", f"model.exact=true trainer.parallel.{name}=2", "error",
+       f"model.exact trainer.parallel.{name}")
+      for name in ("ulysses_size", "tensor_parallel_size")],
+    ("rl", "algorithm.correction.kind=icepop algorithm.correction.low=1.5", "error",
+     "algorithm.correction.low algorithm.correction.high"),
+    ("rl", "data.chat=never model.chat_template=train.jsonl", "warning",
+     "data.chat model.chat_template"),
+    ("rl", "data.eval.0.path=other.jsonl", "warning", "data.eval eval.every_n_steps"),
+    ("sft", "log.samples_per_step=4", "warning", "log.samples_per_step"),
+    ("eval", "engine.enable_sleep=true", "warning", "engine.enable_sleep"),
+    ("rl", "reward.functions.0.fn=silent.py:score", "error", "reward.functions.0.fn"),
+    ("rl", "cluster.num_engines=1 cluster.num_trainers=8 cluster.num_nodes=2 "
+     "cluster.devices_per_node=6 cluster.address=auto", "error",
+     "cluster.num_trainers cluster.devices_per_node"),
+    ("rl", "cluster.num_engines=2 cluster.num_trainers=6 engine.tensor_parallel_size=4 "
+     "cluster.num_nodes=2 cluster.devices_per_node=7 cluster.address=auto", "error",
+     "cluster.num_engines engine.tensor_parallel_size cluster.num_trainers "
+     "cluster.devices_per_node"),
+    # benchmarks
+    *[(f"bench {what}", flags, "error", "model.path model.shape")
+      for what in ("engine", "train")
+      for flags in ("model.path=null", "model.shape=qwen3-0.6b")],
+    ("bench engine", "output=numbers.txt", "error", "output"),
+    ("bench engine", "workload=uniforn", "error", "workload"),
+    ("bench engine", "decode.batch=4", "warning", "decode.batch workload"),
+    ("bench engine", "workload=decode decode.batch=300", "error",
+     "decode.batch engine.max_num_seqs"),
+    ("bench engine", "workload=decode decode.context=5000", "error",
+     "decode.context model.path"),
+    ("bench engine", "against=vllm engine.tensor_parallel_size=2", "error",
+     "against engine.tensor_parallel_size"),
+    ("bench engine", "--nproc=2", "error", "engine.tensor_parallel_size"),
+    ("bench engine", "engine.backend=vllm", "error", "engine.backend"),
+    ("bench train", "trainer.num_epochs=2 trainer.parity.enabled=false", "warning",
+     "trainer.num_epochs trainer.parity"),
+    ("bench train", "workload=train.jsonl rows.tokens=9", "warning", "rows.tokens workload"),
+    ("bench train", "model.exact=true objective=sft", "warning", "model.exact objective"),
+    ("bench train", "rows.tokens=5000 trainer.max_tokens_per_microbatch=9000", "error",
+     "rows.tokens model.path"),
+    # the simulation
+    ("simulate", "output=numbers.txt", "error", "output"),
+    ("simulate", "simulate.lengths.distribution=file", "error",
+     "simulate.lengths.distribution simulate.lengths.path"),
+    ("simulate", "simulate.lengths.path=train.jsonl", "warning",
+     "simulate.lengths.distribution simulate.lengths.path"),
+    ("simulate", "cluster.num_references=8 algorithm.kl.coef=0.1", "error",
+     "cluster.num_references simulate.gpus"),
+    ("simulate", "simulate.gpus=4 cluster.num_engines=4", "error",
+     "simulate.gpus cluster.num_engines"),
+    ("simulate", "cluster.num_nodes=2", "warning", "cluster.num_nodes"),
 ]  # fmt: skip
 
+HERE: list[tuple[Row, dict[str, Any]]] = [
+    (("rl", "run.device=cuda", "error", "run.device"),
+     {"num_started": 4, "started_by": "--nproc", "gpus_here": 2}),
+    (("rl", "run.device=cuda", "error", "run.device"),
+     {"num_started": 4, "started_by": "--nproc", "gpus_here": 0}),
+    (("sft", "run.device=cpu", "error", "run.device"),
+     {"num_started": 99, "started_by": "--nproc", "cores_here": 2}),
+    (("rl", "cluster.num_engines=1 cluster.num_trainers=4", "error", "cluster.num_trainers"),
+     {"num_trainers_here": Fact(2, "the processes of this host")}),
+    (("rl", "reward.functions.0.fn=needy.py:score", "error", "reward.functions.0.fn"),
+     {"first_rows": [("train.jsonl:1", {"answer"}, {"answer"})]}),
+]  # fmt: skip
+"""Rows with facts that no plan has, only the host where a command starts."""
 
-def findings(command: str, flags: str) -> list[Finding]:
-    tree, check = CHECKS[command]
+
+def planned(command: str, flags: str) -> RunPlan:
     words = flags.split()
     nproc = [int(word.removeprefix("--nproc=")) for word in words if word.startswith("--nproc=")]
     words = [word for word in words if not word.startswith("--nproc=")]
-    return check(load_config(tree, None, [*BASE[command], *words]), *nproc)
+    cfg = load_config(TREES[command], None, [*BASE[command], *words])
+    kind = "cpu" if cfg.run.device == "cpu" else "cuda"
+    model = cfg.model.path and ModelFacts.read(cfg.model.path)
+    return resolve(cfg, model, Devices(kind=kind), world_size=nproc[0] if nproc else None)
 
 
-def assert_found(row: Row) -> None:
+def findings(command: str, flags: str, **known: Any) -> list[Finding]:
+    return rules.findings(planned(command, flags), **known)
+
+
+def assert_found(row: Row, **known: Any) -> None:
     """The row's problem is reported once, at its level, and its text names all its keys."""
     command, flags, level, keys = row
     found = [
-        x for x in findings(command, flags) if x.level == level and set(keys.split()) <= set(x.keys)
+        x
+        for x in findings(command, flags, **known)
+        if x.level == level and set(keys.split()) <= set(x.keys)
     ]
     assert len(found) == 1, f"{flags=} {found=}"
     for key in found[0].keys:
@@ -471,6 +579,8 @@ def test_a_model_that_is_not_there_is_told_from_one_on_the_hub(workspace: Path) 
 def assert_table() -> None:
     for row in ROWS:
         assert_found(row)
+    for row, known in HERE:
+        assert_found(row, **known)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
@@ -478,7 +588,7 @@ def test_R22_bad_combinations_are_found(row: Row, workspace: Path) -> None:
     assert_found(row)
 
 
-@pytest.mark.parametrize("command", CHECKS)
+@pytest.mark.parametrize("command", TREES)
 def test_a_sound_configuration_has_no_finding(command: str, workspace: Path) -> None:
     assert findings(command, "") == []
 
@@ -529,20 +639,56 @@ def test_the_table_is_long_enough() -> None:
     assert len({row[:2] for row in ROWS}) >= 100
 
 
-def _topics() -> list[str]:
-    """Names of the checks that the four commands are put together from."""
-    imported = ast.parse(Path(checks.__file__).read_text())
-    names = [
-        alias.name for x in imported.body if isinstance(x, ast.ImportFrom) for alias in x.names
-    ]
-    return [name for name in names if name.startswith("check_")]
+@pytest.mark.parametrize(("row", "known"), HERE)
+def test_R22_what_only_the_host_knows(row: Row, known: dict[str, Any], workspace: Path) -> None:
+    assert_found(row, **known)
+    assert findings(row[0], row[1]) == []
 
 
-@pytest.mark.parametrize("topic", _topics())
-def test_R22_planted_a_check_that_finds_nothing(
-    topic: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
+def test_R22_every_rule_is_found_by_a_row(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _found_by((command, flags, {}) for command, flags, *_ in ROWS)
+    found |= _found_by((command, flags, known) for (command, flags, *_), known in HERE)
+    monkeypatch.setattr(extras, "is_installed", lambda name: False)
+    found |= _found_by((command, flags, {}) for command, flags, *_ in NEEDS)
+    monkeypatch.setattr(facts, "installed_version", lambda name: "0.99.1")
+    found |= _found_by([("rl", "engine.backend=vllm", {})])
+    lacking = [rule for rule in rules.RULES if rule not in found]
+    assert not lacking, "\n".join(f"{rule.when} {rule.says} {rule.only}" for rule in lacking)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+def test_R22_each_change_that_a_message_advises_serves(row: Row, workspace: Path) -> None:
+    """Set the key to the value that is named, or remove it, and the finding is gone."""
+    command, flags, level, keys = row
+    for finding in findings(command, flags):
+        if finding.level == level and set(keys.split()) <= set(finding.keys):
+            for changed in _advised(flags, finding.message):
+                left = [(x.level, x.keys) for x in findings(command, changed)]
+                assert (level, finding.keys) not in left, finding.message
+
+
+def _advised(flags: str, message: str) -> Iterator[str]:
+    """The flags with each change taken that is a key with its new value, or one to remove."""
+    for key, value in re.findall(
+        r"(?:[Ss]et|, or) (\w+\.[\w.]+) to ([^ ,[]+?)(?=,|\.$| or)", message
+    ):
+        yield f"{flags} {key}={value}"
+    for key in re.findall(r"[Rr]emove (\w+\.[\w.]*\w)(?=,|\.$|;)", message):
+        kept = [word for word in flags.split() if word.partition("=")[0] != key]
+        if len(kept) < len(flags.split()):
+            yield " ".join(kept)
+
+
+def _found_by(rows: Iterable[tuple[str, str, dict[str, Any]]]) -> set[rules.Rule]:
+    plans = ((planned(command, flags), known) for command, flags, known in rows)
+    return {rule for plan, known in plans for rule, _ in rules.matches(plan, **known)}
+
+
+@pytest.mark.parametrize("topic", rules.TOPICS, ids=lambda topic: topic.__name__)
+def test_R22_planted_rules_that_find_nothing(
+    topic: ModuleType, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, topic, lambda *args, **kwargs: [])
+    monkeypatch.setattr(rules, "RULES", [x for x in rules.RULES if x not in topic.RULES])
     with pytest.raises(AssertionError):
         assert_table()
 
@@ -550,11 +696,14 @@ def test_R22_planted_a_check_that_finds_nothing(
 def test_R22_planted_a_message_without_its_keys(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        checks, "check_kl", lambda cfg: [Finding("error", ("algorithm.kl.coef",), "wrong value")]
-    )
+    mute = replace(_rule_of("algorithm.kl.coef = 0"), says="wrong value", why="", fix="")
+    monkeypatch.setattr(rules, "RULES", [mute])
     with pytest.raises(AssertionError):
-        assert_found(("rl", "", "error", "algorithm.kl.coef"))
+        assert_found(("rl", "algorithm.kl.estimator=k2", "warning", "algorithm.kl.estimator"))
+
+
+def _rule_of(condition: str) -> rules.Rule:
+    return next(rule for rule in rules.RULES if condition in rule.when)
 
 
 def test_R5_truncating_options_are_refused_one_by_one(workspace: Path) -> None:
@@ -583,7 +732,7 @@ def test_errors_come_first_and_once(workspace: Path) -> None:
 
 def test_R22_a_misspelt_projection_is_told_with_the_nearest_and_all(workspace: Path) -> None:
     (found,) = findings("rl", "model.lora.rank=8 model.lora.target_modules=[v_prj,q_proj,lm_head]")
-    assert "names v_prj (did you mean v_proj?), lm_head;" in found.message
+    assert "names v_prj (did you mean v_proj?), lm_head:" in found.message
     assert ", ".join(PROJECTIONS) in found.message
 
 
@@ -600,6 +749,7 @@ NEEDS: list[tuple[str, str, str, str, str]] = [
     ("sft", "trainer.matmul_precision=fp8", "torchao", "trainer.matmul_precision",
      "hone-rl[fp8]"),
     ("rl", "reward.functions.0.fn=math", "math_verify", "reward.functions.0.fn", "math-verify"),
+    ("bench engine", "against=vllm run.device=cuda", "vllm", "against", "hone-rl[vllm]"),
     *[("rl", f"log.{name}=true", name, f"log.{name}", f"hone-rl[{name}]")
       for name in ("wandb", "mlflow", "trackio")],
     ("sft", "", "tensorboard", "log.tensorboard", "tensorboard"),
@@ -693,6 +843,6 @@ def test_a_run_folder_that_cannot_be_written(
     ("command", "key"), [("rl", "run.dir"), ("eval", "run.dir"), ("generate", "output")]
 )
 def test_an_empty_path_is_none(command: str, key: str) -> None:
-    tree, _ = CHECKS[command]
+    tree = TREES[command]
     with pytest.raises(UserError, match=rf"^{re.escape(key)}: is empty \(.*{re.escape(key)}.*\)"):
         load_config(tree, None, [*BASE[command], f"--{key}="])

@@ -1,0 +1,113 @@
+"""Rules on advantages, losses, the KL term, corrections, the optimizer."""
+
+from __future__ import annotations
+
+from hone.config.algorithm import GROUP_ESTIMATORS
+from hone.config.rules.rule import error, unused, warning
+
+__all__ = ["RULES"]
+
+_TRAINING = ("rl", "sft")
+_GROUPS = f"algorithm.advantage = {'|'.join(sorted(GROUP_ESTIMATORS))}"
+_WHOLE_SEQUENCES = "algorithm.advantage = grpo|dr_grpo|rloo"
+_KIND = "algorithm.correction.kind"
+_OPTIMIZER = "trainer.optimizer"
+
+RULES = (
+    error(_GROUPS, "rollout.n_samples_per_prompt = 1",
+          why="it compares the samples of a prompt, so that every advantage would be 0",
+          fix="raise rollout.n_samples_per_prompt | algorithm.advantage = reinforce_pp"),
+    warning("algorithm.advantage = dr_grpo", "algorithm.aggregation = sequence_mean",
+            why="a mean within each sequence brings back the length bias that dr_grpo removes",
+            fix="algorithm.aggregation = constant"),
+    error("algorithm.dual_clip", "algorithm.loss != ppo_clip",
+          why="only ppo_clip has a second bound",
+          fix="remove algorithm.dual_clip | algorithm.loss = ppo_clip"),
+    warning("algorithm.loss = gspo", "algorithm.clip_low > 0.05", "algorithm.clip_high > 0.05",
+            why="gspo clips the mean ratio of a sequence, which stays within a few thousandths of "
+            "1, so that these bounds never act",
+            fix="use those of its paper, algorithm.clip_low 3e-4 and algorithm.clip_high 4e-4"),
+    warning("algorithm.loss = gspo", "algorithm.aggregation != sequence_mean",
+            why="gspo is defined on whole sequences, and this weighs long ones more",
+            fix="algorithm.aggregation = sequence_mean"),
+    warning("algorithm.clip_high < algorithm.clip_low",
+            why="unlikely tokens can fall faster than they can rise",
+            fix="swap the two"),
+    warning("algorithm.clip_low >= 1", given=("algorithm.loss = ppo_clip",),
+            why="ratios are never below 0, so that nothing is clipped from below",
+            fix="use a value below 1; 0.2 is usual"),
+    warning("@optimizer_steps_per_rollout > 1", "algorithm.clip_high >= 1",
+            why="it hardly clips, and the policy may run away from its samples",
+            fix="use 0.2 to 0.3"),
+    warning("algorithm.entropy_coef < 0",
+            why="a negative bonus drives the policy towards one answer",
+            fix="use 0 or above"),
+    # The KL term.
+    unused("algorithm.kl.(placement|estimator)", "algorithm.kl.coef = 0",
+           why="no KL term is computed", instead="set algorithm.kl.coef"),
+    error("algorithm.kl.estimator = k1", "algorithm.kl.placement = loss",
+          given=("algorithm.kl.coef",),
+          why="its expected gradient is zero: it would cost a reference pass and do nothing",
+          fix="algorithm.kl.estimator = k3 | algorithm.kl.placement = reward"),
+    warning("algorithm.kl.placement = reward", "algorithm.kl.estimator != k1",
+            given=("algorithm.kl.coef",),
+            why="that biases the gradient; in the reward k1 is the estimator of the reverse KL",
+            fix="algorithm.kl.estimator = k1"),
+    *(error("algorithm.kl.placement = reward", _WHOLE_SEQUENCES, masked,
+            given=("algorithm.kl.coef", *given),
+            why="masked tokens pay no KL penalty, so that penalised samples would be compared with "
+            "spared ones",
+            fix="algorithm.kl.placement = loss | algorithm.advantage = reinforce_pp_baseline")
+      for masked, given in (("rollout.truncated_samples = mask", ()),
+                            ("rollout.mask_off_policy_tokens", ("@resumes_samples",)))),
+    # The correction.
+    unused("algorithm.correction.(low|high)", f"{_KIND} = none",
+           why="nothing is corrected", instead=f"{_KIND} = icepop"),
+    unused("algorithm.correction.low", f"{_KIND} = tis",
+           why="tis only cuts at algorithm.correction.high", instead=f"{_KIND} = icepop"),
+    error("algorithm.correction.low >= algorithm.correction.high",
+          given=(f"{_KIND} = icepop|sequence_mask",),
+          why="no ratio lies between",
+          fix="lower algorithm.correction.low"),
+    *(error(bound, given=(f"{_KIND} = {kinds}", "algorithm.correction.low < "
+                          "algorithm.correction.high"),
+            why="algorithm.correction.low to algorithm.correction.high excludes 1, the ratio of "
+            "samples that are exactly on-policy",
+            fix="use a range around 1, such as algorithm.correction.low 0.5 to "
+            "algorithm.correction.high 2")
+      for bound, kinds in (("algorithm.correction.high < 1", "tis|icepop|sequence_mask"),
+                           ("algorithm.correction.low > 1", "icepop|sequence_mask"))),
+    warning("rollout.oversample_prompts", f"{_KIND} = none",
+            why="the gradient of what older weights have sampled is biased "
+            "(rollout.mask_off_policy_tokens leaves out what was sampled before an interruption, "
+            "not samples that waited for their group)",
+            fix=f"{_KIND} = tis | {_KIND} = icepop"),
+    warning("pipeline.max_staleness", f"{_KIND} = none", given=("pipeline.enabled",),
+            why="the gradient of what older weights have sampled is biased "
+            "(rollout.mask_off_policy_tokens leaves out what was sampled before an interruption, "
+            "not what is old)",
+            fix=f"{_KIND} = tis"),
+    *(warning(rounded, f"{_KIND} = none",
+              why="samples come from a slightly different policy than the trainer's",
+              fix=f"{_KIND} = tis")
+      for rounded in ("engine.kv_cache_dtype = fp8", "trainer.matmul_precision = fp8")),
+    # The optimizer.
+    warning(f"{_OPTIMIZER}.lr = 0", only=_TRAINING,
+            why="nothing is learnt", fix="use 1e-6, which is usual for RL, or what you need"),
+    warning(f"{_OPTIMIZER}.lr is default", only=("sft",),
+            why="that is a rate for RL", fix="use 1e-5 to 1e-4, which is usual here"),
+    warning(f"{_OPTIMIZER}.muon_lr is default", f"{_OPTIMIZER}.name = muon", only=_TRAINING,
+            why="that is a rate for pre-training",
+            fix="use 1e-4 to 1e-3, which is usual for fine-tuning"),
+    unused(f"{_OPTIMIZER}.(muon_lr|muon_momentum)", f"{_OPTIMIZER}.name != muon", only=_TRAINING,
+           instead=f"{_OPTIMIZER}.name = muon"),
+    unused(f"{_OPTIMIZER}.min_lr_ratio", f"{_OPTIMIZER}.schedule = constant", only=_TRAINING,
+           why="it is the end of a falling schedule", instead=f"{_OPTIMIZER}.schedule = linear"),
+    error("@beta_out_of_range",
+          says=f"{_OPTIMIZER}.betas is {{{_OPTIMIZER}.betas}}",
+          why="both must be at least 0 and below 1",
+          fix=f"{_OPTIMIZER}.betas = [0.9, 0.95]"),
+    error(f"{_OPTIMIZER}.warmup_steps > @optimizer_steps",
+          why=f"{_OPTIMIZER}.lr is never reached",
+          fix=f"{_OPTIMIZER}.warmup_steps = {{optimizer_steps}}"),
+)  # fmt: skip

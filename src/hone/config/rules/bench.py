@@ -1,0 +1,84 @@
+"""Rules of `hone bench` and `hone simulate` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from hone.config.bench import WORKLOADS
+from hone.config.rules.rule import error, needs, unused
+from hone.config.rules.view import Fact, View, fact
+from hone.config.simulate import GPUS_UNSET
+
+__all__ = ["RULES"]
+
+_BENCH = ("bench engine", "bench train")
+_SIMULATE = ("simulate",)
+
+
+def _bad_workload(view: View) -> Iterator[Mapping[str, object]]:
+    workload = view["workload"]
+    if workload not in WORKLOADS and not Path(workload).is_file():
+        near = get_close_matches(workload, WORKLOADS, 1)
+        yield {"near": f"did you mean '{near[0]}'?" if near else ""}
+
+
+@fact
+def has_other_suffix(view: View) -> bool:
+    """Whether numbers are to be written into something else than a .json file."""
+    return view["output"] is not None and view["output"].suffix != ".json"
+
+
+@fact
+def gpus(view: View) -> Fact:
+    """GPUs of the simulation."""
+    return Fact(view["simulate.gpus"] or GPUS_UNSET, "the number of GPUs", "simulate.gpus")
+
+
+RULES = (
+    # The model and the output.
+    error("model.path = unset", "model.shape = unset", only=_BENCH,
+          fix="name a folder (or hub name) in model.path | a public shape such as qwen3-0.6b in "
+          "model.shape"),
+    error("model.path != unset", "model.shape != unset", only=_BENCH,
+          why="there is one model", fix="remove model.path | remove model.shape"),
+    error("@has_other_suffix", only=(*_BENCH, "simulate"),
+          says="output is '{output}'",
+          fix="give the path of a .json file, such as bench.json; the plot is written beside it as "
+          ".svg"),
+    # The engine.
+    error(each=_bad_workload, only=("bench engine",),
+          says="workload is '{workload}'",
+          why=f"it is a file of requests, or one of {', '.join(WORKLOADS)}", fix="{near}"),
+    unused("decode.*", "workload != decode", instead="workload = decode"),
+    error("decode.batch > engine.max_num_seqs", given=("workload = decode",),
+          why="no more sequences run at once",
+          fix="raise engine.max_num_seqs | lower decode.batch"),
+    error("decode.context >= @context_length", given=("workload = decode",),
+          fix="lower decode.context"),
+    error("against", "engine.tensor_parallel_size > 1",
+          why="the two are compared on one GPU", fix="remove against"),
+    needs("vllm", "against = vllm", by="against=vllm", instead="leave against unset"),
+    # The trainer.
+    unused("trainer.(prompts_per_minibatch|num_epochs|enable_sleep|parity)", only=("bench train",),
+           why="a step of the benchmark is one optimizer step"),
+    unused("rows.*", "workload != rows", instead="workload = rows"),
+    error("@longest > @context_length", only=("bench train",),
+          fix="use rows of at most {context_length} tokens"),
+    # The simulation.
+    error("simulate.lengths.distribution = file", "simulate.lengths.path = unset", only=_SIMULATE,
+          fix="name the file in simulate.lengths.path"),
+    unused("simulate.lengths.path", "simulate.lengths.distribution != file", only=_SIMULATE,
+           instead="simulate.lengths.distribution = file"),
+    error("cluster.num_references >= @gpus", given=("cluster.num_engines = 0",), only=_SIMULATE,
+          why="that leaves none to trainers and engines",
+          fix="raise simulate.gpus | lower cluster.num_references"),
+    error("simulate.gpus != @devices_needed", only=_SIMULATE,
+          given=("cluster.num_engines", "simulate.gpus"),
+          says="simulate.gpus is {simulate.gpus}, and {devices_needed} GPUs are needed",
+          why="{devices_how}",
+          fix="leave out simulate.gpus | cluster.num_engines = 0, which tries all splits"),
+    unused("cluster.(num_nodes|devices_per_node)", only=_SIMULATE,
+           why="any two GPUs are linked alike in the simulation, whatever their hosts"),
+)  # fmt: skip

@@ -1,0 +1,93 @@
+"""Rules on engines and references with devices of their own, and on sampling ahead."""
+
+from __future__ import annotations
+
+from hone.config.rules.rule import error, needs, unused, warning
+
+__all__ = ["RULES"]
+
+_ENGINES, _REFERENCES = "cluster.num_engines", "cluster.num_references"
+_TRAINERS, _NODES = "cluster.num_trainers", "cluster.num_nodes"
+_PER_NODE = "cluster.devices_per_node"
+_SIZE = "engine.tensor_parallel_size"
+_FITS = "@devices_needed <= @devices_there"
+
+_DEVICES = (
+    error("cluster.* is set", "not @has_cluster",
+          says="{meant} is set, and neither engines nor references have devices of their own",
+          why=f"{_ENGINES} and {_REFERENCES} are 0, so that every training process has both on its "
+          "own device, and there is no cluster",
+          fix="set one of the two | remove {meant}; --nproc N starts N training processes"),
+    unused("cluster.update_weight_buffer_size", f"{_ENGINES} = 0", given=("@has_cluster",),
+           why="weights stay in their processes"),
+    needs("ray", "@has_cluster", by="{apart_key}"),
+    error(f"{_TRAINERS} != @num_processes", given=("@has_cluster",),
+          why="with {apart_key} they are the same",
+          fix="leave out --nproc | under torchrun start as many processes"),
+    error(f"{_NODES} > 1", "cluster.address = unset", given=("@has_cluster",),
+          why="the run stays on this host", fix=f"name the Ray cluster | {_NODES} = 1"),
+    error("@bad_address",
+          says="cluster.address is {cluster.address}",
+          why="it is host:port of the Ray cluster's head, ray://host:port of Ray's client, or "
+          "auto; unset, a Ray of this host alone is started",
+          fix="write one of these"),
+    *(error(f"{side}.enable_sleep", _ENGINES,
+            why="it makes room for whom a device is shared with, and trainers and engines share "
+            "none",
+            fix=f"{side}.enable_sleep = false")
+      for side in ("engine", "trainer")),
+    warning(f"{_TRAINERS} > 1", f"{_NODES} > 1", f"{_PER_NODE} = unset", given=("@has_cluster",),
+            why="beside engines or references all trainers must be on one node, and whether they "
+            "fit is not known",
+            fix=f"set {_PER_NODE}"),
+    error("@devices_needed > @devices_there", given=("@has_cluster",),
+          fix="use fewer | use more nodes"),
+    error(f"{_TRAINERS} > {_PER_NODE}", given=("@has_cluster", _FITS),
+          why="trainers on several nodes beside a cluster are not served yet",
+          fix=f"use at most {{{_PER_NODE}}} (trainer.parallel.zero_stage 3 and "
+          "trainer.offload_optimizer save memory) | no cluster ({apart_key} 0): torchrun starts "
+          "trainers on several nodes, each with an engine on its own device"),
+    error(f"{_SIZE} > {_PER_NODE}", given=("@has_cluster", _FITS, f"{_TRAINERS} <= {_PER_NODE}"),
+          why="the ranks of an engine talk twice a layer and must be on one node",
+          fix=f"{_SIZE} = {{{_PER_NODE}}} | less"),
+    error(f"{_ENGINES} > @max_engines",
+          given=(_FITS, f"{_TRAINERS} <= {_PER_NODE}", f"{_SIZE} <= {_PER_NODE}"),
+          fix="use fewer engines | use a size that divides what a node has"),
+    warning("@devices_needed < @devices_there", given=("@has_cluster",),
+            why="the rest stays idle",
+            fix="give them to {idle_serve}"),
+    error(f"{_TRAINERS} > @num_trainers_here", only=("rl",), given=("@has_cluster",),
+          why="trainers on several nodes with {apart_key} above 0 are not served yet",
+          fix="use at most {num_trainers_here} | no cluster ({apart_key} 0)"),
+)  # fmt: skip
+
+_REFERENCE = tuple(
+    error(_REFERENCES, *when, given=given, why=why, fix=fix, only=("rl", "simulate"))
+    for when, given, why, fix in (
+        (("algorithm.kl.coef = 0",), (),
+         "there is no reference model and nothing for it to score",
+         f"set algorithm.kl.coef | {_REFERENCES} = 0"),
+        (("model.lora.rank > 0",), (),
+         "the reference of adapters is the model without them, which the trainers have anyway",
+         f"{_REFERENCES} = 0"),
+        (("@longest > @reference_budget",), ("@context_size > 1", "not trainer.micro_batch_size"),
+         "a reference has one device",
+         f"raise the budget | {_REFERENCES} = 0: beside the policy it shares the tokens of a row"),
+    )
+)  # fmt: skip
+
+_PIPELINE = (
+    unused("pipeline.*", "not pipeline.enabled", instead="pipeline.enabled = true"),
+    error("pipeline.enabled", f"{_ENGINES} = 0",
+          why="an engine on the trainer's device cannot sample while it trains",
+          fix=f"set {_ENGINES} | pipeline.enabled = false"),
+    error("rollout.oversample_prompts", "pipeline.enabled",
+          why="engines begin samples ahead anyway, as many as pipeline.max_staleness and "
+          "pipeline.async_queue_size allow",
+          fix="rollout.oversample_prompts = 0"),
+    warning("pipeline.async_queue_size > pipeline.max_staleness", given=("pipeline.enabled",),
+            why="no more batches than that may be sampled ahead",
+            fix="raise pipeline.max_staleness | lower pipeline.async_queue_size"),
+)  # fmt: skip
+
+RULES = (*_DEVICES, *_REFERENCE, *_PIPELINE)

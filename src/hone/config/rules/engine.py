@@ -1,0 +1,135 @@
+"""Rules on engines: concurrency, memory, tensor parallelism, exact mode, vLLM."""
+
+from __future__ import annotations
+
+from hone.config.rules.rule import error, excludes, needs, unused, warning
+from hone.config.vllm import LOWEST_TEMPERATURE, VERSIONS
+
+__all__ = ["RULES"]
+
+_RUNS = ("rl", "eval", "generate")
+_SIZE, _BACKEND, _VLLM = "engine.tensor_parallel_size", "engine.backend", "engine.backend = vllm"
+_SMALL_BATCHED_TOKENS = 2048
+
+_ENGINE = (
+    warning("engine.max_num_seqs < sampling.n_samples_per_prompt",
+            why="the samples of a prompt cannot all run at once",
+            fix="raise engine.max_num_seqs"),
+    warning("engine.max_num_seqs > @samples_per_step", given=("engine.max_num_seqs is set",),
+            why="the rest is not used",
+            fix="engine.max_num_seqs = {samples_per_step}"),
+    warning("engine.max_num_batched_tokens < engine.max_num_seqs",
+            given=(f"{_BACKEND} = embedded",),
+            why="a decode step takes one token of each running sequence, so that only so many can "
+            "run",
+            fix="raise engine.max_num_batched_tokens"),
+    warning(f"engine.max_num_batched_tokens < {_SMALL_BATCHED_TOKENS}", "run.device = cuda",
+            given=("engine.max_num_batched_tokens >= engine.max_num_seqs",),
+            why="prompts are prefilled in chunks too small to fill a GPU",
+            fix=f"engine.max_num_batched_tokens = {_SMALL_BATCHED_TOKENS} | more"),
+    warning("engine.enable_prefix_caching", "rollout.n_samples_per_prompt = 1",
+            why="it shares prompts within a group, and helps otherwise only where prompts begin "
+            "alike",
+            fix="engine.enable_prefix_caching = false | raise rollout.n_samples_per_prompt"),
+    warning("not engine.enable_prefix_caching", "sampling.n_samples_per_prompt > 1",
+            why="each prompt is prefilled once for each sample",
+            fix="engine.enable_prefix_caching = true"),
+    unused("engine.enable_sleep", only=("eval", "generate", "bench engine"),
+           why="it frees the KV cache while a trainer works, and nothing trains here"),
+    warning("engine.gpu_memory_utilization > 0.8", "engine.kv_cache_gib = unset", only=("rl",),
+            given=("not @is_apart", "not engine.enable_sleep"),
+            why="the trainer needs the same GPU for gradients, optimizer and activations",
+            fix="engine.gpu_memory_utilization = 0.5 | set engine.kv_cache_gib"),
+    unused("engine.gpu_memory_utilization", "engine.kv_cache_gib",
+           why="that is used instead", instead="remove engine.kv_cache_gib"),
+    unused("engine.gpu_memory_utilization", "run.device = cpu",
+           given=("engine.kv_cache_gib = unset",),
+           why="there engine.kv_cache_gib says how large the cache is"),
+    warning("engine.block_size > @longest_sample",
+            why="most of each block stays empty", fix="engine.block_size = 16"),
+    error("engine.kv_cache_gib < @sequence_gib",
+          why="it must hold one",
+          fix="raise engine.kv_cache_gib | shorten sequences"),
+    unused("engine.sleep_level", f"{_BACKEND} = embedded",
+           why="it has no weights of its own to drop", instead=f"{_BACKEND} = vllm"),
+)  # fmt: skip
+
+_TENSOR_PARALLEL = (
+    error(f"{_SIZE} > 1", only=("rl",), given=("not @is_apart",),
+          why="an engine beside its trainer samples on that one device",
+          fix="give engines devices of their own: cluster.num_engines, each with as many, and "
+          "cluster.num_trainers | where the model fits one device beside the trainer's share, "
+          f"{_SIZE} 1"),
+    error(f"{_SIZE} > 1", only=("eval",),
+          why="`hone eval` samples on one device",
+          fix=f"{_SIZE} = 1 | use `hone generate`, which serves larger models, without rewards"),
+    error(f"{_SIZE} > 1", "@lacks_fused_decode",
+          given=(f"{_BACKEND} = embedded", "@serves_tensor_parallel"),
+          says=f"{_SIZE} is {{{_SIZE}}}, and {{the_model}} is of the family {{family}}",
+          why="only {fused_families} are divided among devices", fix=f"{_SIZE} = 1"),
+    error(f"{_SIZE} > 1", "@undivided", given=("@serves_tensor_parallel",),
+          says=f"{_SIZE} is {{{_SIZE}}}, which does not divide {{undivided}} of {{the_model}}",
+          fix=f"use a smaller power of two for {_SIZE}; further devices run as replicas"),
+    error(f"{_SIZE} does not divide @num_processes", only=("generate",),
+          why="each device of an engine takes a process, and further engines are replicas",
+          fix=f"start a multiple of {{{_SIZE}}} processes (torchrun --nproc-per-node N)"),
+    error(f"{_SIZE} != @num_processes", only=("bench engine",),
+          why="one engine is measured, with a process for each of its devices",
+          fix=f"start {{{_SIZE}}} of them, with torchrun --nproc-per-node where it is more than 1"),
+)  # fmt: skip
+
+_EXACT = (
+    *excludes("model.exact", "model.exact = false", {
+        "run.device = cpu": ("its kernels are for GPUs", "cuda"),
+        "model.dtype = float32": ("it computes in bfloat16 alone", "auto"),
+        "engine.kv_cache_dtype = fp8": ("the trainer does not round keys and values", "auto"),
+        f"{_SIZE} > 1": ("sums over devices are taken in another order than the trainer's", "1"),
+    }),
+    error("model.exact", "@lacks_fused_decode", only=(*_RUNS, "bench engine", "bench train"),
+          says="model.exact is on, and {the_model} is of the family {family}",
+          why="it serves {fused_families}",
+          fix="model.exact = false"),
+)  # fmt: skip
+
+_ON_VLLM = (
+    needs("vllm", _VLLM, by="engine.backend=vllm", instead=f"{_BACKEND} = embedded", only=_RUNS),
+    error(_VLLM, "@vllm_version_not_served", only=_RUNS,
+          says=f"{_BACKEND} is vllm, and version {{vllm_version}} is installed",
+          why=f"versions {VERSIONS} are served",
+          fix=f"install one of them | {_BACKEND} = embedded"),
+    *excludes(_VLLM, f"{_BACKEND} = embedded", {
+        "model.exact": ("its kernels depend on the batch and are not the trainer's", "false"),
+        "engine.kv_cache_dtype = fp8":
+            ("its FP8 scales are not set anew for each weight version", "auto"),
+    }),
+    error("engine.block_size is set", _VLLM, only=_RUNS,
+          why="vLLM chooses the block size by the device",
+          fix=f"remove engine.block_size | {_BACKEND} = embedded"),
+    error("engine.max_num_batched_tokens < engine.max_num_seqs", _VLLM, only=_RUNS,
+          why="vLLM refuses that",
+          fix="raise engine.max_num_batched_tokens"),
+    error(f"sampling.temperature < {LOWEST_TEMPERATURE}", _VLLM,
+          given=("sampling.temperature > 0",),
+          why=f"vLLM raises what is below {LOWEST_TEMPERATURE} to that, and would sample from "
+          "another distribution",
+          fix=f"use 0 (greedy) | {LOWEST_TEMPERATURE} or more"),
+    unused("engine.compile", _VLLM, only=_RUNS,
+           why="engine.cuda_graphs off keeps vLLM from compiling"),
+    warning("engine.enable_sleep", _VLLM, "run.device = cpu", only=_RUNS,
+            why="vLLM frees nothing there", fix="remove engine.enable_sleep"),
+    unused("engine.sleep_level", "not engine.enable_sleep", given=(_VLLM,), only=("rl",),
+           why="vLLM never sleeps", instead="engine.enable_sleep = true"),
+    *(error("engine.sleep_level = 2", saves, given=(_VLLM, "engine.enable_sleep", *given),
+            why="the engine also sleeps while a checkpoint is written, which is after the weights "
+            "were delivered, and would have none in the next step",
+            fix=f"engine.sleep_level = 1 | {off}")
+      for saves, given, off in (
+          ("checkpoint.every_n_steps", (), "checkpoint.every_n_steps = 0"),
+          ("checkpoint.keep_best", ("eval.every_n_steps",), "checkpoint.keep_best = false"))),
+    error(_VLLM, only=("bench engine",),
+          why="`hone bench engine` measures the embedded engine, and runs vLLM beside it where "
+          "against is vllm",
+          fix=f"{_BACKEND} = embedded"),
+)  # fmt: skip
+
+RULES = (*_ENGINE, *_TENSOR_PARALLEL, *_EXACT, *_ON_VLLM)

@@ -1,0 +1,452 @@
+"""Facts that conditions compare: what follows from a plan, with the settings it comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from hone.config import vllm
+from hone.config.cluster import host_and_port
+from hone.config.extras import installed_version
+from hone.config.model import PROJECTIONS
+from hone.config.model_shape import FUSED_FAMILIES, SUPPORTED_FAMILIES
+from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
+
+__all__ = ["LONG_ROW", "divisors", "ulysses_problem", "vllm_undivided"]
+
+LONG_ROW = 32768
+"""Tokens of a row above which it fills a device by itself: packing several brings nothing."""
+_GIB = 2**30
+_SIZES = "trainer.parallel.ring_size x trainer.parallel.ulysses_size"
+
+
+# -- rows and batches ----------------------------------------------------------------------------
+
+
+@fact
+def longest(view: View) -> Fact:
+    """Tokens of the longest row that is trained."""
+    if view.command == "bench train" and view["workload"] == "rows":
+        return Fact(view["rows.tokens"], "the longest row", "rows.tokens")
+    tokens = view.plan.max_sequence_tokens
+    if tokens is None:
+        raise NotKnownError("longest")
+    return Fact(tokens, "the longest sequence", " + ".join(view.plan.max_sequence_keys))
+
+
+@fact
+def longest_share(view: View) -> Fact:
+    """Tokens of the longest row that one device has."""
+    row, size = view.fact("longest"), view.number("context_size")
+    if size == 1:
+        return row
+    noun = f"its part on each of {size} processes that share the longest sequence"
+    return Fact(-(-row.value // size), noun, f"({row.how}) / {size}")
+
+
+@fact
+def two_rows(view: View) -> Fact:
+    """Tokens of two of the longest rows, of those that are packed."""
+    row = view.fact("longest")
+    if view.number("context_size") > 1 or row.value > LONG_ROW:
+        raise NotKnownError("two_rows")
+    return Fact(2 * row.value, "twice the longest sequence", f"2 x ({row.how})")
+
+
+@fact
+def longest_sample(view: View) -> Fact:
+    """Tokens of the longest sequence that is sampled."""
+    keys = "data.max_prompt_tokens", view.key("sampling.max_completion_tokens")
+    return Fact(sum(view[key] for key in keys), "the longest sequence", " + ".join(keys))
+
+
+@fact
+def completion_limit(view: View) -> int:
+    """Tokens that the model's context leaves to completions."""
+    return view.number("context_length") - view["data.max_prompt_tokens"]
+
+
+@fact
+def sequences_per_step(view: View) -> Fact:
+    """Rows of an optimizer step, over all devices."""
+    if view.command == "bench train" and view["workload"] == "rows":
+        return Fact(view["rows.per_step"], "the number of rows of a step", "rows.per_step")
+    if view.plan.batch is None:
+        raise NotKnownError("sequences_per_step")
+    key = "data.examples_per_step" if view.command == "sft" else "trainer.prompts_per_minibatch"
+    number = view.plan.batch.samples_per_optimizer_step
+    return Fact(number, "the number of sequences of an optimizer step", key)
+
+
+@fact
+def samples_per_step(view: View) -> Fact:
+    """Samples that a step of a rollout begins."""
+    keys = "rollout.prompts_per_step", "rollout.oversample_prompts", "rollout.n_samples_per_prompt"
+    prompts, more, samples = (view[key] for key in keys)
+    how = f"({keys[0]} + {keys[1]}) x {keys[2]}"
+    return Fact((prompts + more) * samples, "the samples of a step", how)
+
+
+@fact
+def optimizer_steps(view: View) -> Fact:
+    """Optimizer steps of the whole run."""
+    if view.plan.batch is None:
+        raise NotKnownError("optimizer_steps")
+    return Fact(
+        view.plan.batch.optimizer_steps,
+        "the optimizer steps of the run",
+        "run.steps x optimizer steps of each",
+    )
+
+
+@fact
+def optimizer_steps_per_rollout(view: View) -> Fact:
+    """Optimizer steps that the samples of a step are used for."""
+    if view.plan.batch is None:
+        raise NotKnownError("optimizer_steps_per_rollout")
+    number = view.plan.batch.optimizer_steps_per_rollout
+    how = "trainer.prompts_per_minibatch, trainer.num_epochs"
+    return Fact(number, "the number of optimizer steps a rollout", how)
+
+
+@fact
+def minibatch_below(view: View) -> int:
+    """The largest mini-batch that divides a step and is no larger than what was asked for."""
+    asked = view["trainer.prompts_per_minibatch"]
+    return max(n for n in divisors(view["rollout.prompts_per_step"]) if n <= asked)
+
+
+def divisors(number: int) -> list[int]:
+    """In rising order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+@fact
+def or_share_rows(view: View) -> str:
+    """What else serves a long row than the budget that just holds it: more for short rows, which
+    are packed; for long ones more processes that share it."""
+    budget, size = view["trainer.max_tokens_per_microbatch"], view.number("context_size")
+    row, world_size = view.number("longest"), view.plan.world_size
+    if row <= LONG_ROW:
+        return f"to {2 * -(-row // size)} or more, which packs well"
+    if world_size is None:
+        return f"with several devices share rows by {_SIZES}"
+    larger = [n for n in range(size + 1, world_size + 1) if world_size % n == 0]
+    if not larger:
+        return ""
+    serving = next((n for n in larger if -(-row // n) <= budget), larger[-1])
+    share = -(-row // serving)
+    enough = "" if share <= budget else f", and trainer.max_tokens_per_microbatch to {share}"
+    return f"share rows over processes: set {_SIZES} to {serving}{enough}"
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+@fact
+def num_processes(view: View) -> Fact:
+    """Processes that train, or without a trainer sample."""
+    if view.plan.world_size is None:
+        raise NotKnownError("world_size")
+    return Fact(view.plan.world_size, "the number of processes")
+
+
+@fact
+def context_size(view: View) -> Fact:
+    """Processes that share the tokens of a row."""
+    keys = "trainer.parallel.ring_size", "trainer.parallel.ulysses_size"
+    return Fact(view[keys[0]] * view[keys[1]], " x ".join(keys))
+
+
+@fact
+def num_shares(view: View) -> Fact:
+    """Groups of processes that each train rows of their own."""
+    together = view["trainer.parallel.tensor_parallel_size"] * view.number("context_size")
+    number = view.number("num_processes") // together
+    those = f"groups of {together} processes" if together > 1 else "processes"
+    return Fact(number, f"the number of {those}")
+
+
+@fact
+def mesh_problem(view: View) -> str | None:
+    """Why the processes cannot be laid out along the axes of training."""
+    return view.plan.problem
+
+
+@fact
+def reference_replica(view: View) -> Fact:
+    """Processes of a replica of the reference model, where sizes of its own are set."""
+    sizes = {key: view[key] for key in _REFERENCE_SIZES if view[key] is not None}
+    if not sizes or view.plan.problem is not None:
+        raise NotKnownError("reference_replica")
+    of_policy = {
+        key: view[key.replace("reference_", "")] for key in _REFERENCE_SIZES if key not in sizes
+    }
+    tensor = {_TENSOR: view[_TENSOR]}
+    how = " x ".join(f"{key} {size}" for key, size in (sizes | tensor).items())
+    number = math.prod([*sizes.values(), *of_policy.values(), *tensor.values()])
+    return Fact(number, "the number of processes of a replica of the reference model", how)
+
+
+_REFERENCE_SIZES = (
+    "trainer.parallel.reference_ring_size",
+    "trainer.parallel.reference_ulysses_size",
+)
+_TENSOR = "trainer.parallel.tensor_parallel_size"
+
+
+@fact
+def num_laid_out(view: View) -> Fact:
+    """Processes that train, as few as make up one replica where the number is not known."""
+    return Fact(view.plan.policy.axes.world, "the number of processes")
+
+
+@fact
+def is_apart(view: View) -> bool:
+    """Whether engines have devices of their own."""
+    return view.plan.is_apart
+
+
+@fact
+def serves_tensor_parallel(view: View) -> bool:
+    """Whether engines of the command can be on several devices."""
+    return view.plan.is_apart or view.command in ("generate", "bench engine")
+
+
+@fact
+def has_cluster(view: View) -> bool:
+    """Whether engines or references have devices of their own."""
+    return view["cluster.num_engines"] > 0 or view["cluster.num_references"] > 0
+
+
+@fact
+def apart_key(view: View) -> str:
+    """The setting that says so."""
+    return f"cluster.num_{'engines' if view['cluster.num_engines'] else 'references'}"
+
+
+@fact
+def bad_address(view: View) -> bool:
+    """Whether `cluster.address` names nothing."""
+    address = view["cluster.address"] if view.number("has_cluster") else None
+    return address not in (None, "auto") and host_and_port(address) is None
+
+
+@fact
+def idle_serve(view: View) -> str:
+    """Who makes the best use of idle devices."""
+    return "more engines" if view["cluster.num_engines"] else "more trainers"
+
+
+@fact
+def reference_budget(view: View) -> Fact:
+    """Tokens of a pass without backward on one device."""
+    key = "trainer.max_tokens_per_forward"
+    if view[key] is not None:
+        return Fact(view[key], "what a pass of one device may hold", key)
+    key = "trainer.max_tokens_per_microbatch"
+    return Fact(2 * view[key], "what a pass of one device may hold", f"2 x {key}")
+
+
+@fact
+def devices_needed(view: View) -> Fact:
+    """The sum of the devices of all roles."""
+    roles = view["cluster"].devices(view["engine.tensor_parallel_size"])
+    how = " + ".join(role.words for role in roles)
+    return Fact(sum(role.number for role in roles), "the number of devices of all roles", how)
+
+
+@fact
+def devices_there(view: View) -> Fact:
+    """The devices of all nodes."""
+    nodes, each = view["cluster.num_nodes"], view["cluster.devices_per_node"]
+    if each is None:
+        raise NotKnownError("devices_there")
+    how = f"cluster.num_nodes {nodes} x cluster.devices_per_node {each}"
+    return Fact(nodes * each, "what there is", how)
+
+
+@fact
+def max_engines(view: View) -> Fact:
+    """Engines, each on one node, that fit beside the trainers, which share one; references are of
+    one device and take what is left."""
+    size, each = view["engine.tensor_parallel_size"], view["cluster.devices_per_node"]
+    if each is None:
+        raise NotKnownError("max_engines")
+    beside, nodes = each - view["cluster.num_trainers"], view["cluster.num_nodes"]
+    noun = (
+        f"what fits with engine.tensor_parallel_size {size} devices each on one node, where "
+        f"trainers leave {beside} of theirs (cluster.devices_per_node less cluster.num_trainers)"
+    )
+    return Fact(beside // size + (nodes - 1) * (each // size), noun)
+
+
+@fact
+def devices_how(view: View) -> str:
+    """The settings that say how many devices are needed."""
+    return view.fact("devices_needed").how
+
+
+# Where a command starts processes. `hone check` plans for other hosts too, and does not know them.
+outside("num_started", "started_by", "gpus_here", "cores_here", "num_trainers_here")
+outside("first_rows", "unread_arrays")
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+@fact
+def the_model(view: View) -> str:
+    """The model, by the setting that names it."""
+    named = view.command.startswith("bench") and view["model.shape"]
+    return "the model of model.shape" if named else "the model at model.path"
+
+
+@fact
+def unknown_targets(view: View) -> str:
+    """Names in `model.lora.target_modules` that no layer has, each with what is near."""
+    unknown = [name for name in view["model.lora.target_modules"] if name not in PROJECTIONS]
+    near = {name: get_close_matches(name, PROJECTIONS, 1) for name in unknown}
+    told = [f"{name} (did you mean {near[name][0]}?)" if near[name] else name for name in unknown]
+    return ", ".join(told)
+
+
+@fact
+def vllm_version(view: View) -> str:
+    """The installed version of vLLM."""
+    version = installed_version("vllm")
+    if version is None:
+        raise NotKnownError("vllm")
+    return version
+
+
+@fact
+def vllm_version_not_served(view: View) -> bool:
+    """Whether vLLM is installed and cannot be used."""
+    return not vllm.is_served(view.number("vllm_version"))
+
+
+@fact
+def context_length(view: View) -> Fact:
+    """Positions the model was made for."""
+    return Fact(view.model.context_length, f"the context of {view.number('the_model')}")
+
+
+@fact
+def fused_families(view: View) -> str:
+    """Families whose decode is fused."""
+    return ", ".join(FUSED_FAMILIES)
+
+
+@fact
+def lacks_fused_decode(view: View) -> bool:
+    """Whether the model is of a family whose layers are not ours in decoding."""
+    return view.model.family not in (None, *FUSED_FAMILIES)
+
+
+@fact
+def family(view: View) -> Fact:
+    """`model_type` of the model."""
+    return Fact(view.model.family, f"the family of {view.number('the_model')}")
+
+
+@fact
+def supported_families(view: View) -> str:
+    """Families that are trained and sampled."""
+    return ", ".join(SUPPORTED_FAMILIES)
+
+
+@fact
+def is_unsupported(view: View) -> bool:
+    """Whether nothing can run the model's family."""
+    return view.model.family not in (None, *SUPPORTED_FAMILIES)
+
+
+@fact
+def undivided(view: View) -> str:
+    """Numbers of the model that `engine.tensor_parallel_size` does not divide, in words."""
+    size, numbers = view["engine.tensor_parallel_size"], view.model.divided
+    if view["engine.backend"] == "vllm":
+        return ", ".join(vllm_undivided(numbers, size))
+    return ", ".join(f"{name} = {number}" for name, number in numbers.items() if number % size)
+
+
+def vllm_undivided(numbers: Mapping[str, int], size: int) -> list[str]:
+    """Of numbers of `config.json`, those that so many ranks of vLLM cannot share.
+
+    A key head may be whole on several of them.
+    """
+    return [
+        f"{name} = {number}"
+        for name, number in numbers.items()
+        if number % size and (name != "num_key_value_heads" or size % number)
+    ]
+
+
+def ulysses_problem(size: int, num_heads: int, num_kv_heads: int) -> str | None:
+    """Why `size` processes cannot share so many query and key heads, or None where they can.
+
+    Each takes equally many query heads and all the key heads that these need; a key head may be
+    needed by several.
+    """
+    if num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0):
+        return None
+    fitting = [n for n in divisors(num_heads) if num_kv_heads % n == 0 or n % num_kv_heads == 0]
+    return (
+        f"each process takes equally many of the {num_heads} query heads and of the "
+        f"{num_kv_heads} key heads, or a whole key head that others take too; sizes that do: "
+        f"{', '.join(map(str, fitting))}"
+    )
+
+
+@fact
+def undivided_in_training(view: View) -> str:
+    """Numbers of the model that `trainer.parallel.tensor_parallel_size` does not divide."""
+    size = view["trainer.parallel.tensor_parallel_size"]
+    numbers = view.model.divided.items()
+    return ", ".join(f"{name} = {number}" for name, number in numbers if number % size)
+
+
+@fact
+def sequence_gib(view: View) -> Fact:
+    """GiB of the KV cache that one sequence of full length takes on each device."""
+    per_token = view.model.kv_bytes_per_token(view.plan.kv_dtype)
+    if per_token is None:
+        raise NotKnownError("sequence_gib")
+    block, row = view["engine.block_size"], view.fact("longest_sample")
+    num_tokens = -(-row.value // block) * block
+    num_bytes = num_tokens * per_token // view["engine.tensor_parallel_size"]
+    return Fact(num_bytes / _GIB, "what a sequence of full length takes, in GiB", row.how)
+
+
+@fact
+def resumes_samples(view: View) -> bool:
+    """Whether samples go on under other weights than those that began them."""
+    pipeline = view["pipeline"]
+    return pipeline.resumes_samples or view["rollout.oversample_prompts"] > 0
+
+
+@fact
+def trainers_hold_reference(view: View) -> bool:
+    """Whether the reference model lies beside the policy."""
+    has = view["algorithm.kl.coef"] > 0 and not view["model.lora.rank"]
+    return has and not view["cluster.num_references"]
+
+
+@fact
+def beta_out_of_range(view: View) -> bool:
+    """Whether a decay of moments is none."""
+    return not all(0 <= beta < 1 for beta in view["trainer.optimizer.betas"])
+
+
+@fact
+def has_empty_stop(view: View) -> bool:
+    """Whether a text that ends completions is empty."""
+    return "" in view["sampling.stop"]
+
+
+@fact
+def held_out(view: View) -> bool:
+    """Whether rows of `data.train` are held out."""
+    return bool(view["data.train"]) and view["data.eval_fraction"] > 0

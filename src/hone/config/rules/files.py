@@ -1,0 +1,354 @@
+"""Rules on files: models, data, outputs. Nothing of the user's is imported or run."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hone.config.data import TEMPLATE_FIELD, SourceConfig
+from hone.config.extras import missing_extra
+from hone.config.load import dump_config
+from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local, settings_file
+from hone.config.rules.rule import Rule, error, unused, warning
+from hone.config.rules.view import View, differs, fact
+
+__all__ = ["RULES", "unwritable"]
+
+Found = Iterator[Mapping[str, object]]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_NEEDS_TOKENIZER = ("rl", "sft", "eval", "generate")
+
+
+# -- places --------------------------------------------------------------------------------------
+
+
+def unwritable(path: Path) -> str | None:
+    """Why nothing can be written at a path that is a folder or not there yet; None where it can."""
+    places = (path.absolute(), *path.absolute().parents)
+    place = next(place for place in places if os.path.exists(place))
+    verb = "is" if place == path.absolute() else f"lies in '{place}', which is"
+    if not place.is_dir():
+        return f"{verb} no folder"
+    try:
+        # A file without a name: what may be written says neither the user's rights, as of root,
+        # nor those of the folder, as in /proc.
+        with tempfile.TemporaryFile(dir=place):
+            return None
+    except OSError as problem:
+        return f"{verb} a folder where nothing can be written ({problem.strerror})"
+
+
+def _bad_run_dir(view: View) -> Found:
+    folder: Path = view["run.dir"]
+    problem = "is a file" if folder.is_file() else unwritable(folder)
+    yield from [] if problem is None else [{"problem": problem}]
+
+
+def _bad_output(view: View) -> Found:
+    output: Path = view["output"]
+    if output.is_dir():
+        yield {"problem": "is a folder"}
+    elif (problem := unwritable(output.parent)) is not None:
+        yield {"problem": f"cannot be written: its folder {problem}"}
+
+
+def _kept_completions(view: View) -> Found:
+    """Completions and their settings that are there are replaced by the same command alone."""
+    output, settings = view["output"], settings_file(view["output"])
+    existing = [file for file in (output, settings) if file.is_file()]
+    if not existing:
+        return
+    if settings not in existing:
+        reason = f"output '{output}' exists, and nothing says how it was made"
+    elif settings.read_text(encoding="utf-8", errors="replace") == dump_config(view.plan.config):
+        return
+    elif output in existing:
+        reason = (
+            f"output '{output}' exists, with completions of other settings, those in '{settings}'"
+        )
+    else:
+        reason = (
+            f"'{settings}' exists, where the settings of output '{output}' are kept, and holds "
+            "something else"
+        )
+    yield {"reason": reason, "files": " and ".join(f"'{file}'" for file in existing)}
+
+
+def _read_and_written(view: View) -> Found:
+    for index, source in enumerate(view["data.train"]):
+        if source.path == str(view["output"]):
+            yield {"index": index}
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+@fact
+def model_folder(view: View) -> Path | None:
+    """The model's folder, where `model.path` names one that is here."""
+    path = Path(view["model.path"] or "")
+    return path if view["model.path"] and path.is_dir() else None
+
+
+@fact
+def is_model_file(view: View) -> bool:
+    """Whether `model.path` names a file."""
+    return Path(view["model.path"] or "").is_file()
+
+
+def _no_config(view: View) -> Found:
+    folder = view.number("model_folder")
+    if not (folder / "config.json").is_file():
+        inner = folder / "model"  # where a run leaves it
+        found = (inner / "config.json").is_file()
+        yield {
+            "fix": f"did you mean '{inner}'?"
+            if found
+            else "give the folder of a model in the Hugging Face layout: config.json, weights, "
+            "tokenizer"
+        }
+
+
+@fact
+def has_config(view: View) -> bool:
+    """Whether the model's folder is here and has its `config.json`."""
+    folder = view.number("model_folder")
+    return folder is not None and (folder / "config.json").is_file()
+
+
+@fact
+def has_weights(view: View) -> bool:
+    """Whether the model's folder holds weights."""
+    folder = view.number("model_folder")
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+
+
+@fact
+def has_tokenizer(view: View) -> bool:
+    """Whether the model's folder holds a tokenizer."""
+    return any((view.number("model_folder") / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def _not_here(key: str, *, must_exist: bool) -> Any:
+    """Details where a key names no folder of this machine: as a mistake, or as a hub name."""
+
+    def find(view: View) -> Found:
+        path = view[key]
+        if path is None or Path(path).exists():
+            return
+        parent = Path(path).parent
+        folders = [x.name for x in parent.iterdir() if x.is_dir()] if parent.is_dir() else []
+        near = get_close_matches(Path(path).name, folders, 1)
+        is_local = must_be_local(path) or "/" not in path
+        if is_local == must_exist and (is_local or parent.is_dir()):
+            yield {
+                "path": path,
+                "parent": parent,
+                "name": Path(path).name,
+                "near": f"did you mean '{parent / near[0]}'?" if near else "",
+            }
+
+    return find
+
+
+@fact
+def lacks_template(view: View) -> bool:
+    """Whether the chat template is no file."""
+    template = view["model.chat_template"]
+    return template is not None and not template.is_file()
+
+
+_MODEL = (
+    error("@is_model_file", says="model.path '{model.path}' is a file",
+          fix="give the folder it is in"),
+    error("@model_folder", each=_no_config,
+          says="model.path '{model.path}' holds no config.json", fix="{fix}"),
+    error("@has_config", "not @has_weights", given=("model.init = pretrained",),
+          says="model.init is pretrained, and model.path '{model.path}' holds no weights "
+          "(*.safetensors)",
+          fix="set model.init to random to draw them from the seed"),
+    error("@has_config", "not @has_tokenizer", given=("model.tokenizer = unset",),
+          only=_NEEDS_TOKENIZER,
+          says="model.path '{model.path}' holds no tokenizer, and model.tokenizer is unset",
+          fix="set model.tokenizer to a folder or hub name"),
+    *(error(each=_not_here(key, must_exist=True),
+            says=f"{key} '{{path}}' does not exist",
+            fix="{near} | give a folder with config.json, or a hub name with its owner, such as "
+            "Qwen/Qwen3-0.6B")
+      for key in ("model.path", "model.tokenizer")),
+    *(warning(each=_not_here(key, must_exist=False),
+              says=f"{key} '{{path}}' is taken for a name on the hub",
+              why="the folder '{parent}' is here and has no '{name}'",
+              fix="{near} | write './{path}' for what must be a folder")
+      for key in ("model.path", "model.tokenizer")),
+    error("@lacks_template", says="model.chat_template '{model.chat_template}' is no file",
+          fix="give the path of a Jinja file"),
+    error("@is_unsupported",
+          says="{the_model} is of the family {family}",
+          why="hone trains and samples {supported_families}",
+          fix="use a model of one of these"),
+    warning("model.dtype = bfloat16", "run.device = cpu",
+            why="there it is slow and imprecise", fix="model.dtype = auto"),
+)  # fmt: skip
+
+
+# -- data ----------------------------------------------------------------------------------------
+
+
+def _sources(view: View, *sections: str) -> Iterator[tuple[str, SourceConfig]]:
+    for section in sections or ("train", "eval"):
+        for index, source in enumerate(view[f"data.{section}"]):
+            yield f"data.{section}.{index}", source
+
+
+def _missing_source(view: View) -> Found:
+    for key, source in _sources(view):
+        path = Path(source.path).expanduser()
+        if must_be_local(source.path) and not path.exists():
+            present = sorted(x.name for x in path.parent.glob("*") if x.suffix in DATA_SUFFIXES)
+            there = f"'{path.parent}' holds {', '.join(present[:5])}" if present else ""
+            yield {"key": key, "path": source.path, "there": there}
+
+
+def _unreadable_source(view: View) -> Found:
+    for key, source in _sources(view):
+        path = Path(source.path).expanduser()
+        if path.is_file() and path.suffix not in DATA_SUFFIXES:
+            yield {"key": key, "path": source.path, "suffix": path.suffix}
+
+
+def _missing_reader(view: View) -> Found:
+    """What to tell where a source cannot be read for want of a library."""
+    for key, source in _sources(view):
+        path, given = Path(source.path).expanduser(), f"{key}.path '{source.path}'"
+        missing = None
+        if path.is_file() and path.suffix not in DATA_SUFFIXES:
+            continue
+        if not path.exists():
+            if must_be_local(source.path):
+                continue
+            reading = (
+                f"{key}.path: there is no file or folder '{source.path}', and reading it from the "
+                "hub"
+            )
+            missing = missing_extra("datasets", needed_by=reading)
+        elif is_saved_dataset(path):
+            saved = f"{given} is a data set that `datasets` has saved, and reading it"
+            missing = missing_extra("datasets", needed_by=saved)
+        else:
+            # Of a folder that also has others, the files of one split are read.
+            files = [path] if path.is_file() else path.iterdir()
+            if {file.suffix for file in files if file.suffix in DATA_SUFFIXES} == {".parquet"}:
+                missing = missing_extra("pyarrow", needed_by=given)
+        yield from [] if missing is None else [{"missing": missing}]
+
+
+def _bad_pattern(view: View) -> Found:
+    for key, source in _sources(view):
+        try:
+            re.compile(source.answer_pattern or "")
+        except re.error as problem:
+            yield {"key": key, "pattern": source.answer_pattern, "problem": problem}
+
+
+def _repeated(view: View, section: str) -> Found:
+    """Sources of a section whose rows an earlier one of `data.train` reads."""
+    first: dict[tuple[str, str, str | None], str] = {}
+    for key, source in _sources(view, *dict.fromkeys(("train", section))):
+        identity = source.path, source.split, source.subset
+        if identity in first and key.startswith(f"data.{section}."):
+            yield {"key": key, "first": first[identity], "path": source.path}
+        if key.startswith("data.train."):
+            first.setdefault(identity, key)
+
+
+@fact
+def has_constant_prompts(view: View) -> bool:
+    """Whether the template names no column."""
+    return not any(match[2] for match in TEMPLATE_FIELD.finditer(view["data.prompt_template"]))
+
+
+_NO_DEMONSTRATION = ("columns.completion",)
+_NO_REWARD = ("columns.answer", "columns.task", "answer_pattern", "task")
+_UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "rl": {"train": _NO_DEMONSTRATION, "eval": (*_NO_DEMONSTRATION, "weight")},
+    "sft": {"train": _NO_REWARD, "eval": (*_NO_REWARD, "weight")},
+    "eval": {
+        "train": (*_NO_DEMONSTRATION, "weight"),
+        "eval": (*_NO_DEMONSTRATION, "weight"),
+    },
+    "generate": {"train": (*_NO_DEMONSTRATION, "weight")},
+}
+"""Keys of each source that a command reads past: rewards have no demonstrations, demonstrations no
+rewards, and what is not trained on is taken whole, in the order of its files."""
+
+
+def _unused_columns(view: View) -> Found:
+    for section, names in _UNUSED[view.command].items():
+        for key, source in _sources(view, section):
+            for name in names:
+                *above, last = name.split(".")
+                owner = getattr(source, above[0]) if above else source
+                if differs(owner, last):
+                    yield {"key": f"{key}.{name}", "command": view.command}
+
+
+_DATA = (
+    error("not data.train", only=("rl", "sft", "generate"), fix="name at least one source"),
+    error("not data.eval", "not @held_out", only=("eval",),
+          says="there is nothing to evaluate on",
+          why="data.eval names no source, and data.eval_fraction holds no rows of data.train out",
+          fix="set data.eval | set data.train and data.eval_fraction"),
+    error(each=_missing_source, says="{key}.path: there is no '{path}'", why="{there}",
+          fix="put it there | name another file with --{key}.path"),
+    error(each=_unreadable_source, says="{key}.path '{path}' ends in '{suffix}'",
+          fix=f"use a file in one of these formats: {', '.join(DATA_SUFFIXES)}"),
+    error(each=_missing_reader, says="{missing}"),
+    error(each=_bad_pattern, says="{key}.answer_pattern '{pattern}' is no regular expression",
+          why="{problem}"),
+    warning(each=lambda view: view.fact("unread_arrays"),
+            says="{key} '{path}' is a JSON array of {mib} MiB",
+            why="whether its rows have the columns that reward functions need is not checked "
+            "before the run reads it",
+            fix="use JSON lines (.jsonl), of which it is"),
+    warning(each=lambda view: _repeated(view, "train"),
+            says="{key}.path repeats {first}.path ('{path}')",
+            fix="raise {first}.weight to draw a source more often"),
+    warning(each=lambda view: _repeated(view, "eval"),
+            says="{key}.path and {first}.path read the same rows ('{path}')",
+            why="evaluation would measure what was trained on",
+            fix="use another split | leave data.eval empty and set data.eval_fraction"),
+    warning("data.eval_fraction", "data.eval",
+            says="data.eval_fraction is {data.eval_fraction}, and data.eval names sources",
+            why="nothing is held out of the training rows", fix="remove one of the two"),
+    error("@has_constant_prompts",
+          says="data.prompt_template is '{data.prompt_template}', the same text for every row",
+          fix="name a column in braces"),
+    *(unused(key, "data.chat = never", instead="data.chat = auto")
+      for key in ("data.system_prompt", "model.chat_template")),
+    unused("data.shuffle", only=("eval", "generate"),
+           why="what is not trained on is taken in the order of its files"),
+    unused("data.(eval|eval_fraction)", only=("generate",),
+           why="`hone generate` answers the prompts of data.train that are not held out"),
+    warning(each=_unused_columns, only=tuple(_UNUSED),
+            says="{key} is set and has no effect", why="`hone {command}` does not use it",
+            fix="remove {key}"),
+)  # fmt: skip
+
+_PLACES = (
+    error(each=_bad_run_dir, says="run.dir '{run.dir}' {problem}", fix="name another folder"),
+    error(each=_bad_output, says="output '{output}' {problem}", fix="give the path of a new file"),
+    error(each=_kept_completions, only=("generate",), says="{reason}",
+          fix="name another output | remove {files} to have it written anew"),
+    error(each=_read_and_written, only=("generate",),
+          says="output '{output}' is also read as data.train.{index}.path",
+          fix="name another output"),
+)  # fmt: skip
+
+RULES: tuple[Rule, ...] = (*_MODEL, *_DATA, *_PLACES)

@@ -1,0 +1,164 @@
+"""Rules on reward functions. The user's files are parsed, never imported."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+
+from hone.config.extras import missing_extra
+from hone.config.reward import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
+from hone.config.rules.rule import error, warning
+from hone.config.rules.view import Fact, View, fact
+from hone.config.signatures import (
+    missing_column,
+    needed_columns,
+    parsed_parameters,
+    signature_problem,
+)
+
+__all__ = ["RULES", "needs_columns"]
+
+Found = Iterator[Mapping[str, object]]
+
+
+@fact
+def has_only_weights_of_0(view: View) -> bool:
+    """Whether there are functions and none counts."""
+    functions = view["reward.functions"]
+    return bool(functions) and all(function.weight == 0 for function in functions)
+
+
+@fact
+def cores(view: View) -> Fact:
+    """CPU cores of this host, four times."""
+    number = os.cpu_count() or 1
+    return Fact(4 * number, "four times this host's CPU cores", f"4 x {number}")
+
+
+def _functions(view: View) -> Iterator[tuple[str, RewardFunctionConfig]]:
+    for index, function in enumerate(view["reward.functions"]):
+        yield f"reward.functions.{index}", function
+
+
+def _wrong(view: View) -> Found:
+    for key, function in _functions(view):
+        problem = _problem(function.fn)
+        if problem is not None:
+            yield {"key": key, "fn": function.fn, "problem": problem}
+
+
+def _wrong_signature(view: View) -> Found:
+    for key, function in _functions(view):
+        if _problem(function.fn) is None and ":" in function.fn:
+            parameters = parsed_parameters(function.fn)
+            if parameters is not None:
+                problem = signature_problem(parameters, function.fn, function.args)
+                yield from [] if problem is None else [{"key": key, "problem": problem}]
+
+
+def _missing_package(view: View) -> Found:
+    for key, function in _functions(view):
+        if function.fn == "math":
+            missing = missing_extra("math_verify", needed_by=f"{key}.fn=math")
+            yield from [] if missing is None else [{"missing": missing}]
+
+
+def needs_columns(reward: RewardConfig) -> bool:
+    """Whether a function asks for a column of the data by name, as far as its file tells."""
+    return any(_needed(function) for function in reward.functions)
+
+
+def _missing_column(view: View) -> Found:
+    """What functions ask for by name and the first rows of the data, each a place, its columns and
+    those that functions are given under their own names, do not have."""
+    for key, function in _functions(view):
+        for name in _needed(function):
+            lacking = next((row for row in view.fact("first_rows") if name not in row[2]), None)
+            if lacking is not None:
+                place, columns, given = lacking
+                problem = missing_column(function.fn, name, place, columns=columns, given=given)
+                yield {"key": key, "problem": problem}
+
+
+def _needed(function: RewardFunctionConfig) -> list[str]:
+    """Columns that a function asks for, as far as parsing its file tells."""
+    parameters = parsed_parameters(function.fn) if ":" in function.fn else None
+    return needed_columns(parameters or [], function.args)
+
+
+def _problem(fn: str) -> str | None:
+    """What is wrong with the name of a reward function, or None."""
+    target, colon, name = fn.rpartition(":")
+    if not colon:
+        if fn in BUILTIN_REWARDS:
+            return None
+        near = get_close_matches(fn, BUILTIN_REWARDS, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return (
+            f"no built-in of that name.{hint} Built-ins: {', '.join(BUILTIN_REWARDS)}; your own: "
+            "package.module:function or path/to/file.py:function."
+        )
+    if not target or not name.isidentifier():
+        return "malformed; write package.module:function or path/to/file.py:function."
+    if target.endswith(".py"):
+        return _problem_in_file(Path(target), name)
+    if not all(part.isidentifier() for part in target.split(".")):
+        return f"'{target}' is neither a module's name nor a file that ends in .py."
+    top = target.split(".")[0]
+    if find_spec(top) is None and not Path(top).exists() and not Path(f"{top}.py").exists():
+        return f"there is no module '{top}'; install it, or give the path of a .py file."
+    return None
+
+
+def _problem_in_file(path: Path, name: str) -> str | None:
+    if not path.is_file():
+        return f"there is no file '{path}'."
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except SyntaxError as problem:
+        return f"line {problem.lineno} of '{path}' is not valid Python: {problem.msg}."
+    except (OSError, ValueError) as problem:
+        return f"'{path}' cannot be read: {problem}."
+    bound = _bound_names(tree)
+    if name in bound or "*" in bound:
+        return None
+    functions = [x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return f"'{path}' defines no '{name}'; its functions: {', '.join(functions) or 'none'}."
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Every name that a module binds by a definition, an import or an assignment."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Import() | ast.ImportFrom():
+                names.update(alias.asname or alias.name for alias in node.names)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case _:
+                pass
+    return names
+
+
+RULES = (
+    error("not reward.functions", fix="name at least one"),
+    error("@has_only_weights_of_0",
+          says="every weight of reward.functions is 0",
+          why="so is every reward", fix="give at least one entry a weight"),
+    error(each=_wrong, says="{key}.fn '{fn}'", why="{problem}"),
+    error(each=_wrong_signature, says="{key}.fn", why="{problem}"),
+    error(each=_missing_column, says="{key}.fn", why="{problem}"),
+    error(each=_missing_package, says="{missing}"),
+    warning("reward.num_workers > @cores",
+            why="more than one or two a core only takes memory",
+            fix="leave reward.num_workers unset"),
+    warning("reward.max_failure_rate = 1",
+            why="the run goes on even when no sample can be scored",
+            fix="use a value below 1"),
+)  # fmt: skip

@@ -1,0 +1,88 @@
+"""Rules on the course of a run: resuming, evaluation, checkpoints, records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hone.config.reward import BUILTIN_REWARDS
+from hone.config.rules.rule import error, needs, unused, warning
+from hone.config.rules.view import View, fact
+from hone.config.run import EvaluationConfig
+
+__all__ = ["RULES"]
+
+
+@fact
+def evaluates(view: View) -> bool:
+    """Whether a run evaluates at all."""
+    return "eval" in view.plan.sampling or bool(view["eval"].is_scheduled)
+
+
+@fact
+def has_rows_to_evaluate(view: View) -> bool:
+    """Whether there is anything to evaluate on."""
+    return bool(view["data.eval"]) or view["data.eval_fraction"] > 0
+
+
+@fact
+def unranked_metric(view: View) -> bool:
+    """Whether the metric that ranks checkpoints is none of an evaluation."""
+    return view.number("evaluates") and not view["eval.metric"].startswith("eval/")
+
+
+def _passing(view: View) -> Iterator[Mapping[str, object]]:
+    """Names of the reward functions, where the one that lets samples pass is none of them."""
+    name, names = view["eval.pass_function"], view["reward"].names
+    if name is not None and name not in names:
+        yield {"names": ", ".join(names) or "none"}
+
+
+def _never_passing(view: View) -> Iterator[Mapping[str, object]]:
+    """The most that the function gives, where that is less than the threshold."""
+    evaluation: EvaluationConfig = view["eval"]
+    reward, name = view["reward"], evaluation.pass_function
+    if name not in reward.names:
+        return
+    fn = reward.functions[reward.names.index(name)].fn
+    highest = 0.0 if fn == "overlong" else 1.0
+    if fn in BUILTIN_REWARDS and highest < evaluation.pass_threshold:
+        yield {"highest": f"{highest:g}"}
+
+
+RULES = (
+    error("run.resume < 0", fix="write auto | never | the number of a step"),
+    error("run.resume >= run.steps", why="nothing is left to do",
+          fix="raise run.steps | resume from an earlier step"),
+    # Evaluation.
+    error("eval.(every_n_steps|at_start|at_end) is set", "not @has_rows_to_evaluate",
+          says="{meant} is set, and there is nothing to evaluate on",
+          why="data.eval is empty and data.eval_fraction is 0",
+          fix="set one of the two | remove {meant}"),
+    *(warning(rows, "not @evaluates",
+              says=f"{rows} sets rows aside, and nothing evaluates",
+              why="eval.every_n_steps is 0, and eval.at_start and eval.at_end are off",
+              fix="set one of these", given=given)
+      for rows, given in (("data.eval", ()), ("data.eval_fraction", ("not data.eval",)))),
+    warning("eval.every_n_steps > run.steps",
+            why="no evaluation falls between start and end",
+            fix="lower eval.every_n_steps"),
+    error("@unranked_metric",
+          says="eval.metric is {eval.metric}",
+          why="metrics of an evaluation begin with eval/",
+          fix="eval.metric = eval/reward/mean"),
+    unused("eval.pass_threshold", "eval.pass_function = unset", given=("@evaluates",),
+           instead="name the reward function whose score it is for in eval.pass_function"),
+    error("eval.pass_function", given=("@evaluates",), each=_passing,
+          why="reward.functions has {names}", fix="name one of them"),
+    warning("eval.pass_threshold", "eval.pass_function", given=("@evaluates",),
+            each=_never_passing,
+            why="it gives at most {highest}, so that no sample can pass",
+            fix="eval.pass_threshold = {highest}"),
+    # Checkpoints and records.
+    warning("checkpoint.every_n_steps > run.steps", given=("checkpoint.every_n_steps is set",),
+            why="only the end is saved, and a crash loses everything",
+            fix="lower checkpoint.every_n_steps"),
+    unused("log.samples_per_step", only=("sft",), why="`hone sft` samples nothing"),
+    *(needs(name, f"log.{name}", by=f"log.{name}", instead=f"log.{name} = false")
+      for name in ("tensorboard", "wandb", "mlflow", "trackio")),
+)  # fmt: skip

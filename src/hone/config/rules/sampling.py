@@ -1,0 +1,91 @@
+"""Rules on what is sampled: lengths, distributions, groups, partial rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hone.config.rules.rule import error, unused, warning
+from hone.config.rules.view import NotKnownError, View
+
+__all__ = ["RULES"]
+
+_PROMPT, _COMPLETION = "data.max_prompt_tokens", "sampling.max_completion_tokens"
+
+
+def _bad_stop_ids(view: View) -> Iterator[Mapping[str, object]]:
+    try:
+        size = view.model.vocab_size
+    except NotKnownError:
+        size = None
+    for token_id in view["sampling.stop_token_ids"]:
+        if token_id < 0 or (size is not None and token_id >= size):
+            limit = "" if size is None else f" and below the vocabulary size {size}"
+            yield {"id": token_id, "limit": limit}
+
+
+RULES = (
+    # Lengths.
+    error("engine.max_model_len < @longest_sample",
+          fix="engine.max_model_len = {longest_sample} | shorten one of the two"),
+    error(f"{_PROMPT} >= @context_length",
+          why="that holds prompt and completion",
+          fix=f"lower {_PROMPT}, and {_COMPLETION} where the two are more together"),
+    error("@longest_sample > @context_length", given=(f"{_PROMPT} < @context_length",),
+          fix=f"{_COMPLETION} = {{completion_limit}} | lower {_PROMPT}"),
+    error("engine.max_model_len > @context_length", fix="leave engine.max_model_len unset"),
+    error("data.max_tokens > @context_length", fix="data.max_tokens = {context_length}"),
+    warning("eval.max_completion_tokens < rollout.max_completion_tokens", given=("@evaluates",),
+            why="evaluation cuts answers that training lets finish",
+            fix="eval.max_completion_tokens = {rollout.max_completion_tokens}"),
+    # Any distribution.
+    warning("sampling.temperature = 0", "sampling.n_samples_per_prompt > 1",
+            why="greedy samples of a prompt are all equal",
+            fix="sampling.n_samples_per_prompt = 1 | raise sampling.temperature"),
+    unused("sampling.(top_p|top_k|min_p)", "sampling.temperature = 0",
+           why="that is greedy", instead="raise sampling.temperature"),
+    error("@has_empty_stop",
+          says="sampling.stop holds an empty text",
+          why="it ends every completion at once",
+          fix="remove it"),
+    error(each=_bad_stop_ids,
+          says="sampling.stop_token_ids holds {id}",
+          why="ids are at least 0{limit}",
+          fix="remove it"),
+    # The distribution that is trained on.
+    *(error(f"rollout.{name} != {off}",
+            why="a truncated distribution is not the one the trainer scores, which biases every "
+            "ratio",
+            fix=f"rollout.{name} = {off}")
+      for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0))),
+    error("rollout.temperature = 0",
+          why="greedy samples of a prompt are all equal, and nothing can be learnt from them",
+          fix="rollout.temperature = 1 | use a value above 0"),
+    warning("rollout.temperature < 0.1", given=("rollout.temperature > 0",),
+            why="groups will hardly differ, and log-probabilities are scaled up by its inverse",
+            fix="use 0.6 to 1, which is usual"),
+    # Groups, over-sampling, partial rollouts.
+    error("rollout.dynamic_sampling", "rollout.n_samples_per_prompt = 1",
+          why="groups whose rewards are all equal are dropped, which then is every group",
+          fix="raise rollout.n_samples_per_prompt | rollout.dynamic_sampling = false"),
+    unused("rollout.max_refill_rounds", "not rollout.dynamic_sampling",
+           instead="rollout.dynamic_sampling = true"),
+    *(unused("rollout.(max_aborted_count|mask_off_policy_tokens)", since, given=given,
+             why="no sample is interrupted by a change of weights", instead=instead)
+      for since, given, instead in (
+          ("rollout.oversample_prompts = 0", ("not pipeline.enabled",),
+           "set rollout.oversample_prompts"),
+          ("pipeline.max_staleness = 0", ("pipeline.enabled",), "raise pipeline.max_staleness"),
+          ("pipeline.in_flight = finish", ("pipeline.enabled", "pipeline.max_staleness > 0"),
+           "pipeline.in_flight = pause"))),
+    warning("rollout.max_aborted_count >= pipeline.max_staleness",
+            given=("pipeline.enabled", "pipeline.max_staleness > 0",
+                   "pipeline.in_flight != finish"),
+            why="it has no effect, since no sample lives through more changes of weights than that",
+            fix="remove rollout.max_aborted_count | set it below {pipeline.max_staleness}"),
+    warning("rollout.oversample_prompts", "rollout.max_aborted_count = 0",
+            why="every sample is waited for, which saves no time",
+            fix="raise rollout.max_aborted_count | leave it unset"),
+    warning("rollout.oversample_prompts > rollout.prompts_per_step",
+            why="most samples will be several steps old when they are trained on",
+            fix="use a quarter to a half of rollout.prompts_per_step, which is usual"),
+)  # fmt: skip

@@ -1,0 +1,201 @@
+"""Rules on what a trainer holds and computes: batches, memory, adapters, number formats, axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from hone.config.model import PROJECTIONS
+from hone.config.rules.facts import ulysses_problem
+from hone.config.rules.rule import error, excludes, needs, unused, warning
+from hone.config.rules.view import View
+
+__all__ = ["RULES"]
+
+_EXACT = ("rl", "eval", "generate", "bench engine", "bench train")
+_BUDGET, _FORWARD = "trainer.max_tokens_per_microbatch", "trainer.max_tokens_per_forward"
+_PARALLEL, _TENSOR = "trainer.parallel", "trainer.parallel.tensor_parallel_size"
+_PRECISION, _RANK = "trainer.matmul_precision", "model.lora.rank"
+_TARGETS = "model.lora.target_modules"
+_BY_TOKENS = "not trainer.micro_batch_size"
+_TO_HOST = ("offload_activations", "offload_optimizer", "offload_gradients", "offload_parameters")
+
+
+def _ulysses_problem(key: str) -> Callable[[View], Iterator[Mapping[str, object]]]:
+    def find(view: View) -> Iterator[Mapping[str, object]]:
+        heads = view.model.divided.get("num_attention_heads")
+        size, tensor = view[key], view[_TENSOR]
+        if heads is None or size is None:
+            return
+        parts = heads // tensor, view.model.divided.get("num_key_value_heads", heads) // tensor
+        if problem := ulysses_problem(size, *parts):
+            yield {"problem": problem}
+
+    return find
+
+
+_BATCHES = (
+    error("trainer.prompts_per_minibatch does not divide rollout.prompts_per_step",
+          why="optimizer steps would differ in size",
+          fix="trainer.prompts_per_minibatch = {minibatch_below} | use another divisor"),
+    unused("trainer.(max_tokens_per_microbatch|max_tokens_per_forward)", "trainer.micro_batch_size",
+           why="that counts sequences in place of tokens",
+           instead="remove trainer.micro_batch_size"),
+    warning("trainer.micro_batch_size > @sequences_per_step",
+            why="it acts as {sequences_per_step}",
+            fix="trainer.micro_batch_size = {sequences_per_step}"),
+    error(f"{_BUDGET} < @longest_share", given=(_BY_TOKENS,),
+          why="a sequence is never cut",
+          fix=f"{_BUDGET} = {{longest_share}} or more | {{or_share_rows}}"),
+    warning(f"{_BUDGET} < @two_rows", given=(_BY_TOKENS, f"{_BUDGET} >= @longest_share"),
+            why="micro-batches of long sequences stay half empty",
+            fix=f"{_BUDGET} = {{two_rows}} or more, where memory allows"),
+    error(f"{_FORWARD} < @longest_share", given=(_BY_TOKENS,),
+          why="a sequence is never cut",
+          fix=f"{_FORWARD} = {{longest_share}} or more | leave it unset"),
+    warning(f"{_FORWARD} < {_BUDGET}", given=(_BY_TOKENS, f"{_FORWARD} >= @longest_share"),
+            why="a pass without backward needs less memory, not more",
+            fix="leave it unset, for twice that budget"),
+    warning("@context_size > 1", f"{_BUDGET} >= @longest", given=(_BY_TOKENS,),
+            why="rows fit into one device, and sharing them costs time and saves nothing",
+            fix=f"set both sizes to 1 | {_BUDGET} = {{longest_share}}"),
+    warning("@sequences_per_step < @num_shares", only=("sft", "bench train"),
+            why="the others have nothing to train",
+            fix="raise it to a multiple of {num_shares} | start fewer processes"),
+    warning("rollout.prompts_per_step < @num_processes",
+            why="the others have nothing to generate",
+            fix="raise rollout.prompts_per_step to a multiple of {num_processes} | start fewer "
+            "processes"),
+)  # fmt: skip
+
+_MEMORY = (
+    error("trainer.offload_activations", "trainer.recompute = off",
+          why="the first keeps the inputs of recomputed layers on the host",
+          fix="trainer.recompute = full | trainer.offload_activations = false"),
+    unused("trainer.recompute_every_n_layers", "trainer.recompute = off",
+           why="nothing is recomputed", instead="trainer.recompute = full"),
+    *(error(f"trainer.{name}", "trainer.optimizer.name = muon",
+            why="Muon multiplies whole momentum matrices with themselves in every step, while what "
+            "lies on the host visits the device in pieces",
+            fix=f"trainer.optimizer.name = adamw | trainer.{name} = false")
+      for name in _TO_HOST[1:]),
+    *(error(f"trainer.{name}", f"not trainer.{needed}", given=("trainer.optimizer.name = adamw",),
+            why=why, fix=f"trainer.{needed} = true | trainer.{name} = false")
+      for name, needed, why in (
+          ("offload_gradients", "offload_optimizer",
+           "the step that streams states fetches gradients too"),
+          ("offload_parameters", "offload_gradients",
+           "a device without weights has no place for gradients twice as large"))),
+    error("trainer.offload_parameters", f"{_PARALLEL}.zero_stage != 3",
+          given=("@num_processes > 1",),
+          why="other stages keep the gathered weights of all layers on the device",
+          fix=f"{_PARALLEL}.zero_stage = 3"),
+    error("trainer.offload_parameters", "@num_processes = 1",
+          why="it keeps the shards of several in host memory",
+          fix="start several processes (--nproc N) | trainer.offload_parameters = false"),
+    unused(f"trainer.({'|'.join(_TO_HOST)})", "run.device = cpu",
+           why="host memory is all there is, and copies only cost time"),
+    error("trainer.enable_sleep", "@num_processes > 1", only=("rl",),
+          why="their shards are gathered while the engine is awake, so that it would get no memory",
+          fix=f"trainer.enable_sleep = false, where {_PARALLEL}.zero_stage and "
+          "trainer.offload_optimizer save memory"),
+    error("trainer.enable_sleep", "trainer.offload_gradients", only=("rl",),
+          why="the one moves masters, moments and gradients to the host while the engine "
+          "generates, the other keeps them there for good, so that nothing is left to move",
+          fix="trainer.enable_sleep = false"),
+)  # fmt: skip
+
+_FORMATS = (
+    # Adapters.
+    error("model.lora.load_in_4bit", f"not {_RANK}",
+          why="four bits cannot be trained, only adapters beside them",
+          fix=f"{_RANK} = 16 | model.lora.load_in_4bit = false"),
+    error("@unknown_targets",
+          says=f"{_TARGETS} names {{unknown_targets}}",
+          why=f"the projections of a layer, which can have adapters, are {', '.join(PROJECTIONS)}",
+          fix="name some of these | none for all of them"),
+    unused(_TARGETS, f"not {_RANK}",
+           why="there are no adapters, and all weights are trained", instead=f"{_RANK} = 16"),
+    error(_RANK, f"{_TENSOR} > 1",
+          why="adapters are not split over the tensor axis",
+          fix=f"{_TENSOR} = 1 | with {_PARALLEL}.zero_stage 3 let each process hold a part of the "
+          "frozen weights"),
+    # Products.
+    *excludes(f"{_PRECISION} = tf32", f"{_PRECISION} = default", {
+        "run.device = cpu": ("only GPUs have it", "cuda"),
+        "model.dtype != float32": ("it rounds operands of float32 products", "float32"),
+    }),
+    *excludes(f"{_PRECISION} = fp8", f"{_PRECISION} = default", {
+        "run.device = cpu": ("only GPUs have it", "cuda"),
+        "model.dtype = float32": ("it is for models in bfloat16", "auto"),
+        "model.exact": ("exact mode computes in bfloat16 alone", "false"),
+        f"{_RANK} > 0": ("products beside adapters are not rounded", "0"),
+        f"{_TENSOR} > 1": ("parts of a matrix are not rounded", "1"),
+    }),
+    needs("torchao", f"{_PRECISION} = fp8",
+          by=f"{_PRECISION}=fp8", instead=f"{_PRECISION} = default"),
+    warning(f"{_PRECISION} = fp8", "trainer.compile = false",
+            why="rounding operands by itself takes longer than float8 saves",
+            fix="leave trainer.compile unset"),
+    warning(f"{_PRECISION} != default", "trainer.parity.max_kl = unset",
+            given=("trainer.parity.enabled",), only=("rl",),
+            why="its default is for products in the model's own format, and a sound run may exceed "
+            "it",
+            fix="set trainer.parity.max_kl to a few times what the gate reports of the first step "
+            "(off_policy/parity/kl)"),
+    # Exact mode.
+    *(error("model.exact", other, why=why, fix=f"{fix} | model.exact = false", only=_EXACT)
+      for other, why, fix in (
+          (f"{_RANK} > 0", "exact mode computes with whole weights", f"{_RANK} = 0"),
+          ("trainer.recompute = selective", "exact mode recomputes whole layers or none",
+           "trainer.recompute = full | trainer.recompute = off"),
+          ("trainer.offload_parameters",
+           "exact mode computes with the engine's layers, which hold their weights",
+           "trainer.offload_parameters = false"))),
+    error("model.exact", "trainer.(recompute_every_n_layers|offload_activations) is set",
+          only=_EXACT, given=("trainer.recompute = full",),
+          why="exact mode recomputes every layer from its input on the device",
+          fix="remove {meant} | model.exact = false"),
+    *(error("model.exact", f"{_PARALLEL}.{name} > 1", only=_EXACT,
+            why="sums over processes are taken in another order than the engine's",
+            fix=f"{_PARALLEL}.{name} = 1 | model.exact = false")
+      for name in ("ring_size", "ulysses_size", "tensor_parallel_size")),
+    error("model.exact", "@num_processes > 1", only=("rl", "bench train"),
+          given=(f"{_TENSOR} = 1", "@context_size = 1"),
+          why="sums over processes are taken in another order than the engine's",
+          fix="train in one process | model.exact = false"),
+    unused("model.exact", only=("sft",),
+           why="it makes trainer and engine compute the same bits, and `hone sft` has no engine"),
+    unused("model.exact", "objective = sft",
+           why="it makes trainer and engine compute the same bits, and there is no engine",
+           instead="objective = rl"),
+)  # fmt: skip
+
+_AXES = (
+    error("@mesh_problem", says="{mesh_problem}"),
+    error(f"{_TENSOR} > 1", "@undivided_in_training",
+          says=f"{_TENSOR} is {{{_TENSOR}}}, which does not divide {{undivided_in_training}} of "
+          "{the_model}",
+          fix="use a size that does; further processes share rows or tokens"),
+    error(f"{_TENSOR} > 1", "@lacks_fused_decode",
+          says=f"{_TENSOR} is {{{_TENSOR}}}, and {{the_model}} is of the family {{family}}",
+          why="only layers of {fused_families} are split over the tensor axis",
+          fix=f"{_TENSOR} = 1 | shard by {_PARALLEL}.zero_stage 3"),
+    *(error(each=_ulysses_problem(key), given=("not @undivided_in_training",),
+            says=f"{key} is {{{key}}}, for {{the_model}}", why="{problem}",
+            fix="use one of them | split tokens further by ring_size, which divides no heads")
+      for key in (f"{_PARALLEL}.ulysses_size", f"{_PARALLEL}.reference_ulysses_size")),
+    unused(f"{_PARALLEL}.(reference_ring_size|reference_ulysses_size)",
+           given=("not @trainers_hold_reference",),
+           why="the trainers have no reference model of their own (without a KL term there is "
+           "none; with adapters it is the policy without them; or it has devices of its own)"),
+    error("@reference_replica does not divide @num_laid_out", given=("@trainers_hold_reference",),
+          fix="use sizes whose product does"),
+    unused(f"{_PARALLEL}.(zero_stage|fsdp_size|forward_prefetch|balance_data)",
+           "@num_processes = 1",
+           why="one process has nobody to share with", instead="start several (--nproc N)"),
+    unused(f"{_PARALLEL}.forward_prefetch", f"{_PARALLEL}.zero_stage != 3",
+           given=("@num_processes != 1",),
+           why="no weights are gathered in forward", instead=f"{_PARALLEL}.zero_stage = 3"),
+)  # fmt: skip
+
+RULES = (*_BATCHES, *_MEMORY, *_FORMATS, *_AXES)

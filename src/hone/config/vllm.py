@@ -1,0 +1,18 @@
+"""What is known of vLLM without importing it."""
+
+from __future__ import annotations
+
+__all__ = ["LOWEST_TEMPERATURE", "OLDEST", "TOO_NEW", "VERSIONS", "is_served"]
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this, and would then sample from another distribution."""
+OLDEST, TOO_NEW = (0, 24), (0, 33)
+"""Versions that are served: from the first, below the second."""
+VERSIONS = f"from {'.'.join(map(str, OLDEST))}, below {'.'.join(map(str, TOO_NEW))},"
+
+
+def is_served(version: str) -> bool:
+    """Whether engines run on this version; not on builds from source without tags."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    return major.isdigit() and minor.isdigit() and OLDEST <= (int(major), int(minor)) < TOO_NEW
