@@ -16,8 +16,11 @@ from hone.attention import blocks, flash
 from hone.attention.blocks import AttentionBlock
 from hone.attention.context_parallel import _ring_plan, padded_tokens, token_ranges
 from hone.attention.merging import merge
-from hone.config.checks.context import check_ulysses, ulysses_problem
 from hone.config.model_facts import ModelFacts
+from hone.config.parallel import ulysses_problem
+from hone.config.plan import Devices, resolve
+from hone.config.rules import Finding, findings
+from hone.config.tree import SFTConfig
 
 CPU = torch.device("cpu")
 SIZES = [(ring, ulysses) for ring in (1, 2, 3, 4, 8) for ulysses in (1, 2, 3, 4)]
@@ -199,6 +202,17 @@ def facts_of(tmp_path, **config):
     return ModelFacts.read(str(tmp_path))
 
 
+def told_of(
+    key: str, size: int, facts: ModelFacts | None, tensor_parallel_size: int = 1
+) -> list[Finding]:
+    """What the rules say of so many processes that share the heads of a model."""
+    parallel = {"ulysses_size": size, "tensor_parallel_size": tensor_parallel_size}
+    cfg = SFTConfig.model_validate(
+        {"model": {"path": "."}, "data": {"train": []}, "trainer": {"parallel": parallel}}
+    )
+    return [x for x in findings(resolve(cfg, facts, Devices())) if x.keys[0] == key]
+
+
 @pytest.mark.parametrize(
     ("size", "heads", "tensor", "allowed"),
     [(3, (8, 4), 1, "1, 2, 4, 8"), (4, (12, 6), 1, "1, 2, 3, 6, 12"), (8, (16, 8), 4, "1, 2, 4")],
@@ -206,14 +220,14 @@ def facts_of(tmp_path, **config):
 def test_heads_that_cannot_be_shared_are_an_error(tmp_path, size, heads, tensor, allowed):
     facts = facts_of(tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     key = "trainer.parallel.ulysses_size"
-    (finding,) = check_ulysses(key, size, facts, tensor_parallel_size=tensor)
+    (finding,) = told_of(key, size, facts, tensor_parallel_size=tensor)
     assert finding.level == "error"
     assert finding.message.startswith(f"{key} is {size}, for the model at model.path: ")
-    assert f"sizes that do: {allowed}." in finding.message
+    assert f"sizes that do: {allowed}. " in finding.message
 
 
 def test_heads_of_an_unknown_model_are_not_judged(tmp_path):
     key = "trainer.parallel.ulysses_size"
-    assert not list(check_ulysses(key, 3, None))
-    assert not list(check_ulysses(key, 3, facts_of(tmp_path, hidden_size=8)))
-    assert not list(check_ulysses(key, 3, facts_of(tmp_path, num_attention_heads=9)))
+    assert not told_of(key, 3, None)
+    assert not told_of(key, 3, facts_of(tmp_path, hidden_size=8))
+    assert not told_of(key, 3, facts_of(tmp_path, num_attention_heads=9))

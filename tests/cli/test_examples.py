@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from hone.config.checks import check_rl
+from hone.cli.command import plan_of
 from hone.config.hardware import gpu_peaks
 from hone.config.load import load_config
+from hone.config.rules import findings
 from hone.config.tree import RLConfig
 from hone.families.shape import ModelShape
 from hone.planner.fitting import check_run_memory
@@ -74,8 +75,8 @@ def test_R22_every_example_passes_its_check_and_fits(recipe: str, folder: Path) 
     shipped = load_config(RLConfig, EXAMPLES / recipe, [])
     cfg = with_local_model(recipe, folder)
     nproc = num_processes(recipe, cfg)
-    assert [finding.message for finding in check_rl(shipped, nproc)] == []
-    assert [finding.message for finding in check_rl(cfg, nproc)] == []
+    assert [finding.message for finding in findings(plan_of(shipped, nproc))] == []
+    assert [finding.message for finding in findings(plan_of(cfg, nproc))] == []
     gpus, gib = re.fullmatch(r"([\d +]+) of (\d+) GB", ROWS[recipe]).groups()  # type: ignore[union-attr]
     gpu = gpu_peaks(GPUS[gib])
     assert gpu is not None
@@ -98,6 +99,6 @@ def test_X1_the_16_gpu_template_of_20_is_refused_with_its_sum() -> None:
         EXAMPLES / "split_16.yaml",
         ["--cluster.num_trainers=16", "--cluster.num_engines=2"],
     )
-    (told,) = [x.message for x in check_rl(cfg, 16) if x.level == "error"]
-    assert "20 devices are needed" in told
-    assert "16 + 4; there are cluster.num_nodes 2 x cluster.devices_per_node 8 = 16" in told
+    (told,) = [x.message for x in findings(plan_of(cfg, 16)) if x.level == "error"]
+    assert "the number of devices of all roles is 20" in told
+    assert "(cluster.num_nodes 2 x cluster.devices_per_node 8 = 16)" in told

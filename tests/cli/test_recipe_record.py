@@ -9,7 +9,7 @@ import pytest
 
 from hone.cli import rl
 from hone.cli.main import main
-from hone.config.checks import Finding
+from hone.config.rules import Finding
 from hone.loops import reinforce
 from hone.loops.step import Outcome
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hone.cli.command import take_nproc
+from hone.cli.command import plan_of, take_nproc
 from hone.cli.main import main
 from hone.config import schema
-from hone.config.checks import check_rl
-from hone.config.checks.simulate import check_simulate
 from hone.config.load import load_config, resolve_recipe
+from hone.config.rules import findings
 from hone.config.tree import RLConfig, SimulateConfig
 from hone.planner.comparison import compare, run_flags
 from hone.planner.simulator import Placement
@@ -116,22 +115,22 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         (["--cluster.num_references=1"], "nothing for it to score"),
         (
             ["--cluster.num_references=8", "--algorithm.kl.coef=0.1", "--simulate.gpus=8"],
-            "leaves none of 8 GPUs to trainers and engines",
+            "leaves none to trainers and engines",
         ),
         (
             ["--output=x.svg"],
-            "give the path of a .json file, such as simulate.json. "
-            "The plot is written beside it as .svg",
+            "Give the path of a .json file, such as bench.json; "
+            "the plot is written beside it as .svg",
         ),
         (["--simulate.lengths.distribution=file"], "simulate.lengths.path"),
     ):
         assert said in output(capsys, *SMALL, *flags, code=2)
     assert not Path("x.svg").exists()
     unused = SimulateConfig.model_validate({"simulate": {"lengths": {"path": "x"}}})
-    (finding,) = check_simulate(unused, 1)
-    assert "simulate.lengths.path has no effect" in finding.message
+    (finding,) = findings(plan_of(unused, 1))
+    assert "simulate.lengths.path is x and has no effect" in finding.message
     hosts = SimulateConfig.model_validate({"cluster": {"devices_per_node": 8, "num_nodes": 2}})
-    (finding,) = check_simulate(hosts, 1)
+    (finding,) = findings(plan_of(hosts, 1))
     assert (finding.level, finding.keys) == (
         "warning",
         ("cluster.num_nodes", "cluster.devices_per_node"),
@@ -176,7 +175,7 @@ def test_the_flags_of_an_outcome_run_what_was_simulated(
         run = load_config(RLConfig, recipe, [*data, *kept, *flags])
         cluster, placement = run.cluster, outcome.run.placement
         trainers = cluster.num_trainers if cluster.is_used else nproc or 1
-        found = [x.message for x in check_rl(run, trainers)]
+        found = [x.message for x in findings(plan_of(run, trainers))]
         assert not found, (outcome.name, found)
         assert placement == Placement(
             num_trainers=trainers,

@@ -535,6 +535,8 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
      {"num_trainers_here": Fact(2, "the processes of this host")}),
     (("rl", "reward.functions.0.fn=needy.py:score", "error", "reward.functions.0.fn"),
      {"first_rows": [("train.jsonl:1", {"answer"}, {"answer"})]}),
+    (("rl", "", "warning", "data.train.0.path"),
+     {"unread_arrays": [{"key": "data.train.0.path", "path": "train.json", "mib": 99}]}),
 ]  # fmt: skip
 """Rows with facts that no plan has, only the host where a command starts."""
 
@@ -779,6 +781,21 @@ def test_R25_a_missing_package_is_told_before_the_run(
     assert told in found.message
     with pytest.raises(UserError, match=f"^{re.escape(f'this {told}')}$"):
         extras.import_extra(package, needed_by="this", on_cpu="run.device=cpu" in flags)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_served"),
+    [("0.23.1", False), ("0.24.0", True), ("0.32.1+cpu", True), ("0.33.0", False), ("1.0", False),
+     ("dev", False)],
+)  # fmt: skip
+def test_versions_of_vllm_that_are_not_served_are_refused_by_name(
+    version: str, is_served: bool, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "is_installed", lambda name: True)
+    monkeypatch.setattr(facts, "installed_version", lambda name: version)
+    found = [x for x in findings("rl", "engine.backend=vllm") if x.level == "error"]
+    assert (not found) == is_served
+    assert is_served or f"version {version} is installed: versions from 0.24" in found[0].message
 
 
 def test_data_in_the_home_folder_is_found(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,9 @@ from tests.ranks import run_ranks
 from tests.tiny_runs import tiny_config, write_inputs
 from torch import Tensor, nn
 
-from hone.config.checks import check_rl
+from hone.cli.command import plan_of
 from hone.config.engine import EngineConfig
+from hone.config.rules import findings
 from hone.config.trainer import OptimizerConfig, TrainerConfig
 from hone.config.tree import RLConfig
 from hone.data.arithmetic import ALPHABET
@@ -230,7 +231,7 @@ def _is_allowed(names: tuple[str, ...], adapted: bool) -> bool:
     if sections is None:
         return False
     cfg = config(sections, "bfloat16", folder=_inputs()[1] / "nowhere")
-    return not any(finding.level == "error" for finding in check_rl(cfg, 1))
+    return not any(finding.level == "error" for finding in findings(plan_of(cfg, 1)))
 
 
 def _singles() -> list[tuple[str, bool]]:

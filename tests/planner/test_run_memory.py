@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from hone.config.checks import check_rl
+from hone.cli.command import plan_of
+from hone.config import rules
 from hone.config.derived import AxisSizes
 from hone.config.hardware import Peaks, gpu_peaks
 from hone.config.load import load_config
@@ -325,7 +326,7 @@ def test_R22_a_run_that_cannot_fit_is_refused_and_every_advice_holds(
     assert alternatives
     for change in alternatives:
         assert findings(*flags, *change, name=name, world_size=world_size) == []
-        told = check_rl(configured(*flags, *change), world_size)
+        told = rules.findings(plan_of(configured(*flags, *change), world_size))
         assert [finding.message for finding in told if finding.level == "error"] == []
 
 

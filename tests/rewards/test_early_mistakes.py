@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from hone.cli import command
-from hone.cli.command import check_columns
+from hone.cli.command import first_rows, plan_of
 from hone.config import UserError
-from hone.config.checks.rewards import check_reward
 from hone.config.data import DataConfig
 from hone.config.reward import RewardConfig
+from hone.config.rules import Finding, findings
 from hone.config.run import EvaluationConfig
-from hone.config.tree import EvaluateConfig
+from hone.config.tree import EvaluateConfig, RLConfig
 from hone.data import sources
 from hone.loops import parts, reinforce
 from hone.loops.inference import run_evaluation
@@ -36,6 +36,13 @@ def reward(path: Path, source: str, **settings: object) -> RewardConfig:
     plain = {"timeout_s": 1.0, "memory_limit_gib": 1.0, "num_workers": 1}
     functions = [{"fn": f"{path}:f", "args": args}]
     return RewardConfig.model_validate(plain | {"functions": functions} | settings)
+
+
+def told_of(cfg: RewardConfig, data: DataConfig) -> list[Finding]:
+    """What the rules say of reward functions and the rows that they are given."""
+    tree = RLConfig.model_validate({"model": {"path": "."}, "data": data, "reward": cfg})
+    found = findings(plan_of(tree, 1), **first_rows(cfg, data))
+    return [x for x in found if "reward.functions" in x.keys[0] or "JSON array" in x.message]
 
 
 def make(cfg: RewardConfig) -> Scorer:
@@ -76,7 +83,11 @@ def test_a_signature_is_checked_without_running_the_file(source: str, tmp_path: 
     source = f"raise SystemExit('it ran')\n{source}"
     has_scale = "scale" in source or "sclae" in source
     cfg = reward(tmp_path / "r.py", source, args={"scale": 3} if has_scale else {})
-    found = [finding.message for finding in check_reward(cfg) if finding.level == "error"]
+    found = [
+        finding.message
+        for finding in told_of(cfg, DataConfig(train=()))
+        if finding.level == "error"
+    ]
     assert len(found) == (flaw is not None), found
     assert flaw is None or flaw in found[0]
 
@@ -87,10 +98,10 @@ def test_columns_are_checked_where_the_data_are_here(tmp_path: Path) -> None:
     )
     data = DataConfig.model_validate({"train": [{"path": str(tmp_path / "d.jsonl")}]})
     good = reward(tmp_path / "g.py", "def f(completion, answer, prompt, level=1): return 1.0")
-    assert check_columns(good, data) == []
+    assert told_of(good, data) == []
     for name, told in (("level", "line 2"), ("question", "`prompt`"), ("levle", "line 1")):
         cfg = reward(tmp_path / "b.py", f"def f(completion, {name}): return 1.0")
-        (finding,) = check_columns(cfg, data)
+        (finding,) = told_of(cfg, data)
         assert finding.level == "error"
         assert "reward.functions.0.fn" in finding.message
         assert f"needs '{name}'" in finding.message
@@ -100,7 +111,7 @@ def test_columns_are_checked_where_the_data_are_here(tmp_path: Path) -> None:
             in (finding.message)
         )
     named = reward(tmp_path / "a.py", "def f(completion, level): return 1.0", args={"level": 1})
-    assert check_columns(named, data) == []
+    assert told_of(named, data) == []
 
 
 @pytest.mark.parametrize("looks", ["where needed", "not the second process", "nothing needed"])
@@ -138,7 +149,7 @@ def test_rows_are_looked_at_where_columns_are_needed(
     data = DataConfig.model_validate({"train": [{"path": str(tmp_path / name)}]})
     column = "" if looks == "nothing needed" else ", level"
     cfg = reward(tmp_path / "r.py", f"def f(completion{column}): return 1.0")
-    found = [(finding.level, finding.message) for finding in check_columns(cfg, data)]
+    found = [(finding.level, finding.message) for finding in told_of(cfg, data)]
     if looks != "where needed":
         assert (found, read) == ([], [])
     elif name == "long.json":

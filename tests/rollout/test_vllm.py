@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -777,15 +776,3 @@ def test_R2_R3_R4_two_ranks_sample_as_one_model(tmp_path: Path) -> None:
     assert max(hosted["first"], hosted["fresh"]) < EXACT
     assert hosted["versions"] == [2]
     assert hosted["uncounted"] == 0
-
-
-@pytest.mark.parametrize("version", ["0.23.1", "0.33.0", "1.0", "dev"])
-def test_other_versions_are_refused_by_name(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
-        monkeypatch.setenv(name, "0")
-    for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_CPU_OMP_THREADS_BIND"):
-        monkeypatch.setenv(name, "0")
-    fake = SimpleNamespace(__version__=version)
-    monkeypatch.setattr(vllm_setup, "import_extra", lambda package, **told: fake)
-    with pytest.raises(UserError, match=rf"0\.24 or more, below 0\.33; installed is {version}"):
-        vllm_setup.import_vllm(torch.device("cpu"))

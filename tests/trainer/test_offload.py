@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hone.config.checks.layers import check_sleep
-from hone.config.checks.learning import check_memory
+from hone.cli.command import plan_of
 from hone.config.errors import UserError
-from hone.config.trainer import OptimizerConfig, SFTTrainerConfig, TrainerConfig
+from hone.config.rules import Finding, findings
+from hone.config.trainer import OptimizerConfig
+from hone.config.tree import RLConfig
 from hone.trainer import host_state, offload
 from hone.trainer.host_state import HostMasters, StreamedGradients, norm_of_pieces
 from hone.trainer.offload import Bucket, HostBuffer, StateOffload, stream_buckets
@@ -188,8 +189,11 @@ def test_sleep_leaves_what_lies_on_the_host_for_good():
     trainer.sleep()
     trainer.wake()
     assert all(torch.equal(g, expected[n]) for n, g in trainer.policy.gradients.items())
-    sleeping = TrainerConfig.model_validate(AWAY | {"enable_sleep": True})
-    (finding,) = check_sleep(sleeping, world_size=1)
+    sleeping = AWAY | {"enable_sleep": True}
+    cfg = RLConfig.model_validate(
+        {"model": {"path": "."}, "data": {"train": []}, "trainer": sleeping}
+    )
+    (finding,) = [x for x in findings(plan_of(cfg, 1)) if "trainer.enable_sleep" in x.keys]
     assert finding.level == "error"
     assert "nothing is left to move" in finding.message
 
@@ -288,7 +292,7 @@ def test_a_bucket_that_does_not_come_back_is_caught(monkeypatch: pytest.MonkeyPa
             False,
             "auto",
             "error",
-            "orthogonalises whole matrices",
+            "multiplies whole momentum matrices",
         ),
         (AWAY | {"offload_parameters": True}, True, "auto", "error", "model.exact"),
         (
@@ -296,7 +300,7 @@ def test_a_bucket_that_does_not_come_back_is_caught(monkeypatch: pytest.MonkeyPa
             False,
             "auto",
             "error",
-            "Set it to 3",
+            "zero_stage to 3",
         ),
         (
             AWAY | {"offload_parameters": True, "world_size": 1},
@@ -311,10 +315,8 @@ def test_combinations_that_cannot_be_meant_are_told(
     settings: dict[str, Any], exact: bool, device: str, level: str, keys: str
 ):
     world_size = settings.get("world_size")
-    trainer = SFTTrainerConfig.model_validate(
-        {key: value for key, value in settings.items() if key != "world_size"}
-    )
-    (finding,) = check_memory(trainer, exact=exact, device=device, world_size=world_size)
+    trainer = {key: value for key, value in settings.items() if key != "world_size"}
+    (finding,) = told_of(trainer, exact=exact, device=device, world_size=world_size)
     assert finding.level == level
     assert all(key in finding.message for key in (*keys.split(), *finding.keys))
 
@@ -329,5 +331,17 @@ def test_combinations_that_cannot_be_meant_are_told(
     ],
 )
 def test_good_combinations_are_silent(settings: dict[str, Any]):
-    trainer = SFTTrainerConfig.model_validate(settings)
-    assert list(check_memory(trainer, exact=False, device="auto")) == []
+    assert told_of(settings, exact=False, device="auto") == []
+
+
+def told_of(
+    trainer: dict[str, Any], *, exact: bool, device: str, world_size: int | None = None
+) -> list[Finding]:
+    """What the rules say of the settings of a trainer."""
+    model = {"path": ".", "exact": exact}
+    cfg = RLConfig.model_validate(
+        {"run": {"device": device}, "model": model, "data": {"train": []}, "trainer": trainer}
+    )
+    found = findings(plan_of(cfg, world_size))
+    memory = ("trainer.offload", "trainer.recompute")
+    return [x for x in found if any(key.startswith(memory) for key in x.keys)]

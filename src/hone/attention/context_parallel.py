@@ -36,8 +36,8 @@ from hone.attention import backends
 from hone.attention.blocks import AttentionBlock, visible_rectangles
 from hone.attention.context import PackedContext
 from hone.attention.merging import add_key_gradients, attend_blocks, block_gradients
-from hone.config.checks.context import ulysses_problem
 from hone.config.errors import UserError
+from hone.config.parallel import ulysses_problem
 from hone.distributed.mesh import Axis
 
 __all__ = ["packed_attention", "padded_tokens", "token_ranges"]

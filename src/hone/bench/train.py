@@ -27,12 +27,10 @@ from hone.bench.train_memory import MemoryProbe, MemoryUse, held_tensors
 from hone.bench.train_rows import RowLengths, draw_rows, row_lengths
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.bench import BenchTrainModelConfig
-from hone.config.checks.bench import bench_train_model, check_bench_train
-from hone.config.checks.finding import Finding
 from hone.config.hardware import gpu_peaks
 from hone.config.model import TrainedModelConfig
-from hone.config.model_facts import ModelFacts
 from hone.config.parallel import AxisSizes
+from hone.config.rules import Fact
 from hone.config.tree import BenchTrainConfig
 from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
@@ -54,7 +52,7 @@ from hone.trainer.precision import require_matmul_precision
 from hone.trainer.trainer import Trainer
 from hone.types import MicroBatch
 
-__all__ = ["Rates", "StepTime", "TrainResult", "bench_train", "check", "planned_on_cpu"]
+__all__ = ["Rates", "StepTime", "TrainResult", "bench_train", "planned_on_cpu", "rows_facts"]
 
 _log = logging.getLogger(__name__)
 
@@ -147,18 +145,18 @@ class TrainResult:
         return None if flops_per_s is None else self.flops / (seconds * flops_per_s)
 
 
-def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
-    """All that can be wrong before a device is touched.
+def rows_facts(cfg: BenchTrainConfig) -> dict[str, Fact]:
+    """What rules must know of a file of rows.
 
-    Raises UserError for a file of rows that cannot be read.
+    Raises UserError for one that cannot be read.
     """
-    lengths, facts = row_lengths(cfg), None
-    if cfg.model.path is None or cfg.model.shape is None:
-        with _located(cfg.model) as model_cfg:
-            facts = ModelFacts.read(model_cfg.path)
-    return check_bench_train(
-        cfg, world_size, facts=facts, longest=lengths.longest, num_rows=len(lengths)
-    )
+    if cfg.workload == "rows":
+        return {}
+    lengths = row_lengths(cfg)
+    return {
+        "longest": Fact(lengths.longest, "the longest row", "workload"),
+        "sequences_per_step": Fact(len(lengths), "the number of rows of a step", "workload"),
+    }
 
 
 def planned_on_cpu(cfg: BenchTrainConfig, world_size: int) -> TrainingMemory | None:
@@ -345,11 +343,11 @@ def _moments(trainer: Trainer) -> list[Tensor]:
 def _located(model: BenchTrainModelConfig) -> Generator[TrainedModelConfig]:
     """The model to load; a public shape lies in a folder that is gone after the block."""
     if model.shape is None:
-        yield bench_train_model(model)
+        yield model.as_trained()
         return
     with tempfile.TemporaryDirectory() as folder:
         make_model_folder(Path(folder), model.shape)
-        yield bench_train_model(model, folder)
+        yield model.as_trained(folder)
 
 
 def _rates(mesh: Mesh, dtype: torch.dtype) -> Rates:

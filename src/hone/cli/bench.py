@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from hone.cli.command import chosen_device, known_shape, load_checked, quiet_transformers
+from hone.cli.command import chosen_device, known_shape, load_checked, plan_of, quiet_transformers
 from hone.cli.help import print_help
 from hone.config import UserError
-from hone.config.checks.bench import check_bench_engine
-from hone.config.checks.finding import Finding
+from hone.config.rules import Finding, findings
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.distributed.processes import processes
 from hone.families.shape import public_shape
@@ -74,10 +73,10 @@ def run(argv: Sequence[str]) -> int:
 
 def _engine(arguments: Sequence[str]) -> int:
     def check(cfg: BenchEngineConfig, world_size: int) -> list[Finding]:
-        findings = check_bench_engine(cfg, world_size)
-        if any(finding.level == "error" for finding in findings):
-            return findings
-        return [*findings, *_lack_of_host_memory(cfg)]
+        found = findings(plan_of(cfg, world_size))
+        if any(finding.level == "error" for finding in found):
+            return found
+        return [*found, *_lack_of_host_memory(cfg)]
 
     cfg = load_checked(BenchEngineConfig, arguments, check)
     from hone.bench.bench import bench_engine
@@ -95,13 +94,13 @@ def _engine(arguments: Sequence[str]) -> int:
 
 def _train(arguments: Sequence[str]) -> int:
     def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
-        from hone.bench.train import check, planned_on_cpu
+        from hone.bench.train import planned_on_cpu, rows_facts
 
-        findings = check(cfg, world_size)
-        if any(finding.level == "error" for finding in findings):
-            return findings
+        found = findings(plan_of(cfg, world_size), **rows_facts(cfg))
+        if any(finding.level == "error" for finding in found):
+            return found
         if chosen_device(cfg.run.device) != "cpu":
-            return findings
+            return found
         step, num_local = planned_on_cpu(cfg, world_size or 1), processes().local_world_size
         roles = [] if step is None else [trainer_role(step, num_local, on_cpu=True)]
         lack = shortage(
@@ -112,7 +111,7 @@ def _train(arguments: Sequence[str]) -> int:
             "smaller model, or a host with more memory or a GPU.",
             keys=("trainer.max_tokens_per_microbatch", "trainer.recompute"),
         )
-        return [*findings, *([lack] if lack else [])]
+        return [*found, *([lack] if lack else [])]
 
     cfg = load_checked(BenchTrainConfig, arguments, check)
     from hone.bench.train import bench_train

@@ -26,7 +26,6 @@ from hone.cli.command import (
 from hone.cli.help import TREES, print_help
 from hone.config import UserError
 from hone.config.base import Section
-from hone.config.checks import Finding
 from hone.config.derived import (
     Derived,
     derived_eval,
@@ -36,6 +35,7 @@ from hone.config.derived import (
 )
 from hone.config.printable import printable
 from hone.config.recipe import to_yaml
+from hone.config.rules import Finding
 from hone.config.tree import RLConfig, SFTConfig
 from hone.planner.memory import planned_peak
 from hone.planner.run_memory import derived_run_memory

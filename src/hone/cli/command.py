@@ -10,21 +10,21 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from hone.cli.openmp import set_up_openmp
 from hone.cli.recipe_record import record_recipe, require_same_recipe
 from hone.config import UserError
 from hone.config.base import Section
-from hone.config.checks import Finding, check_eval, check_generate, check_rl, check_sft
-from hone.config.checks.finding import warning
-from hone.config.checks.parallel import check_processes
-from hone.config.checks.rewards import check_reward_columns, needs_columns
 from hone.config.data import DataConfig
 from hone.config.hardware import Peaks, installed_gpu, max_gpus
 from hone.config.load import load_config, resolve_recipe
+from hone.config.model_facts import ModelFacts
 from hone.config.parallel import AxisSizes
+from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.reward import RewardConfig
+from hone.config.rules import Finding, findings
+from hone.config.rules.rewards import needs_columns
 from hone.config.run import RunConfig
 from hone.config.tree import (
     BenchEngineConfig,
@@ -49,10 +49,12 @@ __all__ = [
     "check_sft_here",
     "chosen_device",
     "conclude",
+    "first_rows",
     "known_shape",
     "load_arguments",
     "load_checked",
     "local_gpu",
+    "plan_of",
     "quiet_transformers",
     "run_in_processes",
     "take_nproc",
@@ -123,11 +125,11 @@ def load_checked(tree: type[B], argv: Sequence[str], check: Callable[[B, int], l
     """
     cfg = load_arguments(tree, argv)
     _set_up_openmp(cfg, processes().local_world_size)
-    findings = check(cfg, processes().world_size)
-    for finding in findings:
+    found = check(cfg, processes().world_size)
+    for finding in found:
         if finding.level == "warning":
             _log.warning("warning: %s", finding.message)
-    _require_no_error(findings)
+    _require_no_error(found)
     recipe, _ = _split(argv)
     if recipe is not None and _trains(cfg) and processes().rank == 0:
         record_recipe(cfg.run.dir, recipe)
@@ -155,14 +157,9 @@ def run_in_processes(
         )
     cfg = load_arguments(tree, argv)
     _require_no_error(check(cfg, nproc))
-    served = check_processes(
-        cfg.run.device,
-        nproc,
-        asked_by=asked_by,
-        num_cores=os.cpu_count() or 1,
-        max_gpus=_num_gpus(),
-    )
-    _require_no_error([*served])
+    here = {"gpus_here": _num_gpus(), "cores_here": os.cpu_count() or 1}
+    plan = plan_of(cfg, nproc)
+    _require_no_error(findings(plan, num_started=nproc, started_by=asked_by, **here))
     _set_up_openmp(cfg, nproc)
     _log.info("starting %d processes", nproc)
     on_death = partial(_record_death, cfg) if isinstance(cfg, RLConfig | SFTConfig) else None
@@ -194,10 +191,10 @@ def check_rl_here(cfg: RLConfig, world_size: int | None, *, starts: bool = False
     """Findings for `hone rl`, among them whether it fits into this host's memory and on its GPU,
     where these, the number of processes and the model's shape are known; `starts` as in
     `_fits_host`."""
-    findings = [*check_rl(cfg, world_size), *check_columns(cfg.reward, cfg.data)]
+    found = findings(plan_of(cfg, world_size), **first_rows(cfg.reward, cfg.data))
     gpu, shape = local_gpu(), known_shape(cfg.model.path)
     if shape is None:
-        return sorted(findings, key=lambda finding: finding.level)
+        return found
     does_not_fit: list[Finding] = []
     if gpu is not None and world_size is not None:
         # Where the processes make no mesh, that is among the errors.
@@ -205,35 +202,50 @@ def check_rl_here(cfg: RLConfig, world_size: int | None, *, starts: bool = False
             does_not_fit += check_run_memory(cfg, shape, world_size=world_size, gpu=gpu)
     if not does_not_fit:
         does_not_fit += _fits_host(cfg, world_size, starts=starts)
-    return sorted([*findings, *does_not_fit], key=lambda finding: finding.level)
+    return sorted([*found, *does_not_fit], key=lambda finding: finding.level)
 
 
 def check_sft_here(
     cfg: SFTConfig, world_size: int | None, *, starts: bool = False
 ) -> list[Finding]:
     """Findings for `hone sft`, as `check_rl_here`."""
-    findings = [*check_sft(cfg, world_size), *_fits_host(cfg, world_size, starts=starts)]
-    return sorted(findings, key=lambda finding: finding.level)
+    found = [
+        *findings(plan_of(cfg, world_size)),
+        *_fits_host(cfg, world_size, starts=starts),
+    ]
+    return sorted(found, key=lambda finding: finding.level)
 
 
 def check_eval_here(
     cfg: EvaluateConfig, world_size: int | None, *, starts: bool = False
 ) -> list[Finding]:
     """Findings for `hone eval`, as `check_rl_here`."""
-    findings = [
-        *check_eval(cfg, world_size),
-        *check_columns(cfg.reward, cfg.data),
+    found = [
+        *findings(plan_of(cfg, world_size), **first_rows(cfg.reward, cfg.data)),
         *_fits_host(cfg, world_size, starts=starts),
     ]
-    return sorted(findings, key=lambda finding: finding.level)
+    return sorted(found, key=lambda finding: finding.level)
 
 
 def check_generate_here(
     cfg: GenerateConfig, world_size: int | None, *, starts: bool = False
 ) -> list[Finding]:
     """Findings for `hone generate`, as `check_rl_here`."""
-    findings = [*check_generate(cfg, world_size), *_fits_host(cfg, world_size, starts=starts)]
-    return sorted(findings, key=lambda finding: finding.level)
+    found = [
+        *findings(plan_of(cfg, world_size)),
+        *_fits_host(cfg, world_size, starts=starts),
+    ]
+    return sorted(found, key=lambda finding: finding.level)
+
+
+def plan_of(cfg: Recipe, world_size: int | None) -> RunPlan:
+    """The plan of `cfg` in so many processes, as far as no device is asked."""
+    name = cfg.model.path
+    if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) and cfg.model.shape is not None:
+        name = cfg.model.shape
+    model = None if name is None else ModelFacts.known(name)
+    devices = Devices(kind="cpu" if cfg.run.device == "cpu" else "cuda")
+    return resolve(cfg, model, devices, world_size=world_size)
 
 
 def _fits_host(
@@ -291,40 +303,30 @@ def _num_gpus() -> int | None:
     return max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def check_columns(reward: RewardConfig, data: DataConfig) -> list[Finding]:
-    """Whether the first rows of data on this host have the columns that reward functions need. Of
-    several processes the first one looks: the others would read the same."""
+def first_rows(reward: RewardConfig, data: DataConfig) -> dict[str, Any]:
+    """Of the first rows of data on this host, what rules on reward functions must know. Of several
+    processes the first one looks: the others would read the same."""
     if not needs_columns(reward) or processes().rank > 0:
-        return []
-    findings: list[Finding] = []
+        return {}
+    unread: list[dict[str, Any]] = []
     rows: list[tuple[str, Collection[str], Collection[str]]] = []
-    sources = {"train": data.train, "eval": data.eval}
-    for key, source in (
-        (f"data.{name}.{index}.path", source)
-        for name, listed in sources.items()
-        for index, source in enumerate(listed)
-    ):
-        path = Path(source.path).expanduser()
-        if not path.is_file():
-            continue
-        head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)
-        # The run reads all rows, and says what is wrong with the data.
-        with suppress(UserError, OSError):
-            num_bytes = path.stat().st_size
-            if path.suffix == ".json" and num_bytes > _MAX_ARRAY_BYTES and is_json_array(path):
-                findings.append(
-                    warning(
-                        f"{key} '{source.path}' is a JSON array of {num_bytes / 2**20:,.0f} MiB: "
-                        "whether its rows have the columns that reward functions need is not "
-                        "checked before the run reads it. Of JSON lines (.jsonl) it is.",
-                        key,
-                    )
-                )
+    for section in ("train", "eval"):
+        for index, source in enumerate(getattr(data, section)):
+            path = Path(source.path).expanduser()
+            if not path.is_file():
                 continue
-            read = read_source(source.model_copy(update={"max_rows": head}))
-            examples = map_rows(read, source, name=source.path)
-            rows += [(x.location, x.columns, x.metadata) for x in examples]
-    return [*findings, *check_reward_columns(reward, rows)]
+            head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)
+            # The run reads all rows, and says what is wrong with the data.
+            with suppress(UserError, OSError):
+                num_bytes = path.stat().st_size
+                if path.suffix == ".json" and num_bytes > _MAX_ARRAY_BYTES and is_json_array(path):
+                    key, mib = f"data.{section}.{index}.path", f"{num_bytes / 2**20:,.0f}"
+                    unread.append({"key": key, "path": source.path, "mib": mib})
+                    continue
+                read = read_source(source.model_copy(update={"max_rows": head}))
+                examples = map_rows(read, source, name=source.path)
+                rows += [(x.location, x.columns, x.metadata) for x in examples]
+    return {"first_rows": rows, "unread_arrays": unread}
 
 
 def local_gpu() -> Peaks | None:
@@ -343,8 +345,8 @@ def known_shape(model_path: str) -> ModelShape | None:
         return None
 
 
-def _require_no_error(findings: Sequence[Finding]) -> None:
-    errors = [finding.message for finding in findings if finding.level == "error"]
+def _require_no_error(found: Sequence[Finding]) -> None:
+    errors = [finding.message for finding in found if finding.level == "error"]
     if errors:
         raise UserError("\nerror: ".join(errors))  # the command line writes the first one
 

@@ -9,14 +9,14 @@ from hone.cli.command import (
     conclude,
     load_arguments,
     load_checked,
+    plan_of,
     quiet_transformers,
     run_in_processes,
     take_nproc,
 )
 from hone.cluster.address import unreachable
-from hone.config.checks.cluster import trainers_on_several_nodes
-from hone.config.checks.finding import Finding, error
 from hone.config.extras import import_extra
+from hone.config.rules import Fact, Finding, findings
 from hone.config.tree import RLConfig
 from hone.distributed.processes import processes
 
@@ -47,12 +47,13 @@ def run(argv: Sequence[str]) -> int:
 def _check(cfg: RLConfig, world_size: int) -> list[Finding]:
     """What `hone check` says, and whether there is a cluster to join: that may be known here alone.
     The first process joins it."""
-    findings, address = check_rl_here(cfg, world_size, starts=True), cfg.cluster.address
+    found, address = check_rl_here(cfg, world_size, starts=True), cfg.cluster.address
     own = processes()
-    if cfg.cluster.is_used and own.local_world_size < own.world_size:
-        findings = [trainers_on_several_nodes(cfg.cluster, own.local_world_size), *findings]
-    is_wrong = any(finding.level == "error" for finding in findings)
+    if own.local_world_size < own.world_size:
+        here = Fact(own.local_world_size, "the number of processes on one node")
+        found = [*findings(plan_of(cfg, world_size), num_trainers_here=here), *found]
+    is_wrong = any(finding.level == "error" for finding in found)
     if is_wrong or address is None or not cfg.cluster.is_used or processes().rank > 0:
-        return findings
+        return found
     reason = unreachable(address)
-    return findings if reason is None else [error(reason, "cluster.address"), *findings]
+    return found if reason is None else [Finding("error", ("cluster.address",), reason), *found]

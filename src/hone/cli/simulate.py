@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 import hone
-from hone.cli.command import load_checked
+from hone.cli.command import load_checked, plan_of
 from hone.cli.help import print_help
 from hone.config import UserError
-from hone.config.checks.simulate import check_simulate
+from hone.config.rules import findings
 from hone.config.tree import SimulateConfig
 from hone.observe.whole_file import whole_file
 from hone.planner.comparison import Comparison, Outcome, compare, run_flags
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if any(word.partition("=")[0] == "--nproc" for word in argv):
         raise UserError("--nproc is not served by `hone simulate`; set simulate.gpus instead")
-    cfg = load_checked(SimulateConfig, argv, check_simulate)
+    cfg = load_checked(SimulateConfig, argv, lambda cfg, n: findings(plan_of(cfg, n)))
     result = compare(cfg)
     plot = None if cfg.output is None else _write_files(result, cfg.output)
     _print(result, Console(highlight=False))

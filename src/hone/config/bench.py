@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from hone.config.base import Section
-from hone.config.model import LoraConfig
+from hone.config.model import LoraConfig, TrainedModelConfig
 
 __all__ = ["WORKLOADS", "BenchModelConfig", "BenchTrainModelConfig", "DecodeConfig", "RowsConfig"]
 
@@ -58,6 +58,16 @@ class BenchTrainModelConfig(BenchModelConfig):
 
     lora: LoraConfig = LoraConfig()
     """Train adapters instead of all weights."""
+
+    def as_trained(self, path: str | None = None) -> TrainedModelConfig:
+        """The section of a run that names the same model; a public shape lies at `path`."""
+        return TrainedModelConfig(
+            path=path or self.path or "",
+            init="random" if self.shape is not None else self.init,
+            dtype=self.dtype,
+            exact=self.exact,
+            lora=self.lora,
+        )
 
 
 class RowsConfig(Section):

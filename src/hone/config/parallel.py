@@ -10,7 +10,7 @@ from pydantic import Field
 from hone.config.base import Section
 from hone.config.errors import UserError
 
-__all__ = ["AxisSizes", "ParallelConfig"]
+__all__ = ["AxisSizes", "ParallelConfig", "ulysses_problem"]
 
 
 class ParallelConfig(Section):
@@ -114,3 +114,23 @@ class AxisSizes:
     def context(self) -> int:
         """Processes that share the tokens of a row."""
         return self.ring * self.ulysses
+
+
+def ulysses_problem(size: int, num_heads: int, num_kv_heads: int) -> str | None:
+    """Why `size` processes cannot share so many query and key heads, or None where they can.
+
+    Each takes equally many query heads and all the key heads that these need; a key head may be
+    needed by several.
+    """
+    if num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0):
+        return None
+    fitting = [
+        n
+        for n in range(1, num_heads + 1)
+        if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
+    ]
+    return (
+        f"each process takes equally many of the {num_heads} query heads and of the "
+        f"{num_kv_heads} key heads, or a whole key head that others take too; sizes that do: "
+        f"{', '.join(map(str, fitting))}"
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["LOWEST_TEMPERATURE", "OLDEST", "TOO_NEW", "VERSIONS", "is_served"]
+from collections.abc import Mapping
+
+__all__ = ["LOWEST_TEMPERATURE", "OLDEST", "TOO_NEW", "VERSIONS", "is_served", "undivided"]
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower ones to this, and would then sample from another distribution."""
@@ -16,3 +18,15 @@ def is_served(version: str) -> bool:
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     return major.isdigit() and minor.isdigit() and OLDEST <= (int(major), int(minor)) < TOO_NEW
+
+
+def undivided(numbers: Mapping[str, int], size: int) -> list[str]:
+    """Of numbers of `config.json`, those that so many ranks of vLLM cannot share.
+
+    A key head may be whole on several of them.
+    """
+    return [
+        f"{name} = {number}"
+        for name, number in numbers.items()
+        if number % size and (name != "num_key_value_heads" or size % number)
+    ]

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.grpo import GRPO
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
-from hone.config.checks.schedule import evaluates
 from hone.config.derived import optimizer_steps_per_rollout, trainers_hold_reference
 from hone.config.model import ModelConfig
 from hone.config.reward import RewardConfig
@@ -323,7 +322,7 @@ def _room_for_prompt(cfg: ModelConfig, max_model_len: int | None, completion_tok
 
 def _longest_completion(cfg: RLConfig) -> int:
     """Of training and, where the run evaluates, of evaluation: both must fit behind a prompt."""
-    measured = cfg.eval.max_completion_tokens if evaluates(cfg.eval) else 0
+    measured = cfg.eval.max_completion_tokens if cfg.eval.is_scheduled else 0
     return max(cfg.rollout.max_completion_tokens, measured)
 
 

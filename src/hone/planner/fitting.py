@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hone.config.base import Section
-from hone.config.checks import Finding, check_rl
-from hone.config.checks.finding import error
 from hone.config.hardware import Peaks
+from hone.config.model_facts import ModelFacts
+from hone.config.plan import Devices, resolve
+from hone.config.rules import Finding, findings
 from hone.config.tree import RLConfig, SFTConfig
 from hone.families.shape import ModelShape
 from hone.planner.host_memory import LEAST_LENGTH_SHARE, HostRole, host_roles, shortage
@@ -34,10 +35,8 @@ def check_run_memory(
         return
     changes = _remedies(cfg, fit)
     keys = dict.fromkeys(key for change in changes for key in change)
-    yield error(
-        f"{_lack(RunMemory(cfg, shape, world_size, gpu), gpu)} {_remedy(changes)}",
-        *(keys or _LAST_RESORT),
-    )
+    lack = _lack(RunMemory(cfg, shape, world_size, gpu), gpu)
+    yield Finding("error", tuple(keys or _LAST_RESORT), f"{lack} {_remedy(changes)}")
 
 
 def check_host_fits(
@@ -264,7 +263,8 @@ def _candidates(cfg: RLConfig) -> Iterator[dict[str, Any]]:
 
 
 def _errors(cfg: RLConfig, world_size: int) -> set[Finding]:
-    return {finding for finding in check_rl(cfg, world_size) if finding.level == "error"}
+    plan = resolve(cfg, ModelFacts.known(cfg.model.path), Devices(), world_size=world_size)
+    return {finding for finding in findings(plan) if finding.level == "error"}
 
 
 def _changed(cfg: C, change: Mapping[str, Any]) -> C:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from hone.config.checks.finding import Finding, error
 from hone.config.derived import compute_dtype
 from hone.config.parallel import AxisSizes
+from hone.config.rules.finding import Finding
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.families.shape import ModelShape
 from hone.planner.memory import TrainingMemory, planned_step
@@ -167,13 +167,13 @@ def shortage(
     needed = sum(role.num_bytes for role in roles)
     if needed <= available:
         return None
-    return error(
+    message = (
         f"by prediction this host's memory does not hold what is asked for: {takes} "
         f"{needed / _GIB:.1f} GiB ({'; '.join(role.in_words() for role in roles)}), and "
         f"{available / _GIB:.1f} GiB are available, {(needed - available) / _GIB:.1f} too few. "
-        f"{advice}",
-        *keys,
+        f"{advice}"
     )
+    return Finding("error", tuple(keys), message)
 
 
 def available_host_bytes(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:

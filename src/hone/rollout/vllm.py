@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.config.checks.vllm import LOWEST_TEMPERATURE
 from hone.config.engine import EngineConfig
+from hone.config.vllm import LOWEST_TEMPERATURE
 from hone.engine.engine import EngineState
 from hone.engine.requests import Intake
 from hone.engine.sequence import Sequence

@@ -24,20 +24,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
-from hone.config.checks.vllm import undivided
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
 from hone.config.extras import import_extra
+from hone.config.vllm import VERSIONS, is_served
 from hone.engine.kv_cache import KVCache
-from hone.families.spec import DIVIDED_FIELDS
 from hone.models.support import context_length
 from hone.models.tensor_parallel import TensorParallel
 from hone.rollout.vllm_weights import unpacked_weights
 
-__all__ = ["OLDEST", "TOO_NEW", "import_vllm", "make_vllm"]
-
-OLDEST, TOO_NEW = (0, 24), (0, 33)
-"""Versions of vLLM that are served: from the first, below the second."""
+__all__ = ["import_vllm", "make_vllm"]
 
 _CPU_BLOCK_TOKENS = 128
 _CPU_DEFAULT_BYTES = 1 << 30
@@ -64,8 +60,8 @@ def make_vllm(
 ) -> tuple[Any, Any]:
     """The package, and a `vllm.LLMEngine` on `device` with weights of no meaning.
 
-    Of `model` architecture and dtype are used. Raises UserError where vLLM is not installed, of a
-    version that is not served, or cannot serve the model; ValueError where `max_model_len` exceeds
+    Of `model` architecture and dtype are used. Raises UserError where vLLM is not installed or
+    cannot serve the model; ValueError where `max_model_len` exceeds
     the model's context, or `tp` is not what `cfg` asks for.
     """
     _check(model.config, cfg, device, max_model_len, tp)
@@ -93,12 +89,6 @@ def _check(
             f"engine.tensor_parallel_size={cfg.tensor_parallel_size}, but the engine was given a "
             f"group of {tp.size}: pass tensor_parallel=TensorParallel.from_environment(...)"
         )
-    numbers = {field: int(getattr(config, field)) for field in DIVIDED_FIELDS}
-    if uneven := undivided(numbers, tp.size):
-        raise UserError(
-            f"engine.tensor_parallel_size={tp.size} does not divide {', '.join(uneven)} of this "
-            f"{config.model_type} model. Choose a smaller power of two."
-        )
     if device.type == "cuda" and (device.index or 0) != 0 and not _is_one_of_several():
         raise UserError(
             f"vLLM takes the first GPU that this process sees, got {device}: set "
@@ -113,7 +103,7 @@ def _is_one_of_several() -> bool:
 def import_vllm(device: torch.device) -> Any:
     """The package, with the settings that must stand before it is imported.
 
-    Raises UserError where it is missing or of another version, naming those that are served.
+    Raises UserError where it is missing or lacks what engines need.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine computes in this process
     defaults = {
@@ -127,18 +117,14 @@ def import_vllm(device: torch.device) -> Any:
         os.environ.setdefault(name, value)
     vllm = import_extra("vllm", needed_by="engine.backend=vllm", on_cpu=device.type == "cpu")
     found = str(vllm.__version__)
-    served = f"{'.'.join(map(str, OLDEST))} or more, below {'.'.join(map(str, TOO_NEW))}"
-    if not OLDEST <= _numbers(found) < TOO_NEW:
-        raise UserError(
-            f"engine.backend=vllm serves vLLM {served}; installed is {found}. Install one of "
-            "those, or set engine.backend=embedded."
-        )
+    assert is_served(found), f"{found=}"  # a rule of `hone check`
     known = {option.name for option in fields(vllm.EngineArgs)}
     lacking = [name for name in _OPTIONS if name not in known]
     lacking += [name for name in _METHODS if not hasattr(vllm.LLMEngine, name)]
     if lacking:
         raise UserError(
-            f"this build of vLLM ({found}) lacks {', '.join(lacking)}; install one of {served}"
+            f"this build of vLLM ({found}) lacks {', '.join(lacking)}; install one {VERSIONS} from "
+            "a release"
         )
     importlib.import_module("vllm.sampling_params")
     return vllm
@@ -154,13 +140,6 @@ def _check_head_dim(config: PreTrainedConfig) -> None:
             f"the model's head_dim is {head_dim}; on a CPU vLLM serves "
             f"{', '.join(map(str, served))}. Set engine.backend=embedded."
         )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Major and minor number; nothing where it has none (a build from source without tags)."""
-    major, _, rest = version.partition(".")
-    minor = rest.partition(".")[0]
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else ()
 
 
 def _options(

@@ -17,6 +17,7 @@ from hone.config.rules import (
     bench,
     cluster,
     engine,
+    facts,
     files,
     host,
     rewards,
@@ -26,9 +27,9 @@ from hone.config.rules import (
 )
 from hone.config.rules.finding import Finding
 from hone.config.rules.rule import Rule
-from hone.config.rules.view import View
+from hone.config.rules.view import Fact, View
 
-__all__ = ["RULES", "TOPICS", "Finding", "Rule", "findings", "matches"]
+__all__ = ["RULES", "TOPICS", "Fact", "Finding", "Rule", "facts", "findings", "matches"]
 
 TOPICS = (files, rewards, sampling, engine, trainer, algorithm, cluster, run, bench, host)
 RULES: tuple[Rule, ...] = tuple(rule for topic in TOPICS for rule in topic.RULES)

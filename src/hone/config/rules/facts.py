@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from difflib import get_close_matches
 
 from hone.config import vllm
 from hone.config.cluster import host_and_port
 from hone.config.extras import installed_version
-from hone.config.model import PROJECTIONS
-from hone.config.model_shape import FUSED_FAMILIES, SUPPORTED_FAMILIES
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
+from hone.families.registry import FUSED_FAMILIES, SPECS
+from hone.families.spec import PROJECTIONS
 
-__all__ = ["LONG_ROW", "divisors", "ulysses_problem", "vllm_undivided"]
+__all__ = ["LONG_ROW", "divisors"]
 
 LONG_ROW = 32768
 """Tokens of a row above which it fills a device by itself: packing several brings nothing."""
@@ -285,7 +284,8 @@ def max_engines(view: View) -> Fact:
 @fact
 def devices_how(view: View) -> str:
     """The settings that say how many devices are needed."""
-    return view.fact("devices_needed").how
+    needed = view.fact("devices_needed")
+    return f"{needed.how} = {needed.value}"
 
 
 # Where a command starts processes. `hone check` plans for other hosts too, and does not know them.
@@ -354,13 +354,13 @@ def family(view: View) -> Fact:
 @fact
 def supported_families(view: View) -> str:
     """Families that are trained and sampled."""
-    return ", ".join(SUPPORTED_FAMILIES)
+    return ", ".join(SPECS)
 
 
 @fact
 def is_unsupported(view: View) -> bool:
     """Whether nothing can run the model's family."""
-    return view.model.family not in (None, *SUPPORTED_FAMILIES)
+    return view.model.family not in (None, *SPECS)
 
 
 @fact
@@ -368,36 +368,8 @@ def undivided(view: View) -> str:
     """Numbers of the model that `engine.tensor_parallel_size` does not divide, in words."""
     size, numbers = view["engine.tensor_parallel_size"], view.model.divided
     if view["engine.backend"] == "vllm":
-        return ", ".join(vllm_undivided(numbers, size))
+        return ", ".join(vllm.undivided(numbers, size))
     return ", ".join(f"{name} = {number}" for name, number in numbers.items() if number % size)
-
-
-def vllm_undivided(numbers: Mapping[str, int], size: int) -> list[str]:
-    """Of numbers of `config.json`, those that so many ranks of vLLM cannot share.
-
-    A key head may be whole on several of them.
-    """
-    return [
-        f"{name} = {number}"
-        for name, number in numbers.items()
-        if number % size and (name != "num_key_value_heads" or size % number)
-    ]
-
-
-def ulysses_problem(size: int, num_heads: int, num_kv_heads: int) -> str | None:
-    """Why `size` processes cannot share so many query and key heads, or None where they can.
-
-    Each takes equally many query heads and all the key heads that these need; a key head may be
-    needed by several.
-    """
-    if num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0):
-        return None
-    fitting = [n for n in divisors(num_heads) if num_kv_heads % n == 0 or n % num_kv_heads == 0]
-    return (
-        f"each process takes equally many of the {num_heads} query heads and of the "
-        f"{num_kv_heads} key heads, or a whole key head that others take too; sizes that do: "
-        f"{', '.join(map(str, fitting))}"
-    )
 
 
 @fact

@@ -6,20 +6,46 @@
 from __future__ import annotations
 
 from hone.config.rules.rule import error
+from hone.config.rules.view import NotKnownError, View, fact
 
 __all__ = ["RULES"]
 
 RULES = (
-    error("@num_started > @gpus_here", given=("run.device != cpu", "@gpus_here > 0"),
+    error("@num_started > @places_here", given=("@places_here > 0",),
           says="{started_by} is {num_started}, and run.device is {run.device}",
-          why="each process takes a GPU, and this host has {gpus_here}",
-          fix="use at most {gpus_here}"),
-    error("@num_started > @cores_here", given=("run.device = cpu",),
+          why="{why_places}",
+          fix="use at most {places_here}"),
+    error("@num_started", "@places_here = 0",
           says="{started_by} is {num_started}, and run.device is {run.device}",
-          why="this host has {cores_here} CPU cores and no GPU for them",
-          fix="use at most {cores_here}"),
-    error("@num_started", "@gpus_here = 0", given=("run.device = cuda",),
-          says="{started_by} is {num_started}, and run.device is cuda",
-          why="each process takes a GPU, and this host has none",
-          fix="run.device = cpu, without {started_by}"),
+          why="{why_places}",
+          fix="leave {started_by} out, and set run.device to cpu"),
 )  # fmt: skip
+
+
+@fact
+def places_here(view: View) -> int:
+    """Processes that this host serves, one a GPU or a core."""
+    if not _is_on_cpu(view):
+        return _num_gpus(view)
+    return view.number("cores_here")
+
+
+@fact
+def why_places(view: View) -> str:
+    """What each process takes, and what there is."""
+    if not _is_on_cpu(view):
+        return f"each process takes a GPU, and this host has {_num_gpus(view) or 'none'}"
+    no_gpu = " and no GPU" if view["run.device"] == "auto" else ""
+    return f"this host has {view.number('cores_here')} CPU cores{no_gpu}"
+
+
+def _is_on_cpu(view: View) -> bool:
+    device = view["run.device"]
+    return device == "cpu" or (device == "auto" and view.number("gpus_here") == 0)
+
+
+def _num_gpus(view: View) -> int:
+    number = view.number("gpus_here")
+    if number is None:
+        raise NotKnownError("gpus_here")
+    return number

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from hone.config.model import PROJECTIONS
-from hone.config.rules.facts import ulysses_problem
+from hone.config.parallel import ulysses_problem
 from hone.config.rules.rule import error, excludes, needs, unused, warning
 from hone.config.rules.view import View
+from hone.families.spec import PROJECTIONS
 
 __all__ = ["RULES"]
 
