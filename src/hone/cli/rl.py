@@ -51,7 +51,8 @@ def _check(cfg: RLConfig, world_size: int) -> list[Finding]:
     own = processes()
     if own.local_world_size < own.world_size:
         here = Fact(own.local_world_size, "the number of processes on one node")
-        found = [*findings(plan_of(cfg, world_size), num_trainers_here=here), *found]
+        here_too = findings(plan_of(cfg, world_size), num_trainers_here=here)
+        found = list(dict.fromkeys([*here_too, *found]))
     is_wrong = any(finding.level == "error" for finding in found)
     if is_wrong or address is None or not cfg.cluster.is_used or processes().rank > 0:
         return found

@@ -3,7 +3,7 @@
     plan = resolve(config, model, devices, world_size=8)
     plan.roles["policy"].axes, plan.batch.samples_per_optimizer_step
 
-`resolve` is pure and decides once. The rules (`hone.config.checks`) and the memory model
+`resolve` is pure and decides once. The rules (`hone.config.rules`) and the memory model
 (`hone.planner.memory`) are functions of a plan; `hone check`, `hone simulate`, the builder, the
 trainer and the report read it.
 """
