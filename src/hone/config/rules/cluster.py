@@ -78,9 +78,17 @@ _REFERENCE = tuple(
 
 _PIPELINE = (
     unused("pipeline.*", "not pipeline.enabled", instead="pipeline.enabled = true"),
-    error("pipeline.enabled", f"{_ENGINES} = 0",
-          why="an engine on the trainer's device cannot sample while it trains",
-          fix=f"set {_ENGINES} | pipeline.enabled = false"),
+    *(error(f"{side}.enable_sleep", "pipeline.enabled", f"{_ENGINES} = 0",
+            why="it makes room for whom a device is shared with, and here trainer and engine work "
+            "on one device at the same time",
+            fix=f"{side}.enable_sleep = false | set {_ENGINES}")
+      for side in ("engine", "trainer")),
+    error(f"{_SIZE} > 1", "pipeline.enabled", f"{_ENGINES} = 0",
+          why="the engine runs in a thread of the first training process",
+          fix=f"set {_ENGINES} | {_SIZE} = 1"),
+    error("engine.backend = vllm", "pipeline.enabled", f"{_ENGINES} = 0",
+          why="vLLM runs in processes of its own, and this engine in a thread",
+          fix=f"set {_ENGINES} | engine.backend = embedded"),
     error("rollout.oversample_prompts", "pipeline.enabled",
           why="engines begin samples ahead anyway, as many as pipeline.max_staleness and "
           "pipeline.async_queue_size allow",
