@@ -281,7 +281,7 @@ def test_R22_processes_that_a_key_asks_for_are_told_by_the_key(
     monkeypatch.setattr("hone.cli.command.available_host_bytes", lambda: 1 << 50)
     engines = ("--run.device=cpu", "--cluster.num_engines=2", "--cluster.num_trainers=16")
     told = output(capsys, "rl", *BASE["rl"], *engines, code=2)
-    assert "cluster.num_trainers is 16, but with run.device cpu this host has 2 CPU cores" in told
+    assert "cluster.num_trainers is 16, and run.device is cpu: this host has 2 CPU cores" in told
     assert "Set cluster.num_trainers to at most 2" in told
     assert "--nproc" not in told
 
@@ -314,12 +314,18 @@ def test_nproc_is_given_once_and_not_to_benchmarks(
         (("cpu", 3, 0), None),
         (
             ("cpu", 2, 8),
-            "--nproc is 3, but with run.device cpu this host has 2 CPU cores. Start at",
+            "--nproc is 3, and run.device is cpu: this host has 2 CPU cores. Set --nproc to at",
         ),
-        (("auto", 2, 0), "this host has 2 CPU cores and no GPU. Start at most 2."),
-        (("auto", 1, 2), "each process takes a GPU, and this host has 2. Start at most 2."),
-        (("cuda", 1, 1), "each process takes a GPU, and this host has 1. Leave out --nproc."),
-        (("cuda", 8, 0), "this host has none. Leave out --nproc, and set run.device to cpu."),
+        (("auto", 2, 0), "this host has 2 CPU cores and no GPU. Set --nproc to at most 2."),
+        (
+            ("auto", 1, 2),
+            "each process takes a GPU, and this host has 2. Set --nproc to at most 2.",
+        ),
+        (
+            ("cuda", 1, 1),
+            "each process takes a GPU, and this host has 1. Set --nproc to at most 1.",
+        ),
+        (("cuda", 8, 0), "this host has none. Leave --nproc out, and set run.device to cpu."),
         (("auto", 1, 3), None),
         (("auto", 1, None), None),
         (("cuda", 1, None), None),
