@@ -116,6 +116,8 @@ ROWS: list[Row] = [
     *[("rl", f"pipeline.enabled=true {section}.enable_sleep=true", "error",
        f"{section}.enable_sleep pipeline.enabled cluster.num_engines")
       for section in ("engine", "trainer")],
+    ("rl", "pipeline.enabled=true run.device=cuda", "error",
+     "pipeline.enabled cluster.num_engines run.device"),
     ("rl", "pipeline.enabled=true engine.tensor_parallel_size=2", "error",
      "engine.tensor_parallel_size pipeline.enabled cluster.num_engines"),
     ("rl", "pipeline.enabled=true engine.backend=vllm", "error",

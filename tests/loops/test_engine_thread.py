@@ -19,7 +19,7 @@ from hone.distributed.pool import WorkersLostError
 from hone.engine.engine import EmbeddedEngine
 from hone.loops import reinforce
 from hone.loops.step import Outcome
-from hone.trainer.trainer import PolicyTrainer
+from hone.trainer.trainer import Trainer
 
 AHEAD: dict[str, Any] = {
     "pipeline": {"enabled": True, "max_staleness": 2, "async_queue_size": 2},
@@ -57,16 +57,16 @@ def test_R19_a_thread_trains_every_prompt_once_within_the_bound_through_an_inter
 ) -> None:
     """Ctrl-C in the third update saves after it; the second launch resumes what was in flight."""
     cfg = make_config(run={"steps": 8}, eval={"every_n_steps": 3}, **AHEAD)
-    update, num_updates = PolicyTrainer.update, 0
+    update, num_updates = Trainer.update, 0
 
-    def interrupted(self: PolicyTrainer, trained: Any) -> Any:
+    def interrupted(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         nonlocal num_updates
         num_updates += 1
         if num_updates == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return update(self, trained)
+        return update(self, *args, **kwargs)
 
-    monkeypatch.setattr(PolicyTrainer, "update", interrupted)
+    monkeypatch.setattr(Trainer, "update", interrupted)
     outcome = reinforce.run(cfg)
     assert outcome == Outcome(3, stopped_by=signal.SIGINT)
     state = json.loads(

@@ -36,7 +36,7 @@ from hone.config.errors import UserError
 from hone.config.tree import RLConfig
 from hone.distributed.processes import processes
 from hone.loops.remote import Pools
-from hone.loops.workers import build_engine_worker
+from hone.loops.workers import build_engine_thread
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.scorer_pool import ScorerPool
 from hone.types import EngineLostError
@@ -92,7 +92,7 @@ def ray_pools(cfg: RLConfig) -> Generator[Pools]:
             "start_timeout_s": starting_s,
         }
         if cfg.has_engine_thread:
-            thread = build_engine_worker(cfg, name="engine 0")
+            thread = build_engine_thread(cfg, name="engine 0")
             engine_pool = EnginePool([thread], restart=None, **supervision)
         else:
             engine_pool = EnginePool(engines, restart=partial(start, "engine"), **supervision)

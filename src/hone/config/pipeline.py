@@ -16,7 +16,7 @@ class PipelineConfig(Section):
 
     enabled: bool = False
     """Overlap sampling and training. The engines are those of `cluster.num_engines`; where that is
-    0, one in a thread of the first training process, with a copy of the weights."""
+    0, on a CPU one in a thread of the first training process, with a copy of the weights."""
 
     max_staleness: int = Field(default=1, ge=0)
     """Updates that may lie between the weights that began a sample and the update it is trained in:

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from hone.config.errors import UserError
 from hone.config.tree import RLConfig
 from hone.distributed.pool import ThreadWorker
 from hone.engine.worker import EngineWorker, LockStep
@@ -22,7 +23,7 @@ from hone.rollout.scorer_pool import ScorerPool
 from hone.trainer.scorer import FrozenScorer
 from hone.weights.receiver import WeightReceiver
 
-__all__ = ["build_engine_worker", "build_reference", "thread_pools"]
+__all__ = ["build_engine_thread", "build_engine_worker", "build_reference", "thread_pools"]
 
 
 def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
@@ -52,6 +53,18 @@ def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
     return EngineWorker(engine, receiver.receive, name=name, group=group)
 
 
+def build_engine_thread(cfg: RLConfig, *, name: str) -> EngineWorker:
+    """An engine in a thread beside the trainer. Raises UserError on a GPU."""
+    if choose_device(cfg.run).type != "cpu":
+        raise UserError(
+            "pipeline.enabled is on and cluster.num_engines is 0, so that the engine runs in a "
+            "thread beside the trainer: that is served on a CPU, since on a GPU neither may wait for "
+            "the device while the other records CUDA graphs. Set cluster.num_engines, "
+            "pipeline.enabled to false, or run.device to cpu."
+        )
+    return build_engine_worker(cfg, name=name)
+
+
 def build_reference(cfg: RLConfig) -> FrozenScorer:
     """The policy before training, whole and frozen on this process's device: of `model.path`, or
     drawn from `run.seed` as the policy was, whatever step the run is at.
@@ -73,7 +86,7 @@ def thread_pools(cfg: RLConfig) -> Generator[Pools]:
     """The engines and references of a run in threads of this process, on its device."""
     timeout_s = cfg.cluster.engine_timeout_s
     engines = EnginePool(
-        [build_engine_worker(cfg, name=f"engine {i}") for i in range(cfg.num_engines_apart)],
+        [build_engine_thread(cfg, name=f"engine {i}") for i in range(cfg.num_engines_apart)],
         restart=None,
         timeout_s=timeout_s,
         max_restarts=0,
