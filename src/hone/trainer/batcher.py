@@ -87,7 +87,7 @@ class Batcher:
         self, rows: Sequence[Trajectory], num_devices: int
     ) -> list[list[int]]:
         """Row indices of the passes in which `num_devices`, each with a whole model, score all
-        trained tokens: the dearest first, and of like sums for each device.
+        trained tokens: the most expensive first, and of like sums for each device.
 
         With one device these are the passes of one process. Raises ValueError as `packing.plan`.
         """

@@ -22,7 +22,7 @@ __all__ = ["whole", "wholes"]
 _Axes = dict[tuple[DeviceMesh, tuple[Placement, ...]], dist.ProcessGroup | None]
 
 GATHER_BYTES = 1 << 27
-"""Whole tensors that are gathered at a time; a larger one travels alone."""
+"""Whole tensors that are gathered at a time; a larger one is gathered alone."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -50,9 +50,9 @@ def whole(tensor: Tensor) -> Tensor:
 def wholes(tensors: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
     """Each tensor as `whole(tensor.to(dtype))` gives it, in order. Collective.
 
-    Neighbours whose rows are dealt out evenly over one and the same axis travel together, up to
-    `GATHER_BYTES` of them. They are gathered when the first is asked for, each is made when it is
-    asked for itself, and exists as long as the caller holds it.
+    Neighbours whose rows are distributed evenly over one and the same axis are gathered together,
+    up to `GATHER_BYTES` of them. They are gathered when the first is asked for, each is made when
+    it is asked for itself, and exists as long as the caller holds it.
     """
     known: _Axes = {}
     kinds = groupby(tensors, lambda item: (_axis(item[0], known), item[1]))
@@ -66,7 +66,7 @@ def wholes(tensors: Iterable[tuple[Tensor, torch.dtype]]) -> Iterator[Tensor]:
 
 
 def _axis(tensor: Tensor, known: _Axes) -> dist.ProcessGroup | None:
-    """The processes among which a tensor's rows are dealt out evenly; None where they are not."""
+    """The processes among which a tensor's rows are distributed evenly; None where they are not."""
     if not isinstance(tensor, DTensor):
         return None
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
@@ -110,5 +110,5 @@ def _together(
     gathered = gather_rows(own[None], axis)
     del own, parts
     for tensor, (start, end) in zip(group, pairwise(ends), strict=True):
-        # Of a tensor that has travelled alone this is the buffer itself.
+        # Of a tensor that was gathered alone this is the buffer itself.
         yield gathered[:, start:end].reshape(tensor.shape)

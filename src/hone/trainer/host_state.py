@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _PIECE_ELEMENTS = BUCKET_BYTES // 4
-"""Gradients travel, and their norms are taken, in pieces of so many elements at most."""
+"""Gradients are copied, and their norms taken, in pieces of so many elements at most."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -161,7 +161,8 @@ class StreamedGradients(HostGradients):
     ) -> None:
         """Of parameters `like`; of DTensors this process's part. The window is `window_bytes`, or a
         bucket where that is more. A compiled layer brings all its gradients at once: a window of
-        that size lets the next layer go on. Raises UserError where the host has too little memory.
+        that size lets the next layer proceed. Raises UserError where the host has too little
+        memory.
         """
         super().__init__(device)
         parts = {name: local_part(tensor) for name, tensor in like.items()}
@@ -263,7 +264,7 @@ class StreamedGradients(HostGradients):
                 num_bytes += self._ahead[following][0].nbytes
 
     def _settle(self) -> None:
-        """Free all device memory; current work waits until nothing travels."""
+        """Free all device memory; current work waits until all copies are done."""
         while self._leaving:
             self._release_oldest()
         for _, is_in in self._ahead.values():
@@ -275,7 +276,7 @@ class StreamedGradients(HostGradients):
 
 
 def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A local tensor, flat, in pieces that may travel."""
+    """A local tensor, flat, in the pieces that are copied."""
     return tensor.reshape(-1).split(_PIECE_ELEMENTS)
 
 

@@ -1,7 +1,7 @@
-"""What of training waits in host memory, and how it travels.
+"""What of training waits in host memory, and how it is copied.
 
 Four things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
-masters and moments, which visit the device piece by piece in each step (`stream_buckets`),
+masters and moments, which each step streams through the device piece by piece (`stream_buckets`),
 gradients between micro-batches and until that step (`host_state.py`), and all of the trainer's
 state while an engine generates (`StateOffload`).
 
@@ -132,7 +132,7 @@ def mark_of(device: torch.device) -> torch.Event | None:
 
 
 def wait_for(mark: torch.Event | None) -> None:
-    """Let the current stream wait; the host goes on."""
+    """Let the current stream wait; the host does not."""
     if mark is not None:
         torch.cuda.current_stream().wait_event(mark)
 
@@ -183,7 +183,7 @@ class ActivationOffload:
         return value
 
     def _start(self, kept: _Kept) -> None:
-        """Begin the copy back, unless it has begun."""
+        """Start the copy back, unless it was started."""
         assert self._copies is not None
         if kept.incoming is None:
             value = torch.empty_like(kept.host, device=kept.device)
@@ -244,7 +244,7 @@ class _Kept:
 
 
 class Bucket(NamedTuple):
-    """Contiguous host tensors that visit the device together, or what they are there."""
+    """Contiguous host tensors that are copied to the device together, or their copies there."""
 
     changed: Sequence[Tensor]
     read: Sequence[Tensor] = ()
@@ -289,7 +289,7 @@ def stream_buckets(
 
 
 class StateOffload:
-    """Moves device tensors to host memory and back, in place: whoever holds one keeps it.
+    """Moves device tensors to host memory and back, in place: references to them stay valid.
 
     The host buffer is made in the first round and used again in every other.
     """

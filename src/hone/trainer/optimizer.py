@@ -89,7 +89,7 @@ class Optimizer:
 
 class _Resharded(Mapping[str, Tensor]):
     """`<moment>/<parameter>` to a saved tensor, laid out as the parameter is when it is asked for:
-    the device has room for only one of them beside the moments of a model."""
+    only one of them fits on the device beside the moments of a model."""
 
     def __init__(
         self, saved: Mapping[str, Tensor | StoredTensor], parameters: Mapping[str, Tensor]

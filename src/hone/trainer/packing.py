@@ -4,7 +4,8 @@
         batch = collate([rows[i] for i in indices], [weights[i] for i in indices], device)
 
 A pass never holds more than `max_tokens` tokens. Within that cap passes are balanced by estimated
-FLOPs, since attention makes one long sequence dearer than many short ones of the same total.
+FLOPs, since attention makes one long sequence more expensive than many short ones of as many tokens
+in all.
 
 The plan is a pure function of the rows, so every rank that holds all rows computes all of
 it and needs no message; `digest` is what ranks compare before they rely on that.
@@ -75,9 +76,9 @@ def plan(
 
     With `micro_batch_size` a pass takes at most that many rows, whatever their length; otherwise
     at most `max_tokens` tokens. As few passes as the cap allows are balanced by `cost` (default:
-    tokens), the dearest rows first, each into the cheapest pass that has room. Ranks wait for each
-    other in every pass, so those that run at the same time are of like cost; the sums over a rank's
-    passes are balanced after that. Passes without rows come last.
+    tokens), the most expensive rows first, each into the cheapest pass where it fits. Ranks wait
+    for each other in every pass, so those that run at the same time are of like cost; the sums over
+    a rank's passes are balanced after that. Passes without rows come last.
 
     Without `balance` each rank gets neighbouring rows, equally many, and only its own passes are
     balanced.
@@ -109,7 +110,7 @@ def plan(
         placed = [_place(s, sizes, costs, capacity, num_passes * sharers) for s in shares]
         needed = max(rounds(len(bins)) for bins in placed)
         if needed == num_passes:
-            return [passes for bins in placed for passes in _deal(bins, costs, sharers)]
+            return [passes for bins in placed for passes in _assign_to_ranks(bins, costs, sharers)]
         num_passes = needed
 
 
@@ -165,9 +166,9 @@ def _place(
     return bins
 
 
-def _deal(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> Plan:
-    """Bins to the passes of ranks: neighbours in cost run together, the dearest of them on the
-    rank that has least so far."""
+def _assign_to_ranks(bins: list[list[int]], costs: Sequence[float], num_ranks: int) -> Plan:
+    """Bins to the passes of ranks: neighbours in cost run together, the most expensive of them on
+    the rank that has least so far."""
     bins = bins + [[]] * (-len(bins) % num_ranks)
     loads = [sum(costs[i] for i in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda b: (-loads[b], bins[b]))

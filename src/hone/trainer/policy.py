@@ -52,7 +52,7 @@ _MAX_SAMPLED_ON_HOST = 1 << 18
 
 
 class NonFiniteError(ValueError):
-    """A loss, gradient or weight is infinite or not a number. Training must not go on."""
+    """A loss, gradient or weight is infinite or not a number. Training must stop."""
 
 
 class StaleWeightsError(RuntimeError):

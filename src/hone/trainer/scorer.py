@@ -37,8 +37,8 @@ def row_logprobs(
 ) -> list[Tensor]:
     """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU, no gradient.
 
-    Every process of the model's mesh is given all rows and returns the same; inside, rows are dealt
-    over the data axis. `step` and what is raised as in `agreed_passes`.
+    Every process of the model's mesh is given all rows and returns the same; inside, rows are
+    distributed over the data axis. `step` and what is raised as in `agreed_passes`.
     """
     mesh = model.mesh
     passes = agreed_passes(batcher, rows, batcher.max_tokens_forward, mesh, step=step)

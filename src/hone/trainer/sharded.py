@@ -100,7 +100,7 @@ class ShardedModel:
         own. With `offload_parameters` shards and their gradients lie in pinned host memory; with
         either offload gradients are reduced after each micro-batch. Raises RuntimeError where
         deferred weights are not the model's."""
-        assert mesh.fsdp is not None, "one process has nobody to share with"
+        assert mesh.fsdp is not None, "shards need several processes"
         self.mesh = mesh
         self._stage = stage
         self._is_reduced_late = not (offload_gradients or offload_parameters)
@@ -322,8 +322,8 @@ class ShardedPolicy(BasePolicy):
 class _ShardGradients(HostGradients):
     """Gradients that FSDP has brought to the host, to the shards that lie there.
 
-    Those of the first micro-batch travel beside backward. To the sums of later ones cores add what
-    arrives, while backward waits for it.
+    Those of the first micro-batch are copied while backward runs. To the sums of later ones cores
+    add what arrives, while backward waits for it.
     """
 
     def __init__(self, masters: Mapping[str, nn.Parameter], device: torch.device) -> None:

@@ -69,8 +69,8 @@ class ParameterOptimizer:
         if offload and cfg.name == "muon":
             raise UserError(
                 "trainer.optimizer.name is muon and trainer.offload_optimizer is on: Muon "
-                "orthogonalises whole matrices, while offloaded states visit the device in pieces. "
-                "Use adamw, or turn trainer.offload_optimizer off"
+                "orthogonalises whole matrices, while offloaded states pass through the device in "
+                "pieces. Use adamw, or turn trainer.offload_optimizer off"
             )
         if host_gradients is not None and not offload:
             raise ValueError("host_gradients are fetched by a step with offload only")
