@@ -83,9 +83,10 @@ class Trainer:
         """Train on the rows of one rollout, or one step's demonstrations.
 
         Rows need the fields that the objective names. Raises NonFiniteError for numbers that are
-        not finite, and ValueError for a row that does not fit into a micro-batch.
+        not finite, ValueError for a row that does not fit into a micro-batch, and DisagreementError
+        on every process where one has other rows.
         """
-        self._agree(rows)
+        agree(rows, [], self.mesh, step=self.optimizer.num_steps)
         self._check(rows)
         steps = self.batcher.optimizer_steps(rows, self.num_updates)
         if self.needs_old_logprobs(rows):
@@ -101,7 +102,6 @@ class Trainer:
         not finite.
         """
         if not any(row.num_trained for row in rows):
-            self._agree(rows)
             return {"train/num_skipped_steps": Sum(1)}
         loss, metrics = self.forward_backward(rows)
         norm = self.policy.gradient_norm()
@@ -144,10 +144,6 @@ class Trainer:
             for row, logprobs in zip(missing, self.logprobs(missing), strict=True)
         }
         return [[scored.get(id(row), row) for row in step_rows] for step_rows in steps]
-
-    def _agree(self, rows: Sequence[Trajectory]) -> None:
-        """Raise DisagreementError on every process where one has other rows. Collective."""
-        agree(rows, [], self.mesh, step=self.optimizer.num_steps)
 
     def _check(self, rows: Sequence[Trajectory]) -> None:
         """Refuse rows with missing or non-finite values, naming the row."""
