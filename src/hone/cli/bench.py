@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from hone.cli.command import chosen_device, known_shape, load_checked, quiet_transformers
+from hone.cli.command import load_checked, plan_here, quiet_transformers
 from hone.cli.help import print_help
 from hone.config import UserError
 from hone.config.checks.bench import check_bench_engine
 from hone.config.checks.finding import Finding
+from hone.config.plan import RunPlan
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.distributed.processes import processes
-from hone.families.shape import public_shape
-from hone.planner.host_memory import available_host_bytes, engine_role, shortage, trainer_role
+from hone.planner.host_memory import host_roles, shortage, trainer_role
 
 __all__ = ["run"]
 
@@ -77,7 +77,7 @@ def _engine(arguments: Sequence[str]) -> int:
         findings = check_bench_engine(cfg, world_size)
         if any(finding.level == "error" for finding in findings):
             return findings
-        return [*findings, *_lack_of_host_memory(cfg)]
+        return [*findings, *_lack_of_host_memory(plan_here(cfg, world_size, starts=True))]
 
     cfg = load_checked(BenchEngineConfig, arguments, check)
     from hone.bench.bench import bench_engine
@@ -97,16 +97,13 @@ def _train(arguments: Sequence[str]) -> int:
     def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
         from hone.bench.train import check, planned_on_cpu
 
-        findings = check(cfg, world_size)
-        if any(finding.level == "error" for finding in findings):
+        findings, plan = check(cfg, world_size), plan_here(cfg, world_size, starts=True)
+        if any(finding.level == "error" for finding in findings) or not plan.is_on_cpu:
             return findings
-        if chosen_device(cfg.run.device) != "cpu":
-            return findings
-        step, num_local = planned_on_cpu(cfg, world_size or 1), processes().local_world_size
-        roles = [] if step is None else [trainer_role(step, num_local, on_cpu=True)]
+        step, num_local = planned_on_cpu(plan), processes().local_world_size
         lack = shortage(
-            roles,
-            available=available_host_bytes(),
+            [] if step is None else [trainer_role(step, num_local)],
+            available=plan.devices.host_bytes or 0,
             takes="the step takes at least",
             advice="Lower trainer.max_tokens_per_microbatch, set trainer.recompute to full, take a "
             "smaller model, or a host with more memory or a GPU.",
@@ -128,14 +125,13 @@ def _train(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _lack_of_host_memory(cfg: BenchEngineConfig) -> list[Finding]:
+def _lack_of_host_memory(plan: RunPlan) -> list[Finding]:
     """The error where this host's memory does not hold the engine's weights on a CPU."""
-    shape = public_shape(cfg.model.shape) if cfg.model.shape else known_shape(cfg.model.path or "")
-    if shape is None or chosen_device(cfg.run.device) != "cpu":
+    if plan.shape is None or not plan.is_on_cpu:
         return []
     lack = shortage(
-        [engine_role(shape, num_bytes=2 if cfg.model.dtype == "bfloat16" else 4, number=1)],
-        available=available_host_bytes(),
+        host_roles(plan, num_local=1, at_least=True),
+        available=plan.devices.host_bytes or 0,
         takes="the engine takes at least",
         advice="Take a smaller model (model.shape, model.path), model.dtype bfloat16, or a host "
         "with more memory or a GPU.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hone.cli.command import (
-    check_rl_here,
+    check_here,
     conclude,
     load_arguments,
     load_checked,
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
 def _check(cfg: RLConfig, world_size: int) -> list[Finding]:
     """What `hone check` says, and whether there is a cluster to join: that may be known here alone.
     The first process joins it."""
-    findings, address = check_rl_here(cfg, world_size, starts=True), cfg.cluster.address
+    findings, address = check_here(cfg, world_size), cfg.cluster.address
     own = processes()
     if cfg.cluster.is_used and own.local_world_size < own.world_size:
         findings = [trainers_on_several_nodes(cfg.cluster, own.local_world_size), *findings]

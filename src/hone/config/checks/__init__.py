@@ -65,19 +65,44 @@ from hone.config.checks.schedule import (
     evaluates,
 )
 from hone.config.checks.vllm import check_vllm, check_vllm_sleep
-from hone.config.derived import kv_dtype, optimizer_steps_per_rollout, trainers_hold_reference
 from hone.config.model_facts import ModelFacts
+from hone.config.plan import Devices, RunPlan, compute_dtype, resolve
 from hone.config.rollout import GenerationConfig
-from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.config.tree import (
+    BenchEngineConfig,
+    BenchTrainConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RLConfig,
+    SFTConfig,
+)
 
-__all__ = ["Finding", "check_eval", "check_generate", "check_rl", "check_sft"]
+__all__ = ["Finding", "check_eval", "check_generate", "check_rl", "check_sft", "findings"]
+
+
+def findings(plan: RunPlan) -> list[Finding]:
+    """What is wrong with a planned run, errors first."""
+    cfg, world_size = plan.config, plan.world_size
+    match cfg:
+        case RLConfig():
+            return check_rl(cfg, world_size)
+        case SFTConfig():
+            return check_sft(cfg, world_size)
+        case EvaluateConfig():
+            return check_eval(cfg, world_size)
+        case GenerateConfig():
+            return check_generate(cfg, world_size)
+        case BenchEngineConfig() | BenchTrainConfig():
+            return []
 
 
 def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
     """Findings for `hone rl`."""
     facts = ModelFacts.read(cfg.model.path)
     rollout, num_samples = cfg.rollout, cfg.rollout.n_samples_per_prompt
-    steps_per_rollout = optimizer_steps_per_rollout(cfg)
+    plan = resolve(cfg, facts, Devices(), world_size=world_size)
+    assert plan.batch is not None
+    steps_per_rollout = plan.batch.optimizer_steps_per_rollout
     mini_prompts = cfg.trainer.prompts_per_minibatch or rollout.prompts_per_step
     longest = cfg.data.max_prompt_tokens + rollout.max_completion_tokens
     longest_of = "data.max_prompt_tokens + rollout.max_completion_tokens"
@@ -102,7 +127,7 @@ def check_rl(cfg: RLConfig, world_size: int | None = None) -> list[Finding]:
             cfg.model,
             world_size=world_size,
             facts=facts,
-            has_reference=trainers_hold_reference(cfg),
+            has_reference=plan.trainers_hold_reference,
         ),
         check_cluster(cfg, world_size),
         check_pipeline(cfg),
@@ -295,7 +320,9 @@ def _generating(
             cfg.engine,
             longest=cfg.data.max_prompt_tokens + generation.max_completion_tokens,
             longest_of=f"data.max_prompt_tokens + {section}.max_completion_tokens",
-            dtype=kv_dtype(cfg.engine, cfg.model, device),
+            dtype="fp8"
+            if cfg.engine.kv_cache_dtype == "fp8"
+            else compute_dtype(cfg.model.dtype, device),
             facts=facts,
         ),
     ]
