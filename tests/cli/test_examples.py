@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from hone.cli.command import plan_of
 from hone.config.hardware import gpu_peaks
 from hone.config.load import load_config
+from hone.config.model_facts import ModelFacts
+from hone.config.plan import Devices, resolve
 from hone.config.rules import findings
 from hone.config.tree import RLConfig
-from hone.families.shape import ModelShape
-from hone.planner.fitting import check_run_memory
+from hone.planner.fitting import check_gpu_memory
 from tests.config import workspace as files
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -75,13 +75,14 @@ def test_R22_every_example_passes_its_check_and_fits(recipe: str, folder: Path) 
     shipped = load_config(RLConfig, EXAMPLES / recipe, [])
     cfg = with_local_model(recipe, folder)
     nproc = num_processes(recipe, cfg)
-    assert [finding.message for finding in findings(plan_of(shipped, nproc))] == []
-    assert [finding.message for finding in findings(plan_of(cfg, nproc))] == []
     gpus, gib = re.fullmatch(r"([\d +]+) of (\d+) GB", ROWS[recipe]).groups()  # type: ignore[union-attr]
     gpu = gpu_peaks(GPUS[gib])
     assert gpu is not None
-    shape = ModelShape.from_config("model")
-    assert [*check_run_memory(cfg, shape, world_size=nproc, gpu=gpu)] == []
+    for each in (shipped, cfg):
+        facts, devices = ModelFacts.known(each.model.path), Devices(kind="cuda", gpu=gpu)
+        plan = resolve(each, facts, devices, world_size=nproc)
+        assert [finding.message for finding in findings(plan)] == []
+        assert [*check_gpu_memory(plan)] == []
     sampling = cfg.cluster.num_engines * cfg.engine.tensor_parallel_size
     assert [int(n) for n in gpus.split("+")] == [nproc, *([sampling] if sampling else [])]
 
@@ -99,6 +100,7 @@ def test_X1_the_16_gpu_template_of_20_is_refused_with_its_sum() -> None:
         EXAMPLES / "split_16.yaml",
         ["--cluster.num_trainers=16", "--cluster.num_engines=2"],
     )
-    (told,) = [x.message for x in findings(plan_of(cfg, 16)) if x.level == "error"]
+    plan = resolve(cfg, None, Devices(), world_size=16)
+    (told,) = [x.message for x in findings(plan) if x.level == "error"]
     assert "the number of devices of all roles is 20" in told
     assert "(cluster.num_nodes 2 x cluster.devices_per_node 8 = 16)" in told

@@ -460,7 +460,7 @@ def test_shipped_recipes_load(name: str) -> None:
             "Planned for GPUs, where model.dtype auto is bfloat16, though this host has none",
         ),
         (1, "--run.device=auto", "Planned for the GPUs of this host"),
-        (0, "--run.device=cpu", "Planned for run.device cpu."),
+        (0, "--run.device=cpu", "Planned for this host's CPU (run.device cpu)."),
     ],
 )
 def test_check_says_for_what_hardware_it_plans(

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hone.cli.command import plan_of, take_nproc
+from hone.cli.command import plan_here, take_nproc
 from hone.cli.main import main
 from hone.config import schema
 from hone.config.load import load_config, resolve_recipe
+from hone.config.plan import Devices, resolve
 from hone.config.rules import findings
 from hone.config.tree import RLConfig, SimulateConfig
-from hone.planner.comparison import compare, run_flags
+from hone.planner.comparison import compare, launch_words, run_flags
+from hone.planner.fitting import does_fit
 from hone.planner.simulator import Placement
 from hone.planner.staleness import batches_ahead
 from tests.config import workspace
@@ -127,10 +130,10 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in output(capsys, *SMALL, *flags, code=2)
     assert not Path("x.svg").exists()
     unused = SimulateConfig.model_validate({"simulate": {"lengths": {"path": "x"}}})
-    (finding,) = findings(plan_of(unused, 1))
+    (finding,) = findings(plan_here(unused, 1))
     assert "simulate.lengths.path is x and has no effect" in finding.message
     hosts = SimulateConfig.model_validate({"cluster": {"devices_per_node": 8, "num_nodes": 2}})
-    (finding,) = findings(plan_of(hosts, 1))
+    (finding,) = findings(plan_here(hosts, 1))
     assert (finding.level, finding.keys) == (
         "warning",
         ("cluster.num_nodes", "cluster.devices_per_node"),
@@ -172,10 +175,13 @@ def test_the_flags_of_an_outcome_run_what_was_simulated(
     data = [*BASE["rl"], "--data.eval=[]", "--eval.every_n_steps=0", "--eval.at_start=false"]
     for outcome in outcomes:
         nproc, flags = take_nproc(run_flags(cfg, outcome))
+        if (launch := launch_words(outcome))[0] == "torchrun":
+            nproc = int(launch[2]) * int(launch[4])
         run = load_config(RLConfig, recipe, [*data, *kept, *flags])
         cluster, placement = run.cluster, outcome.run.placement
         trainers = cluster.num_trainers if cluster.is_used else nproc or 1
-        found = [x.message for x in findings(plan_of(run, trainers))]
+        plan = resolve(run, None, Devices(), world_size=trainers)
+        found = [x.message for x in findings(plan)]
         assert not found, (outcome.name, found)
         assert placement == Placement(
             num_trainers=trainers,
@@ -190,6 +196,50 @@ def test_the_flags_of_an_outcome_run_what_was_simulated(
             assert batches_ahead(run.pipeline) == batches_ahead(simulated)
             assert run.pipeline.max_staleness == simulated.max_staleness
             assert run.pipeline.in_flight == simulated.in_flight
+
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 128_256,
+}
+
+
+def test_a_colocated_engine_that_does_not_fit_is_no_outcome(tmp_path: Path) -> None:
+    """70B: 131 GiB of weights, of which an engine on a trainer's device has a copy."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    given = (
+        f"--model.path={tmp_path}",
+        "--simulate.gpu=a100-80g",
+        "--simulate.gpus=64",
+        "--simulate.steps=4",
+        "--engine.tensor_parallel_size=8",
+    )
+    result = compare(load_config(SimulateConfig, None, given))
+    assert not any(x.run.placement.colocated for x in result.outcomes)
+    assert any("64 trainers: a step needs more than the 80 GiB" in x for x in result.notes)
+    for outcome in result.outcomes:
+        assert does_fit(outcome.plan)
+        _, flags = take_nproc(run_flags(result.cfg, outcome))
+        words = dict(zip(flags[::2], flags[1::2], strict=True))
+        assert int(words["--cluster.num_trainers"]) <= 8, "trainers beside engines share a node"
+        assert words["--cluster.address"] == "auto"
+        assert words["--cluster.num_nodes"] == "8"
+
+
+def test_trainers_of_several_nodes_are_started_on_each() -> None:
+    cfg = load_config(SimulateConfig, None, [*SMALL, "--simulate.gpus=16"])
+    found = {x.split: x for x in compare(cfg).outcomes}
+    assert set(found) == {"16 = 16", *(f"{n} + {16 - n}" for n in range(1, 9))}
+    assert launch_words(found["16 = 16"]) == shlex.split(
+        "torchrun --nnodes 2 --nproc-per-node 8 -m hone rl"
+    )
+    assert "--nproc" not in run_flags(cfg, found["16 = 16"])
+    assert launch_words(found["8 + 8"]) == ["hone", "rl"]
 
 
 def test_the_fastest_comes_with_its_flags_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from unittest.mock import MagicMock
 import pytest
 from safetensors.torch import load_file
 
-from hone.cli import check, command
+from hone.cli import command
 from hone.cli.main import main
 from hone.config.base import Section
 from hone.config.hardware import Peaks, gpu_peaks
@@ -320,8 +320,7 @@ class Recorder(contextlib.ExitStack):
         tracker.__name__ = "wandb"
         patch.setitem(sys.modules, "wandb", tracker)
         self._record(patch, tracker, "init", keys=("project",))
-        for module in (command, check):  # both imported before: `check` would keep the patch
-            patch.setattr(module, "local_gpu", lambda: self.gpu)
+        patch.setattr(command, "local_gpu", lambda: self.gpu)
         return self
 
     def _watch_benchmarks(self, patch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,9 @@ def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
         "trainer.max_tokens_per_microbatch": Row("24", "passes"),
         "trainer.max_tokens_per_forward": Row("24", "passes", MINI if rl else ()),
         "trainer.micro_batch_size": Row("1", "passes"),
-        "trainer.recompute": Row("full", "derived", EIGHT, command="check rl"),
+        "trainer.recompute": Row(
+            "full", "derived", (*EIGHT, "--rollout.max_completion_tokens=4096"), command="check rl"
+        ),
         "trainer.recompute_every_n_layers": Row("2", "findings", command="check rl"),
         "trainer.offload_activations": Row("true", "findings", command="check rl"),
         "trainer.offload_optimizer": Row("true", "findings", command="check rl"),
@@ -622,7 +624,12 @@ BENCH_TRAIN: dict[str, Row] = {
 }
 
 EIGHT_B = ("--model.shape=qwen3-8b",)
-LARGE = (*EIGHT_B, "--trainer.recompute=full")  # where memory decides which splits there are
+LARGE = (  # where memory decides which splits there are, and with which further settings
+    *EIGHT_B,
+    "--rollout.prompts_per_step=64",
+    "--rollout.n_samples_per_prompt=8",
+    "--rollout.max_completion_tokens=1024",
+)
 SIMULATE: dict[str, Row] = {
     "run.seed": Row("1", "numbers"),
     "model.path": Row("Qwen/Qwen3-1.7B", "numbers", ("--model.path=Qwen/Qwen3-0.6B",)),
@@ -651,11 +658,11 @@ SIMULATE: dict[str, Row] = {
     "trainer.parallel.tensor_parallel_size": Row("2", "numbers"),
     "trainer.parallel.ulysses_size": Row("2", "numbers"),
     "trainer.parallel.ring_size": Row("2", "numbers"),
-    "trainer.parallel.zero_stage": Row("0", "exit", (*LARGE, "--simulate.gpus=4")),
+    "trainer.parallel.zero_stage": Row("0", "numbers", (*LARGE, "--simulate.gpus=4")),
     **{
         f"trainer.{name}": Row(value, "numbers", LARGE)
         for name, value in (
-            ("max_tokens_per_microbatch", "24"),
+            ("max_tokens_per_microbatch", "2048"),
             ("micro_batch_size", "1"),
             ("offload_optimizer", "true"),
             ("offload_gradients", "true"),
@@ -663,7 +670,7 @@ SIMULATE: dict[str, Row] = {
             ("optimizer.state_dtype", "bfloat16"),
         )
     },
-    "trainer.recompute": Row("full", "numbers", (*EIGHT_B, "--simulate.gpus=3")),
+    "trainer.recompute": Row("full", "numbers", LARGE),
     "pipeline.enabled": Row("true", "numbers"),
     "pipeline.max_staleness": Row("2", "numbers"),
     "pipeline.async_queue_size": Row("1", "numbers"),

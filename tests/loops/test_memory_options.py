@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.tiny_runs import tiny_config, write_inputs
 from torch import Tensor, nn
 
-from hone.cli.command import plan_of
+from hone.cli.command import plan_here
 from hone.config.engine import EngineConfig
 from hone.config.rules import findings
 from hone.config.trainer import OptimizerConfig, TrainerConfig
@@ -231,7 +231,7 @@ def _is_allowed(names: tuple[str, ...], adapted: bool) -> bool:
     if sections is None:
         return False
     cfg = config(sections, "bfloat16", folder=_inputs()[1] / "nowhere")
-    return not any(finding.level == "error" for finding in findings(plan_of(cfg, 1)))
+    return not any(finding.level == "error" for finding in findings(plan_here(cfg, 1)))
 
 
 def _singles() -> list[tuple[str, bool]]:

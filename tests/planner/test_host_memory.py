@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from hone.cli.main import main
+from hone.config.hardware import available_host_bytes
 from hone.config.load import load_config
+from hone.config.model_facts import ModelFacts
+from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig, SFTConfig
 from hone.families.shape import ModelShape, public_shape
-from hone.planner import host_memory
-from hone.planner.fitting import check_host_fits
+from hone.planner.fitting import check_host_memory
 from hone.planner.host_memory import host_roles
 
 GIB = 1 << 30
@@ -29,15 +31,19 @@ def configured(*flags: str, model: str = "qwen3-8b") -> RLConfig:
     return load_config(RLConfig, None, [f"--model.path=Qwen/{model}", *flags])
 
 
-def found_in(cfg: RLConfig | SFTConfig, gib: float, model: str = "qwen3-8b", num: int = 1):
-    return [
-        *check_host_fits(cfg, shape(model), world_size=num, num_local=num, available=int(gib * GIB))
-    ]
+def planned(cfg: RLConfig | SFTConfig, gib: float = 0, model: str = "qwen3-8b") -> RunPlan:
+    kind = "cpu" if cfg.run.device == "cpu" else "cuda"
+    devices = Devices(kind=kind, host_bytes=int(gib * GIB))
+    return resolve(cfg, ModelFacts.of_shape(shape(model)), devices, world_size=1)
+
+
+def found_in(cfg: RLConfig | SFTConfig, gib: float, model: str = "qwen3-8b"):
+    return [*check_host_memory(planned(cfg, gib, model), num_local=1)]
 
 
 def test_a_cpu_run_is_planned_kind_by_kind() -> None:
     """Float32 weights, gradients, two moments; a micro-batch above that."""
-    (role,) = host_roles(configured(*ON_CPU), shape(), world_size=1, num_local=1)
+    (role,) = host_roles(planned(configured(*ON_CPU)), num_local=1)
     weights = 4 * shape().num_params
     assert role.parts["weights"] == weights
     assert role.parts["moments"] == 2 * weights
@@ -60,7 +66,7 @@ def test_a_cpu_run_is_planned_kind_by_kind() -> None:
 )
 def test_every_process_of_this_host_counts(flags: tuple[str, ...], numbers: dict) -> None:
     cfg = configured(*ON_CPU, *flags)
-    roles = host_roles(cfg, shape(), world_size=1, num_local=1)
+    roles = host_roles(planned(cfg), num_local=1)
     assert {role.name: role.number for role in roles} == numbers
     for role in roles:
         assert sum(role.parts.values()) > shape().weight_bytes(4)
@@ -83,7 +89,7 @@ def test_what_short_rows_fit_is_warned_of_and_not_refused() -> None:
     few = ("--rollout.prompts_per_step=4", "--rollout.n_samples_per_prompt=4")
     cfg = configured(*ON_CPU, *few, model="qwen3-0.6b")
     roles = [
-        host_roles(cfg, shape("qwen3-0.6b"), world_size=1, num_local=1, at_least=at_least)
+        host_roles(planned(cfg, model="qwen3-0.6b"), num_local=1, at_least=at_least)
         for at_least in (True, False)
     ]
     least, most = (sum(role.num_bytes for role in of) / GIB for of in roles)
@@ -108,14 +114,14 @@ def test_the_advice_makes_it_fit() -> None:
 def test_offloads_of_all_processes_of_a_gpu_host_are_added_up() -> None:
     cfg = configured(DATA, "--run.device=cuda", "--trainer.offload_optimizer=true")
     one = 12 * shape().num_params  # masters and two moments
-    (role,) = host_roles(cfg, shape(), world_size=1, num_local=1)
+    (role,) = host_roles(planned(cfg), num_local=1)
     assert role.num_bytes == one
     (found,) = found_in(cfg, one / GIB - 0.1)
     assert found.level == "error"
     assert "trainer.offload_optimizer" in found.message
     assert found_in(cfg, one / GIB + 0.1) == []
     plain = configured(DATA, "--run.device=cuda")
-    assert host_roles(plain, shape(), world_size=1, num_local=1) == []
+    assert host_roles(planned(plain), num_local=1) == []
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -133,11 +139,11 @@ def test_limits_of_control_groups_count(version: int, tmp_path: Path) -> None:
         (folder / names[0]).write_text(f"{limit}\n")
         (folder / names[1]).write_text("3000\n")
         (folder / "memory.stat").write_text(f"anon 1\n{names[2]} 500\n")
-    assert host_memory.available_host_bytes(tmp_path / "fs", own) == 5000 - 3000 + 500
+    assert available_host_bytes(tmp_path / "fs", own) == 5000 - 3000 + 500
     if version == 2:
         (base / "a" / names[0]).write_text("max\n")
-        assert host_memory.available_host_bytes(tmp_path / "fs", own) == 8000 - 3000 + 500
-    assert host_memory.available_host_bytes(tmp_path / "none", own) > 5000
+        assert available_host_bytes(tmp_path / "fs", own) == 8000 - 3000 + 500
+    assert available_host_bytes(tmp_path / "none", own) > 5000
 
 
 COMMANDS = [
@@ -163,8 +169,7 @@ def test_commands_refuse_before_they_start_and_hone_check_says_so(
     """On a host of 23 GiB without a GPU; `hone check` plans `auto` for other hosts too."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: 0)
-    for module in ("command", "bench"):
-        monkeypatch.setattr(f"hone.cli.{module}.available_host_bytes", lambda: 23 * GIB)
+    monkeypatch.setattr("hone.cli.command.available_host_bytes", lambda: 23 * GIB)
     where = f"--run.device={device}"
     assert main([*argv, where]) == 2
     assert "23.0 GiB are available" in " ".join(capsys.readouterr().err.split())

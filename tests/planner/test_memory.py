@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 
 from hone.config import hardware
-from hone.config.derived import AxisSizes
-from hone.config.model import LoraConfig, TrainedModelConfig
+from hone.config.model import LoraConfig
+from hone.config.model_facts import ModelFacts
+from hone.config.parallel import AxisSizes
+from hone.config.plan import Devices, resolve
 from hone.config.trainer import TrainerConfig
+from hone.config.tree import RLConfig
 from hone.families.shape import ModelShape
 from hone.models.tiny import SHAPES
-from hone.planner.memory import adapter_params, layer_code, planned_peak, training_memory
+from hone.planner.memory import adapter_params, layer_code, training_memory
 from hone.planner.roofline import training_flops
+from hone.planner.run_memory import RunMemory
 from tests.planner.memory_cases import (
     ALONE,
     AWAY,
@@ -242,19 +246,23 @@ def test_R15_knobs_of_compiled_layers_are_planned_as_measured(settings, peak):
 
 
 def test_hone_check_plans_the_layers_that_train():
-    shape, model = public("qwen3-0.6b"), TrainedModelConfig(path="x")
+    shape = public("qwen3-0.6b")
+    facts = ModelFacts.of_shape(shape)
 
-    def found(world_size, device="cuda", **settings):
-        cfg = TrainerConfig(**settings)
-        return planned_peak(shape, model, cfg, device=device, world_size=world_size).value
+    def found(**settings):
+        cfg = RLConfig.model_validate(
+            {"model": {"path": "x"}, "data": {"train": [{"path": "x"}]}, "trainer": settings}
+        )
+        step = RunMemory(resolve(cfg, facts, Devices(), world_size=1)).step
+        return round(step.peak / GIB, 1)
 
     def planned(layers, **settings):
         cfg, tokens = TrainerConfig(**settings), TrainerConfig().max_tokens_per_microbatch
         plan = training_memory(shape, cfg, dtype="bfloat16", num_tokens=tokens, layers=layers)
         return round(plan.peak / GIB, 1)
 
-    assert found(1) == found(1, device="auto") == planned("compiled") != planned("eager")
-    assert found(1, compile=False) == planned("eager")
+    assert found() == planned("compiled") != planned("eager")
+    assert found(compile=False) == planned("eager")
 
 
 # -- FLOPs ---------------------------------------------------------------------------------------

@@ -12,19 +12,21 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from hone.cli.command import plan_of
 from hone.config import rules
-from hone.config.derived import AxisSizes
-from hone.config.hardware import Peaks, gpu_peaks
+from hone.config.hardware import Peaks, gpu_peaks, known_gpu
 from hone.config.load import load_config
+from hone.config.model_facts import ModelFacts
+from hone.config.parallel import AxisSizes
+from hone.config.plan import Command, Devices, RunPlan, resolve
 from hone.config.trainer import TrainerConfig
 from hone.config.tree import RLConfig
 from hone.engine import kv_cache
 from hone.families.shape import ModelShape, public_shape
 from hone.planner import run_memory
-from hone.planner.fitting import check_run_memory
+from hone.planner.fitting import check_gpu_memory
+from hone.planner.lines import plan_lines
 from hone.planner.memory import training_memory
-from hone.planner.run_memory import Phase, RunMemory, derived_run_memory, run_phases
+from hone.planner.run_memory import Phase, RunMemory
 from hone.trainer import gathering
 from hone.weights import sync
 
@@ -60,14 +62,21 @@ def configured(*flags: str) -> RLConfig:
     return load_config(RLConfig, None, [*RUN, *flags])
 
 
+def planned(
+    cfg: Command, shape: ModelShape, *, world_size: int = 1, gpu: Peaks | None = None
+) -> RunPlan:
+    devices = Devices(kind="cpu" if cfg.run.device == "cpu" else "cuda", gpu=gpu or h200())
+    return resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=world_size)
+
+
 def phases(*flags: str, name: str = "qwen3-0.6b", world_size: int = 1) -> dict[str, Phase]:
-    found = run_phases(configured(*flags), shape_of(name), world_size=world_size, gpu=h200())
-    return {phase.title: phase for phase in found}
+    run = RunMemory(planned(configured(*flags), shape_of(name), world_size=world_size))
+    return {phase.title: phase for phase in run.phases()}
 
 
 def findings(*flags: str, name: str, world_size: int = 1) -> list[str]:
-    cfg = configured(*flags)
-    found = [*check_run_memory(cfg, shape_of(name), world_size=world_size, gpu=h200())]
+    plan = planned(configured(*flags), shape_of(name), world_size=world_size)
+    found = [*check_gpu_memory(plan)]
     assert all(key in finding.message for finding in found for key in finding.keys)
     return [finding.message for finding in found]
 
@@ -178,7 +187,7 @@ def test_R15_the_planned_cache_is_the_one_that_the_engine_takes(
         f"--trainer.enable_sleep={str(draw.random() < 0.5).lower()}",
         f"--algorithm.kl.coef={draw.choice([0, 1])}",
     )
-    run = RunMemory(cfg, shape, world_size, h200())
+    run = RunMemory(planned(cfg, shape, world_size=world_size))
     config = Qwen3Config(
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
@@ -198,7 +207,7 @@ def test_R15_the_planned_cache_is_the_one_that_the_engine_takes(
     num_blocks = kv_cache.choose_num_blocks(
         cache,
         cfg.engine,
-        max_model_len=run.max_model_len or 0,
+        max_model_len=run.max_length or 0,
         reserved_bytes=run.engine_step,
         resident_bytes=run.engine_weights,
     )
@@ -249,7 +258,7 @@ def test_a_reference_that_one_device_cannot_hold_goes_back_to_the_trainers() -> 
         "--trainer.parallel.zero_stage=3",
         "--trainer.recompute=full",
     )
-    (found,) = check_run_memory(cfg, shape, world_size=16, gpu=h200())
+    (found,) = check_gpu_memory(planned(cfg, shape, world_size=16))
     assert "reference score takes 14" in found.message
     assert "Set cluster.num_references to 0." in found.message
 
@@ -264,19 +273,23 @@ def test_small_steps_do_not_fill_a_micro_batch() -> None:
 
 
 def test_nothing_is_said_where_nothing_is_known() -> None:
-    shape = shape_of("qwen3-0.6b")
-    assert run_phases(configured(), shape, world_size=1, gpu=None) == ()
-    with_size = configured("--engine.kv_cache_gib=3")
-    assert len(run_phases(with_size, shape, world_size=1, gpu=None)) == 3
+    facts = ModelFacts.of_shape(shape_of("qwen3-0.6b"))
+    nothing = resolve(configured(), facts, Devices(), world_size=1)
+    assert not RunMemory(nothing).is_known
+    assert not any(line.name == "train_peak_gib" for line in plan_lines(nothing))
+    with_size = resolve(configured("--engine.kv_cache_gib=3"), facts, Devices(), world_size=1)
+    assert RunMemory(with_size).is_known
+    assert [*check_gpu_memory(nothing)] == []
     on_cpu = load_config(RLConfig, None, [*RUN, "--run.device=cpu"])
-    assert derived_run_memory(on_cpu, shape, world_size=1, gpu=h200()) == []
-    huge = shape_of("qwen3-8b")
-    assert [*check_run_memory(on_cpu, huge, world_size=1, gpu=h200())] == []
+    huge = planned(on_cpu, shape_of("qwen3-8b"))
+    assert [*check_gpu_memory(huge)] == []
+    assert not any(line.name == "train_peak_gib" for line in plan_lines(huge))
 
 
 def test_hone_check_has_a_line_for_each_phase() -> None:
-    lines = derived_run_memory(configured(), shape_of("qwen3-0.6b"), world_size=1, gpu=h200())
     names = ["generate_peak_gib", "train_peak_gib", "sync_peak_gib"]
+    every = plan_lines(planned(configured(), shape_of("qwen3-0.6b")))
+    lines = [line for line in every if line.name in names]
     assert [line.name for line in lines] == names
     parts = [float(n) for n in re.findall(r"[a-zA-Z] (\d+\.\d)", lines[1].how)]
     assert sum(parts) == pytest.approx(float(lines[1].value), abs=0.3)
@@ -326,7 +339,11 @@ def test_R22_a_run_that_cannot_fit_is_refused_and_every_advice_holds(
     assert alternatives
     for change in alternatives:
         assert findings(*flags, *change, name=name, world_size=world_size) == []
-        told = rules.findings(plan_of(configured(*flags, *change), world_size))
+        trainers = configured(*flags, *change).cluster
+        number = trainers.num_trainers if trainers.is_used else world_size
+        told = rules.findings(
+            planned(configured(*flags, *change), shape_of(name), world_size=number)
+        )
         assert [finding.message for finding in told if finding.level == "error"] == []
 
 
@@ -343,20 +360,61 @@ def test_the_largest_share_that_fits_is_named() -> None:
     assert findings(*flags, "--engine.gpu_memory_utilization=0.07", name="qwen3-4b") != []
 
 
+LLAMA_70B = ModelShape(
+    family="llama",
+    num_layers=80,
+    hidden_size=8192,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=28672,
+    vocab_size=128_256,
+    tied=False,
+)
+
+
 def test_what_no_setting_can_fit_needs_more_devices() -> None:
-    shape = ModelShape(
-        family="llama",
-        num_layers=80,
-        hidden_size=8192,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=28672,
-        vocab_size=128_256,
-        tied=False,
-    )
-    (found,) = check_run_memory(configured(), shape, world_size=1, gpu=h200())
-    assert "No other setting makes enough room: train on more devices" in found.message
+    (found,) = check_gpu_memory(planned(configured(), LLAMA_70B))
+    assert "No setting that was tried makes it fit: take more devices" in found.message
+
+
+LONG = (
+    "--rollout.max_completion_tokens=130808",
+    "--trainer.max_tokens_per_microbatch=131072",
+    "--engine.max_model_len=131072",
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpu", "flags", "world_size", "said"),
+    [
+        (shape_of("qwen3-8b"), "a100-80g", LONG, 8, "trainer.parallel.ulysses_size to "),
+        (
+            shape_of("qwen3-8b"),
+            "a10",
+            ("--cluster.num_trainers=4", "--cluster.num_engines=4"),
+            4,
+            "trainer.offload_parameters to true",
+        ),
+        (shape_of("qwen3-8b"), "a10", (), 8, "cluster.num_engines to 4"),
+        (LLAMA_70B, "a100-80g", (), 16, "engine.tensor_parallel_size to 4"),
+    ],
+    ids=["128k tokens", "8B apart", "8B", "70B"],
+)
+def test_remedies_share_tokens_offload_and_set_engines_apart(
+    shape: ModelShape, gpu: str, flags: tuple[str, ...], world_size: int, said: str
+) -> None:
+    """The advice is followed, and then it fits, and no check of the settings is against it."""
+    plan = planned(configured(*flags), shape, world_size=world_size, gpu=known_gpu(gpu))
+    (found,) = check_gpu_memory(plan)
+    assert said in found.message
+    (change,) = advised(found.message)
+    cfg = configured(*flags, *change)
+    number = cfg.cluster.num_trainers if cfg.cluster.is_used else world_size
+    better = planned(cfg, shape, world_size=number, gpu=known_gpu(gpu))
+    assert better.devices_of_roles() <= plan.devices_of_roles()
+    assert [*check_gpu_memory(better)] == []
+    assert [x.message for x in rules.findings(better) if x.level == "error"] == []
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,16 @@ from hypothesis import strategies as st
 from hone.config import UserError
 from hone.config.engine import EngineConfig
 from hone.config.hardware import GPUS
+from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
+from hone.config.plan import Devices, resolve
 from hone.config.rollout import RolloutConfig
 from hone.config.simulate import LengthsConfig
 from hone.config.tree import SimulateConfig
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.comparison import compare, placement_rates
 from hone.planner.lengths import draw_lengths
+from hone.planner.run_memory import RunMemory
 from hone.planner.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
 from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
 from hone.planner.staleness import batches_ahead
@@ -517,7 +520,7 @@ def measured_engine(shape: str, max_num_seqs: int) -> SimulatedEngine:
     cfg = config(engine={"gpu_memory_utilization": 0.9}, simulate={"decode_overhead_s": 0.0005})
     named = public_shape(shape)
     assert named is not None
-    placement = Placement(num_trainers=1, num_engines=1, colocated=True)
+    placement = Placement(num_trainers=1, num_engines=1)
     rates = placement_rates(cfg, named, GPUS[0], placement)
     return SimulatedEngine(rates.engine, max_num_seqs, rates.max_num_keys)
 
@@ -580,8 +583,11 @@ def test_rates_follow_devices_and_settings() -> None:
     plain, rows = rates(), [1000] * 8
     assert plain.engine.weights_s == pytest.approx(shape.decode_bytes() / 4.3e12 / 0.9)
     assert plain.sync_s == pytest.approx(shape.num_params * 2 / 5e10)
-    held = (140 * 2**30 * 0.5 - shape.weight_bytes()) / shape.kv_bytes_per_token()
+    step = RunMemory(resolve(config(), ModelFacts.of_shape(shape), Devices())).engine_step
+    held = (140 * 2**30 // 2 - shape.weight_bytes() - step) / shape.kv_bytes_per_token()
     assert plain.max_num_keys == int(held)
+    beside = rates(replace(apart, colocated=True, num_engines=2))
+    assert beside.max_num_keys <= plain.max_num_keys  # it has weights of its own there too
     alone = rates(replace(apart, num_trainers=1)).train_s(rows, 7000) - 0.15
     assert alone / (plain.train_s(rows, 7000) - 0.15) == pytest.approx(2 * 0.93)
     pair = rates(replace(apart, tensor_parallel_size=2))
@@ -720,8 +726,14 @@ def test_splits_follow_the_recipe() -> None:
     beside = compare(config(**small(gpus=4), engine={"tensor_parallel_size": 2}))
     assert {x.split for x in beside.outcomes} == {"4 = 4", "2 + 1 x 2"}
     assert any("colocated engines have one GPU each" in note for note in beside.notes)
+    wide = small(gpus=40, steps=4) | {"cluster": {"devices_per_node": 39}}
+    assert any("16 of 39 splits were tried" in note for note in compare(config(**wide)).notes)
     many = compare(config(**small(gpus=40, steps=4)))
-    assert any("16 of 39 splits were tried" in note for note in many.notes)
+    assert {x.split for x in many.outcomes} == {
+        "40 = 40",
+        *(f"{n} + {40 - n}" for n in range(1, 9)),
+    }
+    assert any("9 to 39 trainers: beside engines all are on one node" in x for x in many.notes)
 
 
 @pytest.mark.parametrize(
@@ -734,9 +746,9 @@ def test_splits_follow_the_recipe() -> None:
             {"simulate": {"gpus": 3}, "trainer": {"parallel": {"ring_size": 4}}},
             "3 x H200 cannot be split into trainers and engines",
         ),
-        ({"simulate": {"gpus": 1}}, "1 x H200 cannot be split.*more than the 140 GiB"),
+        ({"simulate": {"gpus": 1, "gpu": "a10"}}, "1 x A10 cannot be split.*more than the 22 GiB"),
         (
-            {"rollout": {"max_completion_tokens": 10**6}},
+            {"simulate": {"prompt_tokens": 10**6}},
             "colocated and separate engines: their KV cache holds [0-9]+ tokens",
         ),
     ],

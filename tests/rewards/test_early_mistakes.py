@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hone.cli import command
-from hone.cli.command import first_rows, plan_of
+from hone.cli.command import first_rows, plan_here
 from hone.config import UserError
 from hone.config.data import DataConfig
 from hone.config.reward import RewardConfig
@@ -41,7 +41,7 @@ def reward(path: Path, source: str, **settings: object) -> RewardConfig:
 def told_of(cfg: RewardConfig, data: DataConfig) -> list[Finding]:
     """What the rules say of reward functions and the rows that they are given."""
     tree = RLConfig.model_validate({"model": {"path": "."}, "data": data, "reward": cfg})
-    found = findings(plan_of(tree, 1), **first_rows(cfg, data))
+    found = findings(plan_here(tree, 1), **first_rows(cfg, data))
     return [x for x in found if "reward.functions" in x.keys[0] or "JSON array" in x.message]
 
 

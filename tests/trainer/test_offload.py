@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hone.cli.command import plan_of
+from hone.cli.command import plan_here
 from hone.config.errors import UserError
 from hone.config.rules import Finding, findings
 from hone.config.trainer import OptimizerConfig
@@ -193,7 +193,7 @@ def test_sleep_leaves_what_lies_on_the_host_for_good():
     cfg = RLConfig.model_validate(
         {"model": {"path": "."}, "data": {"train": []}, "trainer": sleeping}
     )
-    (finding,) = [x for x in findings(plan_of(cfg, 1)) if "trainer.enable_sleep" in x.keys]
+    (finding,) = [x for x in findings(plan_here(cfg, 1)) if "trainer.enable_sleep" in x.keys]
     assert finding.level == "error"
     assert "nothing is left to move" in finding.message
 
@@ -342,6 +342,6 @@ def told_of(
     cfg = RLConfig.model_validate(
         {"run": {"device": device}, "model": model, "data": {"train": []}, "trainer": trainer}
     )
-    found = findings(plan_of(cfg, world_size))
+    found = findings(plan_here(cfg, world_size))
     memory = ("trainer.offload", "trainer.recompute")
     return [x for x in found if any(key.startswith(memory) for key in x.keys)]

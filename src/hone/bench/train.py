@@ -29,7 +29,7 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.config.bench import BenchTrainModelConfig
 from hone.config.hardware import gpu_peaks
 from hone.config.model import TrainedModelConfig
-from hone.config.parallel import AxisSizes
+from hone.config.plan import RunPlan
 from hone.config.rules import Fact
 from hone.config.tree import BenchTrainConfig
 from hone.distributed.mesh import Mesh
@@ -159,35 +159,29 @@ def rows_facts(cfg: BenchTrainConfig) -> dict[str, Fact]:
     }
 
 
-def planned_on_cpu(cfg: BenchTrainConfig, world_size: int) -> TrainingMemory | None:
-    """What a step takes at least on a CPU; None for a model of an unknown shape.
+def planned_on_cpu(plan: RunPlan) -> TrainingMemory | None:
+    """What a step takes at least; None for a model of an unknown shape.
 
-    Rows of other lengths than one fill the fullest micro-batch by half or more. Raises UserError as
-    `AxisSizes.of` does.
+    Rows of other lengths than one fill the fullest micro-batch by half or more.
     """
-    lengths, trainer = row_lengths(cfg), cfg.trainer
-    with _located(cfg.model) as model_cfg:
-        if not Path(model_cfg.path).exists():
-            return None
-        shape = ModelShape.from_config(model_cfg.path)
-        sizes = AxisSizes.of(trainer.parallel, world_size)
-        rows, mean = -(-len(lengths) // sizes.data), lengths.num_tokens // len(lengths)
-        if trainer.micro_batch_size is not None:
-            most = min(trainer.micro_batch_size, rows) * mean
-        else:
-            budget = trainer.max_tokens_per_microbatch * sizes.context
-            is_even = len(set(lengths.tokens)) == 1
-            filled = budget // mean * mean if is_even else max(budget // 2, lengths.longest)
-            most = min(rows * mean, filled)
-        return planned_step(
-            shape,
-            model_cfg,
-            trainer,
-            device="cpu",
-            sizes=sizes,
-            num_tokens=-(-most // sizes.context),
-            num_micro_batches=1 if rows * mean <= most else 2,
-        )
+    cfg = plan.config
+    assert isinstance(cfg, BenchTrainConfig)
+    if plan.shape is None or plan.problem is not None:
+        return None
+    lengths, trainer, sizes = row_lengths(cfg), cfg.trainer, plan.policy.axes
+    rows, mean = -(-len(lengths) // sizes.data), lengths.num_tokens // len(lengths)
+    if trainer.micro_batch_size is not None:
+        most = min(trainer.micro_batch_size, rows) * mean
+    else:
+        budget = trainer.max_tokens_per_microbatch * sizes.context
+        is_even = len(set(lengths.tokens)) == 1
+        filled = budget // mean * mean if is_even else max(budget // 2, lengths.longest)
+        most = min(rows * mean, filled)
+    return planned_step(
+        plan,
+        num_tokens=-(-most // sizes.context),
+        num_micro_batches=1 if rows * mean <= most else 2,
+    )
 
 
 def bench_train(cfg: BenchTrainConfig) -> TrainResult:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from hone.cli.command import chosen_device, known_shape, load_checked, plan_of, quiet_transformers
+from hone.cli.command import load_checked, plan_here, quiet_transformers
 from hone.cli.help import print_help
 from hone.config import UserError
+from hone.config.plan import RunPlan
 from hone.config.rules import Finding, findings
 from hone.config.tree import BenchEngineConfig, BenchTrainConfig
 from hone.distributed.processes import processes
-from hone.families.shape import public_shape
-from hone.planner.host_memory import available_host_bytes, engine_role, shortage, trainer_role
+from hone.planner.host_memory import host_roles, shortage, trainer_role
 
 __all__ = ["run"]
 
@@ -73,10 +73,11 @@ def run(argv: Sequence[str]) -> int:
 
 def _engine(arguments: Sequence[str]) -> int:
     def check(cfg: BenchEngineConfig, world_size: int) -> list[Finding]:
-        found = findings(plan_of(cfg, world_size))
+        plan = plan_here(cfg, world_size, starts=True)
+        found = findings(plan)
         if any(finding.level == "error" for finding in found):
             return found
-        return [*found, *_lack_of_host_memory(cfg)]
+        return [*found, *_lack_of_host_memory(plan)]
 
     cfg = load_checked(BenchEngineConfig, arguments, check)
     from hone.bench.bench import bench_engine
@@ -96,16 +97,14 @@ def _train(arguments: Sequence[str]) -> int:
     def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
         from hone.bench.train import planned_on_cpu, rows_facts
 
-        found = findings(plan_of(cfg, world_size), **rows_facts(cfg))
-        if any(finding.level == "error" for finding in found):
+        plan = plan_here(cfg, world_size, starts=True)
+        found = findings(plan, **rows_facts(cfg))
+        if any(finding.level == "error" for finding in found) or not plan.is_on_cpu:
             return found
-        if chosen_device(cfg.run.device) != "cpu":
-            return found
-        step, num_local = planned_on_cpu(cfg, world_size or 1), processes().local_world_size
-        roles = [] if step is None else [trainer_role(step, num_local, on_cpu=True)]
+        step, num_local = planned_on_cpu(plan), processes().local_world_size
         lack = shortage(
-            roles,
-            available=available_host_bytes(),
+            [] if step is None else [trainer_role(step, num_local)],
+            available=plan.devices.host_bytes or 0,
             takes="the step takes at least",
             advice="Lower trainer.max_tokens_per_microbatch, set trainer.recompute to full, take a "
             "smaller model, or a host with more memory or a GPU.",
@@ -127,14 +126,13 @@ def _train(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _lack_of_host_memory(cfg: BenchEngineConfig) -> list[Finding]:
+def _lack_of_host_memory(plan: RunPlan) -> list[Finding]:
     """The error where this host's memory does not hold the engine's weights on a CPU."""
-    shape = public_shape(cfg.model.shape) if cfg.model.shape else known_shape(cfg.model.path or "")
-    if shape is None or chosen_device(cfg.run.device) != "cpu":
+    if plan.shape is None or not plan.is_on_cpu:
         return []
     lack = shortage(
-        [engine_role(shape, num_bytes=2 if cfg.model.dtype == "bfloat16" else 4, number=1)],
-        available=available_host_bytes(),
+        host_roles(plan, num_local=1, at_least=True),
+        available=plan.devices.host_bytes or 0,
         takes="the engine takes at least",
         advice="Take a smaller model (model.shape, model.path), model.dtype bfloat16, or a host "
         "with more memory or a GPU.",

@@ -4,65 +4,50 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hone.cli.command import (
-    check_eval_here,
-    check_generate_here,
-    check_rl_here,
-    check_sft_here,
-    chosen_device,
-    known_shape,
+    check_host,
+    check_plan,
     load_arguments,
-    local_gpu,
+    plan_here,
     take_nproc,
+    take_word,
 )
 from hone.cli.help import TREES, print_help
-from hone.config import UserError
-from hone.config.base import Section
-from hone.config.derived import (
-    Derived,
-    derived_eval,
-    derived_generate,
-    derived_rl,
-    derived_sft,
-)
+from hone.config.hardware import known_gpu
+from hone.config.plan import Command, RunPlan
 from hone.config.printable import printable
 from hone.config.recipe import to_yaml
 from hone.config.rules import Finding
-from hone.config.tree import RLConfig, SFTConfig
-from hone.planner.memory import planned_peak
-from hone.planner.run_memory import derived_run_memory
+from hone.config.tree import RLConfig
+from hone.planner.lines import Line, plan_lines
 
 __all__ = ["run"]
 
 _USAGE = """\
-usage: hone check [rl|sft|eval|generate] RECIPE [--section.key VALUE ...] [--nproc N] [--json]
+usage: hone check [rl|sft|eval|generate] RECIPE [--section.key VALUE ...]
+                  [--nproc N] [--gpu NAME] [--json]
 
-Resolves and checks a recipe (of `hone rl` unless another command is named), and prints what is
-wrong, what was set, and the numbers that follow, in N processes where that is said. With a GPU on
-this host also the memory of each phase of `hone rl`, and whether it fits; on a CPU, and of what is
-offloaded, whether this host's memory holds the run. Loads no model; needs no GPU. Exit code: 2 with
-errors, else 0. `hone check COMMAND --help` explains the keys.
+Resolves and checks a recipe (of `hone rl` unless another command is named), and
+prints what is wrong, what was set, the numbers that follow, the memory of each
+phase, and whether it fits: N processes, one a device, on the GPUs of this host,
+or with --gpu on others (h200, h100, a100-80g, a100-40g, l40s, a10, 4090, ...);
+on a CPU, and of what is offloaded, whether this host's memory holds the run.
+Loads no model; needs no GPU. Exit code: 2 with errors, else 0.
+`hone check COMMAND --help` explains the keys.
 """
-
-_CHECKS: dict[str, tuple[Callable[..., list[Finding]], Callable[..., list[Derived]]]] = {
-    "rl": (check_rl_here, derived_rl),
-    "sft": (check_sft_here, derived_sft),
-    "eval": (check_eval_here, derived_eval),
-    "generate": (check_generate_here, derived_generate),
-}
 
 
 def run(argv: Sequence[str]) -> int:
     """Check a recipe and print the outcome; 2 where it has errors."""
     nproc, words = take_nproc(argv)
+    name, words = take_word("--gpu", words)
     command = words.pop(0) if words and words[0] in TREES else None
     if not words or "--help" in words or "-h" in words:
         if command is not None and words:
@@ -73,57 +58,65 @@ def run(argv: Sequence[str]) -> int:
     cfg = load_arguments(TREES[command or "rl"], [word for word in words if word != "--json"])
     if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         nproc = cfg.cluster.num_trainers
-    check, derive = _CHECKS[command or "rl"]
-    findings = check(cfg, nproc)
-    derived = _derived(derive, cfg, nproc)
+    assert isinstance(cfg, Command)
+    gpu = None if name is None else known_gpu(name)
+    plan = plan_here(cfg, nproc, gpu=gpu)
+    findings = _findings(plan)
     if as_json:
-        _print_json(cfg, findings, derived)
+        _print_json(plan, findings)
     else:
-        _print_tables(cfg, findings, derived, nproc)
+        _print_tables(plan, findings)
     return 2 if any(finding.level == "error" for finding in findings) else 0
 
 
-def _derived(derive: Callable[..., list[Derived]], cfg: Any, nproc: int | None) -> list[Derived]:
-    """The numbers that follow; none where the processes make no mesh, which is among the errors."""
-    shape, gpu = known_shape(cfg.model.path), local_gpu()
-    try:
-        rows = derive(cfg, world_size=nproc, num_params=shape and shape.num_params)
-        if shape is None or not isinstance(cfg, RLConfig | SFTConfig):
-            return rows
-        peak = planned_peak(
-            shape, cfg.model, cfg.trainer, device=cfg.run.device, world_size=nproc, gpu=gpu
-        )
-        rows += [] if peak is None else [peak]
-        if isinstance(cfg, RLConfig):
-            rows += derived_run_memory(cfg, shape, world_size=nproc, gpu=gpu)
-    except UserError:
-        return []
-    return rows
+def _findings(plan: RunPlan) -> list[Finding]:
+    """And, of a run that could be elsewhere, warnings of what this host's CPU cannot hold."""
+    found = check_plan(plan)
+    if plan.config.run.device != "auto" or plan.devices.gpu or plan.devices.per_node is not None:
+        return found
+    here = "without a GPU here, run.device auto is a run on this host's CPU, and "
+    on_cpu = check_host(plan_here(plan.config, plan.world_size, starts=True))
+    return [*found, *(replace(x, level="warning", message=here + x.message) for x in on_cpu)]
 
 
-def _print_json(cfg: Section, findings: list[Finding], derived: list[Derived]) -> None:
+def _planned_for(plan: RunPlan) -> str:
+    """Which devices the numbers are for."""
+    number, gpu = plan.devices_of_roles(), plan.devices.gpu
+    if plan.is_on_cpu:
+        return "Planned for this host's CPU (run.device cpu)."
+    if gpu is not None:
+        return f"Planned for {number} x {gpu.name} of {gpu.memory_gib} GiB."
+    if plan.devices.per_node is not None:
+        return "Planned for the GPUs of this host, of which hone knows nothing; --gpu NAME does."
+    return (
+        "Planned for GPUs, where model.dtype auto is bfloat16, though this host has none: --gpu "
+        "NAME (h200, a100-40g, 4090, ...) says which, --run.device=cpu plans for this host's CPU."
+    )
+
+
+def _print_json(plan: RunPlan, findings: list[Finding]) -> None:
     outcome = {
         "findings": [asdict(finding) for finding in findings],
-        "derived": {row.name: row.value for row in derived},
-        "config": cfg.model_dump(mode="json"),
+        "derived": {row.name: row.value for row in plan_lines(plan)},
+        "planned_for": _planned_for(plan),
+        "config": plan.config.model_dump(mode="json"),
     }
     sys.stdout.write(json.dumps(outcome, indent=2) + "\n")
 
 
-def _print_tables(
-    cfg: Section, findings: list[Finding], derived: list[Derived], nproc: int | None
-) -> None:
+def _print_tables(plan: RunPlan, findings: list[Finding]) -> None:
+    lines = plan_lines(plan)
     console = Console(highlight=False)
     console.print(Text("What differs from the defaults", style="bold"))
-    console.print(to_yaml(cfg.model_dump(mode="json", exclude_defaults=True)), markup=False)
-    if derived:
-        console.print(_table(derived))
+    console.print(to_yaml(plan.config.model_dump(mode="json", exclude_defaults=True)), markup=False)
+    if lines:
+        console.print(_table(lines))
     console.print()
     for finding in findings:
         style = "bold red" if finding.level == "error" else "yellow"
         console.print(Text.assemble((f"{finding.level}: ", style), printable(finding.message)))
-    console.print(Text(_planned_hardware(cfg), style="dim"))
-    if nproc is None:
+    console.print(Text(_planned_for(plan), style="dim"))
+    if plan.world_size is None:
         hint = "What depends on the number of processes is not checked: add --nproc N, or 1."
         console.print(Text(hint, style="dim"))
     num_errors = sum(finding.level == "error" for finding in findings)
@@ -131,24 +124,12 @@ def _print_tables(
     console.print(Text(summary, style="bold red" if num_errors else "bold green"))
 
 
-def _planned_hardware(cfg: Any) -> str:
-    """What the numbers are for, where `run.device` leaves that to the host of the run."""
-    if cfg.run.device != "auto":
-        return f"Planned for run.device {cfg.run.device}."
-    if chosen_device("auto") != "cpu":
-        return "Planned for the GPUs of this host (run.device auto)."
-    return (
-        "Planned for GPUs, where model.dtype auto is bfloat16, though this host has none: for a "
-        "run on this host's CPU add --run.device=cpu."
-    )
-
-
-def _table(derived: list[Derived]) -> Table:
+def _table(lines: list[Line]) -> Table:
     table = Table(title="Derived numbers", title_justify="left", title_style="bold", box=None)
     table.add_column("name", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("from")
-    for row in derived:
+    for row in lines:
         value = f"{row.value:,}" if isinstance(row.value, int) else str(row.value)
         table.add_row(row.name, value, row.how)
     return table

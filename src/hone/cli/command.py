@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -17,11 +16,10 @@ from hone.cli.recipe_record import record_recipe, require_same_recipe
 from hone.config import UserError
 from hone.config.base import Section
 from hone.config.data import DataConfig
-from hone.config.hardware import Peaks, installed_gpu, max_gpus
+from hone.config.hardware import Peaks, available_host_bytes, installed_gpu, max_gpus
 from hone.config.load import load_config, resolve_recipe
 from hone.config.model_facts import ModelFacts
-from hone.config.parallel import AxisSizes
-from hone.config.plan import Devices, RunPlan, resolve
+from hone.config.plan import Command, Devices, RunPlan, resolve
 from hone.config.reward import RewardConfig
 from hone.config.rules import Finding, findings
 from hone.config.rules.rewards import needs_columns
@@ -38,34 +36,27 @@ from hone.data.columns import map_rows
 from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, spawn
-from hone.families.shape import ModelShape, public_shape
-from hone.planner.fitting import check_host_fits, check_run_memory
-from hone.planner.host_memory import available_host_bytes, sampler_role, shortage
+from hone.planner.fitting import check_gpu_memory, check_host_memory
 
 __all__ = [
-    "check_eval_here",
-    "check_generate_here",
-    "check_rl_here",
-    "check_sft_here",
+    "check_here",
+    "check_host",
+    "check_plan",
     "chosen_device",
     "conclude",
-    "first_rows",
-    "known_shape",
     "load_arguments",
     "load_checked",
     "local_gpu",
-    "plan_of",
+    "plan_here",
     "quiet_transformers",
     "run_in_processes",
     "take_nproc",
+    "take_word",
 ]
 
 T = TypeVar("T", bound=Section)
 R = TypeVar("R", bound=RLConfig | SFTConfig | EvaluateConfig | GenerateConfig)
-Recipe = (
-    RLConfig | SFTConfig | EvaluateConfig | GenerateConfig | BenchEngineConfig | BenchTrainConfig
-)
-B = TypeVar("B", bound=Recipe)
+B = TypeVar("B", bound=Command)
 _log = logging.getLogger(__name__)
 _NUM_CHECKED_ROWS = 64
 _MAX_ARRAY_BYTES = 64 * 2**20
@@ -102,19 +93,30 @@ def take_nproc(argv: Sequence[str]) -> tuple[int | None, list[str]]:
 
     Raises UserError for what is no number above 0, and where it is given twice.
     """
+    given, words = take_word("--nproc", argv)
+    if given is None:
+        return None, words
+    if not given.isdecimal() or int(given) == 0:
+        raise UserError(f"--nproc takes the number of processes to start, 1 or more, got {given!r}")
+    return int(given), words
+
+
+def take_word(flag: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """What follows `flag`, after a space or `=`, None without it, and the other arguments.
+
+    Raises UserError where it is given twice.
+    """
     words = list(argv)
-    positions = [n for n, word in enumerate(words) if word.partition("=")[0] == "--nproc"]
+    positions = [n for n, word in enumerate(words) if word.partition("=")[0] == flag]
     if not positions:
         return None, words
     if len(positions) > 1:
-        raise UserError(f"--nproc is given {len(positions)} times; give it once")
+        raise UserError(f"{flag} is given {len(positions)} times; give it once")
     (position,) = positions
     _, equals, value = words[position].partition("=")
     given = value if equals else "".join(words[position + 1 : position + 2])
     del words[position : position + (1 if equals else 2)]
-    if not given.isdecimal() or int(given) == 0:
-        raise UserError(f"--nproc takes the number of processes to start, 1 or more, got {given!r}")
-    return int(given), words
+    return given, words
 
 
 def load_checked(tree: type[B], argv: Sequence[str], check: Callable[[B, int], list[Finding]]) -> B:
@@ -158,7 +160,7 @@ def run_in_processes(
     cfg = load_arguments(tree, argv)
     _require_no_error(check(cfg, nproc))
     here = {"gpus_here": _num_gpus(), "cores_here": os.cpu_count() or 1}
-    plan = plan_of(cfg, nproc)
+    plan = plan_here(cfg, nproc)
     _require_no_error(findings(plan, num_started=nproc, started_by=asked_by, **here))
     _set_up_openmp(cfg, nproc)
     _log.info("starting %d processes", nproc)
@@ -175,122 +177,70 @@ def _record_death(
     record_death(cfg.run.dir, message, pids=pids, step=step, phase=phase, draws_report=draws_report)
 
 
-def _set_up_openmp(cfg: Recipe, num_processes: int) -> None:
+def _set_up_openmp(cfg: Command, num_processes: int) -> None:
     """For a run of which this host has `num_processes` processes, engines of its own apart."""
     if isinstance(cfg, RLConfig) and cfg.cluster.is_used and cfg.cluster.address is None:
         roles = cfg.cluster.devices(cfg.engine.tensor_parallel_size)
         num_processes = sum(role.number for role in roles)
-    path = cfg.model.path
-    if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) and cfg.model.shape is not None:
-        path = cfg.model.shape
-    shape = known_shape(path) if path is not None else None
+    shape = plan_here(cfg, None, starts=True).shape
     set_up_openmp(cfg.run.device, shape, num_processes=num_processes)
 
 
-def check_rl_here(cfg: RLConfig, world_size: int | None, *, starts: bool = False) -> list[Finding]:
-    """Findings for `hone rl`, among them whether it fits into this host's memory and on its GPU,
-    where these, the number of processes and the model's shape are known; `starts` as in
-    `_fits_host`."""
-    found = findings(plan_of(cfg, world_size), **first_rows(cfg.reward, cfg.data))
-    gpu, shape = local_gpu(), known_shape(cfg.model.path)
-    if shape is None:
-        return found
-    does_not_fit: list[Finding] = []
-    if gpu is not None and world_size is not None:
-        # Where the processes make no mesh, that is among the errors.
-        with suppress(UserError):
-            does_not_fit += check_run_memory(cfg, shape, world_size=world_size, gpu=gpu)
-    if not does_not_fit:
-        does_not_fit += _fits_host(cfg, world_size, starts=starts)
-    return sorted([*found, *does_not_fit], key=lambda finding: finding.level)
+def plan_here(
+    cfg: Command, world_size: int | None, *, starts: bool = False, gpu: Peaks | None = None
+) -> RunPlan:
+    """The plan of `cfg` in so many processes, on what this host has, or with `gpu` on such GPUs.
 
-
-def check_sft_here(
-    cfg: SFTConfig, world_size: int | None, *, starts: bool = False
-) -> list[Finding]:
-    """Findings for `hone sft`, as `check_rl_here`."""
-    found = [
-        *findings(plan_of(cfg, world_size)),
-        *_fits_host(cfg, world_size, starts=starts),
-    ]
-    return sorted(found, key=lambda finding: finding.level)
-
-
-def check_eval_here(
-    cfg: EvaluateConfig, world_size: int | None, *, starts: bool = False
-) -> list[Finding]:
-    """Findings for `hone eval`, as `check_rl_here`."""
-    found = [
-        *findings(plan_of(cfg, world_size), **first_rows(cfg.reward, cfg.data)),
-        *_fits_host(cfg, world_size, starts=starts),
-    ]
-    return sorted(found, key=lambda finding: finding.level)
-
-
-def check_generate_here(
-    cfg: GenerateConfig, world_size: int | None, *, starts: bool = False
-) -> list[Finding]:
-    """Findings for `hone generate`, as `check_rl_here`."""
-    found = [
-        *findings(plan_of(cfg, world_size)),
-        *_fits_host(cfg, world_size, starts=starts),
-    ]
-    return sorted(found, key=lambda finding: finding.level)
-
-
-def plan_of(cfg: Recipe, world_size: int | None) -> RunPlan:
-    """The plan of `cfg` in so many processes, as far as no device is asked."""
-    name = cfg.model.path
-    if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) and cfg.model.shape is not None:
-        name = cfg.model.shape
-    model = None if name is None else ModelFacts.known(name)
-    devices = Devices(kind="cpu" if cfg.run.device == "cpu" else "cuda")
-    return resolve(cfg, model, devices, world_size=world_size)
-
-
-def _fits_host(
-    cfg: RLConfig | SFTConfig | EvaluateConfig | GenerateConfig,
-    world_size: int | None,
-    *,
-    starts: bool,
-) -> list[Finding]:
-    """Whether this host's memory holds the run, where it is to be here and the shape is known.
-
-    Without a GPU `run.device` auto is a run on the CPU. That is an error where the run `starts`
-    here, and a warning of `hone check`, which plans for hosts with GPUs too.
+    Without a GPU `run.device` auto is the CPU for what `starts` here, and a GPU of which nothing is
+    known for `hone check`, which plans for other hosts too.
     """
-    shape, num_gpus = known_shape(cfg.model.path), _num_gpus()
-    is_elsewhere = cfg.run.device == "auto" and num_gpus == 0 and not starts
-    cfg = cfg.model_copy(
-        update={"run": cfg.run.model_copy(update={"device": chosen_device(cfg.run.device)})}
-    )
-    if shape is None or (cfg.run.device != "cpu" and not num_gpus):
-        return []
-    own, available = processes(), available_host_bytes()
-    found: list[Finding] = []
-    if isinstance(cfg, RLConfig | SFTConfig):
-        with suppress(UserError):  # where the processes make no mesh, that is among the errors
-            world = AxisSizes.of(cfg.trainer.parallel, world_size).world
-            num_local = min(own.local_world_size, world) if own.world_size > 1 else world
-            if cfg.run.device != "cpu":
-                num_local = min(num_local, num_gpus or num_local)
-            found += check_host_fits(
-                cfg, shape, world_size=world_size, num_local=num_local, available=available
-            )
-    elif cfg.run.device == "cpu":
-        num_local = own.local_world_size if own.world_size > 1 else world_size or 1
-        lack = shortage(
-            [sampler_role(cfg, shape, num_local=num_local)],
-            available=available,
-            takes="to sample takes at least",
-            advice="Use a smaller model (model.path), fewer processes, or a host with more memory.",
-            keys=("model.path",),
+    device, num_gpus = cfg.run.device, _num_gpus()
+    on_cpu = chosen_device(device) == "cpu" if starts else device == "cpu"
+    if gpu is not None:
+        devices = Devices(kind="cuda", gpu=gpu)
+    elif on_cpu:
+        devices = Devices(kind="cpu", per_node=os.cpu_count(), host_bytes=available_host_bytes())
+    else:
+        devices = Devices(
+            kind="cuda",
+            gpu=local_gpu(),
+            per_node=num_gpus or None,
+            host_bytes=available_host_bytes() if num_gpus else None,
         )
-        found += [lack] if lack else []
-    if not is_elsewhere:
-        return found
-    here = "without a GPU here, run.device auto is a run on this host's CPU, and "
-    return [replace(x, level="warning", message=here + x.message) for x in found]
+    path = cfg.model.path or ""
+    if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) and cfg.model.shape is not None:
+        path = cfg.model.shape
+    return resolve(cfg, ModelFacts.known(path), devices, world_size=world_size)
+
+
+def check_plan(plan: RunPlan) -> list[Finding]:
+    """All that is wrong with a plan, errors first: settings, columns of the data that are here,
+    and memory of GPUs, or where that is enough, of this host."""
+    cfg = plan.config
+    has_rewards = isinstance(cfg, RLConfig | EvaluateConfig)
+    found = findings(plan, **(first_rows(cfg.reward, cfg.data) if has_rewards else {}))
+    if plan.world_size is not None or plan.trainer is None:
+        memory = [*check_gpu_memory(plan)]
+    else:
+        memory = []  # more processes may have enough
+    memory = memory or check_host(plan)
+    return sorted([*found, *memory], key=lambda finding: finding.level)
+
+
+def check_host(plan: RunPlan) -> list[Finding]:
+    """Whether this host's memory holds a plan."""
+    own, world = processes(), plan.world_size or 1
+    if plan.trainer is not None:
+        world = plan.policy.axes.world
+    num_local = min(own.local_world_size, world) if own.world_size > 1 else world
+    if not plan.is_on_cpu:
+        num_local = min(num_local, plan.devices.per_node or num_local)
+    return [*check_host_memory(plan, num_local=num_local)]
+
+
+def check_here(cfg: Command, world_size: int | None) -> list[Finding]:
+    """`check_plan` of a command that is about to start here."""
+    return check_plan(plan_here(cfg, world_size, starts=True))
 
 
 def chosen_device(device: str) -> str:
@@ -332,17 +282,6 @@ def first_rows(reward: RewardConfig, data: DataConfig) -> dict[str, Any]:
 def local_gpu() -> Peaks | None:
     """The GPU that a run on this host would use; None without one, and for one that is unknown."""
     return installed_gpu() if _num_gpus() != 0 else None
-
-
-def known_shape(model_path: str) -> ModelShape | None:
-    """The shape of a model whose `config.json` is here or whose hub name is that of a public shape;
-    None for others, and for families that are not planned for."""
-    if not Path(model_path).exists():
-        return public_shape(model_path.rpartition("/")[2].lower())
-    try:
-        return ModelShape.from_config(model_path)
-    except (OSError, ValueError):
-        return None
 
 
 def _require_no_error(found: Sequence[Finding]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from hone.cli.command import (
-    check_eval_here,
+    check_here,
     load_checked,
     quiet_transformers,
     run_in_processes,
@@ -23,15 +22,12 @@ from hone.distributed.processes import processes
 __all__ = ["run"]
 
 
-_check = partial(check_eval_here, starts=True)
-
-
 def run(argv: Sequence[str]) -> int:
     """Check, sample, score; print the metrics, their standard errors and the number of rows."""
     nproc, arguments = take_nproc(argv)
     if nproc is not None and nproc > 1:
-        return run_in_processes("eval", EvaluateConfig, arguments, _check, nproc)
-    cfg = load_checked(EvaluateConfig, arguments, _check)
+        return run_in_processes("eval", EvaluateConfig, arguments, check_here, nproc)
+    cfg = load_checked(EvaluateConfig, arguments, check_here)
     from hone.loops.inference import run_evaluation
 
     quiet_transformers()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 from hone.cli.command import (
-    check_generate_here,
+    check_here,
     load_checked,
     quiet_transformers,
     run_in_processes,
@@ -20,15 +19,12 @@ __all__ = ["run"]
 _log = logging.getLogger(__name__)
 
 
-_check = partial(check_generate_here, starts=True)
-
-
 def run(argv: Sequence[str]) -> int:
     """Check, sample, write one row a completion."""
     nproc, arguments = take_nproc(argv)
     if nproc is not None and nproc > 1:
-        return run_in_processes("generate", GenerateConfig, arguments, _check, nproc)
-    cfg = load_checked(GenerateConfig, arguments, _check)
+        return run_in_processes("generate", GenerateConfig, arguments, check_here, nproc)
+    cfg = load_checked(GenerateConfig, arguments, check_here)
     from hone.loops.inference import run_generation
 
     quiet_transformers()

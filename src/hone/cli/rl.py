@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hone.cli.command import (
-    check_rl_here,
+    check_here,
     conclude,
     load_arguments,
     load_checked,
-    plan_of,
+    plan_here,
     quiet_transformers,
     run_in_processes,
     take_nproc,
@@ -47,11 +47,11 @@ def run(argv: Sequence[str]) -> int:
 def _check(cfg: RLConfig, world_size: int) -> list[Finding]:
     """What `hone check` says, and whether there is a cluster to join: that may be known here alone.
     The first process joins it."""
-    found, address = check_rl_here(cfg, world_size, starts=True), cfg.cluster.address
+    found, address = check_here(cfg, world_size), cfg.cluster.address
     own = processes()
     if own.local_world_size < own.world_size:
         here = Fact(own.local_world_size, "the number of processes on one node")
-        here_too = findings(plan_of(cfg, world_size), num_trainers_here=here)
+        here_too = findings(plan_here(cfg, world_size, starts=True), num_trainers_here=here)
         found = list(dict.fromkeys([*here_too, *found]))
     is_wrong = any(finding.level == "error" for finding in found)
     if is_wrong or address is None or not cfg.cluster.is_used or processes().rank > 0:

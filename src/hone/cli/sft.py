@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from hone.cli.command import (
-    check_sft_here,
+    check_here,
     conclude,
     load_checked,
     quiet_transformers,
@@ -18,15 +17,12 @@ from hone.config.tree import SFTConfig
 __all__ = ["run"]
 
 
-_check = partial(check_sft_here, starts=True)
-
-
 def run(argv: Sequence[str]) -> int:
     """Check the recipe, then train. Torch is loaded only after every check has passed."""
     nproc, arguments = take_nproc(argv)
     if nproc is not None and nproc > 1:
-        return run_in_processes("sft", SFTConfig, arguments, _check, nproc)
-    cfg = load_checked(SFTConfig, arguments, _check)
+        return run_in_processes("sft", SFTConfig, arguments, check_here, nproc)
+    cfg = load_checked(SFTConfig, arguments, check_here)
     from hone.loops import supervised
 
     quiet_transformers()

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 import hone
-from hone.cli.command import load_checked, plan_of
+from hone.cli.command import load_checked, plan_here
 from hone.cli.help import print_help
 from hone.config import UserError
 from hone.config.rules import findings
 from hone.config.tree import SimulateConfig
 from hone.observe.whole_file import whole_file
-from hone.planner.comparison import Comparison, Outcome, compare, run_flags
+from hone.planner.comparison import Comparison, Outcome, compare, launch_words, run_flags
 from hone.planner.timeline import draw_timelines
 
 __all__ = ["run"]
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if any(word.partition("=")[0] == "--nproc" for word in argv):
         raise UserError("--nproc is not served by `hone simulate`; set simulate.gpus instead")
-    cfg = load_checked(SimulateConfig, argv, lambda cfg, n: findings(plan_of(cfg, n)))
+    cfg = load_checked(SimulateConfig, argv, lambda cfg, n: findings(plan_here(cfg, n)))
     result = compare(cfg)
     plot = None if cfg.output is None else _write_files(result, cfg.output)
     _print(result, Console(highlight=False))
@@ -119,10 +119,12 @@ def _print(result: Comparison, console: Console) -> None:
         )
     console.print(result.verdict, markup=False)
     flags = run_flags(result.cfg, result.outcomes[0])
-    if flags:
+    launch = shlex.join(launch_words(result.outcomes[0]))
+    if flags or launch != "hone rl":
+        how = "" if launch == "hone rl" else ", started on every node,"
         console.print(
-            "To run the fastest, add this to `hone rl` with the recipe and flags given here (but "
-            "for --simulate, --output and --model.shape):",
+            f"To run the fastest, add this to `{launch}`{how} with the recipe and flags given here "
+            "(but for --simulate, --output and --model.shape):",
             markup=False,
         )
         console.print(shlex.join(flags), markup=False, soft_wrap=True)  # one line, to be copied
@@ -212,6 +214,7 @@ def _as_json(result: Comparison) -> dict[str, Any]:
             {
                 "mode": x.mode,
                 "placement": asdict(x.run.placement),
+                "launch": launch_words(x),
                 "flags": run_flags(result.cfg, x),
                 "step_s": x.run.step_s,
                 "tokens_per_s": x.run.tokens_per_s,

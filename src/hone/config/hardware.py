@@ -1,12 +1,14 @@
 """Memory, its bandwidth and matrix rate of devices: the walls that programs run into.
 
 Rates are dense bfloat16 with float32 accumulation. Numbers marked as measured come from a device
-copy (read and write counted) and an 8192-cubed matrix product; the others are data-sheet values,
-which no program reaches, so ratios against them come out 10 to 20 % lower.
+copy (read and write counted) and an 8192-cubed matrix product; the others are from NVIDIA's data
+sheets of the product (of GeForce cards from the whitepapers of their architectures), which no
+program reaches, so ratios against them come out 10 to 20 % lower. Memory is what drivers show.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -14,8 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["GPUS", "Peaks", "gpu_peaks", "installed_gpu", "max_gpus", "num_usable_cores"]
+import psutil
 
+from hone.config.errors import UserError
+
+__all__ = [
+    "GPUS",
+    "Peaks",
+    "available_host_bytes",
+    "gpu_peaks",
+    "installed_gpu",
+    "known_gpu",
+    "max_gpus",
+    "num_usable_cores",
+]
+
+_CGROUPS = Path("/sys/fs/cgroup")
 _DRIVERS = Path("/proc/driver/nvidia/gpus")
 _SIGNS_OF_A_GPU = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidia/version")
 
@@ -78,6 +94,19 @@ def gpu_peaks(device_name: str) -> Peaks | None:
     return None
 
 
+def known_gpu(name: str, *, key: str = "--gpu") -> Peaks:
+    """A row of the table by a name that people use: `h200`, `a100-40g`, `4090`, `RTX 4090`.
+
+    Raises UserError, about the setting `key`, with the names there are.
+    """
+    full = re.sub(r"(?<=\d)g\b", "gb", name.lower().replace("_", "-"))
+    found = gpu_peaks(full) or gpu_peaks(f"RTX {full}")
+    if found is None:
+        known = ", ".join(peaks.name for peaks in GPUS)
+        raise UserError(f"{key} is {name!r}, which hone's table lacks; it has {known}")
+    return found
+
+
 def installed_gpu(drivers: Path = _DRIVERS) -> Peaks | None:
     """The first GPU that NVIDIA's driver lists on this host, where the table has it."""
     for information in sorted(drivers.glob("*/information")):
@@ -105,3 +134,42 @@ def max_gpus(visible: str | None, drivers: Path = _DRIVERS) -> int | None:
 def num_usable_cores() -> int:
     """CPU cores that this process may use; one that runs two threads counts twice."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def available_host_bytes(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this host's processes can still take: what the system can free without swapping,
+    and what the memory limits of this process's control groups leave, as of containers."""
+    return int(min(psutil.virtual_memory().available, _left_by_cgroups(root, own)))
+
+
+def _left_by_cgroups(root: Path, own: Path) -> float:
+    """Infinite without a limit. Versions 1 and 2; a limit above ours counts as well."""
+    try:
+        entries = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return math.inf
+    left = math.inf
+    for number, controllers, path in (entry for entry in entries if len(entry) == 3):
+        if number == "0":
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base = root / "memory"
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            left = min(left, _left_in(group, *names))
+            if group == base:
+                break
+    return left
+
+
+def _left_in(group: Path, limit: str, usage: str, cached: str) -> float:
+    """Bytes below the limit of one control group, its file cache being free."""
+    try:
+        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return math.inf  # no such group here: the container does not show it
+    return math.inf if most == "max" else max(int(most) - used + int(stat.get(cached, 0)), 0)

@@ -82,15 +82,16 @@ class Role:
     """How one copy is divided."""
     shares_devices_of: RoleName | None = None
     """Whose devices it is on; None: its own."""
-    where: Literal["here", "ray"] = "here"
-    """In the process of whose devices it shares, or in processes of its own."""
+    where: Literal["here", "thread", "ray"] = "here"
+    """In the process of whose devices it shares, there in a thread of its own, or in processes of
+    its own."""
     layers: Layers = "eager"
     """How decoder layers compute: transformers' as they are or compiled, exact, or those made for
     decoding."""
     dtype: Dtype
     """Format of forward and backward."""
-    holds_weights: bool = True
-    """Whether it has weights of its own; otherwise those of `shares_devices_of`."""
+    aliases_weights_of: RoleName | None = None
+    """Whose tensors it computes with; None: it has a copy of its own."""
 
     @property
     def num_devices(self) -> int:
@@ -205,8 +206,14 @@ class RunPlan:
 
     @property
     def is_apart(self) -> bool:
-        """Whether engines have devices of their own, and one process directs them."""
+        """Whether engines have weights of their own, and the first process directs them."""
         return "engine" in self.roles and self.roles["engine"].where != "here"
+
+    @property
+    def trainers_hold_reference(self) -> bool:
+        """Whether a frozen model lies beside the policy: the KL term has one, unless that is the
+        base of adapters, or has devices of its own."""
+        return "reference" in self.roles and self.roles["reference"].where == "here"
 
     @property
     def dtype(self) -> Dtype:
@@ -225,23 +232,64 @@ class RunPlan:
         return 4 if self.dtype == "float32" else 2
 
     @property
-    def max_sequence_tokens(self) -> int | None:
-        """Longest row, prompt and completion: of training, or of what is sampled."""
+    def max_sequence_parts(self) -> dict[str, int]:
+        """What adds up to the longest row, of training or of what is sampled, by setting."""
         cfg = self.config
         if isinstance(cfg, SFTConfig):
-            return cfg.data.max_tokens
-        section = next(iter(self.sampling.values()), None)
-        if section is None or self.data is None:
-            return None
-        return self.data.max_prompt_tokens + section.max_completion_tokens
+            return {"data.max_tokens": cfg.data.max_tokens}
+        section, sampling = next(iter(self.sampling.items()), (None, None))
+        if sampling is None or self.data is None:
+            return {}
+        return {
+            "data.max_prompt_tokens": self.data.max_prompt_tokens,
+            f"{section}.max_completion_tokens": sampling.max_completion_tokens,
+        }
+
+    @property
+    def max_sequence_tokens(self) -> int | None:
+        """Longest row, prompt and completion; None: no setting says so."""
+        return sum(self.max_sequence_parts.values()) or None
 
     @property
     def max_sequence_keys(self) -> tuple[str, ...]:
         """The settings that say so."""
-        if isinstance(self.config, SFTConfig):
-            return ("data.max_tokens",)
-        section = next(iter(self.sampling), None)
-        return ("data.max_prompt_tokens", f"{section}.max_completion_tokens") if section else ()
+        return tuple(self.max_sequence_parts)
+
+    # -- micro-batches, of a plan with a batch ---------------------------------------------------
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run."""
+        assert self.batch is not None
+        return self.batch.optimizer_steps
+
+    @property
+    def rows_per_data_rank(self) -> int:
+        """Rows of an optimizer step that one data rank has, at most."""
+        assert self.batch is not None
+        return -(-self.batch.samples_per_optimizer_step // self.policy.axes.data)
+
+    @property
+    def tokens_per_packed_row(self) -> int:
+        """Tokens of a micro-batch, over all processes that share them."""
+        assert self.trainer is not None
+        return self.trainer.max_tokens_per_microbatch * self.policy.axes.context
+
+    @property
+    def min_micro_batch(self) -> int:
+        """Rows of a micro-batch, at least: as many as fit when all are of full length."""
+        assert self.trainer is not None
+        most = self.trainer.micro_batch_size
+        if most is None:
+            most = self.tokens_per_packed_row // (self.max_sequence_tokens or 1)
+        return max(min(most, self.rows_per_data_rank), 1)
+
+    @property
+    def max_accumulation(self) -> int:
+        """Micro-batches of an optimizer step, at most."""
+        return -(-self.rows_per_data_rank // self.min_micro_batch)
+
+    # -- engines ---------------------------------------------------------------------------------
 
     @property
     def max_model_len(self) -> int | None:
@@ -329,9 +377,14 @@ def _engine_role(plan: RunPlan, engine: EngineConfig, axes: AxisSizes, dtype: Dt
         return replace(role, num_workers=max((plan.world_size or size) // size, 1))
     if cfg.cluster.num_engines:
         return replace(role, num_workers=cfg.cluster.num_engines, where="ray")
+    if cfg.has_engine_thread:
+        return replace(role, shares_devices_of="policy", where="thread")
     is_alias = is_embedded and axes.world == 1 and not cfg.model.lora.rank
     return replace(
-        role, num_workers=axes.world, shares_devices_of="policy", holds_weights=not is_alias
+        role,
+        num_workers=axes.world,
+        shares_devices_of="policy",
+        aliases_weights_of="policy" if is_alias else None,
     )
 
 

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.grpo import GRPO
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
-from hone.config.derived import optimizer_steps_per_rollout, trainers_hold_reference
 from hone.config.model import ModelConfig
+from hone.config.model_facts import ModelFacts
+from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.reward import RewardConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.data.prompts import PromptData, load_prompts
@@ -260,22 +261,31 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
     return encode
 
 
-def _limits(cfg: RLConfig, model: PreTrainedModel, mesh: Mesh) -> Limits:
-    dtype = compute_dtype(cfg.model, mesh.device)
-    kl, steps = cfg.algorithm.kl, optimizer_steps_per_rollout(cfg)
-    scores_policy = steps > 1 or (kl.coef > 0 and kl.placement == "reward")
+def planned(cfg: RLConfig, mesh: Mesh) -> RunPlan:
+    """What has been decided for the processes that run."""
+    devices = Devices(kind="cpu" if mesh.device.type == "cpu" else "cuda")
+    return resolve(cfg, ModelFacts.read(cfg.model.path), devices, world_size=mesh.world.size)
+
+
+def _limits(plan: RunPlan, model: PreTrainedModel, mesh: Mesh) -> Limits:
+    cfg, batch, engine = plan.config, plan.batch, plan.roles["engine"]
+    assert isinstance(cfg, RLConfig)
+    assert batch is not None
+    kl, dtype = cfg.algorithm.kl, compute_dtype(cfg.model, mesh.device)
+    puts_kl_in_rewards = kl.coef > 0 and kl.placement == "reward"
+    scores_policy = batch.optimizer_steps_per_rollout > 1 or puts_kl_in_rewards
     return Limits(
         shape=ModelShape.from_config(model.config.to_dict()),
-        peaks=None if mesh.device.type == "cpu" else device_peaks(mesh.device, dtype),
+        peaks=None if plan.is_on_cpu else device_peaks(mesh.device, dtype),
         num_devices=mesh.world.size,
-        num_engines=cfg.num_engines_apart or mesh.world.size,
-        devices_per_engine=cfg.engine.tensor_parallel_size,
+        num_engines=engine.num_workers,
+        devices_per_engine=engine.axes.world,
         overlaps=cfg.pipeline.enabled,
-        bytes_per_value=dtype.itemsize,
+        bytes_per_value=plan.num_bytes,
         kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
         max_num_seqs=cfg.engine.max_num_seqs,
         # Frozen weights, beside which adapters are trained, get no gradients.
-        passes=(2.0 if cfg.model.lora.rank else 3.0) * cfg.trainer.num_epochs
+        passes=(2.0 if cfg.model.lora.rank else 3.0) * batch.num_epochs
         + scores_policy
         + (kl.coef > 0 and not cfg.cluster.num_references),
     )
@@ -399,7 +409,7 @@ def assemble(cfg: RLConfig, begin: Launch, make_pools: MakePools) -> Generator[R
     have weights of their own; the first process calls it.
     """
     with ExitStack() as stack:
-        mesh, is_apart = begin.mesh, cfg.num_engines_apart > 0
+        mesh, plan = begin.mesh, planned(cfg, begin.mesh)
         check_exact(cfg.model, mesh.device)
         require_matmul_precision(
             cfg.trainer.matmul_precision, compute_dtype(cfg.model, mesh.device), mesh.device
@@ -415,16 +425,16 @@ def assemble(cfg: RLConfig, begin: Launch, make_pools: MakePools) -> Generator[R
         )
         scorer = stack.enter_context(_scoring(cfg, mesh, data, tokenizer))
         pools = None
-        if (is_apart or cfg.cluster.is_used) and mesh.is_first:
+        if (plan.is_apart or cfg.cluster.is_used) and mesh.is_first:
             pools = stack.enter_context(make_pools(cfg))
         load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
         model = load()
-        limits = _limits(cfg, model, mesh)
+        limits = _limits(plan, model, mesh)
         lora = cfg.model.lora
-        sampled = None if is_apart else _sampled_model(cfg, model, mesh, load)
+        sampled = None if plan.is_apart else _sampled_model(cfg, model, mesh, load)
         if lora.rank:
             adapt(model, lora, seed=cfg.run.seed)
-        algorithm, models = _learning(cfg, begin, model, load, pools)
+        algorithm, models = _learning(plan, begin, model, load, pools)
         begin.watch.follow(models.groups)
         if begin.checkpoint is not None:
             restore(models.trainer, begin.checkpoint.parts)
@@ -439,9 +449,12 @@ def assemble(cfg: RLConfig, begin: Launch, make_pools: MakePools) -> Generator[R
             sampling = sampling_apart(cfg, controller, scorer, data, decode)
         else:
             assert scorer is not None
-            is_alias = mesh.world.size == 1 and not lora.rank
             engine = make_engine(
-                cfg, sampled, tokenizer, owns_weights=not is_alias, device=mesh.device
+                cfg,
+                sampled,
+                tokenizer,
+                owns_weights=plan.roles["engine"].aliases_weights_of is None,
+                device=mesh.device,
             )
             collector = Collector(
                 engine=engine,
@@ -487,7 +500,7 @@ def assemble(cfg: RLConfig, begin: Launch, make_pools: MakePools) -> Generator[R
 
 
 def _learning(
-    cfg: RLConfig,
+    plan: RunPlan,
     begin: Launch,
     model: PreTrainedModel,
     load: Callable[[], PreTrainedModel],
@@ -495,13 +508,15 @@ def _learning(
 ) -> tuple[Algorithm, Models]:
     """The algorithm, the trainer of `model` and the reference: with devices of its own, beside the
     trainers, or where adapters are trained the policy without them."""
+    cfg = plan.config
+    assert isinstance(cfg, RLConfig)
     algorithm = GRPO(cfg.algorithm, max_completion_tokens=cfg.rollout.max_completion_tokens)
-    frozen = load() if trainers_hold_reference(cfg) else None
+    frozen = load() if plan.trainers_hold_reference else None
     trainer = Trainer(
         model,
         cfg.trainer,
         algorithm.objectives["policy"],
-        total_steps=cfg.run.steps * optimizer_steps_per_rollout(cfg),
+        total_steps=plan.optimizer_steps,
         seed=cfg.run.seed,
         dump_dir=begin.dir,
         temperature=cfg.rollout.temperature,

@@ -58,8 +58,8 @@ def build_engine_thread(cfg: RLConfig, *, name: str) -> EngineWorker:
     if choose_device(cfg.run).type != "cpu":
         raise UserError(
             "pipeline.enabled is on and cluster.num_engines is 0, so that the engine runs in a "
-            "thread beside the trainer: that is served on a CPU, since on a GPU neither may wait for "
-            "the device while the other records CUDA graphs. Set cluster.num_engines, "
+            "thread beside the trainer: that is served on a CPU, since on a GPU neither may wait "
+            "for the device while the other records CUDA graphs. Set cluster.num_engines, "
             "pipeline.enabled to false, or run.device to cpu."
         )
     return build_engine_worker(cfg, name=name)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from hone.attention import ATTENTION_NAME
+from hone.config import plan
 from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
@@ -51,9 +52,8 @@ logger = logging.getLogger(__name__)
 
 def compute_dtype(cfg: ModelConfig, device: torch.device | str) -> torch.dtype:
     """Format of forward and backward: as configured; `auto` is bfloat16 on CUDA, else float32."""
-    if cfg.dtype == "auto":
-        return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[cfg.dtype]
+    kind = "cuda" if torch.device(device).type == "cuda" else "cpu"
+    return getattr(torch, plan.compute_dtype(cfg.dtype, kind))
 
 
 def load_model(

@@ -16,35 +16,39 @@ from typing import Any
 import numpy as np
 
 from hone.config.cluster import ClusterConfig
-from hone.config.derived import compute_dtype, kv_dtype, optimizer_steps_per_rollout
 from hone.config.errors import UserError
-from hone.config.hardware import GPUS, Peaks, gpu_peaks
-from hone.config.parallel import AxisSizes
+from hone.config.hardware import Peaks, known_gpu
+from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
+from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.rollout import RolloutConfig
 from hone.config.simulate import GPUS_UNSET, SimulatedModelConfig
 from hone.config.tree import SimulateConfig
 from hone.families.shape import ModelShape, public_shape
+from hone.planner.fitting import GPUS_OF_A_NODE, changed, does_fit, remedies
 from hone.planner.lengths import draw_lengths
-from hone.planner.memory import adapter_params, planned_peak
+from hone.planner.memory import adapter_params
 from hone.planner.roofline import training_flops
+from hone.planner.run_memory import RunMemory
 from hone.planner.simulated_engine import EngineRates
 from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
 
-__all__ = ["Comparison", "Outcome", "compare", "placement_rates", "run_flags"]
+__all__ = ["Comparison", "Outcome", "compare", "launch_words", "placement_rates", "run_flags"]
 
 _MAX_SPLITS = 16
 _TELLING = 1.1
 """Ratios below this are within the error of a prediction."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
     """One way to run."""
 
     mode: str
     is_async: bool
     run: SimulatedRun
+    plan: RunPlan
+    """Of its placement, with settings that make it fit."""
 
     @property
     def split(self) -> str:
@@ -116,7 +120,7 @@ class Comparison:
 
 def compare(cfg: SimulateConfig) -> Comparison:
     """Simulate every mode for every split. Raises UserError for what cannot be simulated."""
-    gpu, shape = _gpu(cfg.simulate.gpu), _shape(cfg.model)
+    gpu, shape = known_gpu(cfg.simulate.gpu, key="simulate.gpu"), _shape(cfg.model)
     num_gpus, rng = _num_gpus(cfg), np.random.default_rng(cfg.run.seed)
     rollout, notes = cfg.rollout, list[str]()
     num_groups = rollout.prompts_per_step * (cfg.simulate.steps + 2)
@@ -128,10 +132,8 @@ def compare(cfg: SimulateConfig) -> Comparison:
     )
     groups = np.reshape(drawn, (num_groups, rollout.n_samples_per_prompt)).tolist()
     lengths = tuple(tuple(group) for group in groups)
-    rates = {
-        placement: placement_rates(cfg, shape, gpu, placement)
-        for placement in _placements(cfg, shape, gpu, num_gpus, notes)
-    }
+    plans = _plans(cfg, shape, gpu, num_gpus, notes)
+    rates = {placement: _rates(cfg, placement, plan) for placement, plan in plans.items()}
     rates = _with_room(cfg, rates, notes)
     if not rates:
         raise UserError(
@@ -160,6 +162,7 @@ def compare(cfg: SimulateConfig) -> Comparison:
                 pipeline=pipeline,
                 engine=cfg.engine,
             ),
+            plans[placement],
         )
         for placement, of_placement in rates.items()
         for mode, mode_rollout, pipeline in _modes(cfg, placement)
@@ -175,6 +178,16 @@ def compare(cfg: SimulateConfig) -> Comparison:
     )
 
 
+def launch_words(outcome: Outcome) -> list[str]:
+    """The words that start `hone rl` on the devices of `outcome`: `["hone", "rl"]`, or where
+    trainers are on several nodes, on each of them torchrun."""
+    placement, per_node = outcome.run.placement, outcome.plan.devices.per_node or GPUS_OF_A_NODE
+    if not placement.colocated or placement.num_trainers <= per_node:
+        return ["hone", "rl"]
+    nodes = f"{-(-placement.num_trainers // per_node)}"
+    return ["torchrun", "--nnodes", nodes, "--nproc-per-node", f"{per_node}", "-m", "hone", "rl"]
+
+
 def run_flags(cfg: SimulateConfig, outcome: Outcome) -> list[str]:
     """The words that make `hone rl`, with the recipe and flags of `cfg`, run in the mode and on the
     devices of `outcome`: `["--nproc", "8"]`, or `["--cluster.num_engines", "5", ...]`.
@@ -182,38 +195,54 @@ def run_flags(cfg: SimulateConfig, outcome: Outcome) -> list[str]:
     Where samples may be older than the weights and nothing corrects for it, `tis` is among them.
     """
     placement, rollout, pipeline = outcome.run.placement, outcome.run.rollout, PipelineConfig()
+    planned = outcome.plan.config
+    assert isinstance(planned, SimulateConfig)
     if outcome.is_async:
         pipeline, queue = outcome.run.pipeline, outcome.run.pipeline.async_queue_size
         if queue is not None and queue > pipeline.max_staleness:  # which bounds it as well
             pipeline = pipeline.model_copy(update={"async_queue_size": None})
-    trainer, algorithm = cfg.trainer, cfg.algorithm
-    size = {"tensor_parallel_size": placement.tensor_parallel_size}
-    engine = cfg.engine.model_copy(update=size)
-    if not placement.colocated:  # to sleep is to leave a shared device to the other
-        engine = engine.model_copy(update={"enable_sleep": False})
-    if not placement.colocated or placement.num_trainers > 1:
-        trainer = trainer.model_copy(update={"enable_sleep": False})
+    algorithm = cfg.algorithm
     is_old = (outcome.is_async and pipeline.max_staleness > 0) or rollout.oversample_prompts > 0
     if is_old and algorithm.correction.kind == "none":
         correction = algorithm.correction.model_copy(update={"kind": "tis"})
         algorithm = algorithm.model_copy(update={"correction": correction})
-    cluster = _cluster(cfg.cluster, placement)
     sections = {
-        "cluster": cluster,
-        "engine": engine,
+        "cluster": planned.cluster,
+        "engine": planned.engine,
         "pipeline": pipeline,
         "rollout": rollout,
         "algorithm": algorithm,
-        "trainer": trainer,
+        "trainer": planned.trainer,
     }
     words: list[str] = []
-    if not cluster.is_used and placement.num_trainers > 1:
+    is_launched = launch_words(outcome)[0] != "hone"
+    if not planned.cluster.is_used and placement.num_trainers > 1 and not is_launched:
         words += ["--nproc", f"{placement.num_trainers}"]
     for name, section in sections.items():
         wanted = section.model_dump(mode="json")
         for key, value in _changed(getattr(cfg, name).model_dump(mode="json"), wanted, name):
             words += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     return words
+
+
+def _plan(cfg: SimulateConfig, shape: ModelShape, gpu: Peaks, placement: Placement) -> RunPlan:
+    """`hone rl` with this placement. To sleep is to leave a shared device to the other."""
+    engine: dict[str, Any] = {"tensor_parallel_size": placement.tensor_parallel_size}
+    if not placement.colocated:
+        engine["enable_sleep"] = False
+    trainer = cfg.trainer
+    if not placement.colocated or placement.num_trainers > 1:
+        trainer = trainer.model_copy(update={"enable_sleep": False})
+    placed = cfg.model_copy(
+        update={
+            "cluster": _cluster(cfg.cluster, placement),
+            "engine": cfg.engine.model_copy(update=engine),
+            "trainer": trainer,
+        }
+    )
+    devices = Devices(kind="cuda", gpu=gpu, per_node=cfg.cluster.devices_per_node)
+    facts = ModelFacts.of_shape(shape)
+    return resolve(placed, facts, devices, world_size=placement.num_trainers)
 
 
 def _cluster(cluster: ClusterConfig, placement: Placement) -> ClusterConfig:
@@ -224,9 +253,14 @@ def _cluster(cluster: ClusterConfig, placement: Placement) -> ClusterConfig:
         "num_trainers": placement.num_trainers,
         "num_engines": 0 if placement.colocated else placement.num_engines,
     }
-    per_node, needed = cluster.devices_per_node, placement.num_gpus + cluster.num_references
-    if per_node is not None and needed > cluster.num_nodes * per_node:
-        update |= {"num_nodes": -(-needed // per_node), "address": cluster.address or "auto"}
+    per_node = cluster.devices_per_node or GPUS_OF_A_NODE
+    needed = placement.num_gpus + cluster.num_references
+    if needed > cluster.num_nodes * per_node:
+        update |= {
+            "num_nodes": -(-needed // per_node),
+            "devices_per_node": per_node,
+            "address": cluster.address or "auto",
+        }
     return cluster.model_copy(update=update)
 
 
@@ -247,34 +281,36 @@ def placement_rates(
 ) -> Rates:
     """What the parts of a placement take: the hardware's limits over the shares of them that
     `simulate` assumes."""
+    return _rates(cfg, placement, _plan(cfg, shape, gpu, placement))
+
+
+def _rates(cfg: SimulateConfig, placement: Placement, plan: RunPlan) -> Rates:
+    gpu, shape, batch = plan.devices.gpu, plan.shape, plan.batch
+    assert gpu is not None
+    assert shape is not None
+    assert batch is not None
+    run = RunMemory(plan)
     assumed_cfg, size = cfg.simulate, placement.tensor_parallel_size
-    num_bytes = 4 if compute_dtype(cfg.model, "cuda") == "float32" else 2
-    kv_bytes = 1 if kv_dtype(cfg.engine, cfg.model, "cuda") == "fp8" else num_bytes
     speed = (2.0 * assumed_cfg.tensor_parallel_scaling) ** math.log2(size)
     read = gpu.bytes_per_s * assumed_cfg.decode_share * speed
     prefill = gpu.flops_per_s * assumed_cfg.prefill_share * speed
-    weights = shape.weight_bytes(num_bytes)
+    weights = shape.weight_bytes(plan.num_bytes)
     params = shape.body_params + shape.head_params
     engine = EngineRates(
-        weights_s=shape.decode_bytes(num_bytes) / read,
+        weights_s=shape.decode_bytes(plan.num_bytes) / read,
         seq_s=2.0 * params / (gpu.flops_per_s * assumed_cfg.decode_share * speed),
-        key_s=shape.kv_bytes_per_token(kv_bytes) / read,
+        key_s=run.kv_bytes_per_token * size / read,
         overhead_s=assumed_cfg.decode_overhead_s,
         prefill_token_s=2.0 * shape.body_params / prefill,
         prefill_key_s=shape.attention_flops_per_key / prefill,
         prefill_seq_s=2.0 * shape.head_params / prefill,
     )
-    cache = cfg.engine.gpu_memory_utilization * ((gpu.memory_gib or 0) << 30)
-    if cfg.engine.kv_cache_gib is not None:
-        cache = cfg.engine.kv_cache_gib * 2**30
-    elif not placement.colocated:
-        cache -= weights / size
     trainers = placement.num_trainers
     training = gpu.flops_per_s * assumed_cfg.training_share * trainers
     if trainers > 1:
         training *= assumed_cfg.training_scaling
     num_epochs, adapters = cfg.trainer.num_epochs, adapter_params(shape, cfg.model.lora)
-    has_old, has_reference = optimizer_steps_per_rollout(cfg) > 1, cfg.algorithm.kl.coef > 0
+    has_old, has_reference = batch.optimizer_steps_per_rollout > 1, cfg.algorithm.kl.coef > 0
     num_references = cfg.cluster.num_references
     num_scored = has_old + (has_reference and not num_references)
     scoring = gpu.flops_per_s * assumed_cfg.training_share * num_references
@@ -296,7 +332,7 @@ def placement_rates(
         sync_s=assumed_cfg.switch_s
         if placement.colocated
         else weights / assumed_cfg.sync_bytes_per_s,
-        max_num_keys=int(cache * size / shape.kv_bytes_per_token(kv_bytes)),
+        max_num_keys=(run.cache or 0) // run.kv_bytes_per_token,
     )
 
 
@@ -318,56 +354,74 @@ def _modes(
         yield f"async, staleness {staleness}", plain, cfg.pipeline.model_copy(update=pipeline)
 
 
-def _placements(
+def _plans(
     cfg: SimulateConfig, shape: ModelShape, gpu: Peaks, num_gpus: int, notes: list[str]
-) -> Iterator[Placement]:
-    """Colocated, then the recipe's split, or at most `_MAX_SPLITS` of all there are. An engine on a
-    trainer's device has that one alone."""
+) -> dict[Placement, RunPlan]:
+    """Colocated, then the recipe's split, or at most `_MAX_SPLITS` of all there are, with what
+    makes each fit. An engine on a trainer's device has that one alone."""
     size, asked = cfg.engine.tensor_parallel_size, cfg.cluster.num_engines
     splits = [asked] if asked else range(1, (num_gpus - 1) // size + 1)
-    found: list[Placement] = []
-    too_large: list[int] = []
-    refused: list[tuple[int, str]] = []
-    for num_engines in splits:
-        num_trainers = num_gpus - num_engines * size
-        reason = _refusal(cfg, shape, gpu, num_trainers, beside_engines=True)
-        if reason == "memory":
-            too_large.append(num_trainers)
-        elif reason is not None:
-            refused.append((num_trainers, reason))
-        else:
-            found.append(
-                Placement(
-                    num_trainers=num_trainers, num_engines=num_engines, tensor_parallel_size=size
-                )
+    whole = Placement(
+        num_trainers=num_gpus, num_engines=num_gpus, tensor_parallel_size=1, colocated=True
+    )
+    possible = [
+        whole,
+        *(
+            Placement(
+                num_trainers=num_gpus - number * size,
+                num_engines=number,
+                tensor_parallel_size=size,
             )
-    reason = _refusal(cfg, shape, gpu, num_gpus)
-    if reason is None and size > 1:
+            for number in splits
+        ),
+    ]
+    refused: dict[str, tuple[str, list[int]]] = {}
+    plans: dict[Placement, RunPlan] = {}
+    for placement in possible:
+        plan = _plan(cfg, shape, gpu, placement)
+        refusal = _refusal(plan, placement)
+        if refusal is None:
+            plans[placement] = plan
+        else:
+            kind, reason = refusal
+            refused.setdefault(kind, (reason, []))[1].append(placement.num_trainers)
+    if whole in plans and size > 1:
         notes.append(
             "colocated engines have one GPU each: engine.tensor_parallel_size is for those apart"
         )
-    if reason == "memory":
-        too_large.append(num_gpus)
-    elif reason is not None:
-        refused.append((num_gpus, reason))
-    else:
-        yield Placement(
-            num_trainers=num_gpus, num_engines=num_gpus, tensor_parallel_size=1, colocated=True
-        )
-    if too_large:
-        notes.append(
-            f"{_listed(too_large)} trainers: a step needs more than the {gpu.memory_gib} GiB of "
-            "a GPU"
-        )
-    if refused:
-        notes.append(f"{_listed([n for n, _ in refused])} trainers: {refused[0][1]}")
     if num_gpus <= size:
         notes.append(f"an engine takes {size} GPUs, which leaves none of {num_gpus} to trainers")
-    if len(found) > _MAX_SPLITS:
-        picked = np.linspace(0, len(found) - 1, _MAX_SPLITS).round().astype(int)
-        notes.append(f"{_MAX_SPLITS} of {len(found)} splits were tried, evenly spread")
-        found = [found[index] for index in picked]
-    yield from found
+    apart = [placement for placement in plans if not placement.colocated]
+    if len(apart) > _MAX_SPLITS:
+        picked = np.linspace(0, len(apart) - 1, _MAX_SPLITS).round().astype(int)
+        notes.append(f"{_MAX_SPLITS} of {len(apart)} splits were tried, evenly spread")
+        kept = {apart[index] for index in picked} | {whole}
+        plans = {placement: plan for placement, plan in plans.items() if placement in kept}
+    fitting = {placement: _fitted(plan) for placement, plan in plans.items()}
+    for placement, plan in fitting.items():
+        if plan is None:
+            what = "colocated" if placement.colocated else "separate"
+            reason = f"a step needs more than the {gpu.memory_gib} GiB of a GPU, {what}"
+            refused.setdefault(what, (reason, []))[1].append(placement.num_trainers)
+    notes += [f"{_listed(numbers)} trainers: {reason}" for reason, numbers in refused.values()]
+    found = {placement: plan for placement, plan in fitting.items() if plan is not None}
+    if any(found[placement] is not plans[placement] for placement in found):
+        notes.append(
+            "some placements need other settings of memory than the recipe's, which are among the "
+            "flags; the time that recomputation and offloading take is left out"
+        )
+    return found
+
+
+def _fitted(plan: RunPlan) -> RunPlan | None:
+    """The plan with the cheapest settings that make it fit its GPUs; None: none do."""
+    if does_fit(plan):
+        return plan
+    asleep = changed(plan, {"engine.enable_sleep": True})
+    if not plan.is_apart and does_fit(asleep):  # part of the time that a switch is taken to need
+        return asleep
+    changes = remedies(plan, moves=False)
+    return changed(plan, changes[0]) if changes else None
 
 
 def _with_room(
@@ -388,43 +442,20 @@ def _with_room(
     return kept
 
 
-def _refusal(
-    cfg: SimulateConfig,
-    shape: ModelShape,
-    gpu: Peaks,
-    num_trainers: int,
-    *,
-    beside_engines: bool = False,
-) -> str | None:
-    """Why so many trainers cannot train; `memory` where they have too little."""
-    if num_trainers < 1:
-        return "none are left"
-    per_node = cfg.cluster.devices_per_node
-    if beside_engines and per_node is not None and num_trainers > per_node:
-        return f"beside engines all are on one node, of cluster.devices_per_node {per_node}"
-    try:
-        AxisSizes.of(cfg.trainer.parallel, num_trainers)
-    except UserError as error:
-        return str(error).partition(". ")[0]
-    peak = planned_peak(
-        shape, cfg.model, cfg.trainer, device="cuda", world_size=num_trainers, gpu=gpu
-    )
-    if peak is not None and gpu.memory_gib is not None and float(peak.value) > gpu.memory_gib:
-        return "memory"
+def _refusal(plan: RunPlan, placement: Placement) -> tuple[str, str] | None:
+    """Why so many trainers cannot be laid out: in one word, and with the numbers."""
+    per_node = plan.devices.per_node or GPUS_OF_A_NODE
+    if plan.problem is not None:
+        return "axes", plan.problem.partition(". ")[0]
+    if not placement.colocated and placement.num_trainers > per_node:
+        told = f"beside engines all are on one node, of cluster.devices_per_node {per_node}"
+        return "node", told
     return None
 
 
 def _listed(numbers: Sequence[int]) -> str:
     low, high = min(numbers), max(numbers)
     return f"{low}" if low == high else f"{low} to {high}"
-
-
-def _gpu(name: str) -> Peaks:
-    peaks = next((x for x in GPUS if x.name.lower() == name.lower()), None) or gpu_peaks(name)
-    if peaks is None:
-        known = ", ".join(x.name for x in GPUS)
-        raise UserError(f"simulate.gpu is '{name}', which hone's table lacks; it has {known}")
-    return peaks
 
 
 def _shape(model: SimulatedModelConfig) -> ModelShape:

@@ -1,58 +1,56 @@
-"""Whether a run of `hone rl` fits into a GPU, and what would make it fit."""
+"""Whether a planned run fits into GPUs and into its host, and what would make it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
 
 from hone.config.base import Section
-from hone.config.hardware import Peaks
-from hone.config.model_facts import ModelFacts
-from hone.config.plan import Devices, resolve
+from hone.config.plan import RunPlan, resolve
 from hone.config.rules import Finding, findings
-from hone.config.tree import RLConfig, SFTConfig
-from hone.families.shape import ModelShape
+from hone.config.tree import RLConfig
 from hone.planner.host_memory import LEAST_LENGTH_SHARE, HostRole, host_roles, shortage
 from hone.planner.run_memory import RunMemory
 
-__all__ = ["check_host_fits", "check_run_memory"]
+__all__ = [
+    "GPUS_OF_A_NODE",
+    "Change",
+    "changed",
+    "check_gpu_memory",
+    "check_host_memory",
+    "does_fit",
+    "remedies",
+]
 
+GPUS_OF_A_NODE = 8
+"""Where `cluster.devices_per_node` does not say."""
+Change: TypeAlias = Mapping[str, Any]
+"""Settings by key."""
 _GIB = 1 << 30
-_LAST_RESORT = ("trainer.parallel.zero_stage", "model.lora.rank")
+_LAST_RESORT = ("trainer.parallel.zero_stage", "model.lora.rank", "model.path")
 S = TypeVar("S", bound=Section)
-C = TypeVar("C", bound=RLConfig | SFTConfig)
 
 
-def check_run_memory(
-    cfg: RLConfig, shape: ModelShape, *, world_size: int, gpu: Peaks
-) -> Iterator[Finding]:
-    """Whether every phase fits the memory of `gpu`. Raises UserError as `AxisSizes.of` does."""
-    if gpu.memory_gib is None or cfg.run.device == "cpu":
+def check_gpu_memory(plan: RunPlan) -> Iterator[Finding]:
+    """Whether every phase fits the memory of the plan's GPU; nothing where that is not known."""
+    if not _excess(plan):
         return
-    fit = _Fit(shape, world_size, gpu)
-    if not fit.excess(cfg):
-        return
-    changes = _remedies(cfg, fit)
+    changes = remedies(plan)
     keys = dict.fromkeys(key for change in changes for key in change)
-    lack = _lack(RunMemory(cfg, shape, world_size, gpu), gpu)
-    yield Finding("error", tuple(keys or _LAST_RESORT), f"{lack} {_remedy(changes)}")
+    named = keys or [key for key in _LAST_RESORT if _get(plan.config, key) is not None]
+    yield Finding("error", tuple(named), f"{_lack(RunMemory(plan))} {_remedy(changes, plan)}")
 
 
-def check_host_fits(
-    cfg: RLConfig | SFTConfig,
-    shape: ModelShape,
-    *,
-    world_size: int | None,
-    num_local: int,
-    available: int,
-) -> Iterator[Finding]:
-    """Whether `available` bytes of this host's memory hold a training run, `num_local` of whose
-    `world_size` trainers are here: an error where even short rows do not fit, a warning where rows
-    of full length do not. Raises UserError as `AxisSizes.of` does."""
+def check_host_memory(plan: RunPlan, *, num_local: int) -> Iterator[Finding]:
+    """Whether the host's memory holds the run, `num_local` of whose processes are here: an error
+    where even short rows do not fit, a warning where rows of full length do not."""
+    available = plan.devices.host_bytes
+    if available is None or plan.shape is None or plan.problem is not None:
+        return
 
-    def roles(cfg: RLConfig | SFTConfig, *, at_least: bool) -> list[HostRole]:
-        return host_roles(cfg, shape, world_size=world_size, num_local=num_local, at_least=at_least)
+    def roles(plan: RunPlan, *, at_least: bool) -> list[HostRole]:
+        return host_roles(plan, num_local=num_local, at_least=at_least)
 
     def lack(*, at_least: bool) -> Finding | None:
         takes = (
@@ -60,18 +58,13 @@ def check_host_fits(
             if at_least
             else "with rows of full length the run takes"
         )
-        if cfg.run.device != "cpu":
-            advice, keys = _OFFLOAD_LESS, tuple(_offloads(cfg))
+        if not plan.is_on_cpu:
+            advice, keys = _OFFLOAD_LESS, tuple(_offloads(plan))
         else:
-            fits = lambda cfg: _total(roles(cfg, at_least=at_least)) <= available  # noqa: E731
-            advice, keys = _host_remedy(cfg, fits)
-        return shortage(
-            roles(cfg, at_least=at_least),
-            available=available,
-            takes=takes,
-            advice=advice,
-            keys=keys,
-        )
+            fits = lambda plan: _total(roles(plan, at_least=at_least)) <= available  # noqa: E731
+            advice, keys = _host_remedy(plan, fits)
+        found = roles(plan, at_least=at_least)
+        return shortage(found, available=available, takes=takes, advice=advice, keys=keys)
 
     if found := lack(at_least=True):
         yield found
@@ -79,66 +72,195 @@ def check_host_fits(
         yield replace(found, level="warning")
 
 
-_OFFLOAD_LESS = (
-    "Offload less (trainer.offload_optimizer and what builds on it, trainer.offload_activations, "
-    "trainer.enable_sleep), or start fewer processes on this host."
-)
+def does_fit(plan: RunPlan) -> bool:
+    """Whether every phase fits the GPU, as far as that is known."""
+    return not _excess(plan)
 
 
-def _total(roles: Sequence[HostRole]) -> int:
-    return sum(role.num_bytes for role in roles)
+def remedies(plan: RunPlan, *, moves: bool = True) -> list[Change]:
+    """Each single change that makes a run fit its GPUs, the cheapest first; else several that do
+    together; none where nothing does.
 
+    The order is that of benchmarks/memory.md, by time a GiB. Where models may be moved, engines get
+    devices of their own as a last resort.
+    """
+    known = _errors(plan)
 
-def _offloads(cfg: RLConfig | SFTConfig) -> Iterator[str]:
-    for name in ("offload_optimizer", "offload_activations", "enable_sleep"):
-        if getattr(cfg.trainer, name, False):
-            yield f"trainer.{name}"
+    def is_served(change: Change) -> bool:
+        return _errors(changed(plan, change)) <= known
 
-
-def _host_remedy(
-    cfg: RLConfig | SFTConfig, fits: Callable[[RLConfig | SFTConfig], bool]
-) -> tuple[str, tuple[str, ...]]:
-    """What makes a run on a CPU fit, in words, and the keys: each change that does by itself, else
-    all together."""
-    candidates = [*_host_candidates(cfg)]
-    found = [change for change in candidates if fits(_changed(cfg, change))]
-    if not found:
-        together = {key: value for change in candidates for key, value in change.items()}
-        found = [together] if together and fits(_changed(cfg, together)) else []
+    singles = [change for change in _candidates(plan, moves=moves) if is_served(change)]
+    fitting = [change for change in singles if not _excess(changed(plan, change))]
+    # Of several sizes of one key the first is nearest to what is configured.
+    found = [*{tuple(change): change for change in reversed(fitting)}.values()][::-1]
+    if cache := _other_cache(plan):
+        found.insert(0, cache)
     if found:
-        # Of several budgets the first is the largest that fits.
-        first = {tuple(change): change for change in reversed(found)}
-        kept = [*reversed(first.values())]
-        return _remedy(kept), tuple(dict.fromkeys(key for change in kept for key in change))
-    return (
-        "No setting is enough: take a smaller model (model.path), fewer processes, or a host with "
-        "more memory or a GPU.",
-        ("model.path",),
-    )
+        return found
+    shared: Iterator[Change] = _shared_tokens(plan) if plan.trainer is not None else iter(())
+    for starts in (({}, *shared), [*_engines_apart(plan)] if moves else ()):
+        several = [_together(plan, start, is_served) for start in starts]
+        pruned = [_without_needless(plan, x, is_served) for x in several if x is not None]
+        if pruned:
+            return [min(pruned, key=len)]
+    return []
 
 
-def _host_candidates(cfg: RLConfig | SFTConfig) -> Iterator[dict[str, Any]]:
-    trainer = cfg.trainer
-    longest = (
-        cfg.data.max_tokens
-        if isinstance(cfg, SFTConfig)
-        else cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens
-    )
-    if trainer.recompute != "full" and not trainer.recompute_every_n_layers > 1:
-        yield {"trainer.recompute": "full"}
-    budget = trainer.max_tokens_per_microbatch // 2
-    while trainer.micro_batch_size is None and budget >= longest:
+def _together(plan: RunPlan, start: Change, is_served: Callable[[Change], bool]) -> Change | None:
+    """`start` and as few further changes as make the plan fit, each of which helps; or None."""
+    together = start
+    if not is_served(together):
+        return None
+    for change in ({}, *_candidates(changed(plan, start), moves=False)):
+        further = {**together, **change}
+        before, after = changed(plan, together), changed(plan, further)
+        if change and (_excess(after) >= _excess(before) or not is_served(further)):
+            continue
+        together = further
+        if not _excess(after):
+            return together
+        if cache := _other_cache(after):
+            return {**together, **cache}
+    return None
+
+
+def changed(plan: RunPlan, change: Change) -> RunPlan:
+    """The plan of a configuration with other settings, on the same devices: those of engines of
+    their own are taken from the trainers."""
+    cfg = plan.config
+    for key, value in change.items():
+        cfg = _replaced(cfg, key.split("."), value)
+    world_size = plan.world_size
+    if isinstance(cfg, RLConfig) and cfg.cluster.is_used:
+        world_size = cfg.cluster.num_trainers
+    return resolve(cfg, plan.model, plan.devices, world_size=world_size)
+
+
+# -- GPUs ----------------------------------------------------------------------------------------
+
+
+def _excess(plan: RunPlan) -> int:
+    """Bytes that are lacking, over all phases; 0 where all fit and the engine starts, and where
+    that is not known."""
+    gpu = plan.devices.gpu
+    if plan.shape is None or plan.is_on_cpu or gpu is None or plan.problem is not None:
+        return 0
+    run, limit = RunMemory(plan), (gpu.memory_gib or 0) * _GIB
+    if not limit:
+        return 0
+    too_much = sum(max(phase.num_bytes - limit, 0) for phase in run.phases())
+    missing = (run.sequence_bytes or 0) - (run.cache or 0) if run.lacks_room_for_one else 0
+    return too_much + missing
+
+
+def _candidates(plan: RunPlan, *, moves: bool) -> Iterator[Change]:
+    cfg, trainer = plan.config, plan.trainer
+    if moves and _get(cfg, "cluster.num_references"):
+        yield {"cluster.num_references": 0}
+    longest = plan.max_sequence_tokens
+    if plan.engine is not None:
+        yield {"engine.max_model_len": longest}
+    if trainer is None or longest is None:
+        return
+    if plan.engine is not None:
+        yield {"engine.enable_sleep": True}
+    yield {"trainer.optimizer.state_dtype": "bfloat16"}
+    yield {"trainer.parallel.zero_stage": 3}
+    yield from _smaller_budgets(plan)
+    if plan.engine is not None:
+        yield {"trainer.enable_sleep": True}
+    yield {"trainer.offload_optimizer": True}
+    yield {"trainer.recompute": "full"}
+    away = ("offload_optimizer", "offload_gradients", "offload_parameters")
+    yield {f"trainer.{key}": True for key in away} | {"trainer.parallel.zero_stage": 3}
+    yield from _shared_tokens(plan)
+
+
+def _smaller_budgets(plan: RunPlan) -> Iterator[Change]:
+    assert plan.trainer is not None
+    budget = plan.trainer.max_tokens_per_microbatch // 2
+    while plan.trainer.micro_batch_size is None and budget >= _longest_part(plan):
         yield {"trainer.max_tokens_per_microbatch": budget}
         budget //= 2
-    if trainer.optimizer.state_dtype != "bfloat16" and trainer.optimizer.name == "adamw":
-        yield {"trainer.optimizer.state_dtype": "bfloat16"}
-    if not cfg.model.lora.rank:
-        yield {"model.lora.rank": 16}
 
 
-def _lack(run: RunMemory, gpu: Peaks) -> str:
+def _longest_part(plan: RunPlan) -> int:
+    """Tokens of the longest row that one device has."""
+    return -(-(plan.max_sequence_tokens or 0) // plan.policy.axes.context)
+
+
+def _shared_tokens(plan: RunPlan) -> Iterator[Change]:
+    """Processes that share the tokens of rows too long for a smaller budget."""
+    assert plan.trainer is not None
+    longest, budget, size = _longest_part(plan), plan.trainer.max_tokens_per_microbatch, 2
+    if plan.policy.axes.context > 1 or longest <= budget // 2:
+        return
+    while size <= (plan.world_size or 1):
+        budget = min(budget, -(-longest // size))
+        for key in ("ulysses_size", "ring_size"):
+            yield {
+                f"trainer.parallel.{key}": size,
+                "trainer.max_tokens_per_microbatch": budget,
+            }
+        size *= 2
+
+
+def _engines_apart(plan: RunPlan) -> Iterator[Change]:
+    """Half of the devices, or all but a node, to engines; each over as few as possible."""
+    cfg, total = plan.config, plan.world_size or 1
+    if not isinstance(cfg, RLConfig) or cfg.cluster.is_used:
+        return
+    for size in (1, 2, 4, 8):
+        if 2 * size > total:
+            return
+        num_trainers = min(total - total // 2 // size * size, GPUS_OF_A_NODE)
+        num_engines = (total - num_trainers) // size
+        change: dict[str, Any] = {
+            "cluster.num_engines": num_engines,
+            "engine.tensor_parallel_size": size,
+            "cluster.num_trainers": num_trainers,
+        }
+        if total > GPUS_OF_A_NODE:
+            change |= {
+                "cluster.address": "auto",
+                "cluster.num_nodes": -(-total // GPUS_OF_A_NODE),
+                "cluster.devices_per_node": GPUS_OF_A_NODE,
+            }
+        yield change
+
+
+def _other_cache(plan: RunPlan) -> Change | None:
+    """The cache that fits and is nearest to the configured one, by its key; None: none is."""
+    engine = plan.engine
+    if engine is None:
+        return None
+    if engine.kv_cache_gib is not None:
+        key, now = "engine.kv_cache_gib", engine.kv_cache_gib
+        sizes = {round(now * n / 100, 1) for n in range(1, 201)} - {0.0}
+    else:
+        key, now = "engine.gpu_memory_utilization", engine.gpu_memory_utilization
+        sizes = {n / 100 for n in range(1, 96)}
+    nearest = sorted(sizes, key=lambda size: abs(size - now))
+    return next(({key: x} for x in nearest if not _excess(changed(plan, {key: x}))), None)
+
+
+def _without_needless(plan: RunPlan, change: Change, is_served: Callable[[Change], bool]) -> Change:
+    for key in change:
+        fewer = {other: change[other] for other in change if other != key}
+        if not _excess(changed(plan, fewer)) and is_served(fewer):
+            return _without_needless(plan, fewer, is_served)
+    return change
+
+
+def _errors(plan: RunPlan) -> set[Finding]:
+    return {finding for finding in findings(plan) if finding.level == "error"}
+
+
+def _lack(run: RunMemory) -> str:
     """What does not fit, and what it consists of."""
-    limit, phases = (gpu.memory_gib or 0) * _GIB, run.phases()
+    gpu, phases = run.plan.devices.gpu, run.phases()
+    assert gpu is not None
+    limit = (gpu.memory_gib or 0) * _GIB
     over = [phase for phase in phases if phase.num_bytes > limit]
     told = ""
     if over:
@@ -151,125 +273,90 @@ def _lack(run: RunMemory, gpu: Peaks) -> str:
         told += f"; {_listed(fitting)} would fit." if fitting else "."
     if run.lacks_room_for_one:
         told += (
-            f"{' ' * bool(told)}By prediction the KV cache has {run.cache_gib:.2f} GiB, and one "
-            f"sequence of {run.max_model_len} tokens (engine.max_model_len) takes "
-            f"{run.sequence_gib:.2f}."
+            f"{' ' * bool(told)}By prediction the KV cache has {(run.cache or 0) / _GIB:.2f} GiB, "
+            f"and one sequence of {run.max_length} tokens (engine.max_model_len) takes "
+            f"{(run.sequence_bytes or 0) / _GIB:.2f}."
         )
     return told
 
 
-def _remedy(changes: list[dict[str, Any]]) -> str:
+def _remedy(changes: Sequence[Change], plan: RunPlan) -> str:
     told = [
         _listed([f"{key} to {str(change[key]).lower()}" for key in change]) for change in changes
     ]
     match told:
         case []:
-            return (
-                "No other setting makes enough room: train on more devices (--nproc, with "
-                "trainer.parallel.zero_stage 3), adapters alone (model.lora.rank), or a smaller "
-                "model."
-            )
+            more = "a smaller model (model.path)"
+            if plan.trainer is not None:
+                more = (
+                    "more devices (--nproc, with trainer.parallel.zero_stage 3), adapters alone "
+                    f"(model.lora.rank), or {more}"
+                )
+            return f"No setting that was tried makes it fit: take {more}."
         case [only]:
             return f"Set {only}."
         case _:
             return f"Set one of these: {'; '.join(told)}."
 
 
-def _listed(words: list[str]) -> str:
-    return " and ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])
+# -- the host ------------------------------------------------------------------------------------
+
+_OFFLOAD_LESS = (
+    "Offload less (trainer.offload_optimizer and what builds on it, trainer.offload_activations, "
+    "trainer.enable_sleep), or start fewer processes on this host."
+)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    """How far a configuration is from fitting."""
-
-    shape: ModelShape
-    world_size: int
-    gpu: Peaks
-
-    def excess(self, cfg: RLConfig) -> int:
-        """Bytes that are lacking, over all phases; 0 where all fit and the engine starts."""
-        run = RunMemory(cfg, self.shape, self.world_size, self.gpu)
-        limit = (self.gpu.memory_gib or 0) * _GIB
-        too_much = sum(max(phase.num_bytes - limit, 0) for phase in run.phases())
-        missing = (run.sequence_bytes or 0) - (run.cache or 0) if run.lacks_room_for_one else 0
-        return too_much + missing
-
-    def other_cache(self, cfg: RLConfig) -> dict[str, Any] | None:
-        """The cache that fits and is nearest to the configured one, by its key; None: none is."""
-        engine = cfg.engine
-        if engine.kv_cache_gib is not None:
-            key, now = "engine.kv_cache_gib", engine.kv_cache_gib
-            sizes = {round(now * n / 100, 1) for n in range(1, 201)} - {0.0}
-        else:
-            key, now = "engine.gpu_memory_utilization", engine.gpu_memory_utilization
-            sizes = {n / 100 for n in range(1, 96)}
-        nearest = sorted(sizes, key=lambda size: abs(size - now))
-        return next(
-            ({key: size} for size in nearest if not self.excess(_changed(cfg, {key: size}))), None
-        )
+def _total(roles: Iterable[HostRole]) -> int:
+    return sum(role.num_bytes for role in roles)
 
 
-def _remedies(cfg: RLConfig, fit: _Fit) -> list[dict[str, Any]]:
-    """Each single change that makes the run fit, the cheapest first; else several that do together.
+def _offloads(plan: RunPlan) -> Iterator[str]:
+    for name in ("offload_optimizer", "offload_activations", "enable_sleep"):
+        if getattr(plan.trainer, name, False):
+            yield f"trainer.{name}"
 
-    The order is that of benchmarks/memory.md, by time a GiB.
-    """
-    known = _errors(cfg, fit.world_size)
 
-    def is_served(change: Mapping[str, Any]) -> bool:
-        return _errors(_changed(cfg, change), fit.world_size) <= known
-
-    singles = [change for change in _candidates(cfg) if is_served(change)]
-    found = [change for change in singles if not fit.excess(_changed(cfg, change))]
-    if cache := fit.other_cache(cfg):
-        found.insert(0, cache)
+def _host_remedy(plan: RunPlan, fits: Callable[[RunPlan], bool]) -> tuple[str, tuple[str, ...]]:
+    """What makes a run on a CPU fit, in words, and the keys: each change that does by itself, else
+    all together."""
+    candidates = [*_host_candidates(plan)]
+    found = [change for change in candidates if fits(changed(plan, change))]
+    if not found:
+        together = {key: value for change in candidates for key, value in change.items()}
+        found = [together] if together and fits(changed(plan, together)) else []
     if found:
-        return found
-    together: dict[str, Any] = {}
-    for change in singles:
-        further = together | change
-        before, after = _changed(cfg, together), _changed(cfg, further)
-        if fit.excess(after) >= fit.excess(before) or not is_served(further):
-            continue
-        together = further
-        if not fit.excess(after):
-            return [_without_needless(cfg, together, fit)]
-        if cache := fit.other_cache(after):
-            return [_without_needless(cfg, together | cache, fit)]
-    return []
+        # Of several budgets the first is the largest that fits.
+        first = {tuple(change): change for change in reversed(found)}
+        kept = [*reversed(first.values())]
+        return _remedy(kept, plan), tuple(dict.fromkeys(key for change in kept for key in change))
+    return (
+        "No setting is enough: take a smaller model (model.path), fewer processes, or a host with "
+        "more memory or a GPU.",
+        ("model.path",),
+    )
 
 
-def _without_needless(cfg: RLConfig, change: dict[str, Any], fit: _Fit) -> dict[str, Any]:
-    for key in change:
-        fewer = {other: change[other] for other in change if other != key}
-        if not fit.excess(_changed(cfg, fewer)):
-            return _without_needless(cfg, fewer, fit)
-    return change
+def _host_candidates(plan: RunPlan) -> Iterator[Change]:
+    trainer = plan.trainer
+    if trainer is None:
+        return
+    if trainer.recompute != "full" and not trainer.recompute_every_n_layers > 1:
+        yield {"trainer.recompute": "full"}
+    yield from _smaller_budgets(plan)
+    if trainer.optimizer.state_dtype != "bfloat16" and trainer.optimizer.name == "adamw":
+        yield {"trainer.optimizer.state_dtype": "bfloat16"}
+    if plan.lora is not None and not plan.lora.rank:
+        yield {"model.lora.rank": 16}
 
 
-def _candidates(cfg: RLConfig) -> Iterator[dict[str, Any]]:
-    trainer = cfg.trainer
-    if cfg.cluster.num_references:
-        yield {"cluster.num_references": 0}
-    yield {"engine.max_model_len": cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens}
-    yield {"engine.enable_sleep": True}
-    yield {"trainer.optimizer.state_dtype": "bfloat16"}
-    yield {"trainer.parallel.zero_stage": 3}
-    yield {"trainer.max_tokens_per_microbatch": trainer.max_tokens_per_microbatch // 2}
-    yield {"trainer.enable_sleep": True}
-    yield {"trainer.offload_optimizer": True}
-    yield {"trainer.recompute": "full"}
+# -- settings by key -----------------------------------------------------------------------------
 
 
-def _errors(cfg: RLConfig, world_size: int) -> set[Finding]:
-    plan = resolve(cfg, ModelFacts.known(cfg.model.path), Devices(), world_size=world_size)
-    return {finding for finding in findings(plan) if finding.level == "error"}
-
-
-def _changed(cfg: C, change: Mapping[str, Any]) -> C:
-    for key, value in change.items():
-        cfg = _replaced(cfg, key.split("."), value)
+def _get(cfg: Any, key: str) -> Any:
+    """The value of a setting; None where a tree does not have it."""
+    for name in key.split("."):
+        cfg = getattr(cfg, name, None)
     return cfg
 
 
@@ -278,3 +365,7 @@ def _replaced(section: S, path: list[str], value: Any) -> S:
     if inner:
         value = _replaced(getattr(section, name), inner, value)
     return section.model_copy(update={name: value})
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])

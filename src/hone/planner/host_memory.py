@@ -1,6 +1,6 @@
 """Host memory of the processes on one host, before anything is started.
 
-    roles = host_roles(cfg, shape, world_size=1, num_local=1)
+    roles = host_roles(plan, num_local=1)
     sum(role.num_bytes for role in roles) <= available_host_bytes()
 
 On a CPU it is all that a run has: weights, gradients, moments, activations, the KV cache. On GPUs
@@ -11,34 +11,24 @@ on GPUs what a process itself takes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
-
-from hone.config.derived import compute_dtype
-from hone.config.parallel import AxisSizes
+from hone.config.plan import RunPlan
 from hone.config.rules.finding import Finding
-from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
-from hone.families.shape import ModelShape
-from hone.planner.memory import TrainingMemory, planned_step
+from hone.config.tree import RLConfig
+from hone.planner.memory import TrainingMemory
 from hone.planner.run_memory import PROCESS_BYTES, RunMemory
 
 __all__ = [
     "LEAST_LENGTH_SHARE",
     "HostRole",
-    "available_host_bytes",
-    "engine_role",
     "host_roles",
-    "sampler_role",
     "shortage",
     "trainer_role",
 ]
 
 _GIB = 1 << 30
-_CGROUPS = Path("/sys/fs/cgroup")
 LEAST_LENGTH_SHARE = 8
 """Rows of a run are taken to be at least an eighth of the longest on average, where what it takes
 at least is planned."""
@@ -66,95 +56,40 @@ class HostRole:
         return f"{times}{sum(self.parts.values()) / _GIB:.1f} GiB ({parts})"
 
 
-def host_roles(
-    cfg: RLConfig | SFTConfig,
-    shape: ModelShape,
-    *,
-    world_size: int | None,
-    num_local: int,
-    at_least: bool = False,
-) -> list[HostRole]:
-    """What a training run takes of this host, on which `num_local` of `world_size` trainers are.
+def host_roles(plan: RunPlan, *, num_local: int, at_least: bool = False) -> list[HostRole]:
+    """What a run takes of this host, on which `num_local` processes of its trainers, or without one
+    of its engines, are; of rows of full length, or `at_least` of `LEAST_LENGTH_SHARE`.
 
-    With rows of full length, or `at_least`, with those of `LEAST_LENGTH_SHARE`. Engines and
-    references of a Ray cluster may be elsewhere and are left out. Raises UserError as
-    `AxisSizes.of` does.
+    Engines and references of a Ray cluster may be elsewhere and are left out.
     """
-    share = LEAST_LENGTH_SHARE if at_least else 1
-    if isinstance(cfg, SFTConfig):
-        mean, num_rows = -(-cfg.data.max_tokens // share), cfg.data.examples_per_step
-        sizes = AxisSizes.of(cfg.trainer.parallel, world_size)
-        budget, per_rank = cfg.trainer.max_tokens_per_microbatch, -(-num_rows // sizes.data)
-        if cfg.trainer.micro_batch_size is not None:
-            budget = cfg.trainer.micro_batch_size * mean
-        num_tokens = min(budget, -(-per_rank * mean // sizes.context))
-        step = planned_step(
-            shape,
-            cfg.model,
-            cfg.trainer,
-            device=cfg.run.device,
-            sizes=sizes,
-            num_tokens=num_tokens,
-            num_micro_batches=1 if per_rank * mean <= budget * sizes.context else 2,
-        )
-        return [trainer_role(step, num_local, on_cpu=cfg.run.device == "cpu")]
-    run = RunMemory(cfg, shape, world_size, None, length_share=share)
-    if cfg.run.device != "cpu":
-        return [*_offloaded(cfg, run.step, num_local)]
-    numbers = {
-        "trainer": num_local,
-        "engine": cfg.cluster.num_engines * cfg.engine.tensor_parallel_size,
-        "reference": cfg.cluster.num_references,
-    }
-    if cfg.cluster.address is not None:
-        numbers = {"trainer": num_local}
-    phases = [(phase.role or "trainer", phase) for phase in run.phases()]
+    run = RunMemory(plan, length_share=LEAST_LENGTH_SHARE if at_least else 1)
+    if not plan.is_on_cpu:
+        return [*_offloaded(run, num_local)]
+    first = "engine" if plan.trainer is None else "trainer"
+    numbers = {first: num_local}
+    if not (isinstance(plan.config, RLConfig) and plan.config.cluster.address is not None):
+        apart = [role for role in plan.roles.values() if role.where != "here"]
+        numbers |= {role.name: role.num_devices for role in apart}
+    phases = [(phase.role or first, phase) for phase in run.phases()]
     roles: list[HostRole] = []
     for name, number in numbers.items():
-        widest = max(
-            (phase for role, phase in phases if role == name),
-            key=lambda phase: phase.num_bytes,
-            default=None,
-        )
-        if widest is not None and number:
-            offloaded = run.step.host if name == "trainer" else 0
-            roles.append(HostRole(name, number, {**widest.parts, "offloaded": offloaded}))
+        widest = max((x for role, x in phases if role == name), key=lambda x: x.num_bytes)
+        offloaded = {"offloaded": run.step.host} if name == "trainer" else {}
+        roles.append(HostRole(name, number, {**widest.parts, **offloaded}))
     return roles
 
 
-def trainer_role(step: TrainingMemory, number: int, *, on_cpu: bool) -> HostRole:
-    """Trainers that take such optimizer steps, without an engine."""
-    if not on_cpu:
-        return HostRole("trainer", number, {"offloaded": step.host})
-    held = step.weights + step.masters + step.optimizer
-    parts = {
-        "weights": step.weights,
-        "masters": step.masters,
-        "moments": step.optimizer,
-        "gradients, activations and work": step.peak - held,
-        "offloaded": step.host,
-        "Python and torch": PROCESS_BYTES,
-    }
+def trainer_role(step: TrainingMemory, number: int) -> HostRole:
+    """Trainers on a CPU that take such optimizer steps, without an engine."""
+    parts = {**step.parts, "offloaded": step.host, "Python and torch": PROCESS_BYTES}
     return HostRole("trainer", number, parts)
 
 
-def sampler_role(
-    cfg: EvaluateConfig | GenerateConfig, shape: ModelShape, *, num_local: int
-) -> HostRole:
-    """The engines of `hone eval` and `hone generate` on a CPU."""
-    num_bytes = 4 if compute_dtype(cfg.model, "cpu") == "float32" else 2
-    return engine_role(shape, num_bytes=num_bytes, number=num_local)
-
-
-def engine_role(shape: ModelShape, *, num_bytes: int, number: int) -> HostRole:
-    """Engines on a CPU that have weights of their own, `num_bytes` an element, before the cache has
-    been written to."""
-    parts = {"weights": shape.weight_bytes(num_bytes), "Python and torch": PROCESS_BYTES}
-    return HostRole("engine", number, parts)
-
-
-def _offloaded(cfg: RLConfig, step: TrainingMemory, num_local: int) -> Iterator[HostRole]:
-    asleep = step.masters + step.optimizer if cfg.trainer.enable_sleep else 0
+def _offloaded(run: RunMemory, num_local: int) -> Iterator[HostRole]:
+    if run.plan.trainer is None:
+        return
+    step, sleeps = run.step, getattr(run.plan.trainer, "enable_sleep", False)
+    asleep = step.masters + step.optimizer if sleeps else 0
     if step.host or asleep:
         yield HostRole("trainer", num_local, {"offloaded": step.host, "asleep": asleep})
 
@@ -174,42 +109,3 @@ def shortage(
         f"{advice}"
     )
     return Finding("error", tuple(keys), message)
-
-
-def available_host_bytes(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that this host's processes can still take: what the system can free without swapping,
-    and what the memory limits of this process's control groups leave, as of containers."""
-    return int(min(psutil.virtual_memory().available, _left_by_cgroups(root, own)))
-
-
-def _left_by_cgroups(root: Path, own: Path) -> float:
-    """Infinite without a limit. Versions 1 and 2; a limit above ours counts as well."""
-    try:
-        entries = [line.split(":", 2) for line in own.read_text().splitlines()]
-    except OSError:
-        return math.inf
-    left = math.inf
-    for number, controllers, path in (entry for entry in entries if len(entry) == 3):
-        if number == "0":
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            base = root / "memory"
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            left = min(left, _left_in(group, *names))
-            if group == base:
-                break
-    return left
-
-
-def _left_in(group: Path, limit: str, usage: str, cached: str) -> float:
-    """Bytes below the limit of one control group, its file cache being free."""
-    try:
-        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return math.inf  # no such group here: the container does not show it
-    return math.inf if most == "max" else max(int(most) - used + int(stat.get(cached, 0)), 0)

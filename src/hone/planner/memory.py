@@ -26,13 +26,9 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Literal
 
-from hone.config.derived import (
-    Derived,
-    compute_dtype,
-)
-from hone.config.hardware import Peaks
-from hone.config.model import LoraConfig, TrainedModelConfig
+from hone.config.model import LoraConfig
 from hone.config.parallel import AxisSizes
+from hone.config.plan import RunPlan
 from hone.config.trainer import SFTTrainerConfig
 from hone.families.registry import require_spec
 from hone.families.shape import ModelShape, TensorShape
@@ -42,7 +38,6 @@ __all__ = [
     "TrainingMemory",
     "adapter_params",
     "layer_code",
-    "planned_peak",
     "planned_step",
     "training_memory",
 ]
@@ -88,6 +83,17 @@ class TrainingMemory:
     peak_phase: Literal["head", "layers", "optimizer"]
     """When that is: at the start of backward, further down, or in the optimizer's step."""
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """The peak, by what exists at that time."""
+        held = self.weights + self.masters + self.optimizer
+        return {
+            "weights": self.weights,
+            "masters": self.masters,
+            "moments": self.optimizer,
+            "gradients, activations and work": self.peak - held,
+        }
+
     def as_dict(self) -> dict[str, int | str]:
         return asdict(self)
 
@@ -128,67 +134,20 @@ def training_memory(
     return step.plan()
 
 
-def planned_step(
-    shape: ModelShape,
-    model: TrainedModelConfig,
-    trainer: SFTTrainerConfig,
-    *,
-    device: str,
-    sizes: AxisSizes,
-    num_tokens: int,
-    num_micro_batches: int = 2,
-) -> TrainingMemory:
-    """`training_memory` of a run's trainer, with the layers and the format that it trains in."""
-    on_gpu = device != "cpu"
-    dtype = "float32" if compute_dtype(model, device) == "float32" else "bfloat16"
+def planned_step(plan: RunPlan, *, num_tokens: int, num_micro_batches: int = 2) -> TrainingMemory:
+    """`training_memory` of a plan that trains a model whose shape is known."""
+    assert plan.shape is not None
+    assert plan.trainer is not None
     return training_memory(
-        shape,
-        trainer,
-        dtype=dtype,
+        plan.shape,
+        plan.trainer,
+        dtype=plan.dtype,
         num_tokens=num_tokens,
         num_micro_batches=num_micro_batches,
-        layers=layer_code(on_gpu=on_gpu, compile=trainer.compile),
-        lora=model.lora,
-        sizes=sizes,
+        layers=layer_code(on_gpu=not plan.is_on_cpu, compile=plan.trainer.compile),
+        lora=plan.lora,
+        sizes=plan.policy.axes,
     )
-
-
-def planned_peak(
-    shape: ModelShape,
-    model: TrainedModelConfig,
-    trainer: SFTTrainerConfig,
-    *,
-    device: str,
-    world_size: int | None,
-    gpu: Peaks | None = None,
-) -> Derived | None:
-    """The line of `hone check`: the peak of a step with full micro-batches, beside what `gpu` has.
-
-    None where micro-batches have no token budget. Raises UserError as `AxisSizes.of` does.
-    """
-    if trainer.micro_batch_size is not None:
-        return None
-    budget = trainer.max_tokens_per_microbatch
-    plan = planned_step(
-        shape,
-        model,
-        trainer,
-        device=device,
-        sizes=AxisSizes.of(trainer.parallel, world_size),
-        num_tokens=budget,
-    )
-    kept = {
-        "weights": plan.weights + plan.gathered,
-        "masters": plan.masters,
-        "gradients": plan.gradients,
-        "moments": plan.optimizer,
-        "activations": plan.activations,
-    }
-    how = " + ".join(f"{name} {num / 2**30:.1f}" for name, num in kept.items())
-    how += f", {budget} tokens a micro-batch; without the engine's own"
-    if device != "cpu" and gpu is not None:
-        how += f". {gpu.name} has {gpu.memory_gib}"
-    return Derived("training_peak_gib", round(plan.peak / 2**30, 1), how)
 
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:

@@ -1,12 +1,13 @@
-"""Memory of a device over the phases of a run of `hone rl`, before anything is started.
+"""Memory of a device over the phases of a planned run, before anything is started.
 
-    phases = run_phases(cfg, shape, world_size=1, gpu=gpu)
+    phases = RunMemory(plan).phases()
     phases[1].name, phases[1].num_bytes, phases[1].parts
 
 A step generates, trains and syncs. Where trainer and engine share a device, what one holds while
 the other works decides whether the run fits: the KV cache stays unless `engine.enable_sleep`,
 masters and moments stay unless `trainer.enable_sleep`. Where they are apart, each has a device of
-its own, as has a reference with `cluster.num_references`.
+its own, as has a reference with `cluster.num_references`. Commands that only train or only sample
+have one phase.
 
 Of the trainer all is `training_memory`. The cache is sized as the engine does it when it starts,
 before the trainer has moments, which is why a cache that was granted may be missing later. On an
@@ -21,26 +22,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from hone.config.derived import (
-    Derived,
-    compute_dtype,
-    kv_dtype,
-    samples_per_optimizer_step,
-    trainers_hold_reference,
-)
-from hone.config.hardware import Peaks
-from hone.config.model_facts import ModelFacts
-from hone.config.parallel import AxisSizes
+from hone.config.engine import EngineConfig
+from hone.config.plan import Role, RunPlan
 from hone.config.tree import RLConfig
-from hone.families.shape import ModelShape
 from hone.planner.memory import TrainingMemory, planned_step
 
-__all__ = [
-    "Phase",
-    "RunMemory",
-    "derived_run_memory",
-    "run_phases",
-]
+__all__ = ["Phase", "RunMemory"]
 
 _GIB = 1 << 30
 CONTEXT_BYTES = _GIB
@@ -57,14 +44,12 @@ PROCESS_BYTES = _GIB // 5
 """Python, torch and transformers, loaded and without a model, in host memory: half of what a
 process shows, since processes share the libraries' pages."""
 
-PhaseName = Literal["generate", "train", "sync", "score"]
-
 
 @dataclass(frozen=True, slots=True)
 class Phase:
     """What one device holds at most in one phase of a step, in bytes by kind."""
 
-    name: PhaseName
+    name: Literal["generate", "train", "sync", "score"]
     role: Literal["", "trainer", "engine", "reference"]
     """Whose device it is; empty where they share one."""
     parts: Mapping[str, int]
@@ -90,104 +75,60 @@ class Phase:
         return f"{self.num_bytes / _GIB:.1f} GiB ({self.sum_in_words})"
 
 
-def run_phases(
-    cfg: RLConfig, shape: ModelShape, *, world_size: int | None, gpu: Peaks | None
-) -> tuple[Phase, ...]:
-    """The phases of a step on the device that has most, for `world_size` trainers; None: as few as
-    make up one replica.
-
-    Nothing where the cache's size is not known, which without `engine.kv_cache_gib` takes the size
-    of a GPU's memory, and nothing on a CPU. Raises UserError as `AxisSizes.of` does.
-    """
-    run = RunMemory(cfg, shape, world_size, gpu)
-    return () if cfg.run.device == "cpu" or run.cache is None else run.phases()
-
-
-def derived_run_memory(
-    cfg: RLConfig, shape: ModelShape, *, world_size: int | None, gpu: Peaks | None
-) -> list[Derived]:
-    """The lines of `hone check`: each phase's peak, beside what `gpu` has, as `run_phases`."""
-    has = "" if gpu is None else f". {gpu.name} has {gpu.memory_gib}"
-    lines = [
-        Derived(
-            f"{phase.title.replace(' ', '_')}_peak_gib",
-            round(phase.num_bytes / _GIB, 1),
-            phase.sum_in_words + has,
-        )
-        for phase in run_phases(cfg, shape, world_size=world_size, gpu=gpu)
-    ]
-    return lines
-
-
 class RunMemory:
-    """All sides of a run, on a device that has them all or on one for each."""
+    """What devices hold in a plan whose model's shape is known."""
 
-    def __init__(
-        self,
-        cfg: RLConfig,
-        shape: ModelShape,
-        world_size: int | None,
-        gpu: Peaks | None,
-        *,
-        length_share: int = 1,
-    ) -> None:
+    def __init__(self, plan: RunPlan, *, length_share: int = 1) -> None:
         """With a `length_share` of n rows are an n-th of the longest on average, and the engine's
         step is left out: what is planned then is what a run takes at least."""
-        self.cfg, self.shape, self.gpu = cfg, shape, gpu
-        self.length_share = length_share
-        self.is_on_cpu = cfg.run.device == "cpu"
-        self.is_apart = cfg.cluster.num_engines > 0
-        self.has_engine_thread = cfg.has_engine_thread
-        self.is_vllm = cfg.engine.backend == "vllm"
-        self.sizes = AxisSizes.of(cfg.trainer.parallel, world_size)
-        dtype = compute_dtype(cfg.model, cfg.run.device)
-        self.num_bytes = 4 if dtype == "float32" else 2
-        facts = ModelFacts.read(cfg.model.path)
-        self.max_model_len = cfg.engine.max_model_len or (facts and facts.context_length)
+        assert plan.shape is not None
+        self.plan, self.shape, self.length_share = plan, plan.shape, length_share
+        self.gpu, self.num_bytes = plan.devices.gpu, plan.num_bytes
+        self.role = plan.roles.get("engine")
+        self.is_vllm = plan.engine is not None and plan.engine.backend == "vllm"
 
     @property
     def longest(self) -> int:
         """Tokens of the rows that are planned for."""
-        longest = self.cfg.data.max_prompt_tokens + self.cfg.rollout.max_completion_tokens
-        return -(-longest // self.length_share)
+        return -(-(self.plan.max_sequence_tokens or 0) // self.length_share)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every size is: that of a cache without `engine.kv_cache_gib` follows from a
+        GPU's memory."""
+        return self.role is None or self.cache is not None
 
     # -- the trainer -----------------------------------------------------------------------------
 
     @cached_property
     def step(self) -> TrainingMemory:
         """An optimizer step with the largest micro-batches that the run's rows can make."""
-        cfg, sizes = self.cfg, self.sizes
-        trainer, longest = cfg.trainer, self.longest
-        rows = -(-samples_per_optimizer_step(cfg) // sizes.data)
-        if trainer.micro_batch_size is not None:
-            is_single = rows <= trainer.micro_batch_size
-            num_tokens = -(-min(trainer.micro_batch_size, rows) * longest // sizes.context)
-        else:
-            whole = -(-rows * longest // sizes.context)
-            is_single = whole <= trainer.max_tokens_per_microbatch
-            num_tokens = min(whole, trainer.max_tokens_per_microbatch)
+        plan, sizes = self.plan, self.plan.policy.axes
+        assert plan.trainer is not None
+        assert plan.batch is not None
+        rows = -(-plan.batch.samples_per_optimizer_step // sizes.data)
+        micro = plan.trainer.micro_batch_size
+        whole = -(-rows * self.longest // sizes.context)
+        budget = plan.trainer.max_tokens_per_microbatch
+        if micro is not None:
+            budget = -(-min(micro, rows) * self.longest // sizes.context)
         return planned_step(
-            self.shape,
-            cfg.model,
-            trainer,
-            device=cfg.run.device,
-            sizes=sizes,
-            num_tokens=num_tokens,
-            num_micro_batches=1 if is_single else 2,
+            plan,
+            num_tokens=min(whole, budget),
+            num_micro_batches=1 if whole <= budget else 2,
         )
 
     @property
     def reference(self) -> int:
-        """The frozen model of the KL term, sharded in every stage; with adapters it is the base."""
-        if not trainers_hold_reference(self.cfg):
+        """The part of the frozen model of the KL term that lies beside the policy."""
+        role = self.plan.roles.get("reference")
+        if role is None or role.shares_devices_of is None:
             return 0
-        sizes, zero_stage = self.sizes, self.cfg.trainer.parallel.zero_stage
-        parts = sizes.fsdp * sizes.tensor if zero_stage else sizes.world
-        return -(-self.shape.weight_bytes(self.num_bytes) // parts)
+        return -(-self.shape.weight_bytes(self.num_bytes) // (role.axes.fsdp * role.axes.tensor))
 
     def trainer_at_rest(self, *, has_moments: bool = True) -> dict[str, int]:
         """While the engine works."""
-        asleep = self.cfg.trainer.enable_sleep and not self.is_apart
+        asleep = getattr(self.plan.trainer, "enable_sleep", False) and not self.plan.is_apart
         return {
             "weights": self.step.weights,
             "masters": 0 if asleep else self.step.masters,
@@ -197,54 +138,58 @@ class RunMemory:
 
     def trainer_at_work(self) -> dict[str, int]:
         """At the peak of its step, besides the engine."""
-        step = self.step
-        held = step.weights + step.masters + step.optimizer
-        return {
-            "weights": step.weights,
-            "masters": step.masters,
-            "moments": step.optimizer,
-            "gradients, activations and work": step.peak - held,
-            "reference": self.reference,
-        }
+        return {**self.step.parts, "reference": self.reference}
 
     # -- the engine ------------------------------------------------------------------------------
 
     @property
+    def _engine(self) -> tuple[Role, EngineConfig]:
+        assert self.role is not None
+        assert self.plan.engine is not None
+        return self.role, self.plan.engine
+
+    @property
     def engine_weights(self) -> int:
         """What the engine samples with, where that is not the trainer's own module."""
-        is_alias = self.sizes.world == 1 and not self.cfg.model.lora.rank and not self.is_vllm
-        if is_alias and not self.cfg.num_engines_apart:
+        role, _ = self._engine
+        if role.aliases_weights_of is not None:
             return 0
-        parts = self.cfg.engine.tensor_parallel_size
-        return -(-self.shape.weight_bytes(self.num_bytes) // parts)
+        return -(-self.shape.weight_bytes(self.num_bytes) // role.axes.tensor)
 
     @property
     def engine_step(self) -> int:
         """Of the largest prefill, and of decode, whose graphs keep their memory to themselves."""
-        engine, shape = self.cfg.engine, self.shape
+        (role, engine), shape = self._engine, self.shape
         if self.length_share > 1:
             return 0
-        values = 3 * shape.intermediate_size // engine.tensor_parallel_size + 2 * shape.hidden_size
+        values = 3 * shape.intermediate_size // role.axes.tensor + 2 * shape.hidden_size
         logits = engine.max_num_seqs * shape.vocab_size * (4 + self.num_bytes)
         return engine.max_num_batched_tokens * values * self.num_bytes + logits
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Of one token in the cache, on each device of an engine."""
+        num_bytes = {"fp8": 1, "bfloat16": 2, "float32": 4}[self.plan.kv_dtype]
+        return self.shape.kv_bytes_per_token(num_bytes) // self._engine[0].axes.tensor
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that an engine must have room for: what it is made for, as far as it is known."""
+        return self.plan.max_model_len or self.plan.max_sequence_tokens
+
+    @property
     def sequence_bytes(self) -> int | None:
         """Keys and values of one sequence of full length."""
-        if self.max_model_len is None:
+        length, block_size = self.max_length, self._engine[1].block_size
+        if length is None:
             return None
-        engine = self.cfg.engine
-        device = "cpu" if self.is_on_cpu else "cuda"
-        kv_bytes = 1 if kv_dtype(engine, self.cfg.model, device) == "fp8" else self.num_bytes
-        num_tokens = -(-self.max_model_len // engine.block_size) * engine.block_size
-        per_token = self.shape.kv_bytes_per_token(kv_bytes) // engine.tensor_parallel_size
-        return num_tokens * per_token
+        return -(-length // block_size) * block_size * self.kv_bytes_per_token
 
     @cached_property
     def cache(self) -> int | None:
         """Bytes of the KV cache, as the engine chooses them; None where they are not known."""
-        engine = self.cfg.engine
-        if self.is_on_cpu:
+        (role, engine), plan = self._engine, self.plan
+        if plan.is_on_cpu:
             return self._touched_cache
         if engine.kv_cache_gib is not None:
             return int(engine.kv_cache_gib * _GIB)
@@ -254,9 +199,10 @@ class RunMemory:
         own = self.engine_weights + self.engine_step
         limits = [int(total * engine.gpu_memory_utilization) - own]
         if not self.is_vllm:
-            beside = 0 if self.is_apart else sum(self.trainer_at_rest(has_moments=False).values())
+            is_beside = role.shares_devices_of is not None
+            beside = sum(self.trainer_at_rest(has_moments=False).values()) if is_beside else 0
             limits.append(total - CONTEXT_BYTES - beside - own - CACHE_MARGIN_BYTES)
-            if self.sequence_bytes is not None:
+            if plan.max_model_len is not None and self.sequence_bytes is not None:
                 limits.append(engine.max_num_seqs * self.sequence_bytes)
         return max(min(limits), 0)
 
@@ -264,31 +210,27 @@ class RunMemory:
     def _touched_cache(self) -> int:
         """Bytes of a cache in host memory that the sequences of a step write to: the others are
         never taken from the system."""
-        engine, rollout = self.cfg.engine, self.cfg.rollout
+        (_, engine), batch = self._engine, self.plan.batch
         gib = engine.kv_cache_gib
         size = CPU_CACHE_BYTES if gib is None else int(gib * _GIB)
-        most = min(engine.max_num_seqs, rollout.prompts_per_step * rollout.n_samples_per_prompt)
-        per_token = self.shape.kv_bytes_per_token(self.num_bytes) // engine.tensor_parallel_size
-        return min(size, most * self.longest * per_token)
+        if batch is None:  # where nothing has been written to
+            return 0
+        most = min(engine.max_num_seqs, batch.samples_per_step)
+        return min(size, most * self.longest * self.kv_bytes_per_token)
 
     @property
     def _process(self) -> dict[str, int]:
         """What a process has besides the model."""
-        return {"Python and torch": PROCESS_BYTES} if self.is_on_cpu else {"CUDA": CONTEXT_BYTES}
+        on_cpu = self.plan.is_on_cpu
+        return {"Python and torch": PROCESS_BYTES} if on_cpu else {"CUDA": CONTEXT_BYTES}
 
     @property
     def lacks_room_for_one(self) -> bool:
         """Whether the cache is too small for the engine to start."""
+        if self.role is None:
+            return False
         known = self.cache is not None and self.sequence_bytes is not None
-        return known and self.cache_gib < self.sequence_gib
-
-    @property
-    def cache_gib(self) -> float:
-        return (self.cache or 0) / _GIB
-
-    @property
-    def sequence_gib(self) -> float:
-        return (self.sequence_bytes or 0) / _GIB
+        return known and (self.cache or 0) < (self.sequence_bytes or 0)
 
     def engine(self, *, awake: bool) -> dict[str, int]:
         weights_stay = awake or not self.is_vllm
@@ -300,41 +242,52 @@ class RunMemory:
     # -- phases ----------------------------------------------------------------------------------
 
     def phases(self) -> tuple[Phase, ...]:
-        if self.has_engine_thread:
+        """Of a step, on the device that has most."""
+        plan = self.plan
+        if self.role is None:
+            return (Phase("train", "", self.trainer_at_work() | self._process),)
+        if plan.trainer is None:
+            return (Phase("generate", "", self._generating()),)
+        if self.role.where == "thread":
             phases = self._together()
         else:
-            phases = self._apart() if self.is_apart else self._shared()
-        return (*phases, self._scoring()) if self.cfg.cluster.num_references else phases
+            phases = self._apart() if plan.is_apart else self._shared()
+        reference = plan.roles.get("reference")
+        is_apart = reference is not None and reference.shares_devices_of is None
+        return (*phases, self._scoring()) if is_apart else phases
+
+    def _generating(self) -> dict[str, int]:
+        return self.engine(awake=True) | {"engine's step": self.engine_step} | self._process
 
     def _shared(self) -> tuple[Phase, ...]:
         at_rest, awake = self.trainer_at_rest(), self.engine(awake=True)
-        asleep = self.engine(awake=not self.cfg.engine.enable_sleep)
+        asleep = self.engine(awake=not self._engine[1].enable_sleep)
         moving = self._moving if self.engine_weights else 0
-        rest = self._process
         return (
-            Phase("generate", "", at_rest | awake | {"engine's step": self.engine_step} | rest),
-            Phase("train", "", self.trainer_at_work() | asleep | rest),
-            Phase("sync", "", at_rest | awake | {"weights on their way": moving} | rest),
+            Phase("generate", "", at_rest | self._generating()),
+            Phase("train", "", self.trainer_at_work() | asleep | self._process),
+            Phase("sync", "", at_rest | awake | {"weights on their way": moving} | self._process),
         )
 
     def _apart(self) -> tuple[Phase, ...]:
-        at_rest, engine = self.trainer_at_rest(), self.engine(awake=True)
-        bucket = self.cfg.cluster.update_weight_buffer_size
-        rest = self._process
+        at_rest, engine, rest = self.trainer_at_rest(), self.engine(awake=True), self._process
+        assert isinstance(self.plan.config, RLConfig)
+        bucket = self.plan.config.cluster.update_weight_buffer_size
         # Two are under way; an engine still has to deliver the end of a third.
         sent, received = self._moving + 2 * bucket, 3 * bucket
         return (
             Phase("train", "trainer", self.trainer_at_work() | rest),
             Phase("sync", "trainer", at_rest | {"weights on their way": sent} | rest),
-            Phase("generate", "engine", engine | {"engine's step": self.engine_step} | rest),
+            Phase("generate", "engine", self._generating()),
             Phase("sync", "engine", engine | {"weights on their way": received} | rest),
         )
 
     def _together(self) -> tuple[Phase, ...]:
         """An engine in a thread of the trainer: both are at work on one device."""
         engine, rest = self.engine(awake=True), self._process
+        assert isinstance(self.plan.config, RLConfig)
         # Two buckets are sent and up to three received; none is larger than the weights.
-        buckets = 5 * min(self.cfg.cluster.update_weight_buffer_size, self.engine_weights)
+        buckets = 5 * min(self.plan.config.cluster.update_weight_buffer_size, self.engine_weights)
         moving = {"weights on their way": 2 * self._moving + buckets}
         work = self.trainer_at_work() | engine | {"engine's step": self.engine_step}
         return (
@@ -344,8 +297,10 @@ class RunMemory:
 
     def _scoring(self) -> Phase:
         """A pass of a reference: the widest moment of a layer, or of the head."""
-        trainer, shape, values = self.cfg.trainer, self.shape, self.num_bytes
-        num_rows = self.cfg.rollout.prompts_per_step * self.cfg.rollout.n_samples_per_prompt
+        trainer, shape, values = self.plan.trainer, self.shape, self.num_bytes
+        assert trainer is not None
+        assert self.plan.batch is not None
+        num_rows = self.plan.batch.samples_per_step
         if trainer.micro_batch_size is not None:
             num_tokens = min(trainer.micro_batch_size, num_rows) * self.longest
         else:
@@ -365,7 +320,7 @@ class RunMemory:
     def _moving(self) -> int:
         """Whole weights that exist beside both sides': a group, and the tensor that ends it, which
         several processes gather from parts of it in the format that travels."""
-        head = self.shape.head_params * self.num_bytes
-        if self.sizes.fsdp == 1:
+        head, sizes = self.shape.head_params * self.num_bytes, self.plan.policy.axes
+        if sizes.fsdp == 1:
             return GROUP_BYTES + head
-        return GROUP_BYTES + max(head + head // self.sizes.fsdp, 2 * GATHER_BYTES)
+        return GROUP_BYTES + max(head + head // sizes.fsdp, 2 * GATHER_BYTES)

@@ -84,8 +84,8 @@ _PIPELINE = (
             fix=f"{side}.enable_sleep = false | set {_ENGINES}")
       for side in ("engine", "trainer")),
     error("pipeline.enabled", f"{_ENGINES} = 0", "run.device = cuda",
-          why="the engine runs in a thread beside the trainer, and on a GPU neither may wait for the "
-          "device while the other records CUDA graphs",
+          why="the engine runs in a thread beside the trainer, and on a GPU neither may wait for "
+          "the device while the other records CUDA graphs",
           fix=f"set {_ENGINES} | run.device = cpu | pipeline.enabled = false"),
     error(f"{_SIZE} > 1", "pipeline.enabled", f"{_ENGINES} = 0",
           why="the engine runs in a thread of the first training process",

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from hone.config import derived
-from hone.config.derived import derived_eval, derived_generate, derived_rl, derived_sft
 from hone.config.load import load_config
+from hone.config.model_facts import ModelFacts
+from hone.config.plan import BatchArithmetic, Command, Devices, RunPlan, resolve
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.families.shape import ModelShape
+from hone.planner.lines import plan_lines
 from tests.config.workspace import BASE, CONTEXT
 
 # Columns: prompts, n, prompts a mini-batch, epochs, run steps, prompt tokens, completion tokens ->
@@ -58,8 +60,32 @@ LOCAL = [
 ]
 
 
-def rows(cfg: RLConfig, **options: Any) -> dict[str, Any]:
-    return {row.name: row.value for row in derived.derived_rl(cfg, **options)}
+GIB = 2**30
+MODEL = ModelShape(
+    family="llama",
+    num_layers=4,
+    hidden_size=1024,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=4096,
+    vocab_size=32_000,
+    tied=True,
+)
+
+
+def planned(cfg: Command, shape: ModelShape | None = None, world_size: int | None = None):
+    device = "cpu" if cfg.run.device == "cpu" else "cuda"
+    facts = ModelFacts.of_shape(shape) if shape else ModelFacts.read(cfg.model.path or "")
+    if shape is None and facts is not None:  # the workspace's model, of which memory is not asked
+        facts = ModelFacts(
+            context_length=facts.context_length, kv_values_per_token=facts.kv_values_per_token
+        )
+    return resolve(cfg, facts, Devices(kind=device), world_size=world_size)
+
+
+def rows(cfg: Command, **options: Any) -> dict[str, Any]:
+    return {line.name: line.value for line in plan_lines(planned(cfg, **options))}
 
 
 def configured(**values: Any) -> RLConfig:
@@ -124,45 +150,60 @@ def test_there_are_thirty_golden_configurations() -> None:
     assert len(GLOBAL) + len(LOCAL) >= 30
 
 
-def _epochs_forgotten(cfg: RLConfig) -> int:
-    return cfg.rollout.prompts_per_step // (cfg.trainer.prompts_per_minibatch or 1)
+def _epochs_forgotten(batch: BatchArithmetic) -> int:
+    return batch.num_minibatches
 
 
-def _mini_batch_in_samples(cfg: RLConfig) -> int:
-    samples = cfg.rollout.prompts_per_step * cfg.rollout.n_samples_per_prompt
-    return samples // (cfg.trainer.prompts_per_minibatch or samples) * cfg.trainer.num_epochs
+def _mini_batch_in_samples(batch: BatchArithmetic) -> int:
+    return batch.samples_per_step // batch.prompts_per_minibatch * batch.num_epochs
 
 
-def _rounded_down(total: int, part: int) -> int:
-    return total // part
+def _rounded_down(plan: RunPlan) -> int:
+    return plan.rows_per_data_rank // plan.min_micro_batch
 
 
 @pytest.mark.parametrize(
-    ("name", "bug"),
+    ("owner", "name", "bug"),
     [
-        ("optimizer_steps_per_rollout", _epochs_forgotten),
-        ("optimizer_steps_per_rollout", _mini_batch_in_samples),
-        ("_ceil", _rounded_down),
+        (BatchArithmetic, "optimizer_steps_per_rollout", _epochs_forgotten),
+        (BatchArithmetic, "optimizer_steps_per_rollout", _mini_batch_in_samples),
+        (RunPlan, "max_accumulation", _rounded_down),
     ],
 )
 def test_R22_planted_batch_words(
-    name: str, bug: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, bug: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(derived, name, bug)
+    monkeypatch.setattr(owner, name, property(bug))
     with pytest.raises(AssertionError):
         check_golden()
 
 
-def test_memory_of_a_model(workspace: Path) -> None:
-    """One billion parameters: 2 + 4 + 4 + 8 bytes each in bfloat16, 4 + 0 + 4 + 8 in float32."""
-    cfg = load_config(RLConfig, None, [*BASE["rl"], "--run.device=cuda"])
-    found = rows(cfg, num_params=2**30)
-    names = ("weights_gib", "masters_gib", "gradients_gib", "optimizer_gib", "total_gib")
-    assert [found[name] for name in names] == [2, 4, 4, 8, 18]
-    cfg = load_config(RLConfig, None, [*BASE["rl"], "--run.device=cpu", "--algorithm.kl.coef=1"])
-    found = rows(cfg, num_params=2**30)
-    assert [found[name] for name in names] == [4, 0, 4, 8, 20]
-    assert found["reference_gib"] == 4
+NAMES = ("weights_gib", "masters_gib", "gradients_gib", "optimizer_gib", "total_gib", "host_gib")
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_bytes"),
+    [
+        (("--run.device=cuda",), (2, 4, 4, 8, 18, 0)),
+        (("--run.device=cpu",), (4, 0, 4, 8, 16, 0)),
+        (("--run.device=cpu", "--algorithm.kl.coef=1"), (4, 0, 4, 8, 20, 0)),
+        (("--trainer.optimizer.state_dtype=bfloat16",), (2, 4, 4, 4, 14, 0)),
+        (("--trainer.offload_optimizer=true",), (2, 0, 4, 0, 6, 12)),
+        (
+            (
+                "--trainer.offload_optimizer=true",
+                "--trainer.offload_gradients=true",
+                "--trainer.optimizer.state_dtype=bfloat16",
+            ),
+            (2, 0, 0, 0, 2, 12),
+        ),
+    ],
+)
+def test_memory_of_a_model(flags: tuple[str, ...], num_bytes: Any, workspace: Path) -> None:
+    """Bytes a parameter, by kind, wherever settings put them."""
+    found = rows(load_config(RLConfig, None, [*BASE["rl"], *flags]), shape=MODEL)
+    for name, number in zip(NAMES, num_bytes, strict=True):
+        assert found[name] == pytest.approx(number * MODEL.num_params / GIB, abs=1e-3), name
 
 
 def test_memory_of_engines_and_references(workspace: Path) -> None:
@@ -170,20 +211,23 @@ def test_memory_of_engines_and_references(workspace: Path) -> None:
 
     def found(*flags: str, world_size: int = 1) -> dict[str, Any]:
         cfg = load_config(RLConfig, None, [*BASE["rl"], "--run.device=cuda", *flags])
-        return rows(cfg, world_size=world_size, num_params=2**30)
+        return rows(cfg, world_size=world_size, shape=MODEL)
 
+    whole = pytest.approx(2 * MODEL.num_params / GIB, abs=1e-3)
+    quarter = pytest.approx(2 * MODEL.num_params / GIB / 4, abs=1e-3)
     kl, apart = "--algorithm.kl.coef=1", ("--cluster.num_trainers=4", "--cluster.num_engines=2")
     assert "engine_gib" not in found()
-    assert found(world_size=4)["engine_gib"] == 2
+    assert found(world_size=4)["engine_gib"] == whole
     assert "engine_gib" not in found(*apart, world_size=4)
-    assert found("--engine.backend=vllm")["engine_gib"] == 2
+    assert found("--engine.backend=vllm")["engine_gib"] == whole
     for stage in ("0", "1", "3"):
         flags = (kl, f"--trainer.parallel.zero_stage={stage}")
-        assert found(*flags, world_size=4)["reference_gib"] == 0.5
+        assert found(*flags, world_size=4)["reference_gib"] == quarter
     assert "reference_gib" not in found(kl, "--cluster.num_references=1")
     adapted = found(kl, "--model.lora.rank=8")
-    assert adapted["engine_gib"] == 2
-    assert adapted.keys().isdisjoint({"reference_gib", "masters_gib", "optimizer_gib"})
+    assert adapted["engine_gib"] == whole
+    assert "reference_gib" not in adapted
+    assert adapted["optimizer_gib"] < 0.1
 
 
 @pytest.mark.parametrize(
@@ -214,7 +258,7 @@ def test_a_cluster_is_added_up_and_its_lead_bounded(
     assert synchronous.keys().isdisjoint(names)
     assert "devices" not in rows(load_config(RLConfig, None, BASE["rl"]))
     unknown = load_config(RLConfig, None, [*BASE["rl"], *flags[:3]])
-    (devices,) = (row for row in derived_rl(unknown, world_size=8) if row.name == "devices")
+    (devices,) = (x for x in plan_lines(planned(unknown, world_size=8)) if x.name == "devices")
     assert "cluster.devices_per_node is unset" in devices.how
     scoring = ("--cluster.num_references=3", "--algorithm.kl.coef=0.1")
     found = rows(load_config(RLConfig, None, [*BASE["rl"], *flags, *scoring]), world_size=8)
@@ -233,12 +277,19 @@ def test_the_kv_cache_of_a_model(workspace: Path) -> None:
 
 def test_the_other_commands(workspace: Path) -> None:
     sft = load_config(SFTConfig, None, [*BASE["sft"], "--data.examples_per_step=10"])
-    found = {row.name: row.value for row in derived_sft(sft, num_params=10)}
+    found = rows(sft)
     assert (found["samples_per_optimizer_step"], found["optimizer_steps"]) == (10, 100)
     assert (found["min_micro_batch_size"], found["max_accumulation"]) == (8, 2)
     evaluate = load_config(EvaluateConfig, None, BASE["eval"])
-    assert {row.name for row in derived_eval(evaluate, num_params=10)} >= {"weights_gib"}
+    assert "weights_gib" in rows(evaluate, shape=MODEL)
     generate = load_config(GenerateConfig, None, [*BASE["generate"], "--n_samples_per_prompt=4"])
-    found = {row.name: row.value for row in derived_generate(generate)}
-    assert found["samples_per_prompt"] == 4
-    assert {row.name for row in derived_rl(configured())}.isdisjoint({"weights_gib"})
+    assert rows(generate)["samples_per_prompt"] == 4
+    assert "weights_gib" not in rows(configured())
+
+
+def test_processes_that_make_no_mesh_have_a_plan_and_no_numbers(workspace: Path) -> None:
+    cfg = load_config(RLConfig, None, [*BASE["rl"], "--trainer.parallel.ring_size=3"])
+    plan = planned(cfg, world_size=4)
+    assert "which does not divide" in (plan.problem or "")
+    assert plan_lines(plan) == []
+    assert plan.policy.axes.world == 3

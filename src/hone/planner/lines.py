@@ -1,0 +1,244 @@
+"""The numbers of a plan, one a line, as `hone check` prints them.
+
+Algorithmic batch sizes are global, so they do not change with the number of devices; micro-batches
+are local. Their link is `mini = micro x accumulation x data-parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hone.config.plan import BatchArithmetic, RunPlan
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.planner.run_memory import RunMemory
+
+__all__ = ["Line", "plan_lines"]
+
+_GIB = 2**30
+
+
+class Line(NamedTuple):
+    """One number, and how it comes about."""
+
+    name: str
+    value: int | float | str
+    how: str
+
+
+def plan_lines(plan: RunPlan) -> list[Line]:
+    """What a run does and takes; nothing where its processes cannot be laid out."""
+    if plan.problem is not None:
+        return []
+    lines = [*_steps(plan), *_cluster(plan), *_pipeline(plan)]
+    if plan.batch is not None and plan.trainer is not None:
+        lines += [*_layout(plan), *_micro_batches(plan, plan.batch)]
+    return [*lines, *_engine(plan), *_memory(plan)]
+
+
+def _steps(plan: RunPlan) -> Iterator[Line]:
+    cfg, batch, longest = plan.config, plan.batch, plan.max_sequence_tokens
+    if batch is None:
+        samples = cfg.n_samples_per_prompt if isinstance(cfg, GenerateConfig) else None
+        if isinstance(cfg, EvaluateConfig):
+            samples = cfg.eval.n_samples_per_prompt
+        if samples is not None:
+            yield Line("samples_per_prompt", samples, "n_samples_per_prompt")
+    elif isinstance(cfg, SFTConfig):
+        yield Line("samples_per_optimizer_step", batch.samples_per_step, "data.examples_per_step")
+        yield Line("optimizer_steps", batch.optimizer_steps, "run.steps")
+    else:
+        yield from _rollouts(batch)
+    if longest is None:
+        return
+    parts = plan.max_sequence_parts
+    how = " + ".join(f"{key} {value}" for key, value in parts.items())
+    yield Line("max_sequence_tokens", longest, how)
+    if batch is not None:
+        rows = batch.samples_per_step
+        what = "rows" if isinstance(cfg, SFTConfig) else "samples"
+        yield Line("max_tokens_per_step", rows * longest, f"{rows} {what} x {longest}")
+
+
+def _rollouts(batch: BatchArithmetic) -> Iterator[Line]:
+    num_samples, steps = batch.samples_per_prompt, batch.optimizer_steps_per_rollout
+    yield Line("prompts_per_step", batch.prompts_per_step, "rollout.prompts_per_step")
+    yield Line(
+        "samples_per_step",
+        batch.samples_per_step,
+        f"{batch.prompts_per_step} prompts x {num_samples} samples",
+    )
+    yield Line(
+        "optimizer_steps_per_rollout",
+        steps,
+        f"{batch.num_minibatches} mini-batches x {batch.num_epochs} epochs",
+    )
+    yield Line(
+        "samples_per_optimizer_step",
+        batch.samples_per_optimizer_step,
+        f"{batch.prompts_per_minibatch} prompts x {num_samples}",
+    )
+    yield Line(
+        "optimizer_steps", batch.optimizer_steps, f"{batch.num_steps} steps x {steps} a rollout"
+    )
+
+
+def _cluster(plan: RunPlan) -> Iterator[Line]:
+    """Devices by role, where not all are the trainers'."""
+    cfg = plan.config
+    if not isinstance(cfg, RLConfig) or not cfg.cluster.is_used:
+        return
+    cluster, roles = cfg.cluster, cfg.cluster.devices(cfg.engine.tensor_parallel_size)
+    for role in roles:
+        yield Line(f"{role.role}_devices", role.number, role.words)
+    there = "; not checked against what there is: cluster.devices_per_node is unset"
+    if cluster.devices_per_node is not None:
+        held = cluster.num_nodes * cluster.devices_per_node
+        there = f"; there are {cluster.num_nodes} nodes x {cluster.devices_per_node} = {held}"
+    numbers = [role.number for role in roles]
+    yield Line("devices", sum(numbers), f"{' + '.join(map(str, numbers))}{there}")
+
+
+def _pipeline(plan: RunPlan) -> Iterator[Line]:
+    """How far sampling runs ahead of the training, where it does."""
+    cfg = plan.config
+    if not isinstance(cfg, RLConfig) or not cfg.pipeline.enabled:
+        return
+    prompts, staleness = cfg.rollout.prompts_per_step, cfg.pipeline.max_staleness
+    queue = cfg.pipeline.async_queue_size
+    ahead = staleness if queue is None else min(queue, staleness)
+    yield Line(
+        "groups_ahead",
+        ahead * prompts,
+        f"{ahead} batches of {prompts} prompts: pipeline.max_staleness {staleness}"
+        + ("" if queue is None else f" or pipeline.async_queue_size {queue}, the lesser"),
+    )
+    yield Line(
+        "max_open_groups", (1 + ahead) * prompts, "those, and the batch that is trained next"
+    )
+    yield Line("max_staleness", staleness, "updates between the weights of a sample and its own")
+
+
+def _layout(plan: RunPlan) -> Iterator[Line]:
+    """Which process has what of an optimizer step's rows; nothing with one process."""
+    sizes = plan.policy.axes
+    assert plan.batch is not None
+    assert plan.trainer is not None
+    if sizes.world == 1:
+        return
+    yield Line("processes", sizes.world, "one a device")
+    yield Line(
+        "layout",
+        f"{sizes.data} x {sizes.ring} x {sizes.ulysses} x {sizes.tensor}",
+        "data x ring x ulysses x tensor; the last are neighbours",
+    )
+    yield Line(
+        "shards",
+        sizes.fsdp * sizes.tensor,
+        f"of what zero_stage {plan.trainer.parallel.zero_stage} cuts: fsdp {sizes.fsdp} x tensor "
+        f"{sizes.tensor}",
+    )
+    yield Line(
+        "rows_per_data_rank",
+        plan.rows_per_data_rank,
+        f"{plan.batch.samples_per_optimizer_step} rows of an optimizer step / data {sizes.data}, "
+        "at most",
+    )
+
+
+def _micro_batches(plan: RunPlan, batch: BatchArithmetic) -> Iterator[Line]:
+    """The micro-batch identity, and the token budgets where they are what cuts."""
+    trainer, sizes = plan.trainer, plan.policy.axes
+    assert trainer is not None
+    micro, most = plan.min_micro_batch, plan.max_accumulation
+    identity = (
+        f"{batch.samples_per_optimizer_step} <= {micro} micro x {most} accumulation x "
+        f"{sizes.data} data ranks"
+    )
+    if trainer.micro_batch_size is not None:
+        yield Line("micro_batch_size", micro, "trainer.micro_batch_size; token budgets unused")
+        yield Line("accumulation", most, identity)
+        return
+    budget, row = trainer.max_tokens_per_microbatch, plan.tokens_per_packed_row
+    forward = trainer.max_tokens_per_forward or 2 * budget
+    yield Line("tokens_per_microbatch", budget, "forward and backward, on one device")
+    yield Line("tokens_per_forward", forward, "forward only, on one device")
+    if sizes.context > 1:
+        how = f"{budget} x ring {sizes.ring} x ulysses {sizes.ulysses}"
+        yield Line("tokens_per_packed_row", row, how)
+    fitting = f"sequences of {plan.max_sequence_tokens} tokens that fit {row}"
+    yield Line("min_micro_batch_size", micro, fitting)
+    yield Line("max_accumulation", most, f"{identity}, if all samples are of full length")
+
+
+def _engine(plan: RunPlan) -> Iterator[Line]:
+    engine, longest = plan.engine, plan.max_sequence_tokens
+    if engine is None or longest is None:
+        return
+    context = plan.model and plan.model.context_length
+    if context is not None:
+        yield Line("model_context_tokens", context, "config.json of model.path")
+    length = min(plan.max_model_len or longest, longest)
+    per_sequence = -(-length // engine.block_size)
+    blocks = per_sequence * engine.max_num_seqs
+    yield Line(
+        "kv_blocks_per_sequence", per_sequence, f"{length} tokens / {engine.block_size} a block"
+    )
+    yield Line(
+        "kv_blocks_at_full_load",
+        blocks,
+        f"{per_sequence} x engine.max_num_seqs {engine.max_num_seqs}",
+    )
+    per_token = plan.model and plan.model.kv_bytes_per_token(plan.kv_dtype)
+    if per_token is not None:
+        how = f"keys and values of all layers, {plan.kv_dtype}"
+        yield Line("kv_bytes_per_token", per_token, how)
+        yield Line(
+            "kv_gib_at_full_load",
+            round(blocks * engine.block_size * per_token / _GIB, 3),
+            f"{blocks} blocks x {engine.block_size} tokens",
+        )
+
+
+def _memory(plan: RunPlan) -> Iterator[Line]:
+    """Of one device, the one that has most: what stays between steps, and the peak of each phase
+    beside what there is."""
+    if plan.shape is None:
+        return
+    yield Line("parameters", plan.shape.num_params, "from config.json or the public name")
+    run, gpu = RunMemory(plan), plan.devices.gpu
+    has = "" if gpu is None or plan.is_on_cpu else f". {gpu.name} has {gpu.memory_gib}"
+    if plan.batch is not None:
+        step, shards = run.step, plan.policy.axes.fsdp * plan.policy.axes.tensor
+        how = f"{shards} shards" if shards > 1 else "of one process"
+        held = {
+            "weights": (step.weights, plan.dtype),
+            "masters": (step.masters, "float32, where weights are not"),
+            "gradients": (step.gradients, "float32"),
+            "optimizer": (step.optimizer, "moments"),
+        }
+        if run.role is not None and run.role.shares_devices_of and run.engine_weights:
+            held["engine"] = (run.engine_weights, f"{plan.dtype}, the engine's own")
+        if run.reference:
+            held["reference"] = (run.reference, f"{plan.dtype}, for the KL term")
+        for name, (num_bytes, what) in held.items():
+            yield _gib(f"{name}_gib", num_bytes, what if name == "engine" else f"{what}, {how}")
+        total = sum(num_bytes for num_bytes, _ in held.values())
+        yield _gib("total_gib", total, "of one device, before activations and KV cache")
+        yield _gib("host_gib", step.host, "of a process, in host memory: what is offloaded")
+        yield _gib("training_peak_gib", step.peak, f"{_words(step.parts)}{has}")
+    else:
+        yield _gib("weights_gib", run.engine_weights, plan.dtype)
+    if run.is_known and not plan.is_on_cpu and plan.engine is not None:
+        for phase in run.phases():
+            name = f"{phase.title.replace(' ', '_')}_peak_gib"
+            yield _gib(name, phase.num_bytes, f"{phase.sum_in_words}{has}")
+
+
+def _gib(name: str, num_bytes: int, how: str) -> Line:
+    gib = num_bytes / _GIB
+    return Line(name, round(gib, 1 if gib >= 10 else 3), how)
+
+
+def _words(parts: dict[str, int]) -> str:
+    return " + ".join(f"{name} {num / _GIB:.1f}" for name, num in parts.items())
