@@ -161,7 +161,10 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--engine.kv_cache_gib=1e-5"], "the KV cache is too small: engine.kv_cache_gib=1e-05"),
         (["--engine.max_num_seqs=900000000"], "max_num_seqs=900000000 sequences do not fit"),
-        (["--engine.max_model_len=513"], "max_model_len=513 exceeds the model's context length"),
+        (
+            ["--engine.max_model_len=513"],
+            "engine.max_model_len is 513, more than the context of the model",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_before_vllm_runs(
@@ -180,9 +183,9 @@ def test_what_does_not_fit_is_told_before_vllm_runs(
 @pytest.mark.parametrize(
     ("world_size", "size", "text"),
     [
-        ("2", 1, "takes 1 process where engine.tensor_parallel_size is 1, got 2: start it without"),
-        ("4", 2, "is 2, got 4: start it with `torchrun --nproc-per-node 2"),
-        (None, 2, "is 2, got 1: start it with `torchrun --nproc-per-node 2"),
+        ("2", 1, "tensor_parallel_size is 1, and not the number of processes (2)"),
+        ("4", 2, "is 2, and not the number of processes (4)"),
+        (None, 2, "is 2, and not the number of processes (1)"),
     ],
 )
 def test_processes_that_do_not_fit(
@@ -222,7 +225,7 @@ def test_exact_mode_reaches_model_and_engine(
     text = output(
         capsys, *base, "--model.exact=true", "--run.device=cpu", "--workload=requests.jsonl", code=2
     )
-    assert "model.exact is on, which run.device cpu cannot serve" in text
+    assert "model.exact is on, and run.device is cpu" in text
     output(capsys, *base, "--model.exact=true", "--workload=requests.jsonl")
     assert seen == [True, True]
 
@@ -232,16 +235,22 @@ def test_exact_mode_reaches_model_and_engine(
     ("flags", "texts"),
     [
         (["--workload=unifrom"], ["'unifrom'", "Did you mean 'uniform'?"]),
-        (["--workload=nothing.jsonl"], ["neither a file of requests nor one of decode, uniform"]),
+        (["--workload=nothing.jsonl"], ["a file of requests, or one of decode, uniform"]),
         (["--against=vllm"], ["against=vllm needs the `vllm` library"]),
         (["--against=sglang"], ["against: got 'sglang'"]),
-        (["--model.shape=qwen3-0.6b"], ["both model.path and model.shape are set"]),
-        (["--model.path=null"], ["neither model.path nor model.shape is set"]),
+        (
+            ["--model.shape=qwen3-0.6b"],
+            ["there is one model. Remove model.path, or remove model.shape"],
+        ),
+        (["--model.path=null"], ["model.path is unset, and model.shape is unset"]),
         (["--model.path=nowhere/"], ["model.path 'nowhere/' does not exist"]),
         (["--model.path=modl"], ["model.path 'modl' does not exist", "Did you mean 'model'?"]),
         (["--model.init=pretrained"], ["holds no weights"]),
         (["--workload=decode", "--decode.batch=300"], ["decode.batch is 300", "max_num_seqs"]),
-        (["--workload=decode"], ["decode.context is 1024", "context of 512"]),
+        (
+            ["--workload=decode"],
+            ["decode.context is 1024", "context of the model at model.path (512)"],
+        ),
         (["--workload=decode", "--decode.context=60"], ["decode.context=60 is too short"]),
         (["--workload=uniform"], ["request ", "the model's context length is 512"]),
         (
@@ -249,7 +258,7 @@ def test_exact_mode_reaches_model_and_engine(
             ["1/0 has 40 prompt and 12 output tokens, 52 in all, but engine.max_model_len is 50"],
         ),
         (["--workload=bad.jsonl"], ["bad.jsonl, line 2: unknown key 'max_token'"]),
-        (["--output=model"], ["output is 'model'; give the path of a .json file"]),
+        (["--output=model"], ["output is 'model'. Give the path of a .json file"]),
         (["--output=folder.json"], ["output 'folder.json' is a folder"]),
         (["--output=bad.jsonl/x/y.json"], ["bad.jsonl', which is no folder"]),
         (["--decode.steps=3"], ["decode.steps has no effect with workload uniform"]),

@@ -15,9 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.bench import train
 from hone.bench.train_rows import draw_rows, row_lengths
+from hone.cli.command import plan_here
 from hone.cli.main import main
 from hone.config import schema
 from hone.config.errors import UserError
+from hone.config.rules import findings
 from hone.config.tree import BenchTrainConfig
 from hone.models.tiny import make_tiny_model
 from hone.trainer.optimizer import Optimizer
@@ -204,25 +206,31 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--workload=empty.jsonl"], ["holds no rows"]),
         (
             ["--workload=rows.jsonl", "--trainer.max_tokens_per_microbatch=19"],
-            ["trainer.max_tokens_per_microbatch is 19", "the longest row of rows.jsonl = 20"],
+            [
+                "trainer.max_tokens_per_microbatch is 19",
+                "less than the longest row (workload = 20)",
+            ],
         ),
         (
             ["--rows.tokens=400", "--trainer.max_tokens_per_microbatch=300"],
             ["trainer.max_tokens_per_microbatch is 300", "rows.tokens = 400"],
         ),
-        (["--rows.tokens=600"], ["rows.tokens is 600 tokens", "a context of 512"]),
-        (["--model.shape=qwen3-0.6b"], ["both model.path and model.shape are set"]),
-        (["--model.path=null"], ["neither model.path nor model.shape is set"]),
+        (["--rows.tokens=600"], ["the longest row is 600 (rows.tokens)", "at most 512 tokens"]),
+        (
+            ["--model.shape=qwen3-0.6b"],
+            ["there is one model. Remove model.path, or remove model.shape"],
+        ),
+        (["--model.path=null"], ["model.path is unset, and model.shape is unset"]),
         (["--model.init=pretrained"], ["holds no weights"]),
         (
             ["--trainer.optimizer.name=muon", "--trainer.offload_optimizer"],
-            ["trainer.optimizer.name is muon, and trainer.offload_optimizer is on"],
+            ["trainer.offload_optimizer is on, and trainer.optimizer.name is muon"],
         ),
-        (["--model.exact"], ["model.exact is on, which run.device cpu cannot serve"]),
+        (["--model.exact"], ["model.exact is on, and run.device is cpu"]),
         (["--model.lora.load_in_4bit"], ["model.lora.rank is 0"]),
         (["--trainer.offload_activations"], ["trainer.recompute is off"]),
         (["--trainer.parallel.ring_size=2"], ["2 processes a replica", "number of processes, 1"]),
-        (["--output=model"], ["output is 'model'; give the path of a .json file"]),
+        (["--output=model"], ["output is 'model'. Give the path of a .json file"]),
         (["--rows.token=9"], ["did you mean --rows.tokens?"]),
     ],
 )
@@ -283,7 +291,7 @@ def test_warnings() -> None:
             "trainer": {"num_epochs": 2, "parity": {"enabled": False}},
         }
     )
-    messages = [finding.message for finding in train.check(cfg, 8)]
+    messages = [finding.message for finding in findings(plan_here(cfg, 8), **train.rows_facts(cfg))]
     for part in (
         "trainer.num_epochs has no effect",
         "trainer.parity has no effect",
@@ -306,7 +314,8 @@ def test_processes_that_share_rows_all_have_some() -> None:
                 },
             }
         )
-        return [finding.message for finding in train.check(cfg, 4) if finding.level == "warning"]
+        found = findings(plan_here(cfg, 4), **train.rows_facts(cfg))
+        return [finding.message for finding in found if finding.level == "warning"]
 
     assert warnings(4) == []
     assert any("fewer than the 2 groups of 2 processes" in message for message in warnings(2))

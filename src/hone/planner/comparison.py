@@ -233,8 +233,12 @@ def _plan(cfg: SimulateConfig, shape: ModelShape, gpu: Peaks, placement: Placeme
     trainer = cfg.trainer
     if not placement.colocated or placement.num_trainers > 1:
         trainer = trainer.model_copy(update={"enable_sleep": False})
+    pipeline = cfg.pipeline
+    if placement.colocated:  # trainers and engines take turns
+        pipeline = pipeline.model_copy(update={"enabled": False})
     placed = cfg.model_copy(
         update={
+            "pipeline": pipeline,
             "cluster": _cluster(cfg.cluster, placement),
             "engine": cfg.engine.model_copy(update=engine),
             "trainer": trainer,
