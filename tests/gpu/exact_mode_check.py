@@ -36,7 +36,7 @@ from hone.config.model import ModelConfig
 from hone.config.trainer import TrainerConfig
 from hone.engine import EmbeddedEngine
 from hone.loops.parity import measure_parity
-from hone.models.exact_decoder import ExactLayer
+from hone.models.exact_decoder import ExactPagedOps
 from hone.models.load import load_model
 from hone.models.tiny import make_model_folder
 from hone.observe.metrics import to_scalars
@@ -231,20 +231,21 @@ def check_bits(run: Run, name: str, make: Callable[[], PreTrainedModel]) -> None
 
 def check_planted(run: Run, name: str, model, requests, trainer) -> None:
     """One operation of the engine that depends on the batch."""
-    right_linear, right_attention = ExactLayer.sum_linear, ExactLayer.attend_paged
+    right_linear, right_attention = ExactPagedOps.sum_linear, ExactPagedOps.attend_rotated
 
     def linear(self, x, projection):
-        return F.linear(x, *projection)
+        return F.linear(x, projection.weight, projection.bias)
 
-    def attention(self, q, k, v, context, *, write):
-        options = {"scale": self.scale, "window": self.window, "write": write}
-        return attend_paged(q, k, v, self.index, context, **options)
+    def attention(self, *arguments, write):
+        q, k, v, heads, context = arguments
+        options = {"scale": heads.scale, "window": heads.window, "write": write}
+        return attend_paged(q, k, v, heads.layer_index, context, **options)
 
     chosen = [request for request in requests if request.sampling.temperature == 0.7]
-    for fault, planted in (("sum_linear", linear), ("attend_paged", attention)):
-        setattr(ExactLayer, fault, planted)
+    for fault, planted in (("sum_linear", linear), ("attend_rotated", attention)):
+        setattr(ExactPagedOps, fault, planted)
         completions = sample(make_engine(model), chosen)
-        ExactLayer.sum_linear, ExactLayer.attend_paged = right_linear, right_attention
+        ExactPagedOps.sum_linear, ExactPagedOps.attend_rotated = right_linear, right_attention
         rows = rows_of(chosen, completions)
         report = measure_parity(rows, trainer)
         run.check(f"{name}: planted ordinary {fault} is seen", report.max_difference > 0, report)

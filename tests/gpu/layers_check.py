@@ -28,8 +28,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from hone.attention import ATTENTION_NAME, PackedContext, PagedContext, triton_write
 from hone.attention.context import FP8_DTYPE
-from hone.models import fused_layers, product_kernels
 from hone.models import layer_kernels as kernels
+from hone.models import layer_ops, product_kernels
 from hone.models.decoder import alias_module, hidden_states
 from hone.models.fused_layers import FusedDecoder
 from hone.models.generation import generation_model
@@ -332,8 +332,8 @@ def time_layers(shape: str, num_layers: int, *, compiled_at: tuple[int, ...]) ->
         variants[name].config._attn_implementation = "skipped"
     for layer in variants["compiled"].model.layers:
         layer.compile(dynamic=True)
-    decoder = FusedDecoder(model)
-    attend, fused_layers.attend_paged = fused_layers.attend_paged, keep_queries
+    decoder = FusedDecoder(model, layer_ops.PagedOps(layer_ops.choose_kernels(model.device)))
+    attend, layer_ops.attend_paged = layer_ops.attend_paged, keep_queries
     layer_params = sum(p.numel() for p in model.model.layers[0].parameters())
     print(f"\n{shape}, {num_layers} layers without attention: us a layer")
     print("   T   limit   fused   compiled   eager   rotary, embedding, first norm (us a forward)")
@@ -359,7 +359,7 @@ def time_layers(shape: str, num_layers: int, *, compiled_at: tuple[int, ...]) ->
         )
     time_parts(decoder, model.config, layer_params)
     count_kernels(decoder, model)
-    fused_layers.attend_paged = attend
+    layer_ops.attend_paged = attend
 
 
 def time_parts(decoder: FusedDecoder, config, layer_params: int) -> None:
@@ -367,7 +367,7 @@ def time_parts(decoder: FusedDecoder, config, layer_params: int) -> None:
     layers = decoder.layers
     layer = layers[0]
     width, inner = config.hidden_size, config.intermediate_size
-    heads, kv_heads, dim = layers[0].num_heads, config.num_key_value_heads, config.head_dim
+    heads, kv_heads, dim = layers[0].heads.num_heads, config.num_key_value_heads, config.head_dim
     print("   T  add+norm  rotate+write  silu*mul |  us, TB/s of weights and TFLOP/s of products")
     for batch in (*BATCHES, 8192):
         x, residual = (torch.randn(batch, width, device=DEVICE).bfloat16() for _ in range(2))
@@ -383,8 +383,8 @@ def time_parts(decoder: FusedDecoder, config, layer_params: int) -> None:
                 q,
                 p,
                 c,
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
+                q_norm=layer.heads.q_norm,
+                k_norm=layer.heads.k_norm,
                 eps=1e-6,
                 num_heads=heads,
                 kv_cache=kv,
@@ -436,8 +436,8 @@ def compare_products(
     Each is timed in the layer it is part of, since launches overlap their neighbours.
     """
     model = make_model(shape, num_layers)
-    decoder = FusedDecoder(model)
-    attend, fused_layers.attend_paged = fused_layers.attend_paged, keep_queries
+    decoder = FusedDecoder(model, layer_ops.PagedOps(layer_ops.choose_kernels(model.device)))
+    attend, layer_ops.attend_paged = layer_ops.attend_paged, keep_queries
     choose = product_kernels.choose_tile
     layer = decoder.layers[0]
     kinds = {
@@ -488,7 +488,7 @@ def compare_products(
             print(f"\n       {name:8} {text}   cuBLAS {times[None]:.1f}", end="")
         print(f"\n       best together {timed(best):.1f}", flush=True)
     product_kernels.choose_tile = choose
-    fused_layers.attend_paged = attend
+    layer_ops.attend_paged = attend
 
 
 @torch.inference_mode()

@@ -13,9 +13,8 @@ from tests import triton_interpreter  # noqa: F401  # isort: skip
 import torch
 
 from hone.models import layer_gradients
-from hone.models.exact_decoder import DifferentiableTorchOps
+from hone.models.layer_ops import TorchKernels
 
-TWINS = DifferentiableTorchOps()
 EPS = 1e-5
 
 
@@ -23,17 +22,20 @@ def normal(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def errors(name, *args):
+def errors(name, *args, **options):
     """Relative error of the values, then of the gradient of every tensor that has one."""
     found = []
-    for ops, dtype in ((layer_gradients, torch.float32), (TWINS, torch.float64)):
+    args = (*args, *options.values())
+    for ops, dtype in ((layer_gradients, torch.float32), (TorchKernels(), torch.float64)):
         leaves = [
             arg.detach().to(dtype).requires_grad_()
             if isinstance(arg, torch.Tensor) and arg.requires_grad
             else arg
             for arg in args
         ]
-        outputs = getattr(ops, name)(*leaves)
+        split = len(leaves) - len(options)
+        by_name = dict(zip(options, leaves[split:], strict=True))
+        outputs = getattr(ops, name)(*leaves[:split], **by_name)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         cotangents = [normal(*y.shape, seed=90 + i).to(y.dtype) for i, y in enumerate(outputs)]
@@ -50,7 +52,8 @@ def heads(num_heads, num_kv_heads, head_dim, *, has_norm, num_tokens=37):
     rotary = torch.cat((angles.cos(), angles.sin()), -1)
     positions = torch.randint(50, (num_tokens,), generator=torch.Generator().manual_seed(3))
     norms = [normal(head_dim, seed=4 + i).requires_grad_() if has_norm else None for i in range(2)]
-    return qkv, positions, rotary, *norms, EPS, num_heads
+    names = {"q_norm": norms[0], "k_norm": norms[1], "eps": EPS, "num_heads": num_heads}
+    return errors("rotate_heads", qkv, positions, rotary, **names)
 
 
 def main() -> None:
@@ -64,9 +67,9 @@ def main() -> None:
             EPS,
         ),
         "silu_mul": errors("silu_mul", normal(5, 2400, seed=7).requires_grad_()),
-        "norm and rotate": errors("rotate_heads", *heads(4, 2, 16, has_norm=True)),
-        "norm and rotate odd heads": errors("rotate_heads", *heads(3, 1, 24, has_norm=True)),
-        "rotate": errors("rotate_heads", *heads(6, 2, 32, has_norm=False)),
+        "norm and rotate": heads(4, 2, 16, has_norm=True),
+        "norm and rotate odd heads": heads(3, 1, 24, has_norm=True),
+        "rotate": heads(6, 2, 32, has_norm=False),
     }
     json.dump(results, sys.stdout)
 

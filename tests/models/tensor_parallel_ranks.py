@@ -29,10 +29,10 @@ from hone.config.errors import UserError
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import KVCache
 from hone.models import tensor_parallel, tensor_parallel_kernels
-from hone.models.fused_layers import FusedLayer, TorchOps
 from hone.models.generation import generation_model
+from hone.models.layer_ops import PagedOps, TorchKernels
 from hone.models.manifest import export_weights
-from hone.models.tensor_parallel import TensorParallel, shard_model, shard_of
+from hone.models.tensor_parallel import SummingOps, TensorParallel, shard_model, shard_of
 from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
 from hone.types import Request, SamplingParams
 from hone.weights import sync
@@ -92,9 +92,7 @@ BUGS = {
     "queries and keys swapped": lambda: swapped("q_proj", "k_proj"),
     "inner sizes swapped": lambda: swapped("up_proj"),
     "head swapped between ranks": lambda: swapped("lm_head"),
-    "bias added by every rank": lambda: patch.object(
-        FusedLayer, "without_biases_of_sums", lambda self: self
-    ),
+    "bias added by every rank": lambda: patch.object(SummingOps, "sum_linear", PagedOps.sum_linear),
 }
 
 
@@ -336,7 +334,7 @@ def kernel_sums(
                 sums._meetings += 1
             twin = residual.clone()
             total = parts.float().sum(0).to(dtype)
-            expected = TorchOps().add_rms_norm(total, twin, weight, EPS)
+            expected = TorchKernels().add_rms_norm(total, twin, weight, EPS)
             if in_turn and tp.rank > 0:
                 dist.barrier()
             actual = sums.add_rms_norm(parts[tp.rank].contiguous(), residual, weight, EPS)

@@ -20,10 +20,11 @@ from hone.checkpoint.export import export_hf
 from hone.checkpoint.tree import in_memory, read_tree, split_tree, write_tree
 from hone.config.trainer import OptimizerConfig
 from hone.distributed.mesh import Mesh
-from hone.models import fused_layers
+from hone.models import fused_layers, generation, layer_ops
 from hone.models.decoder import alias_module, head_logits, head_weight
-from hone.models.fused_layers import FusedDecoder, RotaryTable, TorchOps, is_fusible
+from hone.models.fused_layers import FusedDecoder, RotaryTable, is_fusible
 from hone.models.generation import generation_model
+from hone.models.layer_ops import PagedOps, TorchKernels
 from hone.models.manifest import build_manifest, export_weights
 from hone.models.tiny import make_char_tokenizer
 from hone.trainer.policy import Policy
@@ -221,51 +222,51 @@ def test_R4_generation_rounds_as_the_trainer_does(name):
 # ---------------------------------------------------------------- planted bugs
 
 
-class Ops(TorchOps):
-    """The right operations; each bug replaces one."""
+class Kernels(TorchKernels):
+    """The right ones; each bug replaces one."""
 
 
-class StaleResidual(Ops):
+class StaleResidual(Kernels):
     def add_rms_norm(self, x, residual, weight, eps):
         return super().add_rms_norm(x, residual.clone(), weight, eps)
 
 
-class NormedResidual(Ops):
+class NormedResidual(Kernels):
     def add_rms_norm(self, x, residual, weight, eps):
         normed = super().add_rms_norm(x, residual, weight, eps)
         return residual.copy_(normed)
 
 
-class AddsToNorm(Ops):
+class AddsToNorm(Kernels):
     def add_rms_norm(self, x, residual, weight, eps):
         return self.rms_norm(x, weight, eps)
 
 
-class WrongRotation(Ops):
+class WrongRotation(Kernels):
     def rotate_heads(self, qkv, positions, rotary, **rest):
         return super().rotate_heads(qkv, positions, rotary.abs(), **rest)
 
 
-class KeysRotatedOneLate(Ops):
+class KeysRotatedOneLate(Kernels):
     def rotate_heads(self, qkv, positions, rotary, *, kv_cache, slot_mapping, **rest):
         common = {"kv_cache": None, "slot_mapping": slot_mapping, **rest}
         q, _, v = super().rotate_heads(qkv.clone(), positions, rotary, **common)
         _, k, _ = super().rotate_heads(qkv, positions.roll(1, 0), rotary, **common)
-        fused_layers.write_kv(k, v, kv_cache, slot_mapping)
+        layer_ops.write_kv(k, v, kv_cache, slot_mapping)
         return q, k, v
 
 
-class ForgetsToStore(Ops):
+class ForgetsToStore(Kernels):
     def rotate_heads(self, qkv, positions, rotary, *, kv_cache, **rest):
         return super().rotate_heads(qkv, positions, rotary, kv_cache=None, **rest)
 
 
-class UpActivated(Ops):
+class UpActivated(Kernels):
     def silu_mul(self, gate_up):
         return super().silu_mul(gate_up.roll(gate_up.shape[-1] // 2, -1))
 
 
-class KeysAndValuesSwapped(Ops):
+class KeysAndValuesSwapped(Kernels):
     def rotate_heads(self, qkv, positions, rotary, **rest):
         q, k, v = qkv.split((4, 2, 2), 1)
         return super().rotate_heads(torch.cat((q, v, k), 1), positions, rotary, **rest)
@@ -281,19 +282,29 @@ OPERATION_BUGS = [
     ForgetsToStore,
     UpActivated,
 ]
+
+
+def with_heads(layer, **changes):
+    return replace(layer, heads=replace(layer.heads, **changes))
+
+
 LAYER_BUGS = {
     "mlp norm ignored": lambda layer: replace(layer, mlp_norm=torch.ones(40)),
     "next norm is this one's": lambda layer: replace(layer, next_norm=layer.mlp_norm),
-    "q and k norm swapped": lambda layer: replace(layer, q_norm=layer.k_norm, k_norm=layer.q_norm),
-    "q and k norm left out": lambda layer: replace(layer, q_norm=None, k_norm=None),
+    "q and k norm swapped": lambda layer: with_heads(
+        layer, q_norm=layer.heads.k_norm, k_norm=layer.heads.q_norm
+    ),
+    "q and k norm left out": lambda layer: with_heads(layer, q_norm=None, k_norm=None),
     "bias left out": lambda layer: replace(layer, qkv=layer.qkv._replace(bias=None)),
-    "window left out": lambda layer: replace(layer, window=None),
-    "window of the wrong layers": lambda layer: replace(layer, window=5 - (layer.window or 0)),
-    "scale left out": lambda layer: replace(layer, scale=1.0),
+    "window left out": lambda layer: with_heads(layer, window=None),
+    "window of the wrong layers": lambda layer: with_heads(
+        layer, window=5 - (layer.heads.window or 0)
+    ),
+    "scale left out": lambda layer: with_heads(layer, scale=1.0),
     "down left out": lambda layer: replace(
         layer, down=layer.down._replace(weight=0 * layer.down[0])
     ),
-    "cache of the first layer": lambda layer: replace(layer, index=0),
+    "cache of the first layer": lambda layer: with_heads(layer, layer_index=0),
 }
 STEP_BUGS = {
     "positions of chunks restart": lambda ids, positions, context: (
@@ -312,9 +323,9 @@ PLANTED = "qwen3, biases, mixed layers"
 
 @pytest.mark.parametrize("bug", OPERATION_BUGS)
 def test_R4_check_catches_a_wrong_operation(bug, monkeypatch):
-    monkeypatch.setattr(fused_layers, "_layer_ops", lambda _: Ops())
+    monkeypatch.setattr(generation, "choose_kernels", lambda _: Kernels())
     compare(model := make_model(PLANTED), generate(model, "prompts, then decode"))
-    monkeypatch.setattr(fused_layers, "_layer_ops", lambda _: bug())
+    monkeypatch.setattr(generation, "choose_kernels", lambda _: bug())
     with pytest.raises(AssertionError, match="not close"):
         compare(model, generate(model, "prompts, then decode"))
 
@@ -445,7 +456,7 @@ def test_R3_generation_follows_every_parameter(name):
 
 
 def test_R3_following_is_seen_to_fail_where_parameters_were_copied(monkeypatch):
-    monkeypatch.setattr(fused_layers, "merge_rows", lambda ps: torch.cat([p.detach() for p in ps]))
+    monkeypatch.setattr(layer_ops, "merge_rows", lambda ps: torch.cat([p.detach() for p in ps]))
     with pytest.raises(AssertionError, match="not close"):
         check_follows(make_model(), copy_of_other_weights)
 
@@ -624,13 +635,16 @@ def test_caches_are_written_before_attention_that_need_not_set_their_scales(kind
         return q
 
     kept = []
-    monkeypatch.setattr(fused_layers, "attend_paged", attend)
+    monkeypatch.setattr(layer_ops, "attend_paged", attend)
     dtype = torch.float32 if kind == "plain" else FP8_DTYPE
     caches = [torch.zeros(2, 4, 4, 2, 16).to(dtype) for _ in range(2)]
     scales = None if kind == "plain" else torch.tensor([0.5, 0.001, 2.0, 0.25] * 2).view(2, 2, 2)
     lens = {"calibrate": True, "query_lens": (1,) * 3, "key_lens": (1,) * 3}
     decode_once(
-        FusedDecoder(model), caches, kv_scales=scales, **(lens if kind == "calibrating" else {})
+        FusedDecoder(model, PagedOps(TorchKernels())),
+        caches,
+        kv_scales=scales,
+        **(lens if kind == "calibrating" else {}),
     )
     writes = kind == "calibrating"
     assert calls == [(0, writes), (1, writes)]

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from hone.attention import PagedContext
 from hone.models.decoder import alias_module, head_weight, hidden_states, logit_softcap
 from hone.models.exact import linear
-from hone.models.exact_decoder import ExactLayer, require_exact
-from hone.models.fused_layers import FusedDecoder, is_fusible, places_of, require_places
+from hone.models.exact_decoder import ExactPagedOps, require_exact
+from hone.models.fused_layers import FusedDecoder, addresses_of, is_fusible, require_addresses
+from hone.models.layer_ops import PagedOps, choose_kernels
 from hone.models.tensor_parallel import TensorParallel
 
 __all__ = ["GenerationModel", "generation_model"]
@@ -48,12 +49,12 @@ class GenerationModel:
         self._softcap = softcap
         self._tp = tp
         self._exact = exact
-        self._places = places_of(parameters)
+        self._addresses = addresses_of(parameters)
 
     def require_in_place(self) -> None:
         """Raise RuntimeError where parameters have been moved since this was made: what they say
         is then not what merged layers and recorded graphs compute with."""
-        require_places(self._places)
+        require_addresses(self._addresses)
 
     @torch.inference_mode()
     def hidden_states(
@@ -105,9 +106,14 @@ def generation_model(
     if exact:
         require_exact(model)
         assert tp is None or tp.size == 1, "sums over ranks are in another order than a trainer's"
-        backbone: Backbone = FusedDecoder(model, layer=ExactLayer)
+        backbone: Backbone = FusedDecoder(model, ExactPagedOps(choose_kernels(model.device)))
     elif is_fusible(model):
-        backbone = FusedDecoder(model, tp)
+        kernels = choose_kernels(model.device)
+        if tp is None:
+            ops = PagedOps(kernels)
+        else:
+            ops = tp.layer_ops(kernels, width=model.config.hidden_size, dtype=model.dtype)
+        backbone = FusedDecoder(model, ops)
     else:
         alias = alias_module(model)
         if compile and model.device.type == "cuda":

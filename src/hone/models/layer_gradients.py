@@ -69,6 +69,7 @@ def rotate_heads(
     qkv: Tensor,
     positions: Tensor,
     rotary: Tensor,
+    *,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,

@@ -4,12 +4,13 @@ A decode step moves little data through them and waits mostly for their launches
 the work between two matrix products. They round exactly where the layers of transformers do: a norm
 is computed in float32, rounded to the model's dtype, then multiplied by its weight; rotary
 embeddings round both products before they add them; the gate is rounded before it multiplies.
-Twins in torch, with the same arguments, are in `hone.models.fused_layers`.
+Reference implementations in torch, with the same arguments, are `TorchKernels` of
+`hone.models.layer_ops`.
 
 On Hopper GPUs a launch is prepared while the kernel before it still runs, and waits within the
 kernel until that one's results are visible (programmatic dependent launch, CUDA Programming Guide).
 
-This module imports triton; `hone.models.fused_layers` imports it only where it is used.
+This module imports triton; `hone.models.layer_ops` imports it only where it is used.
 """
 # A launch passes plain numbers for constexpr parameters and takes `num_warps`, which the types of
 # triton do not know; kernels take their pointers by position, some of which may be None.
@@ -105,8 +106,8 @@ def rotate_heads(
     k_norm: Tensor | None,
     eps: float,
     num_heads: int,
-    kv_cache: Tensor | None,
-    slot_mapping: Tensor | None,
+    kv_cache: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
     kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm and rotate queries and keys; store keys and values where a cache is given.

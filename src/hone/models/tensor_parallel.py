@@ -31,7 +31,8 @@ from hone.config.errors import UserError
 from hone.distributed.processes import processes
 from hone.families.registry import FUSED_FAMILIES, SPECS
 from hone.families.spec import DIVIDED_FIELDS
-from hone.models.fused_layers import LayerOps, is_fusible
+from hone.models.fused_layers import is_fusible
+from hone.models.layer_ops import Kernels, PagedOps, Projection
 
 if TYPE_CHECKING:
     from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
@@ -154,13 +155,11 @@ class TensorParallel:
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
         return int(number)
 
-    def layer_ops(self, ops: LayerOps, *, width: int, dtype: torch.dtype) -> LayerOps:
-        """The operations `ops` for layers whose `add_rms_norm` is given a rank's part of a sum.
-
-        Rows have `width` values of `dtype`. Collective where the group has several ranks.
-        """
+    def layer_ops(self, kernels: Kernels, *, width: int, dtype: torch.dtype) -> PagedOps:
+        """Operations for layers of which this rank has its part, over rows of `width` values of
+        `dtype`. Collective where the group has several ranks."""
         if self.size == 1:
-            return ops
+            return PagedOps(kernels)
         sums = None
         if _has_kernels(self.device):
             from hone.models.tensor_parallel_kernels import SumMailboxes
@@ -174,7 +173,7 @@ class TensorParallel:
                 width=width,
                 dtype=dtype,
             )
-        return SummingOps(ops, self, sums)
+        return SummingOps(kernels, self, sums)
 
     def _connect(self, num_bytes: int) -> Sequence[Tensor]:
         """Zeroed memory of every rank of the group, as this one reaches it: uint8 [num_bytes]."""
@@ -195,24 +194,25 @@ def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-class SummingOps:
-    """Operations of a layer (`LayerOps`) whose additions first add up the parts of all ranks."""
+class SummingOps(PagedOps):
+    """Operations of a layer that ranks share: additions first add up the parts of all ranks."""
 
-    def __init__(self, ops: LayerOps, tp: TensorParallel, sums: SumMailboxes | None) -> None:
-        self._ops = ops
+    def __init__(self, kernels: Kernels, tp: TensorParallel, sums: SumMailboxes | None) -> None:
+        super().__init__(kernels)
         self._tp = tp
         self._sums = sums
-        self.rms_norm = ops.rms_norm
-        self.rotate_heads = ops.rotate_heads
-        self.silu_mul = ops.silu_mul
-        # What ranks add up are whole products, not parts of them.
-        self.linear = self.sum_linear = ops.linear
-        self.gated_linear = ops.gated_linear
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         if self._sums is not None and len(x) <= self._sums.max_rows:
-            return self._sums.add_rms_norm(x, residual, weight, eps)
-        return self._ops.add_rms_norm(self._tp.all_reduce(x), residual, weight, eps)
+            return self._sums.add_rms_norm(x, residual, weight, eps), residual
+        return super().add_rms_norm(self._tp.all_reduce(x), residual, weight, eps)
+
+    def sum_linear(self, x: Tensor, projection: Projection) -> Tensor:
+        # What ranks add up are whole products, not parts of them. The first adds the bias.
+        bias = projection.bias if self._tp.rank == 0 else None
+        return self.kernels.linear(x, projection.weight, bias)
 
 
 def shard_of(name: str, tensor: Tensor, model_type: str, tp: TensorParallel) -> Tensor:

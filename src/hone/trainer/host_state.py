@@ -42,7 +42,7 @@ class HostMasters:
     """Where steps are computed."""
     weights: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     """What is to have the rounded master, on the device. The parameters themselves: an engine that
-    shares them may give them other memory (`hone.models.fused_layers.merge_rows`)."""
+    shares them may give them other memory (`hone.models.layer_ops.merge_rows`)."""
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """What the next step applies, under the weights' names. A step clears it."""
     buffer: HostBuffer | None = None

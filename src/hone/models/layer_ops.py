@@ -1,0 +1,296 @@
+"""What a decoder layer computes with: one set of operations for each way to run it.
+
+`FusedLayer` says which operations follow each other, an implementation of `LayerOps` what they are:
+
+    PagedOps             generation, over a paged cache of keys and values
+    SummingOps           the same where several ranks share a layer (`hone.models.tensor_parallel`)
+    ExactPagedOps        the same in exact mode (`hone.models.exact_decoder`)
+    ExactPackedOps       training in exact mode: packed rows and gradients
+
+They differ in their products, sums and attention. What runs in between are the kernels of
+`hone.models.layer_kernels`, or `TorchKernels`, their reference implementation.
+
+Letters: T packed tokens, D model and head size, H heads, I the MLP's inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.attention import PagedContext
+from hone.attention.backends import write_kv
+from hone.attention.interface import attend_paged
+
+__all__ = [
+    "Heads",
+    "Kernels",
+    "LayerOps",
+    "PagedOps",
+    "Projection",
+    "TorchKernels",
+    "choose_kernels",
+    "merge_rows",
+]
+
+
+def merge_rows(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor of which the parameters, stacked along their rows, are views from now on.
+
+    They keep their identity and values, so optimizers, hooks and exports see no difference, and
+    what is written into them is in the result. Parameters that are adjacent already stay there.
+    """
+    first = parameters[0]
+    sizes = [len(parameter) for parameter in parameters]
+    shape = (sum(sizes), *first.shape[1:])
+    ends = [parameter.data_ptr() + parameter.nbytes for parameter in parameters]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    # A parameter made outside inference mode must not get a tensor of that mode: it could not be
+    # trained. Nor the other way round.
+    with torch.inference_mode(first.is_inference()), torch.no_grad():
+        if len(storages) == 1 and ends[:-1] == [p.data_ptr() for p in parameters[1:]]:
+            return first.detach().as_strided(shape, first.stride())
+        merged = torch.cat([parameter.detach() for parameter in parameters])
+        for parameter, rows in zip(parameters, merged.split(sizes), strict=True):
+            parameter.data = rows
+    return merged
+
+
+class Projection(NamedTuple):
+    """A linear layer, or several that read the same input: weight [out, in] and bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    parts: tuple[nn.Linear, ...] = ()
+    """The layers whose parameters are rows of weight and bias, where these are several."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear, *others: nn.Linear) -> Self:
+        """The outputs of all layers, one after the other; merges their parameters."""
+        if not others:
+            return cls(linear.weight, linear.bias)
+        linears = (linear, *others)
+        has_bias = cast(nn.Parameter | None, linear.bias) is not None
+        bias = merge_rows([linear.bias for linear in linears]) if has_bias else None
+        return cls(merge_rows([linear.weight for linear in linears]), bias, linears)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The attention of a layer; the number of heads is that of this rank."""
+
+    layer_index: int
+    num_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
+class LayerOps(Protocol):
+    """The operations of `FusedLayer`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Rows of x [T, D] over their root mean square, times weight [D]."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of residual + x, and this sum, both [T, D]; may write it into `residual`.
+
+        x is what `sum_linear` returned. Where ranks share the heads and the inner size that is a
+        rank's part of a sum, and here alone the parts are added up.
+        """
+        ...
+
+    def linear(self, x: Tensor, projection: Projection) -> Tensor:
+        """Rows of x [T, in], projected: [T, out]."""
+        ...
+
+    def sum_linear(self, x: Tensor, projection: Projection) -> Tensor:
+        """As `linear`, in any form that `add_rms_norm` adds to the residual."""
+        ...
+
+    def gated_linear(self, x: Tensor, projection: Projection) -> Tensor:
+        """silu(gate) * up, [T, I], of the outputs [gate; up] of `linear`."""
+        ...
+
+    def attend(
+        self, qkv: Tensor, heads: Heads, positions: Tensor, rotary: Tensor, context: Any
+    ) -> Tensor:
+        """Attention of the heads in qkv [T, Hq + 2 Hkv, D], once normed and rotated: [T, Hq, D].
+
+        `rotary` is a `RotaryTable`'s. `context` is the one that the forward was given; keys and
+        values are stored where it has a cache.
+        """
+        ...
+
+    def num_positions(self, context: Any) -> int:
+        """Positions that the tokens of a forward reach to."""
+        ...
+
+
+class Kernels(Protocol):
+    """What runs between products and attention; `hone.models.layer_kernels` says what they take."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def rotate_heads(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        rotary: Tensor,
+        *,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        num_heads: int,
+        kv_cache: Tensor | None = None,
+        slot_mapping: Tensor | None = None,
+        kv_scales: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def sum_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+
+class PagedOps:
+    """Operations of a layer that generates: `LayerOps` over a `PagedContext`."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.kernels.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self.kernels.add_rms_norm(x, residual, weight, eps), residual
+
+    def linear(self, x: Tensor, projection: Projection) -> Tensor:
+        return self.kernels.linear(x, projection.weight, projection.bias)
+
+    def sum_linear(self, x: Tensor, projection: Projection) -> Tensor:
+        return self.kernels.sum_linear(x, projection.weight, projection.bias)
+
+    def gated_linear(self, x: Tensor, projection: Projection) -> Tensor:
+        return self.kernels.gated_linear(x, projection.weight, projection.bias)
+
+    def attend(
+        self, qkv: Tensor, heads: Heads, positions: Tensor, rotary: Tensor, context: PagedContext
+    ) -> Tensor:
+        scales = context.kv_scales
+        # Scales that are yet to be found are found by the attention, which then stores as well.
+        stores = not context.calibrate
+        q, k, v = self.kernels.rotate_heads(
+            qkv,
+            positions,
+            rotary,
+            q_norm=heads.q_norm,
+            k_norm=heads.k_norm,
+            eps=heads.eps,
+            num_heads=heads.num_heads,
+            kv_cache=context.kv_caches[heads.layer_index] if stores else None,
+            slot_mapping=context.slot_mapping,
+            kv_scales=None if scales is None else scales[heads.layer_index],
+        )
+        return self.attend_rotated(q, k, v, heads, context, write=not stores)
+
+    def attend_rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: Heads, context: PagedContext, *, write: bool
+    ) -> Tensor:
+        """Attention of queries [T, H, D], which first stores keys and values if told to `write`."""
+        return attend_paged(
+            q,
+            k,
+            v,
+            heads.layer_index,
+            context,
+            scale=heads.scale,
+            window=heads.window,
+            softcap=None,
+            write=write,
+        )
+
+    def num_positions(self, context: PagedContext) -> int:
+        return context.max_context_len
+
+
+def choose_kernels(device: torch.device) -> Kernels:
+    """Triton's on CUDA, else torch's."""
+    if device.type == "cuda" and find_spec("triton"):
+        from hone.models import layer_kernels  # needs triton, absent on CPUs
+
+        return layer_kernels
+    return TorchKernels()
+
+
+class TorchKernels:
+    """Reference implementations of `hone.models.layer_kernels` in torch."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return weight * _normalized(x, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return weight * _normalized(residual.add_(x), eps)
+
+    def rotate_heads(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        rotary: Tensor,
+        *,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        num_heads: int,
+        kv_cache: Tensor | None = None,
+        slot_mapping: Tensor | None = None,
+        kv_scales: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_kv_heads = (qkv.shape[1] - num_heads) // 2
+        heads, v = qkv.split((num_heads + num_kv_heads, num_kv_heads), 1)
+        if q_norm is not None and k_norm is not None:
+            weights = (q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1))
+            heads = torch.cat(weights) * _normalized(heads, eps)
+        cos, sin = rotary[positions].unsqueeze(1).chunk(2, -1)
+        x, y = heads.chunk(2, -1)
+        rotated = torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
+        q, k = rotated.split((num_heads, num_kv_heads), 1)
+        if kv_cache is not None and slot_mapping is not None:
+            write_kv(k, v, kv_cache, slot_mapping, kv_scales)
+        return q, k, v
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    sum_linear = linear
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.silu_mul(F.linear(x, weight, bias))
+
+
+def _normalized(x: Tensor, eps: float) -> Tensor:
+    """x over its root mean square along the last dimension, computed in float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
