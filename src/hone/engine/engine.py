@@ -30,7 +30,7 @@ from hone.engine.kv_cache import (
     choose_num_blocks,
 )
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
-from hone.engine.requests import Intake
+from hone.engine.requests import RequestValidator
 from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
 from hone.models.generation import generation_model
@@ -97,7 +97,7 @@ class EmbeddedEngine:
         self.max_model_len = asked or context_length(model.config)
         self.state = EngineState.AWAKE
         vocab_size = int(model.config.vocab_size)
-        self._intake = Intake(
+        self._validator = RequestValidator(
             vocab_size=vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=eos_token_ids,
@@ -172,7 +172,7 @@ class EmbeddedEngine:
         Raises ValueError for one that can never fit, is malformed, or reuses an unfinished id.
         """
         in_use = self._sequences.keys() | {done.request_id for done in self._finished}
-        added = self._intake.take(requests, in_use)
+        added = self._validator.take(requests, in_use)
         self._sequences.update(added)
         for new in added.values():
             self._scheduler.add(new)

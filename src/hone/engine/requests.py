@@ -12,10 +12,10 @@ from hone.engine.detokenizer import StopStringWatcher
 from hone.engine.sequence import Sequence
 from hone.types import Completion, Request, SamplingParams
 
-__all__ = ["Intake", "check_request"]
+__all__ = ["RequestValidator", "check_request"]
 
 
-class Intake:
+class RequestValidator:
     """Makes sequences of requests that can be served, in the order of their submission.
 
     `tokenizer` serves stop strings alone; without one, requests with such are refused.

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hone.config.engine import EngineConfig
 from hone.config.vllm import LOWEST_TEMPERATURE
 from hone.engine.engine import EngineState
-from hone.engine.requests import Intake
+from hone.engine.requests import RequestValidator
 from hone.engine.sequence import Sequence
 from hone.models.manifest import build_manifest, compare, export_weights
 from hone.models.support import context_length
@@ -87,7 +87,7 @@ class VLLMEngine:
             model, cfg, device=device, max_model_len=self.max_model_len, tp=tp
         )
         self._tensor_parallel = tp
-        self._intake = Intake(
+        self._validator = RequestValidator(
             vocab_size=int(model.config.vocab_size),
             max_model_len=self.max_model_len,
             eos_token_ids=eos_token_ids,
@@ -140,7 +140,7 @@ class VLLMEngine:
         """
         for request in requests:
             _check_temperature(request)
-        added = self._intake.take(requests, self._sequences)
+        added = self._validator.take(requests, self._sequences)
         self._sequences |= added
         if self.state is not EngineState.ASLEEP:  # else `wake` does it
             self._hand_over(added.values())
