@@ -261,7 +261,7 @@ def test_exact_mode_reaches_model_and_engine(
         (["--output=model"], ["output is 'model'. Give the path of a .json file"]),
         (["--output=folder.json"], ["output 'folder.json' is a folder"]),
         (["--output=bad.jsonl/x/y.json"], ["bad.jsonl', which is no folder"]),
-        (["--decode.steps=3"], ["decode.steps has no effect with workload uniform"]),
+        (["--decode.steps=3"], ["decode.steps is 3 and has no effect, since workload is uniform"]),
         (["--worklaod=uniform"], ["did you mean --workload?"]),
     ],
 )

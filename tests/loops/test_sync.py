@@ -200,7 +200,7 @@ def test_R17_planted_a_forgotten_part_is_seen(
             elif bug == "data":
                 parts.data.train.load_state_dict(unresumed.data.train.state_dict())
             else:
-                parts.collector.load_state_dict(unresumed.collector.state_dict())
+                parts.collector._buffer.load_state_dict(unresumed.collector.state_dict())
         loop.train(parts)
     with pytest.raises(AssertionError):
         assert_same(state_of(straight.run.dir, 4), state_of(broken.run.dir, 4))
