@@ -152,6 +152,12 @@ def num_processes(view: View) -> Fact:
 
 
 @fact
+def is_one_process(view: View) -> bool:
+    """Whether that is known to be one."""
+    return view.plan.world_size == 1
+
+
+@fact
 def context_size(view: View) -> Fact:
     """Processes that share the tokens of a row."""
     keys = "trainer.parallel.ring_size", "trainer.parallel.ulysses_size"
@@ -402,8 +408,7 @@ def resumes_samples(view: View) -> bool:
 @fact
 def trainers_hold_reference(view: View) -> bool:
     """Whether the reference model lies beside the policy."""
-    has = view["algorithm.kl.coef"] > 0 and not view["model.lora.rank"]
-    return has and not view["cluster.num_references"]
+    return view.plan.trainers_hold_reference
 
 
 @fact

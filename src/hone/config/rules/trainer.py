@@ -194,7 +194,7 @@ _AXES = (
            "@num_processes = 1",
            why="one process has nobody to share with", instead="start several (--nproc N)"),
     unused(f"{_PARALLEL}.forward_prefetch", f"{_PARALLEL}.zero_stage != 3",
-           given=("@num_processes != 1",),
+           given=("not @is_one_process",),
            why="no weights are gathered in forward", instead=f"{_PARALLEL}.zero_stage = 3"),
 )  # fmt: skip
 
