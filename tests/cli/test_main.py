@@ -269,6 +269,18 @@ def test_R22_a_run_that_cannot_fit_never_starts(
     assert "errors: 0" in output(capsys, "check", *argv)
 
 
+def test_an_engine_in_a_thread_is_planned_within_the_trainers_process(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ahead = (
+        "--run.device=cpu",
+        "--nproc=1",
+        "--pipeline.enabled",
+        "--algorithm.correction.kind=tis",
+    )
+    assert "errors: 0" in output(capsys, "check", *BASE["rl"], *ahead)
+
+
 # -- --nproc ------------------------------------------------------------------------------------
 
 

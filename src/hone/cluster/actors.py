@@ -23,7 +23,9 @@ from hone.distributed.pool import WorkersLostError
 from hone.types import EngineLostError
 
 __all__ = [
+    "EngineRank",
     "RayWorker",
+    "ReferenceRank",
     "Role",
     "WorkerRank",
     "check_own_node",
@@ -147,6 +149,14 @@ class WorkerRank:
         if self._target is None:
             raise RuntimeError(f"{self._name} could not be made: {self._failure}")
         return self._target
+
+
+class EngineRank(WorkerRank):
+    """Of an engine; the system lists Ray's processes under the names of their classes."""
+
+
+class ReferenceRank(WorkerRank):
+    """Of a reference model."""
 
 
 @dataclass(frozen=True, slots=True)

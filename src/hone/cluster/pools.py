@@ -23,9 +23,10 @@ from ray.util.scheduling_strategies import (
 )
 
 from hone.cluster.actors import (
+    EngineRank,
     RayWorker,
+    ReferenceRank,
     Role,
-    WorkerRank,
     check_own_node,
     network_environment,
     own_node,
@@ -293,7 +294,7 @@ def _start(
     """Begin to make a worker on its devices."""
     check_own_node()
     is_engine = role == "engine"
-    actor = ray.remote(WorkerRank).options(
+    actor = ray.remote(EngineRank if role == "engine" else ReferenceRank).options(
         num_cpus=1,
         num_gpus=1 if uses_gpus else 0,
         max_concurrency=_CALLS if is_engine else 1,

@@ -68,7 +68,7 @@ def host_roles(plan: RunPlan, *, num_local: int, at_least: bool = False) -> list
     first = "engine" if plan.trainer is None else "trainer"
     numbers = {first: num_local}
     if not (isinstance(plan.config, RLConfig) and plan.config.cluster.address is not None):
-        apart = [role for role in plan.roles.values() if role.where != "here"]
+        apart = [role for role in plan.roles.values() if role.where == "ray"]
         numbers |= {role.name: role.num_devices for role in apart}
     phases = [(phase.role or first, phase) for phase in run.phases()]
     roles: list[HostRole] = []

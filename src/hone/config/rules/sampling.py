@@ -28,7 +28,7 @@ RULES = (
     error("engine.max_model_len < @longest_sample",
           fix="engine.max_model_len = {longest_sample} | shorten one of the two"),
     error(f"{_PROMPT} >= @context_length",
-          why="that holds prompt and completion",
+          only=("rl", "eval", "generate"), why="that holds prompt and completion",
           fix=f"lower {_PROMPT}, and {_COMPLETION} where the two are more together"),
     error("@longest_sample > @context_length", given=(f"{_PROMPT} < @context_length",),
           fix=f"{_COMPLETION} = {{completion_limit}} | lower {_PROMPT}"),
