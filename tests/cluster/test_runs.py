@@ -133,7 +133,7 @@ def test_R11_killed_engines_are_replaced_and_no_sample_is_lost_or_trained_twice(
     kill_one(run, 1)
     output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, output
-    assert "is lost and started anew (restart 2 of at most 3)" in output, output
+    assert "is lost and replaced (restart 2 of at most 3)" in output, output
     assert len(rows_of(rows.parent)) == steps
     check_trained_once(rows.parent, steps)
 
@@ -204,7 +204,7 @@ def test_R11_a_killed_reference_is_replaced(folder: Path, roles: dict[str, int])
     kill_one(run, roles["num_references"], "ReferenceRank")
     output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, output
-    assert "is lost and started anew (restart 1 of at most 3)" in output, output
+    assert "is lost and replaced (restart 1 of at most 3)" in output, output
     found = rows_of(rows.parent)
     assert [row["step"] for row in found] == list(range(1, steps + 1))
     assert found[-1]["policy/ref_kl"] > 0 == pytest.approx(found[0]["policy/ref_kl"], abs=1e-6)

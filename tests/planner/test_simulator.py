@@ -746,7 +746,13 @@ def test_splits_follow_the_recipe() -> None:
             {"simulate": {"gpus": 3}, "trainer": {"parallel": {"ring_size": 4}}},
             "3 x H200 cannot be split into trainers and engines",
         ),
-        ({"simulate": {"gpus": 1, "gpu": "a10"}}, "1 x A10 cannot be split.*more than the 22 GiB"),
+        (
+            {
+                "simulate": {"gpus": 1, "gpu": "a10"},
+                "model": {"shape": "qwen3-8b", "dtype": "float32"},
+            },
+            "1 x A10 cannot be split.*more than the 22 GiB",
+        ),
         (
             {"simulate": {"prompt_tokens": 10**6}},
             "colocated and separate engines: their KV cache holds [0-9]+ tokens",
