@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,13 @@ def measure_saving(rank: int, size: int, cfg: argparse.Namespace) -> None:
     measured = Measured(sum(t.numel() * 4 for t in state.values()), cfg.rounds)
     store = CheckpointStore(cfg.folder / "hone", keep_last=1, mesh=mesh)
     measured("hone: save", lambda: store.save(1, {"trainer": state}))
-    behind = lambda: store.save_in_background(2, {"trainer": state})  # noqa: E731
-    measured("hone: save behind, until it returns", behind, store.wait)
+    measured(
+        "hone: save behind, until it returns",
+        lambda: store.save_in_background(2, {"trainer": state}),
+        store.wait,
+    )
     path = cfg.folder / "torch"
-    writer = lambda: dcp.FileSystemWriter(path)  # noqa: E731
+    writer = partial(dcp.FileSystemWriter, path)
     measured("torch: save", lambda: dcp.save(state, storage_writer=writer()))
     measured("  and checksums", lambda: record_own(path, rank))
     saves: list[Any] = []

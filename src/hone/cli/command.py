@@ -182,7 +182,8 @@ def _set_up_openmp(cfg: Command, num_processes: int) -> None:
     if isinstance(cfg, RLConfig) and cfg.cluster.is_used and cfg.cluster.address is None:
         roles = cfg.cluster.devices(cfg.engine.tensor_parallel_size)
         num_processes = sum(role.number for role in roles)
-    shape = plan_here(cfg, None, starts=True).shape
+    model = _known_model(cfg)
+    shape = None if model is None else model.shape
     set_up_openmp(cfg.run.device, shape, num_processes=num_processes)
 
 
@@ -207,10 +208,15 @@ def plan_here(
             per_node=num_gpus or None,
             host_bytes=available_host_bytes() if num_gpus else None,
         )
+    return resolve(cfg, _known_model(cfg), devices, world_size=world_size)
+
+
+def _known_model(cfg: Command) -> ModelFacts | None:
+    """What is known of the model before it is loaded."""
     path = cfg.model.path or ""
     if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) and cfg.model.shape is not None:
         path = cfg.model.shape
-    return resolve(cfg, ModelFacts.known(path), devices, world_size=world_size)
+    return ModelFacts.known(path)
 
 
 def check_plan(plan: RunPlan) -> list[Finding]:

@@ -385,15 +385,16 @@ def recording(
 
 @contextmanager
 def _scoring(
-    cfg: RLConfig, mesh: Mesh, data: PromptData, tokenizer: PreTrainedTokenizerBase
+    plan: RunPlan, mesh: Mesh, data: PromptData, tokenizer: PreTrainedTokenizerBase
 ) -> Generator[Scorer | None]:
     """The scorer of this process, its functions tried by the first one; with engines apart there is
     that of the first one alone."""
-    is_apart = cfg.num_engines_apart > 0
-    if is_apart and not mesh.is_first:
+    cfg = plan.config
+    assert isinstance(cfg, RLConfig)
+    if plan.is_apart and not mesh.is_first:
         yield None
         return
-    rewards = cfg.reward if is_apart else share_of_workers(cfg.reward)
+    rewards = cfg.reward if plan.is_apart else share_of_workers(cfg.reward)
     with Scorer(rewards, max_completion_tokens=cfg.rollout.max_completion_tokens) as scorer:
         if mesh.is_first:
             scorer.check_data(data.prompts(), encoder(tokenizer))
@@ -423,7 +424,7 @@ def assemble(cfg: RLConfig, begin: Launch, make_pools: MakePools) -> Generator[R
                 cfg.model, cfg.engine.max_model_len, _longest_completion(cfg)
             ),
         )
-        scorer = stack.enter_context(_scoring(cfg, mesh, data, tokenizer))
+        scorer = stack.enter_context(_scoring(plan, mesh, data, tokenizer))
         pools = None
         if (plan.is_apart or cfg.cluster.is_used) and mesh.is_first:
             pools = stack.enter_context(make_pools(cfg))

@@ -53,6 +53,11 @@ def check_host_memory(plan: RunPlan, *, num_local: int) -> Iterator[Finding]:
         return host_roles(plan, num_local=num_local, at_least=at_least)
 
     def lack(*, at_least: bool) -> Finding | None:
+        def fits(plan: RunPlan) -> bool:
+            return _total(roles(plan, at_least=at_least)) <= available
+
+        if fits(plan):  # the search for a remedy takes dozens of plans
+            return None
         takes = (
             f"with rows of 1/{LEAST_LENGTH_SHARE} of full length on average the run takes at least"
             if at_least
@@ -61,7 +66,6 @@ def check_host_memory(plan: RunPlan, *, num_local: int) -> Iterator[Finding]:
         if not plan.is_on_cpu:
             advice, keys = _OFFLOAD_LESS, tuple(_offloads(plan))
         else:
-            fits = lambda plan: _total(roles(plan, at_least=at_least)) <= available  # noqa: E731
             advice, keys = _host_remedy(plan, fits)
         found = roles(plan, at_least=at_least)
         return shortage(found, available=available, takes=takes, advice=advice, keys=keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from difflib import get_close_matches
 
 from hone.config import vllm
@@ -209,7 +210,7 @@ def num_laid_out(view: View) -> Fact:
 
 @fact
 def is_apart(view: View) -> bool:
-    """Whether engines have devices of their own."""
+    """Whether engines have weights of their own, and the first process directs them."""
     return view.plan.is_apart
 
 
@@ -375,15 +376,17 @@ def undivided(view: View) -> str:
     size, numbers = view["engine.tensor_parallel_size"], view.model.divided
     if view["engine.backend"] == "vllm":
         return ", ".join(vllm.undivided(numbers, size))
-    return ", ".join(f"{name} = {number}" for name, number in numbers.items() if number % size)
+    return _not_multiples(numbers, size)
 
 
 @fact
 def undivided_in_training(view: View) -> str:
     """Numbers of the model that `trainer.parallel.tensor_parallel_size` does not divide."""
-    size = view["trainer.parallel.tensor_parallel_size"]
-    numbers = view.model.divided.items()
-    return ", ".join(f"{name} = {number}" for name, number in numbers if number % size)
+    return _not_multiples(view.model.divided, view["trainer.parallel.tensor_parallel_size"])
+
+
+def _not_multiples(numbers: Mapping[str, int], size: int) -> str:
+    return ", ".join(f"{name} = {number}" for name, number in numbers.items() if number % size)
 
 
 @fact
