@@ -404,7 +404,8 @@ def time_parts(decoder: FusedDecoder, config, layer_params: int) -> None:
 
             def products(name=name, inputs=inputs):
                 for other in layers:
-                    F.linear(inputs, *getattr(other, name))
+                    projection = getattr(other, name)
+                    F.linear(inputs, projection.weight, projection.bias)
 
             us = graph_us(products, 7) / len(layers)
             total += us

@@ -85,7 +85,7 @@ def check_head(
 
     logprobs = step()
     with torch.no_grad():
-        logits = (hidden[:1024] @ weight.T).float()
+        logits = hidden[:1024].float() @ weight.float().T
         exact = torch.log_softmax(logits, -1).gather(-1, labels[:1024, None]).squeeze(-1)
     error = float((logprobs[:1024] - exact).abs().max())
     assert error < 1e-4, f"{error=}"
