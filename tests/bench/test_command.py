@@ -218,16 +218,14 @@ def test_exact_mode_reaches_model_and_engine(
             super().__init__(*args, **options)
 
     monkeypatch.setattr("hone.bench.bench.EmbeddedEngine", Engine)
-    monkeypatch.setattr(
-        "hone.bench.bench.check_exact", lambda model, device: seen.append(model.exact)
-    )
     base = ("bench", "engine", "--model.path=model", "--model.init=random")
     text = output(
         capsys, *base, "--model.exact=true", "--run.device=cpu", "--workload=requests.jsonl", code=2
     )
     assert "model.exact is on, and run.device is cpu" in text
+    monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: None)
     output(capsys, *base, "--model.exact=true", "--workload=requests.jsonl")
-    assert seen == [True, True]
+    assert seen == [True]
 
 
 @pytest.mark.usefixtures("nothing_runs")

@@ -251,6 +251,7 @@ def test_R22_a_run_that_cannot_fit_never_starts(
     small = Peaks("Small", 1e12, 1e14, "datasheet", memory_gib=1)
     monkeypatch.setattr("hone.cli.command.installed_gpu", lambda: small)
     monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: 2)
+    monkeypatch.setattr("hone.config.extras.is_installed", lambda name: True)
     monkeypatch.setattr("hone.cli.command.spawn", lambda command, nproc: 0)
     monkeypatch.setitem(sys.modules, "hone.loops", ModuleType("hone.loops"))  # would load torch
     argv = (*BASE["rl"], "--nproc", nproc)
@@ -360,6 +361,7 @@ def test_R22_more_processes_than_the_host_can_serve_are_refused(
 
     monkeypatch.setattr("hone.cli.command.spawn", spawn)
     monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: max_gpus)
+    monkeypatch.setattr("hone.config.extras.is_installed", lambda name: True)
     monkeypatch.setattr("os.cpu_count", lambda: num_cores)
     argv = ("rl", *BASE["rl"], f"--run.device={device}", "--nproc", "3")
     told = output(capsys, *argv, code=0 if said is None else 2)
@@ -384,6 +386,25 @@ def test_check_reads_recipes_and_usage(workspace: Path, capsys: pytest.CaptureFi
     assert "unknown key (r.yaml, line" not in output(capsys, "check", "sft", "r.yaml")
     text = output(capsys, "check", "sft", "r.yaml", "--model=3", code=2)
     assert "model: got 3 (flag --model=3)" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "said"),
+    [
+        ("rl", "--reward.functions=[{fn: exact_match, args: {patern: x}}]", "no setting 'patern'"),
+        ("eval", "--reward.functions=[{fn: overlong, args: {buffer_tokens: 9999}}]", "9999, more"),
+        ("rl", "--data.train.0.columns.prompt=text", "data.train.0.path: train.jsonl"),
+        ("sft", "--data.train=[{path: scores.jsonl}]", "no column for the completion"),
+        ("generate", "--data.train=[{path: scores.jsonl, max_rows: 9}]", "line 2: not valid JSON"),
+    ],
+)
+def test_R22_rewards_and_first_rows_are_looked_at_before_a_run(
+    command: str, flag: str, said: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = '{"prompt": "1+1="}\n' + ("{" if command == "generate" else "")
+    (workspace / "scores.jsonl").write_text(rows)
+    for argv in (("check", command), (command,)):
+        assert said in " ".join(output(capsys, *argv, *BASE[command], flag, code=2).split())
 
 
 def run_hone(*argv: str) -> tuple[int, str, float]:

@@ -198,3 +198,13 @@ def test_folders_ask_nobody(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("asked the hub"))
     load_tokenizer(model_config(path=str(inputs / "model")))
     assert hub.locate_model("./not/here", "model.path") == "./not/here"
+
+
+def test_R22_a_model_of_the_cache_is_checked_as_one_in_a_folder(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_into_cache(inputs / "model")
+    flags = (f"--model.path={NAME}", f"--data.train=[{{path: {inputs / 'train.jsonl'}}}]")
+    assert main(["check", *flags, "--engine.max_model_len=99999", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert any("99999, more than the context of the model" in x["message"] for x in found)

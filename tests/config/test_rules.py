@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from hone.config import UserError, extras, rules
+from hone.config.hardware import gpu_peaks
 from hone.config.load import load_config
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
@@ -44,7 +45,8 @@ TREES: dict[str, type[Any]] = {
 
 Level = Literal["error", "warning"]
 Row = tuple[str, str, Level, str]
-"""Command, flags (with `--nproc=N`: in N processes), level, and the keys that the message must
+"""Command, flags (`--nproc=N`: in N processes; `--gpu`: on such a device; `--here=N`: on this
+host, which has N), level, and the keys that the message must
 name."""
 
 _AWAY = "trainer.offload_optimizer=true trainer.offload_gradients=true"
@@ -118,6 +120,8 @@ ROWS: list[Row] = [
       for section in ("engine", "trainer")],
     ("rl", "pipeline.enabled=true run.device=cuda", "error",
      "pipeline.enabled cluster.num_engines run.device"),
+    ("rl", "--gpu=H200 pipeline.enabled=true", "error",
+     "pipeline.enabled cluster.num_engines run.device"),
     ("rl", "pipeline.enabled=true engine.tensor_parallel_size=2", "error",
      "engine.tensor_parallel_size pipeline.enabled cluster.num_engines"),
     ("rl", "pipeline.enabled=true engine.backend=vllm", "error",
@@ -150,6 +154,8 @@ ROWS: list[Row] = [
      "model.lora.target_modules"),
     ("sft", "model.path=Qwen/Qwen3-0.6B model.lora.rank=8 model.lora.target_modules=[lm_head]",
      "error", "model.lora.target_modules"),
+    ("sft", "model.lora.rank=8 model.lora.load_in_4bit=true model.path=odd", "error",
+     "model.lora.load_in_4bit model.path"),
     ("sft", "model.lora.target_modules=[q_proj]", "warning",
      "model.lora.target_modules model.lora.rank"),
     ("rl", "--nproc=2 trainer.enable_sleep=true", "error", "trainer.enable_sleep"),
@@ -163,6 +169,12 @@ ROWS: list[Row] = [
           ("fp8", "model.lora.rank", "8"), ("fp8", "trainer.parallel.tensor_parallel_size", "2"))],
     ("sft", "trainer.matmul_precision=fp8 trainer.compile=false", "warning",
      "trainer.matmul_precision trainer.compile"),
+    ("sft", "--gpu=A100 trainer.matmul_precision=fp8", "error",
+     "trainer.matmul_precision run.device"),
+    ("sft", "trainer.matmul_precision=fp8 model.path=odd", "error",
+     "trainer.matmul_precision model.path"),
+    ("sft", "--gpu=cpu trainer.matmul_precision=tf32 model.dtype=float32", "error",
+     "trainer.matmul_precision run.device"),
     ("rl", "trainer.matmul_precision=tf32 model.dtype=float32", "warning",
      "trainer.matmul_precision trainer.parity.max_kl"),
     ("rl", "trainer.matmul_precision=fp8", "warning",
@@ -269,6 +281,7 @@ ROWS: list[Row] = [
     ("rl", "engine.kv_cache_dtype=fp8", "warning",
      "engine.kv_cache_dtype algorithm.correction.kind"),
     ("rl", "model.exact=true run.device=cpu", "error", "model.exact run.device"),
+    ("rl", "--gpu=cpu model.exact=true model.path=wide", "error", "model.exact run.device"),
     ("rl", "model.exact=true run.device=cuda model.dtype=float32", "error",
      "model.exact model.dtype"),
     ("eval", "model.exact=true run.device=cuda engine.kv_cache_dtype=fp8", "error",
@@ -277,7 +290,11 @@ ROWS: list[Row] = [
      "model.exact engine.tensor_parallel_size"),
     ("sft", "model.exact=true", "warning", "model.exact"),
     ("rl", "engine.kv_cache_gib=0.0004", "error",
-     "engine.kv_cache_gib data.max_prompt_tokens rollout.max_completion_tokens"),
+     "engine.kv_cache_gib model.path"),
+    ("rl", "run.device=cpu engine.max_model_len=4096 model.path=large", "error",
+     "engine.kv_cache_gib engine.max_model_len"),
+    ("rl", "--gpu=A100 engine.kv_cache_dtype=fp8", "error",
+     "engine.kv_cache_dtype run.device"),
     ("rl", "engine.block_size=4096", "warning", "engine.block_size"),
     # the learning rule
     ("rl", "algorithm.kl.coef=0.01 algorithm.kl.estimator=k1", "error",
@@ -428,7 +445,7 @@ ROWS: list[Row] = [
      "trainer.parallel.reference_ring_size trainer.parallel.tensor_parallel_size"),
     ("rl", "trainer.parallel.reference_ring_size=1", "warning",
      "trainer.parallel.reference_ring_size"),
-    ("rl", "--nproc=2 model.exact=true", "error", "model.exact"),
+    ("rl", "--nproc=2 model.exact=true model.path=wide", "error", "model.exact"),
     ("rl", "model.exact=true trainer.parallel.ring_size=2 trainer.max_tokens_per_microbatch=2047",
      "error", "model.exact trainer.parallel.ring_size"),
     ("sft", "trainer.offload_gradients=true", "error",
@@ -456,6 +473,12 @@ ROWS: list[Row] = [
     # models that nothing can run, or not so
     *[(command, "model.path=qwen3_moe", "error", "model.path")
       for command in ("rl", "sft", "eval", "generate", "bench engine", "bench train")],
+    *[("rl", f"model.path={name}", "error", "model.path")
+      for name in ("quantised", "chunked", "dynamic")],
+    ("generate", "model.path=gelu engine.tensor_parallel_size=2", "error",
+     "engine.tensor_parallel_size model.path"),
+    *[("rl", f"model.exact=true model.path={name}", "error", "model.exact model.path")
+      for name in ("gelu", "odd")],
     ("sft", "model.path=gemma2 trainer.parallel.tensor_parallel_size=2", "error",
      "trainer.parallel.tensor_parallel_size model.path"),
     ("generate", "model.path=gemma2 engine.tensor_parallel_size=2", "error",
@@ -537,6 +560,11 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
      {"num_trainers_here": Fact(2, "the processes of this host")}),
     (("rl", "reward.functions.0.fn=needy.py:score", "error", "reward.functions.0.fn"),
      {"first_rows": [("train.jsonl:1", {"answer"}, {"answer"})]}),
+    (("rl", "reward.functions.0.args={patern:1}", "error", "reward.functions.0.fn"),
+     {"reward_problems": [{"key": "reward.functions.0", "fn": "exact_match",
+                           "problem": "no setting 'patern'"}]}),
+    (("sft", "", "error", "data.train.0.path"),
+     {"data_problems": [{"key": "data.train.0.path", "problem": "no column for the prompt"}]}),
     (("rl", "", "warning", "data.train.0.path"),
      {"unread_arrays": [{"key": "data.train.0.path", "path": "train.json", "mib": 99}]}),
 ]  # fmt: skip
@@ -545,12 +573,16 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
 
 def planned(command: str, flags: str) -> RunPlan:
     words = flags.split()
-    nproc = [int(word.removeprefix("--nproc=")) for word in words if word.startswith("--nproc=")]
-    words = [word for word in words if not word.startswith("--nproc=")]
+    given = dict(word[2:].split("=") for word in words if word.startswith("--"))
+    words = [word for word in words if not word.startswith("--")]
     cfg = load_config(TREES[command], None, [*BASE[command], *words])
-    kind = "cpu" if cfg.run.device == "cpu" else "cuda"
+    on_cpu = "cpu" in (cfg.run.device, given.get("gpu"))
+    gpu = None if on_cpu or "gpu" not in given else gpu_peaks(given["gpu"])
+    devices = Devices(
+        kind="cpu" if on_cpu else "cuda", gpu=gpu, per_node=int(given.get("here", 0)) or None
+    )
     model = cfg.model.path and ModelFacts.read(cfg.model.path)
-    return resolve(cfg, model, Devices(kind=kind), world_size=nproc[0] if nproc else None)
+    return resolve(cfg, model, devices, world_size=int(given.get("nproc", 0)) or None)
 
 
 def findings(command: str, flags: str, **known: Any) -> list[Finding]:
@@ -718,11 +750,14 @@ def test_R5_truncating_options_are_refused_one_by_one(workspace: Path) -> None:
 
 
 def test_the_kv_cache_limit_is_exact(workspace: Path) -> None:
-    """2 layers x 2 heads x 16 values x keys and values x 4 bytes = 512 bytes a token."""
+    """2 layers x 2 heads x 16 values x keys and values x 4 bytes = 512 bytes a token, of the whole
+    context where no setting says less."""
     exact = 2048 * 512 / 2**30
-    assert findings("rl", f"run.device=cpu engine.kv_cache_gib={exact!r}") == []
-    assert findings("rl", f"run.device=cpu engine.kv_cache_gib={exact * 0.999!r}")
-    assert findings("rl", f"run.device=cuda engine.kv_cache_gib={exact / 2!r}") == []
+    for tokens, length in ((2, ""), (1, "engine.max_model_len=2048")):
+        flags, size = f"run.device=cpu {length} engine.kv_cache_gib=", exact * tokens
+        assert findings("rl", f"{flags}{size!r}") == []
+        assert findings("rl", f"{flags}{size * 0.999!r}")
+    assert findings("rl", f"run.device=cuda engine.kv_cache_gib={exact!r}") == []
 
 
 def test_errors_come_first_and_once(workspace: Path) -> None:
@@ -753,6 +788,10 @@ NEEDS: list[tuple[str, str, str, str, str]] = [
     ("sft", "trainer.matmul_precision=fp8", "torchao", "trainer.matmul_precision",
      "hone-rl[fp8]"),
     ("rl", "reward.functions.0.fn=math", "math_verify", "reward.functions.0.fn", "math-verify"),
+    ("rl", "--here=1", "cuda.bindings", "engine.backend", "cuda-bindings"),
+    ("bench engine", "--here=1", "cuda.bindings", "engine.backend", "cuda-bindings"),
+    ("rl", "--here=1 model.exact=true engine.backend=embedded model.path=wide", "triton",
+     "model.exact", "triton"),
     ("bench engine", "against=vllm run.device=cuda", "vllm", "against", "hone-rl[vllm]"),
     *[("rl", f"log.{name}=true", name, f"log.{name}", f"hone-rl[{name}]")
       for name in ("wandb", "mlflow", "trackio")],

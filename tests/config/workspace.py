@@ -21,6 +21,19 @@ MODEL_CONFIG = {
     "tie_word_embeddings": True,
 }
 
+OTHERS: dict[str, dict[str, object]] = {
+    "gemma2": {"model_type": "gemma2"},
+    "qwen3_moe": {"model_type": "qwen3_moe"},
+    "quantised": {"quantization_config": {"quant_method": "awq"}},
+    "chunked": {"layer_types": ["chunked_attention"] * 2},
+    "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "gelu": {"hidden_act": "gelu"},
+    "odd": {"hidden_size": 36, "intermediate_size": 36, "head_dim": 9},
+    "wide": {"head_dim": 32},
+    "large": {"head_dim": 8192, "num_key_value_heads": 4},
+}
+"""Models that differ from `model` in these fields of their `config.json`."""
+
 BASE: dict[str, list[str]] = {
     "rl": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
     "sft": [
@@ -43,7 +56,7 @@ def fill(folder: Path) -> None:
     (model / "config.json").write_text(json.dumps(MODEL_CONFIG))
     (model / "tokenizer.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"")
-    (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "completion": "2"}\n')
     (folder / "notes.txt").write_text("no data set")
     (folder / "bare").mkdir()
     (folder / "bare" / "config.json").write_text(json.dumps(MODEL_CONFIG))
@@ -51,10 +64,9 @@ def fill(folder: Path) -> None:
     (folder / "mute").mkdir()
     (folder / "mute" / "config.json").write_text(json.dumps(MODEL_CONFIG))
     (folder / "mute" / "model.safetensors").write_bytes(b"")
-    for family in ("gemma2", "qwen3_moe"):
-        other = folder / family
-        shutil.copytree(model, other)
-        (other / "config.json").write_text(json.dumps(MODEL_CONFIG | {"model_type": family}))
+    for name, fields in OTHERS.items():
+        shutil.copytree(model, folder / name)
+        (folder / name / "config.json").write_text(json.dumps(MODEL_CONFIG | fields))
     (folder / "empty").mkdir()
     (folder / "scores.py").write_text("def score(completion, answer):\n    return 1.0\n")
     (folder / "silent.py").write_text("def score(completions):\n    return 1.0\n")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hone.attention import reference
-from hone.models import exact, exact_decoder, load
+from hone.models import exact, exact_decoder
 
 
 def use_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -39,6 +39,5 @@ def use_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(attention, "packed_attention", packed_attention)
     monkeypatch.setattr(attention, "paged_attention", paged_attention)
     monkeypatch.setattr(scoring, "token_logprobs", token_logprobs)
-    for module in (exact_decoder, load):
-        monkeypatch.setattr(module, "exact_supported", lambda config, device: None)
+    monkeypatch.setattr(exact_decoder, "exact_supported", lambda config, device: None)
     return calls

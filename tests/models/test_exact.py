@@ -98,16 +98,18 @@ def test_cpu_is_refused():
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("config", "capability", "expected"),
     [
-        (Qwen3Config(dtype=torch.bfloat16), None),
-        (LlamaConfig(dtype="float16"), None),
-        (Qwen3Config(dtype=torch.float32), "bfloat16 or float16, got float32"),
-        (Qwen3Config(head_dim=80), "heads of 32, 64, 128, got 80"),
-        (Qwen3Config(intermediate_size=1003), "multiples of 8, got intermediate_size=1003"),
-        (Qwen3Config(hidden_act="gelu"), "got qwen3 with gelu"),
+        (Qwen3Config(dtype=torch.bfloat16), (9, 0), None),
+        (LlamaConfig(dtype="float16"), (9, 0), None),
+        (Qwen3Config(dtype=torch.bfloat16), (7, 5), "compute capability 8.0 or later, got T4"),
+        (Qwen3Config(dtype=torch.float32), (9, 0), "bfloat16 or float16, got torch.float32"),
+        (Qwen3Config(head_dim=80), (9, 0), "does not compute head_dim = 80"),
+        (Qwen3Config(intermediate_size=1003), (9, 0), "intermediate_size = 1003"),
     ],
 )
-def test_models_that_the_kernels_do_not_compute_are_refused(config, expected):
-    reason = exact._unserved(config)
+def test_what_the_kernels_do_not_compute_is_refused(config, capability, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    reason = exact.exact_supported(config, torch.device("cuda"))
     assert reason is None if expected is None else expected in reason

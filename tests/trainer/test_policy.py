@@ -284,9 +284,3 @@ def test_weights_that_are_not_finite_are_left_to_the_sync_that_names_them():
     for tensors in (trainer.policy.masters, trainer.policy.parameters):
         tensors["model.norm.weight"].data[:] = float("nan")
     assert len(dict(trainer.named_weights())) == len(trainer.policy.model.state_dict())
-
-
-def test_one_process_keeps_its_weights_on_the_device():
-    offloads = dict.fromkeys(("offload_optimizer", "offload_gradients", "offload_parameters"), True)
-    with pytest.raises(UserError, match=r"offload_parameters .* several processes, and one was"):
-        make_trainer(tiny_model(dtype=torch.float32), **offloads)

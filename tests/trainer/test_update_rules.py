@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
 from hone.trainer import update_rules
 from hone.trainer.host_state import HostMasters
@@ -204,12 +203,6 @@ def test_state_moves_between_device_and_host(state_dtype: str):
     run(other, resumed, range(3, 6))
     for name, parameter in straight.items():
         assert torch.equal(parameter, resumed[name]), name
-
-
-def test_muon_refuses_offload_and_says_why():
-    with pytest.raises(UserError, match="orthogonalises whole matrices") as caught:
-        ParameterOptimizer(parameters(), OptimizerConfig(name="muon"), set(), offload=True)
-    assert "trainer.offload_optimizer" in str(caught.value)
 
 
 def small_updates(state_dtype: str, steps: int = 1000) -> tuple[Tensor, Tensor, Tensor]:

@@ -36,8 +36,6 @@ from hone.attention import backends
 from hone.attention.blocks import AttentionBlock, visible_rectangles
 from hone.attention.context import PackedContext
 from hone.attention.merging import add_key_gradients, attend_blocks, block_gradients
-from hone.config.errors import UserError
-from hone.config.parallel import ulysses_problem
 from hone.distributed.mesh import Axis
 
 __all__ = ["packed_attention", "padded_tokens", "token_ranges"]
@@ -99,15 +97,12 @@ def packed_attention(
 
     q is [t, Hq, D], k and v [t, Hkv, D], of the tokens that `token_ranges` gives. Returns
     [t, Hq, D]. Collective over the ranks of `context.parallel`, and so is its backward; neither
-    waits for the device. Memory is that of t tokens. Raises UserError where the Ulysses ranks
-    cannot share the heads.
+    waits for the device. Memory is that of t tokens.
     """
     parallel = context.parallel
     assert parallel is not None
     ulysses, ring = parallel.ulysses, parallel.ring
     if ulysses.size > 1:
-        if problem := ulysses_problem(ulysses.size, q.shape[1], k.shape[1]):
-            raise UserError(f"{ulysses.size} Ulysses ranks: {problem}")
         q, k, v = _TokensToHeads.apply(q, k, v, ulysses)
     if ring.size > 1:
         plan = _ring_plan(context.lengths, ring.size, ring.rank, window, q.device)

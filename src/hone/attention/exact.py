@@ -34,10 +34,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.attention.context import PackedContext, PagedContext
+from hone.config.model_facts import EXACT_HEAD_DIMS
 
-__all__ = ["HEAD_DIMS", "RowTile", "packed_attention", "paged_attention"]
-
-HEAD_DIMS = (32, 64, 128)
+__all__ = ["RowTile", "packed_attention", "paged_attention"]
 """Sizes of a head that the kernels are made for."""
 KEYS_PER_TILE = 64
 KEYS_PER_SPLIT = 1024
@@ -68,7 +67,7 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention within each packed sequence, differentiable.
 
-    q is [T, Hq, D], k and v [T, Hkv, D], bfloat16 or float16 with D in `HEAD_DIMS`. Returns
+    q is [T, Hq, D], k and v [T, Hkv, D], bfloat16 or float16 with D in `EXACT_HEAD_DIMS`. Returns
     [T, Hq, D]. The gradient is FlashAttention's, from this output and its log-sum-exp.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
@@ -287,7 +286,7 @@ def _num_ways(num_rows: int, num_splits: int) -> int:
 def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "the head dimension must be contiguous"
     assert q.dtype == k.dtype == v.dtype, f"{q.dtype=} {k.dtype=} {v.dtype=}"
-    assert q.shape[2] in HEAD_DIMS, f"heads of {q.shape[2]}, allowed: {HEAD_DIMS}"
+    assert q.shape[2] in EXACT_HEAD_DIMS, f"heads of {q.shape[2]}, allowed: {EXACT_HEAD_DIMS}"
 
 
 @triton.jit

@@ -25,9 +25,9 @@ from hone.engine.engine import EmbeddedEngine, make_cache
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
 from hone.loops.launch import choose_device
-from hone.models.load import check_exact, compute_dtype, load_config, load_model
+from hone.models.load import compute_dtype, load_config, load_model
 from hone.models.support import context_length, eos_token_ids
-from hone.models.tensor_parallel import TensorParallel, check_divides, divide_config
+from hone.models.tensor_parallel import TensorParallel, divide_config
 from hone.models.tiny import make_model_folder
 from hone.observe.peaks import device_peaks
 
@@ -72,9 +72,7 @@ def bench_engine(
     device = choose_device(cfg.run)
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
     with _model(cfg) as model_cfg:
-        check_exact(model_cfg, device)
         config = load_config(model_cfg)
-        check_divides(config, tp.size)
         vocab_size = int(config.vocab_size)
         workload = make_workload(cfg, vocab_size)
         if cfg.engine.max_model_len is None:

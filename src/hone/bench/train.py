@@ -48,7 +48,6 @@ from hone.planner.memory import (
     training_memory,
 )
 from hone.planner.roofline import training_flops
-from hone.trainer.precision import require_matmul_precision
 from hone.trainer.trainer import Trainer
 from hone.types import MicroBatch
 
@@ -191,7 +190,6 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
     with _located(cfg.model) as model_cfg, join(cfg.run, cfg.trainer.parallel) as (mesh, watch):
         config = load_config(model_cfg)
         dtype = compute_dtype(model_cfg, mesh.device)
-        require_matmul_precision(cfg.trainer.matmul_precision, dtype, mesh.device)
         rates = _rates(mesh, dtype)
         torch.manual_seed(cfg.run.seed)
         start_s = time.perf_counter()

@@ -15,12 +15,11 @@ from hone.cli.openmp import set_up_openmp
 from hone.cli.recipe_record import record_recipe, require_same_recipe
 from hone.config import UserError
 from hone.config.base import Section
-from hone.config.data import DataConfig
 from hone.config.hardware import Peaks, available_host_bytes, installed_gpu, max_gpus
 from hone.config.load import load_config, resolve_recipe
 from hone.config.model_facts import ModelFacts
+from hone.config.paths import DATA_SUFFIXES
 from hone.config.plan import Command, Devices, RunPlan, resolve
-from hone.config.reward import RewardConfig
 from hone.config.rules import Finding, findings
 from hone.config.rules.rewards import needs_columns
 from hone.config.run import RunConfig
@@ -37,6 +36,7 @@ from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, spawn
 from hone.planner.fitting import check_gpu_memory, check_host_memory
+from hone.rewards.builtin import BUILTINS, build
 
 __all__ = [
     "check_here",
@@ -208,23 +208,22 @@ def plan_here(
             per_node=num_gpus or None,
             host_bytes=available_host_bytes() if num_gpus else None,
         )
-    return resolve(cfg, _known_model(cfg), devices, world_size=world_size)
+    return resolve(cfg, _known_model(cfg, may_fetch=starts), devices, world_size=world_size)
 
 
-def _known_model(cfg: Command) -> ModelFacts | None:
+def _known_model(cfg: Command, *, may_fetch: bool = False) -> ModelFacts | None:
     """What is known of the model before it is loaded."""
     path = cfg.model.path or ""
     if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) and cfg.model.shape is not None:
         path = cfg.model.shape
-    return ModelFacts.known(path)
+    return ModelFacts.known(path, may_fetch=may_fetch)
 
 
 def check_plan(plan: RunPlan) -> list[Finding]:
     """All that is wrong with a plan, errors first: settings, columns of the data that are here,
     and memory of GPUs, or where that is enough, of this host."""
     cfg = plan.config
-    has_rewards = isinstance(cfg, RLConfig | EvaluateConfig)
-    found = findings(plan, **(first_rows(cfg.reward, cfg.data) if has_rewards else {}))
+    found = findings(plan, **first_rows(cfg), **_reward_problems(cfg))
     if plan.world_size is not None or plan.trainer is None:
         memory = [*check_gpu_memory(plan)]
     else:
@@ -259,30 +258,57 @@ def _num_gpus() -> int | None:
     return max_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def first_rows(reward: RewardConfig, data: DataConfig) -> dict[str, Any]:
-    """Of the first rows of data on this host, what rules on reward functions must know. Of several
-    processes the first one looks: the others would read the same."""
-    if not needs_columns(reward) or processes().rank > 0:
+def _reward_problems(cfg: Command) -> dict[str, Any]:
+    """What is wrong with the arguments of built-in reward functions."""
+    if not isinstance(cfg, RLConfig | EvaluateConfig):
         return {}
+    longest = cfg.rollout if isinstance(cfg, RLConfig) else cfg.eval
+    found: list[dict[str, str]] = []
+    for index, function in enumerate(cfg.reward.functions):
+        if function.fn in BUILTINS:
+            try:
+                build(function.fn, function.args).check_limit(longest.max_completion_tokens)
+            except ValueError as error:
+                key = f"reward.functions.{index}"
+                found.append({"key": key, "fn": function.fn, "problem": f"{error}"})
+    return {"reward_problems": found}
+
+
+def first_rows(cfg: Command) -> dict[str, Any]:
+    """What rules must know of the first rows of data on this host. Of several processes the first
+    one looks: the others would read the same."""
+    if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) or processes().rank > 0:
+        return {}
+    data, demonstrations = cfg.data, isinstance(cfg, SFTConfig)
+    named = isinstance(cfg, RLConfig | EvaluateConfig) and needs_columns(cfg.reward)
     unread: list[dict[str, Any]] = []
+    problems: list[dict[str, Any]] = []
     rows: list[tuple[str, Collection[str], Collection[str]]] = []
     for section in ("train", "eval"):
         for index, source in enumerate(getattr(data, section)):
             path = Path(source.path).expanduser()
-            if not path.is_file():
+            if not path.is_file() or path.suffix not in DATA_SUFFIXES:
                 continue
             head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)
-            # The run reads all rows, and says what is wrong with the data.
-            with suppress(UserError, OSError):
+            key = f"data.{section}.{index}.path"
+            # The run reads all rows; whether they can be read at all is known here.
+            with suppress(OSError):
                 num_bytes = path.stat().st_size
                 if path.suffix == ".json" and num_bytes > _MAX_ARRAY_BYTES and is_json_array(path):
-                    key, mib = f"data.{section}.{index}.path", f"{num_bytes / 2**20:,.0f}"
+                    mib = f"{num_bytes / 2**20:,.0f}"
                     unread.append({"key": key, "path": source.path, "mib": mib})
                     continue
-                read = read_source(source.model_copy(update={"max_rows": head}))
-                examples = map_rows(read, source, name=source.path)
-                rows += [(x.location, x.columns, x.metadata) for x in examples]
-    return {"first_rows": rows, "unread_arrays": unread}
+                try:
+                    read = read_source(source.model_copy(update={"max_rows": head}))
+                    examples = map_rows(
+                        read, source, name=source.path, demonstrations=demonstrations
+                    )
+                    rows += [(x.location, x.columns, x.metadata) for x in examples]
+                except UserError as error:
+                    problems.append({"key": key, "problem": f"{error}"})
+    return {"data_problems": problems} | (
+        {"first_rows": rows, "unread_arrays": unread} if named else {}
+    )
 
 
 def local_gpu() -> Peaks | None:

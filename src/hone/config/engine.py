@@ -11,6 +11,10 @@ from hone.config.base import Section
 __all__ = ["EngineConfig"]
 
 
+CPU_CACHE_GIB = 1
+"""KV cache on a CPU, where `kv_cache_gib` is unset."""
+
+
 class EngineConfig(Section):
     """What samples: paged KV cache and continuous batching in the trainer's process."""
 

@@ -17,6 +17,7 @@ from hone.config.errors import UserError
 __all__ = ["INSTALL", "import_extra", "installed_version", "is_installed", "missing_extra"]
 
 INSTALL = {
+    "cuda.bindings": "cuda-bindings",
     "datasets": "hone-rl[data]",
     "math_verify": "math-verify",
     "mlflow": "hone-rl[mlflow]",
@@ -25,6 +26,7 @@ INSTALL = {
     "tensorboard": "tensorboard",
     "torchao": "hone-rl[fp8]",
     "trackio": "hone-rl[trackio]",
+    "triton": "triton",
     "vllm": "hone-rl[vllm]",
     "wandb": "hone-rl[wandb]",
 }
@@ -38,6 +40,8 @@ def is_installed(package: str) -> bool:
         spec = importlib.util.find_spec(package)
     except ValueError:  # imported already, by something that gave it no spec
         return True
+    except ModuleNotFoundError:  # the package that it is in
+        return False
     # A folder of that name in the working directory (wandb leaves one) is found without origin.
     return spec is not None and spec.origin is not None
 

@@ -48,11 +48,15 @@ class Peaks:
     """What the data sheet promises; None where there is none, as for a CPU."""
     memory_gib: int | None = None
     """Nominal size of the memory; a program can use one to two percent less."""
+    has_fp8: bool = True
+    """Whether it multiplies eight-bit floats: from compute capability 8.9 on."""
 
 
-def _datasheet(name: str, tb_per_s: float, tflops: float, memory_gib: int) -> Peaks:
+def _datasheet(
+    name: str, tb_per_s: float, tflops: float, memory_gib: int, *, has_fp8: bool = True
+) -> Peaks:
     flops = tflops * 1e12
-    return Peaks(name, tb_per_s * 1e12, flops, "datasheet", flops, memory_gib)
+    return Peaks(name, tb_per_s * 1e12, flops, "datasheet", flops, memory_gib, has_fp8)
 
 
 GPUS: tuple[Peaks, ...] = (
@@ -63,18 +67,18 @@ GPUS: tuple[Peaks, ...] = (
     _datasheet("H100 NVL", 3.9, 835, 94),
     _datasheet("H100", 3.35, 989, 80),
     _datasheet("H20", 4.0, 148, 96),
-    _datasheet("A100 40GB", 1.555, 312, 40),
-    _datasheet("A100 80GB PCIe", 1.935, 312, 80),
-    _datasheet("A100", 2.039, 312, 80),
-    _datasheet("A40", 0.696, 150, 45),
-    _datasheet("A10G", 0.6, 70, 22),
-    _datasheet("A10", 0.6, 125, 22),
-    _datasheet("RTX A6000", 0.768, 155, 48),
+    _datasheet("A100 40GB", 1.555, 312, 40, has_fp8=False),
+    _datasheet("A100 80GB PCIe", 1.935, 312, 80, has_fp8=False),
+    _datasheet("A100", 2.039, 312, 80, has_fp8=False),
+    _datasheet("A40", 0.696, 150, 45, has_fp8=False),
+    _datasheet("A10G", 0.6, 70, 22, has_fp8=False),
+    _datasheet("A10", 0.6, 125, 22, has_fp8=False),
+    _datasheet("RTX A6000", 0.768, 155, 48, has_fp8=False),
     _datasheet("L40S", 0.864, 362, 45),
     _datasheet("L4", 0.3, 121, 22),
     _datasheet("RTX 5090", 1.792, 209, 32),
     _datasheet("RTX 4090", 1.008, 165, 24),
-    _datasheet("RTX 3090", 0.936, 71, 24),
+    _datasheet("RTX 3090", 0.936, 71, 24, has_fp8=False),
 )
 """Where several match a device, the first with all its words does."""
 

@@ -17,13 +17,13 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from hone.config.errors import UserError
 from hone.config.paths import must_be_local
 
-__all__ = ["cache_alone", "locate_model", "unreachable"]
+__all__ = ["cache_alone", "config_of", "locate_model", "unreachable"]
 
 _CONNECT_S = 5.0
 """For all addresses of the hub together, and the time to resolve its name."""
@@ -49,6 +49,16 @@ def locate_model(name: str, key: str) -> str:
         )
     logger.info("%s comes from the local cache: %s", name, reason)
     return folder
+
+
+def config_of(name: str, *, may_fetch: bool) -> Path | None:
+    """`config.json` of a hub name, from the local cache, or where it `may_fetch` from the hub; None
+    where it is in neither."""
+    is_local = not may_fetch or unreachable() is not None
+    try:
+        return Path(hf_hub_download(name, "config.json", local_files_only=is_local))
+    except (OSError, ValueError):
+        return None
 
 
 @cache

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from hone.config.base import Section
-from hone.families.spec import PROJECTIONS
 
-__all__ = ["LoraConfig", "ModelConfig", "TrainedModelConfig", "unknown_targets"]
+__all__ = ["LoraConfig", "ModelConfig", "TrainedModelConfig"]
 
 
 class LoraConfig(Section):
@@ -69,17 +66,3 @@ class TrainedModelConfig(ModelConfig):
 
     lora: LoraConfig = LoraConfig()
     """Train adapters instead of all weights."""
-
-
-def unknown_targets(lora: LoraConfig, projections: Collection[str] = PROJECTIONS) -> str | None:
-    """What to tell where `target_modules` names what layers with these projections lack, else
-    None."""
-    unknown = [name for name in lora.target_modules if name not in projections]
-    if not unknown:
-        return None
-    near = {name: get_close_matches(name, projections, 1) for name in unknown}
-    told = [f"{name} (did you mean {near[name][0]}?)" if near[name] else name for name in unknown]
-    return (
-        f"model.lora.target_modules names {', '.join(told)}; the projections of a layer, which can "
-        f"have adapters, are {', '.join(projections)}. Name some of these, or none for all of them."
-    )

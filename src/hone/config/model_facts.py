@@ -8,10 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from hone.config.hub import config_of
+from hone.config.paths import must_be_local
+from hone.families.registry import FUSED_FAMILIES, unserved
 from hone.families.shape import ModelShape, public_shape
 from hone.families.spec import DIVIDED_FIELDS
 
-__all__ = ["ModelFacts"]
+__all__ = ["EXACT_ALIGNMENT", "EXACT_HEAD_DIMS", "FP8_ALIGNMENT", "NF4_BLOCK", "ModelFacts"]
+
+EXACT_HEAD_DIMS = (32, 64, 128)
+"""Head sizes that the attention of exact mode computes."""
+EXACT_ALIGNMENT = 8
+"""16-bit numbers in the 16 bytes that a row of a matrix must start at a multiple of."""
+FP8_ALIGNMENT = 16
+"""The same of products in float8; projections of other widths stay as they are."""
+NF4_BLOCK = 64
+"""Values that share a scale in four bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +39,15 @@ class ModelFacts:
     """Numbers that one token adds to the KV cache, over all layers."""
     divided: Mapping[str, int] = field(default_factory=dict[str, int])
     """What tensor parallelism divides among devices, by key."""
+    hidden_act: str | None = None
+    """The MLP's activation; None is the family's, silu where layers are fused."""
+    unserved: tuple[str, ...] = ()
+    """What nobody here computes, as `field=value`."""
     shape: ModelShape | None = None
     """All sizes; None for families that hone does not support and for incomplete files."""
 
     @classmethod
-    def read(cls, model_path: str) -> Self | None:
+    def read(cls, model_path: str | Path) -> Self | None:
         """The facts of a local model folder; None for a hub name or an unreadable file."""
         try:
             config: Any = json.loads((Path(model_path) / "config.json").read_text())
@@ -55,14 +71,19 @@ class ModelFacts:
             vocab_size=text.get("vocab_size"),
             kv_values_per_token=_kv_values_per_token(text),
             divided={key: text[key] for key in DIVIDED_FIELDS if text.get(key)},
+            hidden_act=text.get("hidden_act"),
+            unserved=tuple(unserved(config)),
             shape=shape,
         )
 
     @classmethod
-    def known(cls, model_path: str) -> Self | None:
-        """As `read`; for a hub name that is that of a public shape, what that shape says."""
-        if Path(model_path).exists():
+    def known(cls, model_path: str, *, may_fetch: bool = False) -> Self | None:
+        """As `read`; of a hub name what its `config.json` in the local cache says, or that of the
+        hub where it `may_fetch`, else the public shape of that name."""
+        if Path(model_path).exists() or must_be_local(model_path):
             return cls.read(model_path)
+        if "/" in model_path and (file := config_of(model_path, may_fetch=may_fetch)) is not None:
+            return cls.read(file.parent)
         shape = public_shape(model_path.rpartition("/")[2].lower())
         return None if shape is None else cls.of_shape(shape)
 
@@ -77,6 +98,31 @@ class ModelFacts:
             divided=dict(zip(DIVIDED_FIELDS, sizes, strict=True)),
             shape=shape,
         )
+
+    @property
+    def has_fused_layers(self) -> bool:
+        """Whether decoding computes its layers with ours, as exact mode and tensor-parallel engines
+        need; unknown families count."""
+        return self.family in (None, *FUSED_FAMILIES) and self.hidden_act in (None, "silu")
+
+    def undivided(self, size: int) -> list[str]:
+        """Numbers that so many ranks do not share evenly, as `key = number`."""
+        return [f"{key} = {number}" for key, number in self.divided.items() if number % size]
+
+    @property
+    def exact_misfits(self) -> list[str]:
+        """Sizes that the kernels of exact mode do not compute, as `name = number`."""
+        shape = self.shape
+        if shape is None:
+            return []
+        widths = {
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_attention_heads x head_dim": shape.num_heads * shape.head_dim,
+        }
+        found = [f"{name} = {n}" for name, n in widths.items() if n % EXACT_ALIGNMENT]
+        is_served = shape.head_dim in EXACT_HEAD_DIMS
+        return found if is_served else [f"head_dim = {shape.head_dim}", *found]
 
     def kv_bytes_per_token(self, dtype: str) -> int | None:
         """Bytes of one token in the KV cache when it is held in `dtype`."""

@@ -205,6 +205,13 @@ class RunPlan:
         return self.devices.kind == "cpu"
 
     @property
+    def device(self) -> Literal["auto", "cpu", "cuda"]:
+        """`run.device`; auto is decided on this host, and for a named GPU."""
+        asked, there = self.config.run.device, self.devices
+        is_known = self.is_on_cpu or there.gpu is not None or there.per_node is not None
+        return there.kind if asked == "auto" and is_known else asked
+
+    @property
     def is_apart(self) -> bool:
         """Whether engines have weights of their own, and the first process directs them."""
         return "engine" in self.roles and self.roles["engine"].where != "here"

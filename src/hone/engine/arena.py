@@ -12,13 +12,12 @@ import math
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hone.config.errors import UserError
+from hone.config.extras import import_extra
 
 __all__ = ["Arena", "CudaDriver"]
 
@@ -131,13 +130,8 @@ class CudaDriver:
     """
 
     def __init__(self, device: torch.device) -> None:
-        try:
-            self._cuda: Any = import_module("cuda.bindings.driver")
-        except ImportError as error:
-            raise UserError(
-                f"the KV cache on CUDA needs the `cuda-bindings` package ({error}): "
-                "pip install cuda-bindings"
-            ) from error
+        driver, needed_by = "cuda.bindings.driver", "the KV cache on a GPU"
+        self._cuda: Any = import_extra("cuda.bindings", needed_by=needed_by, module=driver)
         self._device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
         self.synchronize()  # makes the device's context, which the driver's calls need
         cuda = self._cuda

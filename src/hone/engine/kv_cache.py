@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hone.attention.context import FP8_DTYPE
-from hone.config.engine import EngineConfig
+from hone.config.engine import CPU_CACHE_GIB, EngineConfig
 from hone.config.errors import UserError
 from hone.engine.arena import Arena
 
@@ -29,7 +29,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
-_CPU_DEFAULT_BYTES = _GIB
 _MARGIN_BYTES = _GIB // 2
 """Device memory left to what no profiling run has seen: CUDA graphs, kernels that are loaded later,
 fragmentation of torch's allocator."""
@@ -316,7 +315,7 @@ def _most_blocks(
     elif cache.device.type == "cuda":
         limits = _cuda_limits(cache.device, cfg, reserved_bytes, resident_bytes)
     else:
-        limits = [(_CPU_DEFAULT_BYTES, "the default of 1 GiB (engine.kv_cache_gib)")]
+        limits = [(CPU_CACHE_GIB * _GIB, "the default of 1 GiB (engine.kv_cache_gib)")]
     (size, source), *others = sorted(limits)
     num_blocks = max(size, 0) // cache.block_bytes
     if num_blocks < per_sequence:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 from hone.families.spec import Json, ModelSpec
 
-__all__ = ["FUSED_FAMILIES", "SPECS", "public_configs", "require_spec"]
+__all__ = [
+    "FUSED_FAMILIES",
+    "SPECS",
+    "TENSOR_FAMILIES",
+    "public_configs",
+    "require_spec",
+    "unserved",
+]
 
 _SHARED = ("__init__", "registry", "shape", "spec")
 """Files of this package that are no family."""
@@ -28,6 +35,14 @@ FUSED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.decode is no
 """Those with a fused decode, which exact mode and tensor parallelism of the engine need."""
 
 
+TENSOR_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.tensor_plan is not None)
+"""Those whose layers the tensor axis of training splits."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings of a token's position alone. `dynamic` and `longrope` also depend on the
+longest sequence of the batch, so a packed sample would not equal the same sample alone."""
+
+
 def require_spec(model_type: str) -> ModelSpec:
     """The family of a `model_type`. Raises ValueError, naming those there are."""
     if model_type not in SPECS:
@@ -40,3 +55,23 @@ def require_spec(model_type: str) -> ModelSpec:
 def public_configs() -> dict[str, Json]:
     """`config.json` of public models by name in lower case, such as `qwen3-8b`."""
     return {name: config for spec in SPECS.values() for name, config in spec.public.items()}
+
+
+def unserved(config: Json) -> list[str]:
+    """What a `config.json` of a family asks for that nobody here computes, as `field=value`."""
+    spec = SPECS.get(str(config.get("model_type")))
+    if spec is None:
+        return []
+    found = {name: config[name] for name in spec.unserved_fields if config.get(name)}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    groups = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
+    rope_types = [x.get("rope_type") or x.get("type") or "default" for x in groups]
+    found |= {
+        name: sorted(others)
+        for name, values, served in (
+            ("layer_types", config.get("layer_types") or (), _LAYER_TYPES),
+            ("rope_type", rope_types, _ROPE_TYPES),
+        )
+        if (others := set(values) - set(served))
+    }
+    return [f"{name}={value!r}" for name, value in found.items()]

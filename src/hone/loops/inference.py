@@ -13,7 +13,6 @@ from time import monotonic
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.config.parallel import ParallelConfig
 from hone.config.paths import settings_file
@@ -72,10 +71,6 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
     with Scorer(share_of_workers(cfg.reward), max_completion_tokens=limit) as scorer:
 
         def check(data: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:
-            if not data.eval:
-                raise UserError(
-                    "there is nothing to evaluate on: name data.eval, or set eval_fraction"
-                )
             if mesh.is_first:
                 scorer.check_data(data.eval, encoder(tokenizer))
 

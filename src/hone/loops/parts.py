@@ -44,7 +44,6 @@ from hone.models.adapters import adapt, is_adapted
 from hone.models.decoder import alias_module
 from hone.models.load import (
     blank_model,
-    check_exact,
     compute_dtype,
     load_config,
     load_model,
@@ -67,7 +66,6 @@ from hone.rollout.evaluate import PassRule, evaluate, pass_rule, summarise
 from hone.rollout.requests import Decode
 from hone.rollout.vllm import VLLMEngine
 from hone.trainer.models import Models
-from hone.trainer.precision import require_matmul_precision
 from hone.trainer.scorer import FrozenScorer, RowScorer, WithoutAdapters
 from hone.trainer.trainer import Trainer
 from hone.types import Engine, Sample, SamplingEngine
@@ -411,10 +409,6 @@ def assemble(cfg: RLConfig, begin: Launch, make_pools: MakePools) -> Generator[R
     """
     with ExitStack() as stack:
         mesh, plan = begin.mesh, planned(cfg, begin.mesh)
-        check_exact(cfg.model, mesh.device)
-        require_matmul_precision(
-            cfg.trainer.matmul_precision, compute_dtype(cfg.model, mesh.device), mesh.device
-        )
         tokenizer = load_tokenizer(cfg.model)
         data = load_prompts(
             cfg.data,
@@ -574,7 +568,6 @@ def assemble_inference(
     """Tokenizer, prompts and an engine over the model's weights, in a process that has joined.
     `check_data` is called before any weight is loaded."""
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
-    check_exact(cfg.model, device)
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
     data = load_prompts(

@@ -19,10 +19,8 @@ from hone.loops.resuming import restore
 from hone.loops.saving import Saver, due
 from hone.loops.step import Outcome
 from hone.models.adapters import adapt
-from hone.models.load import compute_dtype
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.metrics import Mean, Metrics, to_scalars
-from hone.trainer.precision import require_matmul_precision
 from hone.trainer.trainer import Trainer
 from hone.types import Trajectory
 
@@ -44,9 +42,6 @@ def run(cfg: SFTConfig) -> Outcome:
 
 def _run(cfg: SFTConfig, begin: Launch) -> Outcome:
     mesh = begin.mesh
-    require_matmul_precision(
-        cfg.trainer.matmul_precision, compute_dtype(cfg.model, mesh.device), mesh.device
-    )
     tokenizer = load_tokenizer(cfg.model)
     data = load_sft(cfg.data, tokenizer, seed=cfg.run.seed)
     model = load_for_training(cfg.model, mesh, seed=cfg.run.seed)

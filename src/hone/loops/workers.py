@@ -15,7 +15,7 @@ from hone.engine.worker import EngineWorker, LockStep
 from hone.loops.launch import choose_device
 from hone.loops.parts import make_engine
 from hone.loops.remote import Pools
-from hone.models.load import blank_model, check_exact, load_model
+from hone.models.load import blank_model, load_model
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.rollout.engine_pool import EnginePool
@@ -33,7 +33,6 @@ def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
     and the model's loader do.
     """
     device = choose_device(cfg.run)
-    check_exact(cfg.model, device)
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
     tokenizer = load_tokenizer(cfg.model)
     if cfg.engine.backend == "vllm":  # it allocates weights of its own
@@ -72,7 +71,6 @@ def build_reference(cfg: RLConfig) -> FrozenScorer:
     Raises UserError and FileNotFoundError as the model's loader does.
     """
     device = choose_device(cfg.run)
-    check_exact(cfg.model, device)
     return FrozenScorer(
         load_model(cfg.model, device=device, seed=cfg.run.seed),
         cfg.trainer,

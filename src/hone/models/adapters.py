@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hone.config.errors import UserError
-from hone.config.model import LoraConfig, unknown_targets
+from hone.config.model import LoraConfig
+from hone.config.model_facts import NF4_BLOCK
 from hone.families.registry import SPECS
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
@@ -43,8 +43,6 @@ __all__ = [
 _ADAPTER = frozenset(("lora_A", "lora_B"))
 """What is stored of an adapter, by its name in the projection."""
 
-BLOCK = 64
-"""Values that share a scale."""
 
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
 _NF4 = (
@@ -69,13 +67,13 @@ _NF4 = (
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight as 4-bit NormalFloat: codes [numel / 2] uint8, two in a byte, the first in the upper
-    half, and the largest magnitude of each block, [numel / BLOCK] float32.
+    half, and the largest magnitude of each block, [numel / NF4_BLOCK] float32.
 
     Raises ValueError where the number of values is no multiple of a block.
     """
-    if weight.numel() % BLOCK:
-        raise ValueError(f"{tuple(weight.shape)} has no whole number of blocks of {BLOCK} values")
-    blocks = weight.detach().float().reshape(-1, BLOCK)
+    if weight.numel() % NF4_BLOCK:
+        raise ValueError(f"{tuple(weight.shape)} is no whole number of blocks of {NF4_BLOCK}")
+    blocks = weight.detach().float().reshape(-1, NF4_BLOCK)
     scales = blocks.abs().amax(1)
     levels = torch.tensor(_NF4, device=weight.device)
     borders = (levels[1:] + levels[:-1]) / 2
@@ -87,7 +85,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The weight that `quantise` stored."""
     levels = torch.tensor(_NF4, device=codes.device)
-    halves = torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1, BLOCK)
+    halves = torch.stack([codes >> 4, codes & 15], dim=-1).reshape(-1, NF4_BLOCK)
     return (levels[halves.int()] * scales[:, None]).to(dtype).reshape(shape)
 
 
@@ -225,23 +223,13 @@ def _draw(
 
 def _targets(model: PreTrainedModel, cfg: LoraConfig) -> dict[str, nn.Linear]:
     """The projections to adapt, by path."""
-    targets = SPECS[model.config.model_type].lora_targets
-    if (problem := unknown_targets(cfg, targets)) is not None:
-        raise UserError(problem)
-    wanted = cfg.target_modules or targets
+    wanted = cfg.target_modules or SPECS[model.config.model_type].lora_targets
     inside = set(decoder_layers(model).modules())
-    chosen = {
+    return {
         path: layer
         for path, layer in model.named_modules()
         if isinstance(layer, nn.Linear) and layer in inside and path.rpartition(".")[2] in wanted
     }
-    for path, layer in chosen.items():
-        if cfg.load_in_4bit and layer.weight.numel() % BLOCK:
-            raise UserError(
-                f"model.lora.load_in_4bit needs weights of whole blocks of {BLOCK} values; {path} "
-                f"has {tuple(layer.weight.shape)}"
-            )
-    return chosen
 
 
 def is_adapted(model: nn.Module) -> bool:

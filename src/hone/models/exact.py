@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hone.families.registry import FUSED_FAMILIES
+from hone.config.model_facts import ModelFacts
 
 __all__ = ["exact_supported", "linear"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
 """Compute capability from which matrix units take bfloat16."""
-ALIGNMENT = 8
-"""16-bit numbers in the 16 bytes that a row of a matrix must start at a multiple of."""
 
 
 def linear(
@@ -91,33 +89,7 @@ def exact_supported(config: PreTrainedConfig, device: torch.device) -> str | Non
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"exact mode needs a GPU of compute capability 8.0 or later, got {name}"
-    return _unserved(config)
-
-
-def _unserved(config: PreTrainedConfig) -> str | None:
-    """What of the model the kernels do not compute."""
-    from hone.attention.exact import HEAD_DIMS  # needs triton
-
-    family = config.model_type
-    if family not in FUSED_FAMILIES or getattr(config, "hidden_act", "silu") != "silu":
-        return (
-            f"exact mode serves models of the families {', '.join(FUSED_FAMILIES)} with the "
-            f"activation silu, got {family} with {getattr(config, 'hidden_act', 'none')}"
-        )
     if config.dtype is not None and config.dtype not in DTYPES:
-        return (
-            "exact mode computes in bfloat16 or float16, got "
-            f"{str(config.dtype).removeprefix('torch.')}; set model.dtype=bfloat16"
-        )
-    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
-    head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
-    if head_dim not in HEAD_DIMS:
-        return f"exact mode serves heads of {', '.join(map(str, HEAD_DIMS))}, got {head_dim}"
-    widths = {
-        "hidden_size": hidden,
-        "intermediate_size": int(config.intermediate_size),
-        "num_attention_heads * head_dim": heads * head_dim,
-    }
-    if odd := [f"{name}={width}" for name, width in widths.items() if width % ALIGNMENT]:
-        return f"exact mode needs widths that are multiples of {ALIGNMENT}, got {', '.join(odd)}"
-    return None
+        return f"exact mode computes in bfloat16 or float16, got {config.dtype}"
+    misfits = ", ".join(ModelFacts.from_config(config.to_dict()).exact_misfits)
+    return f"exact mode does not compute {misfits}" if misfits else None

@@ -25,9 +25,7 @@ from hone.config import plan
 from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
-from hone.config.paths import must_be_local
 from hone.models.deferred import Weight, defer
-from hone.models.exact import exact_supported
 from hone.models.support import check_supported
 from hone.models.tensor_parallel import (
     TensorParallel,
@@ -40,7 +38,6 @@ from hone.models.weight_files import OtherFormatError, damaged, find_weights, la
 
 __all__ = [
     "blank_model",
-    "check_exact",
     "compute_dtype",
     "load_config",
     "load_deferred",
@@ -151,7 +148,6 @@ def blank_model(
 
 def load_config(cfg: ModelConfig) -> PreTrainedConfig:
     """The checked `config.json` of `cfg.path`; raises as `load_model` does."""
-    _check_folder(cfg.path)
     place = _place(cfg)
     if not Path(place).exists():
         logger.info("%s comes from the Hugging Face hub; a first download may take long", cfg.path)
@@ -165,31 +161,6 @@ def load_config(cfg: ModelConfig) -> PreTrainedConfig:
         raise UserError(f"model.path={cfg.path!r} is of no known family: {error}") from error
     check_supported(config)
     return config
-
-
-def check_exact(cfg: ModelConfig, device: torch.device) -> None:
-    """Raise UserError where `cfg.exact` is on and model or device cannot serve it.
-
-    From `config.json` alone, before any weight is loaded.
-    """
-    if not cfg.exact:
-        return
-    config = load_config(cfg)
-    config.dtype = compute_dtype(cfg, device)
-    if reason := exact_supported(config, device):
-        raise UserError(f"model.exact: {reason}; or set model.exact=false")
-
-
-def _check_folder(path: str) -> None:
-    """A path that exists must be a folder; one that does not must at least look like a hub name."""
-    found = Path(path)
-    if found.exists():
-        if not found.is_dir():
-            raise UserError(f"model.path={path!r} is a file; give the folder with config.json")
-        if not (found / "config.json").is_file():
-            raise FileNotFoundError(f"model.path={path!r} holds no config.json")
-    elif must_be_local(path):
-        raise FileNotFoundError(f"model.path={path!r}: no such folder")
 
 
 def _place(cfg: ModelConfig) -> str:

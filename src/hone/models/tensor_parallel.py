@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hone.config.errors import UserError
+from hone.config.model_facts import ModelFacts
 from hone.distributed.processes import processes
-from hone.families.registry import FUSED_FAMILIES, SPECS
+from hone.families.registry import SPECS
 from hone.families.spec import DIVIDED_FIELDS
 from hone.models.fused_layers import is_fusible
 from hone.models.layer_ops import Kernels, PagedOps, Projection
@@ -44,7 +45,6 @@ __all__ = [
     "fit_to_rank",
     "shard_model",
     "shard_of",
-    "uneven_split",
 ]
 
 MAX_SUM_BYTES = 4 << 20
@@ -94,18 +94,13 @@ class TensorParallel:
 
         Ranks i * size to (i + 1) * size - 1 are a group; several groups are replicas, which share
         nothing but `gather_objects`. Joins the default process group (NCCL on CUDA, gloo on a CPU)
-        where that has not been done. Raises UserError where the number of processes does not fit.
+        where that has not been done.
         """
         own = processes()
         rank, world_size = own.rank, own.world_size
         if world_size == size == 1:
             return cls(rank=0, size=1, device=device)
-        if world_size % size:
-            raise UserError(
-                f"engine.tensor_parallel_size={size} needs one process for each of {size} devices, "
-                f"or a multiple for replicas, got {world_size}: start it with "
-                f"`torchrun --nproc-per-node {size} -m hone ...`"
-            )
+        assert world_size % size == 0, f"{world_size=} {size=}"  # a rule of `hone check`
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         group: Any = None
@@ -303,31 +298,9 @@ def _part(part: Tensor, tp: TensorParallel) -> nn.Parameter:
 
 
 def check_divides(config: PreTrainedConfig, size: int) -> None:
-    """Raise UserError for a model that cannot be divided among `size` ranks.
-
-    That is one of a family without fused layers, or with numbers that do not divide.
-    """
-    if size == 1:
-        return
-    family, setting = config.model_type, f"engine.tensor_parallel_size={size}"
-    if family not in FUSED_FAMILIES or config.hidden_act != "silu":
-        raise UserError(
-            f"{setting}: tensor parallelism serves {', '.join(FUSED_FAMILIES)} with the activation "
-            f"silu; this model is of the family {family} with "
-            f"{getattr(config, 'hidden_act', 'none')}. Set it to 1."
-        )
-    if uneven := uneven_split(config, size):
-        raise UserError(f"{setting} {uneven}. For more devices run several replicas.")
-
-
-def uneven_split(config: PreTrainedConfig, size: int) -> str | None:
-    """What of a model `size` ranks cannot share evenly, and which sizes can; None: nothing."""
-    numbers: dict[str, int] = {field: getattr(config, field) for field in DIVIDED_FIELDS}
-    uneven = [f"{field}={number}" for field, number in numbers.items() if number % size]
-    if not uneven:
-        return None
-    common = [str(n) for n in range(2, size) if not any(x % n for x in numbers.values())]
-    return (
-        f"does not divide {', '.join(uneven)} of this {config.model_type} model; smaller sizes "
-        f"that do: {', '.join(common) or 'none'}"
-    )
+    """Raise ValueError for a model without fused layers, or with numbers that do not divide; a rule
+    of `hone check` comes first."""
+    facts = ModelFacts.from_config(config.to_dict())
+    if size > 1 and (not facts.has_fused_layers or facts.undivided(size)):
+        uneven = ", ".join(facts.undivided(size))
+        raise ValueError(f"a {facts.family} model is not divided among {size} ranks: {uneven}")

@@ -27,6 +27,7 @@ from math import prod
 from typing import Literal
 
 from hone.config.model import LoraConfig
+from hone.config.model_facts import NF4_BLOCK
 from hone.config.parallel import AxisSizes
 from hone.config.plan import RunPlan
 from hone.config.trainer import SFTTrainerConfig
@@ -45,7 +46,6 @@ __all__ = [
 LayerCode = Literal["compiled", "eager"]
 """How decoder layers of transformers compute: compiled, or as they are."""
 
-_NF4_BLOCK = 64
 _BUCKETS_BYTES = 2 * (128 << 20)
 """Device memory that an offloaded optimizer step streams through."""
 _MAX_SAMPLED = 1 << 22
@@ -164,7 +164,7 @@ def _has_adapter(tensor: TensorShape, lora: LoraConfig) -> bool:
 
 def _nf4_bytes(tensor: TensorShape) -> int:
     """Codes of four bits, and a float32 scale a block."""
-    return tensor.count * (tensor.numel // 2 + 4 * (tensor.numel // _NF4_BLOCK))
+    return tensor.count * (tensor.numel // 2 + 4 * (tensor.numel // NF4_BLOCK))
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from hone.config.engine import EngineConfig
+from hone.config.engine import CPU_CACHE_GIB, EngineConfig
 from hone.config.plan import Role, RunPlan
 from hone.config.tree import RLConfig
 from hone.planner.memory import TrainingMemory, planned_step
@@ -38,8 +38,6 @@ GROUP_BYTES = 1 << 28
 """Whole weights that a sync within a process holds at a time; as `hone.weights.sync`."""
 GATHER_BYTES = 1 << 27
 """Whole weights that processes gather at a time; as `hone.trainer.gathering`."""
-CPU_CACHE_BYTES = _GIB
-"""KV cache of an engine on a CPU without `engine.kv_cache_gib`; as `hone.engine.kv_cache`."""
 PROCESS_BYTES = _GIB // 5
 """Python, torch and transformers, loaded and without a model, in host memory: half of what a
 process shows, since processes share the libraries' pages."""
@@ -211,8 +209,7 @@ class RunMemory:
         """Bytes of a cache in host memory that the sequences of a step write to: the others are
         never taken from the system."""
         (_, engine), batch = self._engine, self.plan.batch
-        gib = engine.kv_cache_gib
-        size = CPU_CACHE_BYTES if gib is None else int(gib * _GIB)
+        size = int((engine.kv_cache_gib or CPU_CACHE_GIB) * _GIB)
         if batch is None:  # where nothing has been written to
             return 0
         most = min(engine.max_num_seqs, batch.samples_per_step)

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hone.config.errors import UserError
 from hone.distributed.mesh import Axis
 from hone.models.decoder import head_product, head_weight, logit_softcap
 from hone.trainer.tensor import first_row, gather_rows
@@ -58,15 +57,9 @@ def token_logprobs(
 
     `tensor` names the ranks that `hone.trainer.tensor.parallelize` has split the head over. They
     bring the same hidden states and labels, get the same results, and their gradients of the
-    hidden states are whole. Collective over them. Raises UserError for `exact` with several ranks.
+    hidden states are whole. Collective over them; not for `exact`.
     """
     ranks = tensor or Axis()
-    if exact and ranks.size > 1:
-        raise UserError(
-            f"model.exact does not serve trainer.parallel.tensor_parallel_size={ranks.size}: ranks "
-            "add up parts of each product, in another order than the engine; set one of them to 1 "
-            "or false"
-        )
     weight_VD, first = _own_rows(model, ranks)
     head = _Head(
         temperature=temperature,

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.algorithms.algorithm import Objective, Output, TokenOutputs
-from hone.config.errors import UserError
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.decoder import decoder_layers, hidden_states
@@ -116,16 +115,6 @@ class ParallelModel:
         ValueError for a temperature that is not above 0.
         """
         settings = _settings(cfg, mesh, temperature, exact=exact)
-        if cfg.offload_parameters and mesh.world.size == 1:
-            raise UserError(
-                "trainer.offload_parameters shards weights over several processes, and one was "
-                "started: turn it off, or start more (--nproc N)"
-            )
-        if exact and mesh.world.size > 1:
-            raise UserError(
-                f"model.exact is served by one process, and {mesh.world.size} were started; set "
-                "model.exact to false, or start one"
-            )
         backbone = _prepare(module, cfg, mesh, exact=exact)
         if mesh.world.size == 1:
             # The decoder of exact mode recomputes by itself, and there is nothing to compile.
@@ -257,13 +246,6 @@ def _prepare(
     module: PreTrainedModel, cfg: SFTTrainerConfig, mesh: Mesh, *, exact: bool
 ) -> Callable[..., Tensor]:
     """Set the format of products; what computes hidden states."""
-    own_products = exact or mesh.tensor.size > 1
-    if cfg.matmul_precision == "fp8" and own_products:
-        raise UserError(
-            "trainer.matmul_precision=fp8 is for the whole projections of transformers' "
-            "layers: set it to default, or model.exact to false and "
-            "trainer.parallel.tensor_parallel_size to 1"
-        )
     apply_matmul_precision(module, cfg.matmul_precision, mesh.device)
     if not exact:
         return partial(hidden_states, module)

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from hone.config.errors import UserError
 from hone.config.extras import import_extra
+from hone.config.model_facts import FP8_ALIGNMENT
 from hone.config.trainer import MatmulPrecision
-from hone.models.adapters import is_adapted
 from hone.models.decoder import decoder_layers
 
 __all__ = ["apply_matmul_precision", "multiply_in_float8", "require_matmul_precision"]
@@ -33,7 +33,6 @@ __all__ = ["apply_matmul_precision", "multiply_in_float8", "require_matmul_preci
 _RECIPE = "rowwise"
 """Of torchao: scales of rows, in all three products."""
 
-_ALIGNMENT = 16
 """Products in float8 have widths that are multiples of this. Tokens, over which the weights'
 gradients are summed, are filled up with zeros."""
 
@@ -89,20 +88,10 @@ def apply_matmul_precision(
 def multiply_in_float8(model: PreTrainedModel) -> None:
     """Replace the projections of the decoder layers by those that multiply in float8, in place.
 
-    Those of other widths than multiples of 16 stay. Raises UserError for adapted models, and where
-    no projection fits.
+    Those of other widths than multiples of 16 stay. Rules of `hone check` say where none fits, and
+    that adapters are not multiplied so.
     """
-    if is_adapted(model):
-        raise UserError(
-            "trainer.matmul_precision is fp8, but the model has adapters, whose frozen projections "
-            "are not multiplied in float8. Set it to default, or model.lora.rank to 0."
-        )
     layers = decoder_layers(model)
-    if not any(_fits(module) for module in layers.modules()):
-        raise UserError(
-            "trainer.matmul_precision is fp8, but no projection of this model's decoder layers has "
-            f"widths that are multiples of {_ALIGNMENT}. Set it to default."
-        )
     float8 = _torchao_float8()
     config = float8.Float8LinearConfig.from_recipe_name(_RECIPE)
     float8.convert_to_float8_training(
@@ -115,7 +104,7 @@ def multiply_in_float8(model: PreTrainedModel) -> None:
 
 def _fits(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and not (
-        module.in_features % _ALIGNMENT or module.out_features % _ALIGNMENT
+        module.in_features % FP8_ALIGNMENT or module.out_features % FP8_ALIGNMENT
     )
 
 

@@ -40,30 +40,13 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hone.config.errors import UserError
 from hone.distributed.mesh import Mesh
 from hone.families.registry import SPECS
 from hone.families.spec import Split
-from hone.models.tensor_parallel import uneven_split
 
-__all__ = ["check_tensor_parallel", "first_row", "gather_rows", "parallelize"]
-
-
-def check_tensor_parallel(config: PreTrainedConfig, size: int) -> None:
-    """Raise UserError unless a model of `config` can be split over `size` ranks."""
-    if size == 1:
-        return
-    setting = f"trainer.parallel.tensor_parallel_size={size}"
-    served = [name for name, spec in SPECS.items() if spec.tensor_plan is not None]
-    if config.model_type not in served:
-        raise UserError(
-            f"{setting}: tensor parallelism serves {', '.join(served)}, this model is of the "
-            f"family {config.model_type}. Set it to 1, and trainer.parallel.zero_stage=3 to shard"
-        )
-    if uneven := uneven_split(config, size):
-        raise UserError(f"{setting} {uneven}")
+__all__ = ["first_row", "gather_rows", "parallelize"]
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
@@ -72,11 +55,9 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
     Every rank brings the same whole weights and keeps its part of them; no messages are sent. From
     host memory they come to the mesh's device one by one, where the parts stay. Those on the meta
     device stay there, as parts.
-    Raises UserError as `check_tensor_parallel` does, before anything is changed.
     """
     if mesh.tensor_mesh is None:
         return
-    check_tensor_parallel(model.config, mesh.tensor.size)
     head: Any = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     is_tied = head.weight is embedding.weight

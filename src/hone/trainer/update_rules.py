@@ -27,7 +27,6 @@ from torch.optim import Muon
 from torch.optim.adamw import adamw
 
 from hone.checkpoint.sharded import laid_out, local_part, region_of
-from hone.config.errors import UserError
 from hone.config.trainer import OptimizerConfig
 from hone.trainer.host_state import HostGradients, HostMasters, Piece
 from hone.trainer.offload import BUCKET_BYTES, Bucket, HostBuffer, stream_buckets
@@ -66,12 +65,6 @@ class ParameterOptimizer:
         Muon with offload, and where the host has too little memory; ValueError for gradients on the
         host without `offload`, whose step would not fetch them.
         """
-        if offload and cfg.name == "muon":
-            raise UserError(
-                "trainer.optimizer.name is muon and trainer.offload_optimizer is on: Muon "
-                "orthogonalises whole matrices, while offloaded states pass through the device in "
-                "pieces. Use adamw, or turn trainer.offload_optimizer off"
-            )
         if host_gradients is not None and not offload:
             raise ValueError("host_gradients are fetched by a step with offload only")
         self._parameters = dict(parameters)

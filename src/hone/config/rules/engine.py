@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hone.config.model_facts import EXACT_ALIGNMENT, EXACT_HEAD_DIMS
+from hone.config.rules.facts import FUSED
 from hone.config.rules.rule import error, excludes, needs, unused, warning
 from hone.config.vllm import LOWEST_TEMPERATURE, VERSIONS
 
@@ -10,6 +12,7 @@ __all__ = ["RULES"]
 _RUNS = ("rl", "eval", "generate")
 _SIZE, _BACKEND, _VLLM = "engine.tensor_parallel_size", "engine.backend", "engine.backend = vllm"
 _SMALL_BATCHED_TOKENS = 2048
+_EXACT_RUNS = (*_RUNS, "bench engine", "bench train")
 
 _ENGINE = (
     warning("engine.max_num_seqs < sampling.n_samples_per_prompt",
@@ -47,9 +50,14 @@ _ENGINE = (
            why="there engine.kv_cache_gib says how large the cache is"),
     warning("engine.block_size > @longest_sample",
             why="most of each block stays empty", fix="engine.block_size = 16"),
-    error("engine.kv_cache_gib < @sequence_gib",
+    error("@kv_cache_gib < @sequence_gib",
           why="it must hold one",
-          fix="raise engine.kv_cache_gib | shorten sequences"),
+          fix="raise engine.kv_cache_gib | lower engine.max_model_len"),
+    error("engine.kv_cache_dtype = fp8", "@lacks_fp8",
+          says="engine.kv_cache_dtype is fp8, and the GPU of run.device is {gpu}",
+          why="it has no eight-bit floats", fix="engine.kv_cache_dtype = auto"),
+    needs("cuda.bindings", f"{_BACKEND} = embedded", "@uses_gpu_of_host",
+          by=f"{_BACKEND}=embedded on a GPU"),
     unused("engine.sleep_level", f"{_BACKEND} = embedded",
            why="it has no weights of its own to drop", instead=f"{_BACKEND} = vllm"),
 )  # fmt: skip
@@ -63,10 +71,10 @@ _TENSOR_PARALLEL = (
     error(f"{_SIZE} > 1", only=("eval",),
           why="`hone eval` samples on one device",
           fix=f"{_SIZE} = 1 | use `hone generate`, which serves larger models, without rewards"),
-    error(f"{_SIZE} > 1", "@lacks_fused_decode",
+    error(f"{_SIZE} > 1", "not @has_fused_layers",
           given=(f"{_BACKEND} = embedded", "@serves_tensor_parallel"),
           says=f"{_SIZE} is {{{_SIZE}}}, and {{the_model}} is of the family {{family}}",
-          why="only {fused_families} are divided among devices", fix=f"{_SIZE} = 1"),
+          why=f"only {FUSED} are divided among devices", fix=f"{_SIZE} = 1"),
     error(f"{_SIZE} > 1", "@undivided", given=("@serves_tensor_parallel",),
           says=f"{_SIZE} is {{{_SIZE}}}, which does not divide {{undivided}} of {{the_model}}",
           fix=f"use a smaller power of two for {_SIZE}; further devices run as replicas"),
@@ -85,10 +93,17 @@ _EXACT = (
         "engine.kv_cache_dtype = fp8": ("the trainer does not round keys and values", "auto"),
         f"{_SIZE} > 1": ("sums over devices are taken in another order than the trainer's", "1"),
     }),
-    error("model.exact", "@lacks_fused_decode", only=(*_RUNS, "bench engine", "bench train"),
+    error("model.exact", "not @has_fused_layers", only=_EXACT_RUNS,
           says="model.exact is on, and {the_model} is of the family {family}",
-          why="it serves {fused_families}",
+          why=f"it serves {FUSED}",
           fix="model.exact = false"),
+    error("model.exact", "@exact_misfits", only=_EXACT_RUNS, given=("@has_fused_layers",),
+          says="model.exact is on, and {the_model} has {exact_misfits}",
+          why=f"its kernels take heads of {', '.join(map(str, EXACT_HEAD_DIMS))} and widths that "
+          f"are multiples of {EXACT_ALIGNMENT}",
+          fix="model.exact = false"),
+    needs("triton", "model.exact", "@uses_gpu_of_host", by="model.exact",
+          instead="model.exact = false", only=_EXACT_RUNS),
 )  # fmt: skip
 
 _ON_VLLM = (

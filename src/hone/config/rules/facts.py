@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from difflib import get_close_matches
 
 from hone.config import vllm
 from hone.config.cluster import host_and_port
+from hone.config.engine import CPU_CACHE_GIB
 from hone.config.extras import installed_version
+from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
-from hone.families.registry import FUSED_FAMILIES, SPECS
+from hone.families.registry import FUSED_FAMILIES, SPECS, TENSOR_FAMILIES
 from hone.families.spec import PROJECTIONS
 
-__all__ = ["LONG_ROW", "divisors"]
+__all__ = ["FAMILIES", "FUSED", "LONG_ROW", "TENSOR", "divisors"]
 
 LONG_ROW = 32768
 """Tokens of a row above which it fills a device by itself: packing several brings nothing."""
@@ -297,7 +298,7 @@ def devices_how(view: View) -> str:
 
 # Where a command starts processes. `hone check` plans for other hosts too, and does not know them.
 outside("num_started", "started_by", "gpus_here", "cores_here", "num_trainers_here")
-outside("first_rows", "unread_arrays")
+outside("first_rows", "unread_arrays", "data_problems", "reward_problems")
 
 
 # -- the model -----------------------------------------------------------------------------------
@@ -340,34 +341,87 @@ def context_length(view: View) -> Fact:
     return Fact(view.model.context_length, f"the context of {view.number('the_model')}")
 
 
-@fact
-def fused_families(view: View) -> str:
-    """Families whose decode is fused."""
-    return ", ".join(FUSED_FAMILIES)
+FAMILIES = ", ".join(SPECS)
+"""Those that are trained and sampled."""
+FUSED = f"{', '.join(FUSED_FAMILIES)} with the activation silu"
+"""Models whose decode is fused."""
+TENSOR = ", ".join(TENSOR_FAMILIES)
+"""Families that the tensor axis of training splits."""
 
 
 @fact
-def lacks_fused_decode(view: View) -> bool:
-    """Whether the model is of a family whose layers are not ours in decoding."""
-    return view.model.family not in (None, *FUSED_FAMILIES)
+def has_fused_layers(view: View) -> bool:
+    """Whether decoding computes the model's layers with ours."""
+    return view.model.has_fused_layers
 
 
 @fact
-def family(view: View) -> Fact:
-    """`model_type` of the model."""
-    return Fact(view.model.family, f"the family of {view.number('the_model')}")
+def has_tensor_plan(view: View) -> bool:
+    """Whether the tensor axis splits the model's layers."""
+    return view.model.family in (None, *TENSOR_FAMILIES)
 
 
 @fact
-def supported_families(view: View) -> str:
-    """Families that are trained and sampled."""
-    return ", ".join(SPECS)
+def family(view: View) -> str:
+    """`model_type` of the model, with an activation that layers of ours do not have."""
+    act = view.model.hidden_act
+    with_act = f" with the activation {act}" if act not in (None, "silu") else ""
+    return f"{view.model.family}{with_act}"
 
 
 @fact
-def is_unsupported(view: View) -> bool:
-    """Whether nothing can run the model's family."""
-    return view.model.family not in (None, *SPECS)
+def is_supported(view: View) -> bool:
+    """Whether the model's family is trained and sampled."""
+    return view.model.family in (None, *SPECS)
+
+
+@fact
+def unserved(view: View) -> str:
+    """What the model's `config.json` asks for and nobody here computes."""
+    return ", ".join(view.model.unserved)
+
+
+@fact
+def exact_misfits(view: View) -> str:
+    """Sizes of the model that the kernels of exact mode do not compute."""
+    return ", ".join(view.model.exact_misfits)
+
+
+@fact
+def has_fp8_widths(view: View) -> bool:
+    """Whether some projection can be multiplied in float8."""
+    tensors = () if view.plan.shape is None else view.plan.shape.tensors()
+    sizes = [t.size for t in tensors if t.in_layer and len(t.size) == 2]
+    return not sizes or any(all(n % FP8_ALIGNMENT == 0 for n in size) for size in sizes)
+
+
+@fact
+def broken_4bit_blocks(view: View) -> str:
+    """Adapted projections whose values make no whole number of blocks, in words."""
+    targets = view["model.lora.target_modules"] or PROJECTIONS
+    tensors = () if view.plan.shape is None else view.plan.shape.tensors()
+    found = [t for t in tensors if t.name in targets and t.numel % NF4_BLOCK]
+    return ", ".join(f"{t.name} ({' x '.join(map(str, t.size))})" for t in found)
+
+
+@fact
+def lacks_fp8(view: View) -> bool:
+    """Whether the GPU is known to multiply no eight-bit floats."""
+    gpu = view.plan.devices.gpu
+    return gpu is not None and view.plan.device == "cuda" and not gpu.has_fp8
+
+
+@fact
+def gpu(view: View) -> str:
+    """The GPU, where it is known."""
+    return "unknown" if view.plan.devices.gpu is None else view.plan.devices.gpu.name
+
+
+@fact
+def uses_gpu_of_host(view: View) -> bool:
+    """Whether the run is on GPUs of this host, rather than planned for those of others."""
+    there = view.plan.devices
+    return there.kind == "cuda" and there.per_node is not None
 
 
 @fact
@@ -376,29 +430,40 @@ def undivided(view: View) -> str:
     size, numbers = view["engine.tensor_parallel_size"], view.model.divided
     if view["engine.backend"] == "vllm":
         return ", ".join(vllm.undivided(numbers, size))
-    return _not_multiples(numbers, size)
+    return ", ".join(view.model.undivided(size))
 
 
 @fact
 def undivided_in_training(view: View) -> str:
     """Numbers of the model that `trainer.parallel.tensor_parallel_size` does not divide."""
-    return _not_multiples(view.model.divided, view["trainer.parallel.tensor_parallel_size"])
+    return ", ".join(view.model.undivided(view["trainer.parallel.tensor_parallel_size"]))
 
 
-def _not_multiples(numbers: Mapping[str, int], size: int) -> str:
-    return ", ".join(f"{name} = {number}" for name, number in numbers.items() if number % size)
+@fact
+def kv_cache_gib(view: View) -> Fact:
+    """GiB of the KV cache, where it does not depend on a GPU's memory."""
+    key, on_cpu = "engine.kv_cache_gib", view["run.device"] == "cpu"
+    if view[key] is None and (not on_cpu or view["engine.backend"] == "vllm"):
+        raise NotKnownError("kv_cache_gib")
+    if view[key] is None:
+        return Fact(CPU_CACHE_GIB, key, "the default on a CPU")
+    return Fact(view[key], key)
 
 
 @fact
 def sequence_gib(view: View) -> Fact:
-    """GiB of the KV cache that one sequence of full length takes on each device."""
+    """GiB of the KV cache that one sequence of the longest length takes on each device: engines
+    start with room for one."""
     per_token = view.model.kv_bytes_per_token(view.plan.kv_dtype)
-    if per_token is None:
+    asked, longest = view["engine.max_model_len"], view.plan.max_model_len
+    is_of_workload = view.command == "bench engine" and not asked
+    if per_token is None or longest is None or is_of_workload:
         raise NotKnownError("sequence_gib")
-    block, row = view["engine.block_size"], view.fact("longest_sample")
-    num_tokens = -(-row.value // block) * block
-    num_bytes = num_tokens * per_token // view["engine.tensor_parallel_size"]
-    return Fact(num_bytes / _GIB, "what a sequence of full length takes, in GiB", row.how)
+    block = view["engine.block_size"]
+    num_bytes = -(-longest // block) * block * per_token // view["engine.tensor_parallel_size"]
+    of = "engine.max_model_len" if asked else f"the context of {view.number('the_model')}"
+    how = f"{of}, {longest} tokens"
+    return Fact(num_bytes / _GIB, "what one sequence of full length takes, in GiB", how)
 
 
 @fact

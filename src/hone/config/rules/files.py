@@ -14,6 +14,7 @@ from hone.config.data import TEMPLATE_FIELD, SourceConfig
 from hone.config.extras import missing_extra
 from hone.config.load import dump_config
 from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local, settings_file
+from hone.config.rules.facts import FAMILIES
 from hone.config.rules.rule import Rule, error, unused, warning
 from hone.config.rules.view import View, differs, fact
 
@@ -189,10 +190,14 @@ _MODEL = (
       for key in ("model.path", "model.tokenizer")),
     error("@lacks_template", says="model.chat_template '{model.chat_template}' is no file",
           fix="give the path of a Jinja file"),
-    error("@is_unsupported",
+    error("not @is_supported",
           says="{the_model} is of the family {family}",
-          why="hone trains and samples {supported_families}",
+          why=f"hone trains and samples {FAMILIES}",
           fix="use a model of one of these"),
+    error("@unserved",
+          says="{the_model} is of the family {family} with {unserved} in its config.json",
+          why="nothing here computes that",
+          fix="use another model"),
     warning("model.dtype = bfloat16", "run.device = cpu",
             why="there it is slow and imprecise", fix="model.dtype = auto"),
 )  # fmt: skip
@@ -310,6 +315,7 @@ _DATA = (
     error(each=_unreadable_source, says="{key}.path '{path}' ends in '{suffix}'",
           fix=f"use a file in one of these formats: {', '.join(DATA_SUFFIXES)}"),
     error(each=_missing_reader, says="{missing}"),
+    error(each=lambda view: view.fact("data_problems"), says="{key}: {problem}"),
     error(each=_bad_pattern, says="{key}.answer_pattern '{pattern}' is no regular expression",
           why="{problem}"),
     warning(each=lambda view: view.fact("unread_arrays"),

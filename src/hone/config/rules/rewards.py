@@ -153,6 +153,7 @@ RULES = (
           why="so is every reward", fix="give at least one entry a weight"),
     error(each=_wrong, says="{key}.fn '{fn}'", why="{problem}"),
     error(each=_wrong_signature, says="{key}.fn", why="{problem}"),
+    error(each=lambda view: view.fact("reward_problems"), says="{key}.fn '{fn}'", why="{problem}"),
     error(each=_missing_column, says="{key}.fn", why="{problem}"),
     error(each=_missing_package, says="{missing}"),
     warning("reward.num_workers > @cores",

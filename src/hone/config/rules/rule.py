@@ -116,6 +116,8 @@ class Condition:
             said = f"{fact.noun} is {_in_words(fact.value)}{f' ({fact.how})' * bool(fact.how)}"
         else:
             said = f"{view.key(self.left)} is {_in_words(view[self.left])}"
+            if self.left == "run.device" and view.plan.config.run.device == "auto":
+                said += " here"
         if self.op == "is default":
             return f"{said}, its default"
         if not (self.right.startswith("@") or view.has(self.right)):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.parallel import ulysses_problem
+from hone.config.rules.facts import TENSOR
 from hone.config.rules.rule import error, excludes, needs, unused, warning
 from hone.config.rules.view import View
 from hone.families.spec import PROJECTIONS
@@ -109,6 +111,10 @@ _FORMATS = (
     error("model.lora.load_in_4bit", f"not {_RANK}",
           why="four bits cannot be trained, only adapters beside them",
           fix=f"{_RANK} = 16 | model.lora.load_in_4bit = false"),
+    error("model.lora.load_in_4bit", "@broken_4bit_blocks", given=(_RANK,),
+          says="model.lora.load_in_4bit is on, and {the_model} has {broken_4bit_blocks}",
+          why=f"{NF4_BLOCK} values share a scale",
+          fix="model.lora.load_in_4bit = false | leave these out of model.lora.target_modules"),
     error("@unknown_targets",
           says=f"{_TARGETS} names {{unknown_targets}}",
           why=f"the projections of a layer, which can have adapters, are {', '.join(PROJECTIONS)}",
@@ -131,6 +137,13 @@ _FORMATS = (
         f"{_RANK} > 0": ("products beside adapters are not rounded", "0"),
         f"{_TENSOR} > 1": ("parts of a matrix are not rounded", "1"),
     }),
+    error(f"{_PRECISION} = fp8", "@lacks_fp8",
+          says=f"{_PRECISION} is fp8, and the GPU of run.device is {{gpu}}",
+          why="it does not multiply eight-bit floats", fix=f"{_PRECISION} = default"),
+    error(f"{_PRECISION} = fp8", "not @has_fp8_widths",
+          says=f"{_PRECISION} is fp8, for {{the_model}}",
+          why=f"no projection of its layers has widths that are multiples of {FP8_ALIGNMENT}",
+          fix=f"{_PRECISION} = default"),
     needs("torchao", f"{_PRECISION} = fp8",
           by=f"{_PRECISION}=fp8", instead=f"{_PRECISION} = default"),
     warning(f"{_PRECISION} = fp8", "trainer.compile = false",
@@ -176,9 +189,9 @@ _AXES = (
           says=f"{_TENSOR} is {{{_TENSOR}}}, which does not divide {{undivided_in_training}} of "
           "{the_model}",
           fix="use a size that does; further processes share rows or tokens"),
-    error(f"{_TENSOR} > 1", "@lacks_fused_decode",
+    error(f"{_TENSOR} > 1", "not @has_tensor_plan",
           says=f"{_TENSOR} is {{{_TENSOR}}}, and {{the_model}} is of the family {{family}}",
-          why="only layers of {fused_families} are split over the tensor axis",
+          why=f"only layers of {TENSOR} are split over the tensor axis",
           fix=f"{_TENSOR} = 1 | shard by {_PARALLEL}.zero_stage 3"),
     *(error(each=_ulysses_problem(key), given=("not @undivided_in_training",),
             says=f"{key} is {{{key}}}, for {{the_model}}", why="{problem}",

@@ -108,7 +108,10 @@ class View:
         return key.replace("sampling", self.section or "sampling", 1)
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a setting. Raises NotKnownError where the tree has no such key."""
+        """The value of a setting, `run.device` with auto decided. Raises NotKnownError where the
+        tree has no such key."""
+        if key == "run.device":
+            return self.plan.device
         value: Any = self.plan.config
         for part in self.key(key).split("."):
             try:
