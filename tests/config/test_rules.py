@@ -687,7 +687,8 @@ def test_R22_every_rule_is_found_by_a_row(workspace: Path, monkeypatch: pytest.M
     monkeypatch.setattr(extras, "is_installed", lambda name: False)
     found |= _found_by((command, flags, {}) for command, flags, *_ in NEEDS)
     monkeypatch.setattr(facts, "installed_version", lambda name: "0.99.1")
-    found |= _found_by([("rl", "engine.backend=vllm", {})])
+    monkeypatch.setattr("hone.config.vllm.cpu_head_dims", lambda: [8])
+    found |= _found_by([("rl", "engine.backend=vllm run.device=cpu", {})])
     lacking = [rule for rule in rules.RULES if rule not in found]
     assert not lacking, "\n".join(f"{rule.when} {rule.says} {rule.only}" for rule in lacking)
 
@@ -837,6 +838,25 @@ def test_versions_of_vllm_that_are_not_served_are_refused_by_name(
     found = [x for x in findings("rl", "engine.backend=vllm") if x.level == "error"]
     assert (not found) == is_served
     assert is_served or f"version {version} is installed: versions from 0.24" in found[0].message
+
+
+def test_heads_that_vllm_does_not_compute_on_a_cpu_are_refused(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends = workspace / "vllm" / "v1" / "attention" / "backends"
+    backends.mkdir(parents=True)
+    (workspace / "vllm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(workspace)
+    monkeypatch.setattr(facts, "installed_version", lambda name: "0.24.0")
+    flags = "engine.backend=vllm run.device=cpu"
+    for served, told in (("8, 16", []), ("32, 64", ["heads of 16: on a CPU vLLM computes heads"])):
+        (backends / "cpu_attn.py").write_text(
+            "class CPUAttentionBackend:\n    def get_supported_head_sizes(cls) -> list[int]:\n"
+            f"        return [{served}]\n"
+        )
+        errors = [x.message for x in findings("rl", flags) if x.level == "error"]
+        assert len(errors) == len(told)
+        assert all(part in message for part, message in zip(told, errors, strict=True))
 
 
 def test_data_in_the_home_folder_is_found(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,10 @@ _ON_VLLM = (
           says=f"{_BACKEND} is vllm, and version {{vllm_version}} is installed",
           why=f"versions {VERSIONS} are served",
           fix=f"install one of them | {_BACKEND} = embedded"),
+    error(_VLLM, "run.device = cpu", "@vllm_head_dims", only=_RUNS,
+          says="engine.backend is vllm, run.device is cpu, and {the_model} has heads of {head_dim}",
+          why="on a CPU vLLM computes heads of {vllm_head_dims}",
+          fix=f"{_BACKEND} = embedded"),
     *excludes(_VLLM, f"{_BACKEND} = embedded", {
         "model.exact": ("its kernels depend on the batch and are not the trainer's", "false"),
         "engine.kv_cache_dtype = fp8":

@@ -336,6 +336,21 @@ def vllm_version_not_served(view: View) -> bool:
 
 
 @fact
+def head_dim(view: View) -> int:
+    """Values of a head of the model."""
+    if view.plan.shape is None:
+        raise NotKnownError("head_dim")
+    return view.plan.shape.head_dim
+
+
+@fact
+def vllm_head_dims(view: View) -> str:
+    """Head sizes that the installed vLLM computes on a CPU; empty where the model's is one."""
+    served = vllm.cpu_head_dims()
+    return "" if view.number("head_dim") in served else ", ".join(map(str, served))
+
+
+@fact
 def context_length(view: View) -> Fact:
     """Positions the model was made for."""
     return Fact(view.model.context_length, f"the context of {view.number('the_model')}")
