@@ -13,18 +13,18 @@ _SIZE = "engine.tensor_parallel_size"
 _FITS = "@devices_needed <= @devices_there"
 
 _DEVICES = (
-    error("cluster.* is set", "not @has_cluster",
+    error("cluster.* is set", "not cluster.is_used",
           says="{meant} is set, and neither engines nor references have devices of their own",
           why=f"{_ENGINES} and {_REFERENCES} are 0, so that every training process has both on its "
           "own device, and there is no cluster",
           fix="set one of the two | remove {meant}; --nproc N starts N training processes"),
-    unused("cluster.update_weight_buffer_size", f"{_ENGINES} = 0", given=("@has_cluster",),
+    unused("cluster.update_weight_buffer_size", f"{_ENGINES} = 0", given=("cluster.is_used",),
            why="weights stay in their processes"),
-    needs("ray", "@has_cluster", by="{apart_key}"),
-    error(f"{_TRAINERS} != @num_processes", given=("@has_cluster",),
-          why="with {apart_key} they are the same",
+    needs("ray", "cluster.is_used", by="{cluster.used_by}"),
+    error(f"{_TRAINERS} != @num_processes", given=("cluster.is_used",),
+          why="with {cluster.used_by} they are the same",
           fix="leave out --nproc | under torchrun start as many processes"),
-    error(f"{_NODES} > 1", "cluster.address = unset", given=("@has_cluster",),
+    error(f"{_NODES} > 1", "cluster.address = unset", given=("cluster.is_used",),
           why="the run stays on this host", fix=f"name the Ray cluster | {_NODES} = 1"),
     error("@bad_address",
           says="cluster.address is {cluster.address}",
@@ -36,29 +36,29 @@ _DEVICES = (
             "none",
             fix=f"{side}.enable_sleep = false")
       for side in ("engine", "trainer")),
-    warning(f"{_TRAINERS} > 1", f"{_NODES} > 1", f"{_PER_NODE} = unset", given=("@has_cluster",),
+    warning(f"{_TRAINERS} > 1", f"{_NODES} > 1", f"{_PER_NODE} = unset", given=("cluster.is_used",),
             why="beside engines or references all trainers must be on one node, and whether they "
             "fit is not known",
             fix=f"set {_PER_NODE}"),
-    error("@devices_needed > @devices_there", given=("@has_cluster",),
+    error("@devices_needed > @devices_there", given=("cluster.is_used",),
           fix="use fewer | use more nodes"),
-    error(f"{_TRAINERS} > {_PER_NODE}", given=("@has_cluster", _FITS),
+    error(f"{_TRAINERS} > {_PER_NODE}", given=("cluster.is_used", _FITS),
           why="trainers on several nodes beside a cluster are not served yet",
           fix=f"use at most {{{_PER_NODE}}} (trainer.parallel.zero_stage 3 and "
-          "trainer.offload_optimizer save memory) | no cluster ({apart_key} 0): torchrun starts "
-          "trainers on several nodes, each with an engine on its own device"),
-    error(f"{_SIZE} > {_PER_NODE}", given=("@has_cluster", _FITS, f"{_TRAINERS} <= {_PER_NODE}"),
+          "trainer.offload_optimizer save memory) | no cluster ({cluster.used_by} 0): torchrun "
+          "starts trainers on several nodes, each with an engine on its own device"),
+    error(f"{_SIZE} > {_PER_NODE}", given=("cluster.is_used", _FITS, f"{_TRAINERS} <= {_PER_NODE}"),
           why="the ranks of an engine talk twice a layer and must be on one node",
           fix=f"{_SIZE} = {{{_PER_NODE}}} | less"),
     error(f"{_ENGINES} > @max_engines",
           given=(_FITS, f"{_TRAINERS} <= {_PER_NODE}", f"{_SIZE} <= {_PER_NODE}"),
           fix="use fewer engines | use a size that divides what a node has"),
-    warning("@devices_needed < @devices_there", given=("@has_cluster",),
+    warning("@devices_needed < @devices_there", given=("cluster.is_used",),
             why="the rest stays idle",
             fix="give them to {idle_serve}"),
-    error(f"{_TRAINERS} > @num_trainers_here", only=("rl",), given=("@has_cluster",),
-          why="trainers on several nodes with {apart_key} above 0 are not served yet",
-          fix="use at most {num_trainers_here} | no cluster ({apart_key} 0)"),
+    error(f"{_TRAINERS} > @num_trainers_here", only=("rl",), given=("cluster.is_used",),
+          why="trainers on several nodes with {cluster.used_by} above 0 are not served yet",
+          fix="use at most {num_trainers_here} | no cluster ({cluster.used_by} 0)"),
 )  # fmt: skip
 
 _REFERENCE = tuple(

@@ -154,12 +154,6 @@ def num_processes(view: View) -> Fact:
 
 
 @fact
-def is_one_process(view: View) -> bool:
-    """Whether that is known to be one."""
-    return view.plan.world_size == 1
-
-
-@fact
 def context_size(view: View) -> Fact:
     """Processes that share the tokens of a row."""
     keys = "trainer.parallel.ring_size", "trainer.parallel.ulysses_size"
@@ -173,12 +167,6 @@ def num_shares(view: View) -> Fact:
     number = view.number("num_processes") // together
     those = f"groups of {together} processes" if together > 1 else "processes"
     return Fact(number, f"the number of {those}")
-
-
-@fact
-def mesh_problem(view: View) -> str | None:
-    """Why the processes cannot be laid out along the axes of training."""
-    return view.plan.problem
 
 
 @fact
@@ -210,33 +198,15 @@ def num_laid_out(view: View) -> Fact:
 
 
 @fact
-def is_apart(view: View) -> bool:
-    """Whether engines have weights of their own, and the first process directs them."""
-    return view.plan.is_apart
-
-
-@fact
 def serves_tensor_parallel(view: View) -> bool:
     """Whether engines of the command can be on several devices."""
     return view.plan.is_apart or view.command in ("generate", "bench engine")
 
 
 @fact
-def has_cluster(view: View) -> bool:
-    """Whether engines or references have devices of their own."""
-    return view["cluster.num_engines"] > 0 or view["cluster.num_references"] > 0
-
-
-@fact
-def apart_key(view: View) -> str:
-    """The setting that says so."""
-    return f"cluster.num_{'engines' if view['cluster.num_engines'] else 'references'}"
-
-
-@fact
 def bad_address(view: View) -> bool:
     """Whether `cluster.address` names nothing."""
-    address = view["cluster.address"] if view.number("has_cluster") else None
+    address = view["cluster.address"] if view["cluster.is_used"] else None
     return address not in (None, "auto") and host_and_port(address) is None
 
 
@@ -365,12 +335,6 @@ TENSOR = ", ".join(TENSOR_FAMILIES)
 
 
 @fact
-def has_fused_layers(view: View) -> bool:
-    """Whether decoding computes the model's layers with ours."""
-    return view.model.has_fused_layers
-
-
-@fact
 def has_tensor_plan(view: View) -> bool:
     """Whether the tensor axis splits the model's layers."""
     return view.model.family in (None, *TENSOR_FAMILIES)
@@ -388,18 +352,6 @@ def family(view: View) -> str:
 def is_supported(view: View) -> bool:
     """Whether the model's family is trained and sampled."""
     return view.model.family in (None, *SPECS)
-
-
-@fact
-def unserved(view: View) -> str:
-    """What the model's `config.json` asks for and nobody here computes."""
-    return ", ".join(view.model.unserved)
-
-
-@fact
-def exact_misfits(view: View) -> str:
-    """Sizes of the model that the kernels of exact mode do not compute."""
-    return ", ".join(view.model.exact_misfits)
 
 
 @fact
@@ -486,12 +438,6 @@ def resumes_samples(view: View) -> bool:
     """Whether samples go on under other weights than those that began them."""
     pipeline = view["pipeline"]
     return pipeline.resumes_samples or view["rollout.oversample_prompts"] > 0
-
-
-@fact
-def trainers_hold_reference(view: View) -> bool:
-    """Whether the reference model lies beside the policy."""
-    return view.plan.trainers_hold_reference
 
 
 @fact

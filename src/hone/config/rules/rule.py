@@ -297,6 +297,8 @@ def _filled(text: str, view: View) -> str:
         name = place[1]
         is_fact = name in view.known or not ("." in name or view.has(name))
         found = view.number(name) if is_fact else view[name]
+        if is_fact and isinstance(found, tuple | list):
+            return ", ".join(map(str, found))
         return str(found) if isinstance(found, str | PurePath) else _in_words(found)
 
     text = _PLACE.sub(value, text)

@@ -184,7 +184,7 @@ _FORMATS = (
 )  # fmt: skip
 
 _AXES = (
-    error("@mesh_problem", says="{mesh_problem}"),
+    error("@problem", says="{problem}"),
     error(f"{_TENSOR} > 1", "@undivided_in_training",
           says=f"{_TENSOR} is {{{_TENSOR}}}, which does not divide {{undivided_in_training}} of "
           "{the_model}",
@@ -207,7 +207,7 @@ _AXES = (
            "@num_processes = 1",
            why="one process has nobody to share with", instead="start several (--nproc N)"),
     unused(f"{_PARALLEL}.forward_prefetch", f"{_PARALLEL}.zero_stage != 3",
-           given=("not @is_one_process",),
+           given=("@world_size != 1",),
            why="no weights are gathered in forward", instead=f"{_PARALLEL}.zero_stage = 3"),
 )  # fmt: skip
 

@@ -134,8 +134,13 @@ class View:
         return found is not None and not is_section(found.annotation)
 
     def fact(self, name: str) -> Any:
-        """A fact by its name: a Fact, or a value that no message names."""
-        return self.known[name] if name in self.known else _FACTS[name](self)
+        """A fact by its name: one of the caller, a registered one, or else what the plan or its
+        model has of that name. It is a Fact, or a value that no message names."""
+        if name in self.known:
+            return self.known[name]
+        if name in _FACTS:
+            return _FACTS[name](self)
+        return getattr(self.plan if hasattr(RunPlan, name) else self.model, name)
 
     def number(self, name: str) -> Any:
         """The value of a fact."""
