@@ -18,7 +18,6 @@ from hone.bench.train_rows import draw_rows, row_lengths
 from hone.cli.command import plan_here
 from hone.cli.main import main
 from hone.config import schema
-from hone.config.errors import UserError
 from hone.config.rules import findings
 from hone.config.tree import BenchTrainConfig
 from hone.models.tiny import make_tiny_model
@@ -245,23 +244,6 @@ def test_mistakes(
     assert "Traceback" not in text
     for part in texts:
         assert part in text
-
-
-@pytest.mark.usefixtures("folder")
-def test_products_that_the_device_lacks_are_told_before_a_model_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("hone.bench.train.load_for_training", None)
-    cfg = BenchTrainConfig.model_validate(
-        {
-            "model": {"path": "model", "init": "random", "dtype": "float32"},
-            "run": {"device": "cpu"},
-            "workload": "rows.jsonl",
-            "trainer": {"matmul_precision": "tf32"},
-        }
-    )
-    with pytest.raises(UserError, match="needs an NVIDIA GPU, and this run is on cpu"):
-        train.bench_train(cfg)
 
 
 @pytest.mark.usefixtures("nothing_runs")
