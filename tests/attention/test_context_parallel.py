@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from hone.attention import blocks, flash
-from hone.attention.blocks import AttentionBlock
+from hone.attention.blocks import AttentionBlock, merge
 from hone.attention.context_parallel import _ring_plan, padded_tokens, token_ranges
-from hone.attention.merging import merge
 from hone.config.model_facts import ModelFacts
 from hone.config.parallel import ulysses_problem
 from hone.config.plan import Devices, resolve

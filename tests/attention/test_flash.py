@@ -23,8 +23,6 @@ def varlen_twin(  # noqa: PLR0917  # the kernel's own signature
     scale,
     window_size,
     enable_gqa=False,
-    block_table=None,
-    seqused_k=None,
 ):
     """Causal at the bottom right, `window_size` = (keys to the left, 0), as the kernel has it."""
     assert enable_gqa == flash._ASKS_FOR_SHARED_HEADS
@@ -34,10 +32,7 @@ def varlen_twin(  # noqa: PLR0917  # the kernel's own signature
     rows = []
     for i in range(len(borders_q) - 1):
         queries = q[borders_q[i] : borders_q[i + 1]]
-        if block_table is None:
-            keys, values = (x[borders_k[i] : borders_k[i + 1]] for x in (k, v))
-        else:
-            keys, values = (x[block_table[i]].flatten(0, 1)[: seqused_k[i]] for x in (k, v))
+        keys, values = (x[borders_k[i] : borders_k[i + 1]] for x in (k, v))
         assert len(queries) <= max_q
         assert len(keys) <= max_k
         for t, query in enumerate(queries):
@@ -72,19 +67,6 @@ def test_prefill(query_lens, key_lens, window):
     reference.write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping)
     actual = flash.prefill_attention(
         pages.q, pages.k, pages.v, pages.kv_cache, context, scale=SCALE, window=window
-    )
-    torch.testing.assert_close(actual, pages.expected(scale=SCALE, window=window))
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_prefill_reads_pages_where_the_kernel_does(monkeypatch, window):
-    monkeypatch.setattr(flash, "_TAKES_BLOCK_TABLES", True)
-    monkeypatch.setattr(flash, "PAGE_MULTIPLE", 4)
-    monkeypatch.setattr(flash, "_key_slots", None)  # nothing is gathered
-    pages = Pages([3, 1, 5], [11, 6, 5], dtype=torch.float64)
-    reference.write_kv(pages.k, pages.v, pages.kv_cache, pages.context.slot_mapping)
-    actual = flash.prefill_attention(
-        pages.q, pages.k, pages.v, pages.kv_cache, pages.context, scale=SCALE, window=window
     )
     torch.testing.assert_close(actual, pages.expected(scale=SCALE, window=window))
 

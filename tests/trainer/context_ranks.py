@@ -25,7 +25,6 @@ from hone.attention import (
     ContextParallel,
     PackedContext,
     context_parallel,
-    merging,
     reference,
 )
 from hone.attention.context_parallel import padded_tokens, token_ranges
@@ -298,7 +297,7 @@ def planted_cases(meshes: dict[str, Mesh], results: dict) -> None:
     context_parallel._ring_plan.cache_clear()
     results["planted/chunk order"] = model_errors(model, rows, ring, change=split_only)
     context_parallel._chunk_numbers = real_numbers
-    with planted("merge", unscaled_merge, merging):
+    with planted("merge", unscaled_merge):
         results["planted/no rescaling"] = model_errors(model, rows, ring)
     with planted("_rectangles", whole_chunks):
         results["planted/whole chunks"] = model_errors(model, rows, ring)

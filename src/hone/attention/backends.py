@@ -66,13 +66,12 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention within each packed sequence; q [T, Hq, D], k and v [T, Hkv, D].
 
-    Serves whole sequences on one process; `interface.attend_packed` serves every context.
+    Serves whole sequences on one process; `context_parallel` has the one for split rows.
     """
     backend = _packed_backend(q, softcap)
-    if backend == "flash4":
-        return flash4.packed_attention(q, k, v, context, scale=scale, window=window)
-    if backend == "flash":
-        return flash.packed_attention(q, k, v, context, scale=scale, window=window)
+    if backend != "reference":
+        attend = (flash4 if backend == "flash4" else flash).packed_attention
+        return attend(q, k, v, context, scale=scale, window=window)
     return reference.packed_attention(
         q, k, v, context.lengths, scale=scale, window=window, softcap=softcap
     )
@@ -160,45 +159,27 @@ def paged_attention(
     ones exist; scales [2, Hkv] are those of an FP8 cache. Returns [T, Hq, D].
     """
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    if context.is_decode:
-        return _decode(q, kv_cache, context, scales, **options)
-    if _packed_backend(q, softcap) != "reference":
-        return flash.prefill_attention(
-            q, k, v, kv_cache, context, scale=scale, scales=scales, window=window
+    if context.is_decode and choose_paged_backend(q.device) == "triton":
+        from hone.attention import triton_decode  # needs triton, absent on CPUs
+
+        return triton_decode.decode_attention(
+            q,
+            kv_cache,
+            context.block_tables,
+            context.context_lens,
+            context.max_context_len,
+            scales=scales,
+            shared=context.shared,
+            **options,
         )
-    if not context.has_prefix:
-        return reference.packed_attention(q, k, v, context.query_lens, **options)
+    if not context.is_decode:
+        if _packed_backend(q, softcap) != "reference":
+            return flash.prefill_attention(
+                q, k, v, kv_cache, context, scale=scale, scales=scales, window=window
+            )
+        if not context.has_prefix:
+            return reference.packed_attention(q, k, v, context.query_lens, **options)
     return reference.paged_attention(q, kv_cache, context, scales, **options)
-
-
-def _decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    context: PagedContext,
-    scales: Tensor | None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    if choose_paged_backend(q.device) == "reference":
-        return reference.paged_attention(
-            q, kv_cache, context, scales, scale=scale, window=window, softcap=softcap
-        )
-    from hone.attention import triton_decode  # needs triton, absent on CPUs
-
-    return triton_decode.decode_attention(
-        q,
-        kv_cache,
-        context.block_tables,
-        context.context_lens,
-        context.max_context_len,
-        scales=scales,
-        shared=context.shared,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-    )
 
 
 def _packed_backend(q: Tensor, softcap: float | None) -> Literal["flash4", "flash", "reference"]:

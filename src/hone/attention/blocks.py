@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hone.attention.context import borders_of
 
-__all__ = ["AttentionBlock", "attend", "gradients", "visible_rectangles"]
+__all__ = ["AttentionBlock", "attend", "gradients", "merge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,10 @@ class AttentionBlock:
         window: tuple[int, int],
         device: torch.device,
         lengths: Sequence[int] | None = None,
-        key_lens: Sequence[int] | None = None,
     ) -> AttentionBlock:
-        """One sequence, or with `lengths` several, which have `key_lens` keys, by default as many
-        as queries."""
+        """One sequence, or with `lengths` several, which have as many keys as queries."""
         query_lens = tuple(lengths or (len(queries),))
-        key_lens = tuple(key_lens or lengths or (len(keys),))
+        key_lens = tuple(lengths or (len(keys),))
         return cls(
             queries=slice(queries.start, queries.stop),
             keys=slice(keys.start, keys.stop),
@@ -117,6 +115,13 @@ def gradients(
     return grad_q, grad_k, grad_v
 
 
+def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Attention to two sets of keys from that to each; output [T, H, D], lse [H, T], in place."""
+    share_of_other = torch.sigmoid(other_lse - lse).T.unsqueeze(-1)
+    output.lerp_(other.to(output.dtype), share_of_other)
+    torch.logaddexp(lse, other_lse, out=lse)
+
+
 def _sequences(block: AttentionBlock) -> Iterator[tuple[slice, slice]]:
     """Rows of the block's queries and keys that belong to each sequence."""
     spans = (pairwise(accumulate(x, initial=0)) for x in (block.query_lens, block.key_lens))
@@ -144,24 +149,3 @@ def _scores(
     if right >= 0:
         scores = scores.masked_fill(ahead > right, float("-inf"))
     return scores, slope
-
-
-def visible_rectangles(
-    queries: range, keys: range, window: int | None
-) -> Iterator[tuple[range, range, tuple[int, int]]]:
-    """Queries, the keys that they see, and the window of such a block, at most two of them.
-
-    Both are positions in one sequence, all keys before all queries. With a sliding window the first
-    queries may see all of these keys, the next ones all but a corner, and the last ones none.
-    """
-    if window is None:
-        yield queries, keys, (-1, -1)
-        return
-    # Query p sees the keys from p - window + 1 on.
-    num_full = min(max(keys.start + window - queries.start, 0), len(queries))
-    if num_full:
-        yield queries[:num_full], keys, (-1, -1)
-    queries = range(queries.start + num_full, min(queries.stop, keys.stop + window - 1))
-    keys = range(queries.start - window + 1, keys.stop)
-    if queries:
-        yield queries, keys, (len(keys) - len(queries), len(queries) - 1)

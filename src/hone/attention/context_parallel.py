@@ -33,9 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hone.attention import backends
-from hone.attention.blocks import AttentionBlock, visible_rectangles
+from hone.attention.blocks import AttentionBlock, merge
 from hone.attention.context import PackedContext
-from hone.attention.merging import add_key_gradients, attend_blocks, block_gradients
 from hone.distributed.mesh import Axis
 
 __all__ = ["packed_attention", "padded_tokens", "token_ranges"]
@@ -187,10 +186,6 @@ class _Ring:
     scale: float
     softcap: float | None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "softcap": self.softcap}
-
 
 class _RingAttention(torch.autograd.Function):
     """q [t, Hq, D] on the keys and values of all ranks, [t, Hkv, D] each: [t, Hq, D].
@@ -203,16 +198,24 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
         own_kv = kv = torch.stack((k, v))
-        merged = None
+        merged: tuple[Tensor, Tensor] | None = None
         for step, blocks in enumerate(ring.plan):
             arriving = _Rotation(kv, ring.axis) if step + 1 < len(ring.plan) else None
             k, v = kv.unbind(0)
-            merged = attend_blocks(q, k, v, blocks, merged=merged, **ring.options)
+            for block in blocks:
+                rows, keys = block.queries, block.keys
+                output, lse = backends.attend_block(
+                    q[rows], k[keys], v[keys], block, scale=ring.scale, softcap=ring.softcap
+                )
+                if merged is None:  # The first block has all queries.
+                    # Copies: a recompute policy may hold on to what the kernel returned.
+                    merged = output.to(lse.dtype, copy=True), lse.clone()
+                else:
+                    merge(merged[0][rows], merged[1][:, rows], output, lse)
             if arriving is not None:
                 kv = arriving.wait()
         assert merged is not None
-        output, lse = merged
-        output = output.to(q.dtype)
+        output, lse = merged[0].to(q.dtype), merged[1]
         ctx.ring = ring
         ctx.save_for_backward(q, own_kv, output, lse)
         return output
@@ -227,15 +230,30 @@ class _RingAttention(torch.autograd.Function):
         for step, blocks in enumerate(ring.plan):
             arriving = _Rotation(kv, ring.axis) if step + 1 < len(ring.plan) else None
             k, v = kv.unbind(0)
-            shares = block_gradients(
-                grad, q, k, v, blocks, output=output, lse=lse, grad_q=grad_q, **ring.options
-            )
+            shares: list[tuple[slice, Tensor, Tensor]] = []
+            for block in blocks:
+                rows, keys = block.queries, block.keys
+                share_q, share_k, share_v = backends.block_gradients(
+                    grad[rows],
+                    q[rows],
+                    k[keys],
+                    v[keys],
+                    block,
+                    output=output[rows],
+                    lse=lse[:, rows],
+                    scale=ring.scale,
+                    softcap=ring.softcap,
+                )
+                grad_q[rows] += share_q
+                shares.append((keys, share_k, share_v))
             # Those of the ranks before were on their way while this rank computed its own.
             if returning is None:
                 grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
             else:
                 grad_kv = returning.wait()
-            add_key_gradients(grad_kv, shares)
+            for keys, share_k, share_v in shares:
+                grad_kv[0, keys] += share_k
+                grad_kv[1, keys] += share_v
             returning = _Rotation(grad_kv, ring.axis)
             if arriving is not None:
                 kv = arriving.wait()
@@ -313,16 +331,27 @@ def _rectangles(
 ) -> Iterator[tuple[range, range, tuple[int, int]]]:
     """Queries of chunk a, keys of chunk b that they see, and a window, at most two of them.
 
-    All lie in the one sequence that reaches from b into a.
+    All lie in the one sequence that reaches from b into a. With a sliding window the first queries
+    may see all of these keys, the next ones all but a corner, and the last ones none.
     """
     if b >= a:
         return
-    first = a * chunk
-    sequence = bisect_right(borders, first)
-    queries = range(first, min(borders[sequence], first + chunk))
+    sequence = bisect_right(borders, a * chunk)
+    queries = range(a * chunk, min(borders[sequence], (a + 1) * chunk))
     keys = range(max(borders[sequence - 1], b * chunk), (b + 1) * chunk)
-    if keys:
-        yield from visible_rectangles(queries, keys, window)
+    if not keys:
+        return
+    if window is None:
+        yield queries, keys, (-1, -1)
+        return
+    # Query p sees the keys from p - window + 1 on.
+    num_full = min(max(keys.start + window - queries.start, 0), len(queries))
+    if num_full:
+        yield queries[:num_full], keys, (-1, -1)
+    queries = range(queries.start + num_full, min(queries.stop, keys.stop + window - 1))
+    keys = range(queries.start - window + 1, keys.stop)
+    if queries:
+        yield queries, keys, (len(keys) - len(queries), len(queries) - 1)
 
 
 def _shift(tokens: range, by: int) -> range:

@@ -33,6 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hone.attention import flash
+from hone.attention.blocks import AttentionBlock
 from hone.attention.context import PackedContext, PagedContext
 from hone.config.model_facts import EXACT_HEAD_DIMS
 
@@ -110,29 +112,21 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, log_sums = ctx.saved_tensors
         context: PackedContext = ctx.context
-        borders, longest = context.cu_seqlens, context.max_seqlen
         window: int | None = ctx.window
-        left = -1 if window is None or window >= longest else window - 1  # without the token itself
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(),
-            q,
-            k,
-            v,
-            output,
-            log_sums,
-            borders,
-            borders,
-            longest,
-            longest,
-            0.0,  # dropout
-            left < 0,  # causal; a window says so itself
-            torch.zeros(2, dtype=torch.uint64, device=q.device),  # random state of the dropout
-            q.new_empty(0),
-            scale=ctx.scale,
-            window_size_left=left,
-            window_size_right=0,
+        left = -1 if window is None or window >= context.max_seqlen else window - 1
+        row = AttentionBlock(
+            queries=slice(None),
+            keys=slice(None),
+            query_lens=context.lengths,
+            key_lens=context.lengths,
+            window=(left, 0),
+            borders_q=context.cu_seqlens,
+            borders_k=context.cu_seqlens,
         )
-        return dq, dk, dv, None, None, None
+        grad_qkv = flash.block_gradients(
+            grads[0].contiguous(), q, k, v, row, output=output, lse=log_sums, scale=ctx.scale
+        )
+        return (*grad_qkv, None, None, None)
 
 
 def _attend_packed(

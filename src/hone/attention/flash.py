@@ -7,8 +7,6 @@ are a sequence's last tokens, which is what a chunked prefill needs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from hone.attention.blocks import AttentionBlock
-from hone.attention.context import FP8_DTYPE, PackedContext, PagedContext, borders_of
+from hone.attention.context import PackedContext, PagedContext, borders_of
 from hone.attention.reference import gather_kv
 
 __all__ = [
@@ -30,13 +28,7 @@ __all__ = [
 MAX_HEAD_DIM = 256
 """Largest head the kernels are built for."""
 
-PAGE_MULTIPLE = 256
-"""FlashAttention 2 reads paged keys only from blocks of a multiple of so many."""
-
-_PARAMETERS = inspect.signature(varlen_attn).parameters
-_TAKES_BLOCK_TABLES = "block_table" in _PARAMETERS
-"""Whether keys can be read from pages (torch 2.13 on)."""
-_ASKS_FOR_SHARED_HEADS = "enable_gqa" in _PARAMETERS
+_ASKS_FOR_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether one key head serves several query heads only on request (torch 2.12 on) or always."""
 
 
@@ -75,18 +67,12 @@ def prefill_attention(
     """Chunks of prompts, q [T, Hq, D], against all their keys.
 
     Without a cached prefix the keys are the chunk's own, k and v [T, Hkv, D]. With one, the chunk's
-    own lie in the cache as well, and all are read from there: through the block tables if the
-    kernel can (`PAGE_MULTIPLE`), else gathered, and dequantised with scales [2, Hkv] where it is
-    FP8. Returns [T, Hq, D].
+    own lie in the cache as well, and all are gathered from there, dequantised with scales [2, Hkv]
+    where it is FP8. Returns [T, Hq, D].
     """
     borders_k = context.cu_seqlens_q
-    pages: dict[str, Any] = {}
     if context.has_prefix:
         borders_k = borders_of(context.key_lens, q.device)
-    if context.has_prefix and _reads_pages(kv_cache):
-        k, v = kv_cache.unbind(0)
-        pages = {"block_table": context.block_tables, "seqused_k": context.context_lens}
-    elif context.has_prefix:
         slots = _key_slots(context, borders_k, block_size=kv_cache.shape[2])
         flat = kv_cache.view(2, -1, *kv_cache.shape[3:])
         k, v = gather_kv(flat, 1, slots, scales, q.dtype).unbind(0)
@@ -100,7 +86,6 @@ def prefill_attention(
         max_k=context.max_context_len,
         scale=scale,
         window=window,
-        pages=pages,
     )
 
 
@@ -163,12 +148,6 @@ def block_gradients(
     )
 
 
-def _reads_pages(kv_cache: Tensor) -> bool:
-    """Whether the kernel takes the cache as it is: it reads whole large blocks, not FP8."""
-    is_aligned = kv_cache.shape[2] % PAGE_MULTIPLE == 0
-    return _TAKES_BLOCK_TABLES and is_aligned and kv_cache.dtype != FP8_DTYPE
-
-
 def _varlen(
     q: Tensor,
     k: Tensor,
@@ -180,7 +159,6 @@ def _varlen(
     max_k: int,
     scale: float,
     window: int | None,
-    pages: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
     left = -1 if window is None or window >= max_k else window - 1  # the token itself not counted
     output = varlen_attn(
@@ -194,7 +172,6 @@ def _varlen(
         scale=scale,
         window_size=(left, 0),
         **_shared_heads(q, k),
-        **pages,
     )
     assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
     return output
@@ -202,7 +179,7 @@ def _varlen(
 
 def _shared_heads(q: Tensor, k: Tensor) -> dict[str, Any]:
     """What lets a key head serve several query heads."""
-    return {"enable_gqa": True} if q.shape[1] > k.shape[-2] and _ASKS_FOR_SHARED_HEADS else {}
+    return {"enable_gqa": True} if q.shape[1] > k.shape[1] and _ASKS_FOR_SHARED_HEADS else {}
 
 
 def _key_slots(context: PagedContext, borders_k: Tensor, *, block_size: int) -> Tensor:

@@ -21,7 +21,7 @@ from hone.attention import backends, context_parallel
 from hone.attention.backends import calibrate_scales, paged_attention, write_kv
 from hone.attention.context import PackedContext, PagedContext
 
-__all__ = ["ATTENTION_NAME", "attend_packed", "attend_paged", "attention"]
+__all__ = ["ATTENTION_NAME", "attend_paged", "attention"]
 
 ATTENTION_NAME = "hone"
 """Value of `attn_implementation` that selects `attention`."""
@@ -60,43 +60,16 @@ def attention(
     _refuse_unserved(query, attention_mask, dropout=dropout, sinks=sinks)
     _check_tokens(query.shape[2], attention_context)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "softcap": softcap}
     if isinstance(attention_context, PackedContext):
-        output = attend_packed(
-            q, k, v, attention_context, scale=scaling, window=sliding_window, softcap=softcap
-        )
+        is_split = attention_context.parallel is not None
+        attend = (context_parallel if is_split else backends).packed_attention
+        output = attend(q, k, v, attention_context, **options)
+    elif q.requires_grad:
+        raise ValueError("paged attention has no gradient: run it under torch.inference_mode()")
     else:
-        if q.requires_grad:
-            raise ValueError("paged attention has no gradient: run it under torch.inference_mode()")
-        output = attend_paged(
-            q,
-            k,
-            v,
-            _layer_index(module),
-            attention_context,
-            scale=scaling,
-            window=sliding_window,
-            softcap=softcap,
-        )
+        output = attend_paged(q, k, v, _layer_index(module), attention_context, **options)
     return output.unsqueeze(0), None
-
-
-def attend_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: PackedContext,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """One layer of training: q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D], differentiable.
-
-    Collective where the row is split over processes, and so is its backward.
-    """
-    is_split = context.parallel is not None
-    attend = (context_parallel if is_split else backends).packed_attention
-    return attend(q, k, v, context, scale=scale, window=window, softcap=softcap)
 
 
 def attend_paged(
