@@ -36,7 +36,7 @@ from hone.config.model import ModelConfig
 from hone.config.trainer import TrainerConfig
 from hone.engine import EmbeddedEngine
 from hone.loops.parity import measure_parity
-from hone.models.exact_decoder import ExactPagedOps
+from hone.models.exact_decoder import ExactOps
 from hone.models.load import load_model
 from hone.models.tiny import make_model_folder
 from hone.observe.metrics import to_scalars
@@ -231,7 +231,7 @@ def check_bits(run: Run, name: str, make: Callable[[], PreTrainedModel]) -> None
 
 def check_planted(run: Run, name: str, model, requests, trainer) -> None:
     """One operation of the engine that depends on the batch."""
-    right_linear, right_attention = ExactPagedOps.sum_linear, ExactPagedOps.attend_rotated
+    right_linear, right_attention = ExactOps.sum_linear, ExactOps.attend_rotated
 
     def linear(self, x, projection):
         return F.linear(x, projection.weight, projection.bias)
@@ -243,9 +243,9 @@ def check_planted(run: Run, name: str, model, requests, trainer) -> None:
 
     chosen = [request for request in requests if request.sampling.temperature == 0.7]
     for fault, planted in (("sum_linear", linear), ("attend_rotated", attention)):
-        setattr(ExactPagedOps, fault, planted)
+        setattr(ExactOps, fault, planted)
         completions = sample(make_engine(model), chosen)
-        ExactPagedOps.sum_linear, ExactPagedOps.attend_rotated = right_linear, right_attention
+        ExactOps.sum_linear, ExactOps.attend_rotated = right_linear, right_attention
         rows = rows_of(chosen, completions)
         report = measure_parity(rows, trainer)
         run.check(f"{name}: planted ordinary {fault} is seen", report.max_difference > 0, report)

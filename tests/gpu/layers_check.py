@@ -332,7 +332,7 @@ def time_layers(shape: str, num_layers: int, *, compiled_at: tuple[int, ...]) ->
         variants[name].config._attn_implementation = "skipped"
     for layer in variants["compiled"].model.layers:
         layer.compile(dynamic=True)
-    decoder = FusedDecoder(model, layer_ops.PagedOps(layer_ops.choose_kernels(model.device)))
+    decoder = FusedDecoder(model, layer_ops.LayerOps(layer_ops.choose_kernels(model.device)))
     attend, layer_ops.attend_paged = layer_ops.attend_paged, keep_queries
     layer_params = sum(p.numel() for p in model.model.layers[0].parameters())
     print(f"\n{shape}, {num_layers} layers without attention: us a layer")
@@ -437,7 +437,7 @@ def compare_products(
     Each is timed in the layer it is part of, since launches overlap their neighbours.
     """
     model = make_model(shape, num_layers)
-    decoder = FusedDecoder(model, layer_ops.PagedOps(layer_ops.choose_kernels(model.device)))
+    decoder = FusedDecoder(model, layer_ops.LayerOps(layer_ops.choose_kernels(model.device)))
     attend, layer_ops.attend_paged = layer_ops.attend_paged, keep_queries
     choose = product_kernels.choose_tile
     layer = decoder.layers[0]

@@ -30,9 +30,9 @@ from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import KVCache
 from hone.models import tensor_parallel, tensor_parallel_kernels
 from hone.models.generation import generation_model
-from hone.models.layer_ops import PagedOps, TorchKernels
+from hone.models.layer_ops import LayerOps, TorchKernels
 from hone.models.manifest import export_weights
-from hone.models.tensor_parallel import SummingOps, TensorParallel, shard_model, shard_of
+from hone.models.tensor_parallel import TensorParallel, TensorParallelOps, shard_model, shard_of
 from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
 from hone.types import Request, SamplingParams
 from hone.weights import sync
@@ -92,7 +92,9 @@ BUGS = {
     "queries and keys swapped": lambda: swapped("q_proj", "k_proj"),
     "inner sizes swapped": lambda: swapped("up_proj"),
     "head swapped between ranks": lambda: swapped("lm_head"),
-    "bias added by every rank": lambda: patch.object(SummingOps, "sum_linear", PagedOps.sum_linear),
+    "bias added by every rank": lambda: patch.object(
+        TensorParallelOps, "sum_linear", LayerOps.sum_linear
+    ),
 }
 
 

@@ -61,6 +61,15 @@ def test_packed_decoder_is_the_model(torch_kernels, family, recompute):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_of_the_kernels_compile(torch_kernels, monkeypatch):
+    """As on CUDA, but for the code that is made of the graph."""
+    compiled = torch.compile(
+        exact_decoder._gradients, dynamic=True, fullgraph=True, backend="aot_eager"
+    )
+    monkeypatch.setattr(exact_decoder, "_gradients_of", lambda device_type: compiled)
+    test_packed_decoder_is_the_model(None, "qwen3", recompute=False)
+
+
 def test_packed_decoder_without_gradients_can_be_trained_afterwards(torch_kernels):
     """Scoring comes first, and under inference mode."""
     model = tiny_model(dtype=torch.float64)

@@ -24,7 +24,7 @@ from hone.models import fused_layers, generation, layer_ops
 from hone.models.decoder import alias_module, head_logits, head_weight
 from hone.models.fused_layers import FusedDecoder, RotaryTable, is_fusible
 from hone.models.generation import generation_model
-from hone.models.layer_ops import PagedOps, TorchKernels
+from hone.models.layer_ops import LayerOps, TorchKernels
 from hone.models.manifest import build_manifest, export_weights
 from hone.models.tiny import make_char_tokenizer
 from hone.trainer.policy import Policy
@@ -641,7 +641,7 @@ def test_caches_are_written_before_attention_that_need_not_set_their_scales(kind
     scales = None if kind == "plain" else torch.tensor([0.5, 0.001, 2.0, 0.25] * 2).view(2, 2, 2)
     lens = {"calibrate": True, "query_lens": (1,) * 3, "key_lens": (1,) * 3}
     decode_once(
-        FusedDecoder(model, PagedOps(TorchKernels())),
+        FusedDecoder(model, LayerOps(TorchKernels())),
         caches,
         kv_scales=scales,
         **(lens if kind == "calibrating" else {}),

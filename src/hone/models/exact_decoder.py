@@ -10,7 +10,8 @@ Letters: T packed tokens, D model and head size, H heads, I the MLP's inner size
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +22,15 @@ from hone.attention import PackedContext, PagedContext
 from hone.config.errors import UserError
 from hone.models.exact import exact_supported, linear
 from hone.models.fused_layers import FusedDecoder, is_fusible
-from hone.models.layer_ops import Heads, PagedOps, Projection, TorchKernels
+from hone.models.layer_ops import (
+    Heads,
+    LayerOps,
+    Projection,
+    TorchKernels,
+    choose_kernels,
+)
 
-__all__ = ["ExactPagedOps", "PackedDecoder", "require_exact"]
+__all__ = ["ExactOps", "PackedDecoder", "require_exact"]
 
 
 def require_exact(model: PreTrainedModel) -> None:
@@ -38,17 +45,17 @@ def require_exact(model: PreTrainedModel) -> None:
         raise UserError(f"model.exact: {reason}; or set model.exact=false")
 
 
-class ExactPagedOps(PagedOps):
+class ExactOps(LayerOps):
     """Operations of a layer that generates; a token's result does not depend on its batch."""
 
     def linear(self, x: Tensor, projection: Projection) -> Tensor:
         return linear(x, projection.weight, projection.bias)
 
     def sum_linear(self, x: Tensor, projection: Projection) -> Tensor:
-        return linear(x, projection.weight, projection.bias)
+        return self.linear(x, projection)
 
     def gated_linear(self, x: Tensor, projection: Projection) -> Tensor:
-        return self.kernels.silu_mul(linear(x, projection.weight, projection.bias))
+        return self.kernels.silu_mul(self.linear(x, projection))
 
     def attend_rotated(
         self, q: Tensor, k: Tensor, v: Tensor, heads: Heads, context: PagedContext, *, write: bool
@@ -60,24 +67,23 @@ class ExactPagedOps(PagedOps):
         return exact.paged_attention(q, cache, context, scale=heads.scale, window=heads.window)
 
 
-class ExactPackedOps:
-    """Operations of a layer over packed rows, with the bits of `ExactPagedOps` and gradients.
+class ExactTrainingOps(ExactOps):
+    """Operations of a layer over packed rows, with the bits of `ExactOps` and gradients.
 
     Gradients are those of ordinary products and torch operations and reach the model's parameters.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._kernels = _differentiable_kernels(device)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._kernels.rms_norm(x, weight, eps)
+        return _Differentiable.apply(
+            lambda kernels, x, weight: kernels.rms_norm(x, weight, eps), self.kernels, x, weight
+        )
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         # The engine adds and norms in one kernel, which rounds the sum as torch does.
         residual = residual + x
-        return self._kernels.rms_norm(residual, weight, eps), residual
+        return self.rms_norm(residual, weight, eps), residual
 
     def linear(self, x: Tensor, projection: Projection) -> Tensor:
         weight, bias, parts = projection
@@ -87,24 +93,32 @@ class ExactPackedOps:
                 bias = cast(Tensor, _SideBySide.apply(bias, *(part.bias for part in parts)))
         return linear(x, weight, bias)
 
-    sum_linear = linear
-
     def gated_linear(self, x: Tensor, projection: Projection) -> Tensor:
-        return self._kernels.silu_mul(self.linear(x, projection))
+        gate_up = self.linear(x, projection)
+        return _Differentiable.apply(lambda kernels, x: kernels.silu_mul(x), self.kernels, gate_up)
 
     def attend(
         self, qkv: Tensor, heads: Heads, positions: Tensor, rotary: Tensor, context: PackedContext
     ) -> Tensor:
         from hone.attention import exact  # needs triton, absent on CPUs
 
-        q, k, v = self._kernels.rotate_heads(
+        eps, num_heads = heads.eps, heads.num_heads
+        q, k, v = _Differentiable.apply(
+            lambda kernels, qkv, positions, rotary, q_norm, k_norm: kernels.rotate_heads(
+                qkv.clone(),  # the kernel writes into it
+                positions,
+                rotary,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=eps,
+                num_heads=num_heads,
+            ),
+            self.kernels,
             qkv,
             positions,
             rotary,
-            q_norm=heads.q_norm,
-            k_norm=heads.k_norm,
-            eps=heads.eps,
-            num_heads=heads.num_heads,
+            heads.q_norm,
+            heads.k_norm,
         )
         return exact.packed_attention(q, k, v, context, scale=heads.scale, window=heads.window)
 
@@ -115,55 +129,73 @@ class ExactPackedOps:
 class PackedDecoder(FusedDecoder):
     """The backbone of a model that `is_fusible` over packed rows, differentiable.
 
-    Called in a `PackedContext`. Hidden states have the bits of a `FusedDecoder` of `ExactPagedOps`.
+    Called in a `PackedContext`. Hidden states have the bits of a `FusedDecoder` of `ExactOps`.
     """
 
     def __init__(self, model: PreTrainedModel, *, recompute: bool) -> None:
         """Merges parameters as `FusedDecoder` does. `recompute` keeps only each layer's input for
         backward."""
-        super().__init__(model, ExactPackedOps(model.device))
+        super().__init__(model, ExactTrainingOps(choose_kernels(model.device)))
         if recompute:
-            self.layers = [_Recomputed(layer) for layer in self.layers]
+            self.layers = [partial(_recomputed, layer) for layer in self.layers]
 
 
-class _Recomputed:
+def _recomputed(layer: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tuple[Tensor, Tensor]:
     """A layer that computes its forward again in backward."""
-
-    def __init__(self, layer: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self._layer = layer
-
-    def __call__(self, *args: Any) -> tuple[Tensor, Tensor]:
-        if not torch.is_grad_enabled():
-            return self._layer(*args)
-        return checkpoint(self._layer, *args, use_reentrant=False, preserve_rng_state=False)
+    if not torch.is_grad_enabled():
+        return layer(*args)
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-class _DifferentiableKernels(Protocol):
-    """What runs between the products; `hone.models.layer_gradients` says what they take."""
+class _Differentiable(torch.autograd.Function):
+    """An operation of the engine's kernels; backward differentiates their reference implementation.
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    Called with a function of kernels and tensors, the kernels, and the tensors.
+    """
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+    @staticmethod
+    def forward(
+        ctx: Any, operation: _Operation, kernels: TorchKernels, *tensors: Tensor | None
+    ) -> Any:
+        ctx.operation = operation
+        ctx.save_for_backward(*tensors)
+        return operation(kernels, *tensors)
 
-    def rotate_heads(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        rotary: Tensor,
-        *,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        num_heads: int,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        gradients = _gradients_of(grads[0].device.type)(ctx.operation, tensors, wanted, grads)
+        found = dict(zip(wanted, gradients, strict=True))
+        return (None, None, *(found.get(i) for i in range(len(tensors))))
 
 
-def _differentiable_kernels(device: torch.device) -> _DifferentiableKernels:
-    if device.type == "cuda":
-        from hone.models import layer_gradients  # needs triton, absent on CPUs
+_Operation = Callable[..., Any]
 
-        return layer_gradients
-    return TorchKernels()
+
+@cache
+def _gradients_of(device_type: str) -> Callable[..., tuple[Tensor, ...]]:
+    """`_gradients`, on CUDA as one kernel or two, which compute in float32 and round once."""
+    return torch.compile(_gradients, dynamic=True) if device_type == "cuda" else _gradients
+
+
+def _gradients(
+    operation: _Operation,
+    tensors: tuple[Tensor | None, ...],
+    wanted: list[int],
+    grads: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """Gradients of the tensors with the indices `wanted`, given those of the results."""
+
+    def of_wanted(*values: Tensor) -> Any:
+        inputs = list(tensors)
+        for i, value in zip(wanted, values, strict=True):
+            inputs[i] = value
+        return operation(TorchKernels(), *inputs)
+
+    differentiated: Any = torch.func.vjp(of_wanted, *(tensors[i] for i in wanted))
+    results, pull_back = differentiated
+    return pull_back(grads if isinstance(results, tuple) else grads[0])
 
 
 class _SideBySide(torch.autograd.Function):

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from hone.attention import PagedContext
 from hone.models.decoder import alias_module, head_weight, hidden_states, logit_softcap
 from hone.models.exact import linear
-from hone.models.exact_decoder import ExactPagedOps, require_exact
+from hone.models.exact_decoder import ExactOps, require_exact
 from hone.models.fused_layers import FusedDecoder, addresses_of, is_fusible, require_addresses
-from hone.models.layer_ops import PagedOps, choose_kernels
+from hone.models.layer_ops import LayerOps, choose_kernels
 from hone.models.tensor_parallel import TensorParallel
 
 __all__ = ["GenerationModel", "generation_model"]
@@ -106,11 +106,11 @@ def generation_model(
     if exact:
         require_exact(model)
         assert tp is None or tp.size == 1, "sums over ranks are in another order than a trainer's"
-        backbone: Backbone = FusedDecoder(model, ExactPagedOps(choose_kernels(model.device)))
+        backbone: Backbone = FusedDecoder(model, ExactOps(choose_kernels(model.device)))
     elif is_fusible(model):
         kernels = choose_kernels(model.device)
         if tp is None:
-            ops = PagedOps(kernels)
+            ops = LayerOps(kernels)
         else:
             ops = tp.layer_ops(kernels, width=model.config.hidden_size, dtype=model.dtype)
         backbone = FusedDecoder(model, ops)

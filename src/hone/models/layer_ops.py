@@ -1,11 +1,11 @@
 """What a decoder layer computes with: one set of operations for each way to run it.
 
-`FusedLayer` says which operations follow each other, an implementation of `LayerOps` what they are:
+`FusedLayer` says which operations follow each other, `LayerOps` what they are:
 
-    PagedOps             generation, over a paged cache of keys and values
-    SummingOps           the same where several ranks share a layer (`hone.models.tensor_parallel`)
-    ExactPagedOps        the same in exact mode (`hone.models.exact_decoder`)
-    ExactPackedOps       training in exact mode: packed rows and gradients
+    LayerOps             generation, over a paged cache of keys and values
+    TensorParallelOps    the same where several ranks share a layer (`hone.models.tensor_parallel`)
+    ExactOps             the same in exact mode (`hone.models.exact_decoder`)
+    ExactTrainingOps     training in exact mode: packed rows and gradients
 
 They differ in their products, sums and attention. What runs in between are the kernels of
 `hone.models.layer_kernels`, or `TorchKernels`, their reference implementation.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,7 @@ from hone.attention.interface import attend_paged
 
 __all__ = [
     "Heads",
-    "Kernels",
     "LayerOps",
-    "PagedOps",
     "Projection",
     "TorchKernels",
     "choose_kernels",
@@ -95,12 +93,15 @@ class Heads:
     eps: float
 
 
-class LayerOps(Protocol):
-    """The operations of `FusedLayer`."""
+class LayerOps:
+    """The operations of `FusedLayer` in generation, whose context is a `PagedContext`."""
+
+    def __init__(self, kernels: TorchKernels) -> None:
+        self.kernels = kernels
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rows of x [T, D] over their root mean square, times weight [D]."""
-        ...
+        return self.kernels.rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -110,92 +111,27 @@ class LayerOps(Protocol):
         x is what `sum_linear` returned. Where ranks share the heads and the inner size that is a
         rank's part of a sum, and here alone the parts are added up.
         """
-        ...
+        return self.kernels.add_rms_norm(x, residual, weight, eps), residual
 
     def linear(self, x: Tensor, projection: Projection) -> Tensor:
         """Rows of x [T, in], projected: [T, out]."""
-        ...
+        return self.kernels.linear(x, projection.weight, projection.bias)
 
     def sum_linear(self, x: Tensor, projection: Projection) -> Tensor:
         """As `linear`, in any form that `add_rms_norm` adds to the residual."""
-        ...
+        return self.kernels.sum_linear(x, projection.weight, projection.bias)
 
     def gated_linear(self, x: Tensor, projection: Projection) -> Tensor:
         """silu(gate) * up, [T, I], of the outputs [gate; up] of `linear`."""
-        ...
+        return self.kernels.gated_linear(x, projection.weight, projection.bias)
 
     def attend(
         self, qkv: Tensor, heads: Heads, positions: Tensor, rotary: Tensor, context: Any
     ) -> Tensor:
         """Attention of the heads in qkv [T, Hq + 2 Hkv, D], once normed and rotated: [T, Hq, D].
 
-        `rotary` is a `RotaryTable`'s. `context` is the one that the forward was given; keys and
-        values are stored where it has a cache.
+        `rotary` is a `RotaryTable`'s. Keys and values are stored where the context has a cache.
         """
-        ...
-
-    def num_positions(self, context: Any) -> int:
-        """Positions that the tokens of a forward reach to."""
-        ...
-
-
-class Kernels(Protocol):
-    """What runs between products and attention; `hone.models.layer_kernels` says what they take."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def rotate_heads(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        rotary: Tensor,
-        *,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        num_heads: int,
-        kv_cache: Tensor | None = None,
-        slot_mapping: Tensor | None = None,
-        kv_scales: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
-    def sum_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
-
-class PagedOps:
-    """Operations of a layer that generates: `LayerOps` over a `PagedContext`."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.kernels.rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return self.kernels.add_rms_norm(x, residual, weight, eps), residual
-
-    def linear(self, x: Tensor, projection: Projection) -> Tensor:
-        return self.kernels.linear(x, projection.weight, projection.bias)
-
-    def sum_linear(self, x: Tensor, projection: Projection) -> Tensor:
-        return self.kernels.sum_linear(x, projection.weight, projection.bias)
-
-    def gated_linear(self, x: Tensor, projection: Projection) -> Tensor:
-        return self.kernels.gated_linear(x, projection.weight, projection.bias)
-
-    def attend(
-        self, qkv: Tensor, heads: Heads, positions: Tensor, rotary: Tensor, context: PagedContext
-    ) -> Tensor:
         scales = context.kv_scales
         # Scales that are yet to be found are found by the attention, which then stores as well.
         stores = not context.calibrate
@@ -216,29 +152,21 @@ class PagedOps:
     def attend_rotated(
         self, q: Tensor, k: Tensor, v: Tensor, heads: Heads, context: PagedContext, *, write: bool
     ) -> Tensor:
-        """Attention of queries [T, H, D], which first stores keys and values if told to `write`."""
-        return attend_paged(
-            q,
-            k,
-            v,
-            heads.layer_index,
-            context,
-            scale=heads.scale,
-            window=heads.window,
-            softcap=None,
-            write=write,
-        )
+        """Attention of queries [T, H, D], that first stores keys and values where `write`."""
+        options: dict[str, Any] = {"scale": heads.scale, "window": heads.window, "write": write}
+        return attend_paged(q, k, v, heads.layer_index, context, **options)
 
-    def num_positions(self, context: PagedContext) -> int:
+    def num_positions(self, context: Any) -> int:
+        """Positions that the tokens of a forward reach to."""
         return context.max_context_len
 
 
-def choose_kernels(device: torch.device) -> Kernels:
+def choose_kernels(device: torch.device) -> TorchKernels:
     """Triton's on CUDA, else torch's."""
     if device.type == "cuda" and find_spec("triton"):
         from hone.models import layer_kernels  # needs triton, absent on CPUs
 
-        return layer_kernels
+        return cast(TorchKernels, layer_kernels)  # functions of the same signatures
     return TorchKernels()
 
 

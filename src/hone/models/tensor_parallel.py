@@ -33,7 +33,7 @@ from hone.distributed.processes import processes
 from hone.families.registry import SPECS
 from hone.families.spec import DIVIDED_FIELDS
 from hone.models.fused_layers import is_fusible
-from hone.models.layer_ops import Kernels, PagedOps, Projection
+from hone.models.layer_ops import LayerOps, Projection, TorchKernels
 
 if TYPE_CHECKING:
     from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
@@ -150,11 +150,11 @@ class TensorParallel:
         dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
         return int(number)
 
-    def layer_ops(self, kernels: Kernels, *, width: int, dtype: torch.dtype) -> PagedOps:
+    def layer_ops(self, kernels: TorchKernels, *, width: int, dtype: torch.dtype) -> LayerOps:
         """Operations for layers of which this rank has its part, over rows of `width` values of
         `dtype`. Collective where the group has several ranks."""
         if self.size == 1:
-            return PagedOps(kernels)
+            return LayerOps(kernels)
         sums = None
         if _has_kernels(self.device):
             from hone.models.tensor_parallel_kernels import SumMailboxes
@@ -168,7 +168,7 @@ class TensorParallel:
                 width=width,
                 dtype=dtype,
             )
-        return SummingOps(kernels, self, sums)
+        return TensorParallelOps(kernels, self, sums)
 
     def _connect(self, num_bytes: int) -> Sequence[Tensor]:
         """Zeroed memory of every rank of the group, as this one reaches it: uint8 [num_bytes]."""
@@ -189,10 +189,12 @@ def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-class SummingOps(PagedOps):
+class TensorParallelOps(LayerOps):
     """Operations of a layer that ranks share: additions first add up the parts of all ranks."""
 
-    def __init__(self, kernels: Kernels, tp: TensorParallel, sums: SumMailboxes | None) -> None:
+    def __init__(
+        self, kernels: TorchKernels, tp: TensorParallel, sums: SumMailboxes | None
+    ) -> None:
         super().__init__(kernels)
         self._tp = tp
         self._sums = sums
