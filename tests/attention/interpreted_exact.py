@@ -84,7 +84,7 @@ class Sequences:
             context = dataclasses.replace(context, query_lens=(), key_lens=())
         q = torch.cat([self.q[i][start:stop] for i, start, stop in pieces])
         options = {"keys_per_split": SPLIT} | options
-        output = exact._attend_paged(q, kv_cache, context, scale=SCALE, window=window, **options)
+        output = exact.paged_attention(q, kv_cache, context, scale=SCALE, window=window, **options)
         return output.split(lengths)
 
 
@@ -130,23 +130,23 @@ def invariance(chunks, window=None, **shape):
         for start in range(0, max(LENGTHS), size):
             pieces = [(i, start, min(start + size, n)) for i, n in enumerate(LENGTHS) if n > start]
             compare(f"chunk of {size} at {start}", pieces, sequences.paged(pieces, window=window))
-    for ways in (1, 2):
+    for programs in (1, 2):
         for back in (0, 37):
             pieces = [(i, n - back - 1, n - back) for i, n in enumerate(LENGTHS) if n > back]
-            outputs = sequences.paged(pieces, window=window, ways=ways, spare=200)
-            compare(f"decode {back} before the last by {ways}", pieces, outputs)
+            outputs = sequences.paged(pieces, window=window, num_programs=programs, spare=200)
+            compare(f"decode {back} before the last by {programs}", pieces, outputs)
     for tile in ROW_TILES:
         pieces = [(3, 149, 150), (2, 5, 6)]
         compare(f"decode in {tile.rows}", pieces, sequences.paged(pieces, window=window, tile=tile))
     for count in (3, 5):
         pieces = [(i, n - count, n) for i, n in enumerate(LENGTHS) if n >= count]
-        outputs = sequences.paged(pieces, window=window, ways=2)
+        outputs = sequences.paged(pieces, window=window, num_programs=2)
         compare(f"{count} queries each", pieces, outputs)
     return found
 
 
 def long_context():
-    """The sizes in use, where a context has several splits: decode in its own choice of ways."""
+    """The sizes in use, where a context has several splits: decode in its own number of programs."""
     sequences = Sequences([40, 1100])
     expected = sequences.packed([0, 1], keys_per_split=exact.KEYS_PER_SPLIT)
     pieces = [(1, 1099, 1100), (0, 39, 40)]
@@ -167,12 +167,12 @@ def planted(bug):
     return num_unequal(expected, pieces, sequences.paged(pieces, **options[bug]))
 
 
-def empty_sequence(ways):
+def empty_sequence(programs):
     """A padded row of a decode batch gives zeros and moves nothing."""
     sequences = Sequences([3, 200])
     pieces = [(0, 2, 3), (1, 199, 200)]
-    expected = sequences.paged(pieces, ways=ways)
-    found = sequences.paged(pieces, ways=ways, empty=0)
+    expected = sequences.paged(pieces, num_programs=programs)
+    found = sequences.paged(pieces, num_programs=programs, empty=0)
     return bool((found[0] == 0).all()) and torch.equal(found[1], expected[1])
 
 
@@ -196,7 +196,7 @@ def main() -> None:
         "three heads a key head": invariance((129,), num_heads=3),
         "window": invariance((50,), window=80),
         "long context": long_context(),
-        "empty": [empty_sequence(ways) for ways in (1, 2)],
+        "empty": [empty_sequence(programs) for programs in (1, 2)],
         "log sums": log_sums_error(),
         "planted": {bug: planted(bug) for bug in ("splits by batch", "narrow tiles")},
     }

@@ -56,7 +56,7 @@ def test_products_are_summed_by_16_on_hopper(tmp_path, monkeypatch):
     from hone.attention import exact
 
     half, single, number = "*bf16", "*fp32", "*i32"
-    tables = {"tables_ptr": number, "borders_q_ptr": number, "borders_k_ptr": number}
+    tables = {"tables_ptr": number, "borders_ptr": number}
     for tile, page, rows in ((exact.DECODE_TILE, 16, "m16"), (exact.PREFILL_TILE, 0, "m64")):
         found = products(
             exact._attend_kernel,

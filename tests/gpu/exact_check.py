@@ -102,8 +102,8 @@ def compile_attention(variant: tuple[tuple[int, int, int], RowTile, int, bool]) 
         attempt(packed, *qkv(64, heads), (64,), tile=tile, keys_per_tile=keys)
         return
     decode = Decode(2, 640, heads)
-    for ways in (1, 2):
-        attempt(decode, ways=ways, keys_per_split=512, tile=tile, keys_per_tile=keys)
+    for programs in (1, 2):
+        attempt(decode, num_programs=programs, keys_per_split=512, tile=tile, keys_per_tile=keys)
 
 
 def attempt(call, *args, **options):
@@ -292,7 +292,7 @@ def num_unequal(q, k, v, expected, pieces, **options) -> int:
     rows = torch.cat([torch.arange(f + a, f + b) for f, a, b in pieces]).to(DEVICE)
     scale = q.shape[2] ** -0.5
     output = attempt(
-        exact._attend_paged, q[rows], kv_cache, context, scale=scale, window=None, **options
+        exact.paged_attention, q[rows], kv_cache, context, scale=scale, window=None, **options
     )
     return 0 if output is None else int((output != expected[rows]).flatten(1).any(1).sum())
 
@@ -326,9 +326,9 @@ def check_attention(heads) -> None:
     for case, pieces in cases.items():
         unequal = num_unequal(q, k, v, expected, pieces)
         judge(f"{name}: {case}", not unequal, f"{unequal} unequal" * bool(unequal))
-    for ways in (1, 2, 4):
-        unequal = num_unequal(q, k, v, expected, cases["decode"], ways=ways)
-        judge(f"{name}: decode by {ways} programs", not unequal)
+    for programs in (1, 2, 4):
+        unequal = num_unequal(q, k, v, expected, cases["decode"], num_programs=programs)
+        judge(f"{name}: decode by {programs} programs", not unequal)
     for keys in KEYS:
         for tile in PREFILL_TILES:
             other = attempt(packed, q, k, v, LENGTHS, tile=tile, keys_per_tile=keys)
@@ -384,7 +384,7 @@ class Decode:
         self.scale = head_dim**-0.5
 
     def __call__(self, **options) -> Tensor:
-        return exact._attend_paged(
+        return exact.paged_attention(
             self.q, self.kv_cache, self.context, scale=self.scale, window=None, **options
         )
 

@@ -77,19 +77,6 @@ def packed_attention(
     return _attend_packed(q, k, v, context, scale=scale, window=window)[0]
 
 
-def paged_attention(
-    q: Tensor, kv_cache: Tensor, context: PagedContext, *, scale: float, window: int | None
-) -> Tensor:
-    """Attention of each sequence's newest tokens, q [T, Hq, D], to its paged keys: [T, Hq, D].
-
-    Their own keys are already written. kv_cache is [2, num_blocks, block_size, Hkv, D], contiguous,
-    of the dtype of q. Reads tensors and the two maxima of the context, never its host tuples, so a
-    captured graph can be replayed with other lengths up to the maxima. A sequence of length 0 gives
-    zeros.
-    """
-    return _attend_paged(q, kv_cache, context, scale=scale, window=window)
-
-
 class _PackedAttention(torch.autograd.Function):
     """`_attend_packed`, differentiated by FlashAttention."""
 
@@ -137,7 +124,7 @@ def _attend_packed(
     *,
     scale: float,
     window: int | None,
-    tile: RowTile | None = None,
+    tile: RowTile = PREFILL_TILE,
     keys_per_tile: int = KEYS_PER_TILE,
     keys_per_split: int = KEYS_PER_SPLIT,
 ) -> tuple[Tensor, Tensor]:
@@ -145,11 +132,9 @@ def _attend_packed(
 
     Keys a tile and a split are part of the result; the row tile may change the time only.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
+    (num_tokens, num_heads, _), num_kv_heads = q.shape, k.shape[1]
     group = num_heads // num_kv_heads
     _check_operands(q, k, v)
-    tile = tile or PREFILL_TILE
     rows = max(tile.rows, triton.next_power_of_2(group))
     output = q.new_empty(q.shape)
     log_sums = q.new_empty((num_heads, num_tokens), dtype=torch.float32)
@@ -164,30 +149,20 @@ def _attend_packed(
         v,
         borders,
         borders,
-        borders,
         scale * LOG2_E,
         num_tokens,
         0,
         keys_per_split,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
+        *_strides(q, k, v),
         0,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
         PAGE=0,
-        WINDOW=window or 0,
-        ROWS=rows,
-        KEYS=keys_per_tile,
         PARALLEL=False,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **_constants(q, k, tile, rows, keys_per_tile, window),
     )
     return output, log_sums
 
 
-def _attend_paged(
+def paged_attention(
     q: Tensor,
     kv_cache: Tensor,
     context: PagedContext,
@@ -197,11 +172,16 @@ def _attend_paged(
     tile: RowTile | None = None,
     keys_per_tile: int = KEYS_PER_TILE,
     keys_per_split: int = KEYS_PER_SPLIT,
-    ways: int | None = None,
+    num_programs: int | None = None,
 ) -> Tensor:
-    """`ways` programs share a tile's splits; they too may change the time only."""
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = kv_cache.shape[3]
+    """Attention of each sequence's newest tokens, q [T, Hq, D], to its paged keys: [T, Hq, D].
+
+    Their own keys are already written. kv_cache is [2, num_blocks, block_size, Hkv, D], contiguous,
+    of the dtype of q. Reads tensors and the two maxima of the context, never its host tuples, so a
+    captured graph can be replayed with other lengths up to the maxima. A sequence of length 0 gives
+    zeros. `num_programs` share a tile's splits; they too may change the time only.
+    """
+    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, kv_cache.shape[3]
     group = num_heads // num_kv_heads
     k, v = kv_cache.flatten(1, 2).unbind(0)
     _check_operands(q, k, v)
@@ -215,15 +195,15 @@ def _attend_paged(
     num_sequences = context.block_tables.shape[0]
     num_tiles = triton.cdiv(context.max_seqlen_q, rows // group)
     num_splits = triton.cdiv(context.max_context_len, keys_per_split)
-    if ways is None:
-        ways = _num_ways(num_sequences * num_kv_heads * num_tiles * rows, num_splits)
-    parallel = ways > 1
+    if num_programs is None:
+        num_programs = _num_programs(num_sequences * num_kv_heads * num_tiles * rows, num_splits)
+    parallel = num_programs > 1
     output = q.new_empty(q.shape)
     shape = (num_tokens, num_heads, num_splits) if parallel else (0,)
-    log_sums = q.new_empty((2, *shape), dtype=torch.float32)
-    maxima, sums = log_sums[0], log_sums[1]
+    maxima, sums = q.new_empty((2, *shape), dtype=torch.float32).unbind(0)
     parts = q.new_empty((*shape, head_dim) if parallel else (0,), dtype=torch.float32)
-    _attend_kernel[(num_sequences * num_kv_heads, num_tiles, ways)](
+    borders = context.cu_seqlens_q
+    _attend_kernel[(num_sequences * num_kv_heads, num_tiles, num_programs)](
         parts if parallel else output,
         maxima,
         sums,
@@ -231,27 +211,17 @@ def _attend_paged(
         q,
         k,
         v,
-        context.cu_seqlens_q,
-        context.cu_seqlens_q,
+        borders,
         context.context_lens,
         scale * LOG2_E,
         num_tokens,
         num_splits,
         keys_per_split,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
+        *_strides(q, k, v),
         context.block_tables.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
         PAGE=kv_cache.shape[2],
-        WINDOW=window or 0,
-        ROWS=rows,
-        KEYS=keys_per_tile,
         PARALLEL=parallel,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **_constants(q, k, tile, rows, keys_per_tile, window),
     )
     if parallel:
         _fold_kernel[(num_sequences * num_heads, context.max_seqlen_q)](
@@ -259,7 +229,7 @@ def _attend_paged(
             parts,
             maxima,
             sums,
-            context.cu_seqlens_q,
+            borders,
             context.context_lens,
             num_splits,
             keys_per_split,
@@ -271,7 +241,28 @@ def _attend_paged(
     return output
 
 
-def _num_ways(num_rows: int, num_splits: int) -> int:
+def _strides(*tensors: Tensor) -> list[int]:
+    """Distances of tokens and of heads."""
+    return [stride for tensor in tensors for stride in tensor.stride()[:2]]
+
+
+def _constants(
+    q: Tensor, k: Tensor, tile: RowTile, rows: int, keys_per_tile: int, window: int | None
+) -> dict[str, int]:
+    """What the kernel is built for, but for the kind of its keys."""
+    return {
+        "NUM_KV_HEADS": k.shape[1],
+        "GROUP": q.shape[1] // k.shape[1],
+        "HEAD_DIM": q.shape[2],
+        "WINDOW": window or 0,
+        "ROWS": rows,
+        "KEYS": keys_per_tile,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def _num_programs(num_rows: int, num_splits: int) -> int:
     """Programs that share a tile's splits: enough to fill the device, a power of two."""
     wanted = min(num_splits, ROWS_PER_DEVICE // num_rows)
     return 1 << max(0, wanted.bit_length() - 1)
@@ -285,20 +276,13 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @triton.jit
 def _attend_tiles(
-    maximum: tl.tensor,
-    total: tl.tensor,
-    weighted: tl.tensor,
+    softmax: tl.tuple,
     q: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    table_ptr: tl.tensor,
+    keys: tl.tuple,
     position: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
-    length: tl.tensor,
     scale: tl.tensor,
-    k_token_stride: tl.tensor,
-    v_token_stride: tl.tensor,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -307,8 +291,11 @@ def _attend_tiles(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Online softmax over the keys start .. stop - 1; `MASKED` where some row sees only some.
 
-    `maximum` [ROWS] is in base 2, `total` [ROWS, SUM_COLUMNS] has equal columns.
+    `softmax` is the largest score in base 2 [ROWS], the sum of weights [ROWS, SUM_COLUMNS] in equal
+    columns, and the weighted sum of values [ROWS, HEAD_DIM].
     """
+    maximum, total, weighted = softmax
+    k_ptr, v_ptr, table_ptr, length, k_token_stride, v_token_stride = keys
     column, dim = tl.arange(0, KEYS), tl.arange(0, HEAD_DIM)
     ones = tl.full([KEYS, SUM_COLUMNS], 1.0, q.dtype)
     for tile in range(start, stop, KEYS):
@@ -339,86 +326,10 @@ def _attend_tiles(
 
 
 @triton.jit
-def _attend_split(
-    q: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    position: tl.tensor,
-    start: tl.tensor,
-    border: tl.tensor,
-    stop: tl.tensor,
-    length: tl.tensor,
-    scale: tl.tensor,
-    k_token_stride: tl.tensor,
-    v_token_stride: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`_attend_tiles` of the keys start .. stop - 1; every row sees those before `border`, which
-    begins a tile."""
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS, SUM_COLUMNS], tl.float32)
-    weighted = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    if WINDOW == 0:
-        maximum, total, weighted = _attend_tiles(
-            maximum,
-            total,
-            weighted,
-            q,
-            k_ptr,
-            v_ptr,
-            table_ptr,
-            position,
-            start,
-            border,
-            length,
-            scale,
-            k_token_stride,
-            v_token_stride,
-            HEAD_DIM,
-            PAGE,
-            WINDOW,
-            KEYS,
-            False,
-        )
-    maximum, total, weighted = _attend_tiles(
-        maximum,
-        total,
-        weighted,
-        q,
-        k_ptr,
-        v_ptr,
-        table_ptr,
-        position,
-        border,
-        stop,
-        length,
-        scale,
-        k_token_stride,
-        v_token_stride,
-        HEAD_DIM,
-        PAGE,
-        WINDOW,
-        KEYS,
-        True,
-    )
-    return maximum, total, weighted
-
-
-@triton.jit
-def _fold(
-    maximum: tl.tensor,
-    total: tl.tensor,
-    weighted: tl.tensor,
-    part_maximum: tl.tensor,
-    part_total: tl.tensor,
-    part_weighted: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def _fold(softmax: tl.tuple, part: tl.tuple) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a split to those before it, [ROWS] or [ROWS, D] each. An empty one adds nothing."""
+    maximum, total, weighted = softmax
+    part_maximum, part_total, part_weighted = part
     new_maximum = tl.maximum(maximum, part_maximum)
     finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     keep, add = tl.exp2(maximum - finite), tl.exp2(part_maximum - finite)
@@ -444,8 +355,7 @@ def _attend_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
-    borders_q_ptr: tl.tensor,
-    borders_k_ptr: tl.tensor,
+    borders_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     scale: tl.tensor,
     num_tokens: tl.tensor,
@@ -475,8 +385,8 @@ def _attend_kernel(
     QUERIES: tl.constexpr = ROWS // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     sequence, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
-    first_token = tl.load(borders_q_ptr + sequence)
-    num_queries = tl.load(borders_q_ptr + sequence + 1) - first_token
+    first_token = tl.load(borders_ptr + sequence)
+    num_queries = tl.load(borders_ptr + sequence + 1) - first_token
     # Later queries see more keys: their tiles start first.
     first_query = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES
     if first_query >= num_queries:
@@ -487,9 +397,8 @@ def _attend_kernel(
     else:
         length = num_queries
         table_ptr = tables_ptr
-        first_key = tl.load(borders_k_ptr + sequence).to(tl.int64)
-        k_ptr += first_key * k_token_stride
-        v_ptr += first_key * v_token_stride
+        k_ptr += first_token.to(tl.int64) * k_token_stride
+        v_ptr += first_token.to(tl.int64) * v_token_stride
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
 
@@ -509,6 +418,7 @@ def _attend_kernel(
     if WINDOW > 0:
         first_split = tl.maximum(first_position - WINDOW + 1, 0) // split_keys
         seen_by_all = 0
+    keys = (k_ptr, v_ptr, table_ptr, length, k_token_stride, v_token_stride)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, HEAD_DIM], tl.float32)
@@ -520,24 +430,18 @@ def _attend_kernel(
         if WINDOW > 0:
             start = tl.maximum(start, (first_position - WINDOW + 1) // KEYS * KEYS)
         border = tl.maximum(tl.minimum(end, seen_by_all) // KEYS * KEYS, start)
-        part_maximum, part_totals, part_weighted = _attend_split(
-            q,
-            k_ptr,
-            v_ptr,
-            table_ptr,
-            position,
-            start,
-            border,
-            end,
-            length,
-            scale,
-            k_token_stride,
-            v_token_stride,
-            HEAD_DIM,
-            PAGE,
-            WINDOW,
-            ROWS,
-            KEYS,
+        # Every row sees the keys before `border`, which begins a tile.
+        softmax = (
+            tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS, SUM_COLUMNS], tl.float32),
+            tl.zeros([ROWS, HEAD_DIM], tl.float32),
+        )
+        if WINDOW == 0:
+            softmax = _attend_tiles(
+                softmax, q, keys, position, start, border, scale, HEAD_DIM, PAGE, 0, KEYS, False
+            )
+        part_maximum, part_totals, part_weighted = _attend_tiles(
+            softmax, q, keys, position, border, end, scale, HEAD_DIM, PAGE, WINDOW, KEYS, True
         )
         part_total = tl.max(part_totals, 1)  # of equal columns
         if PARALLEL:
@@ -548,7 +452,7 @@ def _attend_kernel(
             tl.store(sums_ptr + part, part_total, mask=row_mask)
         else:
             maximum, total, weighted = _fold(
-                maximum, total, weighted, part_maximum, part_total, part_weighted
+                (maximum, total, weighted), (part_maximum, part_total, part_weighted)
             )
     if not PARALLEL:
         address = output_row[:, None] * HEAD_DIM + dim[None, :]
@@ -591,13 +495,11 @@ def _fold_kernel(
     for split in range(first_split, tl.cdiv(position + 1, split_keys)):
         part = output_row * max_splits + split
         address = part[:, None] * HEAD_DIM + dim[None, :]
-        maximum, total, weighted = _fold(
-            maximum,
-            total,
-            weighted,
+        next_part = (
             tl.load(maxima_ptr + part),
             tl.load(sums_ptr + part),
             tl.load(parts_ptr + address),
         )
+        maximum, total, weighted = _fold((maximum, total, weighted), next_part)
     address = output_row[:, None] * HEAD_DIM + dim[None, :]
     tl.store(output_ptr + address, _normalise(total, weighted))
