@@ -146,7 +146,7 @@ def invariance(chunks, window=None, **shape):
 
 
 def long_context():
-    """The sizes in use, where a context has several splits: decode in its own number of programs."""
+    """The sizes in use, with several splits a context; decode in its own number of programs."""
     sequences = Sequences([40, 1100])
     expected = sequences.packed([0, 1], keys_per_split=exact.KEYS_PER_SPLIT)
     pieces = [(1, 1099, 1100), (0, 39, 40)]

@@ -39,10 +39,10 @@ def convert_to_fp8(values, input_dtype, output_dtype, rounding_mode):
 interpreter._convert_float = convert_to_fp8
 
 
-def make_tuning(lanes, tile, num_kv_heads):
-    """A launch of so many lanes a key head; lanes None is the kernel's own choice."""
+def make_tuning(splits, tile, num_kv_heads):
+    """A launch of so many splits a key head; splits None is the kernel's own choice."""
     processors = triton_decode._num_processors(torch.device("cpu"))
-    programs = 8 if lanes is None else -(-lanes * num_kv_heads // processors)
+    programs = 8 if splits is None else -(-splits * num_kv_heads // processors)
     return triton_decode.DecodeTuning(
         tile=tile, num_warps=2, num_stages=2, programs_per_processor=programs
     )
@@ -53,7 +53,7 @@ def decode_error(
     *,
     keys,
     heads,
-    lanes=None,
+    splits=None,
     tile=16,
     longest=None,
     groups=(),
@@ -88,7 +88,7 @@ def decode_error(
             scales=pages.scales,
             shared=shared,
             scale=SCALE,
-            tuning=make_tuning(lanes, tile, heads["num_kv_heads"]),
+            tuning=make_tuning(splits, tile, heads["num_kv_heads"]),
             **options,
         )
         calls.append(actual)
@@ -132,7 +132,7 @@ def fp8_write_is_exact(dtype):
     return True
 
 
-def empty_sequence(lanes):
+def empty_sequence(splits):
     """A padding row of length 0 gives zeros, rows beside it are right."""
     pages = Pages([1] * 3, [50, 8, 70], dtype=torch.float32, block_size=16)
     context = pages.decode_context()
@@ -144,7 +144,7 @@ def empty_sequence(lanes):
         context.context_lens * torch.tensor([1, 0, 1], dtype=torch.int32),
         70,
         scale=SCALE,
-        tuning=make_tuning(lanes, 16, 2),
+        tuning=make_tuning(splits, 16, 2),
     )
     expected = pages.expected(scale=SCALE).float()
     good = (output[::2] - expected[::2]).abs().max() < 1e-5
@@ -152,9 +152,9 @@ def empty_sequence(lanes):
 
 
 class Mergers:
-    """Within it lanes run in a given order, and who merges a sequence is written down.
+    """Within it splits run in a given order, and who merges a sequence is written down.
 
-    With `late`, a lane that has read all of a sequence's own keys finds the shared parts missing,
+    With `late`, a split that has read all of a sequence's own keys finds the shared parts missing,
     which are there when it has stored its own.
     """
 
@@ -165,7 +165,7 @@ class Mergers:
     def __enter__(self):
         builder = interpreter.interpreter_builder
         set_index, add = builder.set_grid_idx, builder.create_atomic_rmw
-        of_lane, of_group = triton_decode.add_shared_parts, triton_decode.add_parts
+        of_split, of_group = triton_decode.add_shared_parts, triton_decode.add_parts
         part_of = triton_decode.part_of
 
         def atomic(op, ptr, val, *rest):
@@ -176,8 +176,8 @@ class Mergers:
 
         def add_shared_parts(*args):
             rows = args[-2]
-            self.seen.add("the only lane" if rows == 16 else "the last lane")
-            return of_lane(*args)
+            self.seen.add("the only split" if rows == 16 else "the last split")
+            return of_split(*args)
 
         def add_parts(*args):
             self.seen.add("the group")
@@ -203,7 +203,7 @@ class Mergers:
         self._stack.close()
 
 
-def merged_alike(*, keys, heads, lanes, groups, members, bug=False):
+def merged_alike(*, keys, heads, splits, groups, members, bug=False):
     """Who merged over launches in several orders, and whether all results are the same bits.
 
     Two orders show a planted bug.
@@ -211,9 +211,9 @@ def merged_alike(*, keys, heads, lanes, groups, members, bug=False):
     pages = Pages([1] * len(keys), keys, groups=groups, **heads)
     context = pages.decode_context(num_groups=len(groups) * 2, members=members)
     triton_write.write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping)
-    orders = [list(range(lanes)), list(reversed(range(lanes)))]
+    orders = [list(range(splits)), list(reversed(range(splits)))]
     if not bug:
-        orders.append(random.Random(0).sample(range(lanes), lanes))
+        orders.append(random.Random(0).sample(range(splits), splits))
     outputs, seen = [], set()
     for order in orders:
         for late in (False, True):
@@ -226,7 +226,7 @@ def merged_alike(*, keys, heads, lanes, groups, members, bug=False):
                     context.max_context_len,
                     shared=context.shared,
                     scale=SCALE,
-                    tuning=make_tuning(lanes, 16, heads["num_kv_heads"]),
+                    tuning=make_tuning(splits, 16, heads["num_kv_heads"]),
                 )
             outputs.append(output.view(torch.int32))
             seen |= mergers.seen
@@ -243,8 +243,8 @@ def main() -> None:
         results[f"{name} fp8 write"] = fp8_write_is_exact(dtype)
     for case in FP8_CASES:
         results[f"fp8 {case}"] = decode_error(torch.float16, fp8=True, **DECODE_CASES[case])
-    for lanes in (1, 4):
-        results[f"empty {lanes}"] = empty_sequence(lanes)
+    for splits in (1, 4):
+        results[f"empty {splits}"] = empty_sequence(splits)
     for bug in (False, True):
         results[f"merged{' wrongly' * bug}"] = merged_alike(**MERGE_CASE, bug=bug)
     for bug, case in BUGS.items():

@@ -43,9 +43,9 @@ def test_fp8_write_is_exact(results, dtype):
     assert results[f"{dtype} fp8 write"]
 
 
-@pytest.mark.parametrize("lanes", [1, 4])
-def test_empty_sequence_gives_zeros(results, lanes):
-    assert results[f"empty {lanes}"]
+@pytest.mark.parametrize("splits", [1, 4])
+def test_empty_sequence_gives_zeros(results, splits):
+    assert results[f"empty {splits}"]
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -54,21 +54,21 @@ def test_decode_check_catches(results, bug):
 
 
 def test_whoever_merges_the_result_has_the_same_bits(results):
-    everyone = ["the group", "the last lane", "the only lane"]
+    everyone = ["the group", "the last split", "the only split"]
     assert results["merged"] == {"by": everyone, "same": True}
     assert results["merged wrongly"] == {"by": everyone, "same": False}
 
 
-def test_lanes_follow_shapes_not_lengths():
+def test_splits_follow_shapes_not_lengths():
     from hone.attention import triton_decode as kernels
 
     tuning = kernels.choose_tuning(2, 128, is_fp8=False)
     cpu = torch.device("cpu")
     filling = kernels._num_processors(cpu) * tuning.programs_per_processor // 2
-    assert kernels._num_lanes(tuning, 1, 1, 2, cpu) == 1
-    assert kernels._num_lanes(tuning, 1, 2 * tuning.tile + 1, 2, cpu) == 3
-    assert kernels._num_lanes(tuning, 64, 8192, 2, cpu) == filling
-    assert kernels._num_lanes(tuning, 64, 8192, 1000, cpu) == 1
+    assert kernels._num_splits(tuning, 1, 1, 2, cpu) == 1
+    assert kernels._num_splits(tuning, 1, 2 * tuning.tile + 1, 2, cpu) == 3
+    assert kernels._num_splits(tuning, 64, 8192, 2, cpu) == filling
+    assert kernels._num_splits(tuning, 64, 8192, 1000, cpu) == 1
 
 
 def compile_for_hopper(kernel, pointers, constants, **options):
@@ -87,7 +87,7 @@ def test_decode_compiles_for_hopper(tmp_path, monkeypatch, kind, is_fp8):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.9 warns where it is unset
     from hone.attention import triton_decode as kernels
-    from hone.attention.decode_shape import DecodeShape
+    from hone.attention.decode_tiles import DecodeShape
 
     half, single, number = "*bf16", "*fp32", "*i32"
     types = {"output_ptr": half, "partial_ptr": single, "log_sums_ptr": single, "q_ptr": half}

@@ -200,7 +200,7 @@ def random_groups(batch: int, tables: Tensor, block_size: int) -> tuple[SharedPr
 def check_shared(heads, batch: int, *, is_fp8: bool, launches: int = 100) -> tuple[int, float]:
     """Launches that differ from the first by a bit, and the error against decode without groups.
 
-    Work of another stream delays some programs more than others, so that lanes end in another
+    Work of another stream delays some programs more than others, so that splits end in another
     order in each launch.
     """
     (num_heads, num_kv_heads, head_dim), block_size, width = heads, 16, 48

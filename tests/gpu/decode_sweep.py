@@ -166,11 +166,15 @@ def shared_prefix(work: Workload) -> SharedPrefix:
 
 
 def case_error(name: str, dtype: str) -> float:
-    """A case of the tests on the CPU, with the kernel's own tuning or as few lanes as it says."""
+    """A case of the tests on the CPU, with the kernel's own tuning or as few splits as it says."""
     case = dict(DECODE_CASES[name])
     keys, heads = case.pop("keys"), case.pop("heads")
     groups, members = case.pop("groups", ()), case.pop("members", 0)
-    lanes, tile, longest = case.pop("lanes", None), case.pop("tile", 16), case.pop("longest", None)
+    splits, tile, longest = (
+        case.pop("splits", None),
+        case.pop("tile", 16),
+        case.pop("longest", None),
+    )
     fp8 = dtype == "fp8"
     pages = Pages(
         [1] * len(keys),
@@ -184,7 +188,7 @@ def case_error(name: str, dtype: str) -> float:
     context = pages.decode_context(num_groups=2 * len(groups), members=members)
     write_kv(pages.k, pages.v, pages.kv_cache, context.slot_mapping, pages.scales)
     tuning = None
-    if lanes is not None:  # no fewer than one a processor; tiles are small enough to have several
+    if splits is not None:  # no fewer than one a processor; tiles are small enough to have several
         tuning = DecodeTuning(tile, 2, 3, 1)
     worst = 0.0
     expected = pages.expected(scale=0.3, **case)

@@ -32,19 +32,13 @@ def nothing(ROWS: tl.constexpr, S: tl.constexpr) -> tuple[tl.tensor, tl.tensor, 
 
 @triton.jit
 def attend(
-    q_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    context_lens_ptr: tl.tensor,
+    queries: tl.tuple,
+    keys: tl.tuple,
     table_ptr: tl.tensor,
-    sequence: tl.tensor,
-    head: tl.tensor,
-    kv_head: tl.tensor,
+    rows: tl.tuple,
     start: tl.tensor,
     stop: tl.tensor,
     scale: tl.tensor,
-    q_token_stride: tl.tensor,
-    q_head_stride: tl.tensor,
-    values_offset: tl.tensor,
     ROWS: tl.constexpr,
     S: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -54,6 +48,9 @@ def attend(
     Returns the largest score, the sum of weights and the weighted sum of values of those keys that
     a query sees.
     """
+    q_ptr, q_token_stride, q_head_stride, context_lens_ptr = queries
+    keys_ptr, values_offset = keys
+    sequence, head, kv_head = rows
     BLOCK_D: tl.constexpr = S.block_dim
     dim, column = tl.arange(0, BLOCK_D), tl.arange(0, S.tile)
     exists, dim_mask = sequence >= 0, dim < S.head_dim

@@ -1,11 +1,11 @@
-"""Parts of a sequence's attention: stored by the lanes that computed them, merged by the last one.
+"""Parts of a sequence's attention: stored by the splits that computed them, merged by the last one.
 
 A part is the attention to some keys, normalised, with the logarithm of its sum of weights; parts
 are merged by weighing them with these (https://pytorch.org/blog/flash-decoding/). `softmax` is a
 running softmax: largest score [ROWS], sum of weights [ROWS], weighted sum of values [ROWS, D].
 
 Who comes last may differ from launch to launch, the result may not. So parts are added one at a
-time in one order, a lane's own ones as if they had been stored, and the kernel is built without
+time in one order, a split's own ones as if they had been stored, and the kernel is built without
 contraction of products and sums (`enable_fp_fusion`), which would be another one in each of the
 places that merge.
 
@@ -48,14 +48,10 @@ def of_row(values: tl.tensor, member: tl.tensor, row_member: tl.tensor) -> tl.te
 
 @triton.jit
 def store_part(
-    partial_ptr: tl.tensor,
-    log_sums_ptr: tl.tensor,
-    part: tl.tensor,
-    mask: tl.tensor,
-    softmax: tl.tuple,
-    S: tl.constexpr,
+    parts: tl.tuple, part: tl.tensor, mask: tl.tensor, softmax: tl.tuple, S: tl.constexpr
 ) -> None:
     """Keep what rows have read so far as their part number `part` [ROWS]."""
+    partial_ptr, log_sums_ptr = parts
     dim = tl.arange(0, S.block_dim)
     log_sum, values = part_of(softmax)
     tl.store(log_sums_ptr + part, log_sum, mask=mask)
@@ -90,15 +86,9 @@ def add_part(
 
 
 @triton.jit
-def store_output(
-    output_ptr: tl.tensor,
-    sequence: tl.tensor,
-    head: tl.tensor,
-    kv_head: tl.tensor,
-    softmax: tl.tuple,
-    S: tl.constexpr,
-) -> None:
+def store_output(output_ptr: tl.tensor, rows: tl.tuple, softmax: tl.tuple, S: tl.constexpr) -> None:
     """Write the rows of sequences (-1: none) into the output [B, Hq, D]."""
+    sequence, head, kv_head = rows
     _, total, weighted = softmax
     dim = tl.arange(0, S.block_dim)
     target = (sequence.to(tl.int64) * S.num_kv_heads + kv_head) * S.heads_per_key + head
@@ -111,46 +101,37 @@ def store_output(
 
 @triton.jit
 def add_own_parts(
-    partial_ptr: tl.tensor,
-    log_sums_ptr: tl.tensor,
-    sequence: tl.tensor,
-    head: tl.tensor,
-    kv_head: tl.tensor,
+    parts: tl.tuple,
+    rows: tl.tuple,
     before: tl.tensor,
     own_tiles: tl.tensor,
-    lane_tiles: tl.tensor,
+    split_tiles: tl.tensor,
     softmax: tl.tuple,
     ROWS: tl.constexpr,
     S: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add the parts of what a row's sequence (-1: none) reads alone.
 
-    Lane l keeps its part of sequence s in slot s + l: as lanes and sequences both run upwards, no
+    Split l keeps its part of sequence s in slot s + l: as splits and sequences both run upwards, no
     two parts meet, and those of one sequence lie side by side. Groups have slots of their own.
     """
-    first = before // lane_tiles
-    count = (before + own_tiles - 1) // lane_tiles - first + 1
+    sequence, head, kv_head = rows
+    first = before // split_tiles
+    count = (before + own_tiles - 1) // split_tiles - first + 1
     slot = (sequence + first).to(tl.int64) * S.num_kv_heads + kv_head
-    return add_parts(
-        partial_ptr,
-        log_sums_ptr,
-        slot * S.heads_per_key + head,
-        S.num_kv_heads * S.heads_per_key,
-        tl.where(sequence >= 0, count, 0),
-        softmax,
-        ROWS,
-        S,
-    )
+    first_part = slot * S.heads_per_key + head
+    stride = S.num_kv_heads * S.heads_per_key
+    count = tl.where(sequence >= 0, count, 0)
+    return add_parts(parts, first_part, stride, count, softmax, ROWS, S)
 
 
 @triton.jit
 def add_shared_parts(
-    partial_ptr: tl.tensor,
-    log_sums_ptr: tl.tensor,
+    parts: tl.tuple,
+    shared_partial: tl.tensor,
     places_ptr: tl.tensor,
     counter: tl.tensor,
     head: tl.tensor,
-    shared_partial: tl.tensor,
     softmax: tl.tuple,
     ROWS: tl.constexpr,
     S: tl.constexpr,
@@ -158,22 +139,15 @@ def add_shared_parts(
     """Add what the group of a sequence has computed for it."""
     place = tl.load(places_ptr + 2 * counter, cache_modifier=".cg").to(tl.int64)
     count = tl.load(places_ptr + 2 * counter + 1, cache_modifier=".cg")
-    return add_parts(
-        partial_ptr,
-        log_sums_ptr,
-        shared_partial + place * S.heads_per_key + head,
-        S.num_kv_heads * S.members * S.heads_per_key,
-        tl.where(head < S.heads_per_key, count, 0),
-        softmax,
-        ROWS,
-        S,
-    )
+    first_part = shared_partial + place * S.heads_per_key + head
+    stride = S.num_kv_heads * S.members * S.heads_per_key
+    count = tl.where(head < S.heads_per_key, count, 0)
+    return add_parts(parts, first_part, stride, count, softmax, ROWS, S)
 
 
 @triton.jit
 def add_parts(
-    partial_ptr: tl.tensor,
-    log_sums_ptr: tl.tensor,
+    parts: tl.tuple,
     first: tl.tensor,
     stride: tl.tensor,
     count: tl.tensor,
@@ -182,6 +156,7 @@ def add_parts(
     S: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add `count` [ROWS] parts, the first at `first` [ROWS]."""
+    partial_ptr, log_sums_ptr = parts
     maximum, total, weighted = softmax
     PARTS: tl.constexpr = _parts_at_once(ROWS)
     dim = tl.arange(0, S.block_dim)

@@ -1,4 +1,4 @@
-"""Which tiles of keys belong to which sequence: the run of tiles that the lanes divide.
+"""What a decode kernel is built for, and which tiles of keys belong to which sequence.
 
 Keys of all sequences are cut into tiles and laid end to end, those of groups in a run of their own.
 Lengths are on the device alone, so a program finds its place by adding them up.
@@ -11,21 +11,59 @@ This module imports triton; `hone.attention.triton_decode` imports it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 __all__ = [
+    "DecodeShape",
+    "dot_rows",
     "find_group",
     "find_sequence",
     "first_key",
+    "power_of_two",
     "shared_tiles",
     "tiles_before_each",
     "tiles_of",
     "tiles_of_all",
 ]
 
+MIN_DOT_ROWS = 16
 LENGTHS_AT_ONCE = tl.constexpr(256)
 """Sequences whose lengths a program adds up in one step; more take several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeShape:
+    """Numbers that are fixed when the kernel is compiled; every function of it takes them as S."""
+
+    num_kv_heads: int
+    heads_per_key: int  # query heads that share a key head
+    head_dim: int
+    page: int  # keys of a block
+    members: int  # sequences that read shared keys together, 1 without
+    is_fp8: bool
+    window: int  # keys that a query sees, 0 for all
+    softcap: float  # 0 for none
+    tile: int  # keys a step
+
+    @property
+    def block_dim(self) -> int:
+        """Columns of the tiles that hold a head."""
+        return 1 << (max(self.head_dim, MIN_DOT_ROWS) - 1).bit_length()
+
+
+@triton.constexpr_function
+def power_of_two(number: int) -> int:
+    """The smallest that is not smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+@triton.constexpr_function
+def dot_rows(rows: int) -> int:
+    """Rows of the tile that a product on the matrix units takes for so many."""
+    return max(MIN_DOT_ROWS, 1 << (rows - 1).bit_length())
 
 
 @triton.jit
@@ -38,13 +76,13 @@ def first_key(length: tl.tensor, start: tl.tensor, S: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def tiles_of(
-    context_lens_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
+    lengths: tl.tuple,
     sequence: tl.tensor,
     mask: tl.tensor,
     S: tl.constexpr,
 ) -> tl.tensor:
     """Tiles that sequences read alone: at least one, as somebody must write the output."""
+    context_lens_ptr, starts_ptr = lengths
     length = tl.load(context_lens_ptr + sequence, mask=mask, other=0)
     start = tl.zeros_like(length)
     if starts_ptr is not None:
@@ -54,21 +92,18 @@ def tiles_of(
 
 
 @triton.jit
-def tiles_of_all(
-    context_lens_ptr: tl.tensor, starts_ptr: tl.tensor, batch: tl.tensor, S: tl.constexpr
-) -> tl.tensor:
+def tiles_of_all(lengths: tl.tuple, batch: tl.tensor, S: tl.constexpr) -> tl.tensor:
     """Tiles that all sequences read alone."""
     total = 0
     for base in range(0, batch, LENGTHS_AT_ONCE):
         sequence = base + tl.arange(0, LENGTHS_AT_ONCE)
-        total += tl.sum(tiles_of(context_lens_ptr, starts_ptr, sequence, sequence < batch, S), 0)
+        total += tl.sum(tiles_of(lengths, sequence, sequence < batch, S), 0)
     return total
 
 
 @triton.jit
 def tiles_before_each(
-    context_lens_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
+    lengths: tl.tuple,
     batch: tl.tensor,
     sequence: tl.tensor,
     S: tl.constexpr,
@@ -77,15 +112,14 @@ def tiles_before_each(
     total = tl.zeros_like(sequence)
     for base in range(0, batch, LENGTHS_AT_ONCE):
         other = base + tl.arange(0, LENGTHS_AT_ONCE)
-        tiles = tiles_of(context_lens_ptr, starts_ptr, other, other < batch, S)
+        tiles = tiles_of(lengths, other, other < batch, S)
         total += tl.sum(tl.where(other[None, :] < sequence[:, None], tiles[None, :], 0), 1)
     return total
 
 
 @triton.jit
 def find_sequence(
-    context_lens_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
+    lengths: tl.tuple,
     batch: tl.tensor,
     tile: tl.tensor,
     S: tl.constexpr,
@@ -95,7 +129,7 @@ def find_sequence(
     for base in range(0, batch, LENGTHS_AT_ONCE):
         sequence = base + tl.arange(0, LENGTHS_AT_ONCE)
         exists = sequence < batch
-        tiles = tiles_of(context_lens_ptr, starts_ptr, sequence, exists, S)
+        tiles = tiles_of(lengths, sequence, exists, S)
         is_before = exists & (seen + tl.cumsum(tiles, 0) <= tile)
         found += tl.sum(is_before.to(tl.int32), 0)
         before += tl.sum(tl.where(is_before, tiles, 0), 0)

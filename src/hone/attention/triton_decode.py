@@ -1,20 +1,20 @@
 """Decoding from keys and values in pages: a Triton kernel, and how it is launched.
 
 Decode reads each sequence's keys and values once and little else, so it is bound by memory. The
-keys of all sequences are cut into tiles and laid end to end; the grid has as many *lanes* as fill
-the device, and each takes an equal run of tiles, whatever the lengths of the sequences are
+keys of all sequences are cut into tiles and laid end to end; the grid has as many *KV splits* as
+fill the device, and each takes an equal run of tiles, whatever the lengths of the sequences are
 (stream-K, https://arxiv.org/abs/2301.03598; the parts of a sequence are merged by their log-sum-exp
-as in flash-decoding, https://pytorch.org/blog/flash-decoding/). The lane that finishes the last
-part of a sequence merges them, so a decode is one launch. Lanes find their run from the lengths
+as in flash-decoding, https://pytorch.org/blog/flash-decoding/). The split that finishes the last
+part of a sequence merges them, so a decode is one launch. Splits find their run from the lengths
 on the device: the launch depends on shapes alone, and a captured graph divides the lengths that it
 meets, not the longest that it was recorded for.
 
-One program serves one lane and one key head; the query heads that share the key head are the rows
+One program serves one split and one key head; the query heads that share the key head are the rows
 of a tile of at least 16, the smallest that the matrix units take. Keys shared by a group of
 sequences come first in the run of tiles; their rows are the query heads of all members. Softmax
 runs in float32 and base 2.
 
-On Hopper GPUs the kernel starts while the one ahead still runs. Every lane finds its place, then
+On Hopper GPUs the kernel starts while the one ahead still runs. Every split finds its place, then
 waits. The lengths that it reads until then are input of the whole step; the newest keys, which the
 kernel ahead may write, come afterwards.
 
@@ -52,11 +52,13 @@ from hone.attention.decode_parts import (
     store_output,
     store_part,
 )
-from hone.attention.decode_shape import DecodeShape, dot_rows, power_of_two
 from hone.attention.decode_tiles import (
+    DecodeShape,
+    dot_rows,
     find_group,
     find_sequence,
     first_key,
+    power_of_two,
     shared_tiles,
     tiles_before_each,
     tiles_of,
@@ -67,9 +69,9 @@ from hone.attention.launch_overlap import overlaps
 __all__ = ["DecodeTuning", "choose_tuning", "decode_attention"]
 
 MIN_SHARED_TILES = tl.constexpr(4)
-"""Fewest tiles of shared keys that a lane takes, as each part costs all members a merge."""
+"""Fewest tiles of shared keys that a split takes, as each part costs all members a merge."""
 MAX_PARTS = 48
-"""Lanes for each sequence at most: merging a part costs as much as reading a few keys."""
+"""Splits for each sequence at most: merging a part costs as much as reading a few keys."""
 MIN_COUNTERS = 1 << 16
 
 
@@ -149,7 +151,7 @@ def decode_attention(
         heads_per_key * members, head_dim, is_fp8=scales is not None, batch=batch
     )
     keys = max_context_len if window is None else window + 1 + block_size
-    lanes = _num_lanes(tuning, batch, keys, num_kv_heads, q.device)
+    splits = _num_splits(tuning, batch, keys, num_kv_heads, q.device)
     shape = DecodeShape(
         num_kv_heads=num_kv_heads,
         heads_per_key=heads_per_key,
@@ -164,13 +166,13 @@ def decode_attention(
     is_early = overlaps(q.get_device())
     output = q.new_empty(q.shape)
     parts_shape = (
-        (batch + lanes) + (groups + lanes if groups else 0) * members,
+        (batch + splits) + (groups + splits if groups else 0) * members,
         num_heads,
     )
     partial = q.new_empty((*parts_shape, head_dim), dtype=torch.float32)
     log_sums = q.new_empty(parts_shape, dtype=torch.float32)
     places = q.new_empty((batch, num_kv_heads, 2), dtype=torch.int32) if groups else None
-    _decode_kernel[(num_kv_heads, lanes)](
+    _decode_kernel[(num_kv_heads, splits)](
         output,
         partial,
         log_sums,
@@ -202,7 +204,7 @@ def decode_attention(
     return output
 
 
-def _num_lanes(
+def _num_splits(
     tuning: DecodeTuning, batch: int, max_keys: int, num_kv_heads: int, device: torch.device
 ) -> int:
     """As many as fill the device, but none that could never have work."""
@@ -259,32 +261,35 @@ def _decode_kernel(
     OVERLAP: tl.constexpr,
 ) -> None:
     HEADS: tl.constexpr = S.heads_per_key
-    kv_head, lane, lanes = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    keys_ptr = cache_ptr + kv_head * S.head_dim
+    kv_head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    lengths = (context_lens_ptr, starts_ptr)
+    queries = (q_ptr, q_token_stride, q_head_stride, context_lens_ptr)
+    keys = (cache_ptr + kv_head * S.head_dim, values_offset)
+    parts = (partial_ptr, log_sums_ptr)
     value_scale = 1.0
     if S.is_fp8:
         scale *= tl.load(scales_ptr + kv_head)
         value_scale = tl.load(scales_ptr + S.num_kv_heads + kv_head)
 
-    own_total = tiles_of_all(context_lens_ptr, starts_ptr, batch, S)
-    own_lane_tiles = tl.cdiv(own_total, lanes)
-    own_cursor = lane * own_lane_tiles
-    own_stop = tl.minimum(own_cursor + own_lane_tiles, own_total)
-    sequence, before = find_sequence(context_lens_ptr, starts_ptr, batch, own_cursor, S)
+    own_total = tiles_of_all(lengths, batch, S)
+    own_split_tiles = tl.cdiv(own_total, splits)
+    own_cursor = split * own_split_tiles
+    own_stop = tl.minimum(own_cursor + own_split_tiles, own_total)
+    sequence, before = find_sequence(lengths, batch, own_cursor, S)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
 
-    shared_partial = (batch + lanes) * (S.num_kv_heads * HEADS)
+    shared_partial = (batch + splits) * (S.num_kv_heads * HEADS)
     if shared_lens_ptr is not None:
         ROWS: tl.constexpr = dot_rows(S.members * HEADS)
         row = tl.arange(0, ROWS)
         tiles = shared_tiles(shared_lens_ptr, groups, S)
-        lane_tiles = tl.maximum(tl.cdiv(tiles, lanes), MIN_SHARED_TILES)
-        # From the last lane on: with few sequences it is the one that has no keys of its own.
-        shared_lane = lanes - 1 - lane
-        cursor = shared_lane * lane_tiles
-        stop = tl.minimum(cursor + lane_tiles, tiles)
+        shared_split_tiles = tl.maximum(tl.cdiv(tiles, splits), MIN_SHARED_TILES)
+        # From the last split on: with few sequences it is the one that has no keys of its own.
+        shared_split = splits - 1 - split
+        cursor = shared_split * shared_split_tiles
+        stop = tl.minimum(cursor + shared_split_tiles, tiles)
         while cursor < stop:
             group, group_before = find_group(shared_lens_ptr, groups, cursor, S)
             length = tl.load(shared_lens_ptr + group)
@@ -295,77 +300,46 @@ def _decode_kernel(
             row_sequence = tl.load(
                 first_member + row // HEADS, mask=row < S.members * HEADS, other=-1
             )
+            table_ptr = block_tables_ptr + tl.load(first_member).to(tl.int64) * table_stride
+            start_key = (cursor - group_before) * S.tile
+            stop_key = tl.minimum(part_stop * S.tile, length)
+            rows = (row_sequence, row % HEADS, kv_head)
             maximum, total, weighted = attend(
-                q_ptr,
-                keys_ptr,
-                context_lens_ptr,
-                block_tables_ptr + tl.load(first_member).to(tl.int64) * table_stride,
-                row_sequence,
-                row % HEADS,
-                kv_head,
-                (cursor - group_before) * S.tile,
-                tl.minimum(part_stop * S.tile, length),
-                scale,
-                q_token_stride,
-                q_head_stride,
-                values_offset,
-                ROWS,
-                S,
+                queries, keys, table_ptr, rows, start_key, stop_key, scale, ROWS, S
             )
-            place = ((group + shared_lane) * S.num_kv_heads + kv_head) * S.members
-            store_part(
-                partial_ptr,
-                log_sums_ptr,
-                shared_partial + place.to(tl.int64) * HEADS + row,
-                row_sequence >= 0,
-                (maximum, total, weighted * value_scale),
-                S,
-            )
+            place = ((group + shared_split) * S.num_kv_heads + kv_head) * S.members
+            part = shared_partial + place.to(tl.int64) * HEADS + row
+            softmax = (maximum, total, weighted * value_scale)
+            store_part(parts, part, row_sequence >= 0, softmax, S)
             # Each member learns where its first part lies and how many there are.
-            first_lane = group_before // lane_tiles
-            num_parts = (group_before + group_tiles - 1) // lane_tiles - first_lane + 1
-            first_place = ((group + first_lane) * S.num_kv_heads + kv_head) * S.members
+            first_split = group_before // shared_split_tiles
+            num_parts = (group_before + group_tiles - 1) // shared_split_tiles - first_split + 1
+            first_place = ((group + first_split) * S.num_kv_heads + kv_head) * S.members
             member = tl.arange(0, power_of_two(S.members))
             member_sequence = tl.load(first_member + member, mask=member < S.members, other=-1)
             exists = member_sequence >= 0
             counter = member_sequence * S.num_kv_heads + kv_head
             tl.store(places_ptr + 2 * counter, first_place + member, mask=exists)
             tl.store(places_ptr + 2 * counter + 1, num_parts, mask=exists)
-            own_tiles = tiles_of(context_lens_ptr, starts_ptr, member_sequence, exists, S)
+            own_tiles = tiles_of(lengths, member_sequence, exists, S)
             tl.debug_barrier()
             seen = tl.atomic_add(counters_ptr + counter, part_tiles, mask=exists, sem="acq_rel")
             last = (exists & (seen + part_tiles == group_tiles + own_tiles)).to(tl.int32)
             if tl.sum(last, 0) > 0:
                 row_member = row // HEADS
                 merges = of_row(last, member, row_member) > 0
-                merged_sequence = tl.where(merges, row_sequence, -1)
-                own_before = tiles_before_each(
-                    context_lens_ptr, starts_ptr, batch, member_sequence, S
-                )
+                rows = (tl.where(merges, row_sequence, -1), row % HEADS, kv_head)
+                own_before = tiles_before_each(lengths, batch, member_sequence, S)
+                before_row = of_row(own_before, member, row_member)
+                row_tiles = of_row(own_tiles, member, row_member)
                 merged = add_own_parts(
-                    partial_ptr,
-                    log_sums_ptr,
-                    merged_sequence,
-                    row % HEADS,
-                    kv_head,
-                    of_row(own_before, member, row_member),
-                    of_row(own_tiles, member, row_member),
-                    own_lane_tiles,
-                    nothing(ROWS, S),
-                    ROWS,
-                    S,
+                    parts, rows, before_row, row_tiles, own_split_tiles, nothing(ROWS, S), ROWS, S
                 )
-                merged = add_parts(
-                    partial_ptr,
-                    log_sums_ptr,
-                    shared_partial + first_place.to(tl.int64) * HEADS + row,
-                    S.num_kv_heads * S.members * HEADS,
-                    tl.where(merges, num_parts, 0),
-                    merged,
-                    ROWS,
-                    S,
-                )
-                store_output(output_ptr, merged_sequence, row % HEADS, kv_head, merged, S)
+                first_part = shared_partial + first_place.to(tl.int64) * HEADS + row
+                stride = S.num_kv_heads * S.members * HEADS
+                count = tl.where(merges, num_parts, 0)
+                merged = add_parts(parts, first_part, stride, count, merged, ROWS, S)
+                store_output(output_ptr, rows, merged, S)
                 tl.store(counters_ptr + counter, 0, mask=last > 0)
             cursor = group_before + part_stop
 
@@ -383,23 +357,12 @@ def _decode_kernel(
         group_tiles = tl.cdiv(start, S.tile)
         part_stop = tl.minimum(stop - before, own_tiles)
         part_tiles = before + part_stop - cursor
-        row_sequence = tl.where(own_row < HEADS, sequence, -1)
+        rows = (tl.where(own_row < HEADS, sequence, -1), own_row, kv_head)
+        table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
+        start_key = first + (cursor - before) * S.tile
+        stop_key = tl.minimum(first + part_stop * S.tile, length)
         maximum, total, weighted = attend(
-            q_ptr,
-            keys_ptr,
-            context_lens_ptr,
-            block_tables_ptr + sequence.to(tl.int64) * table_stride,
-            row_sequence,
-            own_row,
-            kv_head,
-            first + (cursor - before) * S.tile,
-            tl.minimum(first + part_stop * S.tile, length),
-            scale,
-            q_token_stride,
-            q_head_stride,
-            values_offset,
-            OWN_ROWS,
-            S,
+            queries, keys, table_ptr, rows, start_key, stop_key, scale, OWN_ROWS, S
         )
         weighted *= value_scale
         counter = sequence * S.num_kv_heads + kv_head
@@ -410,60 +373,43 @@ def _decode_kernel(
                 seen = tl.atomic_add(counters_ptr + counter, 0, sem="acquire")
                 if seen == group_tiles:
                     log_sum, values = part_of((maximum, total, weighted))
+                    own_part = add_part(log_sum, values, nothing(OWN_ROWS, S))
                     maximum, total, weighted = add_shared_parts(
-                        partial_ptr,
-                        log_sums_ptr,
-                        places_ptr,
-                        counter,
-                        own_row,
-                        shared_partial,
-                        add_part(log_sum, values, nothing(OWN_ROWS, S)),
-                        OWN_ROWS,
-                        S,
+                        parts, shared_partial, places_ptr, counter, own_row, own_part, OWN_ROWS, S
                     )
                     tl.store(counters_ptr + counter, 0)
                     is_done = True
         softmax = (maximum, total, weighted)
         if is_done:
-            store_output(output_ptr, row_sequence, own_row, kv_head, softmax, S)
+            store_output(output_ptr, rows, softmax, S)
         else:
-            slot = (sequence + lane).to(tl.int64) * S.num_kv_heads + kv_head
+            slot = (sequence + split).to(tl.int64) * S.num_kv_heads + kv_head
             part = slot * HEADS + own_row
-            store_part(partial_ptr, log_sums_ptr, part, own_row < HEADS, softmax, S)
+            store_part(parts, part, own_row < HEADS, softmax, S)
             # Whoever adds the last tiles of a sequence merges its parts.
             tl.debug_barrier()
             seen = tl.atomic_add(counters_ptr + counter, part_tiles, sem="acq_rel")
             if seen + part_tiles == own_tiles + group_tiles:
                 MERGE_ROWS: tl.constexpr = power_of_two(HEADS)
-                merged_sequence = tl.where(merge_row < HEADS, sequence, -1)
+                merge_rows = (tl.where(merge_row < HEADS, sequence, -1), merge_row, kv_head)
+                empty = nothing(MERGE_ROWS, S)
                 all_maximum, all_total, all_weighted = add_own_parts(
-                    partial_ptr,
-                    log_sums_ptr,
-                    merged_sequence,
-                    merge_row,
-                    kv_head,
-                    before,
-                    own_tiles,
-                    own_lane_tiles,
-                    nothing(MERGE_ROWS, S),
-                    MERGE_ROWS,
-                    S,
+                    parts, merge_rows, before, own_tiles, own_split_tiles, empty, MERGE_ROWS, S
                 )
+                merged = (all_maximum, all_total, all_weighted)
                 if starts_ptr is not None:
                     if start > 0:
-                        all_maximum, all_total, all_weighted = add_shared_parts(
-                            partial_ptr,
-                            log_sums_ptr,
+                        merged = add_shared_parts(
+                            parts,
+                            shared_partial,
                             places_ptr,
                             counter,
                             merge_row,
-                            shared_partial,
-                            (all_maximum, all_total, all_weighted),
+                            merged,
                             MERGE_ROWS,
                             S,
                         )
-                merged = (all_maximum, all_total, all_weighted)
-                store_output(output_ptr, merged_sequence, merge_row, kv_head, merged, S)
+                store_output(output_ptr, merge_rows, merged, S)
                 tl.store(counters_ptr + counter, 0)
         cursor = before + part_stop
         before += own_tiles
