@@ -9,7 +9,7 @@ every sum is a function of K alone:
   16 products to one float32 accumulator, in every tile shape and by both instructions that tiles
   use on Hopper (`wgmma`, and `mma.sync` of few rows). Parts are added in order.
 * How the parts are *scheduled* depends on the number of rows: few rows give each part a program of
-  its own, and a second kernel adds them up; many rows run a tile's parts one after the other in one
+  its own, and they are added up afterwards; many rows run a tile's parts one after the other in one
   program. The additions are the same.
 
 `tests/gpu/exact_check.py` proves this on a device for every tile in use. Operands arrive through
@@ -136,16 +136,10 @@ def matmul(
         num_stages=tile.num_stages,
     )
     if parallel:
-        _add_parts_kernel[(triton.cdiv(num_outputs, 1024), num_rows)](
-            y_TN,
-            parts,
-            y_TN if bias_N is None else bias_N,
-            num_outputs,
-            splits,
-            HAS_BIAS=bias_N is not None,
-            BLOCK=1024,
-            num_warps=4,
-        )
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        y_TN.copy_(total if bias_N is None else total + bias_N)
     return y_TN
 
 
@@ -246,26 +240,3 @@ def _matmul_kernel(
     row_start = (tl.program_id(1).to(tl.int64) * num_rows + row) * num_outputs
     mask = (row < num_rows)[:, None] & column_mask[None, :]
     tl.store(output_ptr + row_start[:, None] + column[None, :], total, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _add_parts_kernel(
-    output_ptr: tl.tensor,
-    parts_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    num_outputs: tl.tensor,
-    num_splits: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < num_outputs
-    part_ptr = parts_ptr + row * num_outputs + column
-    part_stride = tl.num_programs(1).to(tl.int64) * num_outputs
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in range(num_splits):
-        total += tl.load(part_ptr + split * part_stride, mask=mask, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(output_ptr + row * num_outputs + column, total, mask=mask)

@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.attention import PagedContext
-from hone.models.decoder import alias_module, head_weight, hidden_states, logit_softcap
-from hone.models.exact import linear
+from hone.models.decoder import (
+    alias_module,
+    head_product,
+    head_weight,
+    hidden_states,
+    logit_softcap,
+)
 from hone.models.exact_decoder import ExactOps, require_exact
 from hone.models.fused_layers import FusedDecoder, addresses_of, is_fusible, require_addresses
 from hone.models.layer_ops import LayerOps, choose_kernels
@@ -71,15 +76,9 @@ class GenerationModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, D], in float32, final soft cap included.
 
-        On CUDA the sums of 16-bit products are never rounded to 16 bits. Ranks that share the
-        vocabulary all get the same bits of the whole.
+        Ranks that share the vocabulary all get the same bits of the whole.
         """
-        if self._exact:
-            logits = linear(hidden, self._head, dtype=torch.float32)
-        elif hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-            logits = torch.mm(hidden, self._head.T, out_dtype=torch.float32)
-        else:
-            logits = (hidden @ self._head.T).float()
+        logits = head_product(hidden, self._head, exact=self._exact).float()
         if self._tp is not None:
             logits = self._tp.gather_columns(logits)
         cap = self._softcap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,18 +69,26 @@ def load_model(
     Raises FileNotFoundError where the folder or the weights are missing, UserError where the model
     is not supported, cannot be divided, or its weights are incomplete or damaged.
     """
-    config = load_config(cfg)
     device = torch.device(device)
     tp = tp or TensorParallel(rank=0, size=1, device=device)
+    config = load_config(cfg)
     check_divides(config, tp.size)
-    options = _options(cfg, device)
-    if cfg.init == "random":
-        model = _random(config, device, seed, options, tp, on_host=on_host)
-    else:
-        model = shard_model(_pretrained(_place(cfg), config, options), tp)
-    # The override in transformers has no usable type.
-    nn.Module.to(model, "cpu" if on_host else device)
-    return model.eval()
+    if cfg.init == "pretrained":
+        model = shard_model(_pretrained(_place(cfg), config, _options(cfg, device)), tp)
+        # The override in transformers has no usable type.
+        nn.Module.to(model, "cpu" if on_host else device)
+        return model.eval()
+    model = _skeleton(cfg, device)
+    tensors: dict[str, Tensor] = {}
+
+    def take(weight: Weight) -> None:
+        whole = weight.whole()
+        part = shard_of(weight.name, whole, config.model_type, tp)
+        own = whole if part is whole else part.clone()
+        tensors[weight.name] = own.to("cpu" if on_host else device)
+
+    _DrawnWeights(config, _options(cfg, device), seed).give(take, device=device)
+    return _filled(model, tensors, tp)
 
 
 def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) -> PreTrainedModel:
@@ -118,32 +126,21 @@ def blank_model(
     room for this rank's parts alone. Raises as `load_config`, and UserError where the model cannot
     be divided."""
     device = torch.device(device)
+    tp = tp or TensorParallel(rank=0, size=1, device=device)
     model = _skeleton(cfg, device)
-    buffers = _computed_buffers(model)
-    if tp is not None:
-        check_divides(model.config, tp.size)
-    model_type: str = model.config.model_type
-    shapes = {
-        parameter: parameter.shape
-        if tp is None
-        else shard_of(name, parameter, model_type, tp).shape
-        for name, parameter in model.named_parameters()
+    check_divides(model.config, tp.size)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {
+        name: torch.zeros(
+            shard_of(name, tensor, model.config.model_type, tp).shape,
+            dtype=tensor.dtype,
+            device=device,
+        )
+        for name, tensor in named.items()
     }
-    zeros: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in zeros:  # else tied to one that is
-                zeros[parameter] = nn.Parameter(
-                    torch.zeros(shapes[parameter], dtype=parameter.dtype, device=device)
-                )
-            setattr(module, name, zeros[parameter])
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.zeros_like(buffer, device=device))
-    for name, buffer in buffers.items():
-        model.get_buffer(name).copy_(buffer)
-    if tp is not None and tp.size > 1:
-        fit_to_rank(model, tp)
-    return model
+    for name, buffer in _computed_buffers(model).items():
+        tensors[name].copy_(buffer)
+    return _filled(model, tensors, tp)
 
 
 def load_config(cfg: ModelConfig) -> PreTrainedConfig:
@@ -206,78 +203,52 @@ def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in found.items() if name not in saved}
 
 
-def _random(
-    config: PreTrainedConfig,
-    device: torch.device,
-    seed: int,
-    options: dict[str, Any],
-    tp: TensorParallel,
-    *,
-    on_host: bool,
+def _filled(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], tp: TensorParallel
 ) -> PreTrainedModel:
-    """Weights drawn directly in dtype on the device, leaving the global random state as it was.
-
-    Every rank draws all weights, one module's after the other's, and keeps its parts of them, or
-    moves them to the host.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **options)
-
-    def keep(name: str, whole: nn.Parameter) -> nn.Parameter:
-        if on_host:
-            whole.data = whole.data.cpu()
-        part = shard_of(name, whole, config.model_type, tp)
-        return whole if part is whole else nn.Parameter(part.clone(), False)
-
-    _draw(model, device, seed, keep)
+    """A model that lies on the meta device with these for parameters, a tied one under the first of
+    its names, and for buffers; the parts of a rank where `tp` has several."""
+    made = {
+        parameter: nn.Parameter(tensors[name], requires_grad=tp.size == 1)
+        for name, parameter in model.named_parameters()
+    }
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, made[parameter])
+        for name, _ in list(module.named_buffers(recurse=False)):
+            setattr(module, name, tensors[f"{prefix}.{name}"])
     if tp.size > 1:
-        model.requires_grad_(False)
         fit_to_rank(model, tp)
     return model
 
 
-@torch.no_grad()
-def _draw(
-    model: PreTrainedModel,
-    device: torch.device,
-    seed: int,
-    keep: Callable[[str, nn.Parameter], nn.Parameter],
-) -> None:
-    """Draw the weights of a model that lies on the meta device on `device`, one module's after the
-    other's, and compute its buffers. Of each weight stays what `keep` makes of it."""
-    drawn: dict[nn.Parameter, nn.Parameter] = {}
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        for prefix, module in model.named_modules():
-            shapes = dict(module.named_parameters(recurse=False))
-            if any(shape not in drawn for shape in shapes.values()) or not shapes:
-                # Without weights it has rotary frequencies, of which a GPU computes other bits.
-                module.to_empty(device=device if shapes else "cpu", recurse=False)
-                model._init_weights(module)  # pyright: ignore[reportPrivateUsage] families override
-            for name, shape in shapes.items():
-                if shape not in drawn:  # else tied to one that is
-                    drawn[shape] = keep(f"{prefix}.{name}", module.get_parameter(name))
-                setattr(module, name, drawn[shape])
-
-
 @dataclass(frozen=True, slots=True)
 class _DrawnWeights:
-    """A source of weights: a seed. Every process draws all of them."""
+    """A source of weights: a seed. Every process draws all of them, one module's after the
+    other's, and leaves the global random state as it was."""
 
     config: PreTrainedConfig
     options: dict[str, Any]
     seed: int
 
+    @torch.no_grad()
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config, **self.options)
-
-        def keep(name: str, whole: nn.Parameter) -> nn.Parameter:
-            take(Weight.of(name, whole.detach()))
-            return nn.Parameter(torch.empty_like(whole, device="meta"), False)
-
-        _draw(model, device, self.seed, keep)
+        given: set[nn.Parameter] = set()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(self.seed)
+            for prefix, module in model.named_modules():
+                own = dict(module.named_parameters(recurse=False))
+                if not own or any(parameter not in given for parameter in own.values()):
+                    # Without weights it has rotary frequencies, of which a GPU computes other bits.
+                    module.to_empty(device=device if own else "cpu", recurse=False)
+                    model._init_weights(module)  # pyright: ignore[reportPrivateUsage] families override
+                for name, parameter in own.items():
+                    if parameter not in given:  # else tied to one that is
+                        take(Weight.of(f"{prefix}.{name}", module.get_parameter(name).detach()))
+                        given.add(parameter)
+                    setattr(module, name, parameter)
         for name, buffer in model.named_buffers():
             take(Weight.of(name, buffer))
 

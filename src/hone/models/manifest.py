@@ -83,7 +83,10 @@ class ManifestBuilder:
         self._dtypes = dtypes or {}
         self._entries: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {}
         self._owners: dict[object, tuple[str, StorageWeakRef]] = {}
-        self._checksums = _Checksums(group_words)
+        self._group_words = group_words
+        self._group: list[Tensor] = []  # words of those that have no sums yet
+        self._sums: list[Tensor] = []  # of the rows of all others
+        self._num_rows: list[int] = []  # of each weight
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take in one weight, under one of its names."""
@@ -95,16 +98,25 @@ class ManifestBuilder:
             self._owners[memory] = name, StorageWeakRef(tensor.untyped_storage())
         self._entries[name] = tuple(tensor.shape), dtype, owner
         if owner == name:
-            self._checksums.add(tensor.to(dtype))
+            words = _words(tensor.to(dtype))
+            self._num_rows.append(-(-words.numel() // ROW_WORDS))
+            self._group.append(words)
+            limit = self._group_words
+            if limit is not None and sum(x.numel() for x in self._group) >= limit:
+                self.flush()
 
     def flush(self) -> None:
         """Let go of all weights. On a GPU the work has only begun."""
-        self._checksums.flush()
+        if self._group:
+            self._sums.append(_row_sums(self._group))
+            self._group = []
 
     def finish(self, version: int) -> WeightManifest:
         """Wait for the work, and return what was added."""
+        self.flush()
         owners = [name for name, (_, _, owner) in self._entries.items() if owner == name]
-        checksum_of = dict(zip(owners, self._checksums.values(), strict=True))
+        checksums = _combine(self._sums, self._num_rows)
+        checksum_of = dict(zip(owners, checksums, strict=True))
         records = {
             name: TensorRecord(
                 shape=shape,
@@ -233,37 +245,6 @@ def _difference(expected: TensorRecord, actual: TensorRecord) -> str:
         return f"values (checksum {actual.checksum:016x}, expected {expected.checksum:016x})"
     found, wanted = actual.tied_to or "no other name", expected.tied_to or "no other name"
     return f"tied to {found}, expected tied to {wanted}"
-
-
-class _Checksums:
-    """The checksum of each tensor's bits in row-major order; strides do not matter.
-
-    Tensors are let go in groups of about `group_words`, if it is given. Grouping changes no value.
-    """
-
-    def __init__(self, group_words: int | None) -> None:
-        self._group_words = group_words
-        self._group: list[Tensor] = []
-        self._size = 0
-        self._sums: list[Tensor] = []
-        self._num_rows: list[int] = []
-
-    def add(self, tensor: Tensor) -> None:
-        words = _words(tensor)
-        self._num_rows.append(-(-words.numel() // ROW_WORDS))
-        self._group.append(words)
-        self._size += words.numel()
-        if self._group_words is not None and self._size >= self._group_words:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._group:
-            self._sums.append(_row_sums(self._group))
-            self._group, self._size = [], 0
-
-    def values(self) -> list[int]:
-        self.flush()
-        return _combine(self._sums, self._num_rows)
 
 
 def _words(tensor: Tensor) -> Tensor:
