@@ -139,6 +139,20 @@ class Completion:
     error: str = ""
     """With stop reason `error`, why no engine can serve the request."""
 
+    @classmethod
+    def as_submitted(cls, request: Request, stop_reason: StopReason, error: str = "") -> Completion:
+        """What a request has that no engine has worked on: nothing, or its resumed tokens."""
+        had = request.resumed
+        return cls(
+            request_id=request.id,
+            token_ids=had.token_ids if had else [],
+            logprobs=had.logprobs if had else [],
+            weight_versions=had.weight_versions if had else [],
+            stop_reason=stop_reason,
+            num_cached_tokens=had.num_cached_tokens if had else 0,
+            error=error,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
@@ -261,19 +275,19 @@ class MicroBatch:
 class EngineStats:
     """A snapshot of an engine; counters run since the engine was made."""
 
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
     """Share of KV blocks in use, 0 to 1."""
-    num_preemptions: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     """Prompt tokens served from the prefix cache."""
-    num_generated_tokens: int
-    num_steps: int
-    busy_s: float
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+    busy_s: float = 0.0
     """Seconds spent inside `step`."""
-    num_first_tokens: int
+    num_first_tokens: int = 0
     """Requests whose first token is known."""
 
 
@@ -332,6 +346,12 @@ class SamplingEngine(Protocol):
     @property
     def has_unfinished(self) -> bool: ...
 
+    def stats(self) -> EngineStats: ...
+
+
+class Engine(SamplingEngine, Protocol):
+    """An engine in this process. `step` is driven by the caller; nothing runs behind its back."""
+
     def sleep(self) -> None:
         """Free the KV cache. Legal only while nothing is running."""
         ...
@@ -339,12 +359,6 @@ class SamplingEngine(Protocol):
     def wake(self) -> None:
         """Allocate the KV cache again. Legal only while asleep."""
         ...
-
-    def stats(self) -> EngineStats: ...
-
-
-class Engine(SamplingEngine, Protocol):
-    """An engine in this process. `step` is driven by the caller; nothing runs behind its back."""
 
     def begin_sync(self) -> None:
         """Refuse to sample until `finish_sync` has confirmed a manifest."""

@@ -82,7 +82,7 @@ def test_samples_what_the_engine_alone_samples(models, host_of):
     for _ in range(2):
         host.submit(make_requests())
         assert_equal(drive(host, 6), run(models.engine(), make_requests()))
-    assert host.stats().num_running == 0
+    assert host.poll().stats.num_running == 0
 
 
 def test_all_calls_of_the_engine_are_made_in_one_thread(models, host_of):
@@ -97,8 +97,6 @@ def test_all_calls_of_the_engine_are_made_in_one_thread(models, host_of):
     drive(host, 6)
     host.abort(["0"])
     host.receive(3)
-    host.sleep()
-    host.wake()
     assert host.weight_version() == 3
     assert len(engine.threads) == 1
     assert threading.get_ident() not in engine.threads
@@ -122,21 +120,6 @@ def test_a_request_that_cannot_be_served_fails_by_itself(models, host_of):
     assert_equal(done, run(models.engine(), requests))
 
 
-def test_an_id_in_use_is_the_callers_error_and_queues_nothing(models, host_of):
-    engine = Slow(models.engine(), is_gated=True)
-    host = host_of(engine)
-    host.submit([PROMPT])
-    wait_for_steps(engine, 1)
-    engine.steps.release(1_000)
-    with pytest.raises(ValueError, match="'a' is already in use"):
-        host.submit([replace(PROMPT, id="b"), PROMPT])
-    with pytest.raises(ValueError, match="'c' is already in use"):
-        host.submit([replace(PROMPT, id="c")] * 2)
-    assert drive(host, 1).keys() == {"a"}
-    host.submit([PROMPT])
-    assert drive(host, 1).keys() == {"a"}
-
-
 def test_abort_returns_what_was_sampled_and_the_rest_goes_on(models, host_of):
     engine = Slow(models.engine(), is_gated=True)
     host = host_of(engine)
@@ -155,7 +138,7 @@ def test_abort_returns_what_was_sampled_and_the_rest_goes_on(models, host_of):
     assert host.abort(["a", "b"]) == []
 
 
-def test_R9_weights_change_between_steps_while_held(own, host_of):
+def test_R9_weights_change_between_steps(own, host_of):
     """As if the engine had been stopped by hand at the same token."""
     engine = Slow(own.engine(), is_gated=True)
 
@@ -169,14 +152,9 @@ def test_R9_weights_change_between_steps_while_held(own, host_of):
     host.submit([PROMPT])
     engine.steps.release(4)
     wait_for_steps(engine, 5)
-    held = host.call("hold")
+    received = host.call("receive", 7, 5)
     engine.steps.release(1_000)
-    held.result(DEADLINE_S)
-    num_steps = host.stats().num_steps
-    assert host.receive(7, 5) == 5
-    assert host.stats().num_steps == num_steps
-    assert host.poll(0.05).completions == []
-    host.release()
+    assert received.result(DEADLINE_S) == 5
     done = drive(host, 1)
     assert done["a"].weight_versions == [0] * 5 + [7] * 7
 
@@ -204,26 +182,9 @@ def test_R2_no_step_is_made_after_a_delivery_that_failed(models, host_of):
         host.receive("broken")
     host.submit([PROMPT])
     assert host.poll(0.1).completions == []
-    assert host.stats().num_steps == 0
+    assert host.poll().stats.num_steps == 0
     host.receive(4)
     assert drive(host, 1)["a"].weight_versions == [4] * 12
-
-
-def test_sleep_is_refused_while_sequences_run_and_harms_nothing(models, host_of):
-    engine = Slow(models.engine(), is_gated=True)
-    host = host_of(engine)
-    host.submit([PROMPT])
-    wait_for_steps(engine, 1)
-    slept = host.call("sleep")
-    engine.steps.release(1_000)
-    with pytest.raises(RuntimeError, match="1 sequences run"):
-        slept.result(DEADLINE_S)
-    drive(host, 1)
-    host.sleep()
-    host.submit([PROMPT])
-    assert host.poll(0.05).completions == []
-    host.wake()
-    assert_equal(drive(host, 1), run(models.engine(), [PROMPT]))
 
 
 def test_R11_a_failure_of_the_engine_ends_the_host_and_is_told_to_all(models, host_of):
@@ -237,7 +198,7 @@ def test_R11_a_failure_of_the_engine_ends_the_host_and_is_told_to_all(models, ho
     engine.steps.release(1)
     calls = [
         lambda: waiting.result(DEADLINE_S),
-        host.hold,
+        host.weight_version,
         lambda: host.submit([PROMPT]),
         lambda: (host.poll(0.0), host.poll(0.0)),
         host.poll,
@@ -259,7 +220,7 @@ def test_what_had_finished_is_returned_before_the_failure(models, host_of):
     engine.steps.release(1)
     wait_for_steps(engine, 2)
     engine.fails = ZeroDivisionError()
-    waiting = host.call("stats")
+    waiting = host.call("weight_version")
     engine.steps.release(1)
     with pytest.raises(EngineLostError):
         waiting.result(DEADLINE_S)
@@ -283,7 +244,6 @@ def test_a_beat_tells_a_hung_engine_from_one_at_work_and_an_idle_one_does_nothin
     assert host.poll(0.1).beat == hung
     engine.steps.release(1_000)
     drive(host, 1)
-    host.hold()
     idle, cpu_s = host.poll().beat, time.process_time()
     assert host.poll(0.3).beat == idle
     assert time.process_time() - cpu_s < 0.1
@@ -301,7 +261,7 @@ def test_close_ends_the_thread_and_abandon_does_not_wait_for_it(models, host_of)
     host = host_of(engine)
     host.submit([PROMPT])
     wait_for_steps(engine, 1)
-    waiting = host.call("stats")
+    waiting = host.call("weight_version")
     host.kill()
     for call in (lambda: waiting.result(DEADLINE_S), host.poll):
         with pytest.raises(EngineLostError, match="it was killed"):
@@ -320,7 +280,7 @@ def test_R16_a_host_keeps_nothing_of_what_it_has_returned(models, host_of):
         drive(host, 1)
         host.poll()
         host.abort([f"{number}"])
-    sizes = [len(kept) for kept in (host._open, host._queue, host._finished, host._taken)]
+    sizes = [len(kept) for kept in (host._queue, host._finished, host._taken)]
     assert max(sizes) <= 1
 
 

@@ -106,7 +106,7 @@ def command(host, engine):
     found["idle cpu seconds"] = time.process_time() - cpu_s
     host.submit([replace(REQUESTS[2], id="later")])
     found["alive after idling"] = take(host, 1)["later"].token_ids == found["tokens"][2]
-    found["first rank"] = [host.stats().num_generated_tokens, engine.has_unfinished]
+    found["first rank"] = [host.poll().stats.num_generated_tokens, engine.has_unfinished]
     host.close()
     return found
 

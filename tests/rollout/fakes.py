@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-
-from torch import Tensor
+from collections.abc import Callable, Iterable, Sequence
 
 from hone.rewards.scorer import ScorerStats
 from hone.rollout.collector import Collector
@@ -20,7 +18,6 @@ from hone.types import (
     Reward,
     Sample,
     StopReason,
-    WeightManifest,
 )
 
 
@@ -104,31 +101,13 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return bool(self._running)
 
-    def sleep(self) -> None:
-        assert not self._running
-
-    def wake(self) -> None: ...
-
-    def begin_sync(self) -> None: ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
-
-    def finish_sync(self, manifest: WeightManifest) -> None:
-        self.weight_version = manifest.version
-
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=0,
             kv_cache_usage=min(len(self._running) / 100, 1.0),
-            num_preemptions=0,
-            num_prompt_tokens=0,
-            num_cached_tokens=0,
             num_generated_tokens=self.num_generated_tokens,
             num_steps=self.num_steps,
             busy_s=float(self.num_steps),
-            num_first_tokens=0,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import random
@@ -24,11 +23,12 @@ from hone.distributed.pool import WorkersLostError
 from hone.engine.worker import EngineWorker, Polled
 from hone.rewards.scorer import Scorer
 from hone.rollout import engine_pool
-from hone.rollout.engine_pool import NO_STATS, EnginePool
+from hone.rollout.engine_pool import EnginePool
 from hone.rollout.evaluate import evaluate
 from hone.types import (
     Completion,
     EngineLostError,
+    EngineStats,
     FailureKind,
     Request,
     SamplingParams,
@@ -53,7 +53,7 @@ class Toy:
         self.step_s = step_s
         self.running = {}
         self.num_steps = 0
-        self.is_asleep = False
+        self.is_held = False
 
     def submit(self, requests):
         for request in requests:
@@ -66,8 +66,10 @@ class Toy:
             self.running[request.id] = (request, tokens, [self.weight_version] * len(tokens))
 
     def step(self):
-        assert not self.is_asleep
         time.sleep(self.step_s)
+        if self.is_held:
+            time.sleep(0.002)
+            return []
         self.num_steps += 1
         done = []
         for request, tokens, versions in list(self.running.values()):
@@ -94,20 +96,12 @@ class Toy:
     def has_unfinished(self):
         return bool(self.running)
 
-    def sleep(self):
-        if self.running:
-            raise RuntimeError("sequences run")
-        self.is_asleep = True
-
-    def wake(self):
-        self.is_asleep = False
-
     def receive(self, spec, rank):
         del rank
         self.weight_version = spec
 
     def stats(self):
-        return replace(NO_STATS, num_running=len(self.running), num_steps=self.num_steps)
+        return EngineStats(num_running=len(self.running), num_steps=self.num_steps)
 
 
 def token(request, position):
@@ -264,12 +258,10 @@ def test_R9_weights_change_under_requests_in_flight(models, local):
     group.submit(requests)
     while not all(engine.stats().num_steps == 5 for engine in engines):
         assert group.step() == []
-    group.hold()
     assert sync(group, 3) == []
     assert group.weight_version == 3
     for engine in engines:
         engine.max_steps = 10**6
-    group.release()
     done = drain(group)
     for request in requests:
         versions = done[request.id].weight_versions
@@ -337,9 +329,11 @@ def test_R2_takes_weights_from_a_trainer_and_again_after_a_loss(models, local, c
 
 
 def test_a_group_goes_to_one_engine_and_the_least_busy_gets_the_next(local):
-    group = local([Toy() for _ in range(2)])
+    engines = [Toy() for _ in range(2)]
+    group = local(engines)
     sync(group, 1)
-    group.hold()
+    for engine in engines:
+        engine.is_held = True
     sizes = [9, 1, 1, 30, 2]
     for number, max_tokens in enumerate(sizes):
         group.submit(make_group(number, max_tokens=max_tokens))
@@ -347,20 +341,10 @@ def test_a_group_goes_to_one_engine_and_the_least_busy_gets_the_next(local):
     # Tokens of a group are 3 x (1 + number + max_tokens): 30; 9; 12 -> 21; 102 -> 123; 21 -> 51.
     assert given == [{"step-0", "step-4"}, {"step-1", "step-2", "step-3"}]
     assert [member.load for member in group._members] == [51, 123]
-    group.release()
+    for engine in engines:
+        engine.is_held = False
     check(drain(group), [r for n, size in enumerate(sizes) for r in make_group(n, max_tokens=size)])
     assert [member.load for member in group._members] == [0, 0]
-
-
-def test_an_id_in_use_is_refused(local):
-    group = local([Toy()])
-    group.submit(make_group(0))
-    with pytest.raises(ValueError, match="'step-0/0' is already in use"):
-        group.submit([*make_group(1), *make_group(0)])
-    sync(group, 1)
-    with pytest.raises(ValueError, match="'step-0/0' is already in use"):
-        group.submit(make_group(0))
-    check(drain(group), make_group(0))
 
 
 def test_R12_a_poisoned_prompt_fails_alone(local):
@@ -506,6 +490,8 @@ class Faulty:
         setattr(self.engine, name, wrong)
         if name == "receive":
             self.handle._receive_weights = wrong
+        if name == "abort":
+            self.handle._commands[name] = wrong
 
     def call(self, method, *args):
         if self.kind == "kill" and self.phase == method and self.is_armed.is_set():
@@ -531,10 +517,10 @@ CAUSES = {
 
 FAULTS = [
     (phase, kind)
-    for phase in ("submit", "poll", "abort", "receive", "sleep")
+    for phase in ("submit", "poll", "abort", "receive")
     for kind in ("raise", "kill", "hang")
 ]
-FAULTS += [("step", "raise"), ("step", "hang"), ("hold", "kill")]
+FAULTS += [("step", "raise"), ("step", "hang")]
 
 
 @pytest.mark.parametrize(("phase", "kind"), FAULTS)
@@ -562,13 +548,9 @@ def test_R11_an_engine_fails_in_a_phase(local, caplog, phase, kind):
         done = {}
         while len(done) < 3:
             done |= {c.request_id: c for c in group.step()}
-        if phase != "sleep":
-            fault.is_armed.set()
+        fault.is_armed.set()
         if phase == "receive":
             refusals += sync(group, 2, timeout_s=0.5)
-        if phase == "hold":
-            group.hold()
-            group.release()
         aborted = {}
         if phase == "abort":
             left = [r for r in requests if r.id not in done]
@@ -577,15 +559,6 @@ def test_R11_an_engine_fails_in_a_phase(local, caplog, phase, kind):
             group.submit([replace(r, resumed=resumed[r.id]) for r in left if r.id in resumed])
         done |= drain(group, version=2)
         check(done, requests)
-        if phase == "sleep":
-            fault.is_armed.set()
-            if kind == "raise":
-                with pytest.raises(RuntimeError, match="planted") as refusal:
-                    group.sleep()
-                assert refusal.value.__notes__ == ["in sleep of engine 0"]
-                assert not any(engine.is_asleep for engine in engines)
-            group.sleep()
-            group.wake()
     assert time.monotonic() - started < DEADLINE_S
     fault.let_go.set()
     check_told(caplog, phase, kind, refusals)
@@ -601,7 +574,7 @@ def test_R11_an_engine_fails_in_a_phase(local, caplog, phase, kind):
 def check_told(caplog, phase, kind, refusals):
     """A refusal is raised; everything else is a loss, which a warning names."""
     lost = [record.getMessage() for record in caplog.records if "is lost" in record.getMessage()]
-    if kind == "raise" and phase in ("receive", "sleep"):
+    if kind == "raise" and phase == "receive":
         assert lost == []
         assert all(str(error) == "planted" for error in refusals)
         return
@@ -614,17 +587,16 @@ def test_a_loss_that_is_heard_of_twice_costs_one_restart(local):
     group = local([Toy(), Toy()], max_restarts=1)
     sync(group, 1)
     requests = [r for number in range(2) for r in make_group(number)]
+    group.submit(requests)
     group.begin_sync()
     group._members[0].worker.kill()
     group.start_receive(2)
-    group.hold()
+    group.abort([])
+    group.begin_sync()
     fresh = group._members[0]
     wait_for_starts(group)
     sync(group, 2)
     assert group._members[0] is fresh
-    group.submit(requests)
-    assert [group.step() for _ in range(3)] == [[]] * 3
-    group.release()
     check(drain(group), requests)
 
 
@@ -722,8 +694,8 @@ def test_counters_go_on_over_a_loss(local):
     assert group.stats().num_running == 0
 
 
-def test_an_engine_that_makes_progress_or_is_held_is_not_lost(local, monkeypatch):
-    """A step takes 0.15 s of a clock that goes on with the engine's steps, or while it is held."""
+def test_an_engine_that_makes_progress_is_not_lost(local, monkeypatch):
+    """A step takes 0.15 s of a clock that goes on with the engine's steps."""
     clock, engine = Clock(), Toy(step_s=0.05)
     for module in (engine_pool, pool):
         monkeypatch.setattr(module, "monotonic", clock.monotonic)
@@ -731,14 +703,7 @@ def test_an_engine_that_makes_progress_or_is_held_is_not_lost(local, monkeypatch
     sync(group, 1)
     requests = [r for r in make_group(0, size=50, max_tokens=12) if length(r) > 9][:3]
     group.submit(requests)
-    done = {completion.request_id: completion for completion in group.step()}
-    group.hold()
-    for _ in range(10):
-        clock.sleep(0.15)
-        done |= {completion.request_id: completion for completion in group.step()}
-    assert group.has_unfinished
-    group.release()
-    num_steps, deadline = engine.num_steps, time.monotonic() + DEADLINE_S
+    done, num_steps, deadline = {}, 0, time.monotonic() + DEADLINE_S
     while group.has_unfinished:
         assert time.monotonic() < deadline
         if engine.num_steps > num_steps:
@@ -780,7 +745,6 @@ def test_R16_two_thousand_polls_keep_nothing(local):
         assert member.load == 0
         host = member.worker
         assert not host._finished
-        assert not host._open
     assert not group._owners
     assert not group._waiting
 
@@ -853,7 +817,7 @@ class FakeHost:
         self.finished = []
         self.submits = []
         self.beat = 0
-        self.is_held = self.is_dead = self.is_hung = self.was_killed = False
+        self.is_dead = self.is_hung = self.was_killed = False
 
     def call(self, method, *args):
         if self.is_dead:
@@ -876,17 +840,11 @@ class FakeHost:
     def poll(self, wait_s):
         del wait_s
         for _ in range(self.random.randrange(1, 4)):
-            if self.engine.has_unfinished and not self.is_held and not self.engine.is_asleep:
+            if self.engine.has_unfinished:
                 self.finished += self.engine.step()
                 self.beat += 1
         finished, self.finished = self.finished, []
         return Polled(finished, self.engine.stats(), self.beat)
-
-    def hold(self):
-        self.is_held = True
-
-    def release(self):
-        self.is_held = False
 
     def receive(self, spec, rank):
         self.engine.receive(spec, rank)
@@ -898,8 +856,7 @@ class FakeHost:
         return getattr(self.engine, name)
 
 
-OPERATIONS = ["submit", "step", "step", "step", "abort", "die", "hang", "hold", "release", "sync"]
-OPERATIONS += ["sleep", "wake"]
+OPERATIONS = ["submit", "step", "step", "step", "abort", "die", "hang", "sync"]
 
 
 def interleave(seed, operations, num_engines):
@@ -928,7 +885,7 @@ def interleave(seed, operations, num_engines):
                 assert completion.request_id not in done, "returned twice"
                 done[completion.request_id] = completion.token_ids
             for member in group._members:
-                assert member.load == sum(map(engine_pool._num_tokens, member.tasks.values()))
+                assert member.load == sum(map(group._cost, member.tasks.values()))
 
         for operation in operations:
             if operation == "submit":
@@ -952,21 +909,9 @@ def interleave(seed, operations, num_engines):
             elif operation in ("die", "hang"):
                 host = chance.choice(hosts)
                 host.is_dead, host.is_hung = operation == "die", operation == "hang"
-            elif operation == "sync":
-                if not group._is_asleep:
-                    version += 1
-                    sync(group, version, timeout_s=3.0)
-            elif operation in ("sleep", "wake"):
-                if group._is_asleep == (operation == "wake"):
-                    refused = contextlib.suppress(RuntimeError)  # sequences run
-                    with refused if operation == "sleep" else contextlib.nullcontext():
-                        getattr(group, operation)()
-                    assert group._is_asleep or not any(host.engine.is_asleep for host in hosts)
             else:
-                getattr(group, operation)()
-        if group._is_asleep:
-            group.wake()
-        group.release()
+                version += 1
+                sync(group, version, timeout_s=3.0)
         for _ in range(3000):
             if not group.has_unfinished:
                 break

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -160,16 +160,16 @@ class RLParts:
     @contextmanager
     def _trainer_on_device(self) -> Generator[None]:
         """With `enable_sleep`, who takes the device finds the memory of who leaves it free."""
-        engine_sleeps = self.cfg.engine.enable_sleep and self.engine is not None
-        if engine_sleeps and self.engine is not None:
-            self.engine.sleep()
+        engine = cast("Engine", self.engine) if self.cfg.engine.enable_sleep else None
+        if engine is not None:  # a rule keeps it from engines with devices of their own
+            engine.sleep()
         if self.cfg.trainer.enable_sleep:
             self.trainer.wake()
         yield
         if self.cfg.trainer.enable_sleep:
             self.trainer.sleep()
-        if engine_sleeps and self.engine is not None:
-            self.engine.wake()
+        if engine is not None:
+            engine.wake()
 
     def evaluate(self, *, should_stop: Callable[[], bool]) -> Metrics | None:
         """Held-out prompts, sampled and scored, as metrics. Nothing else may be in flight.

@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from time import monotonic, sleep
 from typing import Any
@@ -31,29 +32,6 @@ MAX_REQUEST_RETRIES = 3
 """Engines that may die with a request before it is taken for the cause."""
 SETTLE_S = 10.0
 """Longest that engines may take to close, or to notice that a delivery of weights has failed."""
-NO_STATS = EngineStats(
-    num_running=0,
-    num_waiting=0,
-    kv_cache_usage=0.0,
-    num_preemptions=0,
-    num_prompt_tokens=0,
-    num_cached_tokens=0,
-    num_generated_tokens=0,
-    num_steps=0,
-    busy_s=0.0,
-    num_first_tokens=0,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """A call that could not be made."""
-
-    error: EngineLostError
-
-    def result(self, timeout_s: float) -> Any:
-        del timeout_s
-        raise self.error
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +41,7 @@ class _Member(Member[Request]):
     sent: list[Pending] = field(default_factory=list[Pending])
     """Calls whose end nobody has waited for yet."""
     poll: Pending | None = None
-    stats: EngineStats = NO_STATS
+    stats: EngineStats = field(default_factory=EngineStats)
     beat: int = -1
 
 
@@ -71,8 +49,7 @@ class EnginePool(Pool[Request, _Member]):
     """The `SamplingEngine` protocol over several workers, and the `Receivers` of their weights.
 
     Workers reach `hone.engine.worker.EngineWorker`s whose weights are still to be delivered. Where
-    no other engine has weights the start of a replacement is waited for. An exception of `sleep` or
-    `wake` that leaves the engine in order has a note with its name.
+    no other engine has weights the start of a replacement is waited for.
     """
 
     role, task_words, first_call = "engine", "requests", ("weight_version",)
@@ -83,22 +60,16 @@ class EnginePool(Pool[Request, _Member]):
         self._finished: list[Completion] = []
         self._num_losses: Counter[str] = Counter()
         """Engines that died with a request, of those that are still open."""
-        self._gone = NO_STATS
+        self._gone = EngineStats()
         """Counters of engines that are lost."""
-        self._weight_version = 0
-        self._is_held = False
-        self._is_asleep = False
+        self.weight_version = 0
+        """Version that was delivered last; 0 before."""
         self._is_syncing = False
         self._receivers: list[_Member] = []
         """Who takes part in a delivery of weights."""
         self._deliveries: list[tuple[_Member, Pending]] = []
 
     # -- requests ------------------------------------------------------------------------------
-
-    @property
-    def weight_version(self) -> int:
-        """Version that was delivered last; 0 before."""
-        return self._weight_version
 
     @property
     def needs_weights(self) -> bool:
@@ -112,15 +83,8 @@ class EnginePool(Pool[Request, _Member]):
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; `<group>/<index>` of one group go to one engine.
 
-        One that can never fit is returned by `step` with its error. Raises ValueError, and queues
-        none, where an id is in use.
+        One that can never fit is returned by `step` with its error.
         """
-        ids: set[str] = set()
-        for request in requests:
-            waits = request.id in self._waiting.get(_group_of(request.id), ())
-            if waits or request.id in self._owners or request.id in ids:
-                raise ValueError(f"request id {request.id!r} is already in use")
-            ids.add(request.id)
         self._add((request.id, request) for request in requests)
         self._assign()
 
@@ -154,25 +118,24 @@ class EnginePool(Pool[Request, _Member]):
 
         Those that have just finished are passed over: `step` returns them.
         """
-        aborted: list[Completion] = []
-        asked: dict[int, list[str]] = {}
-        for name in request_ids:
-            if (owner := self._owners.get(name)) is not None:
-                asked.setdefault(owner.index, []).append(name)
-            else:
-                aborted += self._withdraw(name)
-        calls: list[tuple[_Member, list[str], Pending | None]] = []
-        for index, names in asked.items():
-            member = self._members[index]
-            self._await_sent(member)
-            calls.append((member, names, self._call(member, "abort", names)))
-        for member, names, call in calls:
+        request_ids, aborted = list(request_ids), list[Completion]()
+        asked: dict[_Member, list[str]] = {}
+        for request_id in request_ids:
+            if (owner := self._owners.get(request_id)) is not None:
+                asked.setdefault(owner, []).append(request_id)
+        calls: list[tuple[_Member, Pending | None]] = []
+        for member, theirs in asked.items():
+            for call in member.sent:  # calls may overtake each other
+                self._answer(member, "submit", call)
+            member.sent.clear()
+            calls.append((member, self._call(member, "abort", theirs)))
+        for member, call in calls:
             for completion in self._answer(member, "abort", call, default=()):
                 self._finish(member, completion.request_id)
                 aborted.append(completion)
-            if not self._is_live(member):
-                for name in names:
-                    aborted += self._withdraw(name)
+        for request_id in request_ids:  # some wait because their engine has just been lost
+            if (request := self._drop_waiting(request_id)) is not None:
+                aborted.append(Completion.as_submitted(request, StopReason.ABORT))
         return aborted
 
     def stats(self) -> EngineStats:
@@ -182,36 +145,13 @@ class EnginePool(Pool[Request, _Member]):
             total = _added(total, member.stats)
         return total
 
-    # -- all engines ---------------------------------------------------------------------------
-
-    def hold(self) -> None:
-        """No engine makes a step until `release`."""
-        self._on_all("hold")
-        self._is_held = True
-
-    def release(self) -> None:
-        """Go on after `hold`."""
-        self._on_all("release")
-        self._is_held = False
-
-    def sleep(self) -> None:
-        """Free all KV caches. Where one engine refuses, none sleeps."""
-        self._on_all("sleep", undo="wake")
-        self._is_asleep = True
-
-    def wake(self) -> None:
-        """Allocate all KV caches again. Where one engine cannot, none wakes."""
-        self._on_all("wake", undo="sleep")
-        self._is_asleep = False
-
     def close(self) -> None:
         """End all engines; unfinished requests are gone."""
-        calls = [(member, self._try_to_close(member)) for member in self._members]
         deadline = monotonic() + min(SETTLE_S, self._timeout_s)
-        for member, call in calls:
-            if call is not None:
+        for member in self._members:
+            if member.starting is None:
                 with contextlib.suppress(TimeoutError, EngineLostError, WorkersLostError):
-                    call.result(max(deadline - monotonic(), 0.0))
+                    member.worker.call("close").result(max(deadline - monotonic(), 0.0))
             member.worker.kill()
 
     # -- weights: the `Receivers` of a `BroadcastSync` -----------------------------------------
@@ -230,8 +170,12 @@ class EnginePool(Pool[Request, _Member]):
         deadline = monotonic() + self._start_timeout_s
         for index in range(len(self._members)):
             while (member := self._members[index]).starting is not None:
-                if not self._is_there(member, deadline) and not self.needs_weights:
+                wait_s = max(deadline - monotonic(), 0.0) if self.needs_weights else 0.0
+                if self._poll_start(member, wait_s):
+                    continue
+                if not self.needs_weights:
                     break
+                self._lose(member, "it has not started in time")
         self._receivers = [member for member in self._members if member.starting is None]
 
     @property
@@ -244,9 +188,10 @@ class EnginePool(Pool[Request, _Member]):
         first_rank = 0
         for member in self._receivers:
             try:
-                call = member.worker.call("receive", spec, first_rank)
+                call: Pending = member.worker.call("receive", spec, first_rank)
             except EngineLostError as error:
-                call = _Failed(error)
+                call = failed = Future[Any]()
+                failed.set_exception(error)
             self._deliveries.append((member, call))
             first_rank += member.worker.num_ranks
         return [call for _, call in self._deliveries]
@@ -262,7 +207,7 @@ class EnginePool(Pool[Request, _Member]):
         for member in self._receivers:
             member.is_ready = True
             member.note_progress()
-        self._weight_version = version
+        self.weight_version = version
         self._is_syncing = False
         self._assign()
 
@@ -276,11 +221,6 @@ class EnginePool(Pool[Request, _Member]):
             self._lose(member, "it hangs in a delivery of weights that has failed")
         except (RuntimeError, ValueError, OSError) as error:
             _log.debug("%s can take weights again after %r", member.worker.name, error)
-
-    def _withdraw(self, request_id: str) -> list[Completion]:
-        """As `abort`, of a request that no engine has; nothing where it is unknown."""
-        request = self._drop_waiting(request_id)
-        return [] if request is None else [_unchanged(request)]
 
     # -- as a pool -----------------------------------------------------------------------------
 
@@ -302,73 +242,35 @@ class EnginePool(Pool[Request, _Member]):
             for completion in polled.completions:
                 self._finish(member, completion.request_id)
                 self._finished.append(completion)
-        has_progressed = polled is not None and polled.beat != member.beat
-        if self._is_held or self._is_asleep or has_progressed:
+        if polled is not None and polled.beat != member.beat:
+            member.beat = polled.beat
             member.note_progress()
         else:
             member.note_silence()
-        if polled is not None:
-            member.beat = polled.beat
         if member.tasks:
             state = "it answers, but makes no step" if polled is not None else "it does not answer"
             self._lose_silent(member, self._timeout_s, state)
-
-    def _await_sent(self, member: _Member) -> None:
-        """Wait for what has been sent: calls may overtake each other."""
-        for call in member.sent.copy():
-            self._answer(member, "submit", call)
-        member.sent.clear()
-
-    def _on_all(self, method: str, *, undo: str = "") -> None:
-        """Call a method of all engines that have started; where one refuses, undo the others."""
-        members = [member for member in self._members if member.starting is None]
-        calls = [(member, self._call(member, method)) for member in members]
-        done: list[_Member] = []
-        refusals: list[Exception] = []
-        for member, call in calls:
-            try:
-                self._answer(member, method, call)
-            except (RuntimeError, ValueError) as error:
-                refusals.append(error)
-            else:
-                done.append(member)
-        if not refusals:
-            return
-        for member in done if undo else ():
-            if self._is_live(member):
-                self._answer(member, undo, self._call(member, undo))
-        raise refusals[0]
-
-    def _try_to_close(self, member: _Member) -> Pending | None:
-        """None where the engine is lost, or has not started yet."""
-        with contextlib.suppress(TimeoutError, EngineLostError, RuntimeError, ValueError, OSError):
-            if member.starting is not None:
-                member.starting.result(0.0)
-            return member.worker.call("close")
-        return None
 
     def _new_member(self, index: int, worker: Worker, starting: Pending | None) -> _Member:
         return _Member(index, worker, starting)
 
     def _affinity(self, task_id: str) -> str:
-        return _group_of(task_id)
+        return task_id.rpartition("/")[0]
 
     def _cost(self, task: Request) -> int:
-        return _num_tokens(task)
+        """Prompt, and what may still be sampled."""
+        num_resumed = len(task.resumed.token_ids) if task.resumed is not None else 0
+        return len(task.prompt_ids) + task.sampling.max_tokens - num_resumed
 
     def _send(self, member: _Member, tasks: Mapping[str, Request]) -> None:
         if (call := self._call(member, "submit", list(tasks.values()))) is not None:
             member.sent.append(call)
 
-    def _on_start(self, member: _Member) -> None:
-        if self._is_held:
-            self._answer(member, "hold", self._call(member, "hold"))
-
     def _on_loss(self, member: _Member) -> None:
         self._gone = replace(
             _added(self._gone, member.stats), num_running=0, num_waiting=0, kv_cache_usage=0.0
         )
-        member.stats = NO_STATS
+        member.stats = EngineStats()
 
     def _retryable(self, tasks: Mapping[str, Request], cause: str) -> Iterator[tuple[str, Request]]:
         """A request that was there each time that engines died may be why, and fails alone."""
@@ -381,42 +283,7 @@ class EnginePool(Pool[Request, _Member]):
             error = (
                 f"{MAX_REQUEST_RETRIES} engines died while they had it, the last of this: {cause}"
             )
-            self._finished.append(
-                replace(_unchanged(request), stop_reason=StopReason.ERROR, error=error)
-            )
-
-    def _is_there(self, member: _Member, deadline: float) -> bool:
-        """Whether an engine has started. One that must be waited for, since no other has weights,
-        and has not started at the deadline is lost."""
-        wait_s = max(deadline - monotonic(), 0.0) if self.needs_weights else 0.0
-        if self._poll_start(member, wait_s):
-            return True
-        if self._is_live(member) and self.needs_weights:
-            self._lose(member, "it has not started in time")
-        return False
-
-
-def _group_of(request_id: str) -> str:
-    return request_id.rpartition("/")[0] or request_id
-
-
-def _num_tokens(request: Request) -> int:
-    """Prompt and what may still be sampled."""
-    num_resumed = len(request.resumed.token_ids) if request.resumed is not None else 0
-    return len(request.prompt_ids) + request.sampling.max_tokens - num_resumed
-
-
-def _unchanged(request: Request) -> Completion:
-    """What an aborted request had when it was submitted."""
-    if request.resumed is not None:
-        return replace(request.resumed, request_id=request.id, stop_reason=StopReason.ABORT)
-    return Completion(
-        request_id=request.id,
-        token_ids=[],
-        logprobs=[],
-        weight_versions=[],
-        stop_reason=StopReason.ABORT,
-    )
+            self._finished.append(Completion.as_submitted(request, StopReason.ERROR, error))
 
 
 def _added(a: EngineStats, b: EngineStats) -> EngineStats:
