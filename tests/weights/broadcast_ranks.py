@@ -194,7 +194,7 @@ class Served:
             self.engines = [PartEngine(model, rank, dtype) for rank in range(ENGINES["two"])]
         self.receivers = [WeightReceiver(engine, CPU) for engine in self.engines]
 
-    def receive(self, spec: ReceiveSpec, first_rank: int, fault: str | None) -> list[int]:
+    def receive(self, spec: ReceiveSpec, first_rank: int, fault: str | None) -> None:
         with ExitStack() as stack:
             for planted in FAULTS[fault] if fault else []:
                 stack.enter_context(patch.object(*planted))
@@ -203,7 +203,8 @@ class Served:
                 pool.submit(receiver.receive, spec, first_rank + rank)
                 for rank, receiver in enumerate(self.receivers)
             ]
-            return [answer.result().bytes for answer in answers]
+            for answer in answers:
+                answer.result()
 
     def weights(self) -> list[dict[str, Tensor]]:
         return [{n: t.clone() for n, t in e.named_weights()} for e in self.engines]
@@ -378,7 +379,7 @@ def arrivals(meshes: Mapping[str, Mesh], engines: Engines | None) -> dict[str, A
 
 def push_and_look(pushing: BroadcastSync, version: int, dtype: torch.dtype) -> dict[str, Any]:
     move(pushing.trainer)
-    report = pushing.push(version)
+    pushing.push(version)
     whole = whole_weights(pushing.trainer)
     engines = pushing.receivers
     if engines is None:
@@ -388,7 +389,6 @@ def push_and_look(pushing: BroadcastSync, version: int, dtype: torch.dtype) -> d
         "versions": [engines.call(engine, "versions") for engine in ENGINES],
         "confirmed": engines.version,
         "link": pushing._link.generation,
-        "names": [report.num_tensors, len(whole)],
     }
 
 

@@ -6,10 +6,7 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
-from hone.distributed.mesh import Mesh
-from hone.weights.broadcast import BroadcastSync
 from tests.ranks import run_ranks
 
 FAULTS = {
@@ -40,7 +37,6 @@ def test_R3_every_bit_arrives_from_any_mesh_in_any_buckets(found: Any, mesh: str
             assert own["wrong"] == [], name
             assert own["versions"] == [[version], [version] * 2]
             assert own["confirmed"] == version
-            assert own["names"][0] == own["names"][1]
         assert first["link"] == second["link"] == 1
 
 
@@ -87,9 +83,3 @@ def test_R2_a_trainer_with_other_weights_than_before(found: Any) -> None:
     refusal = r"(one|two): it cannot take .* unexpected: model.norm.weight"
     assert re.search(refusal, layout["refused"], re.DOTALL)
     assert layout["then"] == ""
-
-
-def test_the_first_process_alone_has_receivers() -> None:
-    mesh = Mesh.alone(torch.device("cpu"))
-    with pytest.raises(ValueError, match="rank 0 and none"):
-        BroadcastSync(None, mesh, None, bucket_bytes=1, timeout_s=1.0)  # pyright: ignore[reportArgumentType]

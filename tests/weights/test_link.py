@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hone.weights.link import Link, LinkError, SyncStore, host_store, join_store
+from hone.weights.protocol import ReceiveSpec
 from tests.ranks import ROOT
 
 NAMES = ("the trainer", "one", "two")
@@ -27,9 +28,25 @@ def store() -> dist.TCPStore:
 
 
 def sync_store(
-    store: dist.Store, rank: int, timeout_s: float = 0.3, watch: Callable[[], None] | None = None
+    store: dist.Store,
+    rank: int,
+    timeout_s: float = 0.3,
+    watch: Callable[[], None] = lambda: None,
+    *,
+    delivery: int = 7,
+    names: tuple[str, ...] = NAMES,
 ) -> SyncStore:
-    return SyncStore(store, 7, names=NAMES, rank=rank, timeout_s=timeout_s, watch=watch)
+    spec = ReceiveSpec(
+        version=1,
+        delivery=delivery,
+        host="",
+        port=0,
+        names=names,
+        entries=(),
+        bucket_bytes=1,
+        timeout_s=timeout_s,
+    )
+    return SyncStore(store, spec, rank, watch)
 
 
 def member(store: dist.TCPStore, rank: int) -> tuple[dist.TCPStore, SyncStore]:
@@ -71,7 +88,7 @@ def test_R11_a_reason_ends_every_wait_and_the_first_stands(store: dist.TCPStore)
     sync_store(store, 1).give_up("one: the link broke")
     with pytest.raises(LinkError, match=r"^two: no memory$"):
         sync_store(store, 0, timeout_s=60.0).gather("come")
-    later = SyncStore(store, 8, names=NAMES, rank=0, timeout_s=0.1)
+    later = sync_store(store, 0, timeout_s=0.1, delivery=8)
     with pytest.raises(LinkError, match="had not come"):
         later.gather("come")
 
@@ -153,7 +170,7 @@ def test_R11_those_who_stay_leave_a_link_with_one_who_is_gone(store: dist.TCPSto
     def take(rank: int) -> torch.Tensor:
         own, held = join_store("127.0.0.1", store.port, timeout_s=60.0), staying[rank]
         assert isinstance(held, Link)
-        notes = SyncStore(own, 8, names=NAMES[:2], rank=rank, timeout_s=60.0)
+        notes = sync_store(own, rank, 60.0, delivery=8, names=NAMES[:2])
         link = Link.meet(own, notes, torch.device("cpu"), held)
         tensor = torch.arange(9) if rank == 0 else torch.zeros(9, dtype=torch.int64)
         link.wait(link.broadcast(tensor), notes)

@@ -28,27 +28,13 @@ from hone.models.manifest import build_manifest
 from hone.types import EngineLostError, Trainer
 from hone.weights.buckets import Bucket, Entry, layout_of
 from hone.weights.link import Link, LinkError, SyncStore, host_store
-from hone.weights.protocol import (
-    BUFFERS,
-    RECEIVED,
-    SENT,
-    Receivers,
-    ReceiveSpec,
-    sync_store_of,
-)
-from hone.weights.sync import (
-    NonFiniteWeightsError,
-    SyncReport,
-    check_finite,
-)
+from hone.weights.protocol import BUFFERS, RECEIVED, SENT, Receivers, ReceiveSpec
+from hone.weights.sync import NonFiniteWeightsError, SyncReport, check_finite
 
 __all__ = ["BroadcastSync"]
 
 SETTLE_S = 5.0
 """How long engines have to say how they fared, after a delivery has failed."""
-LOOK_S = 0.2
-"""Between two looks at whether an engine has failed."""
-
 AGAIN = "push again, and engines are sent the new names and shapes"
 
 
@@ -69,11 +55,7 @@ class BroadcastSync:
 
         `timeout_s` is for a whole delivery. `host` is how engines reach this machine.
         """
-        if mesh.is_first != (receivers is not None):
-            raise ValueError(
-                "the first training process, and no other, gets receivers: this one has rank "
-                f"{mesh.world.rank} and {'none' if receivers is None else 'some'}"
-            )
+        assert mesh.is_first == (receivers is not None), f"{mesh.world.rank=}"
         self.trainer = trainer
         self.mesh = mesh
         self.receivers = receivers
@@ -119,7 +101,7 @@ class BroadcastSync:
         self._store = None
 
     def _agree(self, outcome: SyncReport | Exception | None) -> SyncReport:
-        """What the first process, alone, knows came of it."""
+        """What came of it, which the first process knows."""
         result = self.mesh.gather(outcome)[0]
         if isinstance(result, Exception):
             self._entries = None  # they may be why
@@ -150,12 +132,12 @@ class BroadcastSync:
             timeout_s=self.timeout_s,
         )
         engines = _Answers(dict(zip(ranks, receivers.start_receive(spec), strict=True)))
-        sync_store = sync_store_of(self._store, spec, rank=0, watch=engines.look)
+        sync_store = SyncStore(self._store, spec, 0, watch=engines.look)
         try:
             buckets = spec.buckets()
             self._link = Link.meet(self._store, sync_store, self.mesh.device, self._link)
-            sender = _Sender(self._link, sync_store, buckets, self.mesh.device)
-            sync_store.put(SENT, build_manifest(sender.send(weights), version))
+            sending = _send(weights, buckets, self._link, sync_store, self.mesh.device)
+            sync_store.put(SENT, build_manifest(sending, version))
             sync_store.put(RECEIVED)
             sync_store.gather(RECEIVED)
             late = f"it had not taken over its weights after {self.timeout_s:g} s"
@@ -173,8 +155,6 @@ class BroadcastSync:
         return SyncReport(
             seconds=perf_counter() - start,
             bytes=sum(bucket.num_bytes for bucket in buckets),
-            num_tensors=sum(len(entry.names) for entry in entries),
-            aliased=False,
         )
 
     def _drop_link(self) -> None:
@@ -203,55 +183,47 @@ def _portable(error: Exception) -> Exception:
     return error if isinstance(error, kinds) else RuntimeError(str(error))
 
 
-class _Sender:
-    """Fills buckets in the order of a walk, and sends them."""
+def _send(
+    weights: Iterable[tuple[str, Tensor]],
+    buckets: Sequence[Bucket],
+    link: Link,
+    sync_store: SyncStore,
+    device: torch.device,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight after it has been put into its bucket; full buckets are on their way.
 
-    def __init__(
-        self, link: Link, sync_store: SyncStore, buckets: Sequence[Bucket], device: torch.device
-    ) -> None:
-        self._link = link
-        self._sync_store = sync_store
-        self._buckets = buckets
-        self._device = device
-        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
-
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight after it has been put into its bucket; full buckets are on their way.
-
-        Raises NonFiniteWeightsError before a bucket with such weights is sent, and RuntimeError
-        where weights are not those of the buckets.
-        """
-        slots = self._slots()
-        further_names = {n for b in self._buckets for e in b.entries for n in e.names[1:]}
-        for name, tensor in weights:
-            if name not in further_names:
-                entry, view = next(slots, (None, None))
+    Raises NonFiniteWeightsError before a bucket with such weights is sent, and RuntimeError where
+    weights are not those of the buckets.
+    """
+    weights = iter(weights)
+    tied = {name for bucket in buckets for entry in bucket.entries for name in entry.names[1:]}
+    in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+    for bucket in buckets:
+        if len(in_flight) == BUFFERS:
+            link.wait(in_flight[0][0], sync_store)
+            in_flight.popleft()
+        buffer = bucket.new_buffer(device)
+        filled: dict[str, Tensor] = {}
+        for entry, view in zip(bucket.entries, bucket.views(buffer), strict=True):
+            for name, tensor in weights:
+                if name in tied:
+                    yield name, tensor
+                    continue
                 _require_next(entry, name, tensor)
-                assert view is not None
-                view.copy_(tensor)
-            yield name, tensor
-        if (left := next(slots, None)) is not None:
-            raise RuntimeError(f"The trainer no longer exports {left[0].names[0]}; {AGAIN}")
-
-    def _slots(self) -> Iterator[tuple[Entry, Tensor]]:
-        """Where each entry goes. A bucket leaves when the entry behind it is asked for."""
-        for bucket in self._buckets:
-            while len(self._in_flight) >= BUFFERS:
-                self._wait_for_oldest()
-            buffer = bucket.new_buffer(self._device)
-            views = bucket.views(buffer)
-            yield from zip(bucket.entries, views, strict=True)
-            named = {e.names[0]: view for e, view in zip(bucket.entries, views, strict=True)}
-            check_finite(named, {name: view.dtype for name, view in named.items()})
-            buffer = buffer.to(self._link.device)
-            self._in_flight.append((self._link.broadcast(buffer), buffer))
-        while self._in_flight:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        work, _ = self._in_flight[0]
-        self._link.wait(work, self._sync_store)
-        self._in_flight.popleft()
+                filled[name] = view.copy_(tensor)
+                yield name, tensor
+                break
+            else:
+                raise RuntimeError(f"The trainer no longer exports {entry.names[0]}; {AGAIN}")
+        check_finite(filled, {name: view.dtype for name, view in filled.items()})
+        buffer = buffer.to(link.device)
+        in_flight.append((link.broadcast(buffer), buffer))
+    for name, tensor in weights:
+        if name not in tied:
+            _require_next(None, name, tensor)
+        yield name, tensor
+    for work, _ in in_flight:
+        link.wait(work, sync_store)
 
 
 def _require_next(entry: Entry | None, name: str, tensor: Tensor) -> None:
@@ -271,13 +243,9 @@ class _Answers:
 
     def __init__(self, pending: Mapping[str, Pending]) -> None:
         self._pending = pending
-        self._next_look = monotonic() + LOOK_S
 
     def look(self) -> None:
-        """Raise LinkError where an engine has failed by now. Cheap to call often."""
-        if monotonic() < self._next_look:
-            return
-        self._next_look = monotonic() + LOOK_S
+        """Raise LinkError where an engine has failed by now."""
         for engine, pending in self._pending.items():
             try:
                 pending.result(0.0)
@@ -305,10 +273,8 @@ class _Answers:
                 failures.append(NonFiniteWeightsError(f"{engine}: {error}"))
             except (RuntimeError, ValueError, OSError) as error:
                 failures.append(RuntimeError(f"{engine}: {error}"))
-        failures.sort(key=_distance)
+        # From what is nearest to the cause.
+        failures.sort(
+            key=lambda e: 2 * isinstance(e, LinkError) or not isinstance(e, EngineLostError)
+        )
         return failures[0] if failures else None
-
-
-def _distance(error: Exception) -> int:
-    """From the cause."""
-    return 0 if isinstance(error, EngineLostError) else 2 if isinstance(error, LinkError) else 1

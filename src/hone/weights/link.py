@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hone.weights.protocol import ReceiveSpec
+
 __all__ = ["Link", "LinkError", "SyncStore", "host_store", "join_store"]
 
 POLL_S, MAX_POLL_S, POLL_GROWTH = 0.0001, 0.02, 1.1
@@ -55,33 +57,22 @@ def join_store(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 class SyncStore:
     """Where the members of one delivery post the phases that they have completed.
 
-    `names` are all members by rank, the sender first. `watch` is called now and then while this
-    member waits; what it raises ends the wait.
+    `watch` is called now and then while this member waits; what it raises ends the wait.
     """
 
     def __init__(
         self,
         store: dist.Store,
-        delivery: int,
-        *,
-        names: Sequence[str],
+        spec: ReceiveSpec,
         rank: int,
-        timeout_s: float,
-        watch: Callable[[], None] | None = None,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
-        self.delivery = delivery
-        self.names = names
+        self.spec = spec
         self.rank = rank
-        self._store = dist.PrefixStore(f"delivery {delivery}", store)
-        self.timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._store = dist.PrefixStore(f"delivery {spec.delivery}", store)
+        self._deadline = time.monotonic() + spec.timeout_s
         self._watch = watch
         self._phases: list[str] = []
-
-    @property
-    def name(self) -> str:
-        """Of this member."""
-        return self.names[self.rank]
 
     @property
     def left_s(self) -> float:
@@ -97,12 +88,12 @@ class SyncStore:
 
     def gather(self, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """The values that members (all, or `ranks`) have put with `phase`; waits for them."""
-        ranks = range(len(self.names)) if ranks is None else ranks
+        ranks = range(len(self.spec.names)) if ranks is None else ranks
         keys = [_key(phase, rank) for rank in ranks]
 
         def missing() -> str:
             late = [r for r, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
-            return f"{', '.join(self.names[rank] for rank in late)} had not {phase}"
+            return f"{', '.join(self.spec.names[rank] for rank in late)} had not {phase}"
 
         with self._reaching():
             self.wait(lambda: self._store.check(keys), missing)
@@ -125,7 +116,7 @@ class SyncStore:
                 since_look = 0.0
                 self._look()
                 if not self.left_s:
-                    raise LinkError(f"{missing()} after {self.timeout_s:g} s")
+                    raise LinkError(f"{missing()} after {self.spec.timeout_s:g} s")
             time.sleep(pause)
             since_look += pause
             pause = min(POLL_GROWTH * pause, MAX_POLL_S)
@@ -135,13 +126,12 @@ class SyncStore:
         with self._reaching():
             if self._store.check(["given up"]):
                 raise LinkError(self._store.get("given up").decode())
-        if self._watch is not None:
-            self._watch()
+        self._watch()
 
     def clear(self) -> None:
         """Remove what members have put, when all have read it."""
         for phase in self._phases:
-            for rank in range(len(self.names)):
+            for rank in range(len(self.spec.names)):
                 self._store.delete_key(_key(phase, rank))
 
     @contextmanager
@@ -149,7 +139,7 @@ class SyncStore:
         try:
             yield
         except dist.DistNetworkError as error:
-            raise LinkError(f"{self.names[0]} is gone, and its store with it") from error
+            raise LinkError(f"{self.spec.names[0]} is gone, and its store with it") from error
 
 
 def _key(phase: str, rank: int) -> str:
@@ -163,29 +153,27 @@ class Link:
     tensors travel through host memory, with gloo.
     """
 
-    def __init__(
-        self, store: dist.Store, generation: int, sync_store: SyncStore, device: torch.device
-    ) -> None:
+    def __init__(self, store: dist.Store, sync_store: SyncStore, device: torch.device) -> None:
         """Collective over the members of `sync_store`; use `meet`."""
-        self.generation = generation
-        self.names = tuple(sync_store.names)
+        spec, rank = sync_store.spec, sync_store.rank
+        self.generation = spec.delivery
+        self.names = spec.names
         self.device = device
         """Where tensors must lie that travel."""
-        size = len(sync_store.names)
-        scoped = dist.PrefixStore(f"link {generation}", store)
-        timeout = timedelta(seconds=sync_store.timeout_s)
+        size = len(spec.names)
+        scoped = dist.PrefixStore(f"link {self.generation}", store)
+        timeout = timedelta(seconds=spec.timeout_s)
         self._group: Any  # the stubs lack what all backends have
         if device.type == "cuda":
-            self._group = _nccl_group(scoped, sync_store.rank, size, timeout)
+            self._group = _nccl_group(scoped, rank, size, timeout)
             return
         try:
-            self._group = dist.ProcessGroupGloo(scoped, sync_store.rank, size, timeout)
+            self._group = dist.ProcessGroupGloo(scoped, rank, size, timeout)
         except RuntimeError as error:
             raise LinkError(
-                f"{sync_store.name} could not connect to the others "
-                f"({', '.join(n for n in sync_store.names if n != sync_store.name)}): {error}. "
-                "Each announces the address of one network interface; GLOO_SOCKET_IFNAME, set "
-                "where a process starts, names another."
+                f"{spec.names[rank]} could not connect to the other members of "
+                f"{', '.join(spec.names)}: {error}. Each announces the address of one network "
+                "interface; GLOO_SOCKET_IFNAME, set where a process starts, names another."
             ) from error
 
     @classmethod
@@ -197,20 +185,18 @@ class Link:
         Raises LinkError with those who did not come, and RuntimeError where some members are on
         CPUs and some on GPUs, which no link spans.
         """
-        if held is not None and held.names != tuple(sync_store.names):
+        names = sync_store.spec.names
+        if held is not None and held.names != names:
             held.drop()  # it also leads to members that are gone
             held = None
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
         sync_store.put("joined the link", (held and held.generation, device.type, gpu))
         notes = sync_store.gather("joined the link")
-        apart = [
-            name
-            for name, (_, kind, _) in zip(sync_store.names, notes, strict=True)
-            if kind != device.type
-        ]
-        if apart:
+        if apart := [
+            n for n, (_, kind, _) in zip(names, notes, strict=True) if kind != device.type
+        ]:
             raise RuntimeError(
-                f"{sync_store.name} is on a {device.type} device, {', '.join(apart)} not: "
+                f"{names[sync_store.rank]} is on a {device.type} device, {', '.join(apart)} not: "
                 "weights go from CPU to CPU or from GPU to GPU"
             )
         if held is not None and all(generation == held.generation for generation, _, _ in notes):
@@ -220,7 +206,7 @@ class Link:
         gpus = [gpu for _, _, gpu in notes]
         if gpu is not None and len(set(gpus)) < len(gpus):
             device = torch.device("cpu")  # NCCL wants a GPU for each member
-        return cls(store, sync_store.delivery, sync_store, device)
+        return cls(store, sync_store, device)
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
         """Begin to send a contiguous tensor (rank 0), or to fill it (all others)."""

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.distributed as dist
-
 from hone.distributed.pool import Pending
 from hone.weights.buckets import Bucket, Entry, plan_buckets
-from hone.weights.link import SyncStore
 
-__all__ = [
-    "BUFFERS",
-    "RECEIVED",
-    "SENT",
-    "ReceiveSpec",
-    "Received",
-    "Receivers",
-    "sync_store_of",
-]
+__all__ = ["BUFFERS", "RECEIVED", "SENT", "ReceiveSpec", "Receivers"]
 
 BUFFERS = 2
 """Buckets that exist at a time."""
@@ -51,16 +40,6 @@ class ReceiveSpec:
         return plan_buckets(self.entries, self.bucket_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
-    """What one rank has taken."""
-
-    version: int
-    bytes: int
-    """Written into the engine's tensors."""
-    seconds: float
-
-
 class Receivers(Protocol):
     """The engines, as the sender reaches them."""
 
@@ -74,28 +53,10 @@ class Receivers(Protocol):
         ...
 
     def start_receive(self, spec: ReceiveSpec) -> Sequence[Pending]:
-        """Let every rank of every engine call `WeightReceiver.receive`, in the order of
-        `engine_ranks`. Returns the answer of each engine, which comes when all its ranks have."""
+        """Let every rank of every engine call `WeightReceiver.receive`. Returns the answer of each
+        engine, in the order of `engine_ranks`."""
         ...
 
     def finish_sync(self, version: int) -> None:
         """Engines hold `version` and may sample."""
         ...
-
-
-def sync_store_of(
-    store: dist.Store,
-    spec: ReceiveSpec,
-    *,
-    rank: int,
-    watch: Callable[[], None] | None = None,
-) -> SyncStore:
-    """The shared store of one delivery, for the member with `rank` in the link."""
-    return SyncStore(
-        store,
-        spec.delivery,
-        names=spec.names,
-        rank=rank,
-        timeout_s=spec.timeout_s,
-        watch=watch,
-    )

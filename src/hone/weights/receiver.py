@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -15,14 +14,7 @@ from hone.models.manifest import ManifestBuilder, build_manifest, compare
 from hone.types import Engine, WeightManifest
 from hone.weights.buckets import Bucket, Entry
 from hone.weights.link import Link, LinkError, SyncStore, join_store
-from hone.weights.protocol import (
-    BUFFERS,
-    RECEIVED,
-    SENT,
-    Received,
-    ReceiveSpec,
-    sync_store_of,
-)
+from hone.weights.protocol import BUFFERS, RECEIVED, SENT, ReceiveSpec
 from hone.weights.sync import Delivery, match_layout
 
 __all__ = ["WeightReceiver"]
@@ -39,7 +31,7 @@ class WeightReceiver:
         self._link: Link | None = None
 
     @torch.no_grad()
-    def receive(self, spec: ReceiveSpec, rank: int) -> Received:
+    def receive(self, spec: ReceiveSpec, rank: int) -> None:
         """Take one delivery; the engine then samples with it, as `spec.version`.
 
         `rank` counts all ranks of all engines. Raises RuntimeError naming tensors that the engine
@@ -48,23 +40,18 @@ class WeightReceiver:
         the sender, or another engine, is gone or gives up. After an error the engine refuses to
         sample until a later delivery succeeds.
         """
-        start = perf_counter()
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         with on_device:
-            sync_store = sync_store_of(self._join(spec), spec, rank=1 + rank)
+            sync_store = SyncStore(self._join(spec), spec, 1 + rank)
             try:
                 self.engine.begin_sync()
-                delivery = Delivery(self.engine)
-                manifest = self._take(spec, sync_store, delivery)
+                manifest = self._take(spec, sync_store, Delivery(self.engine))
             except Exception as error:
                 if not isinstance(error, LinkError):
                     sync_store.give_up(f"{spec.names[sync_store.rank]}: {error}")
                 self.close()
                 raise
             self.engine.finish_sync(manifest)
-        return Received(
-            version=spec.version, bytes=delivery.num_bytes, seconds=perf_counter() - start
-        )
 
     def close(self) -> None:
         """Leave the link."""

@@ -42,10 +42,6 @@ class SyncReport:
     """Wall time from the first refusal of tokens to the engine's confirmation."""
     bytes: int
     """Bytes written into the engine's tensors, or sent to engines; 0 when all are aliased."""
-    num_tensors: int
-    """Names in the manifest."""
-    aliased: bool
-    """Trainer and engine share the memory of every tensor."""
 
 
 class WeightSync:
@@ -72,12 +68,7 @@ class WeightSync:
         if diff := match_layout(delivery.shapes, delivery.targets):
             raise RuntimeError(f"The engine cannot take version {version}: {diff.describe()}")
         self.engine.finish_sync(manifest)
-        return SyncReport(
-            seconds=perf_counter() - start,
-            bytes=delivery.num_bytes,
-            num_tensors=len(delivery.shapes),
-            aliased=not delivery.moved,
-        )
+        return SyncReport(seconds=perf_counter() - start, bytes=delivery.num_bytes)
 
 
 class Delivery:
