@@ -16,7 +16,7 @@ from hone.attention.context import SHARED_PREFIX_MEMBERS, SharedPrefix
 from hone.engine.decode_graphs import DecodeGraphs, bucket_of
 from hone.engine.kv_cache import KVCache, blocks_for
 from hone.engine.sampler import sample
-from hone.engine.sampling_table import SamplingBatch, SamplingTable
+from hone.engine.sampling_table import SamplingTable
 from hone.engine.sequence import Sequence
 from hone.engine.shared_prefix import find_prefix_groups, max_groups
 from hone.engine.slots import Slots, upload
@@ -66,8 +66,6 @@ class DecodeStep:
         self._borders = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
         # What is known of the batch while it stays the same.
         self._batch: list[Sequence] = []
-        self._batch_slots = np.empty(0, np.int64)
-        self._host_sampling: SamplingBatch | None = None
         self._is_filtered = self._is_sharing = False
 
     def forget_batch(self) -> None:
@@ -87,7 +85,7 @@ class DecodeStep:
         )
         if self._graphs is None:
             longest = max(sequence.num_tokens for sequence in sequences) - 1
-            output = compute(max_context_len=longest, sampling=self._sampling_on_host())
+            output = compute(max_context_len=longest)
         else:
             key = num_rows, self._is_filtered, self._is_sharing
             if key not in self._graphs:
@@ -104,12 +102,8 @@ class DecodeStep:
         max_context_len: int,
         filtered: bool = False,
         shared: bool = False,
-        sampling: SamplingBatch | None = None,
     ) -> Tensor:
-        """The step of the first `num_rows` rows, from device memory to device memory.
-
-        `sampling` is gathered from the table where it is not given. Returns [2, B].
-        """
+        """The step of the first `num_rows` rows, from device memory to device memory: [2, B]."""
         slots = self.slots
         rows_B = self._rows[:num_rows]
         is_real_B = rows_B != slots.padding
@@ -124,8 +118,7 @@ class DecodeStep:
             shared=shared,
         )
         hidden = self.model.hidden_states(slots.last_token[rows_B], positions_B, context)
-        if sampling is None:
-            sampling = self.sampling.rows(rows_B, filtered=filtered)
+        sampling = self.sampling.rows(rows_B, filtered=filtered)
         logits = self.model.logits(hidden)
         tokens_B, logprobs_B = sample(logits, sampling, slots.num_sampled[rows_B])
 
@@ -171,7 +164,7 @@ class DecodeStep:
         slots = np.full(num_rows, self.slots.padding)
         slots[: len(sequences)] = real = np.array([sequence.slot for sequence in sequences])
         self._rows[:num_rows].copy_(upload(slots, self.device), non_blocking=True)
-        self._batch, self._batch_slots, self._host_sampling = sequences, real, None
+        self._batch = sequences
         self._is_filtered = self.sampling.is_filtered(real)
         if self.device.type == "cpu":  # where reading keys once is not faster
             return
@@ -187,12 +180,3 @@ class DecodeStep:
             target.rows.copy_(upload(groups.rows, self.device), non_blocking=True)
             target.lens.copy_(upload(groups.lens, self.device), non_blocking=True)
             target.starts.copy_(upload(groups.starts, self.device), non_blocking=True)
-
-    def _sampling_on_host(self) -> SamplingBatch | None:
-        """On a CPU the parameters of all rows, chosen on the host and kept while the batch stays
-        the same, which most steps it does. None on CUDA, where the step gathers them itself."""
-        if self.device.type != "cpu":
-            return None
-        if self._host_sampling is None:
-            self._host_sampling = self.sampling.select(self._batch_slots)
-        return self._host_sampling

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, starmap
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from hone.engine.decode_graphs import DecodeGraphs
 from hone.engine.decode_step import DecodeStep, pack
 from hone.engine.kv_cache import KVCache, blocks_for
 from hone.engine.sampler import sample
-from hone.engine.sampling_table import SamplingBatch, SamplingTable
+from hone.engine.sampling_table import SamplingTable
 from hone.engine.scheduler import Chunk, Plan
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, upload
@@ -29,8 +30,11 @@ from hone.models.generation import GenerationModel
 __all__ = ["LaunchedStep", "ModelRunner", "Sampled"]
 
 
-@dataclass(slots=True)
-class Sampled:
+Part = tuple[list[Sequence], Tensor]
+"""Sequences, and what one launch samples for them: [2, B] as `pack` makes it, on the host."""
+
+
+class Sampled(NamedTuple):
     """The token that a step sampled for one sequence."""
 
     sequence: Sequence
@@ -39,19 +43,11 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedPart:
-    """What one launch samples: [2, B] as `pack` makes it, on the host once it is done."""
-
-    sequences: list[Sequence]
-    output: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step on its way; `results` waits for it."""
 
     weight_version: int
-    parts: list[LaunchedPart]
+    parts: list[Part]
     done: torch.cuda.Event | None
 
     def results(self) -> list[Sampled]:
@@ -59,10 +55,9 @@ class LaunchedStep:
         if self.done is not None:
             self.done.synchronize()
         found: list[Sampled] = []
-        for part in self.parts:
-            token_ids_B, logprobs_B = part.output[0], part.output[1].view(torch.float32)
-            rows = zip(part.sequences, token_ids_B.tolist(), logprobs_B.tolist(), strict=True)
-            found += starmap(Sampled, rows)
+        for sequences, (token_ids_B, logprob_bits_B) in self.parts:
+            logprobs = logprob_bits_B.view(torch.float32).tolist()
+            found += map(Sampled, sequences, token_ids_B.tolist(), logprobs)
         return found
 
 
@@ -128,10 +123,10 @@ class ModelRunner:
             self._decode.forget_batch()
         chunked = (chunk.sequence for chunk in plan.chunks)
         self._slots.bring_up_to_date(chain(plan.decodes, chunked), plan.admitted)
-        parts: list[LaunchedPart] = []
+        parts: list[Part] = []
         # Chunks may read blocks that a decoding sequence completes in this very step.
         if plan.decodes:
-            parts.append(LaunchedPart(plan.decodes, self._decode.run(plan.decodes)))
+            parts.append((plan.decodes, self._decode.run(plan.decodes)))
         if plan.chunks:
             parts += self._prefill(plan.chunks)
         done = None
@@ -169,9 +164,10 @@ class ModelRunner:
             np.zeros(count * size, np.int64), slots, sizes - size, sizes, calibrate=False
         )
         positions = torch.zeros(count, dtype=torch.int64, device=self.device)
-        self._sample(hidden[:count], self._sampling.select(slots), positions)
+        batch = self._sampling.rows(upload(slots, self.device), filtered=False)
+        sample(self.model.logits(hidden[:count]), batch, positions)
 
-    def _prefill(self, chunks: list[Chunk]) -> list[LaunchedPart]:
+    def _prefill(self, chunks: list[Chunk]) -> list[Part]:
         """Process chunks of prompts; sample where a prompt ends."""
         slots = np.array([chunk.sequence.slot for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
@@ -191,11 +187,11 @@ class ModelRunner:
         slots, ends = slots[samples], (starts + sizes)[samples]
         numbers = np.stack((slots, ends + 1, num_sampled, num_sampled + 1))
         slots_B, num_tokens_B, positions_B, num_sampled_B = upload(numbers, self.device)
-        batch = self._sampling.select(slots, slots_B)
-        tokens, logprobs = self._sample(hidden, batch, positions_B)
+        batch = self._sampling.rows(slots_B, filtered=self._sampling.is_filtered(slots))
+        tokens, logprobs = sample(self.model.logits(hidden), batch, positions_B)
         self._slots.start(slots_B, tokens, num_tokens_B, num_sampled_B)
         output = pack(tokens, logprobs).to("cpu", non_blocking=True)
-        return [LaunchedPart(sampling, output)]
+        return [(sampling, output)]
 
     def _forward(
         self,
@@ -235,8 +231,3 @@ class ModelRunner:
             key_lens=tuple(ends.tolist()),
         )
         return self.model.hidden_states(ids, positions_T, context)
-
-    def _sample(
-        self, hidden_BD: Tensor, sampling: SamplingBatch, positions_B: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return sample(self.model.logits(hidden_BD), sampling, positions_B)

@@ -53,24 +53,18 @@ def scale_and_filter(logits_BV: Tensor, params: SamplingBatch) -> Tensor:
 
     The most probable token is always kept. Ties at a border go to the lower token id.
     """
-    if params.temperatures is not None:
-        logits_BV = logits_BV / params.temperatures
-    if params.min_ps is not None:
-        least = logits_BV.amax(-1, keepdim=True) + params.min_ps.log()
-        logits_BV = logits_BV.masked_fill(logits_BV < least, -torch.inf)
-    if params.top_ks is None and params.top_ps is None:
+    logits_BV = logits_BV / params.temperatures
+    if params.min_ps is None or params.top_ks is None or params.top_ps is None:
         return logits_BV
+    least_B1 = logits_BV.amax(-1, keepdim=True) + params.min_ps.log()
+    logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
     sorted_BV, order_BV = torch.sort(logits_BV, stable=True, dim=-1, descending=True)
-    drop_BV = torch.zeros_like(sorted_BV, dtype=torch.bool)
-    if params.top_ks is not None:
-        drop_BV = torch.arange(sorted_BV.shape[-1], device=drop_BV.device) >= params.top_ks
-        sorted_BV = sorted_BV.masked_fill(drop_BV, -torch.inf)
-    if params.top_ps is not None:
-        probs_BV = sorted_BV.softmax(-1)
-        before_BV = probs_BV.cumsum(-1) - probs_BV  # mass of the more probable tokens
-        reached_BV = (before_BV >= params.top_ps) & (params.top_ps < 1)
-        reached_BV[:, 0] = False
-        drop_BV = drop_BV | reached_BV
+    drop_BV = torch.arange(sorted_BV.shape[-1], device=sorted_BV.device) >= params.top_ks
+    probs_BV = sorted_BV.masked_fill(drop_BV, -torch.inf).softmax(-1)
+    before_BV = probs_BV.cumsum(-1) - probs_BV  # mass of the more probable tokens
+    reached_BV = (before_BV >= params.top_ps) & (params.top_ps < 1)
+    reached_BV[:, 0] = False
+    drop_BV = drop_BV | reached_BV
     return logits_BV.masked_fill(drop_BV.scatter(-1, order_BV, drop_BV), -torch.inf)
 
 
@@ -87,9 +81,8 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
     logits_BV = logits_BV.float()
     logprobs_BV = scale_and_filter(logits_BV, params).log_softmax(-1)
     token_ids_B1 = _invert(logprobs_BV.exp(), uniforms(params.seeds, positions_B).unsqueeze(-1))
-    if params.greedy is not None:
-        best_B1 = logits_BV.argmax(-1, keepdim=True)
-        token_ids_B1 = torch.where(params.greedy.unsqueeze(-1), best_B1, token_ids_B1)
+    best_B1 = logits_BV.argmax(-1, keepdim=True)
+    token_ids_B1 = torch.where(params.greedy.unsqueeze(-1), best_B1, token_ids_B1)
     return token_ids_B1.squeeze(-1), logprobs_BV.gather(-1, token_ids_B1).squeeze(-1)
 
 

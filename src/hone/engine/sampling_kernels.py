@@ -72,8 +72,6 @@ def sample(logits_BV: Tensor, params: SamplingBatch, positions_B: Tensor) -> tup
     meets top-p within rounding. Tokens less than 2**-64 times as probable as the best count as
     dropped by any filter. Float32 logits that become equal only by the division by T stay apart.
     """
-    assert params.temperatures is not None
-    assert params.greedy is not None
     rows = Rows.of(logits_BV, params.temperatures)
     maxima, sums = block_sums(rows)
     borders_B = last_ids_B = None

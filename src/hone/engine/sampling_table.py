@@ -25,11 +25,11 @@ def signed_64(value: int) -> int:
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """Sampling parameters of B sequences on the device; None where no sequence uses one."""
+    """Sampling parameters of B sequences on the device; no filters where no sequence uses one."""
 
     seeds: Tensor  # [B] int64
-    temperatures: Tensor | None  # [B, 1] float32; 1 for greedy sequences
-    greedy: Tensor | None  # [B] bool
+    temperatures: Tensor  # [B, 1] float32; 1 for greedy sequences
+    greedy: Tensor  # [B] bool
     min_ps: Tensor | None  # [B, 1] float32
     top_ks: Tensor | None  # [B, 1] int64
     top_ps: Tensor | None  # [B, 1] float32
@@ -68,7 +68,6 @@ class SamplingTable:
         self._filtered = np.zeros(num_slots + 1, np.bool_)
         self._words = self._records.view(np.int64).reshape(-1, _RECORD_WORDS)
         self._on_device = torch.from_numpy(self._words).to(device)  # a CPU shares the memory
-        self._is_flushed = True
 
     def write(self, slot: int, params: SamplingParams) -> None:
         """Store the parameters of the sequence in `slot`; filters cannot change a greedy choice."""
@@ -79,15 +78,11 @@ class SamplingTable:
         min_p, top_p = (0.0, 1.0) if greedy else (params.min_p, params.top_p)
         self._records[slot] = (signed_64(params.seed), top_k, temperature, min_p, top_p, greedy)
         self._filtered[slot] = min_p > 0 or top_p < 1 or not keep_all
-        self._is_flushed = False
 
     def flush(self) -> None:
-        """Upload what was written since the last call, in the order of the current stream."""
-        if not self._is_flushed and self._device.type == "cuda":
-            # The allocator of pinned memory keeps the copy's source untouched until it was read.
-            words = torch.from_numpy(self._words).pin_memory()
-            self._on_device.copy_(words, non_blocking=True)
-        self._is_flushed = True
+        """Upload what was written, in the order of the current stream."""
+        if self._device.type == "cuda":
+            self._on_device.copy_(upload(self._words, self._device))
 
     def is_filtered(self, slots: NDArray[np.int64]) -> bool:
         """Whether a sequence in `slots` uses min-p, top-k or top-p."""
@@ -111,29 +106,4 @@ class SamplingTable:
             min_ps=column("min_p", torch.float32) if filtered else None,
             top_ks=column("top_k", torch.int64) if filtered else None,
             top_ps=column("top_p", torch.float32) if filtered else None,
-        )
-
-    def select(self, slots: NDArray[np.int64], slots_B: Tensor | None = None) -> SamplingBatch:
-        """The parameters of the sequences in `slots`, in that order; flushes where it must.
-
-        `slots_B` are the same slots where the device has them already.
-        """
-        if self._device.type == "cuda":
-            self.flush()
-            slots_B = upload(slots, self._device) if slots_B is None else slots_B
-            return self.rows(slots_B, filtered=self.is_filtered(slots))
-        records = self._words[slots].view(_RECORD).squeeze(1)
-        greedy = records["greedy"]
-
-        def column(name: str, neutral: float) -> Tensor | None:
-            values = records[name]
-            return torch.from_numpy(values[:, None]) if (values != neutral).any() else None
-
-        return SamplingBatch(
-            seeds=torch.from_numpy(records["seed"]),
-            temperatures=column("temperature", 1),
-            greedy=torch.from_numpy(greedy) if greedy.any() else None,
-            min_ps=column("min_p", 0),
-            top_ks=column("top_k", self._vocab_size),
-            top_ps=column("top_p", 1),
         )
