@@ -41,8 +41,6 @@ class Arena:
     def __init__(
         self, num_bytes: int, device: torch.device, *, driver: CudaDriver | None = None
     ) -> None:
-        if num_bytes < 1:
-            raise ValueError(f"an arena needs at least one byte, got num_bytes={num_bytes}")
         self._driver = driver or CudaDriver(device)
         granularity = self._driver.granularity()
         self.num_bytes = _round_up(num_bytes, granularity)
@@ -69,22 +67,16 @@ class Arena:
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Tensor:
         """A contiguous tensor over the arena's own bytes from `offset` on; nothing is copied."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if not self.is_mapped:
-            raise RuntimeError("tensor() of an arena that is not mapped")
-        if offset % dtype.itemsize or not 0 <= offset <= self.num_bytes - num_bytes:
-            raise ValueError(
-                f"{num_bytes} bytes of {dtype} at offset {offset} do not lie aligned inside an "
-                f"arena of {self.num_bytes} bytes"
-            )
+        assert self.is_mapped
+        assert offset % dtype.itemsize == 0
+        assert 0 <= offset <= self.num_bytes - num_bytes
         view = self._driver.view(self.address + offset, num_bytes, keep_alive=self)
         return view.view(dtype).view(shape)
 
     def map(self) -> None:
         """Take memory again, all zeros, and wait until it is there."""
-        if not self._reservation.alive:
-            raise RuntimeError("map() of an arena that is closed")
-        if self.is_mapped:
-            raise RuntimeError("map() of an arena that is mapped already")
+        assert self._reservation.alive
+        assert not self.is_mapped
         driver = self._driver
         try:
             with ExitStack() as rollback:
@@ -111,8 +103,7 @@ class Arena:
 
     def unmap(self) -> None:
         """Wait for the device, then give all memory back to the driver; the address stays ours."""
-        if self._mapping is None or not self._mapping.alive:
-            raise RuntimeError("unmap() of an arena that is not mapped")
+        assert self._mapping is not None
         self._mapping()
 
     def close(self) -> None:
@@ -145,21 +136,14 @@ class CudaDriver:
 
     def granularity(self) -> int:
         """What sizes and addresses are multiples of, in bytes."""
-        flags = self._cuda.CUmemAllocationGranularity_flags
-        return int(
-            self._call(
-                "cuMemGetAllocationGranularity",
-                self._properties,
-                flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
-            )
-        )
+        flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(self._call("cuMemGetAllocationGranularity", self._properties, flag))
 
     def reserve(self, num_bytes: int) -> int:
         """An address range with nothing behind it; returns where it begins."""
         return int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
 
     def free_address(self, address: int, num_bytes: int) -> None:
-        """The end of a range of `reserve`."""
         self._call("cuMemAddressFree", address, num_bytes)
 
     def create(self, num_bytes: int) -> Any:
@@ -167,7 +151,6 @@ class CudaDriver:
         return self._call("cuMemCreate", num_bytes, self._properties, 0)
 
     def release(self, handle: Any) -> None:
-        """The end of a handle of `create`."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, num_bytes: int, handle: Any) -> None:
@@ -196,7 +179,6 @@ class CudaDriver:
         return tensor
 
     def synchronize(self) -> None:
-        """Wait for all work of the device."""
         torch.cuda.synchronize(self._device)
 
     def free_bytes(self) -> int:

@@ -25,9 +25,9 @@ from hone.engine.block_manager import BlockManager
 from hone.engine.kv_cache import (
     KVCache,
     cache_dtype,
-    check_cache_size,
     check_max_num_seqs,
     choose_num_blocks,
+    most_blocks,
 )
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
 from hone.engine.requests import RequestValidator
@@ -384,17 +384,26 @@ def make_cache(
             f"engine.max_model_len={max_model_len} exceeds the model's context length of "
             f"{context_length(config)} tokens"
         )
-    if cfg.kv_cache_dtype == "fp8":
-        _require_fp8(device)
+    if cfg.kv_cache_dtype == "fp8" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise UserError(
+                "engine.kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or more, "
+                f"{torch.cuda.get_device_name(device)} has {capability}; use auto"
+            )
     cache = KVCache(config, block_size=cfg.block_size, dtype=cache_dtype(cfg, dtype), device=device)
     check_max_num_seqs(
         cache,
         cfg,
         max_model_len=max_model_len,
-        bytes_per_sequence=_bytes_per_sequence(int(config.vocab_size), max_model_len, cfg),
+        # float32 logits and a block table
+        bytes_per_sequence=4 * int(config.vocab_size) + 4 * (max_model_len // cfg.block_size + 1),
         resident_bytes=resident_bytes,
     )
-    check_cache_size(cache, cfg, max_model_len=max_model_len, resident_bytes=resident_bytes)
+    # Raises here what `choose_num_blocks` would later, as far as that is certain.
+    most_blocks(
+        cache, cfg, max_model_len=max_model_len, reserved_bytes=0, resident_bytes=resident_bytes
+    )
     return cache
 
 
@@ -405,20 +414,3 @@ def _check_group(tp: TensorParallel, cfg: EngineConfig) -> None:
             f"group of {tp.size}: pass tensor_parallel=TensorParallel.from_environment(...) and "
             "the model that shard_model makes for it"
         )
-
-
-def _require_fp8(device: torch.device) -> None:
-    """Raise UserError where a GPU has no eight-bit floats."""
-    if device.type != "cuda":
-        return
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 9):
-        raise UserError(
-            f"engine.kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or more, {device} "
-            f"({torch.cuda.get_device_name(device)}) has {major}.{minor}; use auto"
-        )
-
-
-def _bytes_per_sequence(vocab_size: int, max_model_len: int, cfg: EngineConfig) -> int:
-    """Device memory of a running sequence besides keys and values: float32 logits, block table."""
-    return 4 * vocab_size + 4 * (max_model_len // cfg.block_size + 1)

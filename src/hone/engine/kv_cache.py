@@ -21,9 +21,9 @@ __all__ = [
     "available_bytes",
     "blocks_for",
     "cache_dtype",
-    "check_cache_size",
     "check_max_num_seqs",
     "choose_num_blocks",
+    "most_blocks",
 ]
 
 logger = logging.getLogger(__name__)
@@ -84,11 +84,10 @@ class KVCache:
         """Make the tensors, filled with zeros.
 
         Attention in plain torch multiplies masked keys and values by zero, which only finite values
-        survive. Raises UserError with both sizes where memory is lacking, RuntimeError unless
-        nothing is allocated.
+        survive. Raises UserError with both sizes where memory is lacking.
         """
-        if self.layers or self.is_asleep:
-            raise RuntimeError("allocate() of a KV cache that is allocated; call free() first")
+        assert not self.layers
+        assert not self.is_asleep
         self._num_blocks = num_blocks
         self._require_memory()
         if self.device.type == "cpu":
@@ -118,10 +117,9 @@ class KVCache:
     def sleep(self) -> None:
         """Give the memory back, on CUDA to the driver; what was stored is lost.
 
-        Waits for the device. Raises RuntimeError unless the cache is allocated and awake.
+        Waits for the device.
         """
-        if not self.layers:
-            raise RuntimeError("sleep() of a KV cache that is not awake")
+        assert self.layers
         self.layers = []
         self.is_asleep = True
         if self._arena is not None:
@@ -132,10 +130,9 @@ class KVCache:
 
         Where the driver has too little, torch first returns the cached blocks that it does not
         use. Raises UserError with both sizes where that is not enough: the cache then still sleeps,
-        holds no memory, and `wake` can be called again. Raises RuntimeError unless asleep.
+        holds no memory, and `wake` can be called again.
         """
-        if not self.is_asleep:
-            raise RuntimeError("wake() of a KV cache that does not sleep")
+        assert self.is_asleep
         self._require_memory()
         if self._arena is None:
             self.layers = self._host_layers()
@@ -217,14 +214,15 @@ def check_max_num_seqs(
     before any of this is taken; `resident_bytes` as in `choose_num_blocks`.
     """
     smallest = blocks_for(max_model_len, cache.block_size) * cache.block_bytes
-    budget = available_bytes(cache.device)
-    source = f"{budget / _GIB:.2f} GiB available on {cache.device}"
     if cache.device.type == "cuda":
-        total, budget = _cuda_memory(cache.device)
-        source = f"{budget / _GIB:.2f} GiB free on {cache.device}"
-        share = int(total * cfg.gpu_memory_utilization) - resident_bytes
-        if cfg.kv_cache_gib is None and share < budget:
-            budget, source = share, _share_in_words(total, cfg, resident_bytes)
+        total, free = _cuda_memory(cache.device)
+        limits = [(free, f"{free / _GIB:.2f} GiB free on {cache.device}")]
+        if cfg.kv_cache_gib is None:
+            limits.append(_share(total, cfg, resident_bytes))
+    else:
+        free = available_bytes(cache.device)
+        limits = [(free, f"{free / _GIB:.2f} GiB available on {cache.device}")]
+    budget, source = min(limits)
     most = (budget - smallest) // bytes_per_sequence
     if cfg.max_num_seqs <= most:
         return
@@ -247,24 +245,15 @@ def choose_num_blocks(
     reserved_bytes: int,
     resident_bytes: int = 0,
 ) -> int:
-    """Blocks in the cache, by `EngineConfig.kv_cache_gib` or `gpu_memory_utilization`.
+    """Blocks in the cache: `most_blocks`, but no more than `max_num_seqs` sequences of
+    `max_model_len` tokens use.
 
-    To be called after a profiling run, when all that the engine holds for good is there. On CUDA
-    the cache gets the smallest of
-
-    * its share: `gpu_memory_utilization` of the total memory, less the `resident_bytes` that the
-      engine holds already (weights it owns, state of its sequences) and the `reserved_bytes` that
-      one step takes (activations),
-    * what is really free once torch has returned its unused blocks, whoever holds the rest, less
-      `reserved_bytes` and a margin of 512 MiB for graphs and kernels that are loaded later,
-    * what `max_num_seqs` sequences of `max_model_len` tokens use.
-
-    Logs the choice and what decided it. That fewer sequences of full length fit than may run is
-    normal: the scheduler preempts. Raises ValueError with all numbers for a cache that cannot hold
-    one such sequence.
+    To be called after a profiling run, when all that the engine holds for good is there. Logs the
+    choice and what decided it. That fewer sequences of full length fit than may run is normal: the
+    scheduler preempts.
     """
     per_sequence = blocks_for(max_model_len, cache.block_size)
-    num_blocks, source = _most_blocks(
+    num_blocks, source = most_blocks(
         cache,
         cfg,
         max_model_len=max_model_len,
@@ -288,19 +277,7 @@ def choose_num_blocks(
     return num_blocks
 
 
-def check_cache_size(
-    cache: KVCache, cfg: EngineConfig, *, max_model_len: int, resident_bytes: int = 0
-) -> None:
-    """Raise ValueError where `choose_num_blocks` will, as far as that is certain beforehand.
-
-    `resident_bytes` may be of weights that are not loaded yet.
-    """
-    _most_blocks(
-        cache, cfg, max_model_len=max_model_len, reserved_bytes=0, resident_bytes=resident_bytes
-    )
-
-
-def _most_blocks(
+def most_blocks(
     cache: KVCache,
     cfg: EngineConfig,
     *,
@@ -308,12 +285,31 @@ def _most_blocks(
     reserved_bytes: int,
     resident_bytes: int,
 ) -> tuple[int, str]:
-    """Blocks that memory allows, and what decides; ValueError where one sequence takes more."""
+    """Blocks that `kv_cache_gib` or memory allows, and what decides, in words. On CUDA the smaller
+
+    * of its share: `gpu_memory_utilization` of the total memory, less the `resident_bytes` that the
+      engine holds (weights it owns, loaded already or not, state of its sequences) and the
+      `reserved_bytes` that one step takes (activations),
+    * and of what is really free once torch has returned its unused blocks, whoever holds the rest,
+      less `reserved_bytes` and a margin of 512 MiB for graphs and kernels that are loaded later.
+
+    Raises ValueError with all numbers where that does not hold one sequence of `max_model_len`.
+    """
     per_sequence = blocks_for(max_model_len, cache.block_size)
     if cfg.kv_cache_gib is not None:
         limits = [(int(cfg.kv_cache_gib * _GIB), f"engine.kv_cache_gib={cfg.kv_cache_gib}")]
     elif cache.device.type == "cuda":
-        limits = _cuda_limits(cache.device, cfg, reserved_bytes, resident_bytes)
+        total, free = _cuda_memory(cache.device)
+        share, words = _share(total, cfg, resident_bytes)
+        step = f"less {reserved_bytes / _GIB:.2f} GiB for one step"
+        margin = f"a margin of {_MARGIN_BYTES / _GIB:.2f} GiB"
+        limits = [
+            (share - reserved_bytes, f"{words}, {step}"),
+            (
+                free - reserved_bytes - _MARGIN_BYTES,
+                f"{free / _GIB:.2f} GiB free on {cache.device}, {step} and {margin}",
+            ),
+        ]
     else:
         limits = [(CPU_CACHE_GIB * _GIB, "the default of 1 GiB (engine.kv_cache_gib)")]
     (size, source), *others = sorted(limits)
@@ -329,25 +325,9 @@ def _most_blocks(
     return num_blocks, source
 
 
-def _cuda_limits(
-    device: torch.device, cfg: EngineConfig, reserved_bytes: int, resident_bytes: int
-) -> list[tuple[int, str]]:
-    """Bytes that the cache may take by each limit, and the limit in words."""
-    total, free = _cuda_memory(device)
-    share = int(total * cfg.gpu_memory_utilization) - resident_bytes
-    step = f"{reserved_bytes / _GIB:.2f} GiB for one step"
-    margin = f"a margin of {_MARGIN_BYTES / _GIB:.2f} GiB"
-    return [
-        (share - reserved_bytes, f"{_share_in_words(total, cfg, resident_bytes)}, less {step}"),
-        (
-            free - reserved_bytes - _MARGIN_BYTES,
-            f"{free / _GIB:.2f} GiB free on {device}, less {step} and {margin}",
-        ),
-    ]
-
-
-def _share_in_words(total: int, cfg: EngineConfig, resident_bytes: int) -> str:
-    return (
+def _share(total: int, cfg: EngineConfig, resident_bytes: int) -> tuple[int, str]:
+    """The engine's share of a GPU's memory, less what it holds: bytes, and the same in words."""
+    return int(total * cfg.gpu_memory_utilization) - resident_bytes, (
         f"engine.gpu_memory_utilization={cfg.gpu_memory_utilization} of {total / _GIB:.1f} GiB, "
         f"less {resident_bytes / _GIB:.2f} GiB that the engine holds"
     )
