@@ -30,7 +30,8 @@ from hone.config.rules import findings
 from hone.config.trainer import OptimizerConfig, TrainerConfig
 from hone.config.tree import RLConfig
 from hone.data.arithmetic import ALPHABET
-from hone.engine.engine import EmbeddedEngine, EngineState
+from hone.engine.base import EngineState
+from hone.engine.engine import EmbeddedEngine
 from hone.families.registry import FUSED_FAMILIES
 from hone.loops import loop
 from hone.models.tiny import make_char_tokenizer, make_tiny_model

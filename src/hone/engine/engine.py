@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from enum import StrEnum
 from time import perf_counter
 
 import torch
@@ -21,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
+from hone.engine.base import EngineBase, EngineState, check_context
 from hone.engine.block_manager import BlockManager
 from hone.engine.kv_cache import (
     KVCache,
@@ -30,29 +30,17 @@ from hone.engine.kv_cache import (
     most_blocks,
 )
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
-from hone.engine.requests import RequestValidator
 from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
 from hone.models.generation import generation_model
-from hone.models.manifest import build_manifest, compare, export_weights
-from hone.models.support import context_length
+from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.types import Completion, EngineStats, Request, StopReason, WeightManifest
 
 __all__ = ["EmbeddedEngine", "EngineState", "make_cache"]
 
 
-class EngineState(StrEnum):
-    """What an engine may do: sampling needs `awake`."""
-
-    AWAKE = "awake"
-    SYNCING = "syncing"
-    """Between `begin_sync` and `finish_sync`: the weights may be half old, half new."""
-    ASLEEP = "asleep"
-    """The KV cache is freed."""
-
-
-class EmbeddedEngine:
+class EmbeddedEngine(EngineBase):
     """The `Engine` protocol over a transformers model with attention `hone`, on its device.
 
     The model's parameters may be aliases of a trainer's, who then owns them:
@@ -84,25 +72,22 @@ class EmbeddedEngine:
         exact: bool = False,
     ) -> None:
         tp = tensor_parallel or TensorParallel(rank=0, size=1, device=model.device)
-        _check_group(tp, cfg)
+        super().__init__(
+            model.config,
+            cfg,
+            eos_token_ids=eos_token_ids,
+            tokenizer=tokenizer,
+            max_model_len=max_model_len,
+            tensor_parallel=tp,
+        )
         if exact and (cfg.kv_cache_dtype == "fp8" or tp.size > 1):
             raise ValueError(
                 "exact mode has neither FP8 keys and values nor tensor parallelism: got "
                 f"engine.kv_cache_dtype={cfg.kv_cache_dtype}, "
                 f"engine.tensor_parallel_size={tp.size}; use auto and 1"
             )
-        self._tensor_parallel = tp
         self.model = model
-        asked = max_model_len or cfg.max_model_len
-        self.max_model_len = asked or context_length(model.config)
         self.state = EngineState.AWAKE
-        vocab_size = int(model.config.vocab_size)
-        self._validator = RequestValidator(
-            vocab_size=vocab_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=eos_token_ids,
-            tokenizer=tokenizer,
-        )
         resident = sum(tensor.nbytes for tensor in model.parameters()) if owns_weights else 0
         self._cache = make_cache(
             model.config,
@@ -115,7 +100,7 @@ class EmbeddedEngine:
         self._runner = ModelRunner(
             generation_model(model, compile=cfg.compile, tp=tp, exact=exact),
             self._cache,
-            vocab_size=vocab_size,
+            vocab_size=int(model.config.vocab_size),
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -145,21 +130,10 @@ class EmbeddedEngine:
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
         )
-        self._sequences: dict[str, Sequence] = {}
         self._in_flight: deque[LaunchedStep] = deque()
         # A CPU has computed a step when its launch returns.
         self._max_in_flight = 1 if model.device.type == "cuda" else 0
         self._finished: list[Completion] = []
-        self._weight_version = 0
-        self._num_generated_tokens = 0
-        self._num_first_tokens = 0
-        self._num_steps = 0
-        self._busy_s = 0.0
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that sample now; 0 before the first sync."""
-        return self._weight_version
 
     @property
     def has_unfinished(self) -> bool:
@@ -172,7 +146,7 @@ class EmbeddedEngine:
         Raises ValueError for one that can never fit, is malformed, or reuses an unfinished id.
         """
         in_use = self._sequences.keys() | {done.request_id for done in self._finished}
-        added = self._validator.take(requests, in_use)
+        added = self._new_sequences(requests, in_use)
         self._sequences.update(added)
         for new in added.values():
             self._scheduler.add(new)
@@ -263,16 +237,9 @@ class EmbeddedEngine:
         and stays in sync: the weights can be delivered again.
         """
         self._require(EngineState.SYNCING, call="finish_sync")
-        found = build_manifest(self.named_weights(), manifest.version, are_held=True)
-        diff = compare(manifest, found)
-        is_complete = self._tensor_parallel.smallest(not diff)
-        if not is_complete:
-            raise RuntimeError(
-                f"weight sync to version {manifest.version} is incomplete: "
-                + (diff.describe() if diff else "on another rank")
-            )
+        self._require_delivered(manifest)
         self._runner.model.require_in_place()  # or other memory samples than was described
-        self._weight_version = manifest.version
+        self.weight_version = manifest.version
         if self._runner.recalibrate():
             self._requeue()
         else:
@@ -301,7 +268,7 @@ class EmbeddedEngine:
         started_s = perf_counter()
         plan = self._scheduler.schedule()
         if plan:
-            self._in_flight.append(self._runner.launch(plan, self._weight_version))
+            self._in_flight.append(self._runner.launch(plan, self.weight_version))
             self._num_steps += 1
         self._collect(self._max_in_flight if plan else 0)
         self._busy_s += perf_counter() - started_s
@@ -356,12 +323,6 @@ class EmbeddedEngine:
         if reason is not None:
             ended[sequence] = reason
 
-    def _require(self, *states: EngineState, call: str) -> None:
-        if self.state not in states:
-            raise RuntimeError(
-                f"{call}() needs an engine that is {' or '.join(states)}; this one is {self.state}"
-            )
-
 
 def make_cache(
     config: PreTrainedConfig,
@@ -379,11 +340,7 @@ def make_cache(
     `max_model_len` tokens fit neither the model's context nor memory, UserError for an FP8 cache on
     a GPU without.
     """
-    if max_model_len > context_length(config):
-        raise ValueError(
-            f"engine.max_model_len={max_model_len} exceeds the model's context length of "
-            f"{context_length(config)} tokens"
-        )
+    check_context(config, max_model_len)
     if cfg.kv_cache_dtype == "fp8" and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 9):
@@ -405,12 +362,3 @@ def make_cache(
         cache, cfg, max_model_len=max_model_len, reserved_bytes=0, resident_bytes=resident_bytes
     )
     return cache
-
-
-def _check_group(tp: TensorParallel, cfg: EngineConfig) -> None:
-    if tp.size != cfg.tensor_parallel_size:
-        raise ValueError(
-            f"engine.tensor_parallel_size={cfg.tensor_parallel_size}, but the engine was given a "
-            f"group of {tp.size}: pass tensor_parallel=TensorParallel.from_environment(...) and "
-            "the model that shard_model makes for it"
-        )

@@ -29,11 +29,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.engine import EngineConfig
 from hone.config.vllm import LOWEST_TEMPERATURE
-from hone.engine.engine import EngineState
-from hone.engine.requests import RequestValidator
+from hone.engine.base import EngineBase, EngineState
 from hone.engine.sequence import Sequence
-from hone.models.manifest import build_manifest, compare, export_weights
-from hone.models.support import context_length
+from hone.models.manifest import build_manifest, export_weights
 from hone.models.tensor_parallel import TensorParallel
 from hone.rollout.vllm_setup import make_vllm
 from hone.rollout.vllm_weights import VLLMWeights, check_reads_weights
@@ -43,7 +41,7 @@ from hone.weights.sync import deliver, match_layout
 __all__ = ["VLLMEngine"]
 
 
-class VLLMEngine:
+class VLLMEngine(EngineBase):
     """The `Engine` protocol over vLLM, with a copy of the weights of `model`.
 
     `model` gives architecture, dtype and, unless it lies on the meta device, the first weights, as
@@ -81,17 +79,17 @@ class VLLMEngine:
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
         device = device or model.device
-        self.max_model_len = max_model_len or cfg.max_model_len or context_length(model.config)
         tp = tensor_parallel or TensorParallel(rank=0, size=1, device=device)
-        self._vllm, self._llm = make_vllm(
-            model, cfg, device=device, max_model_len=self.max_model_len, tp=tp
-        )
-        self._tensor_parallel = tp
-        self._validator = RequestValidator(
-            vocab_size=int(model.config.vocab_size),
-            max_model_len=self.max_model_len,
+        super().__init__(
+            model.config,
+            cfg,
             eos_token_ids=eos_token_ids,
             tokenizer=tokenizer,
+            max_model_len=max_model_len,
+            tensor_parallel=tp,
+        )
+        self._vllm, self._llm = make_vllm(
+            model, cfg, device=device, max_model_len=self.max_model_len, tp=tp
         )
         self._caches_prefixes = cfg.enable_prefix_caching
         self._sleep_level = cfg.sleep_level
@@ -106,26 +104,15 @@ class VLLMEngine:
         self._llm.logger_manager = self._counters
         self.state = EngineState.SYNCING
         self._lacks_weights = True
-        self._sequences: dict[str, Sequence] = {}
         self._keys: dict[str, str] = {}
         """Name at vLLM of each request: one that is handed over anew gets another."""
         self._by_key: dict[str, Sequence] = {}
         self._handed_over = count()
-        self._weight_version = 0
         self._num_syncs = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
-        self._num_generated_tokens = 0
-        self._num_first_tokens = 0
-        self._num_steps = 0
-        self._busy_s = 0.0
         if model.device.type != "meta":
             self._adopt(model)
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that sample now; 0 before the first sync."""
-        return self._weight_version
 
     @property
     def has_unfinished(self) -> bool:
@@ -140,7 +127,7 @@ class VLLMEngine:
         """
         for request in requests:
             _check_temperature(request)
-        added = self._validator.take(requests, self._sequences)
+        added = self._new_sequences(requests, self._sequences)
         self._sequences |= added
         if self.state is not EngineState.ASLEEP:  # else `wake` does it
             self._hand_over(added.values())
@@ -245,15 +232,8 @@ class VLLMEngine:
         missing, unexpected and different tensors, and stays in sync.
         """
         self._require(EngineState.SYNCING, call="finish_sync")
-        found = build_manifest(self.named_weights(), manifest.version, are_held=True)
-        diff = compare(manifest, found)
-        is_complete = self._tensor_parallel.smallest(not diff)
-        if not is_complete:
-            raise RuntimeError(
-                f"weight sync to version {manifest.version} is incomplete: "
-                + (diff.describe() if diff else "on another rank")
-            )
-        self._weight_version = manifest.version
+        self._require_delivered(manifest)
+        self.weight_version = manifest.version
         self._lacks_weights = False
         self._num_syncs += 1
         self.state = EngineState.AWAKE
@@ -340,7 +320,7 @@ class VLLMEngine:
             self._num_first_tokens += not sequence.logprobs
         for token_id, found in zip(sampled.token_ids, sampled.logprobs or (), strict=True):
             logprob = float(found[token_id].logprob)
-            reason = sequence.append(int(token_id), logprob, self._weight_version)
+            reason = sequence.append(int(token_id), logprob, self.weight_version)
             sequence.is_decoding = True
             self._num_generated_tokens += 1
             if reason is not None:
@@ -395,16 +375,10 @@ class VLLMEngine:
         deliver([(targets[name], part) for name, part in parts.items()])
         self.finish_sync(build_manifest(parts.items(), 0))
 
-    def _require(self, *states: EngineState, call: str) -> None:
-        if self.state in states:
-            return
-        hint = ""
+    def _require(self, *states: EngineState, call: str, hint: str = "") -> None:
         if self.state is EngineState.SYNCING and self._lacks_weights:
             hint = " and has no weights yet, or none since it slept: deliver them by a sync"
-        raise RuntimeError(
-            f"{call}() needs an engine that is {' or '.join(states)}; this one is "
-            f"{self.state}{hint}"
-        )
+        super()._require(*states, call=call, hint=hint)
 
 
 @dataclass(slots=True)

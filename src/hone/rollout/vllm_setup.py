@@ -29,7 +29,6 @@ from hone.config.errors import UserError
 from hone.config.extras import import_extra
 from hone.config.vllm import VERSIONS, is_served
 from hone.engine.kv_cache import KVCache
-from hone.models.support import context_length
 from hone.models.tensor_parallel import TensorParallel
 from hone.rollout.vllm_weights import unpacked_weights
 
@@ -61,39 +60,18 @@ def make_vllm(
     """The package, and a `vllm.LLMEngine` on `device` with weights of no meaning.
 
     Of `model` architecture and dtype are used. Raises UserError where vLLM is not installed or
-    cannot serve the model; ValueError where `max_model_len` exceeds
-    the model's context, or `tp` is not what `cfg` asks for.
+    cannot serve the model.
     """
-    _check(model.config, cfg, device, max_model_len, tp)
-    vllm = import_vllm(device)
-    if device.type == "cpu":
-        _check_head_dim(model.config)
-    options = _options(model, cfg, device, max_model_len, tp)
-    return vllm, _make(vllm, model.config, options, on_cpu=device.type == "cpu")
-
-
-def _check(
-    config: PreTrainedConfig,
-    cfg: EngineConfig,
-    device: torch.device,
-    max_model_len: int,
-    tp: TensorParallel,
-) -> None:
-    if max_model_len > context_length(config):
-        raise ValueError(
-            f"engine.max_model_len={max_model_len} exceeds the model's context length of "
-            f"{context_length(config)} tokens"
-        )
-    if tp.size != cfg.tensor_parallel_size:
-        raise ValueError(
-            f"engine.tensor_parallel_size={cfg.tensor_parallel_size}, but the engine was given a "
-            f"group of {tp.size}: pass tensor_parallel=TensorParallel.from_environment(...)"
-        )
     if device.type == "cuda" and (device.index or 0) != 0 and not _is_one_of_several():
         raise UserError(
             f"vLLM takes the first GPU that this process sees, got {device}: set "
             f"CUDA_VISIBLE_DEVICES={device.index} and use cuda:0"
         )
+    vllm = import_vllm(device)
+    if device.type == "cpu":
+        _check_head_dim(model.config)
+    options = _options(model, cfg, device, max_model_len, tp)
+    return vllm, _make(vllm, model.config, options, on_cpu=device.type == "cpu")
 
 
 def _is_one_of_several() -> bool:
