@@ -123,7 +123,7 @@ def batches(
     for version in range(first, first + num_steps):
         yield collect(collector, version)
         for _ in range(num_polls()):
-            collector.poll(0.0)
+            collector._poll(0.0)
         bring_weights(collector, version + 1)
 
 
@@ -193,7 +193,9 @@ SYNCHRONOUS: dict[str, dict[str, Any]] = {
     },
 }
 COUNTED = [
-    f.name for f in fields(RolloutCounts) if f.name not in ("wait_s", "counted_s", "reward_p99_s")
+    f.name
+    for f in fields(RolloutCounts)
+    if f.name not in ("wait_s", "counted_s", "reward_p99_s", "staleness")
 ]
 
 
@@ -405,19 +407,19 @@ def test_R19_room_is_filled_in_the_call_that_makes_it() -> None:
     engine = collector.engine
     collect(collector, 0)
     bring_weights(collector, 1)
-    collector.poll(0.0)
+    collector._poll(0.0)
     assert len(collector._buffer) == 8, "two batches: one to train next, one ahead"
     collector._counting.num_dropped_groups = 0
     while not collector._counting.num_dropped_groups:
         before = len(engine.submitted)
-        collector.poll(0.0)
+        collector._poll(0.0)
     dropped = collector._counting.num_dropped_groups
     assert len(engine.submitted) - before == 2 * dropped
     assert len(collector._buffer) == 8
     collect(collector, 1)
     assert len(collector._buffer) == 4, "the batch in training leaves one ahead"
     bring_weights(collector, 2)
-    collector.poll(0.0)
+    collector._poll(0.0)
     assert len(collector._buffer) == 8
 
 
@@ -504,7 +506,7 @@ def test_a_sample_interrupted_often_enough_finishes_first(limit: int, in_flight:
         num_versions += versions_of(collect(collector, version))
         with collector.pause(version + 1, lambda *counts: calls.append(counts)):
             with pytest.raises(AssertionError, match="pause"):
-                collector.poll(0.0)
+                collector.collect(version + 1)
             unfinished = [entry for entry in collector._buffer if not entry.generated]
             assert all(entry.aborted_count <= limit for entry in unfinished)
             collector.engine.weight_version = version + 1  # type: ignore[misc]
@@ -660,7 +662,7 @@ def test_a_thread_polls_while_the_caller_trains() -> None:
     collector.engine.step = noted  # type: ignore[method-assign]
     with collector.background():
         idle = collector.idle()
-        for call in (lambda: collector.poll(0.0), lambda: collect(collector, 1), idle.__enter__):
+        for call in (lambda: collector.collect(1), idle.__enter__):
             with pytest.raises(AssertionError, match="background"):
                 call()
         while collector._is_busy:  # until all that may be begun is complete
@@ -699,7 +701,7 @@ def test_an_error_of_the_thread_reaches_the_caller() -> None:
         trains()
     assert "Broken" in caught.value.__notes__[0]
     with pytest.raises(Broken):
-        collector.poll(0.0)
+        collector._poll(0.0)
 
 
 # --- failures, size, metrics -------------------------------------------------------------------

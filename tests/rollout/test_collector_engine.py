@@ -35,7 +35,9 @@ OPTIONS = {
     "truncated_samples": "mask",
     "mask_off_policy_tokens": True,
 }
-COUNTED = [f.name for f in fields(RolloutCounts) if not f.name.endswith("_s")]
+COUNTED = [
+    f.name for f in fields(RolloutCounts) if not f.name.endswith("_s") and f.name != "staleness"
+]
 
 
 class Prompts:
@@ -99,7 +101,7 @@ def batches(ahead: Collector, versions: range, num_polls: int) -> Iterator[Any]:
     for version in versions:
         yield [group_to_dict(group) for group in ahead.collect(version + 1)]
         for _ in range(num_polls):
-            ahead.poll(0.0)
+            ahead._poll(0.0)
         with ahead.pause(version + 1):
             set_weights(ahead.engine, version + 1)  # type: ignore[arg-type]
 

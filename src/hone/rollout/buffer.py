@@ -7,7 +7,7 @@ group. The collector decides how many groups are started and which of them make 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from time import monotonic
 from typing import Any, Protocol
@@ -17,12 +17,7 @@ from hone.config.rollout import RolloutConfig
 from hone.rewards.scorer import ScorerStats, check_failure_rate
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.requests import Decode, requests_for, sample_of
-from hone.rollout.state import (
-    group_from_dict,
-    group_to_dict,
-    request_from_dict,
-    request_to_dict,
-)
+from hone.rollout.state import group_from_dict, group_to_dict, request_from_dict
 from hone.types import (
     Completion,
     EngineStats,
@@ -290,7 +285,7 @@ class Buffer:
             "groups": [
                 {
                     "group": group_to_dict(entry.group),
-                    "requests": {str(i): request_to_dict(r) for i, r in entry.requests.items()},
+                    "requests": {str(i): asdict(r) for i, r in entry.requests.items()},
                     "order": entry.order,
                     "start_version": entry.start_version,
                     "aborted_count": entry.aborted_count,

@@ -47,7 +47,7 @@ from hone.rollout.buffer import (
     check_failures,
     has_reward_variance,
 )
-from hone.rollout.counts import AheadCounts, RolloutCounts
+from hone.rollout.counts import RolloutCounts
 from hone.rollout.requests import Decode
 from hone.rollout.state import sample_of_values, sample_values
 from hone.types import Completion, Group, SamplingEngine
@@ -184,11 +184,11 @@ class Collector:
     _is_submitted: bool = True
     """The engines have the requests of all groups in the buffer."""
     _is_idle: bool = True
-    _is_syncing: bool = False
-    _is_in_background: bool = False
+    _inside: str = ""
+    """The context that the caller must leave before it asks for anything else."""
 
     def __post_init__(self) -> None:
-        self._counting = self._new_counts()
+        self._counting = RolloutCounts()
         self._buffer = Buffer(
             self.engine,
             self.scorer,
@@ -212,9 +212,9 @@ class Collector:
         FailureRateError as soon as a process alone has more failed samples than `max_failure_rate`
         allows of the step.
         """
+        assert not self._inside, f"leave {self._inside}() first"
         if self._is_idle:
             self._resume()
-        self._check_free()
         start = perf_counter()
         self._set_version(step - 1)
         self._submit_withdrawn()
@@ -239,10 +239,9 @@ class Collector:
         if self._num_ahead == 0:
             yield
             return
-        self._check_free()
         stop = Event()
         with ThreadPoolExecutor(1, thread_name_prefix="rollout") as pool:
-            self._is_in_background = True
+            self._inside = "background"
             polling = pool.submit(self._poll_until, stop)
             try:
                 yield
@@ -254,7 +253,7 @@ class Collector:
             finally:
                 stop.set()
                 wait([polling])
-                self._is_in_background = False
+                self._inside = ""
             polling.result()
 
     @contextmanager
@@ -262,12 +261,12 @@ class Collector:
         """Inside, the engine receives `version`; unfinished samples are as `pipeline.in_flight`
         says, and nothing is polled. Samples that were interrupted `rollout.max_aborted_count` times
         are finished before, with `progress` called after each step of the engine."""
-        assert not self._is_in_background, "a thread polls; leave background() first"
+        assert not self._inside, f"leave {self._inside}() first"
         if self._is_submitted and not self._is_idle:
             self._stop_for_weights(progress)
-        self._is_syncing = True
+        self._inside = "pause"
         yield
-        self._is_syncing = False
+        self._inside = ""
         self._set_version(version)
         if not self._is_idle:
             self._submit_withdrawn()
@@ -276,24 +275,13 @@ class Collector:
     def idle(self) -> Generator[None]:
         """Inside, engine and scorer are the caller's, for an evaluation or a checkpoint: samples
         keep their tokens, not their keys and values. No interruption for `max_aborted_count`."""
+        assert not self._inside, f"leave {self._inside}() first"
         if self._is_idle:
             yield
             return
-        self._check_free()
         self._suspend()
         yield
         self._resume()
-
-    def poll(self, timeout_s: float) -> bool:
-        """Ahead of the training: one step of the engine; its completions are scored, its scores put
-        into groups, and groups started where there is room.
-
-        Waits at most `timeout_s` for a score where the engine has nothing to do. Returns whether
-        anything is left to do before the next batch is taken or the weights change.
-        """
-        self._check_free()
-        self._poll(timeout_s)
-        return self._is_busy
 
     # -- not ahead: one round after the other ----------------------------------------------------
 
@@ -368,7 +356,7 @@ class Collector:
         self._rounds = self._new_rounds(size - sum(entry.complete for entry in self._buffer))
         self._admit()
         while (batch := self._choose_batch()) is None:
-            assert self._is_busy, f"no batch of {size} in {self._describe()}"
+            assert self._is_busy, f"no batch of {size} in {len(self._buffer)} groups"
             self._poll(SCORE_WAIT_S)
             self._check_failures(size)
             self._report(progress, size)
@@ -507,8 +495,7 @@ class Collector:
             late = [entries[position] for position in positions]
         for entry in late:
             self._buffer.discard(entry, is_in_engine=self._is_submitted)
-        if isinstance(self._counting, AheadCounts):
-            self._counting.num_too_old += len(late)
+        self._counting.num_too_old += len(late)
 
     # -- interruptions and state -----------------------------------------------------------------
 
@@ -546,14 +533,11 @@ class Collector:
         Groups that can no longer be trained within the bound on staleness are dropped by the next
         `collect`, and counted.
         """
-        assert not len(self._buffer), self._describe()
+        assert not len(self._buffer)
         self._buffer.load_state_dict(state)
         self._is_submitted = False
 
     # -- counts ----------------------------------------------------------------------------------
-
-    def _new_counts(self) -> RolloutCounts:
-        return AheadCounts() if self.pipeline_cfg.enabled else RolloutCounts()
 
     def _new_rounds(self, num_missing: int) -> _Rounds:
         return _Rounds(num_missing, self.rollout_cfg.max_refill_rounds)
@@ -561,14 +545,14 @@ class Collector:
     def _close_counts(self, batch: list[InFlightGroup], seconds: float) -> None:
         self._buffer.count()
         counts = self._counting
-        if isinstance(counts, AheadCounts):
+        if self.pipeline_cfg.enabled:
             counts.staleness = [self._next_update - 1 - entry.start_version for entry in batch]
             assert max(counts.staleness, default=0) <= self.pipeline_cfg.max_staleness
             counts.wait_s = seconds
             counts.num_buffered_groups = sum(entry.complete for entry in self._buffer)
             counts.num_in_flight_samples = sum(len(entry.requests) for entry in self._buffer)
         self.counts = RolloutCounts.over(self.comm.gather(counts))
-        self._counting = self._buffer.counts = self._new_counts()
+        self._counting = self._buffer.counts = RolloutCounts()
 
     def _check_failures(self, num_wanted: int) -> None:
         """Raise FailureRateError where too many samples have failed, however the rest is scored."""
@@ -585,15 +569,3 @@ class Collector:
         num_groups = min(num_groups, len(own))
         num_finished = sum(nlargest(num_groups, (entry.num_finished for entry in own)))
         progress(num_finished, num_groups * self.rollout_cfg.n_samples_per_prompt)
-
-    # -- invariants ------------------------------------------------------------------------------
-
-    def _check_free(self) -> None:
-        """The buffer is the caller's, and the engine may step."""
-        assert not self._is_in_background, "a thread polls; leave background() first"
-        assert not self._is_idle, "leave idle() first"
-        assert not self._is_syncing, "leave pause() first"
-
-    def _describe(self) -> str:
-        num_complete = sum(entry.complete for entry in self._buffer)
-        return f"{len(self._buffer)} groups, {num_complete} complete; {self._version=}"

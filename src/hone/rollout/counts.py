@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hone.types import Group
 
-__all__ = ["AheadCounts", "RolloutCounts"]
+__all__ = ["RolloutCounts"]
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class RolloutCounts:
     """Samples of these that failed."""
     num_refill_rounds: int = 0
     num_carried_samples: int = 0
-    """Unfinished samples handed to the next step."""
+    """Unfinished samples handed to the next step, or when the weights changed."""
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
     num_preemptions: int = 0
@@ -38,7 +38,16 @@ class RolloutCounts:
     """99th percentile of the time in reward functions; nan where nothing was scored. Of the process
     where it is largest."""
     wait_s: float = 0.0
-    """Longest time that a process waited for the others' groups, or for its batch of a stream."""
+    """Longest time that a process waited for the others' groups, or for its batch ahead of the
+    training."""
+    staleness: list[int] | None = None
+    """With `pipeline.enabled`, updates between the weights that began a group and its training."""
+    num_too_old: int = 0
+    """Groups dropped because they could not be trained within `pipeline.max_staleness`."""
+    num_buffered_groups: int = 0
+    """Complete groups left when the batch was taken."""
+    num_in_flight_samples: int = 0
+    """Unfinished samples when the batch was taken, those begun in its place included."""
 
     def count_dropped(self, group: Group) -> None:
         """Count a group that dynamic sampling drops."""
@@ -70,20 +79,3 @@ _OF_ONE_PROCESS = (
     "num_kills",
 )
 """Counts of what a process does with its own groups; the others are equal in all."""
-
-
-@dataclass(slots=True)
-class AheadCounts(RolloutCounts):
-    """What happened in a stream between one batch and the next, evaluations left out.
-
-    Its `num_carried_samples` were unfinished when the weights changed.
-    """
-
-    staleness: list[int] = field(default_factory=list[int])
-    """Updates between the weights that began a group of the batch and its training."""
-    num_too_old: int = 0
-    """Groups dropped because they could not be trained within `pipeline.max_staleness`."""
-    num_buffered_groups: int = 0
-    """Complete groups left when the batch was taken."""
-    num_in_flight_samples: int = 0
-    """Unfinished samples when the batch was taken, those begun in its place included."""

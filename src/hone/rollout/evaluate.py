@@ -75,13 +75,13 @@ def evaluate(
     shares = comm.gather(None if own is None else [sample_values(sample) for sample in own])
     if None in shares:
         return None
-    by_prompt: dict[int, list[Sample]] = defaultdict(list)
-    for rank, theirs in enumerate(shares):
-        assert theirs is not None
-        for position, values in enumerate(theirs):
-            number = rank + comm.size * (position // cfg.n_samples_per_prompt)
-            by_prompt[number].append(sample_of_values(values, prompts[number]))
-    return [sample for number in sorted(by_prompt) for sample in by_prompt[number]]
+    found: list[Sample] = []
+    for number, prompt in enumerate(prompts):  # that of number n is with process n modulo the size
+        share = shares[number % comm.size] or []
+        start = number // comm.size * cfg.n_samples_per_prompt
+        values = share[start : start + cfg.n_samples_per_prompt]
+        found += [sample_of_values(one, prompt) for one in values]
+    return found
 
 
 def _submit(

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from hone.algorithms.advantages import has_spread
 from hone.observe.metrics import Distribution, Last, Max, Mean, Metrics, Min, Sum
-from hone.rollout.counts import AheadCounts, RolloutCounts
+from hone.rollout.counts import RolloutCounts
 from hone.types import FailureKind, Group, Sample, StopReason
 
 __all__ = ["rollout_metrics"]
 
 
 def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
-    """Metrics under `rollout/` and `reward/`, and those of a stream where it counted.
+    """Metrics under `rollout/` and `reward/`, and those of sampling ahead.
 
     Failed samples are counted and enter no mean.
     """
@@ -26,7 +26,7 @@ def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
         | _sample_metrics(samples, valid)
         | _group_metrics(groups)
         | _machine_metrics(counts)
-        | (_stream_metrics(counts) if isinstance(counts, AheadCounts) else {})
+        | _ahead_metrics(counts)
         | {
             "rollout/dropped_groups": Sum(counts.num_dropped_groups),
             "rollout/refill_rounds": Sum(counts.num_refill_rounds),
@@ -52,8 +52,10 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
     return metrics
 
 
-def _stream_metrics(counts: AheadCounts) -> Metrics:
-    """How far sampling was ahead of training."""
+def _ahead_metrics(counts: RolloutCounts) -> Metrics:
+    """How far sampling was ahead of training; nothing where it never is."""
+    if counts.staleness is None:
+        return {}
     return {
         "rollout/staleness": Distribution.of([float(updates) for updates in counts.staleness]),
         "rollout/too_old_groups": Sum(counts.num_too_old),
