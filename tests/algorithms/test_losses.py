@@ -9,7 +9,8 @@ import torch
 
 from hone.algorithms.aggregation import AGGREGATIONS
 from hone.algorithms.corrections import CORRECTIONS
-from hone.algorithms.losses import LOSSES, LossInputs
+from hone.algorithms.losses import LOSSES
+from hone.algorithms.policy_loss import LossInputs
 from hone.config.algorithm import AlgorithmConfig
 
 LENGTHS = [1, 5, 2, 9]

@@ -1,8 +1,8 @@
 """GRPO and its kin: policy gradients whose baseline comes from samples, not from a critic.
 
-One algorithm with three choices, each a pure function in a file of its own: the advantage
-(`advantages.py`: GRPO arXiv:2402.03300, Dr.GRPO, RLOO, REINFORCE++), the loss of a token
-(`losses.py`: PPO's clipped surrogate, GSPO, CISPO) and how tokens are averaged (`aggregation.py`).
+One algorithm with three choices, each a pure function: the advantage (`advantages.py`: GRPO
+arXiv:2402.03300, Dr.GRPO, RLOO, REINFORCE++), the loss of a token (`losses/`, a file each) and how
+tokens are averaged (`aggregation.py`).
 """
 
 from __future__ import annotations

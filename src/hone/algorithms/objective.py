@@ -12,7 +12,8 @@ from hone.algorithms.aggregation import AGGREGATIONS
 from hone.algorithms.algorithm import Output, TokenLoss, TokenOutputs
 from hone.algorithms.corrections import CORRECTIONS, importance_ratio
 from hone.algorithms.kl import KL_ESTIMATORS, k1, k3
-from hone.algorithms.losses import LOSSES, LossInputs
+from hone.algorithms.losses import LOSSES
+from hone.algorithms.policy_loss import LossInputs
 from hone.config.algorithm import AlgorithmConfig
 from hone.observe.metrics import Distribution, Mean, Metrics
 from hone.types import MicroBatch, Trajectory

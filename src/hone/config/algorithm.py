@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["GROUP_ESTIMATORS", "AlgorithmConfig", "CorrectionConfig", "KLConfig", "Needs"]
+__all__ = [
+    "GROUP_ESTIMATORS",
+    "LOSS_NAMES",
+    "AlgorithmConfig",
+    "CorrectionConfig",
+    "KLConfig",
+    "Needs",
+]
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
 """Advantages whose baseline is the group: they need at least two samples in each."""
+
+_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses"
+LOSS_NAMES = tuple(sorted(path.stem for path in _LOSSES.glob("[!_]*.py")))
+"""By their files, which are not imported here: they need torch."""
+
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = Literal[LOSS_NAMES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +78,11 @@ class AlgorithmConfig(Section):
     over the group's valid samples for grpo, over all trained tokens of the step for reinforce_pp
     and reinforce_pp_baseline."""
 
-    loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
-    """Policy loss. `gspo` replaces each token's ratio by the geometric mean of its sequence's, over
-    trained tokens; `correction.kind` tis and icepop still weight each token's term by that token's
-    own factor, sequence_mask by one factor for all."""
+    loss: LossName = "ppo_clip"
+    """Policy loss; `hone/algorithms/losses` has a file of its name that defines it, with its paper.
+    `gspo` replaces each token's ratio by the geometric mean of its sequence's, over trained tokens;
+    `correction.kind` tis and icepop still weight each token's term by that token's own factor,
+    sequence_mask by one factor for all."""
 
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token losses of one optimizer step are averaged: over all trained tokens; within each
