@@ -51,6 +51,12 @@ def by_hand(name: str, inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[list[f
             values.append(-clipped * adv[t] * lp[t])
             grads[t] += -clipped * adv[t]
             continue
+        if name == "sapo":
+            tau = 1.0 if adv[t] > 0 else 1.05
+            gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+            values.append(-4 / tau * gate * adv[t])
+            grads[t] += -4 * gate * (1 - gate) * ratio * adv[t]
+            continue
         value, slope = -ratio * adv[t], -ratio * adv[t]
         if -clipped * adv[t] > value:
             value, slope = -clipped * adv[t], 0.0
