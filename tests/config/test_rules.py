@@ -314,6 +314,8 @@ ROWS: list[Row] = [
     ("rl", "algorithm.kl.estimator=k2", "warning", "algorithm.kl.estimator algorithm.kl.coef"),
     ("rl", "algorithm.dual_clip=3 algorithm.loss=cispo", "error",
      "algorithm.dual_clip algorithm.loss"),
+    ("rl", "algorithm.loss=sapo algorithm.clip_high=0.3", "warning",
+     "algorithm.clip_high algorithm.loss"),
     ("rl", "algorithm.loss=gspo algorithm.aggregation=sequence_mean", "warning",
      "algorithm.loss algorithm.clip_low algorithm.clip_high"),
     ("rl", "algorithm.loss=gspo", "warning", "algorithm.loss algorithm.aggregation"),

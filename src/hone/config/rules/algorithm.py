@@ -23,6 +23,8 @@ RULES = (
     error("algorithm.dual_clip", "algorithm.loss != ppo_clip",
           why="only ppo_clip has a second bound",
           fix="remove algorithm.dual_clip | algorithm.loss = ppo_clip"),
+    unused("algorithm.(clip_low|clip_high)", "algorithm.loss = sapo",
+           why="its gate is smooth, without a range", instead="algorithm.loss = ppo_clip"),
     warning("algorithm.loss = gspo", "algorithm.clip_low > 0.05", "algorithm.clip_high > 0.05",
             why="gspo clips the mean ratio of a sequence, which stays within a few thousandths of "
             "1, so that these bounds never act",
