@@ -12,9 +12,16 @@ from hone.models.tiny import make_char_tokenizer, make_tiny_model
 
 
 def write_inputs(
-    folder: Path, *, head_dim: int = 16, num_kv_heads: int = 1, num_rows: int = 100, high: int = 9
+    folder: Path,
+    *,
+    head_dim: int = 16,
+    num_kv_heads: int = 1,
+    num_rows: int = 100,
+    high: int = 9,
+    **fields: Any,
 ) -> None:
-    """`model`, `train.jsonl`, `eval.jsonl` (the last 20 rows) and `rewards.py`."""
+    """`model`, of the `fields` of `make_tiny_model`, `train.jsonl`, `eval.jsonl` (the last 20 rows)
+    and `rewards.py`."""
     make_tiny_model(
         folder / "model",
         tokenizer=make_char_tokenizer(ALPHABET),
@@ -25,6 +32,7 @@ def write_inputs(
         head_dim=head_dim,
         intermediate_size=4 * head_dim,
         max_position_embeddings=64,
+        **fields,
     )
     rows = generate(num_rows, seed=0, low=0, high=high)
     write_jsonl(folder / "train.jsonl", rows[:-20])

@@ -6,7 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.families.registry import FUSED_FAMILIES, SPECS, public_configs, require_spec
 from hone.families.shape import ModelShape, public_shape
-from tests.models.families import FAMILY_FIELDS
+from hone.models.fused_layers import is_fusible
+from tests.models.families import FAMILY_FIELDS, family_model
 
 TINY = {
     "hidden_size": 48,
@@ -16,6 +17,7 @@ TINY = {
     "head_dim": 8,
     "intermediate_size": 80,
     "vocab_size": 97,
+    "pad_token_id": None,
 }
 STYLES = {"rows": "colwise", "columns": "rowwise", "shared": "replicated_with_grad_allreduce"}
 """What transformers' plans call the ways to split."""
@@ -41,9 +43,10 @@ def test_families_are_divided_as_transformers_divides_them(name):
         return
     known = AutoConfig.for_model(name).base_model_tp_plan
     theirs = {k.removeprefix("layers.*."): v for k, v in known.items() if k.startswith("layers.*")}
-    norms = {"input_layernorm": "shared", "post_attention_layernorm": "shared"}
-    assert norms.items() <= plan.items()
-    assert {k: STYLES[split] for k, split in plan.items() if k not in norms} == theirs
+    layer = make_model(name).base_model.layers[0]
+    assert plan.keys() == {n for n, m in layer.named_modules() if [*m.parameters(recurse=False)]}
+    assert {k: STYLES[plan[k]] for k in theirs} == theirs
+    assert {plan[k] for k in plan.keys() - theirs} == {"shared"}
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -65,7 +68,6 @@ def test_lora_targets_are_all_projections_of_a_layer(name):
 
 
 WINDOWS = {
-    "llama": ({"sliding_window": 5}, (None, None, None)),
     "mistral": ({"sliding_window": 5}, (5, 5, 5)),
     "mistral, listed": ({"sliding_window": 5, "layer_types": ["full_attention"] * 3}, (5, 5, 5)),
     "mistral, none": ({"sliding_window": None}, (None, None, None)),
@@ -82,13 +84,30 @@ WINDOWS = {
         },
         (5, None, 5),
     ),
-    "gemma2": ({"sliding_window": 5}, (5, None, 5)),
-    "gemma3_text": ({"sliding_window": 5}, (5, 5, 5)),
 }
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_windows_are_those_of_transformers_layers(name):
+    """Where `config.json` lists the layers that have one, and where it does not."""
+    model = make_model(name, num_hidden_layers=9, sliding_window=5)
+    owners = [model.config if name == "mistral" else x.self_attn for x in model.base_model.layers]
+    expected = tuple(
+        getattr(owner, "sliding_window", None) if getattr(owner, "is_sliding", True) else None
+        for owner in owners
+    )
+    listed = model.config.to_dict()
+    for config in (listed, listed | {"layer_types": None}):
+        assert SPECS[name].layer_windows(config) == expected
+
+
+@pytest.mark.parametrize("name", FUSED_FAMILIES)
+def test_the_fused_decode_knows_transformers_classes(name):
+    assert is_fusible(family_model(name))
+
+
 @pytest.mark.parametrize("case", WINDOWS)
-def test_windows_are_those_of_transformers_layers(case):
+def test_windows_of_configurations_that_say_more(case):
     fields, expected = WINDOWS[case]
     name = case.partition(",")[0]
     model = make_model(name, **fields)

@@ -195,7 +195,7 @@ def test_chosen_targets_alone_are_adapted(folder):
 
 @pytest.mark.parametrize("family", SPECS)
 def test_R22_what_is_checked_before_a_run_is_what_every_family_has(family):
-    config = AutoConfig.for_model(family, num_hidden_layers=2, hidden_size=64)
+    config = AutoConfig.for_model(family, num_hidden_layers=2, hidden_size=64, head_dim=16)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     adapt(model, LORA, seed=0)

@@ -320,7 +320,7 @@ MISTAKES = {
         lambda f: edit_config(f, model_type="gpt2"),
         "",
         ValueError,
-        "'gpt2' is not supported; supported: gemma, .*llama",
+        "'gpt2' is not supported; supported: .*gemma, .*llama",
     ),
     "no family at all": (
         lambda f: edit_config(f, model_type="nonesuch"),

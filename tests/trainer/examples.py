@@ -37,6 +37,7 @@ def tiny_model(
             "head_dim": 8,
             "intermediate_size": 64,
             "max_position_embeddings": 128,
+            "pad_token_id": None,
             "tie_word_embeddings": True,
             "initializer_range": 0.2,
             **fields,

@@ -24,31 +24,34 @@ from transformers import PreTrainedModel
 from hone.attention import PackedContext
 from hone.config.parallel import AxisSizes
 from hone.distributed.mesh import Axis, Mesh
+from hone.families.registry import SPECS
 from hone.models.decoder import hidden_states
 from hone.trainer import logprobs, tensor
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.tensor import parallelize
+from tests.models.families import FAMILY_FIELDS
 from tests.trainer.examples import VOCAB, tiny_model
 
 Found = dict[str, Any]
 CASES: dict[str, dict[str, Any]] = {
-    "llama, tied": {"family": "llama"},
+    **{
+        name: {"family": name, **FAMILY_FIELDS[name]}
+        for name, spec in SPECS.items()
+        if spec.tensor_plan is not None
+    },
     "llama, untied, all biases": {
         "family": "llama",
         "tie_word_embeddings": False,
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "qwen2, tied": {"family": "qwen2"},
-    "qwen3, tied": {"family": "qwen3"},
     "qwen3, untied, odd vocabulary": {
         "family": "qwen3",
         "tie_word_embeddings": False,
         "vocab_size": VOCAB + 3,
         "pad_token_id": VOCAB - 5,
     },
-    "mistral, window": {"family": "mistral", "sliding_window": 4, "num_key_value_heads": 4},
 }
 LENGTHS = {"odd": (5, 1, 7), "even": (4, 8), "one token": (1,)}
 
@@ -147,7 +150,7 @@ def recompute(model: PreTrainedModel) -> None:
 
 def compiled(mesh: Mesh) -> Found:
     """Layers traced by the compiler, once for all numbers of tokens."""
-    whole = make("qwen3, tied", num_hidden_layers=1)
+    whole = make("qwen3", num_hidden_layers=1)
     split = copy.deepcopy(whole)
     parallelize(split, mesh)
     for layer in split.base_model.layers:
@@ -172,7 +175,7 @@ def frozen(mesh: Mesh) -> Found:
 
 
 def refusals(mesh: Mesh) -> Found:
-    model, labels = make("qwen3, tied"), torch.zeros(2, dtype=torch.int64)
+    model, labels = make("qwen3"), torch.zeros(2, dtype=torch.int64)
     options = {"temperature": 1.0, "chunk_tokens": 4, "tensor": mesh.tensor}
     try:
         token_logprobs(model, torch.zeros(2, 32), labels, **options)
@@ -218,7 +221,7 @@ def planted(mesh: Mesh) -> Found:
     found: Found = {}
     for name, plant in BUGS.items():
         with plant():
-            result = step("qwen3, tied", LENGTHS["odd"], mesh)
+            result = step("qwen3", LENGTHS["odd"], mesh)
         found[name] = {key: result[key] for key in ("values", "gradients")}
     return found
 
@@ -265,14 +268,14 @@ def main() -> None:
         for case in CASES:
             found[case] = step(case, LENGTHS["odd"], mesh)
         for name in LENGTHS:
-            found[f"tokens {name}"] = step("qwen3, tied", LENGTHS[name], mesh)
-        found["recomputed"] = step("qwen2, tied", LENGTHS["odd"], mesh, recompute)
+            found[f"tokens {name}"] = step("qwen3", LENGTHS[name], mesh)
+        found["recomputed"] = step("qwen2", LENGTHS["odd"], mesh, recompute)
         found["compiled"] = compiled(mesh)
         found["frozen"] = frozen(mesh)
         found["refusals"] = refusals(mesh)
         found["planted"] = planted(mesh)
     else:
-        for case in ("qwen3, tied", "llama, untied, all biases", "qwen3, untied, odd vocabulary"):
+        for case in ("qwen3", "llama, untied, all biases", "qwen3, untied, odd vocabulary"):
             for stage in (2, 3):
                 found[f"{case}, stage {stage}"] = sharded(
                     case, mesh, stage=stage, is_recomputed=stage == 3

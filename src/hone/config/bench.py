@@ -33,8 +33,8 @@ class BenchModelConfig(Section):
 
     exact: bool = False
     """Sample in exact mode, in which a token gets the same bits in every batch. Needs CUDA,
-    bfloat16 and a family with fused layers (llama, mistral, qwen2, qwen3); without tensor
-    parallelism and FP8 keys and values. vLLM, where compared, runs as it always does."""
+    bfloat16 and a family with fused layers; without tensor parallelism and FP8 keys and values.
+    vLLM, where compared, runs as it always does."""
 
 
 class DecodeConfig(Section):

@@ -52,10 +52,10 @@ class ModelConfig(Section):
     exact: bool = False
     """Log-probabilities of sampled tokens are the same bits in engine and trainer, whatever the
     batch, packing, or chunks of a prompt: samples are exactly on-policy, and the launch
-    gate demands a difference of 0. Needs CUDA, bfloat16 and a family with fused layers (llama,
-    mistral, qwen2, qwen3); without tensor parallelism and FP8 keys and values. On an H200
-    a decode step takes a tenth longer (of small models and batches up to a third), scoring too,
-    training as long as before; `trainer.compile` then compiles the head alone."""
+    gate demands a difference of 0. Needs CUDA, bfloat16 and a family with fused layers; without
+    tensor parallelism and FP8 keys and values. On an H200 a decode step takes a tenth longer (of
+    small models and batches up to a third), scoring too, training as long as before;
+    `trainer.compile` then compiles the head alone."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model or its tokenizer."""
