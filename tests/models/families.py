@@ -23,6 +23,7 @@ FAMILY_FIELDS = {
     "qwen2": {},
     "qwen3": {},
     "mistral": {"sliding_window": 5},
+    "smollm3": {"no_rope_layers": [1, 0]},
     "gemma": {},
     "gemma2": {
         **MIXED_LAYERS,
