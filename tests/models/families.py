@@ -24,6 +24,7 @@ FAMILY_FIELDS = {
     "qwen3": {},
     "mistral": {"sliding_window": 5},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "seed_oss": {},
     "gemma": {},
     "gemma2": {
         **MIXED_LAYERS,
