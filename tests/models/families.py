@@ -25,6 +25,7 @@ FAMILY_FIELDS = {
     "mistral": {"sliding_window": 5},
     "smollm3": {"no_rope_layers": [1, 0]},
     "seed_oss": {},
+    "ministral": MIXED_LAYERS,
     "gemma": {},
     "gemma2": {
         **MIXED_LAYERS,
