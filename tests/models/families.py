@@ -26,6 +26,7 @@ FAMILY_FIELDS = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "seed_oss": {},
     "ministral": MIXED_LAYERS,
+    "exaone4": MIXED_LAYERS,
     "gemma": {},
     "gemma2": {
         **MIXED_LAYERS,
