@@ -139,7 +139,9 @@ class ModelShape:
                 yield TensorShape(f"{name}.bias", (rows,), bias_split, self.num_layers)
         yield TensorShape("layer norms", (hidden,), None, self.num_layers * spec.norms_per_layer)
         if spec.head_norms:
-            yield TensorShape("head norms", (self.head_dim,), None, 2 * self.num_layers)
+            for name, width in (("q_norm", q), ("k_norm", kv)):
+                size = width if spec.joint_head_norms else self.head_dim
+                yield TensorShape(name, (size,), None, self.num_layers)
 
     @property
     def num_params(self) -> int:

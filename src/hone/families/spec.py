@@ -120,6 +120,8 @@ class ModelSpec:
     """Query, key and value biases that no key of the config switches."""
     head_norms: bool = False
     """A norm over head_dim for queries and one for keys."""
+    joint_head_norms: bool = False
+    """Those norms are over all heads of a token at once."""
     tied: bool = False
     """Whether the head is the embedding where the config does not say."""
     head_dim: int | None = None
