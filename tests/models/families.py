@@ -27,6 +27,7 @@ FAMILY_FIELDS = {
     "seed_oss": {},
     "ministral": MIXED_LAYERS,
     "exaone4": MIXED_LAYERS,
+    "olmo2": {},
     "gemma": {},
     "gemma2": {
         **MIXED_LAYERS,
