@@ -28,6 +28,7 @@ FAMILY_FIELDS = {
     "ministral": MIXED_LAYERS,
     "exaone4": MIXED_LAYERS,
     "olmo2": {},
+    "olmo3": MIXED_LAYERS,
     "gemma": {},
     "gemma2": {
         **MIXED_LAYERS,
