@@ -326,6 +326,7 @@ MISTAKES = {
     ),
     "no field": (None, {"prompt_template": "say {}"}, ["hi"], "names no column"),
     "unknown letter": (None, {}, ["hi", "h\u00e9", "ho"], "line 2: .* cannot encode .*: h\u00e9"),
+    "half a surrogate pair": (None, {}, ["hi", "\ud800"], "line 2: .* cannot encode"),
 }
 
 

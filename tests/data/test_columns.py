@@ -64,6 +64,7 @@ def test_nulls_that_parquet_adds_to_messages_are_removed():
     [
         (r"####\s*(.+)", "so 3+4=7\n#### 7 ", "7"),
         (r"####\s*(.+)", "#### 1,234", "1,234"),
+        (r"####\s*(.+)", "12/2 = <<12/2=6>>6\n####6", "6"),
         (r"-?\d+$", "it is -5", "-5"),
     ],
 )
@@ -75,6 +76,10 @@ def test_answer_pattern(pattern, text, answer):
 def test_demonstrations():
     (example,) = map_dicts([{"prompt": "a", "completion": "b"}], demonstrations=True)
     assert (example.prompt, example.completion) == ("a", {"role": "assistant", "content": "b"})
+    (example,) = map_dicts(
+        [{"question": "a", "answer": "b"}], demonstrations=True, named={"completion": "answer"}
+    )
+    assert example.completion == {"role": "assistant", "content": "b"}
     (example,) = map_dicts([{"messages": [USER, ASSISTANT]}], demonstrations=True)
     assert (example.prompt, example.completion) == ([USER], ASSISTANT)
     (example,) = map_dicts([{"prompt": [USER], "completion": [ASSISTANT]}], demonstrations=True)

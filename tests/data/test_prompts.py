@@ -156,7 +156,6 @@ def test_sources_mix_by_weight_and_keep_apart(tmp_path):
     assert Counter(prompt.id.split(":")[0] for prompt in taken) == {"a": 30, "a~2": 10}
     assert {p.task for p in taken if p.id.startswith("a:")} == {"easy"}
     assert {p.task for p in taken if p.id.startswith("a~2:")} <= {"0", "1"}
-    assert data.train.epochs == (3.0, 0.2)
 
 
 def test_resume_from_disk_goes_on(tmp_path):

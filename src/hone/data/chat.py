@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
@@ -18,24 +17,17 @@ from hone.config.data import TEMPLATE_FIELD, DataConfig
 from hone.config.errors import UserError
 from hone.data.columns import Example, as_text
 from hone.data.sources import shorten
-from hone.data.token_bytes import max_bytes_per_token
 from hone.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Demonstration", "Rendered", "Renderer", "TooLong"]
+__all__ = ["Demonstration", "Rendered", "Renderer"]
 
 ENCODE_BATCH = 1024
 """Texts given to the tokenizer at a time: enough to use its threads, little enough memory."""
-SLICE_CHARS = 2**16
-"""Of a text that may be too long by far: tokenised in milliseconds, whatever the tokenizer."""
-_LONG_TOKEN_CHARS = 8
-"""A text of so many characters for each token that it may have is most likely too long."""
-_MAX_ADDED_BY_A_CUT = 256
-"""Tokens that a text may have more of where it is cut: a prefix, and the two parts of a word. Of up
-to 100 characters a word has as many pieces at most, and beyond it may be one unknown token."""
-_IN_A_WORD = re.compile(r"\S\S")
+CHARS_PER_TOKEN = 16
+"""Of a text with more characters for each token that it may have, the beginning is tried first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +36,8 @@ class Rendered:
 
     text: str
     token_ids: tuple[int, ...]
+    is_cut: bool = False
+    """The ids are those of the beginning alone, which is too long already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +46,8 @@ class Demonstration:
 
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class TooLong:
-    """A row that has more tokens than may be, as its size or its first slices say: it has not been
-    tokenised whole."""
-
-    min_tokens: int
-    """It has so many or more."""
-    limit: Literal["max_prompt_tokens", "max_tokens"]
-    """The setting that it breaks."""
+    is_cut: bool = False
+    """The ids are those of the beginning alone, which is too long already."""
 
 
 class Renderer:
@@ -86,20 +71,18 @@ class Renderer:
 
     def prompts(
         self, examples: Sequence[Example], *, max_tokens: int | None = None
-    ) -> list[Rendered | TooLong]:
-        """Each example's prompt, ready to be sampled from; `TooLong` for those that surely have
-        more than `max_tokens`, which are not tokenised: that takes hundreds of times their size."""
+    ) -> list[Rendered]:
+        """Each example's prompt, ready to be sampled from. Of one that has far more than
+        `max_tokens` the beginning alone is tokenised: all of it takes hundreds of times its
+        size in memory."""
         texts = [self._prompt_text(example) for example in examples]
-        found: list[Rendered | TooLong | None] = [
-            self._too_long(text, max_tokens, "max_prompt_tokens") for text in texts
-        ]
-        rest = [n for n, outcome in enumerate(found) if outcome is None]
-        encoded = self._encode([texts[n] for n in rest], [examples[n] for n in rest])
-        for n, ids in zip(rest, encoded, strict=True):
+        found: list[Rendered] = []
+        encoded = self._encode(texts, examples, max_tokens)
+        for example, text, (ids, is_cut) in zip(examples, texts, encoded, strict=True):
             if not (token_ids := (*self.start_ids, *ids)):
-                raise UserError(f"{examples[n].location}: the prompt renders to no tokens at all")
-            found[n] = Rendered(texts[n], token_ids)
-        return [outcome for outcome in found if outcome is not None]
+                raise UserError(f"{example.location}: the prompt renders to no tokens at all")
+            found.append(Rendered(text, token_ids, is_cut))
+        return found
 
     def demonstrations(
         self,
@@ -107,11 +90,11 @@ class Renderer:
         *,
         max_prompt_tokens: int | None = None,
         max_tokens: int | None = None,
-    ) -> list[Demonstration | TooLong]:
+    ) -> list[Demonstration]:
         """Each example's prompt and completion up to and with the end token.
 
         The prompt's ids are those that `prompts` gives, and so those a model will be asked with.
-        Rows that surely have more tokens than the limits are not tokenised, as there.
+        Rows that have far more tokens than the limits are cut as there.
         """
         end = self.tokenizer.eos_token_id
         if not isinstance(end, int):
@@ -119,87 +102,23 @@ class Renderer:
                 "the tokenizer declares no end-of-sequence token, so a model could not learn "
                 "where an answer ends; set eos_token in its tokenizer_config.json"
             )
-        found: list[Demonstration | TooLong | None] = []
-        rest: list[tuple[int, Rendered, str]] = []
         prompts = self.prompts(examples, max_tokens=max_prompt_tokens)
-        for n, (example, prompt) in enumerate(zip(examples, prompts, strict=True)):
-            if isinstance(prompt, TooLong):
-                found.append(prompt)
-                continue
-            whole = self._whole_text(example, prompt)
-            found.append(self._whole_too_long(example, prompt, whole, max_tokens))
-            if found[n] is None:
-                rest.append((n, prompt, whole))
-        encoded = self._encode([whole for _, _, whole in rest], [examples[n] for n, _, _ in rest])
-        for (n, prompt, _), ids in zip(rest, encoded, strict=True):
-            found[n] = self._demonstration(examples[n], prompt, (*self.start_ids, *ids), end)
-        return [outcome for outcome in found if outcome is not None]
-
-    @cached_property
-    def _max_bytes_per_token(self) -> int | None:
-        return max_bytes_per_token(self.tokenizer)
-
-    def _too_long(
-        self,
-        text: str,
-        max_tokens: int | None,
-        limit: Literal["max_prompt_tokens", "max_tokens"],
-    ) -> TooLong | None:
-        """That a text has more than `max_tokens`, where its size says so, else None."""
-        if max_tokens is None or len(text) <= max_tokens:
-            return None
-        if self._max_bytes_per_token is not None:
-            # A character has four bytes at most, and a token is allowed as many or more.
-            num_bytes = len(text.encode(errors="surrogatepass"))
-            if num_bytes > max_tokens * self._max_bytes_per_token:
-                return TooLong(-(-num_bytes // self._max_bytes_per_token), limit)
-        return self._too_many_in_slices(text, max_tokens, limit)
-
-    def _too_many_in_slices(
-        self, text: str, max_tokens: int, limit: Literal["max_prompt_tokens", "max_tokens"]
-    ) -> TooLong | None:
-        """The same of a text whose size alone does not say it, from its first slices."""
-        if len(text) <= max(2 * SLICE_CHARS, _LONG_TOKEN_CHARS * max_tokens):
-            return None
-        num_tokens = start = 0
-        while start < len(text):
-            # Inside a word: added tokens may take in all spaces on either side.
-            cut = _IN_A_WORD.search(text, start + SLICE_CHARS)
-            end = len(text) if cut is None else cut.start() + 1
-            piece, start = text[start:end], end
-            try:
-                encoded: Any = self.tokenizer(piece, add_special_tokens=False, verbose=False)
-            except Exception as error:
-                # Of this very class is what `tokenizers` raises: `_encode` names the row.
-                if type(error) is not Exception:
-                    raise
-                return None
-            num_tokens += max(len(encoded["input_ids"]) - _MAX_ADDED_BY_A_CUT, 0)
-            # Cuts have been allowed for. Should one add more all the same, by merging in another
-            # way what follows it, then not as many as the whole text may have: up to twice the
-            # limit it is tokenised whole.
-            if num_tokens > 2 * max_tokens:
-                return TooLong(num_tokens // 2, limit)
-        return None
-
-    def _whole_too_long(
-        self, example: Example, prompt: Rendered, whole: str, max_tokens: int | None
-    ) -> TooLong | None:
-        """The same of prompt and completion, in either of the ways in which `_demonstration` makes
-        one: what follows the last end token is left out there, and here."""
-        assert example.completion is not None
-        kept = prompt.text if whole.startswith(prompt.text) else ""
-        texts = (
-            kept + self._until_end(whole.removeprefix(kept)),
-            prompt.text + self._until_end(example.completion["content"]),
-        )
-        bounds = [self._too_long(text, max_tokens, "max_tokens") for text in texts]
-        known = [bound for bound in bounds if bound is not None]
-        return min(known, key=lambda bound: bound.min_tokens) if len(known) == 2 else None
-
-    def _until_end(self, text: str) -> str:
-        end = cast(str, self.tokenizer.eos_token)
-        return text[: text.rindex(end)] if end in text else text
+        texts = [
+            "" if prompt.is_cut else self._whole_text(example, prompt)
+            for example, prompt in zip(examples, prompts, strict=True)
+        ]
+        encoded = self._encode(texts, examples, max_tokens)
+        found: list[Demonstration] = []
+        for example, prompt, (ids, is_cut) in zip(examples, prompts, encoded, strict=True):
+            num_prompt = len(prompt.token_ids)
+            if prompt.is_cut:
+                row = Demonstration(prompt.token_ids, num_prompt, is_cut=True)
+            elif is_cut:
+                row = Demonstration((*self.start_ids, *ids), num_prompt, is_cut=True)
+            else:
+                row = self._demonstration(example, prompt, (*self.start_ids, *ids), end)
+            found.append(row)
+        return found
 
     def _demonstration(
         self, example: Example, prompt: Rendered, whole: tuple[int, ...], end: int
@@ -228,7 +147,7 @@ class Renderer:
                 f"an answer follows, so the demonstration's {', '.join(sorted(others))} cannot be "
                 "rendered; put everything to be learned into its content"
             )
-        return self._encode([example.completion["content"]], [example])[0]
+        return self._encode([example.completion["content"]], [example])[0][0]
 
     def _prompt_text(self, example: Example) -> str:
         messages = self._messages(example)
@@ -292,25 +211,58 @@ class Renderer:
             ) from error
         return cast(str, text)
 
-    def _encode(self, texts: Sequence[str], examples: Sequence[Example]) -> list[tuple[int, ...]]:
-        """Ids of each example's text; special tokens only where the text spells them."""
-        ids: list[tuple[int, ...]] = []
+    def _encode(
+        self, texts: Sequence[str], examples: Sequence[Example], max_tokens: int | None = None
+    ) -> list[tuple[tuple[int, ...], bool]]:
+        """Ids of each example's text, special tokens only where the text spells them; and whether
+        they are those of its beginning alone, which has more than `max_tokens`."""
+        encoded: list[tuple[tuple[int, ...], bool]] = []
         for start in range(0, len(texts), ENCODE_BATCH):
             part = slice(start, start + ENCODE_BATCH)
-            try:
-                batch: Any = self.tokenizer(
-                    list(texts[part]),
-                    add_special_tokens=False,
-                    return_attention_mask=False,
-                    verbose=False,
-                )
-            except Exception as error:
-                # Of this very class is what `tokenizers` raises for text it has no token for.
-                if type(error) is not Exception:
-                    raise
-                raise self._unencodable(texts[part], examples[part], error) from error
-            ids.extend(map(tuple, batch["input_ids"]))
-        return ids
+            begun = [
+                self._encode_beginning(text, example, max_tokens)
+                for text, example in zip(texts[part], examples[part], strict=True)
+            ]
+            rest = ["" if ids else text for text, ids in zip(texts[part], begun, strict=True)]
+            whole = self._encode_whole(rest, examples[part])
+            encoded += [
+                (ids or all_ids, bool(ids)) for ids, all_ids in zip(begun, whole, strict=True)
+            ]
+        return encoded
+
+    def _encode_beginning(
+        self, text: str, example: Example, max_tokens: int | None
+    ) -> tuple[int, ...]:
+        """Ids of a beginning of a text that has far more than `max_tokens`, else none.
+
+        Where a text is cut it has a few tokens more than there would be, hence the factor of 2.
+        """
+        if max_tokens is None:
+            return ()
+        length = CHARS_PER_TOKEN * max_tokens
+        while length < len(text):
+            (ids,) = self._encode_whole([text[:length]], [example])
+            if len(ids) > 2 * max_tokens:
+                return ids
+            length *= 8
+        return ()
+
+    def _encode_whole(
+        self, texts: Sequence[str], examples: Sequence[Example]
+    ) -> list[tuple[int, ...]]:
+        try:
+            batch: Any = self.tokenizer(
+                list(texts),
+                add_special_tokens=False,
+                return_attention_mask=False,
+                verbose=False,
+            )
+        except Exception as error:
+            # What `tokenizers` raises for text it has no token for, and for half a surrogate pair.
+            if type(error) not in (Exception, TypeError):
+                raise
+            raise self._unencodable(texts, examples, error) from error
+        return list(map(tuple, batch["input_ids"]))
 
     def _unencodable(
         self, texts: Sequence[str], examples: Sequence[Example], error: Exception
@@ -318,7 +270,7 @@ class Renderer:
         """A UserError naming the first row at fault, found by going through the batch again."""
         if len(texts) > 1:
             for text, example in zip(texts, examples, strict=True):
-                self._encode([text], [example])
+                self._encode_whole([text], [example])
             return error
         return UserError(
             f"{examples[0].location}: the tokenizer cannot encode this text ({error}): "

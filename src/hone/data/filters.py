@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from hone.config.errors import UserError
-from hone.data.chat import TooLong
 from hone.data.columns import Example
 
 __all__ = ["DroppedRow", "FilterReport", "LengthLimit", "filter_length"]
 
-T = TypeVar("T")
+
+class RenderedRow(Protocol):
+    @property
+    def is_cut(self) -> bool:
+        """Only its beginning was tokenised, which breaks a limit."""
+        ...
+
+
+T = TypeVar("T", bound=RenderedRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +45,13 @@ class DroppedRow:
     num_tokens: int
     limit: str
     """The limit it broke, for people."""
-    is_exact: bool = True
-    """Off where it was not tokenised whole: it has so many tokens or more."""
+    is_cut: bool
+    """It was not tokenised whole: it has so many tokens or more."""
 
     @property
     def length(self) -> str:
         """Its tokens, for people."""
-        return str(self.num_tokens) if self.is_exact else f"at least {self.num_tokens}"
+        return f"at least {self.num_tokens}" if self.is_cut else str(self.num_tokens)
 
 
 @dataclass(slots=True)
@@ -72,36 +79,32 @@ class FilterReport:
 
 
 def filter_length(
-    rows: Sequence[tuple[Example, T | TooLong]],
-    limits: Mapping[str, LengthLimit[T]],
+    examples: Sequence[Example],
+    rows: Sequence[T],
+    limits: Sequence[LengthLimit[T]],
     *,
     overlong: Literal["drop", "error"],
     report: FilterReport,
 ) -> list[tuple[Example, T]]:
-    """The rows of one source that keep all limits; the others are listed in the report.
+    """The rows of one source that keep all limits, of which the last is on the whole row; the
+    others are listed in the report.
 
-    `limits` are by the name that `TooLong` has for them. Raises UserError if a longer row is an
-    error, or if no row is left.
+    Raises UserError if a longer row is an error, or if no row is left.
     """
     kept: list[tuple[Example, T]] = []
     dropped: list[DroppedRow] = []
-    whole = list(limits.values())[-1]
-    for example, row in rows:
-        if isinstance(row, TooLong):
-            broken, num_tokens = limits[row.limit], row.min_tokens
-        else:
-            broken = next((x for x in limits.values() if x.length(row) > x.max_tokens), None)
-            if broken is None:
-                kept.append((example, row))
-                report.longest_tokens = max(report.longest_tokens, whole.length(row))
-                continue
-            num_tokens = broken.length(row)
+    for example, row in zip(examples, rows, strict=True):
+        broken = next((x for x in limits if x.length(row) > x.max_tokens), None)
+        if broken is None:
+            kept.append((example, row))
+            report.longest_tokens = max(report.longest_tokens, limits[-1].length(row))
+            continue
         lost = DroppedRow(
             id=example.id,
             location=example.location,
-            num_tokens=num_tokens,
+            num_tokens=broken.length(row),
             limit=str(broken),
-            is_exact=not isinstance(row, TooLong),
+            is_cut=row.is_cut,
         )
         if overlong == "error":
             raise UserError(

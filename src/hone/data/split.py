@@ -1,27 +1,38 @@
-"""Training and evaluation sources, and the rows held out where no evaluation source is named."""
+"""The rows of a run: read, rendered, filtered by length, parted into training and evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from hone.config.data import DataConfig, SourceConfig
 from hone.config.errors import UserError
-from hone.data.sources import source_names
-from hone.data.stream import Item, keyed_hash
+from hone.data.columns import Example, map_rows
+from hone.data.filters import FilterReport, LengthLimit, RenderedRow, filter_length
+from hone.data.sources import read_source, source_names
+from hone.data.stream import Item, Stream, keyed_hash
 
-__all__ = ["Split", "is_held_out", "load_split"]
+__all__ = ["Data", "is_held_out", "load_data"]
 
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=RenderedRow)
 T = TypeVar("T", bound=Item)
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Generic[T]):
-    """Rows to train on, a list a source, and rows to evaluate on."""
+class Data(Generic[T]):
+    """The rows of a run."""
 
-    train: list[list[T]]
+    train: Stream[T]
     eval: list[T]
+    report: FilterReport
+
+    def all_rows(self) -> list[T]:
+        """All of them, those to train on first."""
+        return [*(row for source in self.train.sources for row in source), *self.eval]
 
 
 def is_held_out(row_id: str, *, seed: int, fraction: float) -> bool:
@@ -29,39 +40,65 @@ def is_held_out(row_id: str, *, seed: int, fraction: float) -> bool:
     return keyed_hash("held out", seed, row_id) < fraction * 2**64
 
 
-def load_split(
-    cfg: DataConfig, load: Callable[[SourceConfig, str], list[T]], seed: int
-) -> Split[T]:
-    """Load every source by `load(source, name)` and part training from evaluation rows.
+def load_data(
+    cfg: DataConfig,
+    *,
+    render: Callable[[Sequence[Example]], Sequence[R]],
+    limits: Sequence[LengthLimit[R]],
+    make: Callable[[Example, R], T],
+    content: Callable[[T], object],
+    seed: int,
+    demonstrations: bool = False,
+) -> Data[T]:
+    """Read every source, `render` its examples, drop those beyond the `limits`, `make` rows of the
+    others, and part training from evaluation rows. `content` is what of a row identifies the data.
 
-    Raises UserError if a source keeps no training row, or `eval_fraction` holds none out.
+    Raises UserError for anything wrong with the data, also if a source keeps no training row, or
+    `eval_fraction` holds none out.
     """
     if not cfg.train and not cfg.eval:
         raise UserError("no data: name at least one source in data.train")
+    report = FilterReport()
+
+    def load(source: SourceConfig, name: str) -> list[T]:
+        examples = map_rows(read_source(source), source, name=name, demonstrations=demonstrations)
+        rendered = render(examples)
+        kept = filter_length(
+            examples, rendered, limits, overlong=cfg.overlong_prompts, report=report
+        )
+        return [make(example, row) for example, row in kept]
+
     sources = [*cfg.train, *cfg.eval]
-    loaded = [
-        load(source, name) for source, name in zip(sources, source_names(sources), strict=True)
-    ]
+    loaded = list(map(load, sources, source_names(sources)))
+    logger.log(logging.WARNING if report.dropped else logging.INFO, "%s", report.summary())
     train = loaded[: len(cfg.train)]
-    evaluation = [item for items in loaded[len(cfg.train) :] for item in items]
-    if cfg.eval or not cfg.eval_fraction:
-        return Split(train, evaluation)
+    evaluation = [row for rows in loaded[len(cfg.train) :] for row in rows]
+    if not cfg.eval and cfg.eval_fraction:
+        train, evaluation = _hold_out(cfg, train, seed)
+    weights = [source.weight for source in cfg.train]
+    stream = Stream(train, seed=seed, weights=weights, shuffle=cfg.shuffle, content=content)
+    return Data(stream, evaluation, report)
 
-    def held_out(item: T) -> bool:
-        return is_held_out(item.id, seed=seed, fraction=cfg.eval_fraction)
 
-    evaluation = [item for items in train for item in items if held_out(item)]
-    kept = [[item for item in items if not held_out(item)] for items in train]
-    for source, items, rest in zip(cfg.train, train, kept, strict=True):
+def _hold_out(
+    cfg: DataConfig, sources: Sequence[Sequence[T]], seed: int
+) -> tuple[list[list[T]], list[T]]:
+    """The rows of each source to train on, and `eval_fraction` of all rows."""
+
+    def held_out(row: T) -> bool:
+        return is_held_out(row.id, seed=seed, fraction=cfg.eval_fraction)
+
+    evaluation = [row for rows in sources for row in rows if held_out(row)]
+    kept = [[row for row in rows if not held_out(row)] for rows in sources]
+    for source, rows, rest in zip(cfg.train, sources, kept, strict=True):
         if not rest:
             raise UserError(
-                f"data.eval_fraction = {cfg.eval_fraction} leaves none of the {len(items)} rows "
+                f"data.eval_fraction = {cfg.eval_fraction} leaves none of the {len(rows)} rows "
                 f"of {source.path} for training; lower it or name a data.eval source"
             )
     if not evaluation:
-        num_rows = sum(map(len, train))
         raise UserError(
-            f"data.eval_fraction = {cfg.eval_fraction} holds out none of {num_rows} rows; raise "
-            "it or name a data.eval source"
+            f"data.eval_fraction = {cfg.eval_fraction} holds out none of "
+            f"{sum(map(len, sources))} rows; raise it or name a data.eval source"
         )
-    return Split(kept, evaluation)
+    return kept, evaluation

@@ -86,18 +86,6 @@ class Stream(Generic[T]):
         """Rows over all sources."""
         return sum(len(source) for source in self.sources)
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the data so far, all sources together."""
-        return sum(self._drawn) / max(len(self), 1)
-
-    @property
-    def epochs(self) -> tuple[float, ...]:
-        """Passes over each source so far; with weights they differ."""
-        return tuple(
-            drawn / len(source) for drawn, source in zip(self._drawn, self.sources, strict=True)
-        )
-
     def take(self, num: int) -> list[T]:
         """The next `num` rows."""
         if not all(self.sources) or not self.sources:

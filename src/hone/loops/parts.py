@@ -395,7 +395,7 @@ def _scoring(
     rewards = cfg.reward if plan.is_apart else share_of_workers(cfg.reward)
     with Scorer(rewards, max_completion_tokens=cfg.rollout.max_completion_tokens) as scorer:
         if mesh.is_first:
-            scorer.check_data(data.prompts(), encoder(tokenizer))
+            scorer.check_data(data.all_rows(), encoder(tokenizer))
         yield scorer
 
 
