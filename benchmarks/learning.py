@@ -15,7 +15,8 @@ updates, with the ratios of older weights corrected (`tis`) or not. Tasks:
 Every run is a process of its own, and engines apart are threads of it, or on a GPU a further
 process on the same GPU: runs share what there is, and the time of a step says nothing. What is
 compared is the reward after the same number of updates. Further flags are settings of `hone rl`,
-`--trainer.optimizer.lr 1e-4`. Prints a table of held-out accuracy, and writes curves and a plot.
+`--trainer.optimizer.lr 1e-4`. Prints a table of held-out accuracy, writes the curves, and draws
+them with `--plot`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,6 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hone.bench.plot import Series
 
 Row = dict[str, float]
 Curves = dict[str, list[list[Row]]]
@@ -76,8 +73,6 @@ MODES: dict[str, list[str]] = {
     "ahead by 4": ahead(4, "none"),
     "ahead by 4, tis": ahead(4, "tis"),
 }
-COLOURS = ["#1f77b4", "#9edae5", "#98df8a", "#2ca02c", "#bcbd22"]
-COLOURS.extend(["#ffbb78", "#ff7f0e", "#ff9896", "#d62728"])
 
 
 def make_sums(folder: Path, seed: int) -> None:
@@ -336,31 +331,30 @@ def table(curves: Curves) -> str:
     return "\n".join(lines)
 
 
-def plot(title: str, curves: Curves) -> str:
+def plot(title: str, curves: Curves, path: Path) -> None:
     """Over updates, the means over seeds: held-out accuracy, and how far the policy had moved on
     when it was trained on its samples."""
-    from hone.bench.plot import Panel, svg
+    from matplotlib import pyplot
 
-    panels = {
-        "share of right answers, held out": "eval/reward/mean",
-        "KL of the trained from the sampling policy, nats per token": "off_policy/kl",
-    }
-    return svg(title, [Panel(x, "updates", drawn(curves, key)) for x, key in panels.items()])
-
-
-def drawn(curves: Curves, key: str) -> list[Series]:
-    from hone.bench.plot import Series
-
-    lines: list[Series] = []
-    for mode, runs in curves.items():
-        points: dict[int, list[float]] = {}
-        for rows in runs:
-            for row in rows:
-                if key in row:
-                    points.setdefault(int(row["step"]), []).append(row[key])
-        line = [(float(step), statistics.mean(values)) for step, values in sorted(points.items())]
-        lines.append(Series(mode, COLOURS[list(MODES).index(mode)], line))
-    return lines
+    figure, panels = pyplot.subplots(1, 2, figsize=(12, 4))
+    figure.suptitle(title)
+    for panel, (label, key) in zip(
+        panels,
+        {
+            "share of right answers, held out": "eval/reward/mean",
+            "KL of the trained from the sampling policy, nats per token": "off_policy/kl",
+        }.items(),
+        strict=True,
+    ):
+        panel.set(title=label, xlabel="updates")
+        for mode, runs in curves.items():
+            points: dict[int, list[float]] = {}
+            for row in (row for rows in runs for row in rows if key in row):
+                points.setdefault(int(row["step"]), []).append(row[key])
+            steps = sorted(points)
+            panel.plot(steps, [statistics.mean(points[step]) for step in steps], label=mode)
+    panels[0].legend(fontsize="small")
+    figure.savefig(path)
 
 
 def main() -> None:
@@ -376,6 +370,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=3600, help="that a run may take")
     parser.add_argument("--output", type=Path, default=Path("learning.json"))
+    parser.add_argument("--plot", action="store_true", help="needs matplotlib")
     parser.add_argument("--run", nargs=2, metavar=("MODE", "SEED"), help=argparse.SUPPRESS)
     args, settings = parser.parse_known_args()
     args.folder = args.folder or Path(f"runs/learning-{args.task}")
@@ -403,8 +398,9 @@ def main() -> None:
             curves.setdefault(ended.mode, []).append(rows)
         curves = {mode: curves[mode] for mode in MODES if mode in curves}
         args.output.write_text(json.dumps(curves))
-        args.output.with_suffix(".svg").write_text(plot(task.title, curves))
     print(table(curves))
+    if args.plot:
+        plot(task.title, curves, args.output.with_suffix(".svg"))
     if failed:
         sys.exit(f"failed: {'; '.join(failed)}")
 

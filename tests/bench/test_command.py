@@ -5,23 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from hone.bench.plot import Panel, Series, panels, svg, ticks
-from hone.bench.workloads import Workload
 from hone.cli.main import main
 from hone.config import schema
 from hone.config.bench import BenchModelConfig
-from hone.config.errors import UserError
 from hone.config.tree import BenchEngineConfig
 from hone.engine.engine import EmbeddedEngine
 from hone.models.tiny import SHAPES, make_tiny_model
-from tests.bench.fakes import limits
-from tests.bench.test_measure import REQUESTS, measured, run_of
 from tests.bench.test_vllm_runner import FAKE
 
 
@@ -63,7 +57,6 @@ def test_a_file_of_requests_end_to_end(folder: Path, capsys: pytest.CaptureFixtu
     assert summary["cached_prompt_share"] == pytest.approx(2 * 32 / 129)
     assert found["speedup"] is None
     assert found["config"]["workload"] == "requests.jsonl"
-    check_svg(folder / "out/r.svg", num_panels=4)
 
 
 def test_progress_is_told_while_nothing_is_printed(
@@ -84,7 +77,7 @@ def test_progress_is_told_while_nothing_is_printed(
 def test_decode_of_a_full_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--decode.batch=6", "--decode.context=48", "--decode.steps=12")
     text = output(capsys, *BASE, "--workload=decode", *sizes)
-    assert "decode step, batch 6" in text
+    assert re.search(r"largest decode batch +6", text)
     decode = json.loads(Path("bench.json").read_text())["engines"]["hone"]["summary"]["decode"]
     assert decode["batch"] == 6
     assert decode["num_steps"] >= 12
@@ -120,28 +113,6 @@ def test_against_vllm(
         "seed": 0,
         "skip_tokenizer_init": True,
     }
-    check_svg(folder / "bench.svg", num_panels=4)
-
-
-@pytest.mark.usefixtures("folder")
-def test_vllms_numbers_outlive_ours(
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: object) -> None:
-        raise UserError("out of time")
-
-    monkeypatch.setenv("PYTHONPATH", str(FAKE), prepend=os.pathsep)
-    monkeypatch.syspath_prepend(FAKE)
-    monkeypatch.setattr("hone.bench.bench._run_hone", fail)
-    flags = ("--workload=requests.jsonl", "--against=vllm", "--engine.max_num_seqs=8")
-    assert "out of time" in output(capsys, *BASE, *flags, "--engine.kv_cache_gib=0.5", code=2)
-    found = json.loads(Path("bench.json").read_text())
-    assert [*found["engines"]] == ["vllm"]
-    assert found["engines"]["vllm"]["summary"]["tokens_per_s"] > 0
-    assert found["speedup"] is None
-    assert "vLLM's numbers are in bench.json; ours follow" in caplog.text
 
 
 @pytest.fixture
@@ -298,69 +269,3 @@ def test_the_shapes_are_those_of_the_tiny_models() -> None:
     annotation = BenchModelConfig.model_fields["shape"].annotation
     (literal, _) = get_args(annotation)
     assert get_args(literal) == tuple(SHAPES)
-
-
-# -- plot ---------------------------------------------------------------------------------------
-
-
-def check_svg(path: Path, *, num_panels: int) -> None:
-    """Well-formed, nothing outside the picture, nothing from elsewhere, no value that is none."""
-    text = path.read_text()
-    assert "NaN" not in text
-    assert "inf" not in text
-    root = ET.fromstring(text)
-    space = "{http://www.w3.org/2000/svg}"
-    groups = root.findall(f"{space}g")
-    assert len(groups) == num_panels
-    for group in groups:
-        for dot in group.iter(f"{space}circle"):
-            assert 0 <= float(dot.attrib["cx"]) <= 460
-            assert 0 <= float(dot.attrib["cy"]) <= 250
-        for line in group.iter(f"{space}path"):
-            numbers = [float(x) for x in re.findall(r"[\d.]+", line.attrib["d"])]
-            assert all(0 <= x <= 460 for x in numbers)
-    assert not [x for x in root.iter() if any("href" in key for key in x.attrib)]
-
-
-@pytest.mark.parametrize("legend_in_panels", [False, True])
-def test_legends_are_whole_and_repeat_no_colour(legend_in_panels: bool) -> None:
-    """Two panels that use one colour for different things; many long labels."""
-    labels = [f"a label of some length {n}" for n in range(12)]
-    series = [Series(label, f"#0000{n:02x}", [(0, 1), (1, 2)]) for n, label in enumerate(labels)]
-    drawn = [Panel("A", "s", series), Panel("B", "s", [Series("other", "#000000", [(1, 1)])])]
-    root = ET.fromstring(svg("t", drawn, legend_in_panels=legend_in_panels))
-    space = "{http://www.w3.org/2000/svg}"
-    left, right = root.findall(f"{space}g") if legend_in_panels else (root, root)
-    texts = {text.text: text for text in left.findall(f"{space}text")}
-    edge = 460 if legend_in_panels else 920
-    for label in labels:
-        assert float(texts[label].attrib["x"]) + 6 * len(label) < edge
-    places = {(texts[label].attrib["x"], texts[label].attrib["y"]) for label in labels}
-    assert len(places) == len(labels)
-    assert "other" in {text.text for text in right.findall(f"{space}text")}
-    assert ("other" in texts) != legend_in_panels
-
-
-def test_the_panels_hold_the_measured_points() -> None:
-    workload = Workload("w", REQUESTS)
-    running, rate, decode, cache = panels([run_of(measured())], workload, limits())
-    assert running.series[0].points == [(5.0, 2.0), (6.0, 2.0), (8.0, 2.0), (9.0, 1.0)]
-    assert rate.series[0].points == [(4.5, pytest.approx(7 / 9))]
-    limit, dots = decode.series
-    assert limit.points == [(1.0, pytest.approx(552.0)), (2.0, pytest.approx(584.0))]
-    assert dots.points == [(1.0, 1000.0), (2.0, 1000.0)]
-    assert cache.series[0].points == [(5.0, 0.5), (6.0, 0.25), (8.0, 0.25), (9.0, 0.0)]
-
-
-@pytest.mark.parametrize(
-    ("high", "expected"),
-    [
-        (0.0, [0, 0.5, 1.0]),
-        (1.0, [0, 0.5, 1.0]),
-        (256.0, [0, 100, 200, 300]),
-        (0.034, [0, 0.01, 0.02, 0.03, 0.04]),
-        (8.0, [0, 2, 4, 6, 8]),
-    ],
-)
-def test_axes_have_round_ticks(high: float, expected: list[float]) -> None:
-    assert ticks(high) == pytest.approx(expected)

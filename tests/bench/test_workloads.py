@@ -134,9 +134,12 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
         ),
         ({"max_tokens": 3}, "either prompt_tokens (a number) or prompt_ids"),
         ({"prompt_tokens": 1, "prompt_ids": [1], "max_tokens": 3}, "either prompt_tokens"),
-        ({"prompt_ids": [], "max_tokens": 3}, "holds no ids"),
-        ({"prompt_ids": [3, 1000], "max_tokens": 3}, "holds id 1000; needed: at least one id"),
-        ({"prompt_ids": [3, -1], "max_tokens": 3}, "each from 0 to 999"),
+        ({"prompt_ids": [], "max_tokens": 3}, "prompt_ids is []; allowed: list of whole"),
+        (
+            {"prompt_ids": [3, 1000], "max_tokens": 3},
+            "prompt_ids holds 1000; ids are from 0 to 999",
+        ),
+        ({"prompt_ids": [3, -1], "max_tokens": 3}, "prompt_ids holds -1; ids are"),
         ({"prompt_ids": [3, "x"], "max_tokens": 3}, "prompt_ids is 'x'; allowed: list of whole"),
     ],
 )
@@ -146,34 +149,6 @@ def test_bad_lines_are_named(line: object, text: str, tmp_path: Path) -> None:
         read_requests(path, seed=0, vocab_size=VOCAB)
     assert f"{path}, line 3: " in str(caught.value)
     assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "numbers"),
-    [
-        ({"prompt_tokens": 10**15, "max_tokens": 3}, "2 requests .* of 1,000,000,000,000,001"),
-        ({"prompt_tokens": 9, "n": 10**15}, "1,000,000,000,000,001 requests .* of 10 tokens"),
-        ({"prompt_ids": [1, 2], "n": 1 << 20}, "1,048,577 requests"),
-        ({"prompt_tokens": 1 << 26}, "at most 1,048,576 and 67,108,864 are drawn"),
-    ],
-)
-def test_huge_lines_are_refused_before_anything_is_drawn(
-    line: dict[str, Any], numbers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path, {"prompt_tokens": 1, "max_tokens": 1}, {"max_tokens": 3} | line)
-    monkeypatch.setattr("hone.bench.workloads._draw_ids", None)
-    with pytest.raises(UserError, match=f"line 2: this makes .*{numbers}"):
-        read_requests(path, seed=0, vocab_size=VOCAB)
-
-
-@pytest.mark.parametrize("sizes", [{"batch": 10**15}, {"context": 10**15}])
-def test_a_huge_batch_is_refused_before_anything_is_drawn(
-    sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hone.bench.workloads._draw_ids", None)
-    cfg = DecodeConfig(**({"batch": 4, "context": 10**13, "steps": 9} | sizes))
-    with pytest.raises(UserError, match=r"decode\.batch=.*: this makes"):
-        decode(cfg, max_num_batched_tokens=1 << 60, seed=0, vocab_size=VOCAB)
 
 
 def test_an_empty_file(tmp_path: Path) -> None:

@@ -122,8 +122,7 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["--output=x.svg"],
-            "Give the path of a .json file, such as bench.json; "
-            "the plot is written beside it as .svg",
+            "Give the path of a .json file, such as bench.json",
         ),
         (["--simulate.lengths.distribution=file"], "simulate.lengths.path"),
     ):

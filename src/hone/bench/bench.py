@@ -18,6 +18,7 @@ from hone.bench.measure import EngineRun, measure
 from hone.bench.summary import Limits, Summary, summarise
 from hone.bench.vllm_runner import run_vllm
 from hone.bench.workloads import Workload, make_workload
+from hone.config.bench import BenchModelConfig
 from hone.config.hardware import Peaks
 from hone.config.model import ModelConfig
 from hone.config.tree import BenchEngineConfig
@@ -31,7 +32,7 @@ from hone.models.tensor_parallel import TensorParallel, divide_config
 from hone.models.tiny import make_model_folder
 from hone.observe.peaks import device_peaks
 
-__all__ = ["BenchResult", "bench_engine"]
+__all__ = ["BenchResult", "bench_engine", "model_folder"]
 
 _log = logging.getLogger(__name__)
 PROGRESS_S = 10.0
@@ -40,10 +41,7 @@ PROGRESS_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What `hone bench engine` has found: ours first, then the engine it is compared with.
-
-    While ours has not run yet, the other alone.
-    """
+    """What `hone bench engine` has found: ours first, then the engine it is compared with."""
 
     cfg: BenchEngineConfig
     workload: Workload
@@ -59,19 +57,20 @@ class BenchResult:
         return self.cfg.model.shape or str(self.cfg.model.path)
 
 
-def bench_engine(
-    cfg: BenchEngineConfig, write: Callable[[BenchResult], object] = lambda _: None
-) -> BenchResult:
+def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
     """Draw the requests, check that they fit, run them.
 
-    vLLM goes first and is gone when our engine starts, so each has the device to itself; its
-    numbers are given to `write` in between, so that they outlive what happens to ours. Before
+    vLLM goes first and is gone when our engine starts, so each has the device to itself. Before
     anything runs, UserError or ValueError is raised where the model cannot be served, or a request
     or the KV cache does not fit.
     """
     device = choose_device(cfg.run)
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, device)
-    with _model(cfg) as model_cfg:
+    with model_folder(cfg.model) as folder:
+        init = cfg.model.init if cfg.model.shape is None else "random"
+        model_cfg = ModelConfig(
+            path=folder, init=init, dtype=cfg.model.dtype, exact=cfg.model.exact
+        )
         config = load_config(model_cfg)
         vocab_size = int(config.vocab_size)
         workload = make_workload(cfg, vocab_size)
@@ -107,9 +106,6 @@ def bench_engine(
             max_num_seqs=cfg.engine.max_num_seqs,
             shares_prompts=cfg.engine.enable_prefix_caching,
         )
-        if others:
-            write(BenchResult(cfg, workload, limits, tuple(others)))
-            _log.info("vLLM's numbers are in %s; ours follow", cfg.output)
         ours = _run_hone(cfg, model_cfg, tp, warmup, workload)
     return BenchResult(cfg, workload, limits, (ours, *others))
 
@@ -137,7 +133,7 @@ def _run_hone(
     )
     started_s = time.perf_counter()
     _log.info("warming up on %d requests", len(warmup.requests))
-    measure(engine, warmup.requests, progress=_Progress("warming up", warmup))
+    measure(engine, warmup.requests, progress=_progress("warming up", warmup))
     warm_s = time.perf_counter()
     _log.info("measuring %d requests", len(workload.requests))
     return EngineRun(
@@ -145,30 +141,23 @@ def _run_hone(
         version=hone.__version__,
         start_s=started_s - start_s,
         warmup_s=warm_s - started_s,
-        measured=measure(engine, workload.requests, progress=_Progress("measuring", workload)),
+        measured=measure(engine, workload.requests, progress=_progress("measuring", workload)),
     )
 
 
-class _Progress:
-    """Says every `PROGRESS_S` seconds how many tokens are sampled, of all that will be."""
+def _progress(doing: str, workload: Workload) -> Callable[[int], None]:
+    """Logs every `PROGRESS_S` seconds how many tokens are sampled, of all that will be."""
+    start_s = last_s = time.perf_counter()
 
-    def __init__(self, doing: str, workload: Workload) -> None:
-        self._doing = doing
-        self._total = sum(request.sampling.max_tokens for request in workload.requests)
-        self._start_s = self._last_s = time.perf_counter()
-
-    def __call__(self, num_tokens: int) -> None:
+    def report(num_tokens: int) -> None:
+        nonlocal last_s
         now_s = time.perf_counter()
-        if now_s - self._last_s < PROGRESS_S:
-            return
-        self._last_s = now_s
-        _log.info(
-            "%s: %d of %d tokens after %.0f s",
-            self._doing,
-            num_tokens,
-            self._total,
-            now_s - self._start_s,
-        )
+        if now_s - last_s >= PROGRESS_S:
+            last_s = now_s
+            total, seconds = workload.num_output_tokens, now_s - start_s
+            _log.info("%s: %d of %d tokens after %.0f s", doing, num_tokens, total, seconds)
+
+    return report
 
 
 def _together(peaks: Peaks, num_devices: int) -> Peaks:
@@ -214,13 +203,12 @@ def _vllm_options(
 
 
 @contextmanager
-def _model(cfg: BenchEngineConfig) -> Generator[ModelConfig]:
-    """The model to load; a public shape lies in a folder that is gone after the block."""
-    model = cfg.model
+def model_folder(model: BenchModelConfig) -> Generator[str]:
+    """Where the model lies; a public shape in a folder that is gone after the block."""
     if model.shape is None:
         assert model.path is not None, f"{model=}"
-        yield ModelConfig(path=model.path, init=model.init, dtype=model.dtype, exact=model.exact)
+        yield model.path
         return
     with tempfile.TemporaryDirectory() as folder:
         make_model_folder(Path(folder), model.shape)
-        yield ModelConfig(path=folder, init="random", dtype=model.dtype, exact=model.exact)
+        yield folder

@@ -1,12 +1,11 @@
-"""The table on the console, the JSON file and the plot beside it."""
+"""The table on the console and the JSON file of `hone bench engine`."""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,23 +15,17 @@ from rich.table import Table
 import hone
 from hone.bench.bench import BenchResult
 from hone.bench.measure import EngineRun, Step
-from hone.bench.plot import draw
-from hone.bench.summary import Quantiles, Summary
+from hone.bench.summary import Summary
 from hone.observe.whole_file import whole_file
 
-__all__ = ["as_json", "print_table", "write_files"]
+__all__ = ["as_json", "print_table", "write_file"]
 
 
-def write_files(result: BenchResult) -> Path:
-    """Write `cfg.output`, and the plot beside it; returns the path of the plot."""
-    output = result.cfg.output
-    plot = output.with_suffix(".svg")
-    with whole_file(output) as file:
+def write_file(result: BenchResult) -> None:
+    """Write `cfg.output`."""
+    with whole_file(result.cfg.output) as file:
         json.dump(as_json(result), file, indent=1)
         file.write("\n")
-    with whole_file(plot) as file:
-        file.write(draw(result))
-    return plot
 
 
 def as_json(result: BenchResult) -> dict[str, Any]:
@@ -64,7 +57,7 @@ def as_json(result: BenchResult) -> dict[str, Any]:
             run.name: {
                 "version": run.version,
                 "warmup_s": run.warmup_s,
-                "summary": summaries[run.name].as_dict(),
+                "summary": asdict(summaries[run.name]),
                 "steps": _columns(run),
             }
             for run in result.runs
@@ -84,18 +77,23 @@ def _columns(run: EngineRun) -> dict[str, list[float]]:
 def print_table(result: BenchResult, console: Console) -> None:
     """One row a number, one column an engine; beside vLLM also ours over theirs."""
     workload, peaks = result.workload, result.limits.peaks
-    names = [f"{run.name} {run.version}" for run in result.runs]
     table = Table("", box=None)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    if len(names) > 1:
-        table.add_column(f"{result.runs[0].name} / {result.runs[1].name}", justify="right")
-    for label, values, form in _rows(list(result.summaries.values())):
+    for run in result.runs:
+        table.add_column(f"{run.name} {run.version}", justify="right", no_wrap=True)
+    if len(result.runs) > 1:
+        table.add_column(" / ".join(run.name for run in result.runs), justify="right")
+    for label, read, form in _ROWS:
+        values = [read(summary) for summary in result.summaries.values()]
         cells = ["\N{EN DASH}" if value is None else form(value) for value in values]
         if len(values) > 1:
-            cells.append(_ratio(*values[:2]))
+            ours, theirs = values
+            cells.append(f"{ours / theirs:.2f}x" if ours is not None and theirs else "\N{EN DASH}")
         table.add_row(label, *cells)
-    console.print(_title(result), style="bold", markup=False)
+    title = (
+        f"{result.model_name}, {workload.name}: {len(workload.requests)} requests, "
+        f"{sum(workload.prompt_lengths):,} prompt and {workload.num_output_tokens:,} output tokens"
+    )
+    console.print(title, style="bold", markup=False)
     console.print(table)
     console.print(
         f"limit: {result.limits.total_s(workload):.3f} s on {peaks.name} "
@@ -104,64 +102,30 @@ def print_table(result: BenchResult, console: Console) -> None:
     )
 
 
-def _title(result: BenchResult) -> str:
-    workload = result.workload
-    return (
-        f"{result.model_name}, {workload.name}: {len(workload.requests)} requests, "
-        f"{sum(workload.prompt_lengths):,} prompt and {workload.num_output_tokens:,} output tokens"
-    )
-
-
-_Row = tuple[str, list[float | None], Callable[[float], str]]
-
-
-def _rows(columns: list[Summary]) -> Iterator[_Row]:
-    """Label, a value for each engine, and how it is written."""
-
-    def row(
-        label: str, read: Callable[[Summary], float | None], form: Callable[[float], str]
-    ) -> _Row:
-        return label, [read(column) for column in columns], form
-
-    yield row("output tokens/s", lambda x: x.tokens_per_s, "{:,.0f}".format)
-    yield row("total time", lambda x: x.total_s, _seconds)
-    yield row("share of the limit", lambda x: x.share_of_limit, "{:.1%}".format)
-    batches = {f"{x.decode.batch}" for x in columns if x.decode}
-    if batches:
-        label = f"decode step, batch {' and '.join(sorted(batches))}"
-        yield row(label, lambda x: x.decode and x.decode.step_s, _seconds)
-        yield row(
-            "its share of the limit",
-            lambda x: x.decode and x.decode.share_of_limit,
-            "{:.1%}".format,
-        )
-    for quantile in ("p50", "p90", "p99"):
-        yield row(f"step {quantile}", _quantile("step_s", quantile), _seconds)
-    for quantile in ("p50", "p90", "p99"):
-        yield row(f"first token {quantile}", _quantile("first_token_s", quantile), _seconds)
-    yield row("KV cache in use, mean", lambda x: x.kv_cache_usage_mean, "{:.1%}".format)
-    yield row("KV cache in use, most", lambda x: x.kv_cache_usage_max, "{:.1%}".format)
-    yield row("preemptions", lambda x: x.num_preemptions, "{:,.0f}".format)
-    yield row("prompt tokens from the cache", lambda x: x.cached_prompt_share, "{:.1%}".format)
-    yield row("engine start", lambda x: x.start_s, _seconds)
-    yield row("cold start to full speed", lambda x: x.cold_start_s, _seconds)
-
-
-def _quantile(times: str, quantile: str) -> Callable[[Summary], float]:
-    def read(summary: Summary) -> float:
-        quantiles: Quantiles = getattr(summary, times)
-        return getattr(quantiles, quantile)
-
-    return read
-
-
-def _ratio(ours: float | None, theirs: float | None) -> str:
-    if ours is None or not theirs:
-        return "\N{EN DASH}"
-    return f"{ours / theirs:.2f}x"
-
-
 def _seconds(value: float) -> str:
     if value < 1e-3:
         return f"{value * 1e6:.0f} us"
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.4g} s"
+
+
+_count, _share = "{:,.0f}".format, "{:.1%}".format
+_ROWS: tuple[tuple[str, Callable[[Summary], float | None], Callable[[float], str]], ...] = (
+    ("output tokens/s", lambda x: x.tokens_per_s, _count),
+    ("total time", lambda x: x.total_s, _seconds),
+    ("share of the limit", lambda x: x.share_of_limit, _share),
+    ("largest decode batch", lambda x: x.decode and x.decode.batch, _count),
+    ("its decode step", lambda x: x.decode and x.decode.step_s, _seconds),
+    ("its share of the limit", lambda x: x.decode and x.decode.share_of_limit, _share),
+    ("step p50", lambda x: x.step_s.p50, _seconds),
+    ("step p90", lambda x: x.step_s.p90, _seconds),
+    ("step p99", lambda x: x.step_s.p99, _seconds),
+    ("first token p50", lambda x: x.first_token_s.p50, _seconds),
+    ("first token p90", lambda x: x.first_token_s.p90, _seconds),
+    ("first token p99", lambda x: x.first_token_s.p99, _seconds),
+    ("KV cache in use, mean", lambda x: x.kv_cache_usage_mean, _share),
+    ("KV cache in use, most", lambda x: x.kv_cache_usage_max, _share),
+    ("preemptions", lambda x: x.num_preemptions, _count),
+    ("prompt tokens from the cache", lambda x: x.cached_prompt_share, _share),
+    ("engine start", lambda x: x.start_s, _seconds),
+    ("cold start to full speed", lambda x: x.cold_start_s, _seconds),
+)

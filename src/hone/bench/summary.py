@@ -1,10 +1,10 @@
-"""From the steps of a measurement to the numbers that are told, and their share of the limit."""
+"""The numbers of a measurement, and their share of what the hardware allows."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -116,9 +116,6 @@ class Summary:
     """Prompt tokens that came from the prefix cache."""
     start_s: float
     cold_start_s: float
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def summarise(run: EngineRun, workload: Workload, limits: Limits) -> Summary:

@@ -9,12 +9,9 @@ from __future__ import annotations
 import gc
 import logging
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,12 +20,11 @@ from transformers import PreTrainedModel
 from hone.algorithms.algorithm import Objective, Output, TokenOutputs
 from hone.algorithms.objective import PolicyObjective
 from hone.algorithms.sft import CrossEntropy
+from hone.bench.bench import model_folder
 from hone.bench.train_memory import MemoryProbe, MemoryUse, held_tensors
 from hone.bench.train_rows import RowLengths, draw_rows, row_lengths
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.bench import BenchTrainModelConfig
 from hone.config.hardware import gpu_peaks
-from hone.config.model import TrainedModelConfig
 from hone.config.plan import RunPlan
 from hone.config.rules import Fact
 from hone.config.tree import BenchTrainConfig
@@ -37,7 +33,6 @@ from hone.families.shape import ModelShape
 from hone.loops.launch import join, load_for_training
 from hone.models.adapters import adapt
 from hone.models.load import compute_dtype, load_config
-from hone.models.tiny import make_model_folder
 from hone.observe.metrics import Metrics
 from hone.observe.peaks import measure_peaks
 from hone.planner.memory import (
@@ -66,13 +61,6 @@ class StepTime:
     """All passes."""
     optimizer_s: float
     """From the last pass to the moved weights: norm, clipping, update, statistics."""
-
-    def slower(self, other: StepTime) -> StepTime:
-        return StepTime(
-            max(self.step_s, other.step_s),
-            max(self.forward_backward_s, other.forward_backward_s),
-            max(self.optimizer_s, other.optimizer_s),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +115,7 @@ class TrainResult:
     @property
     def typical(self) -> StepTime:
         """The median of each time."""
-        return StepTime(
-            *(
-                statistics.median(getattr(step, name) for step in self.steps)
-                for name in StepTime.__slots__
-            )
-        )
+        return StepTime(*map(statistics.median, zip(*map(astuple, self.steps), strict=True)))
 
     @property
     def tokens_per_s(self) -> float:
@@ -187,7 +170,8 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
     """Take the steps. Collective over the processes that torchrun has started; every one of them
     gets the same result. Raises UserError where the model cannot be trained so."""
     lengths = row_lengths(cfg)
-    with _located(cfg.model) as model_cfg, join(cfg.run, cfg.trainer.parallel) as (mesh, watch):
+    with model_folder(cfg.model) as folder, join(cfg.run, cfg.trainer.parallel) as (mesh, watch):
+        model_cfg = cfg.model.as_trained(folder)
         config = load_config(model_cfg)
         dtype = compute_dtype(model_cfg, mesh.device)
         rates = _rates(mesh, dtype)
@@ -202,7 +186,8 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
             lengths, vocab_size=config.vocab_size, seed=cfg.run.seed, objective=cfg.objective
         )
         probe = _Probe(mesh.device)
-        trainer = _trainer(cfg, model, probe, mesh)
+        trainer = _trainer(cfg, model, mesh, lengths.longest)
+        probe.watch(trainer)
         start_s = time.perf_counter() - start_s
 
         def take(number: int) -> StepTime:
@@ -212,9 +197,13 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
         _log.info("warming up; the first step may compile")
         warmup = [take(number) for number in range(cfg.warmup_steps)]
         _log.info("measuring")
-        _reset_peak(mesh.device)
+        gc.collect()
+        on_gpu = mesh.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(mesh.device)
         steps = [take(cfg.warmup_steps + number) for number in range(cfg.steps)]
-        allocator = _allocator_peaks(mesh.device)
+        allocated = torch.cuda.max_memory_allocated(mesh.device) if on_gpu else None
+        reserved = torch.cuda.max_memory_reserved(mesh.device) if on_gpu else None
         held = held_tensors(
             weights=model.state_dict(keep_vars=True).values(),
             masters=trainer.policy.masters.values(),
@@ -242,8 +231,8 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
             steps=tuple(steps),
             num_micro_batches=probe.num_passes,
             memory=memory,
-            allocator_peak=allocator and allocator[0],
-            allocator_reserved=allocator and allocator[1],
+            allocator_peak=allocated,
+            allocator_reserved=reserved,
             plan=_plan(cfg, shape, probe, mesh, dtype),
         )
         return _of_all(result, mesh)
@@ -266,20 +255,26 @@ class _Probe:
         first, last = self._passes
         return StepTime(end - start, last - first, end - last)
 
-    @contextmanager
-    def passes(self, trainer: Trainer) -> Generator[None]:
-        first = self._now()
-        with self.memory.passes(lambda: trainer.policy.gradients.values()):
-            yield
-        self._passes = (first, self._now())
+    def watch(self, trainer: Trainer) -> None:
+        """See the passes of `trainer`."""
+        model = trainer.model
+        forward, forward_backward = model.forward, model.forward_backward
 
-    @contextmanager
-    def forward(self, model: PreTrainedModel, batch: MicroBatch) -> Generator[None]:
-        self.num_passes += 1
-        self.most_tokens = max(self.most_tokens, batch.num_tokens)
-        self.most_trained = max(self.most_trained, len(batch.labels))
-        with self.memory.forward(model.parameters):
-            yield
+        def one(batch: MicroBatch, outputs: frozenset[Output]) -> TokenOutputs:
+            self.num_passes += 1
+            self.most_tokens = max(self.most_tokens, batch.num_tokens)
+            self.most_trained = max(self.most_trained, len(batch.labels))
+            with self.memory.forward(model.module.parameters):
+                return forward(batch, outputs)
+
+        def every(batches: Iterable[MicroBatch], objective: Objective) -> tuple[Tensor, Metrics]:
+            first = self._now()
+            with self.memory.passes(lambda: trainer.policy.gradients.values()):
+                result = forward_backward(batches, objective)
+            self._passes = (first, self._now())
+            return result
+
+        model.forward, model.forward_backward = one, every
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -287,26 +282,9 @@ class _Probe:
         return time.perf_counter()
 
 
-def _watch(trainer: Trainer, probe: _Probe) -> None:
-    """Let `probe` see the passes of `trainer`."""
-    model = trainer.model
-    forward, forward_backward = model.forward, model.forward_backward
-
-    def watched(batch: MicroBatch, outputs: frozenset[Output]) -> TokenOutputs:
-        with probe.forward(model.module, batch):
-            return forward(batch, outputs)
-
-    def all_watched(batches: Iterable[MicroBatch], objective: Objective) -> tuple[Tensor, Metrics]:
-        with probe.passes(trainer):
-            return forward_backward(batches, objective)
-
-    model.forward, model.forward_backward = watched, all_watched
-
-
-def _trainer(cfg: BenchTrainConfig, model: PreTrainedModel, probe: _Probe, mesh: Mesh) -> Trainer:
+def _trainer(cfg: BenchTrainConfig, model: PreTrainedModel, mesh: Mesh, longest: int) -> Trainer:
     is_sft = cfg.objective == "sft"
-    longest = row_lengths(cfg).longest
-    trainer = Trainer(
+    return Trainer(
         model,
         cfg.trainer.model_copy(update={"prompts_per_minibatch": None, "num_epochs": 1}),
         CrossEntropy()
@@ -317,8 +295,6 @@ def _trainer(cfg: BenchTrainConfig, model: PreTrainedModel, probe: _Probe, mesh:
         exact=cfg.model.exact and not is_sft,
         mesh=mesh,
     )
-    _watch(trainer, probe)
-    return trainer
 
 
 def _moments(trainer: Trainer) -> list[Tensor]:
@@ -329,17 +305,6 @@ def _moments(trainer: Trainer) -> list[Tensor]:
         for name, tensor in tensors.items()
         if name.startswith("optimizer/") and not name.startswith("optimizer/step/")
     ]
-
-
-@contextmanager
-def _located(model: BenchTrainModelConfig) -> Generator[TrainedModelConfig]:
-    """The model to load; a public shape lies in a folder that is gone after the block."""
-    if model.shape is None:
-        yield model.as_trained()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        make_model_folder(Path(folder), model.shape)
-        yield model.as_trained(folder)
 
 
 def _rates(mesh: Mesh, dtype: torch.dtype) -> Rates:
@@ -359,20 +324,19 @@ def _rates(mesh: Mesh, dtype: torch.dtype) -> Rates:
 
 
 def _plan(
-    cfg: BenchTrainConfig,
-    shape: ModelShape,
-    probe: _Probe,
-    mesh: Mesh,
-    dtype: torch.dtype,
+    cfg: BenchTrainConfig, shape: ModelShape, probe: _Probe, mesh: Mesh, dtype: torch.dtype
 ) -> TrainingMemory:
-    """What was to be expected of the fullest micro-batch."""
-    most = [max(sizes) for sizes in zip(*mesh.gather(_sizes(probe, mesh)), strict=True)]
+    """What was to be expected of the fullest micro-batch of all devices."""
+    fullest = mesh.gather((probe.most_tokens, probe.most_trained))
+    num_tokens, num_trained = (
+        -(-max(sizes) // mesh.context.size) for sizes in zip(*fullest, strict=True)
+    )
     return training_memory(
         shape,
         cfg.trainer,
         dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
-        num_tokens=most[0],
-        num_trained=most[1],
+        num_tokens=num_tokens,
+        num_trained=num_trained,
         num_micro_batches=probe.num_passes,
         layers=layer_code(on_gpu=mesh.device.type == "cuda", compile=cfg.trainer.compile),
         lora=cfg.model.lora,
@@ -380,39 +344,24 @@ def _plan(
     )
 
 
-def _sizes(probe: _Probe, mesh: Mesh) -> tuple[int, int]:
-    """Tokens and trained tokens of this device's fullest pass."""
-    context = mesh.context.size
-    return -(-probe.most_tokens // context), -(-probe.most_trained // context)
-
-
 def _of_all(result: TrainResult, mesh: Mesh) -> TrainResult:
     """The slowest times, and the memory of the fullest device."""
-    own = (result.start_s, result.first_step_s, result.steps, result.memory)
-    everyones = mesh.gather((*own, (result.allocator_peak or 0, result.allocator_reserved or 0)))
-    starts, firsts, steps, memories, allocators = zip(*everyones, strict=True)
-    slowest = list(steps[0])
-    for other in steps[1:]:
-        slowest = [mine.slower(theirs) for mine, theirs in zip(slowest, other, strict=True)]
-    on_gpu = result.allocator_peak is not None
+    everyone = mesh.gather(result)
+    steps = zip(*(other.steps for other in everyone), strict=True)
     return replace(
         result,
-        start_s=max(starts),
-        first_step_s=max(firsts),
-        steps=tuple(slowest),
-        memory=max(memories, key=lambda memory: memory.peak),
-        allocator_peak=max(peak for peak, _ in allocators) if on_gpu else None,
-        allocator_reserved=max(reserved for _, reserved in allocators) if on_gpu else None,
+        start_s=max(other.start_s for other in everyone),
+        first_step_s=max(other.first_step_s for other in everyone),
+        steps=tuple(_slowest(times) for times in steps),
+        memory=max((other.memory for other in everyone), key=lambda memory: memory.peak),
+        allocator_peak=_largest(other.allocator_peak for other in everyone),
+        allocator_reserved=_largest(other.allocator_reserved for other in everyone),
     )
 
 
-def _reset_peak(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+def _slowest(steps: Iterable[StepTime]) -> StepTime:
+    return StepTime(*map(max, zip(*map(astuple, steps), strict=True)))
 
 
-def _allocator_peaks(device: torch.device) -> tuple[int, int] | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)

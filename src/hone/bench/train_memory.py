@@ -12,10 +12,11 @@ the peak. A block's kind follows from what it is:
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -85,8 +86,6 @@ class MemoryUse:
     """The most of each kind; not all at one time."""
     host: int
     """What is offloaded, but activations, where training has another device."""
-    course: list[tuple[float, dict[Kind, int]]]
-    """Seconds since the step began, and what there was; a few hundred moments with the peak."""
 
 
 @dataclass(slots=True)
@@ -95,23 +94,21 @@ class Held:
 
     kinds: dict[int, Kind] = field(default_factory=dict[int, Kind])
     num_bytes: dict[int, int] = field(default_factory=dict[int, int])
-    host: int = 0
-    on_host: set[int] = field(default_factory=set[int])
-    """Addresses of what `host` counts."""
+    on_host: dict[int, int] = field(default_factory=dict[int, int])
+    """Bytes of what is offloaded, by address."""
 
     def add(self, kind: Kind, tensors: Iterable[Tensor], device: torch.device) -> None:
         """Take in the storages of local tensors; one that is known keeps its kind."""
-        for tensor in tensors:
-            storage = local_part(tensor).untyped_storage()
-            if storage.nbytes() == 0:
-                continue
+        for tensor in map(local_part, tensors):
+            storage = tensor.untyped_storage()
             if tensor.device.type != device.type:
-                if local_part(tensor).data_ptr() not in self.on_host:
-                    self.host += local_part(tensor).nbytes  # several share one buffer
-                self.on_host.add(local_part(tensor).data_ptr())
-            elif storage.data_ptr() not in self.num_bytes:
+                self.on_host[tensor.data_ptr()] = tensor.nbytes  # several share one buffer
+            elif storage.nbytes() and storage.data_ptr() not in self.num_bytes:
                 self.kinds[storage.data_ptr()] = kind
                 self.num_bytes[storage.data_ptr()] = storage.nbytes()
+
+    def kind(self, address: int) -> Kind:
+        return self.kinds[address] if address in self.num_bytes else "other"
 
     def total(self, kind: Kind) -> int:
         return sum(n for address, n in self.num_bytes.items() if self.kinds[address] == kind)
@@ -132,8 +129,8 @@ def held_tensors(
     held.add("masters", (master for master in masters if master.dtype != dtype), device)
     held.add("weights", weights, device)
     held.add("optimizer", moments, device)
-    if device.type != "cpu":
-        held.host += host_bytes
+    if device.type != "cpu" and host_bytes:
+        held.on_host[0] = host_bytes
     return held
 
 
@@ -179,22 +176,19 @@ class MemoryProbe:
             step()
         self._is_active = False
         results: Any = record.profiler and record.profiler.kineto_results
-        tree = results.experimental_event_tree()
         events: list[Event] = []
         spans: dict[str, list[tuple[int, int]]] = {_FORWARD: [], _PASSES: []}
-        for node in _walk(tree):
+        for node in _walk(results.experimental_event_tree()):
             kind, fields = node.typed
             if kind.name == "Allocation":
                 if fields.device.type == self._device.type and fields.ptr:
                     events.append(Event(node.start_time_ns, fields.ptr, fields.alloc_size))
             elif node.name in spans:
                 spans[node.name].append((node.start_time_ns, node.end_time_ns))
-        held_and_gathered = Held(dict(held.kinds), held.num_bytes, held.host, held.on_host)
-        for address in self._gathered - held.num_bytes.keys():
-            held_and_gathered.kinds[address] = "weights"
+        gathered = dict.fromkeys(self._gathered - held.num_bytes.keys(), "weights")
         return play(
             sorted(events, key=lambda event: event.time),
-            held=held_and_gathered,
+            held=replace(held, kinds={**held.kinds, **gathered}),
             base=base,
             marks=Marks(
                 gradients=self._gradients,
@@ -210,41 +204,54 @@ def play(events: list[Event], *, held: Held, base: int, marks: Marks) -> MemoryU
     `base` bytes exist before the first event, those of `held` and others. `held.kinds` also has the
     addresses of weights that are gathered during the step.
     """
-    events = [*_with_all_releases(events)]
-    ends = _ends(events)
     now: dict[Kind, int] = {kind: held.total(kind) for kind in KINDS}
     now["other"] += base - sum(now.values())
-    total = peak = base
-    at_peak, largest, peak_time = dict(now), dict(now), 0
-    course: list[tuple[int, dict[Kind, int]]] = []
-    kinds: dict[int, Kind] = {}
-    for event, end in zip(events, ends, strict=True):
-        if event.num_bytes > 0:
-            kind = _kind(event, end, held, marks)
-            kinds[event.address] = kind
-        elif event.address in kinds:
-            kind = kinds.pop(event.address)
-        elif event.address in held.num_bytes:
-            kind = held.kinds[event.address]
-        elif now["other"] + event.num_bytes >= 0:
-            kind = "other"
-        else:
-            continue  # nobody had counted it
-        now[kind] += event.num_bytes
-        total += event.num_bytes
+    peak, peak_time, at_peak, largest = base, 0, dict(now), dict(now)
+    for time, kind, num_bytes in _changes(events, held, marks):
+        if kind == "other" and now[kind] + num_bytes < 0:
+            continue  # given back, and nobody had counted it
+        now[kind] += num_bytes
         largest[kind] = max(largest[kind], now[kind])
-        if total > peak:
-            peak, at_peak, peak_time = total, dict(now), event.time
-        course.append((event.time, dict(now)))
-    start = events[0].time if events else 0
+        if (total := sum(now.values())) > peak:
+            peak, peak_time, at_peak = total, time, dict(now)
     return MemoryUse(
         peak=peak,
         phase=marks.phase(peak_time),
         at_peak=at_peak,
         largest=largest,
-        host=held.host,
-        course=[((time - start) * 1e-9, there) for time, there in _thin(course)],
+        host=sum(held.on_host.values()),
     )
+
+
+def _changes(events: list[Event], held: Held, marks: Marks) -> Iterable[tuple[int, Kind, int]]:
+    """Time, kind and bytes of every change, in order.
+
+    A block that is taken where another one was ends that: the record does not see what threads of
+    gloo and NCCL give back.
+    """
+    changes: list[tuple[int, Kind, int]] = []
+    taken: dict[int, tuple[int, Event]] = {}  # by address: place in `changes`, and how it began
+
+    def give_back(address: int, time: float) -> Kind:
+        place, event = taken.pop(address)
+        kind = _kind(event, time, held, marks)
+        changes[place] = (event.time, kind, event.num_bytes)
+        return kind
+
+    for event in events:
+        address, is_known = event.address, event.address in taken
+        if event.num_bytes < 0:
+            kind = give_back(address, event.time) if is_known else held.kind(address)
+            changes.append((event.time, kind, event.num_bytes))
+            continue
+        if is_known:
+            num_bytes = taken[address][1].num_bytes
+            changes.append((event.time, give_back(address, event.time), -num_bytes))
+        taken[address] = len(changes), event
+        changes.append((event.time, "other", event.num_bytes))  # its kind is known at its end
+    for address in [*taken]:
+        give_back(address, math.inf)
+    return changes
 
 
 def _kind(event: Event, end: float, held: Held, marks: Marks) -> Kind:
@@ -255,38 +262,6 @@ def _kind(event: Event, end: float, held: Held, marks: Marks) -> Kind:
         is_gathered = held.kinds.get(event.address) == "weights"
         return "weights" if is_gathered else "activations"
     return "other"
-
-
-def _with_all_releases(events: list[Event]) -> Iterator[Event]:
-    """The events, and a release before each block that is taken where another was: the record does
-    not see what threads of gloo and NCCL give back."""
-    taken: dict[int, int] = {}
-    for event in events:
-        before = taken.pop(event.address, None)
-        if event.num_bytes > 0:
-            if before is not None:
-                yield Event(event.time, event.address, -before)
-            taken[event.address] = event.num_bytes
-        yield event
-
-
-def _ends(events: list[Event]) -> list[float]:
-    """When the block that each event takes is given back; infinity for those that stay."""
-    ends = [float("inf")] * len(events)
-    taken: dict[int, int] = {}
-    for index, event in enumerate(events):
-        if event.num_bytes > 0:
-            taken[event.address] = index
-        elif event.address in taken:
-            ends[taken.pop(event.address)] = event.time
-    return ends
-
-
-def _thin(course: list[tuple[int, dict[Kind, int]]]) -> list[tuple[int, dict[Kind, int]]]:
-    """Of equally many moments, that with the most memory."""
-    every = max(len(course) // 300, 1)
-    parts = [course[i : i + every] for i in range(0, len(course), every)]
-    return [max(part, key=lambda moment: sum(moment[1].values())) for part in parts]
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:

@@ -1,4 +1,4 @@
-"""Table, JSON file and plot of `hone bench train`."""
+"""Table and JSON file of `hone bench train`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,38 +13,21 @@ from rich.console import Console
 from rich.table import Table
 
 import hone
-from hone.bench.plot import Panel, Series, svg
 from hone.bench.train import StepTime, TrainResult
 from hone.bench.train_memory import KINDS, Kind
 from hone.observe.whole_file import whole_file
 from hone.planner.memory import TrainingMemory
 
-__all__ = ["as_json", "print_table", "write_files"]
+__all__ = ["as_json", "print_table", "write_file"]
 
-_GIB = 1 << 30
-_NONE = "\N{EN DASH}"
-_COLORS: dict[Kind, str] = {
-    "weights": "#2563c9",
-    "masters": "#0e8a7d",
-    "gradients": "#7d5bbe",
-    "optimizer": "#8a8f98",
-    "activations": "#d9730d",
-    "other": "#c2334d",
-}
 _LABELS: dict[Kind, str] = {"other": "logits and other buffers"}
 
 
-def write_files(result: TrainResult) -> Path:
-    """Write `cfg.output`, and the plot beside it; returns the path of the plot."""
-    output = result.cfg.output
-    plot = output.with_suffix(".svg")
-    with whole_file(output) as file:
+def write_file(result: TrainResult) -> None:
+    """Write `cfg.output`."""
+    with whole_file(result.cfg.output) as file:
         json.dump(as_json(result), file, indent=1)
         file.write("\n")
-    with whole_file(plot) as file:
-        title = f"{result.model_name}, {_rows(result)}, {_devices(result)}"
-        file.write(svg(title, [_times(result), _course(result)], legend_in_panels=True))
-    return plot
 
 
 def as_json(result: TrainResult) -> dict[str, Any]:
@@ -153,17 +135,15 @@ def _speed(result: TrainResult) -> Iterator[tuple[str, str]]:
     yield label, _ms(typical.forward_backward_s)
     yield "optimizer step", _ms(typical.optimizer_s)
     yield "model TFLOP a step", f"{result.flops / 1e12:,.4g}"
-    against = (
-        (f"measured {_tflops(rates.measured_flops_per_s)}", rates.measured_flops_per_s),
-        (f"data-sheet {_tflops(rates.datasheet_flops_per_s)}", rates.datasheet_flops_per_s),
-    )
-    for name, flops_per_s in against:
-        if flops_per_s is None:
-            continue
+    for source, flops_per_s in (
+        ("measured", rates.measured_flops_per_s),
+        ("data-sheet", rates.datasheet_flops_per_s),
+    ):
         for part, seconds in _parts(typical):
             share = result.utilisation(seconds, flops_per_s)
-            assert share is not None
-            yield f"utilisation, {part.replace('_', ' and ')}, of {name}", f"{share:.1%}"
+            if flops_per_s is not None and share is not None:
+                rate = f"{source} {flops_per_s / 1e12:.4g} TFLOP/s"
+                yield f"utilisation, {part.replace('_', ' and ')}, of {rate}", f"{share:.1%}"
     yield "model and trainer made in", f"{result.start_s:.3g} s"
     yield "first step, with compilation", f"{result.first_step_s:.3g} s"
 
@@ -192,47 +172,5 @@ def _rows(result: TrainResult) -> str:
     )
 
 
-def _devices(result: TrainResult) -> str:
-    rates = result.rates
-    return rates.device if rates.num_devices == 1 else f"{rates.num_devices} x {rates.device}"
-
-
-def _times(result: TrainResult) -> Panel:
-    inks = {"step_s": "#2563c9", "forward_backward_s": "#d9730d", "optimizer_s": "#5f6670"}
-    return Panel(
-        "Milliseconds",
-        "measured step",
-        [
-            Series(
-                name.removesuffix("_s").replace("_", " "),
-                ink,
-                [(n, 1e3 * getattr(step, name)) for n, step in enumerate(result.steps, start=1)],
-                "dots",
-            )
-            for name, ink in inks.items()
-        ],
-    )
-
-
-def _course(result: TrainResult) -> Panel:
-    """Memory over one step, which ran slower under the profiler."""
-    return Panel(
-        "GiB over a step that was recorded",
-        "seconds",
-        [
-            Series(
-                _LABELS.get(kind, kind),
-                _COLORS[kind],
-                [(seconds, max(there[kind], 0) / _GIB) for seconds, there in result.memory.course],
-            )
-            for kind in KINDS
-        ],
-    )
-
-
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:,.4g} ms"
-
-
-def _tflops(flops_per_s: float | None) -> str:
-    return _NONE if flops_per_s is None else f"{flops_per_s / 1e12:.4g} TFLOP/s"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
+from hone.bench.lines import read_lines
 from hone.config.base import Section
 from hone.config.errors import UserError
-from hone.config.schema import locate, nearest
 from hone.config.tree import BenchTrainConfig
 from hone.types import Trajectory
 
@@ -91,6 +92,15 @@ class _Line(Section):
     n: int = Field(default=1, ge=1)
     """Rows of this length."""
 
+    @model_validator(mode="after")
+    def _trains_some(self) -> Self:
+        if self.prompt_tokens >= self.tokens:
+            raise ValueError(
+                f"prompt_tokens is {self.prompt_tokens} of {self.tokens} tokens, which leaves none "
+                "to train; give at most one less than tokens"
+            )
+        return self
+
 
 def _read(path: Path) -> RowLengths:
     if not path.is_file():
@@ -98,48 +108,11 @@ def _read(path: Path) -> RowLengths:
             f"workload '{path}' is neither `rows` nor a file. Give `rows`, or the path of a JSONL "
             "file of lengths."
         )
-    tokens: list[int] = []
-    prompts: list[int] = []
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, start=1):
-            if text.strip():
-                line = _parse(text, where=f"{path}, line {number}")
-                tokens += [line.tokens] * line.n
-                prompts += [line.prompt_tokens] * line.n
-    if not tokens:
+    lines = [line for _, line in read_lines(path, _Line) for _ in range(line.n)]
+    if not lines:
         raise UserError(f"{path} holds no rows")
-    return RowLengths(path.name, tuple(tokens), tuple(prompts))
-
-
-def _parse(text: str, *, where: str) -> _Line:
-    try:
-        line = _Line.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        raise UserError(f"{where}: {_explain(error)}") from error
-    if line.prompt_tokens >= line.tokens:
-        raise UserError(
-            f"{where}: prompt_tokens is {line.prompt_tokens} of {line.tokens} tokens, which leaves "
-            "none to train; give at most one less than tokens"
-        )
-    return line
-
-
-def _explain(error: ValidationError) -> str:
-    """The problem of a line. A misspelt key comes first: it explains one that is missing."""
-    details = error.errors(include_url=False)
-    detail = next((x for x in details if x["type"] == "extra_forbidden"), details[0])
-    path = [str(part) for part in detail["loc"]]
-    match detail["type"]:
-        case "json_invalid" | "model_type":
-            return f"no JSON object: {detail['msg']}"
-        case "extra_forbidden":
-            near = nearest(_Line, path)
-            keys = ", ".join(_Line.model_fields)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"allowed: {keys}"
-            return f"unknown key '{path[0]}'; {hint}"
-        case "missing":
-            return f"'{path[0]}' is required"
-        case _:
-            field = locate(_Line, path[:1])
-            assert field is not None, f"{path=}"
-            return f"{path[0]} is {detail['input']!r}; allowed: {field.allowed}"
+    return RowLengths(
+        path.name,
+        tuple(line.tokens for line in lines),
+        tuple(line.prompt_tokens for line in lines),
+    )

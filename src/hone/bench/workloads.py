@@ -10,25 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field, model_validator
 
+from hone.bench.lines import read_lines
 from hone.config.base import Section
 from hone.config.bench import DecodeConfig
 from hone.config.errors import UserError
-from hone.config.schema import locate, nearest
 from hone.config.tree import BenchEngineConfig
 from hone.types import Request, SamplingParams
 
 __all__ = ["Workload", "decode", "groups", "make_workload", "read_requests", "uniform"]
-
-MAX_REQUESTS = 1 << 20
-MAX_PROMPT_TOKENS = 1 << 26
-"""What a workload may hold: some GiB on the host, which draws all of it beforehand, twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ def groups(*, seed: int, vocab_size: int) -> Workload:
     rng = np.random.default_rng(seed)
     drawn = rng.lognormal(np.log(800), 0.7, size=64 * 8)
     outputs = np.clip(np.rint(drawn), 1, 3800).astype(int).tolist()
-    return _workload("groups", rng, [256] * 64, outputs, num_samples=8, vocab_size=vocab_size)
+    return _workload("groups", rng, [256] * 64, outputs, vocab_size=vocab_size)
 
 
 def decode(
@@ -123,11 +118,6 @@ def decode(
             f"it, after the {lead} that {cfg.batch} prompts take; raise decode.context to at least "
             f"{cfg.context + 1 - prompt}, or lower decode.steps or decode.batch"
         )
-    _check_size(
-        cfg.batch,
-        cfg.batch * prompt,
-        where=f"decode.batch={cfg.batch} and decode.context={cfg.context}",
-    )
     rng = np.random.default_rng(seed)
     lengths = [cfg.steps + lead] * cfg.batch
     return _workload("decode", rng, [prompt] * cfg.batch, lengths, vocab_size=vocab_size)
@@ -139,7 +129,7 @@ class _Line(Section):
     prompt_tokens: int | None = Field(default=None, ge=1)
     """Length of a prompt of random ids."""
 
-    prompt_ids: tuple[int, ...] | None = None
+    prompt_ids: tuple[int, ...] | None = Field(default=None, min_length=1)
     """The prompt itself, in place of its length."""
 
     max_tokens: int = Field(ge=1)
@@ -160,82 +150,34 @@ class _Line(Section):
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Drop tokens less probable than this share of the most probable one."""
 
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> Self:
+        if (self.prompt_tokens is None) == (self.prompt_ids is None):
+            raise ValueError("give either prompt_tokens (a number) or prompt_ids (a list)")
+        return self
+
+
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
+
 
 def read_requests(path: Path, *, seed: int, vocab_size: int) -> Workload:
-    """Requests from a JSONL file, one object a line; blank lines are passed over.
-
-    Raises UserError naming the line that is wrong, before anything is drawn.
-    """
-    lines: dict[int, _Line] = {}
-    num_requests = num_prompt_tokens = 0
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, start=1):
-            if text.strip():
-                where = f"{path}, line {number}"
-                line = lines[number] = _parse(text, where=where, vocab_size=vocab_size)
-                num_requests += line.n
-                num_prompt_tokens += line.prompt_tokens or 0
-                _check_size(num_requests, num_prompt_tokens, where=where)
+    """Requests from a JSONL file, one object a line. Raises UserError naming the line that is
+    wrong."""
     rng = np.random.default_rng(seed)
     requests: list[Request] = []
-    for number, line in lines.items():
+    for number, line in read_lines(path, _Line):
+        wrong = [x for x in line.prompt_ids or () if not 0 <= x < vocab_size]
+        if wrong:
+            raise UserError(
+                f"{path}, line {number}: prompt_ids holds {wrong[0]}; ids are from 0 to "
+                f"{vocab_size - 1}"
+            )
         ids = line.prompt_ids or _draw_ids(rng, line.prompt_tokens or 0, vocab_size)
-        requests += _requests(f"{number}", ids, [line.max_tokens] * line.n, rng, line)
+        sampling = line.model_dump(include=_SAMPLING)
+        requests += _requests(f"{number}", ids, [line.max_tokens] * line.n, rng, **sampling)
     if not requests:
         raise UserError(f"{path} holds no requests")
     return Workload(path.name, tuple(requests))
-
-
-def _check_size(num_requests: int, num_prompt_tokens: int, *, where: str) -> None:
-    """Raise UserError for a workload that would not fit the host's memory."""
-    if num_requests > MAX_REQUESTS or num_prompt_tokens > MAX_PROMPT_TOKENS:
-        raise UserError(
-            f"{where}: this makes {num_requests:,} requests with prompts of {num_prompt_tokens:,} "
-            f"tokens in all; at most {MAX_REQUESTS:,} and {MAX_PROMPT_TOKENS:,} are drawn"
-        )
-
-
-def _parse(text: str, *, where: str, vocab_size: int) -> _Line:
-    try:
-        line = _Line.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        raise UserError(f"{where}: {_explain(error)}") from error
-    if (line.prompt_tokens is None) == (line.prompt_ids is None):
-        raise UserError(f"{where}: give either prompt_tokens (a number) or prompt_ids (a list)")
-    if line.prompt_ids is not None:
-        wrong = [x for x in line.prompt_ids if not 0 <= x < vocab_size]
-        if wrong or not line.prompt_ids:
-            got = f"id {wrong[0]}" if wrong else "no ids"
-            raise UserError(
-                f"{where}: prompt_ids holds {got}; needed: at least one id, each from 0 to "
-                f"{vocab_size - 1}"
-            )
-    return line
-
-
-def _explain(error: ValidationError) -> str:
-    """The problem of a line. A misspelt key comes first: it explains one that is missing."""
-    details = error.errors(include_url=False)
-    detail = next((x for x in details if x["type"] == "extra_forbidden"), details[0])
-    path = [str(part) for part in detail["loc"]]
-    match detail["type"]:
-        case "json_invalid":
-            return f"no JSON object: {detail['msg']}"
-        case "model_type":
-            return "no JSON object"
-        case "extra_forbidden":
-            near = nearest(_Line, path)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"allowed: {_KEYS}"
-            return f"unknown key '{path[0]}'; {hint}"
-        case "missing":
-            return f"'{path[0]}' is required"
-        case _:
-            field = locate(_Line, path[:1])
-            assert field is not None, f"{path=}"
-            return f"{path[0]} is {detail['input']!r}; allowed: {field.allowed}"
-
-
-_KEYS = ", ".join(_Line.model_fields)
 
 
 def _workload(
@@ -245,14 +187,14 @@ def _workload(
     outputs: Sequence[int],
     *,
     vocab_size: int,
-    num_samples: int = 1,
 ) -> Workload:
-    """`num_samples` requests for each prompt length, with the output lengths in order."""
-    ends = accumulate([num_samples] * len(prompts))
+    """Equally many requests for each prompt length, with the output lengths in order."""
+    num_samples = len(outputs) // len(prompts)
     requests: list[Request] = []
-    for index, (length, end) in enumerate(zip(prompts, ends, strict=True)):
+    for index, length in enumerate(prompts):
         ids = _draw_ids(rng, length, vocab_size)
-        requests += _requests(f"{index}", ids, outputs[end - num_samples : end], rng)
+        own = outputs[index * num_samples : (index + 1) * num_samples]
+        requests += _requests(f"{index}", ids, own, rng)
     return Workload(name, tuple(requests))
 
 
@@ -261,23 +203,19 @@ def _requests(
     prompt_ids: tuple[int, ...],
     outputs: Sequence[int],
     rng: np.random.Generator,
-    line: _Line | None = None,
+    **sampling: Any,
 ) -> list[Request]:
     """One request for each output length, with its own seed, over one prompt."""
-    chosen = {} if line is None else line.model_dump(include=_SAMPLING)
     return [
         Request(
             id=f"{name}/{index}",
             prompt_ids=prompt_ids,
             sampling=SamplingParams(
-                max_tokens=length, seed=int(rng.integers(2**31)), ignore_eos=True, **chosen
+                max_tokens=length, seed=int(rng.integers(2**31)), ignore_eos=True, **sampling
             ),
         )
         for index, length in enumerate(outputs)
     ]
-
-
-_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 
 
 def _draw_ids(rng: np.random.Generator, length: int, vocab_size: int) -> tuple[int, ...]:

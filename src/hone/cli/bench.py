@@ -25,11 +25,11 @@ usage: hone bench engine [RECIPE] [--section.key VALUE ...]
 
 `engine` measures the engine on a workload: tokens/s, step and first-token times, and the
 share of what the device allows for the actual lengths. A first run with other
-prompts warms up. Writes a table, bench.json and bench.svg.
+prompts warms up. Writes a table and bench.json.
 
 `train` measures optimizer steps as a run takes them: tokens/s, time of forward
 and backward and of the optimizer, model FLOPs utilisation, and peak memory by
-kind beside what was planned. Writes a table, bench-train.json and -.svg.
+kind beside what was planned. Writes a table and bench-train.json.
 
 `hone bench engine --help` and `hone bench train --help` explain every key.
 
@@ -81,15 +81,15 @@ def _engine(arguments: Sequence[str]) -> int:
 
     cfg = load_checked(BenchEngineConfig, arguments, check)
     from hone.bench.bench import bench_engine
-    from hone.bench.report import print_table, write_files
+    from hone.bench.report import print_table, write_file
 
     quiet_transformers()
-    result = bench_engine(cfg, write_files)
+    result = bench_engine(cfg)
     if processes().rank > 0:
         return 0
-    plot = write_files(result)
+    write_file(result)
     print_table(result, Console(highlight=False))
-    _log.info("numbers in %s, plot in %s", cfg.output, plot)
+    _log.info("numbers in %s", cfg.output)
     return 0
 
 
@@ -114,15 +114,15 @@ def _train(arguments: Sequence[str]) -> int:
 
     cfg = load_checked(BenchTrainConfig, arguments, check)
     from hone.bench.train import bench_train
-    from hone.bench.train_report import print_table, write_files
+    from hone.bench.train_report import print_table, write_file
 
     quiet_transformers()
     result = bench_train(cfg)
     if processes().rank > 0:
         return 0
-    plot = write_files(result)
+    write_file(result)
     print_table(result, Console(highlight=False))
-    _log.info("numbers in %s, plot in %s", cfg.output, plot)
+    _log.info("numbers in %s", cfg.output)
     return 0
 
 

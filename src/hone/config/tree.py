@@ -157,8 +157,7 @@ class BenchEngineConfig(Section):
     """Also run the installed vLLM on the same requests, first and in a process of its own, with the
     same formats, memory, `engine.max_num_seqs` and prefix caching."""
     output: Path = Path("bench.json")
-    """JSON file that receives all numbers; the plot lies beside it as `.svg`, what vLLM says as
-    `.vllm.log`."""
+    """JSON file that receives all numbers; what vLLM logs lies beside it as `.vllm.log`."""
 
 
 class BenchTrainConfig(Section):
@@ -181,7 +180,7 @@ class BenchTrainConfig(Section):
     warmup_steps: int = Field(default=2, ge=1)
     """Optimizer steps before them, the first of which compiles."""
     output: Path = Path("bench-train.json")
-    """JSON file that receives all numbers; the plot lies beside it as `.svg`."""
+    """JSON file that receives all numbers."""
 
 
 class SimulateConfig(RLConfig):

@@ -45,8 +45,7 @@ RULES = (
           why="there is one model", fix="remove model.path | remove model.shape"),
     error("@has_other_suffix", only=(*_BENCH, "simulate"),
           says="output is '{output}'",
-          fix="give the path of a .json file, such as bench.json; the plot is written beside it as "
-          ".svg"),
+          fix="give the path of a .json file, such as bench.json"),
     # The engine.
     error(each=_bad_workload, only=("bench engine",),
           says="workload is '{workload}'",
