@@ -14,6 +14,9 @@ MUTANTS = {
         setattr(fork_server, "_SHUT_DOWN_S", 0.1),
     ),
     "stays behind": lambda: setattr(fork_server.ForkServer, "shut_down", lambda self: None),
+    "samples wait": lambda: setattr(
+        fork_server.ForkServer, "_idle", only_when_all_are(fork_server.ForkServer._idle)
+    ),
     "errors score 0": lambda: setattr(score, "_attempt", zero_for_errors(score._attempt)),
 }
 
@@ -22,6 +25,14 @@ def zero_for_errors(attempt):
     def mutant(function, given):
         outcome = attempt(function, given)
         return outcome if isinstance(outcome, score.Part) else score.Part(0.0)
+
+    return mutant
+
+
+def only_when_all_are(idle):
+    def mutant(self):
+        found = idle(self)
+        return found if len(found) == len(self.workers) else []
 
     return mutant
 

@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from hone.config.errors import UserError
-from hone.rewards.pool import Pool
 from hone.rewards.scorer import Scorer
 from hone.types import FailureKind
 from tests.rewards.misbehaving import CRASHING, GREEDY, HANGING, INVALID, LEAVING, RAISING
@@ -187,7 +186,7 @@ def test_R13_good_samples_do_not_wait_for_a_stuck_one():
 
 
 def test_R13_waiting_check_catches_samples_left_behind_a_stuck_one(monkeypatch):
-    monkeypatch.setattr(Pool, "_take_back_from_stalled", lambda self: None)
+    plant(monkeypatch, "samples wait")
     with pytest.raises(AssertionError):
         check_good_samples_do_not_wait()
 

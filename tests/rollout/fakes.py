@@ -175,7 +175,6 @@ class FakeScorer:
             num_failed={},
             num_pending=self.pending,
             num_kills=0,
-            num_restarts=0,
             p99_s=math.nan,
         )
 

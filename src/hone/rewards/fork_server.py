@@ -1,13 +1,10 @@
-"""The parent of all workers of one pool: forks them, kills them at their deadline, and leaves no
-process behind.
+"""The parent of all workers of one pool: forks them, gives each one sample at a time, kills it at
+its deadline, and leaves no process behind.
 
 It is a small process of its own, started fresh (so the driver may hold threads and a GPU) and
 running no code but this (so it may fork). It imports math-verify once, so a new worker costs
-milliseconds. It keeps deadlines also while the driver is busy elsewhere, adopts what workers leave
-behind, and when the driver disappears, however it does, it kills everything and ends.
-
-    driver ──control──► fork server ──fork──► worker, worker, ...
-       └───────── one socket a worker: samples in, verdicts out ──────────┘
+milliseconds. It goes on while the driver is busy elsewhere, adopts what workers leave behind, and
+when the driver disappears, however it does, it kills everything and ends.
 """
 
 from __future__ import annotations
@@ -20,26 +17,25 @@ import pickle
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
-from dataclasses import dataclass
-from typing import NoReturn
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import psutil
 
 from hone.config.errors import UserError
 from hone.rewards import wire
 from hone.rewards.builtin import warm_up_math
-from hone.rewards.worker import LOADING, Job, Progress, become_subreaper, work
+from hone.rewards.pool import describe_exit
+from hone.rewards.score import Verdict
+from hone.rewards.worker import Job, become_subreaper, ticket_of, work
+from hone.types import FailureKind, Reward
 
-__all__ = ["COMMAND", "FORK", "KILL", "MAX_PROCESSES", "OUT_OF_MEMORY_EXIT", "main"]
+__all__ = ["ForkServer", "main"]
 
-COMMAND = struct.Struct("<cq")
-"""One command of the driver: what, and the worker's number."""
-FORK = b"f"
-"""Fork a worker; its socket comes along as a file descriptor."""
-KILL = b"k"
 OUT_OF_MEMORY_EXIT = 99
 """Exit code of a worker that ran out of memory and could not even say so."""
 
@@ -58,20 +54,36 @@ _SHUT_DOWN_S = 4.0
 
 @dataclass(slots=True)
 class _Worker:
-    number: int
     pid: int
-    progress: Progress
-    overdue_ticket: int | None = None
-    """Set when it is killed for its deadline."""
+    stream: wire.Stream
+    since: float = field(default_factory=time.monotonic)
+    """When its present call began, or the import of the functions."""
+    is_ready: bool = False
+    """It has loaded the functions."""
+    request: bytes | None = None
+    """The sample that it scores."""
+    function: int | None = None
+    """Index of the function that it calls; None while it has not begun."""
+    is_ending: bool = False
+    """It gets no more samples: it ran out of memory, or is being killed."""
+    is_overdue: bool = False
+    """It is killed for its deadline."""
     num_processes: int = 0
     """Set when it is killed for how many it has started."""
+    malformed: str = ""
+    """Set when it is killed for what it has sent."""
 
 
 class ForkServer:
+    """Workers and the samples that they score, in one thread that never blocks."""
+
     def __init__(self, control: socket.socket, job: Job) -> None:
-        self.control = control
         self.job = job
+        self.driver = wire.Stream(control, max_bytes=None)
+        self.queue: deque[bytes] = deque()
         self.workers: dict[int, _Worker] = {}  # by process id
+        self.has_failed = False
+        """The functions cannot be loaded, so no more workers start."""
         self.child_ended, wake = socket.socketpair()
         self.child_ended.setblocking(False)
         wake.setblocking(False)
@@ -80,17 +92,28 @@ class ForkServer:
         self.wake = wake
         self.next_count = 0.0
         self.selector = selectors.DefaultSelector()
-        self.selector.register(control, selectors.EVENT_READ)
         self.selector.register(self.child_ended, selectors.EVENT_READ)
 
     def run(self) -> None:
+        if not self.has_failed:
+            self._fork()
         while os.getppid() == self.job.driver_pid:
+            self._watch(self.driver)
+            for worker in self.workers.values():
+                self._watch(worker.stream)
             ready = {key.fileobj for key, _ in self.selector.select(self._kill_overdue())}
+            self._from_driver()
+            if self.driver.ended:
+                return
+            for worker in self.workers.values():
+                if worker.stream.sock in ready:
+                    self._from_worker(worker)
+                    if worker.malformed:
+                        _kill_worker(worker)
             if self.child_ended in ready:
                 self.child_ended.recv(1 << 12)
                 self._bury_dead()
-            if self.control in ready and not self._obey():
-                return
+            self._dispatch()
 
     def shut_down(self) -> None:
         """Kill all workers and all that ever came out of them; return when nothing is left."""
@@ -101,57 +124,110 @@ class ForkServer:
             self._reap()
             time.sleep(0.001)
 
-    def _obey(self) -> bool:
-        """Carry out one command; False when the driver has closed the connection."""
+    def fail(self, error: str) -> None:
+        """Tell the driver why the functions cannot be loaded; it closes when it has read that."""
+        if not self.has_failed:
+            self.has_failed = True
+            self.driver.put(pickle.dumps(("error", error)))
+
+    # ---- samples ---------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Give queued samples to idle workers, and start workers for the rest."""
+        for worker in self._idle():
+            if self.queue:
+                worker.request, worker.function = self.queue.popleft(), None
+                worker.since = time.monotonic()
+                worker.stream.put(worker.request)
+        num_starting = sum(not worker.is_ready for worker in self.workers.values())
+        while len(self.workers) < self.job.num_workers and num_starting < len(self.queue):
+            if self.has_failed:
+                return
+            self._fork()
+            num_starting += 1
+
+    def _idle(self) -> list[_Worker]:
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.is_ready and worker.request is None and not worker.is_ending
+        ]
+
+    def _from_driver(self) -> None:
+        self.driver.flush()
+        for request in self.driver.take():
+            if request:
+                self.queue.append(request)
+            else:  # the driver gives up on all samples
+                self.queue.clear()
+
+    def _from_worker(self, worker: _Worker) -> None:
+        worker.stream.flush()
         try:
-            command, fds, _, _ = socket.recv_fds(self.control, COMMAND.size, 1)
-            command += b"" if not command else self._rest(len(command))
-        except ConnectionError:
-            return False
-        if len(command) < COMMAND.size:
-            return False
-        what, number = COMMAND.unpack(command)
-        if what == FORK:
-            self._fork(number, socket.socket(fileno=fds[0]))
+            for body in worker.stream.take():
+                self._read(worker, json.loads(body))
+        except (wire.ProtocolError, ValueError, KeyError, TypeError) as error:
+            worker.malformed = f"its worker sent something that is not a verdict: {error}"
+
+    def _read(self, worker: _Worker, message: Mapping[str, Any]) -> None:
+        if "error" in message:
+            self.fail(str(message["error"]))
+        elif "columns" in message:
+            worker.is_ready = True
+            self.driver.put(pickle.dumps(("columns", message["columns"])))
+        elif "function" in message:
+            worker.function = range(len(self.job.functions))[message["function"]]
+            worker.since = time.monotonic()
         else:
-            for worker in self.workers.values():
-                if worker.number == number:
-                    _kill_worker(worker)
-        return True
+            if worker.request is None or message["ticket"] != ticket_of(worker.request):
+                raise ValueError("a verdict on a sample that it was not scoring")
+            self._settle(worker, _decode(message))
 
-    def _rest(self, num_received: int) -> bytes:
-        missing = COMMAND.size - num_received
-        return self.control.recv(missing, socket.MSG_WAITALL) if missing else b""
+    def _settle(self, worker: _Worker, verdict: Verdict) -> None:
+        assert worker.request is not None
+        ticket, worker.request = ticket_of(worker.request), None
+        worker.is_ending |= verdict.failure is FailureKind.OUT_OF_MEMORY
+        self.driver.put(pickle.dumps(("verdict", ticket, verdict, worker.is_overdue)))
 
-    def _fork(self, number: int, sock: socket.socket) -> None:
-        progress = Progress()
-        # Started here, so that a child that dies before its first line is not taken for idle.
-        progress.begin(ticket=-1, function=LOADING)
+    def _watch(self, stream: wire.Stream) -> None:
+        """Wake up for what the socket can do next, and for nothing else."""
+        known = self.selector.get_map().get(stream.sock)
+        if stream.ended:
+            if known is not None:
+                self.selector.unregister(stream.sock)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if stream.has_outgoing else 0)
+        if known is None:
+            self.selector.register(stream.sock, events)
+        elif known.events != events:
+            self.selector.modify(stream.sock, events)
+
+    # ---- processes -------------------------------------------------------------------------------
+
+    def _fork(self) -> None:
+        ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            _be_worker(self, sock, progress)
-        sock.close()
-        self.workers[pid] = _Worker(number=number, pid=pid, progress=progress)
+            _be_worker(theirs, self.job)
+        theirs.close()
+        self.workers[pid] = _Worker(pid, wire.Stream(ours))
 
     def _kill_overdue(self) -> float:
-        """Kill workers past their deadline; seconds until the next one can be due.
-
-        Any worker may start a new call right after this look at it, but then has its whole time
-        before it.
-        """
-        now, job = time.monotonic(), self.job
-        wait = min(_CHECK_DRIVER_S, job.timeout_s)
+        """Kill workers past their deadline; seconds until the next one can be due."""
+        now = time.monotonic()
+        wait = min(_CHECK_DRIVER_S, self.job.timeout_s)
         if self.workers:
             self._kill_forking(now)
             wait = min(wait, max(self.next_count - time.monotonic(), 0.0))
         for worker in self.workers.values():
-            call = worker.progress.read()
-            limit = job.load_timeout_s if call.function == LOADING else job.timeout_s
-            left = call.start + limit - now if call.start else job.timeout_s
+            if worker.is_ready and worker.request is None:
+                continue
+            limit = self.job.timeout_s if worker.is_ready else self.job.load_timeout_s
+            left = worker.since + limit - now
             if left > 0:
                 wait = min(wait, left)
-            elif worker.overdue_ticket is None:
-                worker.overdue_ticket = call.ticket
+            elif not worker.is_overdue:
+                worker.is_overdue = True
                 _kill_worker(worker)
         return wait
 
@@ -160,8 +236,8 @@ class ForkServer:
         if now < self.next_count:
             return
         for worker in self.workers.values():
-            call = worker.progress.read()
-            if call.start and now - call.start > _COUNT_S and not worker.num_processes:
+            is_idle = worker.is_ready and worker.request is None
+            if not is_idle and now - worker.since > _COUNT_S and not worker.num_processes:
                 number = _num_descendants(worker.pid)
                 if number > MAX_PROCESSES:
                     worker.num_processes = number
@@ -173,21 +249,18 @@ class ForkServer:
         for worker, status in self._reap():
             with contextlib.suppress(OSError):
                 os.killpg(worker.pid, signal.SIGKILL)  # where no orphans are adopted (macOS)
-            call = worker.progress.read()
-            worker.progress.close()
-            # It may have gone on to the next sample in the moment before the kill: that one is
-            # innocent, and scored again.
-            unlucky = worker.overdue_ticket is not None and worker.overdue_ticket != call.ticket
-            report = {
-                "worker": worker.number,
-                "status": status,
-                "overdue": worker.overdue_ticket is not None,
-                "processes": worker.num_processes,
-                "ticket": call.ticket if call.start and not unlucky else None,
-                "function": call.function,
-                "seconds": max(0.0, time.monotonic() - call.start) if call.start else 0.0,
-            }
-            wire.send(self.control, json.dumps(report).encode())
+            if not worker.malformed:
+                self._from_worker(worker)  # what it sent before it ended
+            worker.stream.ended = True
+            self._watch(worker.stream)
+            worker.stream.close()
+            has_begun = worker.function is not None or worker.malformed
+            if not worker.is_ready:
+                self.fail(self._load_error(worker, status))
+            elif worker.request is not None and has_begun:
+                self._settle(worker, self._failure(worker, status))
+            elif worker.request is not None:
+                self.queue.appendleft(worker.request)
         for child in psutil.Process().children():
             if child.pid not in self.workers:  # what a dead worker left behind is now our child
                 _kill(child)
@@ -204,6 +277,52 @@ class ForkServer:
                 return dead
             if worker := self.workers.pop(pid, None):
                 dead.append((worker, os.waitstatus_to_exitcode(status)))
+
+    def _load_error(self, worker: _Worker, status: int) -> str:
+        """Why a worker ended before it was ready."""
+        if worker.num_processes:
+            problem = f"started {_too_many(worker)}"
+        elif worker.is_overdue:
+            problem = f"took longer than {self.job.load_timeout_s:g} s"
+        elif status == OUT_OF_MEMORY_EXIT:
+            problem = "needed more memory than `reward.memory_limit_gib`"
+        else:
+            problem = f"ended the process ({worker.malformed or describe_exit(status)})"
+        return f"importing the reward functions ({self.job.specs}) {problem}"
+
+    def _failure(self, worker: _Worker, status: int) -> Verdict:
+        """Why a worker ended while it scored a sample."""
+        kind = FailureKind.CRASH
+        if worker.malformed:
+            detail = worker.malformed
+        elif worker.num_processes:
+            detail = f"killed, since it had started {_too_many(worker)}"
+        elif worker.is_overdue:
+            kind, detail = FailureKind.TIMEOUT, f"killed after {self.job.timeout_s:g} s"
+        elif status == OUT_OF_MEMORY_EXIT:
+            kind, detail = FailureKind.OUT_OF_MEMORY, "ran out of memory"
+        else:
+            detail = f"its process ended: {describe_exit(status)}"
+        name = self.job.functions[worker.function or 0].name
+        seconds = time.monotonic() - worker.since
+        return Verdict(failure=kind, detail=f"{name}: {detail}", seconds=seconds)
+
+
+def _too_many(worker: _Worker) -> str:
+    return f"{worker.num_processes:,} processes; at most {MAX_PROCESSES} are allowed at a time"
+
+
+def _decode(message: Mapping[str, Any]) -> Verdict:
+    seconds = float(message["seconds"])
+    if "failure" in message:
+        return Verdict(
+            failure=FailureKind(message["failure"]),
+            detail=str(message["detail"]),
+            is_certain=bool(message["is_certain"]),
+            seconds=seconds,
+        )
+    parts = {str(name): float(value) for name, value in message["parts"].items()}
+    return Verdict(reward=Reward(total=float(message["total"]), parts=parts), seconds=seconds)
 
 
 def _num_descendants(pid: int) -> int:
@@ -222,20 +341,21 @@ def _kill(child: psutil.Process) -> None:
 
 def _kill_worker(worker: _Worker) -> None:
     """Kill a worker that has not been waited for, and its process group."""
+    worker.is_ending = True
     try:
         os.killpg(worker.pid, signal.SIGKILL)
     except ProcessLookupError:
         os.kill(worker.pid, signal.SIGKILL)  # it does not lead a group yet
 
 
-def _be_worker(fork_server: ForkServer, sock: socket.socket, progress: Progress) -> NoReturn:
+def _be_worker(sock: socket.socket, job: Job) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    fork_server.selector.close()
-    for inherited in (fork_server.control, fork_server.child_ended, fork_server.wake):
-        inherited.close()
+    # All that is inherited: the driver's socket, and those of other workers.
+    os.closerange(3, sock.fileno())
+    os.closerange(sock.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     try:
-        work(sock, fork_server.job, progress)
+        work(sock, job)
     except MemoryError:
         os._exit(OUT_OF_MEMORY_EXIT)  # not even the verdict could be written
     finally:
@@ -250,20 +370,15 @@ def main() -> None:
         return
     job: Job = pickle.loads(greeting)
     become_subreaper()
+    fork_server = ForkServer(control, job)
     try:
         if any(function.spec == "math" for function in job.functions):
             warm_up_math()
     except UserError as error:
-        wire.send(control, json.dumps({"error": str(error)}).encode())
-        while control.recv(1 << 12):  # the driver closes once it has read this
-            pass
-        return
+        fork_server.fail(str(error))
     gc.freeze()  # forks then share these pages
-    fork_server = ForkServer(control, job)
     try:
         fork_server.run()
-    except ConnectionError:
-        pass  # the driver is gone
     finally:
         fork_server.shut_down()
 

@@ -67,8 +67,6 @@ class ScorerStats:
     num_pending: int
     num_kills: int
     """Workers killed at a deadline."""
-    num_restarts: int
-    """Workers started in place of one that ended."""
     p99_s: float
     """99th percentile of the time in reward functions, over the last 10,000 samples; nan: none."""
 
@@ -102,9 +100,7 @@ class Scorer:
         builtins = _builtins(cfg, max_completion_tokens)
         names = cfg.names
         if any(builtin is None or builtin.isolated for builtin in builtins):
-            self._pool = Pool(
-                _job(cfg, names), num_workers=cfg.num_workers or default_num_workers()
-            )
+            self._pool = Pool(_job(cfg, names))
             return
         for name, entry, builtin in zip(names, cfg.functions, builtins, strict=True):
             assert builtin is not None
@@ -118,8 +114,8 @@ class Scorer:
         Raises UserError naming the row, and warns where a call fails as it might for this
         completion alone.
         """
-        columns = self._pool.needed_columns if self._pool is not None else []
-        for entry, needed in zip(self._cfg.functions, columns, strict=False):
+        columns = self._pool.needed_columns if self._pool is not None else None
+        for entry, needed in zip(self._cfg.functions, columns or [], strict=False):
             for name in needed:
                 lacking = [p for p in prompts if name not in p.metadata]
                 if lacking:
@@ -249,7 +245,6 @@ class Scorer:
             num_failed=dict(self._num_failed),
             num_pending=self.pending,
             num_kills=self._pool.num_kills if self._pool else 0,
-            num_restarts=self._pool.num_restarts if self._pool else 0,
             p99_s=times[math.ceil(0.99 * len(times)) - 1] if times else math.nan,
         )
 
@@ -375,4 +370,5 @@ def _job(cfg: RewardConfig, names: Sequence[str]) -> Job:
         memory_limit_bytes=int(cfg.memory_limit_gib * 2**30),
         driver_pid=os.getpid(),
         import_path=tuple(sys.path),
+        num_workers=cfg.num_workers or default_num_workers(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 __all__ = ["MAX_RESULT_BYTES", "ProtocolError", "Stream", "receive", "send"]
 
 MAX_RESULT_BYTES = 1 << 20
-"""Largest message the driver accepts from a worker, which runs code nobody has vouched for."""
+"""Largest message accepted from a worker, which runs code nobody has vouched for."""
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 16
@@ -41,11 +42,12 @@ def _receive_exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
 
 
 class Stream:
-    """The driver's end of a socket: never blocks, whatever the other side does or fails to do."""
+    """An end of a socket that never blocks, whatever the other side does or fails to do."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, max_bytes: int | None = MAX_RESULT_BYTES) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self._max_bytes = math.inf if max_bytes is None else max_bytes
         self.ended = False
         """The other side has closed."""
         self._outgoing = bytearray()
@@ -75,8 +77,8 @@ class Stream:
         self._read()
         while len(self._incoming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._incoming)
-            if length > MAX_RESULT_BYTES:
-                raise ProtocolError(f"message of {length} bytes, at most {MAX_RESULT_BYTES}")
+            if length > self._max_bytes:
+                raise ProtocolError(f"message of {length} bytes, at most {self._max_bytes}")
             end = _LENGTH.size + length
             if len(self._incoming) < end:
                 return
@@ -86,7 +88,7 @@ class Stream:
 
     def _read(self) -> None:
         try:
-            while len(self._incoming) <= 2 * MAX_RESULT_BYTES:
+            while len(self._incoming) <= 2 * self._max_bytes:
                 piece = self.sock.recv(_READ_BYTES)
                 if not piece:
                     self.ended = True

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
-import mmap
 import os
 import pickle
 import resource
@@ -16,6 +14,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,22 +26,7 @@ from hone.rewards.resolve import check_signature, resolve
 from hone.rewards.score import RewardFunction, Verdict, score
 from hone.types import FailureKind
 
-__all__ = [
-    "LOADING",
-    "NO_TICKET",
-    "Call",
-    "FunctionSpec",
-    "Job",
-    "Progress",
-    "encode_request",
-    "load",
-    "work",
-]
-
-LOADING = -1
-"""Function index while the functions are being loaded."""
-NO_TICKET = -1
-"""Ticket while no sample is in work."""
+__all__ = ["FunctionSpec", "Job", "become_subreaper", "encode_request", "load", "ticket_of", "work"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,80 +53,39 @@ class Job:
     driver_pid: int
     import_path: tuple[str, ...]
     """`sys.path` of the driver."""
+    num_workers: int
+
+    @property
+    def specs(self) -> str:
+        """The functions, for messages."""
+        return ", ".join(function.spec for function in self.functions)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The call a worker is in: since when, for which sample, to which function."""
-
-    start: float
-    """By `time.monotonic`, which all processes of a machine share; 0 while idle, infinite while the
-    verdict is being sent."""
-    ticket: int
-    function: int
-
-
-class Progress:
-    """Shared memory in which a worker notes the call it is in, for the fork server to read."""
-
-    _LAYOUT = struct.Struct("<dqq")
-    _START = struct.Struct("<d")
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, self._LAYOUT.size)  # anonymous: shared over a fork
-
-    def begin(self, *, ticket: int, function: int) -> None:
-        # The start goes to 0 first and is written last: a reader never pairs an old start with a
-        # new ticket.
-        self.end()
-        self._LAYOUT.pack_into(self._memory, 0, 0.0, ticket, function)
-        self._START.pack_into(self._memory, 0, time.monotonic())
-
-    def deliver(self) -> None:
-        """Still in work, but without a deadline: the driver may be slow to read the verdict."""
-        self._START.pack_into(self._memory, 0, math.inf)
-
-    def end(self) -> None:
-        self._START.pack_into(self._memory, 0, 0.0)
-
-    def read(self) -> Call:
-        return Call(*self._LAYOUT.unpack_from(self._memory, 0))
-
-    def close(self) -> None:
-        self._memory.close()
-
-
-def work(sock: socket.socket, job: Job, progress: Progress) -> NoReturn:
+def work(sock: socket.socket, job: Job) -> NoReturn:
     """Score what arrives on `sock` for the rest of this process's life."""
-    progress.begin(ticket=NO_TICKET, function=LOADING)
     _isolate(job.memory_limit_bytes)
     pid = os.getpid()
+
+    def send(message: Mapping[str, Any]) -> None:
+        if os.getpid() != pid:
+            os._exit(0)  # a child that the user's code forked has returned from it
+        wire.send(sock, json.dumps(message).encode())
+
     try:
         functions, columns = load(job)
     except ValueError as error:
-        wire.send(sock, json.dumps({"error": str(error)[: wire.MAX_RESULT_BYTES // 8]}).encode())
+        send({"error": str(error)[: wire.MAX_RESULT_BYTES // 8]})
         os._exit(0)
-    if os.getpid() != pid:
-        os._exit(0)  # a child that a module forked has returned from the import
+    send({"columns": columns})
     helpers = {child.pid for child in psutil.Process().children(recursive=True)}
-    progress.end()
-    wire.send(sock, json.dumps({"ready": True, "columns": columns}).encode())
     while (request := wire.receive(sock)) is not None:
-        (ticket,) = _TICKET.unpack_from(request)
-        progress.begin(ticket=ticket, function=0)
+        ticket = ticket_of(request)
+        send({"function": 0})
         given = pickle.loads(memoryview(request)[_TICKET.size :])
-        verdict = score(
-            functions,
-            given,
-            on_call=lambda index, ticket=ticket: progress.begin(ticket=ticket, function=index),
-        )
-        if os.getpid() != pid:
-            os._exit(0)  # a child that the function forked has returned from it
-        _kill_children(keep=helpers)
-        body = _encode(ticket, verdict)
-        progress.deliver()
-        wire.send(sock, body)
-        progress.end()
+        verdict = score(functions, given, on_call=lambda index: send({"function": index}))
+        if os.getpid() == pid:
+            _kill_children(keep=helpers)
+        send(_plain(ticket, verdict))
         if verdict.failure is FailureKind.OUT_OF_MEMORY:
             break  # what filled the memory may still be referenced
     os._exit(0)
@@ -177,24 +120,28 @@ def encode_request(ticket: int, given: dict[str, Any]) -> bytes:
     return _TICKET.pack(ticket) + pickle.dumps(given, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _encode(ticket: int, verdict: Verdict) -> bytes:
-    body = json.dumps(_plain(ticket, verdict)).encode()
-    if len(body) <= wire.MAX_RESULT_BYTES:
-        return body
-    detail = f"the result takes {len(body)} bytes, at most {wire.MAX_RESULT_BYTES} are allowed"
-    too_large = Verdict(failure=FailureKind.INVALID, detail=detail, seconds=verdict.seconds)
-    return json.dumps(_plain(ticket, too_large)).encode()
+def ticket_of(request: bytes) -> int:
+    """The ticket of an encoded request."""
+    (ticket,) = _TICKET.unpack_from(request)
+    return ticket
 
 
 def _plain(ticket: int, verdict: Verdict) -> dict[str, Any]:
+    """A verdict for JSON, of which no more is sent than is accepted."""
     plain: dict[str, Any] = {"ticket": ticket, "seconds": verdict.seconds}
-    if verdict.reward is not None:
-        return plain | {"total": verdict.reward.total, "parts": dict(verdict.reward.parts)}
-    return (
-        plain
-        | {"failure": verdict.failure, "detail": verdict.detail}
-        | {"is_certain": verdict.is_certain}
-    )
+    if verdict.reward is None:
+        return plain | {
+            "failure": verdict.failure,
+            "detail": verdict.detail,
+            "is_certain": verdict.is_certain,
+        }
+    plain |= {"total": verdict.reward.total, "parts": dict(verdict.reward.parts)}
+    num_bytes = len(json.dumps(plain))
+    if num_bytes <= wire.MAX_RESULT_BYTES:
+        return plain
+    detail = f"the result takes {num_bytes} bytes, at most {wire.MAX_RESULT_BYTES} are allowed"
+    too_large = Verdict(failure=FailureKind.INVALID, detail=detail, seconds=verdict.seconds)
+    return _plain(ticket, too_large)
 
 
 def _isolate(memory_limit_bytes: int) -> None:
