@@ -9,12 +9,9 @@ with the engine ahead of the training (async). Weights are random, so that no co
 itself: each request is given a length of its own, log-normal with a long tail, the same in every
 mode. Further flags are settings, `--algorithm.kl.coef 0.001`.
 
-Two predictions, both by `hone.planner.simulator` with the lengths that were drawn: `hone simulate`
-has the rates that it assumes of the GPU, `fitted` those that the mode `sync-separate` has shown
-(time of a decode step over batch and keys, training FLOPs/s, seconds of a sync and between steps),
-so that its row there is a fit and the other rows are predictions. Tokens are those of completions
-that are trained, over wall time. The first steps compile kernels; they are not counted, and the
-simulator is told how long the trainer took for them.
+The prediction is that of `hone simulate`, with the lengths that were drawn and the rates that it
+assumes of the GPU. Tokens are those of completions that are trained, over wall time. The first
+steps compile kernels; they are not counted, and the simulator gets the trainer's times for them.
 """
 
 from __future__ import annotations

@@ -361,7 +361,7 @@ def test_what_is_waited_for_is_said_in_numbers(
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("import time\ntime.sleep(99)\ndef f(completion): return 1", "took longer than 1 s"),
+        ("import time\ntime.sleep(99)\ndef f(completion): return 1", "killed after 1 s"),
         (
             "import os, time\nfor _ in range(300):\n    if os.fork() == 0: time.sleep(99)\n"
             "time.sleep(99)\ndef f(completion): return 1",
@@ -376,12 +376,12 @@ def test_an_import_that_hangs_or_forks_without_end_is_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(scorer, "LOAD_TIMEOUT_S", 1.0 if "longer" in told else 60.0)
+    monkeypatch.setattr(scorer, "LOAD_TIMEOUT_S", 1.0 if "killed after" in told else 60.0)
     monkeypatch.setattr(pool, "_SLOW_IMPORT_S", 0.3)
     start = time.monotonic()
     with (
         caplog.at_level(logging.WARNING),
-        pytest.raises(ValueError, match=rf"r\.py:f\) {told}"),
+        pytest.raises(ValueError, match=rf"r\.py:f\): .*{told}"),
         make(reward(tmp_path / "r.py", source)),
     ):
         pass

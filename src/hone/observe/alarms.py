@@ -33,7 +33,6 @@ from hone.observe.symptoms import (
     share_above,
     slow_phase,
     stuck,
-    unattributed,
     unlikely_duplicates,
 )
 
@@ -105,17 +104,8 @@ class Alarms:
             last = self._last_breach.get(rule.name)
             self._last_breach[rule.name] = step
             if last is None or step - last > QUIET_STEPS:
-                metric, value, limit = breach
-                raised.append(
-                    Alarm(
-                        name=rule.name,
-                        step=step,
-                        metric=metric,
-                        value=value,
-                        limit=limit,
-                        advice=rule.advice,
-                    )
-                )
+                alarm = Alarm(name=rule.name, step=step, advice=rule.advice, **breach._asdict())
+                raised.append(alarm)
         return raised
 
 
@@ -310,7 +300,7 @@ _MACHINE = (
     ),
     Rule(
         "unattributed_time",
-        unattributed,
+        share_above("time/unattributed_s", "time/step_s", 0.05, steps=2, floor=0.02),
         "Time goes to something that no phase names: wrap it in a span, or look for garbage "
         "collection and waiting workers.",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hone.observe.run_folder import RunFolder
 
@@ -17,138 +17,102 @@ __all__ = ["chart_sections", "metric_table", "phase_chart"]
 MAX_POINTS = 800
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One curve."""
-
-    metric: str
-    label: str
-    sparse: bool = False
-    """Measured at some steps only: drawn with a dot at each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Chart:
     """Curves that share their axes."""
 
     title: str
     unit: str
-    lines: tuple[Line, ...]
+    lines: Mapping[str, str]
+    """Label by metric."""
+    scale: Literal["linear", "zero", "share", "log"] = "zero"
+    """`zero`: the axis starts at 0; `share`: 0 to 100 %."""
     band: tuple[str, str] | None = None
     """Metrics of the lower and upper edge of a shaded band."""
-    scale: str = "linear"
-    """`linear`, `zero` (the axis starts at 0), `share` (0 to 100 %), `log`."""
-
-
-def _chart(
-    title: str,
-    unit: str,
-    *lines: tuple[str, str],
-    scale: str = "linear",
-    band: tuple[str, str] | None = None,
-    sparse: tuple[str, ...] = (),
-) -> Chart:
-    return Chart(
-        title=title,
-        unit=unit,
-        lines=tuple(Line(metric=m, label=name, sparse=m in sparse) for m, name in lines),
-        scale=scale,
-        band=band,
-    )
 
 
 SECTIONS: Mapping[str, tuple[Chart, ...]] = {
     "Learning": (
-        _chart(
-            "Reward",
-            "",
-            ("reward/mean", "training"),
-            ("eval/reward/mean", "evaluation"),
-            sparse=("eval/reward/mean",),
+        Chart(
+            "Reward", "", {"reward/mean": "training", "eval/reward/mean": "evaluation"}, "linear"
         ),
-        _chart(
-            "Loss", "", ("train/loss", "training"), ("eval/loss", "held out"), sparse=("eval/loss",)
-        ),
-        _chart(
+        Chart("Loss", "", {"train/loss": "training", "eval/loss": "held out"}, "linear"),
+        Chart(
             "Completion length",
             "tokens",
-            ("rollout/completion_tokens/mean", "mean"),
-            ("rollout/completion_tokens/p95", "95th percentile"),
-            scale="zero",
+            {
+                "rollout/completion_tokens/mean": "mean",
+                "rollout/completion_tokens/p95": "95th percentile",
+            },
         ),
-        _chart("Entropy", "nats per token", ("policy/entropy", "policy"), scale="zero"),
-        _chart("Gradient norm", "", ("train/grad_norm", "before clipping"), scale="zero"),
-        _chart("Learning rate", "", ("train/lr", "peak group"), scale="zero"),
+        Chart("Entropy", "nats per token", {"policy/entropy": "policy"}),
+        Chart("Gradient norm", "", {"train/grad_norm": "before clipping"}),
+        Chart("Learning rate", "", {"train/lr": "peak group"}),
     ),
     "Distance between policies": (
-        _chart(
+        Chart(
             "Engine and trainer",
             "KL, nats per token",
-            ("off_policy/mismatch_kl", "mismatch"),
-            ("off_policy/kl", "with staleness"),
-            scale="log",
+            {"off_policy/mismatch_kl": "mismatch", "off_policy/kl": "with staleness"},
+            "log",
         ),
-        _chart(
+        Chart(
             "Importance ratio",
             "trainer / engine",
-            ("off_policy/ratio/mean", "mean"),
+            {"off_policy/ratio/mean": "mean"},
+            "linear",
             band=("off_policy/ratio/p05", "off_policy/ratio/p95"),
         ),
-        _chart(
+        Chart(
             "Policy",
             "KL, nats per token",
-            ("policy/approx_kl", "one update"),
-            ("policy/ref_kl", "from the reference"),
-            scale="zero",
+            {"policy/approx_kl": "one update", "policy/ref_kl": "from the reference"},
         ),
-        _chart("Clipped tokens", "share", ("policy/clip_fraction", "clipped"), scale="share"),
+        Chart("Clipped tokens", "share", {"policy/clip_fraction": "clipped"}, "share"),
     ),
     "Sampling": (
-        _chart(
+        Chart(
             "Groups and lengths",
             "share",
-            ("rollout/truncated_share", "truncated"),
-            ("rollout/zero_spread_share", "groups of equal reward"),
-            ("rollout/duplicate_share", "duplicates in a group"),
-            scale="share",
+            {
+                "rollout/truncated_share": "truncated",
+                "rollout/zero_spread_share": "groups of equal reward",
+                "rollout/duplicate_share": "duplicates in a group",
+            },
+            "share",
         ),
-        _chart(
+        Chart(
             "Staleness",
             "updates since the group was started",
-            ("rollout/staleness/mean", "mean"),
-            ("rollout/staleness/max", "largest"),
-            scale="zero",
+            {"rollout/staleness/mean": "mean", "rollout/staleness/max": "largest"},
         ),
     ),
     "Speed and memory": (
-        _chart(
+        Chart(
             "Throughput",
             "tokens/s",
-            ("perf/tokens_per_s", "whole step"),
-            ("perf/generated_tokens_per_s", "generation"),
-            scale="zero",
+            {"perf/tokens_per_s": "whole step", "perf/generated_tokens_per_s": "generation"},
         ),
-        _chart(
+        Chart(
             "Share of the hardware limit",
             "limit / measured",
-            ("perf/R_gen", "generation"),
-            ("perf/R_train", "training"),
-            ("perf/R_step", "whole step"),
-            scale="share",
+            {"perf/R_gen": "generation", "perf/R_train": "training", "perf/R_step": "whole step"},
+            "share",
         ),
-        _chart(
+        Chart(
             "Engines at work",
             "share of the time",
-            ("perf/engine_busy_share", "of all engines"),
-            scale="share",
+            {"perf/engine_busy_share": "of all engines"},
+            "share",
         ),
-        _chart(
+        Chart(
             "Memory",
             "GiB",
-            ("mem/rss_gib", "host"),
-            ("mem/gpu_peak_gib", "GPU peak"),
-            ("mem/gpu_free_gib", "GPU free"),
-            scale="zero",
+            {
+                "mem/rss_gib": "host",
+                "mem/gpu_peak_gib": "GPU peak",
+                "mem/gpu_free_gib": "GPU free",
+            },
         ),
     ),
 }
@@ -156,22 +120,17 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
 
 def chart_sections(run: RunFolder) -> list[dict[str, Any]]:
     """Sections of charts that have data: `{"title", "charts": [{"title", "unit", ...}]}`."""
-    names = set(run.metric_names)
-    parts = [
-        name
-        for name in run.metric_names
+    names = run.metric_names
+    parts = {
+        name: name.split("/")[1]
+        for name in names
         if name.startswith("reward/") and name.count("/") == 2 and name.endswith("/mean")
-    ]
+    }
     sections: list[dict[str, Any]] = []
     for title, charts in SECTIONS.items():
         if title == "Sampling" and len(parts) > 1:
-            lines = [(name, name.split("/")[1]) for name in parts]
-            charts = (_chart("Reward parts", "mean", *lines), *charts)
-        drawn = [
-            _chart_data(run, chart)
-            for chart in charts
-            if any(line.metric in names for line in chart.lines)
-        ]
+            charts = (Chart("Reward parts", "mean", parts, "linear"), *charts)
+        drawn = [_chart_data(run, chart) for chart in charts if chart.lines.keys() & {*names}]
         if drawn:
             sections.append({"title": title, "charts": drawn})
     return sections
@@ -179,22 +138,25 @@ def chart_sections(run: RunFolder) -> list[dict[str, Any]]:
 
 def _chart_data(run: RunFolder, chart: Chart) -> dict[str, Any]:
     names = set(run.metric_names)
-    lines = [line for line in chart.lines if line.metric in names]
-    columns = {line.metric: [row.get(line.metric) for row in run.rows] for line in lines}
-    if chart.band is not None and names.issuperset(chart.band):
-        columns |= {edge: [row.get(edge) for row in run.rows] for edge in chart.band}
+    band = chart.band if chart.band is not None and names.issuperset(chart.band) else ()
+    lines = [metric for metric in chart.lines if metric in names]
+    columns = {metric: [row.get(metric) for row in run.rows] for metric in (*lines, *band)}
     steps, columns = _thin([int(row["step"]) for row in run.rows], columns)
-    edges = chart.band if chart.band is not None and chart.band[0] in columns else None
     return {
         "title": chart.title,
         "unit": chart.unit,
         "scale": chart.scale,
         "steps": steps,
         "lines": [
-            {"label": line.label, "sparse": line.sparse, "values": columns[line.metric]}
-            for line in lines
+            {
+                "label": chart.lines[metric],
+                # Measured at some steps only: drawn with a dot at each.
+                "sparse": metric.startswith("eval/"),
+                "values": columns[metric],
+            }
+            for metric in lines
         ],
-        "band": None if edges is None else [columns[edge] for edge in edges],
+        "band": [columns[edge] for edge in band] or None,
     }
 
 

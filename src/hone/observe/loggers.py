@@ -30,30 +30,18 @@ from hone.observe.disk import AppendedFile, writing
 from hone.observe.whole_file import whole_file
 from hone.types import Group, Sample
 
-__all__ = [
-    "JsonlLogger",
-    "Logger",
-    "RunLog",
-    "TensorBoardLogger",
-    "append_event",
-    "json_line",
-    "sample_row",
-]
+__all__ = ["RunLog", "TensorBoardLogger", "append_event", "json_line", "sample_row"]
 
 
-class Logger(Protocol):
-    """A destination of scalars and events."""
+class Tracker(Protocol):
+    """A destination of scalars besides the run folder; events and samples stay there."""
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the metrics of one step."""
         ...
 
-    def event(self, kind: str, **fields: Any) -> None:
-        """Record something that happened: an alarm, a drop, a checkpoint."""
-        ...
-
     def close(self) -> None:
-        """Flush and release; the logger is not used afterwards."""
+        """Flush and release; the tracker is not used afterwards."""
         ...
 
 
@@ -110,42 +98,21 @@ def _finite(value: Any) -> Any:
             return value
 
 
-class JsonlLogger:
-    """`metrics.jsonl` and `events.jsonl` of a run folder."""
-
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        self._metrics = _JsonLines(run_dir / "metrics.jsonl", resume_step)
-        self._events = _JsonLines(run_dir / "events.jsonl", resume_step)
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._metrics.write({"step": step, "timestamp_s": time.time(), **scalars})
-
-    def event(self, kind: str, **fields: Any) -> None:
-        self._events.write({"kind": kind, "timestamp_s": time.time(), **fields})
-
-    def close(self) -> None:
-        self._metrics.close()
-        self._events.close()
-
-
 def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
     """Add an event to a run folder whose log is closed, or was never opened.
 
     Raises DiskError where it cannot be written.
     """
     events = AppendedFile(run_dir / "events.jsonl", _KEY)
-    events.write(json_line({"kind": kind, "timestamp_s": time.time(), **fields}))
+    events.write(json_line(_event(kind, fields)))
     events.close()
 
 
-class _ScalarsOnly:
-    """A tracker that takes numbers; events stay in the run folder."""
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Leave it to `events.jsonl`."""
+def _event(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": kind, "timestamp_s": time.time(), **fields}
 
 
-class TensorBoardLogger(_ScalarsOnly):
+class TensorBoardLogger:
     """A TensorBoard event file in `<run_dir>/tensorboard`.
 
     Written here, and not by TensorBoard's own writer, whose thread prints a traceback where the
@@ -182,23 +149,11 @@ class TensorBoardLogger(_ScalarsOnly):
         self._file.close()
 
 
-class _WandbLogger(_ScalarsOnly):
-    """Weights & Biases; a resumed run goes on under the id kept in the run folder."""
+class _WandbLogger:
+    """Weights & Biases, or Trackio, which has the same calls."""
 
-    def __init__(
-        self, run_dir: Path, project: str, config: Mapping[str, Any], resume_step: int | None
-    ) -> None:
-        id_file = run_dir / "wandb_id.txt"
-        if resume_step is None or not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex)
-        self._run = _tracker("wandb").init(
-            project=project,
-            name=run_dir.name,
-            id=id_file.read_text(),
-            resume="allow",
-            config=dict(config),
-            dir=str(run_dir),
-        )
+    def __init__(self, run: Any) -> None:
+        self._run = run
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
@@ -207,34 +162,30 @@ class _WandbLogger(_ScalarsOnly):
         self._run.finish()
 
 
-class _TrackioLogger(_ScalarsOnly):
-    """Trackio; a resumed run goes on under its name."""
-
-    def __init__(
-        self, run_dir: Path, project: str, config: Mapping[str, Any], resume_step: int | None
-    ) -> None:
-        self._run = _tracker("trackio").init(
-            project=project,
-            name=run_dir.name,
-            resume="never" if resume_step is None else "allow",
-            config=dict(config),
-        )
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def _wandb(run_dir: Path, resume_step: int | None, **settings: Any) -> _WandbLogger:
+    """A resumed run goes on under the id kept in the run folder."""
+    id_file = run_dir / "wandb_id.txt"
+    if resume_step is None or not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex)
+    run_id = id_file.read_text()
+    init = _import_tracker("wandb").init
+    return _WandbLogger(init(id=run_id, resume="allow", dir=str(run_dir), **settings))
 
 
-class _MLflowLogger(_ScalarsOnly):
+def _trackio(resume_step: int | None, **settings: Any) -> _WandbLogger:
+    """A resumed run goes on under its name."""
+    resume = "never" if resume_step is None else "allow"
+    return _WandbLogger(_import_tracker("trackio").init(resume=resume, **settings))
+
+
+class _MLflowLogger:
     """An MLflow run in the experiment `project`."""
 
-    def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
-        self._mlflow = _tracker("mlflow")
+    def __init__(self, *, project: str, name: str, config: Mapping[str, Any]) -> None:
+        self._mlflow = _import_tracker("mlflow")
         self._mlflow.set_experiment(project)
-        self._mlflow.start_run(run_name=run_dir.name)
-        self._mlflow.log_dict(dict(config), "config.json")
+        self._mlflow.start_run(run_name=name)
+        self._mlflow.log_dict(config, "config.json")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         # MLflow names may hold letters, digits, and "_-. /:" only: pass@1 is not one.
@@ -245,12 +196,12 @@ class _MLflowLogger(_ScalarsOnly):
         self._mlflow.end_run()
 
 
-def _tracker(name: str) -> Any:
+def _import_tracker(name: str) -> Any:
     return import_extra(name, needed_by=f"log.{name}")
 
 
 class RunLog:
-    """All destinations of a run as one `Logger`, and its sample file.
+    """The files of a run folder, and the trackers that are switched on.
 
     `resume_step` is the first step that will be computed; None starts the folder's files afresh.
     `config` is the resolved configuration, shown by trackers. Raises UserError where a tracker is
@@ -265,17 +216,24 @@ class RunLog:
         resume_step: int | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        settings = config or {}
-        self._loggers: list[Logger] = [JsonlLogger(run_dir, resume_step)]
+        self._trackers: list[Tracker] = []
+        settings: dict[str, Any] = {
+            "project": cfg.project,
+            "name": run_dir.name,
+            "config": dict(config or {}),
+        }
+        self._metrics, self._events, self._samples = (
+            _JsonLines(run_dir / f"{name}.jsonl", resume_step)
+            for name in ("metrics", "events", "samples")
+        )
         if cfg.tensorboard:
-            self._loggers.append(TensorBoardLogger(run_dir, resume_step))
+            self._trackers.append(TensorBoardLogger(run_dir, resume_step))
         if cfg.wandb:
-            self._loggers.append(_WandbLogger(run_dir, cfg.project, settings, resume_step))
+            self._trackers.append(_wandb(run_dir, resume_step, **settings))
         if cfg.trackio:
-            self._loggers.append(_TrackioLogger(run_dir, cfg.project, settings, resume_step))
+            self._trackers.append(_trackio(resume_step, **settings))
         if cfg.mlflow:
-            self._loggers.append(_MLflowLogger(run_dir, cfg.project, settings))
-        self._samples = _JsonLines(run_dir / "samples.jsonl", resume_step)
+            self._trackers.append(_MLflowLogger(**settings))
         self._samples_per_step = cfg.samples_per_step
 
     def __enter__(self) -> Self:
@@ -290,12 +248,14 @@ class RunLog:
         self.close()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for logger in self._loggers:
-            logger.log(step, scalars)
+        """Record the metrics of one step."""
+        self._metrics.write({"step": step, "timestamp_s": time.time(), **scalars})
+        for tracker in self._trackers:
+            tracker.log(step, scalars)
 
     def event(self, kind: str, **fields: Any) -> None:
-        for logger in self._loggers:
-            logger.event(kind, **fields)
+        """Record something that happened: an alarm, a drop, a checkpoint."""
+        self._events.write(_event(kind, fields))
 
     def samples(
         self,
@@ -311,9 +271,10 @@ class RunLog:
 
         `advantages` maps sample ids to the advantage each was trained with.
         """
-        held = [sample for group in groups for sample in group.samples]
-        failed = [sample for sample in held if failed_first and sample.failure is not None]
-        others = [sample for sample in held if not (failed_first and sample.failure is not None)]
+        failed: list[Sample] = []
+        others: list[Sample] = []
+        for sample in (sample for group in groups for sample in group.samples):
+            (failed if failed_first and sample.failure is not None else others).append(sample)
         chosen = _spread(failed, self._samples_per_step)
         for sample in chosen + _spread(others, self._samples_per_step - len(chosen)):
             row = {"step": step, "split": split, **sample_row(sample)}
@@ -322,9 +283,9 @@ class RunLog:
             self._samples.write(row)
 
     def close(self) -> None:
-        for logger in self._loggers:
-            logger.close()
-        self._samples.close()
+        """Flush and release all of them."""
+        for destination in (self._metrics, self._events, self._samples, *self._trackers):
+            destination.close()
 
 
 def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:

@@ -32,7 +32,6 @@ __all__ = [
     "share_above",
     "slow_phase",
     "stuck",
-    "unattributed",
     "unlikely_duplicates",
 ]
 
@@ -70,6 +69,12 @@ class History:
         """As `values`, but empty unless the newest step has the metric."""
         return self.values(metric) if math.isfinite(self.now.get(metric, math.nan)) else []
 
+    def usual(self, metric: str, num_least: int) -> float | None:
+        """The median of the 20 values before the newest; None where there are fewer than
+        `num_least`, or the newest step has none."""
+        earlier = self.series(metric)[:-1]
+        return statistics.median(earlier[-20:]) if earlier and len(earlier) >= num_least else None
+
 
 Test: TypeAlias = Callable[[History], Breach | None]
 
@@ -98,15 +103,18 @@ def below(metric: str, limit: float, *, steps: int = 1) -> Test:
     return test
 
 
-def share_above(metric: str, whole: str, share: float, *, steps: int = 1) -> Test:
-    """In each of the newest `steps` the metric exceeds a share of another one."""
+def share_above(
+    metric: str, whole: str, share: float, *, steps: int = 1, floor: float = 0.0
+) -> Test:
+    """In each of the newest `steps` the metric exceeds `floor` and a share of another one."""
 
     def test(history: History) -> Breach | None:
         parts, wholes = history.series(metric)[-steps:], history.series(whole)[-steps:]
         if len(parts) < steps or len(wholes) < steps:
             return None
-        if all(part > share * total for part, total in zip(parts, wholes, strict=True)):
-            return Breach(metric, parts[-1], share * wholes[-1])
+        limits = [max(share * total, floor) for total in wholes]
+        if all(part > limit for part, limit in zip(parts, limits, strict=True)):
+            return Breach(metric, parts[-1], limits[-1])
         return None
 
     return test
@@ -119,23 +127,21 @@ def jumps(metric: str, factor: float, *, floor: float = 0.0, before: int = 5) ->
     """
 
     def test(history: History) -> Breach | None:
-        *earlier, value = history.series(metric) or [0.0]
-        if len(earlier) < before:
-            return None
-        limit = max(factor * statistics.median(earlier[-20:]), floor)
+        usual = history.usual(metric, before)
+        limit = 0.0 if usual is None else max(factor * usual, floor)
+        value = history.now.get(metric, 0.0)
         return Breach(metric, value, limit) if value > limit > 0 else None
 
     return test
 
 
-def falls(metric: str, factor: float, *, before: int = 5) -> Test:
+def falls(metric: str, factor: float) -> Test:
     """The newest value is under `factor` times the median of the 20 values before."""
 
     def test(history: History) -> Breach | None:
-        *earlier, value = history.series(metric) or [0.0]
-        if len(earlier) < before:
-            return None
-        limit = factor * statistics.median(earlier[-20:])
+        usual = history.usual(metric, 5)
+        limit = -math.inf if usual is None else factor * usual
+        value = history.now.get(metric, 0.0)
         return Breach(metric, value, limit) if value < limit else None
 
     return test
@@ -237,33 +243,21 @@ def leaks(metric: str) -> Test:
     return test
 
 
-def unattributed(history: History) -> Breach | None:
-    """More than 5 % of a step's time belongs to no phase, two steps running."""
-    rests, steps = history.series("time/unattributed_s")[-2:], history.series("time/step_s")[-2:]
-    if len(rests) < 2 or len(steps) < 2:
-        return None
-    if all(rest > max(0.05 * step, 0.02) for rest, step in zip(rests, steps, strict=True)):
-        return Breach("time/unattributed_s", rests[-1], 0.05 * steps[-1])
-    return None
-
-
 def slow_phase(history: History) -> Breach | None:
     """A phase takes longer than usual by more than a whole usual step; names the worst one.
 
     Evaluations and checkpoints come and go: phases that many steps lack are not judged. Delays
     under a second are the machine's own.
     """
-    *usual_steps, _ = history.series("time/step_s") or [0.0]
-    if len(usual_steps) < 5:
-        return None
-    usual_step_s = max(statistics.median(usual_steps[-20:]), 1.0)
+    usual_step_s = history.usual("time/step_s", 5)
+    num_steps = len(history.series("time/step_s"))
     found: list[tuple[float, Breach]] = []
-    for metric in history.now:
-        *earlier, value = history.series(metric) or [0.0]
+    for metric, value in history.now.items():
         is_phase = metric.startswith("time/") and metric.count("/") == 1
-        if not is_phase or metric == "time/step_s" or len(earlier) < len(usual_steps) - 1:
+        usual_s = history.usual(metric, num_steps - 2) if is_phase else None
+        if metric == "time/step_s" or usual_step_s is None or usual_s is None:
             continue
-        limit = statistics.median(earlier[-20:]) + usual_step_s
+        limit = usual_s + max(usual_step_s, 1.0)
         if value > limit:
             found.append((value - limit, Breach(metric, value, limit)))
     return max(found)[1] if found else None

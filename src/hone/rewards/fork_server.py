@@ -222,8 +222,7 @@ class ForkServer:
         for worker in self.workers.values():
             if worker.is_ready and worker.request is None:
                 continue
-            limit = self.job.timeout_s if worker.is_ready else self.job.load_timeout_s
-            left = worker.since + limit - now
+            left = worker.since + self._limit_s(worker) - now
             if left > 0:
                 wait = min(wait, left)
             elif not worker.is_overdue:
@@ -254,13 +253,15 @@ class ForkServer:
             worker.stream.ended = True
             self._watch(worker.stream)
             worker.stream.close()
-            has_begun = worker.function is not None or worker.malformed
+            kind, detail = self._why_it_ended(worker, status)
             if not worker.is_ready:
-                self.fail(self._load_error(worker, status))
-            elif worker.request is not None and has_begun:
-                self._settle(worker, self._failure(worker, status))
+                self.fail(f"importing the reward functions ({self.job.specs}): {detail}")
+            elif worker.request is not None and (worker.function is not None or worker.malformed):
+                detail = f"{self.job.functions[worker.function or 0].name}: {detail}"
+                seconds = time.monotonic() - worker.since
+                self._settle(worker, Verdict(failure=kind, detail=detail, seconds=seconds))
             elif worker.request is not None:
-                self.queue.appendleft(worker.request)
+                self.queue.appendleft(worker.request)  # it had not begun with this one
         for child in psutil.Process().children():
             if child.pid not in self.workers:  # what a dead worker left behind is now our child
                 _kill(child)
@@ -278,38 +279,22 @@ class ForkServer:
             if worker := self.workers.pop(pid, None):
                 dead.append((worker, os.waitstatus_to_exitcode(status)))
 
-    def _load_error(self, worker: _Worker, status: int) -> str:
-        """Why a worker ended before it was ready."""
-        if worker.num_processes:
-            problem = f"started {_too_many(worker)}"
-        elif worker.is_overdue:
-            problem = f"took longer than {self.job.load_timeout_s:g} s"
-        elif status == OUT_OF_MEMORY_EXIT:
-            problem = "needed more memory than `reward.memory_limit_gib`"
-        else:
-            problem = f"ended the process ({worker.malformed or describe_exit(status)})"
-        return f"importing the reward functions ({self.job.specs}) {problem}"
-
-    def _failure(self, worker: _Worker, status: int) -> Verdict:
-        """Why a worker ended while it scored a sample."""
-        kind = FailureKind.CRASH
+    def _why_it_ended(self, worker: _Worker, status: int) -> tuple[FailureKind, str]:
         if worker.malformed:
-            detail = worker.malformed
-        elif worker.num_processes:
-            detail = f"killed, since it had started {_too_many(worker)}"
-        elif worker.is_overdue:
-            kind, detail = FailureKind.TIMEOUT, f"killed after {self.job.timeout_s:g} s"
-        elif status == OUT_OF_MEMORY_EXIT:
-            kind, detail = FailureKind.OUT_OF_MEMORY, "ran out of memory"
-        else:
-            detail = f"its process ended: {describe_exit(status)}"
-        name = self.job.functions[worker.function or 0].name
-        seconds = time.monotonic() - worker.since
-        return Verdict(failure=kind, detail=f"{name}: {detail}", seconds=seconds)
+            return FailureKind.CRASH, worker.malformed
+        if worker.num_processes:
+            return FailureKind.CRASH, (
+                f"killed, since it had started {worker.num_processes:,} processes; at most "
+                f"{MAX_PROCESSES} are allowed at a time"
+            )
+        if worker.is_overdue:
+            return FailureKind.TIMEOUT, f"killed after {self._limit_s(worker):g} s"
+        if status == OUT_OF_MEMORY_EXIT:
+            return FailureKind.OUT_OF_MEMORY, "ran out of memory (`reward.memory_limit_gib`)"
+        return FailureKind.CRASH, f"its process ended: {describe_exit(status)}"
 
-
-def _too_many(worker: _Worker) -> str:
-    return f"{worker.num_processes:,} processes; at most {MAX_PROCESSES} are allowed at a time"
+    def _limit_s(self, worker: _Worker) -> float:
+        return self.job.timeout_s if worker.is_ready else self.job.load_timeout_s
 
 
 def _decode(message: Mapping[str, Any]) -> Verdict:
