@@ -3,69 +3,76 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from hone.attention import PagedContext
-from hone.models.decoder import head_logits, hidden_states
+from hone.models.decoder import hidden_states
 
 
 class PagedRun:
-    """Feeds tokens of sequences step by step and keeps each token's log-probabilities.
+    """Feeds tokens of sequences step by step and keeps each token's hidden state.
 
-    Blocks are handed out in random order. `mutate` changes each step's context, for planted bugs.
+    `forward` is that of transformers' modules by default. Blocks are handed out in random order.
+    `mutate` changes ids, positions and context of each step, for planted bugs.
     """
 
-    def __init__(self, model, sequences, *, block_size=4, mutate=lambda context: context, seed=0):
+    def __init__(
+        self, model, sequences, *, forward=None, block_size=4, mutate=lambda *step: step, seed=0
+    ):
         config = model.config
-        self.model, self.sequences, self.mutate = model, sequences, mutate
-        self.block_size = block_size
+        self.forward = forward or partial(hidden_states, model)
+        self.sequences, self.mutate, self.block_size = sequences, mutate, block_size
         self.done = [0] * len(sequences)
-        self.logprobs: list[list[Tensor]] = [[] for _ in sequences]
+        self.hidden: list[list[Tensor]] = [[] for _ in sequences]
         width = max(-(-len(s) // block_size) for s in sequences)
         blocks = list(range(width * len(sequences) + 2))
         random.Random(seed).shuffle(blocks)
-        self.tables = [[blocks.pop() for _ in range(width)] for _ in sequences]
-        shape = (2, width * len(sequences) + 2, block_size, config.num_key_value_heads)
+        self.tables = torch.tensor(
+            [[blocks.pop() for _ in range(width)] for _ in sequences], dtype=torch.int32
+        )
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        shape = (2, width * len(sequences) + 2, block_size, config.num_key_value_heads, head_dim)
+        dtype = next(model.parameters()).dtype
         self.kv_caches = [
-            torch.full((*shape, config.head_dim), 50.0) for _ in range(config.num_hidden_layers)
+            torch.full(shape, 50.0, dtype=dtype) for _ in range(config.num_hidden_layers)
         ]
 
     @torch.inference_mode()
-    def step(self, chunks: dict[int, int]) -> None:
+    def step(self, chunks: dict[int, int]) -> PagedRun:
         """Feed `chunks[i]` further tokens of sequence i, all in one forward."""
-        ids, positions, slots = [], [], []
-        for i, size in chunks.items():
-            where = range(self.done[i], self.done[i] + size)
-            ids += self.sequences[i][where.start : where.stop].tolist()
-            positions += where
-            slots += [self._slot(i, t) for t in where]
-            self.done[i] += size
-        sizes, lengths = tuple(chunks.values()), tuple(self.done[i] for i in chunks)
+        positions = [torch.arange(self.done[i], self.done[i] + n) for i, n in chunks.items()]
+        slots = [
+            self.tables[i, where // self.block_size].long() * self.block_size
+            + where % self.block_size
+            for i, where in zip(chunks, positions, strict=True)
+        ]
+        sizes = tuple(chunks.values())
+        lengths = tuple(self.done[i] + n for i, n in chunks.items())
+        is_decode = set(sizes) == {1}
         context = PagedContext(
             kv_caches=self.kv_caches,
-            block_tables=torch.tensor([self.tables[i] for i in chunks], dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
+            block_tables=self.tables[list(chunks)],
+            slot_mapping=torch.cat(slots),
             cu_seqlens_q=torch.tensor([0, *accumulate(sizes)], dtype=torch.int32),
             context_lens=torch.tensor(lengths, dtype=torch.int32),
             max_seqlen_q=max(sizes),
             max_context_len=max(lengths),
-            query_lens=sizes,
-            key_lens=lengths,
+            query_lens=() if is_decode else sizes,
+            key_lens=() if is_decode else lengths,
         )
-        hidden = hidden_states(
-            self.model, torch.tensor(ids), torch.tensor(positions), self.mutate(context)
-        )
-        rows = head_logits(self.model, hidden).log_softmax(-1).split(sizes)
-        for i, logprobs in zip(chunks, rows, strict=True):
-            self.logprobs[i].append(logprobs)
+        ids = torch.cat([self.sequences[i][p] for i, p in zip(chunks, positions, strict=True)])
+        hidden = self.forward(*self.mutate(ids, torch.cat(positions), context))
+        for i, rows in zip(chunks, hidden.split(sizes), strict=True):
+            self.hidden[i].append(rows)
+            self.done[i] += len(rows)
+        return self
 
     def results(self) -> list[Tensor]:
+        """Hidden states [T_i, D] of each sequence."""
         assert self.done == [len(s) for s in self.sequences], "some tokens were never fed"
-        return [torch.cat(rows) for rows in self.logprobs]
-
-    def _slot(self, sequence: int, position: int) -> int:
-        block, offset = divmod(position, self.block_size)
-        return self.tables[sequence][block] * self.block_size + offset
+        return [torch.cat(rows) for rows in self.hidden]

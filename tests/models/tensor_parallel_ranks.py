@@ -29,7 +29,6 @@ from hone.config.errors import UserError
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.kv_cache import KVCache
 from hone.models import tensor_parallel, tensor_parallel_kernels
-from hone.models.generation import generation_model
 from hone.models.layer_ops import LayerOps, TorchKernels
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, TensorParallelOps, shard_model, shard_of
@@ -37,9 +36,24 @@ from hone.models.tensor_parallel_kernels import GatherMailboxes, SumMailboxes
 from hone.types import Request, SamplingParams
 from hone.weights import sync
 from hone.weights.sync import NonFiniteWeightsError, WeightSync
-from tests.models.tensor_parallel_cases import ENGINES, MODELS
 from tests.models.test_generation_model import SCHEDULES, Generation, make_model, make_samples
 
+MODELS = (
+    "llama, group of 4",
+    "llama, all biases",
+    "mistral",
+    "qwen2",
+    "qwen3, heads of 128, tied",
+    "qwen3, biases, mixed layers",
+)
+"""Shapes of `test_generation_model`."""
+
+ENGINES = {
+    "plain": {},
+    "chunked prefill": {"max_num_batched_tokens": 6},
+    "preemption": {"blocks": 20},
+    "no prefix caching": {"enable_prefix_caching": False},
+}
 CPU = torch.device("cpu")
 EPS = 1e-5
 
@@ -53,8 +67,7 @@ def difference(actual, expected):
 
 def run(model, tp=None):
     """Hidden states [T, D] and logits [T, V] of all tokens, prompts in chunks, then decoded."""
-    steps = Generation(model, make_samples())
-    steps.generation = generation_model(model, compile=False, tp=tp)
+    steps = Generation(model, make_samples(), tp=tp)
     for chunks in SCHEDULES["prompts, then decode"]:
         steps.step(chunks)
     return torch.cat([torch.cat(rows) for rows in steps.hidden]), steps.logits()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from hone.models.tiny import make_char_tokenizer
 from hone.trainer.policy import Policy
 from hone.trainer.update_rules import ParameterOptimizer
 from tests.models.families import packed_logprobs
+from tests.models.paged import PagedRun
 
 VOCAB = 50
 LENGTHS = (11, 6, 14)
@@ -116,56 +116,12 @@ def make_samples(seed=0):
     return [torch.randint(VOCAB, (length,), generator=draw) for length in LENGTHS]
 
 
-class Generation:
-    """Feeds chosen chunks of the samples and keeps each token's hidden state.
+class Generation(PagedRun):
+    """A run of the forward that generates."""
 
-    `mutate` changes what every step is given, for planted bugs.
-    """
-
-    def __init__(self, model, samples, *, block_size=4, mutate=lambda *step: step, compile=False):
-        config = model.config
-        self.samples, self.mutate, self.block_size = samples, mutate, block_size
-        self.generation = generation_model(model, compile=compile)
-        self.done = [0] * len(samples)
-        self.hidden = [[] for _ in samples]
-        width = -(-max(LENGTHS) // block_size)
-        order = torch.randperm(len(samples) * width, generator=torch.Generator().manual_seed(1))
-        self.tables = order.to(torch.int32).view(len(samples), width)
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        shape = (2, len(order), block_size, config.num_key_value_heads, head_dim)
-        dtype = next(model.parameters()).dtype
-        self.kv_caches = [
-            torch.full(shape, 50.0, dtype=dtype) for _ in range(config.num_hidden_layers)
-        ]
-
-    def step(self, chunks):
-        positions = [torch.arange(self.done[i], self.done[i] + n) for i, n in chunks.items()]
-        slots = [
-            self.tables[i, where // self.block_size].long() * self.block_size
-            + where % self.block_size
-            for i, where in zip(chunks, positions, strict=True)
-        ]
-        sizes = tuple(chunks.values())
-        lengths = tuple(self.done[i] + n for i, n in chunks.items())
-        is_decode = set(sizes) == {1}
-        context = PagedContext(
-            kv_caches=self.kv_caches,
-            block_tables=self.tables[list(chunks)],
-            slot_mapping=torch.cat(slots),
-            cu_seqlens_q=torch.tensor([0, *accumulate(sizes)], dtype=torch.int32),
-            context_lens=torch.tensor(lengths, dtype=torch.int32),
-            max_seqlen_q=max(sizes),
-            max_context_len=max(lengths),
-            query_lens=() if is_decode else sizes,
-            key_lens=() if is_decode else lengths,
-        )
-        ids = torch.cat([self.samples[i][p] for i, p in zip(chunks, positions, strict=True)])
-        hidden = self.generation.hidden_states(*self.mutate(ids, torch.cat(positions), context))
-        for i, rows in zip(chunks, hidden.split(sizes), strict=True):
-            self.hidden[i].append(rows)
-            self.done[i] += len(rows)
-        return self
+    def __init__(self, model, samples, *, compile=False, tp=None, **options):
+        self.generation = generation_model(model, compile=compile, tp=tp)
+        super().__init__(model, samples, forward=self.generation.hidden_states, **options)
 
     def logits(self):
         """Of every token fed, in the order of the samples: [T, V]."""

@@ -22,7 +22,6 @@ from hone.models.load import load_model
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, shard_model, shard_of
 from hone.models.tiny import make_tiny_model
-from tests.models.tensor_parallel_cases import ENGINES, MODELS
 from tests.models.test_generation_model import FUSED, make_model
 from tests.ranks import run_ranks
 
@@ -201,13 +200,17 @@ def test_R22_what_does_not_divide_is_refused_before_weights_are_loaded(
 # ---------------------------------------------------------------- a group of two
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_R4_ranks_compute_what_one_does(ranks, name):
-    for found in ranks:
-        outcome = found["forward"][name]
-        assert outcome["equal on all ranks"]
-        assert 0 < outcome["hidden"] < TOLERANCE
-        assert 0 < outcome["logits"] < TOLERANCE
+def test_R4_ranks_compute_what_one_does(ranks):
+    for name, outcome in of_all(ranks, "forward"):
+        assert outcome["equal on all ranks"], name
+        assert 0 < outcome["hidden"] < TOLERANCE, name
+        assert 0 < outcome["logits"] < TOLERANCE, name
+
+
+def of_all(ranks, part):
+    """Each case of a part of the work and what came of it, on every rank."""
+    assert all(found[part] for found in ranks)
+    return [pair for found in ranks for pair in found[part].items()]
 
 
 def test_R4_check_catches_planted_bugs(ranks):
@@ -218,13 +221,11 @@ def test_R4_check_catches_planted_bugs(ranks):
         assert min(planted.values()) > 0.01, planted
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_R7_engines_of_all_ranks_return_the_same(ranks, name):
-    for found in ranks:
-        outcome = found["engine"][name]
-        assert outcome["same tokens"]
-        assert outcome["equal on all ranks"]
-        assert outcome["gap"] < TOLERANCE
+def test_R7_engines_of_all_ranks_return_the_same(ranks):
+    for name, outcome in of_all(ranks, "engine"):
+        assert outcome["same tokens"], name
+        assert outcome["equal on all ranks"], name
+        assert outcome["gap"] < TOLERANCE, name
         assert (outcome["preemptions"] > 0) == (name == "preemption")
 
 
