@@ -19,7 +19,15 @@ import torch
 import triton.language as tl
 
 from hone.attention import triton_decode, triton_write
-from tests.attention.cases import BUGS, DECODE_CASES, DTYPES, FP8_CASES, HALF_CASES, MERGE_CASE
+from tests.attention.cases import (
+    BUGS,
+    DECODE_CASES,
+    DTYPES,
+    FP8_CASES,
+    FP8_LIMIT,
+    HALF_CASES,
+    MERGE_CASE,
+)
 from tests.attention.twin import Pages, through_fp8
 
 SCALE = 0.3
@@ -234,21 +242,28 @@ def merged_alike(*, keys, heads, splits, groups, members, bug=False):
 
 
 def main() -> None:
-    results: dict[str, object] = {}
-    for name in DTYPES:
+    errors: dict[str, tuple[float, float]] = {}  # and their limits
+    for name, limit in DTYPES.items():
         dtype = getattr(torch, name)
         for case in DECODE_CASES if dtype == torch.float32 else HALF_CASES:
-            results[f"{name} {case}"] = decode_error(dtype, **DECODE_CASES[case])
-        results[f"{name} write"] = write_is_exact(dtype)
-        results[f"{name} fp8 write"] = fp8_write_is_exact(dtype)
+            errors[f"{name} {case}"] = decode_error(dtype, **DECODE_CASES[case]), limit
     for case in FP8_CASES:
-        results[f"fp8 {case}"] = decode_error(torch.float16, fp8=True, **DECODE_CASES[case])
-    for splits in (1, 4):
-        results[f"empty {splits}"] = empty_sequence(splits)
-    for bug in (False, True):
-        results[f"merged{' wrongly' * bug}"] = merged_alike(**MERGE_CASE, bug=bug)
-    for bug, case in BUGS.items():
-        results[bug] = decode_error(torch.float32, bug=bug, **DECODE_CASES[case])
+        found = decode_error(torch.float16, fp8=True, **DECODE_CASES[case])
+        errors[f"fp8 {case}"] = found, FP8_LIMIT
+    dtypes = [getattr(torch, name) for name in DTYPES]
+    results = {
+        "errors": errors,
+        "planted": {
+            bug: decode_error(torch.float32, bug=bug, **DECODE_CASES[case])
+            for bug, case in BUGS.items()
+        },
+        "writes": [
+            write(dtype) for write in (write_is_exact, fp8_write_is_exact) for dtype in dtypes
+        ],
+        "empty": [empty_sequence(splits) for splits in (1, 4)],
+        "merged": merged_alike(**MERGE_CASE),
+        "merged wrongly": merged_alike(**MERGE_CASE, bug=True),
+    }
     json.dump(results, sys.stdout)
 
 

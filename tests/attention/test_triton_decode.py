@@ -7,7 +7,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.attention.cases import BUGS, DECODE_CASES, DTYPES, FP8_CASES, FP8_LIMIT, HALF_CASES
 from tests.interpreted import run_interpreted
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
@@ -18,39 +17,20 @@ def results():
     return run_interpreted("tests.attention.interpreted_kernels")
 
 
-@pytest.mark.parametrize("case", DECODE_CASES)
-def test_decode_equals_twin(results, case):
-    assert results[f"float32 {case}"] < DTYPES["float32"]
+def test_decode_equals_twin(results):
+    wrong = {case: error for case, (error, limit) in results["errors"].items() if error >= limit}
+    assert not wrong
+    assert len(results["errors"]) > 30
 
 
-@pytest.mark.parametrize("case", HALF_CASES)
-def test_decode_of_float16_equals_twin(results, case):
-    assert results[f"float16 {case}"] < DTYPES["float16"]
+def test_decode_check_catches(results):
+    assert len(results["planted"]) == 3
+    assert min(results["planted"].values()) >= 2e-6
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_write_is_exact(results, dtype):
-    assert results[f"{dtype} write"]
-
-
-@pytest.mark.parametrize("case", FP8_CASES)
-def test_decode_from_fp8_equals_twin(results, case):
-    assert results[f"fp8 {case}"] < FP8_LIMIT
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fp8_write_is_exact(results, dtype):
-    assert results[f"{dtype} fp8 write"]
-
-
-@pytest.mark.parametrize("splits", [1, 4])
-def test_empty_sequence_gives_zeros(results, splits):
-    assert results[f"empty {splits}"]
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_decode_check_catches(results, bug):
-    assert not results[bug] < DTYPES["float32"]
+def test_writes_are_exact_and_empty_sequences_give_zeros(results):
+    assert all(results["writes"])
+    assert all(results["empty"])
 
 
 def test_whoever_merges_the_result_has_the_same_bits(results):

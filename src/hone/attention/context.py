@@ -137,26 +137,11 @@ class PagedContext:
     shared: SharedPrefix | None = None  # decode: read these keys once for each group
 
     def __post_init__(self) -> None:
-        batch = self.block_tables.shape[0]
-        if not self.is_decode and not len(self.query_lens) == len(self.key_lens) == batch:
-            raise ValueError(
-                "a prefill step needs query_lens and key_lens as host integers, one a sequence: "
-                f"got {len(self.query_lens)} and {len(self.key_lens)} for {batch}"
-            )
-        expected = batch if self.is_decode else sum(self.query_lens)
-        if expected != self.num_tokens:
-            described = "a decode step's batch is" if self.is_decode else "query_lens add up to"
-            raise ValueError(f"{described} {expected}, slot_mapping has {self.num_tokens}")
+        num_queries = len(self.block_tables) if self.is_decode else sum(self.query_lens)
+        assert num_queries == self.num_tokens, f"{num_queries=} {self.num_tokens=}"
+        assert len(self.query_lens) == len(self.key_lens), f"{self.query_lens=} {self.key_lens=}"
         is_quantised = self.kv_caches[0].dtype == FP8_DTYPE
-        if is_quantised != (self.kv_scales is not None):
-            raise ValueError(
-                "kv_scales belong to a cache of float8_e4m3fn and to no other: got "
-                f"{'no scales' if is_quantised else 'scales'} for {self.kv_caches[0].dtype}"
-            )
-        if self.calibrate and (self.is_decode or not is_quantised):
-            raise ValueError("calibrate belongs to a prefill step with an FP8 cache")
-        if self.shared is not None and not self.is_decode:
-            raise ValueError("shared belongs to a decode step")
+        assert is_quantised == (self.kv_scales is not None), f"{self.kv_caches[0].dtype=}"
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
@@ -44,14 +43,13 @@ def packed_attention(
     itself and the w - 1 before it; with `softcap` c a score s becomes c * tanh(s / c). Returns
     [T, Hq, D].
     """
-    layout = _padded_layout(lengths, q.device)
-    sizes = [count * length for count, length in layout.groups]
+    rows, groups = _padded_layout(lengths, q.device)
+    sizes = [count * length for count, length in groups]
     q_rows, k_rows, v_rows = (
-        x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, layout.rows, x).split(sizes)
-        for x in (q, k, v)
+        x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, rows, x).split(sizes) for x in (q, k, v)
     )
     outputs: list[Tensor] = []
-    for group, *qkv in zip(layout.groups, q_rows, k_rows, v_rows, strict=True):
+    for group, *qkv in zip(groups, q_rows, k_rows, v_rows, strict=True):
         q_g, k_g, v_g = (x.unflatten(0, group).transpose(1, 2) for x in qkv)  # [B, H, L, D]
         visible = None
         if softcap is not None or (window is not None and window < group[1]):
@@ -59,7 +57,7 @@ def packed_attention(
             visible = _visible(positions, positions, window)
         output = _attend(q_g, k_g, v_g, visible, scale=scale, softcap=softcap)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, layout.rows)
+    return torch.cat(outputs).index_select(0, rows)
 
 
 def paged_attention(
@@ -93,20 +91,20 @@ def paged_attention(
         )
         return output.squeeze(1)
     output = torch.empty_like(q)
-    for group in _query_groups(context.query_lens, q.device):
-        queries = q.index_select(0, group.tokens).unflatten(0, (len(group.members), -1))
+    for members, sequences, tokens in _query_groups(context.query_lens, q.device):
+        queries = q.index_select(0, tokens).unflatten(0, (len(members), -1))
         attended = _attend_blocks(
             queries,
             kv_cache,
-            context.block_tables.index_select(0, group.sequences),
-            context.context_lens.index_select(0, group.sequences),
-            max(context.key_lens[i] for i in group.members),
+            context.block_tables.index_select(0, sequences),
+            context.context_lens.index_select(0, sequences),
+            max(context.key_lens[i] for i in members),
             scale=scale,
             scales=scales,
             window=window,
             softcap=softcap,
         )
-        output.index_copy_(0, group.tokens, attended.flatten(0, 1))
+        output.index_copy_(0, tokens, attended.flatten(0, 1))
     return output
 
 
@@ -147,26 +145,12 @@ def _quantise(x: Tensor, scales: Tensor) -> Tensor:
     return scaled.to(FP8_DTYPE).view(torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class _PaddedLayout:
-    """Sequences laid out in batches `(count, length)`, each padded to its longest."""
-
-    rows: Tensor  # [T] int64: where each packed token lies
-    groups: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _QueryGroup:
-    """Sequences with equally many queries."""
-
-    members: tuple[int, ...]
-    sequences: Tensor  # [B] int64, the members
-    tokens: Tensor  # [B * L] int64, their queries in the packed row
-
-
 @lru_cache(maxsize=16)
-def _padded_layout(lengths: tuple[int, ...], device: torch.device) -> _PaddedLayout:
-    """The layout is the same for all layers of a forward, hence the cache."""
+def _padded_layout(
+    lengths: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Sequences laid out in batches (count, length), each padded to its longest, and the row [T] at
+    which each packed token lies. The same for all layers of a forward, hence the cache."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches: list[list[int]] = []
     for i in order:
@@ -179,26 +163,28 @@ def _padded_layout(lengths: tuple[int, ...], device: torch.device) -> _PaddedLay
         for i in batch:
             first_row[i] = num_rows
             num_rows += lengths[batch[0]]
-    return _PaddedLayout(
-        rows=_ranges(first_row, lengths, device),
-        groups=tuple((len(batch), lengths[batch[0]]) for batch in batches),
-    )
+    groups = [(len(batch), lengths[batch[0]]) for batch in batches]
+    return _ranges(first_row, lengths, device), groups
 
 
 @lru_cache(maxsize=16)
-def _query_groups(query_lens: tuple[int, ...], device: torch.device) -> tuple[_QueryGroup, ...]:
+def _query_groups(
+    query_lens: tuple[int, ...], device: torch.device
+) -> list[tuple[list[int], Tensor, Tensor]]:
+    """Sequences with equally many queries: which, as a tensor too, and their queries [B * L] in the
+    packed row, int64."""
     members: defaultdict[int, list[int]] = defaultdict(list)
     for i, length in enumerate(query_lens):
         members[length].append(i)
     starts = [0, *accumulate(query_lens)]
-    return tuple(
-        _QueryGroup(
-            members=tuple(group),
-            sequences=torch.tensor(group, device=device),
-            tokens=_ranges([starts[i] for i in group], [length] * len(group), device),
+    return [
+        (
+            group,
+            torch.tensor(group, device=device),
+            _ranges([starts[i] for i in group], [length] * len(group), device),
         )
         for length, group in members.items()
-    )
+    ]
 
 
 def _ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
