@@ -40,7 +40,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hone.checkpoint.atomic import record_file
 from hone.checkpoint.export import export_hf
-from hone.checkpoint.sharded import local_part, take
+from hone.checkpoint.sharded import local_part, own_part
 from hone.checkpoint.store import CheckpointStore
 from hone.config.parallel import AxisSizes
 from hone.distributed.mesh import Mesh
@@ -183,7 +183,7 @@ def measure_loading(rank: int, size: int, cfg: argparse.Namespace) -> None:
     def load() -> None:
         saved: Any = CheckpointStore(cfg.folder / "hone", mesh=mesh).load().parts["trainer"]
         for name, tensor in state.items():
-            local_part(tensor).copy_(local_part(take(saved[name], like=tensor)))
+            local_part(tensor).copy_(own_part(saved[name], like=tensor))
 
     path = cfg.folder / "torch"
     files = sorted(path.glob("*.distcp"))[rank::size]

@@ -25,7 +25,7 @@ from hone.checkpoint import export as export_module
 from hone.checkpoint import store as store_module
 from hone.checkpoint.atomic import CheckpointError
 from hone.checkpoint.export import export_hf
-from hone.checkpoint.sharded import take
+from hone.checkpoint.sharded import laid_out, own_part
 from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.model import ModelConfig
@@ -199,12 +199,12 @@ def main(folder):
             wrong.append(name)
     for name in LAYOUTS:  # onto another mesh, cut the other way
         like = distribute_tensor(torch.zeros(7, 5), line, [Shard(1)])
-        taken = take(saved[name], like=like)
+        taken = laid_out(own_part(saved[name], like=like), like=like)
         if not torch.equal(taken.full_tensor(), whole(name)) or taken.placements != like.placements:
             wrong.append(f"{name} taken")
     fresh = model(grid)
     for name, parameter in fresh.named_parameters():
-        taken = take(saved[name], like=parameter)
+        taken = laid_out(own_part(saved[name], like=parameter), like=parameter)
         if not torch.equal(taken.full_tensor(), dict(model(None).named_parameters())[name]):
             wrong.append(f"{name} taken")
     found["wrong"] = wrong

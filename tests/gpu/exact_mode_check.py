@@ -260,7 +260,7 @@ def check_gradients(run: Run, name: str, make: Callable[[], PreTrainedModel]) ->
     def gradients(model, **settings) -> dict[str, torch.Tensor]:
         trainer = make_trainer(model, 1.0, compile=False, **settings)
         trainer.forward_backward(rows)
-        found = {key: master.grad for key, master in trainer.policy.masters.items()}
+        found = trainer.policy.gradients
         trainer.policy.drop_gradient()
         return found
 

@@ -29,10 +29,9 @@ from hone.attention import PackedContext
 from hone.config.trainer import OptimizerConfig
 from hone.models.decoder import hidden_states
 from hone.trainer.logprobs import token_logprobs
-from hone.trainer.offload import HostBuffer, StateOffload
-from hone.trainer.policy import Policy
+from hone.trainer.offload import StateOffload, host_tensors
 from hone.trainer.update_rules import ParameterOptimizer, adamw_bfloat16_
-from tests.gpu.models import build
+from tests.gpu.models import build, compiled_policy
 
 LENGTH, TOKENS, STEP_TOKENS = 2048, 16384, 262144
 GIB = 1 << 30
@@ -87,15 +86,16 @@ class Trained:
     """A policy, its optimizer and one micro-batch."""
 
     def __init__(self, model: PreTrainedModel, *, state_dtype: str = "float32", **knobs: Any):
-        self.policy = Policy(model, compile=True, **knobs)
+        self.policy = compiled_policy(model, **knobs)
         offload = bool(knobs.get("offload_optimizer"))
         self.optimizer = ParameterOptimizer(
             self.policy.masters,
             OptimizerConfig.model_validate({"lr": 1e-4, "state_dtype": state_dtype}),
             self.policy.embedding_names,
             offload=offload,
-            host_masters=self.policy.host_masters,
-            host_gradients=self.policy.host_gradients,
+            device=self.policy.device,
+            gradients_on_host=self.policy.gradients_on_host,
+            write_back=self.policy.write_back if self.policy.masters_on_host else None,
         )
         lengths = (LENGTH,) * (TOKENS // LENGTH)
         generator = torch.Generator().manual_seed(0)
@@ -113,16 +113,14 @@ class Trained:
             self.ids[1:],
             temperature=1.0,
             chunk_tokens=1024,
-            compile=True,
         )
         loss = -logprobs.mean()
         loss.backward()
         return loss.detach()
 
     def apply(self) -> None:
-        norm = self.policy.gradient_norm()
-        self.policy.clip_gradient(1.0, norm)
-        self.policy.apply(lambda: self.optimizer.step(1.0))
+        clip = (1.0 / (self.policy.gradient_norm() + 1e-6)).clamp(max=1.0)
+        self.policy.apply(lambda: self.optimizer.step(self.policy.gradients, 1.0, clip))
         self.policy.drop_gradient()
 
     def fingerprint(self) -> list[Tensor]:
@@ -287,11 +285,11 @@ def rates() -> list[str]:
     """The two ways to step over host memory: bus against cores."""
     size = 2 * GIB
     start = time.perf_counter()
-    buffer = HostBuffer(size, DEVICE, purpose="rates")
+    (buffer,) = host_tensors([(torch.Size([size]), torch.uint8)], DEVICE, purpose="rates")
     lock_s = time.perf_counter() - start
     there, back = torch.cuda.Stream(), torch.cuda.Stream()
     on_device = [torch.empty(size // 2, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
-    up, down = buffer.bytes.split(size // 2)
+    up, down = buffer.split(size // 2)
 
     def both() -> None:
         with torch.cuda.stream(there):

@@ -8,7 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hone.attention import ATTENTION_NAME
+from hone.models.decoder import decoder_layers
 from hone.models.tiny import SHAPES
+from hone.trainer.policy import Policy
+from hone.trainer.recompute import apply_recompute
 
 FIELDS = {
     "num_layers": "num_hidden_layers",
@@ -46,3 +49,22 @@ def random_model(
         )
     # Not `to(bfloat16)`, which would round the rotary frequencies.
     return (model if dtype == torch.bfloat16 else model.to(dtype)).eval()
+
+
+def compiled_policy(
+    model: PreTrainedModel,
+    *,
+    recompute: Any = "off",
+    recompute_every_n_layers: int = 1,
+    offload_activations: bool = False,
+    **offloads: bool,
+) -> Policy:
+    """As a trainer of one process has it."""
+    layers = decoder_layers(model)
+    apply_recompute(
+        layers, mode=recompute, every=recompute_every_n_layers, offload=offload_activations
+    )
+    policy = Policy(model, **offloads)
+    for layer in layers:
+        layer.compile(dynamic=True)
+    return policy

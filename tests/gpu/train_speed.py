@@ -33,7 +33,7 @@ from hone.families.shape import ModelShape
 from hone.models.decoder import hidden_states
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.policy import Policy
-from tests.gpu.models import build
+from tests.gpu.models import build, compiled_policy
 from tests.gpu.sections import Run
 from tests.gpu.timing import device_ms
 
@@ -160,7 +160,6 @@ class Pass:
             temperature=1.0,
             chunk_tokens=1024,
             with_entropy=True,
-            compile=True,
         )
         (logprobs * self.weights).sum().backward()
 
@@ -173,7 +172,7 @@ def step(run: Run) -> None:
         for num_tokens, options in variants:
             name = " ".join((shape, *map(str, options.values())))
             with run.attempt(name):
-                policy = Policy(build(shape), compile=True, **options)
+                policy = compiled_policy(build(shape), **options)
                 time_passes(run, name, policy, num_tokens)
 
 
@@ -221,7 +220,7 @@ def profile_passes(run: Run) -> None:
         if not run.has_time(f"profile, {shape}"):
             return
         with run.attempt(f"profile, {shape}"):
-            policy = Policy(build(shape), compile=True, **options)
+            policy = compiled_policy(build(shape), **options)
             longest_kernels(run, shape, Pass(policy, TOKENS))
 
 

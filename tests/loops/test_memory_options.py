@@ -8,13 +8,14 @@ with the plain run within a tolerance, and is the plain run of its pairs, which 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,12 +37,12 @@ from hone.families.registry import FUSED_FAMILIES
 from hone.loops import loop
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.observe.metrics import Metrics
-from hone.trainer import parallel_model, update_rules
-from hone.trainer import policy as policy_module
-from hone.trainer.host_state import HostMasters, Piece
+from hone.trainer import parallel_model
+from hone.trainer.host_gradients import Piece
 from hone.trainer.policy import Policy, StaleWeightsError
 
 Sections = dict[str, dict[str, Any]]
+Moved = Sequence[tuple[Piece, Tensor]]
 
 STEPS = 3
 
@@ -313,23 +314,33 @@ def test_every_family_whose_weights_an_engine_merges(
     assert_same_course(course(cfg), plain((), "bfloat16", False, family))
 
 
-class DeadMemory(HostMasters):
+class DeadMemory(Policy):
     """Steps write where the weights lay before an engine merged them."""
 
-    @classmethod
-    def copied(cls, *arguments: Any) -> HostMasters:
-        found = super().copied(*arguments)
-        found.weights = {n: nn.Parameter(w.detach()) for n, w in found.weights.items()}
-        return found
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._former = {n: nn.Parameter(p.detach()) for n, p in self.parameters.items()}
+
+    def write_back(self, moved: Moved) -> None:
+        with patch.object(self, "parameters", self._former):
+            super().write_back(moved)
 
 
-class WithoutWeights(HostMasters):
+class HalfWritten(Policy):
+    """A step writes every second weight into other memory."""
+
+    def write_back(self, moved: Moved) -> None:
+        lost = {n: nn.Parameter(p.detach().clone()) for n, p in [*self.parameters.items()][::2]}
+        with patch.object(self, "parameters", self.parameters | lost):
+            super().write_back(moved)
+
+
+class WithoutWeights(Policy):
     """Masters are restored, and weights stay what they were."""
 
-    def take(self, name: str, saved: Tensor) -> None:
-        values = self.masters[name].detach()
-        values.copy_(saved)
-        self.record([(Piece(name, 0, values.numel()), values.view(-1))])
+    def _write_module(self) -> None:
+        for name, master in self._masters.items():
+            self._add_checksums(self._host_checksums, [(name, 0, master.detach().view(-1))])
 
 
 class WithoutRounding(Policy):
@@ -340,42 +351,14 @@ class WithoutRounding(Policy):
         return {}
 
 
-def elsewhere(stream: Callable[..., Any]) -> Callable[..., Any]:
-    """A step writes every second weight into other memory."""
-
-    def step(self: Any, gradients: Mapping[str, Tensor], lr: float) -> None:
-        held = dict(self._host.weights)
-        for name in [*held][::2]:
-            self._host.weights[name] = nn.Parameter(held[name].detach().clone())
-        stream(self, gradients, lr)
-        self._host.weights |= held
-
-    return step
-
-
-PLANTED: dict[str, tuple[Sections, Any, str, Any]] = {
-    "dead memory": (OPTIONS["offload_optimizer"], policy_module, "HostMasters", DeadMemory),
-    "dead memory, gradients on the host": (
-        OPTIONS["offload_gradients"],
-        policy_module,
-        "HostMasters",
-        DeadMemory,
-    ),
-    "part of the weights": (
-        OPTIONS["offload_optimizer"],
-        update_rules._AdamW,
-        "_stream",
-        elsewhere(update_rules._AdamW._stream),
-    ),
-    "device masters": ({}, parallel_model, "Policy", WithoutRounding),
-    "masters asleep": (
-        OPTIONS["trainer.enable_sleep"],
-        parallel_model,
-        "Policy",
-        WithoutRounding,
-    ),
-    "adapters": (ADAPTERS, parallel_model, "Policy", WithoutRounding),
-    "restored": (OPTIONS["offload_optimizer"], policy_module, "HostMasters", WithoutWeights),
+PLANTED: dict[str, tuple[Sections, type[Policy]]] = {
+    "dead memory": (OPTIONS["offload_optimizer"], DeadMemory),
+    "dead memory, gradients on the host": (OPTIONS["offload_gradients"], DeadMemory),
+    "part of the weights": (OPTIONS["offload_optimizer"], HalfWritten),
+    "device masters": ({}, WithoutRounding),
+    "masters asleep": (OPTIONS["trainer.enable_sleep"], WithoutRounding),
+    "adapters": (ADAPTERS, WithoutRounding),
+    "restored": (OPTIONS["offload_optimizer"], WithoutWeights),
 }
 
 
@@ -384,10 +367,10 @@ def test_a_sync_refuses_weights_that_training_did_not_make(
     bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """At the first sync behind the bug; manifests of trainer and engine agree in each of these."""
-    sections, target, name, planted = PLANTED[bug]
+    sections, planted = PLANTED[bug]
     if bug == "restored":
         shutil.copytree(begun((), "bfloat16", adapted=False)[0].name, tmp_path / "run")
-    monkeypatch.setattr(target, name, planted)
+    monkeypatch.setattr(parallel_model, "Policy", planted)
     cfg = config(sections, "bfloat16", folder=tmp_path / "run")
     with (
         assembled(cfg) as parts,

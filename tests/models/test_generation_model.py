@@ -519,8 +519,9 @@ def test_training_is_the_same_with_merged_parameters(dtype, optimizer):
         for _ in range(2):
             rows = packed_logprobs(model, make_samples())
             sum(row.float().square().mean() for row in rows).backward()
-            policy.clip_gradient(1.0, policy.gradient_norm())
-            policy.apply(lambda optimize=optimize: optimize.step(1.0))
+            gradients, clip = policy.gradients, 1 / policy.gradient_norm()
+            policy.apply(partial(optimize.step, gradients, 1.0, clip))
+            policy.drop_gradient()
         results.append({name: p.detach().clone() for name, p in model.named_parameters()})
     start = dict(make_model(PLANTED, dtype=dtype).named_parameters())
     assert all(not torch.equal(value, start[name]) for name, value in results[0].items())

@@ -95,11 +95,11 @@ def held_on_host(case: dict[str, Any], mesh=None) -> dict[str, int]:
     trainer.update(random_rows(8))
     policy, (state, _) = trainer.policy, trainer.state_dict()
     away = [t for n, t in state.items() if n.startswith("optimizer/exp")]
-    if policy.host_masters is not None:
+    if policy.masters_on_host:
         away += policy.masters.values()
     host = sum(local_part(t.detach()).nbytes for t in away) + policy.host_bytes
     weights = set(model.state_dict(keep_vars=True).values())
-    if mesh is not None and policy.host_masters is not None:
+    if mesh is not None and policy.masters_on_host:
         # On a CPU both places look the same; what is sharded is what FSDP has offloaded.
         host += sum(
             local_part(t.detach()).nbytes
@@ -109,7 +109,7 @@ def held_on_host(case: dict[str, Any], mesh=None) -> dict[str, int]:
         weights = {t for t in weights if not isinstance(t, DTensor)}
     held = held_tensors(
         weights=weights,
-        masters=() if policy.host_masters else policy.masters.values(),
+        masters=() if policy.masters_on_host else policy.masters.values(),
         moments=(),
         dtype=policy.dtype,
         device=policy.device,

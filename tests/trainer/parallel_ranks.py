@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hone.algorithms.sft import CrossEntropy
-from hone.checkpoint.sharded import local_part, take
+from hone.checkpoint.sharded import local_part, own_part
 from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.extras import is_installed
@@ -32,9 +32,10 @@ from hone.loops.supervised import evaluate
 from hone.models.adapters import adapt
 from hone.models.manifest import export_weights
 from hone.observe.metrics import to_scalars
-from hone.trainer import batcher, optimizer, precision, sharded
+from hone.trainer import batcher, precision, sharded, update_rules
 from hone.trainer import gathering as gathering_room
-from hone.trainer.host_state import HostGradients, StreamedGradients
+from hone.trainer import policy as policy_module
+from hone.trainer.host_gradients import HostGradients
 from hone.trainer.models import Models
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.trainer import Trainer
@@ -549,7 +550,7 @@ def states():
         before = trainer.logprobs(random_rows(3))
         trainer.sleep()
         asleep = sum(
-            m.to_local().untyped_storage().nbytes() for m in trainer.policy.masters.values()
+            m.to_local().untyped_storage().nbytes() for m in trainer.policy._masters.values()
         )
         trainer.wake()
         after = trainer.logprobs(random_rows(3))
@@ -580,8 +581,8 @@ def restored():
             store.save(1, {"trainer": tensors})
             counts = []
             with (
-                patch.object(sharded, "take", one_by_one(counts)),
-                patch.object(optimizer, "take", one_by_one(counts)),
+                patch.object(policy_module, "own_part", one_by_one(counts)),
+                patch.object(update_rules, "own_part", one_by_one(counts)),
             ):
                 resumed.load_state_dict(store.load(1).parts["trainer"], metadata)
             weights = [dict(t.named_weights()) for t in (straight, resumed)]
@@ -639,7 +640,7 @@ def stopped(knobs):
     name, rows = "model.layers.1.mlp.down_proj.weight", random_rows(6)
     trainer.update(rows)
     before = {n: t.clone() for n, t in trainer.named_weights()}
-    add = StreamedGradients.add
+    add = HostGradients.add
 
     def overflow(shard):
         if dist.get_rank() == 1:
@@ -656,7 +657,7 @@ def stopped(knobs):
                 lambda master: overflow(master.grad.to_local())
             )
             stack.callback(hook.remove)
-        stack.enter_context(patch.object(StreamedGradients, "add", adding))
+        stack.enter_context(patch.object(HostGradients, "add", adding))
         message = attempt(lambda: trainer.update(rows))
     unchanged = equal(dict(trainer.named_weights()), before)
     return [message, unchanged, attempt(lambda: trainer.update(rows))]
@@ -675,7 +676,14 @@ def apart(found, expected):
     return {"names": names, "masters": worst}
 
 
-class LastMicroBatch(StreamedGradients):
+def unscaled(self, gradients, lr_scale, gradient_scale):
+    step_of_adamw(self, gradients, lr_scale, None)
+
+
+step_of_adamw = update_rules._AdamW.step
+
+
+class LastMicroBatch(HostGradients):
     """Forgets what earlier micro-batches brought."""
 
     def add(self, name, gradient):
@@ -712,10 +720,9 @@ def offloaded():
             there = course({}, parallel, resume=ALL_AWAY)
             back = course(ALL_AWAY, parallel, resume={})
             found["resumed"] = [apart(there, plain), apart(back, plain)]
-            unscaled = property(lambda self: None, lambda self, scale: None)
-            with patch.object(HostGradients, "scale", unscaled):
+            with patch.object(update_rules._AdamW, "step", unscaled):
                 found["not clipped"] = [apart(course(k, parallel), plain) for k in knobs]
-            with patch.object(sharded, "StreamedGradients", LastMicroBatch):
+            with patch.object(policy_module, "HostGradients", LastMicroBatch):
                 found["earlier passes"] = [apart(course(AWAY, parallel), plain)]
     found["stopped"] = [stopped(knobs) for knobs in (AWAY, ALL_AWAY)]
     return found
@@ -726,12 +733,12 @@ def equal(one, other):
 
 
 def one_by_one(counts):
-    """`take`, noting each time how many tensors that it gave are still there."""
+    """`own_part`, noting each time how many tensors that it gave are still there."""
     given = []
 
     def taking(value, *, like):
         counts.append(sum(tensor() is not None for tensor in given))
-        tensor = take(value, like=like)
+        tensor = own_part(value, like=like)
         given.append(ref(tensor))
         return tensor
 

@@ -48,9 +48,7 @@ def stepped(cut, *, offload):
     cfg = OptimizerConfig(lr=0.1, weight_decay=0.1, state_dtype="bfloat16")
     optimizer = ParameterOptimizer(named, cfg, set(), offload=offload)
     for step in range(1, 4):
-        for name, parameter in named.items():
-            parameter.grad = cut(draw(name, step))
-        optimizer.step(1.0)
+        optimizer.step({name: cut(draw(name, step)) for name in named}, 1.0)
     state = named | optimizer.state_dict()
     return {key: whole(tensor.detach()).clone() for key, tensor in state.items()}
 

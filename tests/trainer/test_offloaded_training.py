@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from hone.config.model import LoraConfig
 from hone.models.adapters import adapt
 from hone.observe.metrics import to_scalars
-from hone.trainer import host_state, update_rules
+from hone.trainer import host_gradients, update_rules
 from hone.trainer import policy as policy_module
-from hone.trainer.host_state import HostGradients, StreamedGradients
+from hone.trainer.host_gradients import HostGradients
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.trainer import Trainer
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
@@ -97,8 +97,8 @@ def test_offload_changes_no_bit(name: str):
 def test_pieces_of_parameters_change_no_bit(state_dtype: str, monkeypatch: pytest.MonkeyPatch):
     """As with parameters that are larger than what travels at a time; the noise that rounds moments
     is counted from a parameter's begin, not a piece's."""
-    monkeypatch.setattr(host_state, "_PIECE_ELEMENTS", 500)
-    monkeypatch.setattr(host_state, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(host_gradients, "_PIECE_ELEMENTS", 500)
+    monkeypatch.setattr(host_gradients, "BUCKET_BYTES", 4000)
     monkeypatch.setattr(update_rules, "BUCKET_BYTES", 1024 * 22)
     settings = {"optimizer": {"state_dtype": state_dtype}}
     plain, away = (
@@ -112,7 +112,7 @@ def check_against_no_offload(**knobs: Any) -> None:
     check_equal(course(away), course(plain))
 
 
-class LastMicroBatch(StreamedGradients):
+class LastMicroBatch(HostGradients):
     """Forgets what earlier micro-batches brought."""
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -120,7 +120,7 @@ class LastMicroBatch(StreamedGradients):
         super().add(name, gradient)
 
 
-class NormsOfParts(StreamedGradients):
+class NormsOfParts(HostGradients):
     """Takes norms of what a micro-batch brings, not of the sum."""
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -128,15 +128,16 @@ class NormsOfParts(StreamedGradients):
         self._norms[name] = gradient.float().norm()[None]
 
 
+def unscaled(self: Any, gradients: Any, lr_scale: float, gradient_scale: Any) -> None:
+    step_of_adamw(self, gradients, lr_scale, None)
+
+
+step_of_adamw = update_rules._AdamW.step
+
 BUGS: dict[str, tuple[dict[str, Any], Any, str, Any]] = {
-    "not clipped": (
-        GRADIENTS,
-        HostGradients,
-        "scale",
-        property(lambda self: None, lambda self, scale: None),
-    ),
-    "earlier micro-batches": (GRADIENTS, policy_module, "StreamedGradients", LastMicroBatch),
-    "norms of parts": (GRADIENTS, policy_module, "StreamedGradients", NormsOfParts),
+    "not clipped": (GRADIENTS, update_rules._AdamW, "step", unscaled),
+    "earlier micro-batches": (GRADIENTS, policy_module, "HostGradients", LastMicroBatch),
+    "norms of parts": (GRADIENTS, policy_module, "HostGradients", NormsOfParts),
 }
 
 
@@ -148,7 +149,7 @@ def test_planted_bugs_change_numbers(bug: str, monkeypatch: pytest.MonkeyPatch):
         check_against_no_offload(**knobs)
 
 
-class LateLane:
+class LateCopies:
     """A stream that copies nothing before somebody waits for it, as a slow bus would."""
 
     def __init__(self, device: torch.device) -> None:
@@ -161,7 +162,7 @@ class LateLane:
         with Recording(self.copies):
             yield
 
-    def mark(self) -> tuple[LateLane, int]:
+    def mark(self) -> tuple[LateCopies, int]:
         return self, len(self.copies)
 
 
@@ -177,26 +178,26 @@ class Recording(TorchDispatchMode):
         return args[0]
 
 
-def wait_late(mark: tuple[LateLane, int] | None) -> None:
+def wait_late(mark: tuple[LateCopies, int] | None) -> None:
     if mark is not None:
-        lane, number = mark
-        while lane.num_done < number:
-            lane.num_done += 1
-            lane.copies[lane.num_done - 1]()
-            lane.copies[lane.num_done - 1] = lambda: None
+        stream, number = mark
+        while stream.num_done < number:
+            stream.num_done += 1
+            stream.copies[stream.num_done - 1]()
+            stream.copies[stream.num_done - 1] = lambda: None
 
 
-def use_late_lanes(monkeypatch: pytest.MonkeyPatch, wait: Callable[[Any], None]) -> None:
-    monkeypatch.setattr(host_state, "CopyStream", LateLane)
-    monkeypatch.setattr(host_state, "wait_for", wait)
+def copy_late(monkeypatch: pytest.MonkeyPatch, wait: Callable[[Any], None]) -> None:
+    monkeypatch.setattr(host_gradients, "CopyStream", LateCopies)
+    monkeypatch.setattr(host_gradients, "wait_for", wait)
 
 
-class ReusedMemory(StreamedGradients):
+class ReusedMemory(HostGradients):
     """What is freed belongs to somebody else at once."""
 
-    def _let_go(self) -> None:
+    def _release_oldest(self) -> None:
         value, _ = self._leaving[0]
-        super()._let_go()
+        super()._release_oldest()
         value.fill_(float("nan"))
 
 
@@ -206,15 +207,15 @@ def test_nothing_is_read_before_it_has_arrived_or_freed_before_it_has_left(
 ):
     fields: dict[str, Any] = {"num_hidden_layers": 3, "dtype": torch.bfloat16}
     expected = course(trainer_of(model_of(**fields), recompute=recompute))
-    use_late_lanes(monkeypatch, wait_late)
-    monkeypatch.setattr(host_state, "BUCKET_BYTES", 4000)
-    monkeypatch.setattr(policy_module, "StreamedGradients", ReusedMemory)
+    copy_late(monkeypatch, wait_late)
+    monkeypatch.setattr(host_gradients, "BUCKET_BYTES", 4000)
+    monkeypatch.setattr(policy_module, "HostGradients", ReusedMemory)
     trainer = trainer_of(model_of(**fields), recompute=recompute, **GRADIENTS)
     check_equal(course(trainer), expected)
 
 
 def test_planted_step_that_does_not_wait_is_caught(monkeypatch: pytest.MonkeyPatch):
-    use_late_lanes(monkeypatch, lambda mark: None)
+    copy_late(monkeypatch, lambda mark: None)
     with pytest.raises((AssertionError, ValueError)):
         check_against_no_offload(**GRADIENTS)
 

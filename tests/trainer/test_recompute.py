@@ -13,9 +13,8 @@ from hone.attention import PackedContext
 from hone.models.decoder import alias_module, hidden_states
 from hone.trainer import recompute
 from hone.trainer.offload import ActivationOffload
-from hone.trainer.policy import Policy
 from hone.trainer.recompute import apply_recompute
-from tests.trainer.examples import VOCAB, tiny_model
+from tests.trainer.examples import VOCAB, make_trainer, tiny_model
 
 LENGTHS = (5, 1, 11, 7)
 NUM_LAYERS = 4
@@ -131,9 +130,9 @@ def test_layers_that_cannot_recompute_are_refused():
         apply_recompute(nn.ModuleList([nn.Linear(2, 2)]), mode="full")
 
 
-def test_the_policy_passes_its_settings_on():
+def test_the_trainer_passes_its_settings_on():
     model = tiny_model(num_hidden_layers=NUM_LAYERS)
-    Policy(model, recompute="full", recompute_every_n_layers=2)
+    make_trainer(model, recompute="full", recompute_every_n_layers=2)
     assert [layer.training for layer in layers_of(model)] == [True, False, True, False]
 
 
@@ -191,7 +190,7 @@ class EarlyReuse(ActivationOffload):
 
     def _keep(self, tensor: Tensor) -> Any:
         kept = super()._keep(tensor)
-        self._free.append(kept.buffer)
+        self._free.append(kept.host.detach().view(-1).view(torch.uint8))
         return kept
 
 

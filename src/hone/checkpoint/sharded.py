@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from hone.checkpoint.atomic import CheckpointError
 
-__all__ = ["Piece", "Region", "StoredTensor", "laid_out", "local_part", "region_of", "take"]
+__all__ = ["Piece", "Region", "StoredTensor", "laid_out", "local_part", "own_part", "region_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +137,19 @@ class StoredTensor:
         return result
 
 
-def take(value: Tensor | StoredTensor, *, like: Tensor) -> Tensor:
-    """A saved tensor laid out as `like` is: of a DTensor this process's part alone is read.
+def own_part(value: Tensor | StoredTensor, *, like: Tensor) -> Tensor:
+    """What this process needs of a saved tensor for its part of `like`, in the saved dtype: of a
+    stored one only that is read, of a DTensor it is what this process has.
 
-    The result lies in host memory, so that a device that is full with what it will be copied into
-    can take it over. It has the saved dtype and shares no memory with `value`. Raises ValueError
-    for another shape.
+    Raises ValueError for another shape, or a DTensor of which this process has another part.
     """
     if tuple(value.shape) != tuple(like.shape):
         raise ValueError(f"shape {tuple(value.shape)} was saved, {tuple(like.shape)} is wanted")
     region = region_of(like)
     if isinstance(value, StoredTensor):
-        return laid_out(value.read(region), like=like)
-    return laid_out(value[region.slices].to("cpu", copy=True), like=like)
+        return value.read(region)
+    if not isinstance(value, DTensor):
+        return value[region.slices]
+    if region_of(value) != region:
+        raise ValueError(f"{value.placements} was saved, other parts are wanted: save it whole")
+    return value.to_local()

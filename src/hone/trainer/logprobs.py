@@ -16,10 +16,8 @@ from those. Ranks that share the vocabulary gather them once for all N tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +41,6 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool = False,
-    compile: bool = False,
     exact: bool = False,
     tensor: Axis | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -52,8 +49,8 @@ def token_logprobs(
     Differentiable in the hidden states and in the head's weights, whose gradients add up over
     chunks in float32. At most `chunk_tokens` rows of logits exist at any time, in float32, and in
     backward their gradient in the format of the hidden states. On CUDA kernels take each chunk in
-    one pass; elsewhere `compile` fuses what is done with it. With `exact`, log-probabilities are
-    the bits that an engine in exact mode samples with.
+    one pass. With `exact`, log-probabilities are the bits that an engine in exact mode samples
+    with.
 
     `tensor` names the ranks that `hone.trainer.tensor.parallelize` has split the head over. They
     bring the same hidden states and labels, get the same results, and their gradients of the
@@ -66,7 +63,6 @@ def token_logprobs(
         softcap=logit_softcap(model),
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
-        compile=compile,
         exact=exact,
         ranks=ranks,
     )
@@ -107,23 +103,34 @@ class _Head:
     softcap: float | None
     chunk_tokens: int
     with_entropy: bool
-    compile: bool
     exact: bool
     ranks: Axis
 
     def score(self, hidden_ND: Tensor, labels_N: Tensor, weight_VD: Tensor) -> _Scores:
         """Labels count from the first row of `weight_VD`; those of other ranks lie outside."""
-        chunks = [
-            self._score_chunk(hidden_CD, labels_C, weight_VD)
-            for hidden_CD, labels_C in zip(
-                hidden_ND.split(self.chunk_tokens), labels_N.split(self.chunk_tokens), strict=True
+        statistics: list[Tensor] = []
+        exact_logprobs: list[Tensor] = []
+        for hidden_CD, labels_C in zip(
+            hidden_ND.split(self.chunk_tokens), labels_N.split(self.chunk_tokens), strict=True
+        ):
+            logits_CV = head_product(hidden_CD, weight_VD, exact=self.exact)
+            if self.exact:
+                exact_logprobs.append(_exact_logprobs(logits_CV, labels_C, self.temperature))
+            statistics.append(
+                _operations(logits_CV).part_statistics(
+                    logits_CV,
+                    labels_C,
+                    temperature=self.temperature,
+                    softcap=self.softcap,
+                    with_entropy=self.with_entropy,
+                )
             )
-        ]
-        statistics, exact_logprobs = zip(*chunks, strict=True)
-        scores = _combine(self._of_all_ranks(torch.cat(statistics, 1)))
-        if self.exact:
-            return scores._replace(logprobs=torch.cat(exact_logprobs))
-        return scores
+            del logits_CV  # before the next chunk's
+        statistics_RSN = torch.cat(statistics, 1)[None]
+        if self.ranks.group is not None:
+            statistics_RSN = gather_rows(statistics_RSN, self.ranks.group)
+        scores = _combine(statistics_RSN)
+        return scores._replace(logprobs=torch.cat(exact_logprobs)) if self.exact else scores
 
     def chunk_gradient(
         self, hidden_CD: Tensor, labels_C: Tensor, weight_VD: Tensor, **per_token: Tensor | None
@@ -133,7 +140,7 @@ class _Head:
         `per_token` are those arguments [C] of `logits_gradient`.
         """
         logits_CV = head_product(hidden_CD, weight_VD, exact=self.exact)
-        return _operations(logits_CV.device, logits_CV.dtype, self.compile).logits_gradient(
+        return _operations(logits_CV).logits_gradient(
             logits_CV,
             labels_C,
             **per_token,
@@ -141,29 +148,6 @@ class _Head:
             softcap=self.softcap,
             dtype=hidden_CD.dtype,
         )
-
-    def _score_chunk(
-        self, hidden_CD: Tensor, labels_C: Tensor, weight_VD: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        logits_CV = head_product(hidden_CD, weight_VD, exact=self.exact)
-        exact_C = _exact_logprobs(logits_CV, labels_C, self.temperature) if self.exact else None
-        operations = _operations(logits_CV.device, logits_CV.dtype, self.compile)
-        statistics_SC = operations.part_statistics(
-            logits_CV,
-            labels_C,
-            temperature=self.temperature,
-            softcap=self.softcap,
-            with_entropy=self.with_entropy,
-        )
-        return statistics_SC, exact_C
-
-    def _of_all_ranks(self, statistics_SN: Tensor) -> Tensor:
-        """[R, S, N]"""
-        if self.ranks.size == 1:
-            return statistics_SN[None]
-        assert self.ranks.group is not None
-        gathered = gather_rows(statistics_SN, self.ranks.group)
-        return gathered.view(self.ranks.size, *statistics_SN.shape)
 
 
 def _exact_logprobs(logits_CV: Tensor, labels_C: Tensor, temperature: float) -> Tensor:
@@ -320,18 +304,10 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class _Operations(NamedTuple):
-    part_statistics: Callable[..., Tensor]
-    logits_gradient: Callable[..., Tensor]
-
-
-@cache
-def _operations(device: torch.device, dtype: torch.dtype, compile: bool) -> _Operations:
-    """What is done with a chunk of logits of this kind."""
-    if device.type == "cuda" and dtype == torch.float32 and find_spec("triton"):
+def _operations(logits_CV: Tensor) -> Any:
+    """The module whose functions take this chunk of logits: Triton's on CUDA, or this one."""
+    if logits_CV.is_cuda and logits_CV.dtype == torch.float32:
         from hone.trainer import logprob_kernels  # needs triton, absent on CPUs
 
-        return _Operations(logprob_kernels.part_statistics, logprob_kernels.logits_gradient)
-    if compile:
-        return _Operations(torch.compile(part_statistics), torch.compile(logits_gradient))
-    return _Operations(part_statistics, logits_gradient)
+        return logprob_kernels
+    return sys.modules[__name__]

@@ -15,6 +15,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,12 +31,12 @@ __all__ = [
     "ActivationOffload",
     "Bucket",
     "CopyStream",
-    "HostBuffer",
     "StateOffload",
+    "host_tensors",
+    "layout_of",
     "mark_of",
     "stream_buckets",
     "wait_for",
-    "whole_storage",
 ]
 
 BUCKET_BYTES = 128 << 20
@@ -47,60 +48,48 @@ _BUFFER_STEP = 2 << 20
 _GIB = 1 << 30
 
 
-class HostBuffer:
-    """`num_bytes` of host memory, page-locked where `device` is a GPU.
+Layout = Sequence[tuple[torch.Size, torch.dtype]]
+"""Tensors one after the other, each at an aligned place."""
 
-    The pages belong to no other allocation and are given back to the system with this object.
+
+def host_tensors(layout: Layout, device: torch.device, *, purpose: str) -> list[Tensor]:
+    """Contiguous tensors in host memory, page-locked where `device` is a GPU.
+
+    The pages belong to no other allocation and go back to the system with the last of the tensors.
     torch's own pinned memory is rounded up to a power of two, and cached for ever. Raises UserError
-    where the host has less memory or will not lock it.
+    where the host has less memory or will not lock it; `purpose` says there what it was for and how
+    to need less.
     """
-
-    def __init__(self, num_bytes: int, device: torch.device, *, purpose: str) -> None:
-        """`purpose` says in an error what the memory was for and how to need less."""
-        self.num_bytes = max(num_bytes, 1)
-        available = psutil.virtual_memory().available
-        if self.num_bytes > available:
-            raise UserError(
-                f"{purpose}: this takes {num_bytes / _GIB:.1f} GiB of host memory, and "
-                f"{available / _GIB:.1f} GiB are free"
-            )
-        pages = mmap.mmap(-1, self.num_bytes)
-        self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
-        if device.type == "cuda":
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            self.bytes.zero_()  # touched by all cores at once; locking would do it page by page
-            self._lock(purpose)
-
-    @classmethod
-    def for_layout(
-        cls, layout: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device, *, purpose: str
-    ) -> HostBuffer:
-        """A buffer from which `tensors` can make just these."""
-        return cls(_num_bytes(layout), device, purpose=purpose)
-
-    def _lock(self, purpose: str) -> None:
-        address = self.bytes.data_ptr()
-        status = int(_runtime().cudaHostRegister(address, self.num_bytes, 0))
+    num_bytes = max(_num_bytes(layout), 1)
+    available = psutil.virtual_memory().available
+    if num_bytes > available:
+        raise UserError(
+            f"{purpose}: this takes {num_bytes / _GIB:.1f} GiB of host memory, and "
+            f"{available / _GIB:.1f} GiB are free"
+        )
+    pages = mmap.mmap(-1, num_bytes)
+    flat = torch.frombuffer(pages, dtype=torch.uint8)
+    if device.type == "cuda":
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        flat.zero_()  # touched by all cores at once; locking would do it page by page
+        runtime: Any = torch.cuda.cudart()
+        address = flat.data_ptr()
+        status = int(runtime.cudaHostRegister(address, num_bytes, 0))
         if status != 0:
             raise UserError(
-                f"{purpose}: the system does not lock {self.num_bytes / _GIB:.1f} GiB of host "
-                f"memory (CUDA error {status}); raise the limit that `ulimit -l` shows"
+                f"{purpose}: the system does not lock {num_bytes / _GIB:.1f} GiB of host memory "
+                f"(CUDA error {status}); raise the limit that `ulimit -l` shows"
             )
-        release = weakref.finalize(self, _unlock, address, self.bytes)
+        # Every tensor holds the pages.
+        release = weakref.finalize(pages, runtime.cudaHostUnregister, address)
         release.atexit = False  # the driver ends with the process
-
-    def tensors(self, layout: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
-        """Contiguous tensors of these shapes and formats, one after the other."""
-        return _carve(self.bytes, layout)
+    return _carve(flat, layout)
 
 
-def _unlock(address: int, _keep_until_unlocked: Tensor) -> None:
-    _runtime().cudaHostUnregister(address)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
+def layout_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> Layout:
+    """Of tensors like these, of `dtype` if given."""
+    return [(tensor.shape, dtype or tensor.dtype) for tensor in tensors]
 
 
 class CopyStream:
@@ -147,7 +136,8 @@ class ActivationOffload:
 
     def __init__(self) -> None:
         self._copies: CopyStream | None = None
-        self._free: list[HostBuffer] = []
+        self._free: list[Tensor] = []
+        """Flat bytes in host memory."""
         self._newest: tuple[_Kept, Tensor] | None = None
         self.num_buffers = 0
         """Host buffers that exist, in use or free."""
@@ -161,8 +151,10 @@ class ActivationOffload:
         if self._copies is None:
             self._copies = CopyStream(value.device)
         below = self._release_newest()
-        kept = _Kept(value, self._take(value.nbytes, value.device), below)
-        weakref.finalize(kept, self._free.append, kept.buffer)
+        buffer = self._take(value.nbytes, value.device)
+        (host,) = _carve(buffer, layout_of([value]))
+        kept = _Kept(host, value.device, below)
+        weakref.finalize(kept, self._free.append, buffer)
         with self._copies.after(mark_of(value.device)):
             kept.host.copy_(value, non_blocking=True)
             kept.is_out = self._copies.mark()
@@ -174,7 +166,9 @@ class ActivationOffload:
             value = self._newest[1]
         else:
             self._start(kept)
-            value, is_in = kept.take()
+            assert kept.incoming is not None
+            value, is_in = kept.incoming
+            kept.incoming = None
             wait_for(is_in)
         self._release_newest()
         below = None if kept.below is None else kept.below()
@@ -202,45 +196,40 @@ class ActivationOffload:
         self._newest = None
         return weakref.ref(kept)
 
-    def _take(self, num_bytes: int, device: torch.device) -> HostBuffer:
+    def _take(self, num_bytes: int, device: torch.device) -> Tensor:
         """The smallest free buffer that is large enough; else a new one in place of a small one.
 
         A buffer is free once nothing will read it. Copies of one stream run in order, so that a new
         one into it starts after the last one out of it.
         """
-        fitting = [b for b in self._free if b.num_bytes >= num_bytes]
-        if fitting:
-            buffer = min(fitting, key=lambda b: b.num_bytes)
-            self._free.remove(buffer)
-            return buffer
+        self._free.sort(key=lambda buffer: buffer.nbytes)
+        for index, buffer in enumerate(self._free):
+            if buffer.nbytes >= num_bytes:
+                return self._free.pop(index)
         if self._free:
-            self._free.remove(min(self._free, key=lambda b: b.num_bytes))
+            del self._free[0]
             self.num_buffers -= 1
         self.num_buffers += 1
-        return HostBuffer(
-            -(-num_bytes // _BUFFER_STEP) * _BUFFER_STEP,
+        size = torch.Size([-(-num_bytes // _BUFFER_STEP) * _BUFFER_STEP])
+        (buffer,) = host_tensors(
+            [(size, torch.uint8)],
             device,
             purpose="trainer.offload_activations keeps the inputs of layers on the host; turn it "
             "off, or lower trainer.max_tokens_per_microbatch",
         )
+        return buffer
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Kept:
     """A saved tensor in host memory."""
 
-    def __init__(self, value: Tensor, buffer: HostBuffer, below: weakref.ref[_Kept] | None) -> None:
-        self.device = value.device
-        self.buffer = buffer
-        (self.host,) = buffer.tensors([(value.shape, value.dtype)])
-        self.below = below
-        """What was saved before, and is asked for next."""
-        self.is_out: torch.Event | None = None
-        self.incoming: tuple[Tensor, torch.Event | None] | None = None
-
-    def take(self) -> tuple[Tensor, torch.Event | None]:
-        assert self.incoming is not None
-        incoming, self.incoming = self.incoming, None
-        return incoming
+    host: Tensor
+    device: torch.device
+    below: weakref.ref[_Kept] | None
+    """What was saved before, and is asked for next."""
+    is_out: torch.Event | None = None
+    incoming: tuple[Tensor, torch.Event | None] | None = None
 
 
 class Bucket(NamedTuple):
@@ -268,13 +257,13 @@ def stream_buckets(
     try:
         for index, bucket in enumerate(buckets):
             slot = index % 2
-            layout = [(tensor.shape, tensor.dtype) for part in bucket for tensor in part]
+            layout = layout_of((*bucket.changed, *bucket.read))
             if slots[slot].nbytes < _num_bytes(layout):
                 wait_for(has_left[slot])  # before its memory is anybody's
                 slots[slot] = torch.empty(_num_bytes(layout), dtype=torch.uint8, device=device)
                 has_left[slot] = mark_of(device)
-            carved = iter(_carve(slots[slot], layout))
-            staged = Bucket(*([next(carved) for _ in part] for part in bucket))
+            carved, num_changed = _carve(slots[slot], layout), len(bucket.changed)
+            staged = Bucket(carved[:num_changed], carved[num_changed:])
             with arriving.after(has_left[slot]):
                 _copy_all((*bucket.changed, *bucket.read), (*staged.changed, *staged.read))
                 has_arrived = arriving.mark()
@@ -291,11 +280,11 @@ def stream_buckets(
 class StateOffload:
     """Moves device tensors to host memory and back, in place: references to them stay valid.
 
-    The host buffer is made in the first round and used again in every other.
+    Their host copies are made in the first round and used again in every other of like tensors.
     """
 
     def __init__(self) -> None:
-        self._buffer: HostBuffer | None = None
+        self._hosts: list[Tensor] = []
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     @property
@@ -315,14 +304,14 @@ class StateOffload:
             return
         device = next(iter(storages.values())).device
         layout = [(torch.Size([s.nbytes()]), torch.uint8) for s in storages.values()]
-        if self._buffer is None or self._buffer.num_bytes < _num_bytes(layout):
-            self._buffer = None  # freed before the larger one is asked for
-            self._buffer = HostBuffer.for_layout(
+        if layout_of(self._hosts) != layout:
+            self._hosts = []  # freed before others are asked for
+            self._hosts = host_tensors(
                 layout, device, purpose="the trainer sleeps with its state on the host"
             )
-        away = list(zip(storages.values(), self._buffer.tensors(layout), strict=True))
+        away = list(zip(storages.values(), self._hosts, strict=True))
         for storage, host in away:
-            host.copy_(whole_storage(storage), non_blocking=True)
+            host.copy_(_whole_storage(storage), non_blocking=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         _free(storages.values())
@@ -338,7 +327,7 @@ class StateOffload:
             _free(storage for storage, _ in self._away)
             raise
         for storage, host in self._away:
-            whole_storage(storage).copy_(host, non_blocking=True)
+            _whole_storage(storage).copy_(host, non_blocking=True)
         self._away = []
 
 
@@ -352,7 +341,7 @@ def _free(storages: Iterable[torch.UntypedStorage]) -> None:
         torch.cuda.empty_cache()
 
 
-def whole_storage(storage: torch.UntypedStorage) -> Tensor:
+def _whole_storage(storage: torch.UntypedStorage) -> Tensor:
     """Its bytes, as a tensor that autograd does not know."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -362,8 +351,7 @@ def _copy_all(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def _num_bytes(layout: Sequence[tuple[torch.Size, torch.dtype]]) -> int:
-    """Bytes of tensors one after the other, each at an aligned place."""
+def _num_bytes(layout: Layout) -> int:
     return sum(_aligned(prod(shape) * dtype.itemsize) for shape, dtype in layout)
 
 
@@ -371,7 +359,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _carve(flat: Tensor, layout: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+def _carve(flat: Tensor, layout: Layout) -> list[Tensor]:
     tensors: list[Tensor] = []
     offset = 0
     for shape, dtype in layout:

@@ -7,17 +7,15 @@ learning rate            `lr_scale`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from hone.checkpoint.sharded import StoredTensor, take
+from hone.checkpoint.sharded import StoredTensor
 from hone.config.trainer import OptimizerConfig
 from hone.observe.metrics import Last, Mean, Metrics
-from hone.trainer.policy import Policy
+from hone.trainer.policy import BasePolicy
 from hone.trainer.schedule import lr_scale
-from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.update_rules import ParameterOptimizer
 
 __all__ = ["Optimizer"]
@@ -28,7 +26,7 @@ class Optimizer:
 
     def __init__(
         self,
-        policy: Policy | ShardedPolicy,
+        policy: BasePolicy,
         cfg: OptimizerConfig,
         *,
         total_steps: int,
@@ -45,9 +43,10 @@ class Optimizer:
             policy.masters,
             cfg,
             policy.embedding_names,
+            device=policy.device,
             offload=offload,
-            host_masters=policy.host_masters,
-            host_gradients=policy.host_gradients,
+            gradients_on_host=policy.gradients_on_host,
+            write_back=policy.write_back if policy.masters_on_host else None,
         )
 
     def step(self, norm: Tensor) -> Metrics:
@@ -55,10 +54,11 @@ class Optimizer:
 
         Raises NonFiniteError where a moved weight is not finite.
         """
-        self._policy.clip_gradient(self._cfg.max_grad_norm, norm)
+        policy, max_norm = self._policy, self._cfg.max_grad_norm
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else None
         scale = lr_scale(self.num_steps, self._cfg, self._total_steps)
-        metrics = self._policy.apply(lambda: self._rule.step(scale))
-        self._policy.drop_gradient()
+        metrics = policy.apply(lambda: self._rule.step(policy.gradients, scale, clip))
+        policy.drop_gradient()
         self.num_steps += 1
         return metrics | {
             "train/grad_norm": Mean(norm, 1),
@@ -75,8 +75,7 @@ class Optimizer:
         reads its own parts, one tensor after the other. Raises ValueError where it belongs to
         another model."""
         self._policy.load_masters(_with_prefix(tensors, "weights/"))
-        moments = _with_prefix(tensors, "optimizer/")
-        self._rule.load_state_dict(_Resharded(moments, self._policy.masters))
+        self._rule.load_state_dict(_with_prefix(tensors, "optimizer/"))
 
     def sleep(self) -> None:
         """Move masters and moments to pinned host memory. Raises as `Policy.sleep`."""
@@ -85,30 +84,6 @@ class Optimizer:
     def wake(self) -> None:
         """Bring back what `sleep` moved away. Raises as `Policy.wake`."""
         self._policy.wake()
-
-
-class _Resharded(Mapping[str, Tensor]):
-    """`<moment>/<parameter>` to a saved tensor, laid out as the parameter is when it is asked for:
-    only one of them fits on the device beside the moments of a model."""
-
-    def __init__(
-        self, saved: Mapping[str, Tensor | StoredTensor], parameters: Mapping[str, Tensor]
-    ) -> None:
-        self._saved, self._parameters = saved, parameters
-
-    def __getitem__(self, key: str) -> Tensor:
-        saved, like = self._saved[key], self._parameters.get(key.partition("/")[2])
-        if isinstance(saved, DTensor):
-            return saved
-        if isinstance(like, DTensor) and like.shape == saved.shape:
-            return take(saved, like=like.detach())
-        return saved.full() if isinstance(saved, StoredTensor) else saved
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._saved)
-
-    def __len__(self) -> int:
-        return len(self._saved)
 
 
 def _with_prefix(

@@ -11,7 +11,6 @@ the tokens (`context.py`), hidden states, log-probabilities by the chunked head,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -28,7 +27,7 @@ from hone.observe.metrics import Mean, Metrics, Sum, merge, on_host
 from hone.trainer.context import gather, split
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.packing import on_device
-from hone.trainer.policy import Policy
+from hone.trainer.policy import BasePolicy, Policy
 from hone.trainer.precision import apply_matmul_precision
 from hone.trainer.recompute import apply_recompute
 from hone.trainer.sharded import ShardedModel, ShardedPolicy
@@ -40,36 +39,52 @@ __all__ = ["ParallelModel"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """How log-probabilities are computed, alike for a policy and its reference."""
-
-    temperature: float
-    exact: bool
-    compile: bool
-    chunk_tokens: int
-
-
 class ParallelModel:
     """A model that passes run through. All ranks of its mesh run equally many, of the same kinds.
 
-    Made by `frozen` or `trained`, which change the modules in place.
+    `temperature` divides the logits, and must be above 0. With `exact`, log-probabilities are the
+    bits of an engine in exact mode. `frozen` and `trained` raise UserError where that, or what the
+    configuration asks for, is not served; they change the modules in place.
     """
 
     def __init__(
         self,
         module: PreTrainedModel,
+        cfg: SFTTrainerConfig,
         mesh: Mesh,
-        settings: _Settings,
         *,
-        backbone: Callable[..., Tensor],
-        sharded: ShardedModel | None,
+        temperature: float = 1.0,
+        exact: bool = False,
     ) -> None:
+        """What policy and reference have in common; then there are all weights yet, nothing is
+        compiled and nothing split."""
+        if temperature <= 0:
+            raise ValueError(
+                f"temperature={temperature}: log-probabilities are trained at the temperature that "
+                "samples, which must be above 0"
+            )
+        if cfg.matmul_precision == "fp8" and (exact or mesh.tensor.size > 1):
+            raise UserError(
+                "trainer.matmul_precision=fp8 is for the whole projections of transformers' "
+                "layers: set it to default, or model.exact to false and "
+                "trainer.parallel.tensor_parallel_size to 1"
+            )
         self.module = module
         self.mesh = mesh
-        self._settings = settings
-        self._backbone = backbone
-        self._sharded = sharded
+        self._score = partial(
+            token_logprobs,
+            temperature=temperature,
+            chunk_tokens=cfg.logits_chunk_tokens,
+            exact=exact,
+        )
+        self._compiles = mesh.device.type == "cuda" if cfg.compile is None else cfg.compile
+        self._sharded: ShardedModel | None = None
+        apply_matmul_precision(module, cfg.matmul_precision, mesh.device)
+        self._backbone: Callable[..., Tensor] = partial(hidden_states, module)
+        if exact:
+            require_exact(module)
+            self._backbone = PackedDecoder(module, recompute=cfg.recompute == "full")
+            self._compiles = False  # there is nothing to compile
 
     @classmethod
     def frozen(
@@ -81,22 +96,19 @@ class ParallelModel:
         temperature: float = 1.0,
         exact: bool = False,
     ) -> ParallelModel:
-        """A model that is only scored. Arguments as of `trained`; several processes hold shards of
-        it over their own mesh, `mesh.for_reference`. Raises as `trained`."""
-        settings = _settings(cfg, mesh, temperature, exact=exact)
+        """A model that is only scored; several processes hold shards of it over their own mesh,
+        `mesh.for_reference`. It computes as the policy does, which would have a divergence from
+        itself otherwise."""
         module.requires_grad_(False)
-        # As the policy, which would have a divergence from itself otherwise.
-        backbone = _prepare(module, cfg, mesh, exact=exact)
-        sharded = None
+        model = cls(module, cfg, mesh, temperature=temperature, exact=exact)
         if mesh.world.size > 1:
-            mesh = mesh.for_reference(cfg.parallel)
-            parallelize(module, mesh)
-        if settings.compile and not exact:
-            _compile_forward(module)
+            model.mesh = mesh.for_reference(cfg.parallel)
+            parallelize(module, model.mesh)
+        model._compile_forward()
         if mesh.world.size > 1:
             prefetch = cfg.parallel.forward_prefetch
-            sharded = ShardedModel(module, mesh, stage=3, forward_prefetch=prefetch)
-        return cls(module, mesh, settings, backbone=backbone, sharded=sharded)
+            model._sharded = ShardedModel(module, model.mesh, stage=3, forward_prefetch=prefetch)
+        return model
 
     @classmethod
     def trained(
@@ -107,36 +119,38 @@ class ParallelModel:
         *,
         temperature: float = 1.0,
         exact: bool = False,
-    ) -> tuple[ParallelModel, Policy | ShardedPolicy]:
-        """The model in training, and its weights: masters and gradients.
-
-        `temperature` divides the logits. With `exact`, log-probabilities are the bits of an engine
-        in exact mode. Raises UserError where that, or what `cfg` asks for, is not served, and
-        ValueError for a temperature that is not above 0.
-        """
-        settings = _settings(cfg, mesh, temperature, exact=exact)
-        backbone = _prepare(module, cfg, mesh, exact=exact)
-        if mesh.world.size == 1:
-            # The decoder of exact mode recomputes by itself, and there is nothing to compile.
+    ) -> tuple[ParallelModel, BasePolicy]:
+        """The model in training, and its weights: masters and gradients."""
+        is_alone = mesh.world.size == 1
+        if cfg.offload_parameters and is_alone:
+            raise UserError(
+                "trainer.offload_parameters shards weights over several processes, and one was "
+                "started: turn it off, or start more (--nproc N)"
+            )
+        if exact and not is_alone:
+            raise UserError(
+                f"model.exact is served by one process, and {mesh.world.size} were started; set "
+                "model.exact to false, or start one"
+            )
+        model = cls(module, cfg, mesh, temperature=temperature, exact=exact)
+        parallelize(module, mesh)
+        if not exact:  # whose decoder recomputes by itself
+            apply_recompute(
+                decoder_layers(module),
+                mode=cfg.recompute,
+                every=cfg.recompute_every_n_layers,
+                offload=cfg.offload_activations,
+            )
+        if is_alone:
             policy = Policy(
                 module,
-                recompute="off" if exact else cfg.recompute,
-                recompute_every_n_layers=cfg.recompute_every_n_layers,
-                offload_activations=cfg.offload_activations and not exact,
                 offload_optimizer=cfg.offload_optimizer,
                 offload_gradients=cfg.offload_gradients,
-                compile=settings.compile and not exact,
             )
-            return cls(module, mesh, settings, backbone=backbone, sharded=None), policy
-        parallelize(module, mesh)
-        apply_recompute(
-            decoder_layers(module),
-            mode=cfg.recompute,
-            every=cfg.recompute_every_n_layers,
-            offload=cfg.offload_activations,
-        )
-        if settings.compile:
-            _compile_forward(module)
+            for layer in decoder_layers(module) if model._compiles else ():
+                layer.compile(dynamic=True)  # no two micro-batches have the same shape
+            return model, policy
+        model._compile_forward()
         policy = ShardedPolicy(
             module,
             mesh,
@@ -145,7 +159,8 @@ class ParallelModel:
             offload_gradients=cfg.offload_gradients,
             offload_parameters=cfg.offload_parameters,
         )
-        return cls(module, mesh, settings, backbone=backbone, sharded=policy.sharded), policy
+        model._sharded = policy.sharded
+        return model, policy
 
     def forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> TokenOutputs:
         """Of the trained tokens of `batch`, which lies in host memory where the context axis has
@@ -193,26 +208,26 @@ class ParallelModel:
 
     def _forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> TokenOutputs:
         """`forward` where the weights that it needs are whole."""
-        settings = self._settings
         share = split(batch, self.mesh)
         hidden_TD = self._backbone(share.input_ids, share.position_ids, share.context)
         # Not index_select: gradients of a state that predicts several tokens add up in any order.
         hidden_ND = hidden_TD[share.predict_index]
-        logprobs, entropy = token_logprobs(
+        logprobs, entropy = self._score(
             self.module,
             hidden_ND,
             share.labels,
-            temperature=settings.temperature,
-            chunk_tokens=settings.chunk_tokens,
             with_entropy="entropy" in outputs,
-            compile=settings.compile,
-            exact=settings.exact,
             tensor=self.mesh.tensor,
         )
         return TokenOutputs(
             logprobs=gather(logprobs, share),
             entropy=None if entropy is None else gather(entropy, share),
         )
+
+    def _compile_forward(self) -> None:
+        """Compile what decoder layers compute, but not the hooks that gather their weights."""
+        for layer in decoder_layers(self.module) if self._compiles else ():
+            layer.forward = torch.compile(layer.forward, dynamic=True)
 
     def _merge_ranks(self, loss: Tensor, metrics: Metrics) -> tuple[Tensor, Metrics]:
         """Sum of the loss over the data axis, and metrics of all rows, equal on every rank."""
@@ -225,38 +240,6 @@ class ParallelModel:
         everyones = mesh.gather(own if reports else None)
         losses, shards = zip(*(found for found in everyones if found is not None), strict=True)
         return loss.new_tensor(sum(losses)), merge(*shards)
-
-
-def _settings(cfg: SFTTrainerConfig, mesh: Mesh, temperature: float, *, exact: bool) -> _Settings:
-    if temperature <= 0:
-        raise ValueError(
-            f"temperature={temperature}: log-probabilities are trained at the temperature that "
-            "samples, which must be above 0"
-        )
-    on_gpu = mesh.device.type == "cuda"
-    return _Settings(
-        temperature=temperature,
-        exact=exact,
-        compile=on_gpu if cfg.compile is None else cfg.compile,
-        chunk_tokens=cfg.logits_chunk_tokens,
-    )
-
-
-def _prepare(
-    module: PreTrainedModel, cfg: SFTTrainerConfig, mesh: Mesh, *, exact: bool
-) -> Callable[..., Tensor]:
-    """Set the format of products; what computes hidden states."""
-    apply_matmul_precision(module, cfg.matmul_precision, mesh.device)
-    if not exact:
-        return partial(hidden_states, module)
-    require_exact(module)
-    return PackedDecoder(module, recompute=cfg.recompute == "full")
-
-
-def _compile_forward(model: PreTrainedModel) -> None:
-    """Compile what decoder layers compute, but not the hooks that gather their weights."""
-    for layer in decoder_layers(model):
-        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _marking_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -6,45 +6,36 @@ moves the master, and the rounded master is written back in place. A bfloat16 we
 swallow updates below 1/256 of itself. Where the module computes in float32, its parameters are the
 masters. A tensor shared by two layers has one master.
 
-Masters may lie in pinned host memory for good (`offload_optimizer`); then gradients lie beside them
-in `host_masters` and the optimizer's step writes the module. Gradients may follow them there
-(`offload_gradients`, `host_gradients`). And all but the module may go there while an engine
-generates (`sleep`).
+Masters may lie in pinned host memory for good (`offload_optimizer`); then the optimizer's step, by
+which they pass through the device, writes the module. Gradients may follow them there
+(`offload_gradients`). And all but the module may go there while an engine generates (`sleep`).
+
+`Policy` is that of one process; `hone.trainer.sharded` has that of several.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import ceil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import ceil, prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hone.checkpoint.sharded import StoredTensor, local_part
+from hone.checkpoint.sharded import StoredTensor, laid_out, local_part, own_part
 from hone.config.errors import UserError
+from hone.distributed.mesh import Mesh
 from hone.models.decoder import decoder_layers, head_weight
 from hone.models.manifest import RoundedChecksums, build_manifest, export_weights
 from hone.observe.metrics import Mean, Metrics
-from hone.trainer.host_state import (
-    HostGradients,
-    HostMasters,
-    StreamedGradients,
-    norm_of_pieces,
-)
-from hone.trainer.offload import StateOffload
-from hone.trainer.recompute import RecomputeMode, apply_recompute
+from hone.trainer.host_gradients import HostGradients, Piece, norm_of_pieces, pieces_of, wide
+from hone.trainer.offload import StateOffload, host_tensors
 
-__all__ = [
-    "BasePolicy",
-    "NonFiniteError",
-    "Policy",
-    "StaleWeightsError",
-    "layer_gradient_bytes",
-    "require_finite",
-    "require_layout",
-]
+__all__ = ["BasePolicy", "NonFiniteError", "Policy", "StaleWeightsError", "require_layout"]
 
 _MAX_SAMPLED_ELEMENTS = 1 << 22
 _MAX_SAMPLED_ON_HOST = 1 << 18
@@ -60,131 +51,32 @@ class StaleWeightsError(RuntimeError):
 
 
 class BasePolicy(ABC):
-    """What a policy of one process and one of several have in common."""
+    """A causal language model with masters and gradients, of which this process holds all or parts.
 
-    model: PreTrainedModel
-    device: torch.device
-    """Where it computes."""
-    dtype: torch.dtype
-    """In which format."""
-    parameters: dict[str, nn.Parameter]
-    """Of the module, a shared tensor once."""
-    host_masters: HostMasters | None = None
-    """For `ParameterOptimizer`, where the masters lie on the host."""
-    host_gradients: HostGradients | None = None
-    """The same for gradients."""
+    Everything that reads more than this process holds is collective over all processes of the
+    mesh, and gives the same result on each.
+    """
 
-    @property
-    @abstractmethod
-    def gradients(self) -> dict[str, Tensor]:
-        """The masters' gradients, float32, in the order of the masters. Those that lie on the host
-        are without the factor of `clip_gradient`."""
+    masters_on_host = False
+    """Then steps are told to call `write_back`."""
+    gradients_on_host = False
+    _host_gradients: HostGradients | None = None
+    _sums: dict[str, Tensor] | None = None
+    """Gradients on the device, where they cannot be those of parameters."""
+    _masters: dict[str, nn.Parameter]
 
-    @property
-    def embedding_names(self) -> set[str]:
-        """Names of the input embedding and the output head."""
-        ends = (self.model.get_input_embeddings().weight, head_weight(self.model))
-        return {name for name, p in self.parameters.items() if any(p is end for end in ends)}
-
-    @property
-    def host_bytes(self) -> int:
-        """Of gradients and weights in host memory, besides masters."""
-        return 0 if self.host_gradients is None else self.host_gradients.num_bytes
-
-    def clip_gradient(self, max_norm: float, norm: Tensor) -> None:
-        """Scale gradients whose global norm is `norm` down to `max_norm`; 0 leaves them. Those on
-        the host are scaled when the optimizer's step fetches them."""
-        if max_norm > 0:
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            if self.host_gradients is not None:
-                self.host_gradients.scale = factor
-                return
-            for gradient in self.gradients.values():
-                local_part(gradient).mul_(factor)
-
-    def _sampled(self, masters: Mapping[str, Tensor]) -> Tensor:
-        """Every so many elements of the local parts of `masters`, [K] on the device."""
-        stride = self._stride(masters)
-        shards = (local_part(p.detach()).flatten()[::stride] for p in masters.values())
-        return torch.cat([*shards]).to(self.device)
-
-    def _stride(self, masters: Mapping[str, Tensor]) -> int:
-        limit = _MAX_SAMPLED_ELEMENTS if self.host_masters is None else _MAX_SAMPLED_ON_HOST
-        return ceil(sum(p.numel() for p in masters.values()) / limit)
-
-
-def layer_gradient_bytes(layers: Iterable[nn.Module]) -> int:
-    """Float32 bytes of the gradients that the largest of `layers` brings at once, of what this
-    process holds."""
-    return max(
-        sum(4 * local_part(p.detach()).numel() for p in layer.parameters() if p.requires_grad)
-        for layer in layers
-    )
-
-
-def require_finite(ratio: Tensor) -> None:
-    """Raise NonFiniteError unless the change of weights, relative to them, is a number."""
-    if not bool(ratio.isfinite()):
-        raise NonFiniteError(
-            "the optimizer produced weights that are not finite: lower trainer.optimizer.lr "
-            "and go on from the last checkpoint"
-        )
-
-
-class Policy(BasePolicy):
-    """A causal language model with masters, gradient norm and update statistics."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        recompute: RecomputeMode = "off",
-        recompute_every_n_layers: int = 1,
-        offload_activations: bool = False,
-        offload_optimizer: bool = False,
-        offload_gradients: bool = False,
-        compile: bool = False,
-    ) -> None:
-        """The first three as in `apply_recompute`. `offload_optimizer` keeps the masters of a
-        module that is narrower than float32 in pinned host memory, `offload_gradients`, which needs
-        it, the gradients. Raises UserError where there is too little memory. `compile` compiles
-        each layer."""
+    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
         self.model = model
-        self.device = model.device
+        self.mesh = mesh
+        self.device = mesh.device
+        """Where it computes."""
         self.dtype = model.dtype
-        layers = decoder_layers(model)
-        apply_recompute(
-            layers, mode=recompute, every=recompute_every_n_layers, offload=offload_activations
-        )
-        # A shared tensor once; those that are frozen have no masters.
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        if offload_optimizer and not self._computes_in_masters:
-            self.host_masters = HostMasters.copied(self.parameters, self.device)
-            self._masters = self.host_masters.masters
-        elif self._computes_in_masters:
-            self._masters = self.parameters
-        else:
-            self._masters = {
-                name: nn.Parameter(parameter.detach().float())
-                for name, parameter in self.parameters.items()
-            }
-        if offload_gradients:
-            self.host_gradients = StreamedGradients(
-                self.parameters, self.device, window_bytes=layer_gradient_bytes(layers)
-            )
-        if self._masters is not self.parameters or offload_gradients:
-            for name, parameter in self.parameters.items():
-                parameter.register_post_accumulate_grad_hook(self._gradient_mover(name))
-        if compile:
-            for layer in layers:
-                layer.compile(dynamic=True)  # no two micro-batches have the same shape
+        """In which format."""
+        self.is_narrow = self.dtype not in (torch.float32, torch.float64)
+        """Whether masters are wider than that."""
+        self.parameters: dict[str, nn.Parameter] = {}
+        """Of the module, a shared tensor once."""
         self._state_offload = StateOffload()
-        self._asleep_checksums: Mapping[str, int] = {}
-        """Of what the masters rounded to when they left the device."""
-
-    @property
-    def _computes_in_masters(self) -> bool:
-        return self.dtype in (torch.float32, torch.float64)
 
     @property
     def masters(self) -> dict[str, nn.Parameter]:
@@ -194,34 +86,57 @@ class Policy(BasePolicy):
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        if self.host_gradients is not None:
-            return self.host_gradients.tensors
-        if self.host_masters is not None:
-            held = self.host_masters.gradients
-            return {name: held[name] for name in self._masters if name in held}
+        """The masters' gradients, float32, in the order of the masters and laid out as they are."""
+        if self._host_gradients is not None:
+            found = self._host_gradients.tensors
+            return {name: laid_out(g, like=self._masters[name]) for name, g in found.items()}
+        if self._sums is not None:
+            return {name: self._sums[name] for name in self._masters if name in self._sums}
         return {name: p.grad for name, p in self.masters.items() if p.grad is not None}
+
+    @property
+    def embedding_names(self) -> set[str]:
+        """Names of the input embedding and the output head."""
+        ends = (self.model.get_input_embeddings().weight, head_weight(self.model))
+        return {name for name, p in self.parameters.items() if any(p is end for end in ends)}
+
+    @property
+    def host_bytes(self) -> int:
+        """Of gradients in host memory."""
+        if self._host_gradients is not None:
+            return self._host_gradients.num_bytes
+        if not self.gradients_on_host:
+            return 0
+        return sum(local_part(master.detach()).nbytes for master in self._masters.values())
 
     def gradient_norm(self) -> Tensor:
         """Global 2-norm of the masters' gradients; inf or nan where one is not finite."""
-        if self.host_gradients is not None:
-            return torch.linalg.vector_norm(torch.cat([*self.host_gradients.norms.values()]))
-        return norm_of_pieces(self.gradients.values())
+        found: defaultdict[int, list[Tensor]] = defaultdict(list)  # by number of copies
+        if self._host_gradients is not None:
+            for name, norm_K in self._host_gradients.norms.items():
+                found[self._num_copies(self._masters[name])].append(norm_K)
+            norms = {n: torch.linalg.vector_norm(torch.cat(own)) for n, own in found.items()}
+        else:
+            for gradient in self.gradients.values():
+                found[self._num_copies(gradient)].append(local_part(gradient))
+            norms = {n: norm_of_pieces(own).to(self.device) for n, own in found.items()}
+        total = torch.stack([norm.double() ** 2 / n for n, norm in norms.items()]).sum()
+        self._add_up(total)
+        return total.sqrt().float()
 
     def drop_gradient(self) -> None:
         """Forget all gradients."""
         for parameter in (*self.masters.values(), *self.parameters.values()):
             parameter.grad = None
-        if self.host_masters is not None:
-            self.host_masters.gradients.clear()
-        if self.host_gradients is not None:
-            self.host_gradients.clear()
+        for gradients in (self._sums, self._host_gradients):
+            if gradients is not None:
+                gradients.clear()
 
     def non_finite_gradient(self) -> str | None:
-        """Name of the first parameter whose gradient is not finite."""
-        for name, gradient in self.gradients.items():
-            if not bool(gradient.isfinite().all()):
-                return name
-        return None
+        """Name of the first parameter whose gradient is not finite on some rank."""
+        own = [n for n, g in self.gradients.items() if not bool(local_part(g).isfinite().all())]
+        everywhere = {name for names in self.mesh.gather(own) for name in names}
+        return next((name for name in self._masters if name in everywhere), None)
 
     @torch.no_grad()
     def apply(self, update: Callable[[], None]) -> Metrics:
@@ -231,71 +146,210 @@ class Policy(BasePolicy):
         `train/update_to_weight_ratio` is |change| / |weights| of the masters and
         `train/share_unchanged` the share of the module's elements that kept their value. Both are
         exact up to 4 million parameters, 262,144 on the host, and beyond that taken from every k-th
-        element.
-        Raises NonFiniteError where a moved weight is not finite.
+        element. Raises NonFiniteError, on every rank, where a moved weight is not finite.
         """
-        before = self._sampled(self.masters)
+        before = self._sampled()
         update()
-        after = self._sampled(self.masters)
-        if self.masters is not self.parameters and self.host_masters is None:
-            for name, parameter in self.parameters.items():
-                parameter.copy_(self.masters[name])
-        ratio = (after - before).norm() / before.norm().clamp(min=1e-30)
-        require_finite(ratio)
+        after = self._sampled()
+        if not self.masters_on_host:
+            self._write_module()
         unchanged = before.to(self.dtype) == after.to(self.dtype)
+        before, after = before.double(), after.double()
+        values = ((after - before).square(), before.square(), unchanged, torch.ones_like(before))
+        weights = self._sampled_weights()
+        sums = torch.stack([(value * weights).sum() for value in values])
+        self._add_up(sums)
+        moved, weight, num_unchanged, num_sampled = sums
+        ratio = (moved / weight.clamp(min=1e-60)).sqrt()
+        if not bool(ratio.isfinite()):
+            raise NonFiniteError(
+                "the optimizer produced weights that are not finite: lower trainer.optimizer.lr "
+                "and go on from the last checkpoint"
+            )
         return {
             "train/update_to_weight_ratio": Mean.of(ratio[None]),
-            "train/share_unchanged": Mean.of(unchanged),
+            "train/share_unchanged": Mean(num_unchanged, num_sampled),
         }
 
+    @torch.no_grad()
     def load_masters(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
-        """Take over saved masters. Raises as `require_layout`, with nothing changed."""
+        """Take over saved masters, whole tensors or shards, or this process's part of what a
+        checkpoint holds, one after the other. Raises as `require_layout`, with nothing changed."""
         require_layout(self.masters, tensors)
-        with torch.no_grad():
-            for name, master in self.masters.items():
-                saved = tensors[name]
-                values = saved.full() if isinstance(saved, StoredTensor) else saved
-                if self.host_masters is not None:
-                    self.host_masters.take(name, values)
-                else:
-                    master.copy_(values)
-                    self.parameters[name].copy_(master)
+        for name, master in self.masters.items():
+            local_part(master).copy_(own_part(tensors[name], like=master))
+        self._write_module()
 
+    @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The module's own tensors under Hugging Face names, a tied one under each of its names.
+        """The weights an engine must sample with, under Hugging Face names, in the format that
+        computes; a tied one under each of its names. Collective."""
 
-        Raises StaleWeightsError, before the first one, unless those that are trained are what their
-        masters round to.
-        """
-        self._require_rounded_masters()
-        yield from export_weights(self.model)
+    @abstractmethod
+    def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:
+        """Give the module what pieces of masters on the host round to, from their values on the
+        device, each parameter's in order."""
 
     def sleep(self, moments: Iterable[Tensor] = ()) -> None:
         """Move masters, gradients and an optimizer's `moments` from the device to pinned host
         memory, and their device memory to the driver.
 
-        The module stays, since an engine computes with its weights. Pass
-        `ParameterOptimizer.device_tensors()`. Raises RuntimeError while asleep, and UserError, with
+        Until `wake` no pass and no step. Raises RuntimeError while asleep, and UserError, with
         nothing moved, where the host has too little memory.
         """
         self._require_awake()
-        checksums = self._rounded_checksums()
-        tensors = [*moments]
-        if self.host_gradients is None:
-            tensors += self.gradients.values()
-        if self._masters is not self.parameters and self.host_masters is None:
-            tensors += [master.detach() for master in self._masters.values()]
-        self._state_offload.offload(tensors)
-        self._asleep_checksums = checksums
+        held = [*self._device_masters()]
+        if not self.gradients_on_host:
+            held += self.gradients.values()
+        self._state_offload.offload([*(local_part(t.detach()) for t in held), *moments])
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away. Raises torch.OutOfMemoryError, still asleep, where
         the device has too little memory free."""
         self._state_offload.restore()
 
+    def _device_masters(self) -> Iterable[Tensor]:
+        """What sleeps, beside gradients and moments."""
+        return () if self.masters_on_host else self._masters.values()
+
+    @abstractmethod
+    def _write_module(self) -> None:
+        """Give the module what its masters round to, where they are not the same."""
+
     def _require_awake(self) -> None:
         if self._state_offload.is_away:
             raise RuntimeError("the policy sleeps: its masters are away until wake()")
+
+    def _keep_gradients_on_host(self) -> HostGradients:
+        window = max(
+            sum(4 * local_part(p.detach()).numel() for p in layer.parameters() if p.requires_grad)
+            for layer in decoder_layers(self.model)
+        )
+        self.gradients_on_host = True
+        self._host_gradients = HostGradients(self._masters, self.device, window_bytes=window)
+        return self._host_gradients
+
+    def _num_copies(self, tensor: Tensor) -> int:
+        """Processes that hold the same elements as this one."""
+        if not isinstance(tensor, DTensor):
+            return self.mesh.world.size
+        grid, placements = tensor.device_mesh, tensor.placements
+        return prod(grid.size(dim) for dim, p in enumerate(placements) if p.is_replicate())
+
+    def _add_up(self, values: Tensor) -> None:
+        """Over all processes, in place."""
+        if self.mesh.world.size > 1:
+            dist.all_reduce(values, group=self.mesh.world.group)
+
+    def _sampled(self) -> Tensor:
+        """Every so many elements of what this process holds of the masters, [K] on the device."""
+        stride = self._stride
+        parts = [local_part(p.detach()).flatten()[::stride] for p in self.masters.values()]
+        return torch.cat(parts).to(self.device)
+
+    def _sampled_weights(self) -> Tensor:
+        """For each sampled element one over the number of processes that hold it, [K] float64."""
+        masters, stride = self._masters.values(), self._stride
+        numbers = [ceil(local_part(p.detach()).numel() / stride) for p in masters]
+        shares = [1 / self._num_copies(p) for p in masters]
+        weights = torch.tensor(shares, dtype=torch.float64, device=self.device)
+        repeats = torch.tensor(numbers, device=self.device)
+        return weights.repeat_interleave(repeats, output_size=sum(numbers))
+
+    @property
+    def _stride(self) -> int:
+        limit = _MAX_SAMPLED_ON_HOST if self.masters_on_host else _MAX_SAMPLED_ELEMENTS
+        return ceil(sum(p.numel() for p in self._masters.values()) / limit)
+
+
+class Policy(BasePolicy):
+    """That of one process. An engine may compute with the module's own weights."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        offload_optimizer: bool = False,
+        offload_gradients: bool = False,
+    ) -> None:
+        """`offload_optimizer` keeps the masters of a module that is narrower than float32 in pinned
+        host memory, `offload_gradients`, which needs it, the gradients. Raises UserError where
+        there is too little memory."""
+        super().__init__(model, Mesh.alone(model.device))
+        # A shared tensor once; those that are frozen have no masters.
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._masters = self.parameters
+        self._host_checksums = RoundedChecksums()
+        """Of what masters on the host round to: to compare weights with them, nothing crosses the
+        bus."""
+        if self.is_narrow:
+            self.masters_on_host = offload_optimizer
+            self._masters = self._copied()
+            if self.masters_on_host:
+                weights = [(n, 0, p.detach().reshape(-1)) for n, p in self.parameters.items()]
+                self._add_checksums(self._host_checksums, weights)
+        if offload_gradients:
+            self._keep_gradients_on_host()
+        elif self.is_narrow:
+            self._sums = {}
+        if self._host_gradients is not None or self._sums is not None:
+            for name, parameter in self.parameters.items():
+                parameter.register_post_accumulate_grad_hook(self._gradient_mover(name))
+        self._asleep_checksums: Mapping[str, int] = {}
+        """Of what the masters rounded to when they left the device."""
+
+    @torch.no_grad()
+    def _copied(self) -> dict[str, nn.Parameter]:
+        """Masters for all parameters."""
+        if self.masters_on_host:
+            masters = host_tensors(
+                [(p.shape, wide(p.dtype)) for p in self.parameters.values()],
+                self.device,
+                purpose="trainer.offload_optimizer keeps master weights on the host",
+            )
+            for master, parameter in zip(masters, self.parameters.values(), strict=True):
+                master.copy_(parameter)
+        else:
+            masters = [p.detach().to(wide(p.dtype), copy=True) for p in self.parameters.values()]
+        return {n: nn.Parameter(m) for n, m in zip(self.parameters, masters, strict=True)}
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The module's own tensors. Raises StaleWeightsError, before the first one, unless those
+        that are trained are what their masters round to."""
+        self._require_rounded_masters()
+        yield from export_weights(self.model)
+
+    @torch.no_grad()
+    def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:
+        # Noted apart from where they are written: what is written is compared with what is noted.
+        self._add_checksums(self._host_checksums, [(p.name, p.start, v) for p, v in moved])
+        for piece, values in moved:
+            # The parameter itself: an engine that shares it may have given it other memory
+            # (`hone.models.layer_ops.merge_rows`).
+            weight = self.parameters[piece.name].detach()
+            weight.view(-1)[piece.start : piece.stop].copy_(values)
+
+    def sleep(self, moments: Iterable[Tensor] = ()) -> None:
+        self._require_awake()
+        checksums = self._rounded_checksums()
+        super().sleep(moments)
+        self._asleep_checksums = checksums
+
+    def _device_masters(self) -> Iterable[Tensor]:
+        # An engine computes with the module's weights.
+        return super()._device_masters() if self.is_narrow else ()
+
+    def _write_module(self) -> None:
+        if self.masters_on_host:
+            for name, master in self._masters.items():
+                start = 0
+                for values in pieces_of(master.detach()):
+                    piece = Piece(name, start, start + values.numel())
+                    self.write_back([(piece, values.to(self.device))])
+                    start = piece.stop
+        elif self.is_narrow:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self._masters[name])
 
     @torch.no_grad()
     def _require_rounded_masters(self) -> None:
@@ -322,7 +376,7 @@ class Policy(BasePolicy):
         ]
         if stale:
             options = {
-                "trainer.offload_optimizer": self.host_masters is not None,
+                "trainer.offload_optimizer": self.masters_on_host,
                 "trainer.enable_sleep": bool(self._asleep_checksums),  # it has slept
             }
             used = " and ".join(key for key, is_used in options.items() if is_used)
@@ -337,35 +391,37 @@ class Policy(BasePolicy):
 
     def _rounded_checksums(self) -> Mapping[str, int]:
         """Of what the masters round to, by the weights' names; none where they are the weights."""
-        if self.host_masters is not None:
-            return self.host_masters.checksums.values()
-        if self._masters is self.parameters:
-            return {}
+        if self.masters_on_host:
+            return self._host_checksums.values()
         checksums = RoundedChecksums()
-        by_dtype: dict[torch.dtype, list[tuple[str, int, Tensor]]] = {}
-        for name, parameter in self.parameters.items():
-            master = self._masters[name].detach().reshape(-1)
-            by_dtype.setdefault(parameter.dtype, []).append((name, 0, master))
-        for dtype, masters in by_dtype.items():
-            checksums.add(masters, dtype)
+        if self.is_narrow:
+            masters = [(n, 0, m.detach().reshape(-1)) for n, m in self._masters.items()]
+            self._add_checksums(checksums, masters)
         return checksums.values()
 
+    def _add_checksums(
+        self, checksums: RoundedChecksums, pieces: Iterable[tuple[str, int, Tensor]]
+    ) -> None:
+        """`RoundedChecksums.add` of pieces of masters, in the formats of their weights."""
+        by_dtype: defaultdict[torch.dtype, list[tuple[str, int, Tensor]]] = defaultdict(list)
+        for name, start, values in pieces:
+            by_dtype[self.parameters[name].dtype].append((name, start, values))
+        for dtype, own in by_dtype.items():
+            checksums.add(own, dtype)
+
     def _gradient_mover(self, name: str) -> Callable[[Tensor], None]:
-        """Hook that adds a parameter's fresh gradient to its master's and frees it."""
-        host, master, streamed = self.host_masters, self._masters[name], self.host_gradients
-        assert streamed is None or isinstance(streamed, StreamedGradients)
+        """Hook that adds a parameter's fresh gradient to what its master has, and frees it."""
+        host, sums = self._host_gradients, self._sums
 
         def move(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None, f"{name} has no gradient to move"
-            if streamed is not None:
-                streamed.add(name, gradient)
-            elif host is not None:
-                host.add_gradient(name, gradient)
-            elif master.grad is None:
-                master.grad = gradient.float()
-            else:
-                master.grad.add_(gradient)
+            if host is not None:
+                host.add(name, gradient)
+            elif sums is not None and name in sums:
+                sums[name].add_(gradient)
+            elif sums is not None:
+                sums[name] = gradient.to(wide(gradient.dtype), copy=True)
             parameter.grad = None
 
         return move

@@ -21,12 +21,10 @@ normalisation over all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import ceil, prod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -38,25 +36,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hone.checkpoint.sharded import StoredTensor, laid_out, local_part, region_of, take
+from hone.checkpoint.sharded import local_part, region_of
 from hone.distributed.mesh import Mesh
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, take_source
-from hone.observe.metrics import Mean, Metrics
 from hone.trainer.gathering import wholes
-from hone.trainer.host_state import (
-    HostGradients,
-    HostMasters,
-    StreamedGradients,
-    norm_of_pieces,
-)
-from hone.trainer.offload import StateOffload
-from hone.trainer.policy import (
-    BasePolicy,
-    layer_gradient_bytes,
-    require_finite,
-    require_layout,
-)
+from hone.trainer.host_gradients import HostGradients, Piece
+from hone.trainer.policy import BasePolicy
 
 __all__ = ["ShardedModel", "ShardedPolicy"]
 
@@ -161,11 +147,7 @@ class ShardedModel:
 
 
 class ShardedPolicy(BasePolicy):
-    """A causal language model whose masters are shards; the interface of `Policy`.
-
-    Everything that reads more than this process holds is collective over all processes of the
-    mesh, and gives the same result on each.
-    """
+    """That of several processes: masters are shards."""
 
     def __init__(
         self,
@@ -182,109 +164,29 @@ class ShardedPolicy(BasePolicy):
 
         `offload_gradients` keeps gradients in pinned host memory, `offload_parameters` shards and
         gradients; that needs stage 3. Raises UserError where the host has too little."""
-        self.model = model
-        self.mesh = mesh
-        self.device = mesh.device
-        self.dtype = model.dtype
-        is_wide = self.dtype in (torch.float32, torch.float64)
+        super().__init__(model, mesh)
         self.sharded = ShardedModel(
             model,
             mesh,
             stage=stage,
             forward_prefetch=forward_prefetch,
-            master_dtype=None if is_wide else torch.float32,
+            master_dtype=torch.float32 if self.is_narrow else None,
             offload_gradients=offload_gradients,
             offload_parameters=offload_parameters,
         )
-        self._state_offload = StateOffload()
         self.parameters = dict(model.named_parameters())  # a shared tensor once
-        self.masters = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        if offload_parameters:
-            # FSDP takes gradients to where shards lie.
-            self.host_masters = HostMasters(masters=self.masters, device=self.device)
-            self.host_gradients = _ShardGradients(self.masters, self.device)
-        elif offload_gradients:
-            window = layer_gradient_bytes(decoder_layers(model))
-            streamed = StreamedGradients(self.masters, self.device, window_bytes=window)
-            self.host_gradients = streamed
-            for name, master in self.masters.items():
-                master.register_post_accumulate_grad_hook(_shard_mover(name, streamed))
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """The masters' gradients, float32 shards, as `BasePolicy.gradients`."""
-        if self.host_gradients is not None:
-            shards = self.host_gradients.tensors
-            return {n: laid_out(shard, like=self.masters[n]) for n, shard in shards.items()}
-        return _held_gradients(self.masters)
-
-    def gradient_norm(self) -> Tensor:
-        """Global 2-norm of the masters' gradients; inf or nan where one is not finite."""
-        by_copies: dict[int, list[Tensor]] = {}
-        if self.host_gradients is None:
-            for gradient in self.gradients.values():
-                by_copies.setdefault(_num_copies(gradient), []).append(local_part(gradient))
-            norms = {n: norm_of_pieces(shards) for n, shards in by_copies.items()}
-        else:
-            for name, norm_K in self.host_gradients.norms.items():
-                by_copies.setdefault(_num_copies(self.masters[name]), []).append(norm_K)
-            norms = {n: torch.linalg.vector_norm(torch.cat(own)) for n, own in by_copies.items()}
-        total = torch.stack([norm.double() ** 2 / n for n, norm in norms.items()]).sum()
-        dist.all_reduce(total, group=self.mesh.world.group)
-        return total.sqrt().float()
-
-    def drop_gradient(self) -> None:
-        """Forget all gradients."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        if self.host_gradients is not None:
-            self.host_gradients.clear()
-
-    def non_finite_gradient(self) -> str | None:
-        """Name of the first parameter whose gradient is not finite on some rank."""
-        own = [n for n, g in self.gradients.items() if not bool(local_part(g).isfinite().all())]
-        everywhere = {name for names in self.mesh.gather(own) for name in names}
-        return next((name for name in self.masters if name in everywhere), None)
-
-    @torch.no_grad()
-    def apply(self, update: Callable[[], None]) -> Metrics:
-        """Let `update` move the masters, and measure the move, over all ranks; as `Policy.apply`.
-
-        Raises NonFiniteError, on every rank, where a moved weight is not finite.
-        """
-        before = self._sampled(self.masters)
-        update()
-        after = self._sampled(self.masters)
-        unchanged = before.to(self.dtype) == after.to(self.dtype)
-        before, after = before.double(), after.double()
-        values = ((after - before).square(), before.square(), unchanged, torch.ones_like(before))
-        weights = self._sampled_weights()
-        sums = torch.stack([(value * weights).sum() for value in values])
-        dist.all_reduce(sums, group=self.mesh.world.group)
-        moved, weight, num_unchanged, num_sampled = sums
-        ratio = (moved / weight.clamp(min=1e-60)).sqrt()
-        require_finite(ratio)
-        return {
-            "train/update_to_weight_ratio": Mean.of(ratio[None]),
-            "train/share_unchanged": Mean(num_unchanged, float(num_sampled)),
-        }
-
-    def load_masters(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
-        """Take over saved masters, whole tensors or shards, or this process's part of what a
-        checkpoint holds, one after the other. Raises ValueError unless names and shapes are the
-        model's."""
-        require_layout(self.masters, tensors)
-        with torch.no_grad():
-            for name, master in self.masters.items():
-                _take_over(master, tensors[name])
+        self._masters = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        # FSDP takes gradients to where shards lie, and adds them up there by itself.
+        self.masters_on_host = self.gradients_on_host = offload_parameters
+        if offload_gradients and not offload_parameters:
+            host = self._keep_gradients_on_host()
+            for name, master in self._masters.items():
+                master.register_post_accumulate_grad_hook(_shard_mover(name, host))
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under Hugging Face names in the format that computes.
-
-        Collective: they are gathered some at a time (`wholes`), and each exists as long as the
-        caller holds it. A tied parameter comes under each of its names, one after the other.
-        """
+        """Whole tensors, gathered some at a time (`wholes`); each exists as long as the caller
+        holds it."""
         names: dict[Tensor, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             names.setdefault(value, []).append(name)
@@ -296,71 +198,23 @@ class ShardedPolicy(BasePolicy):
             for name in tied:
                 yield name, gathered
 
-    def sleep(self, moments: Iterable[Tensor] = ()) -> None:
-        """Move masters, gradients and an optimizer's `moments` to pinned host memory; as
-        `Policy.sleep`. No pass and no `named_weights` until `wake`."""
-        held: list[Tensor] = []
-        if self.host_gradients is None:
-            held += self.gradients.values()
-        if self.host_masters is None:
-            held += self.parameters.values()
-        self._state_offload.offload([*(local_part(tensor.detach()) for tensor in held), *moments])
+    def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:
+        """Nothing: FSDP rounds the shards when it gathers them."""
 
-    def wake(self) -> None:
-        """Bring back what `sleep` moved away; as `Policy.wake`."""
-        self._state_offload.restore()
+    def _write_module(self) -> None:
+        """Nothing, as `write_back`."""
 
-    def _sampled_weights(self) -> Tensor:
-        """For each sampled element one over the number of processes that hold it, [K] float64."""
-        shards = [(local_part(p), _num_copies(p)) for p in self.masters.values()]
-        stride = self._stride(self.masters)
-        numbers = torch.tensor([ceil(shard.numel() / stride) for shard, _ in shards])
-        weights = torch.tensor([1 / copies for _, copies in shards], dtype=torch.float64)
-        return weights.repeat_interleave(numbers).to(self.device)
+    def _device_masters(self) -> Iterable[Tensor]:
+        return () if self.masters_on_host else self.parameters.values()
 
 
-class _ShardGradients(HostGradients):
-    """Gradients that FSDP has brought to the host, to the shards that lie there.
-
-    Those of the first micro-batch are copied while backward runs. To the sums of later ones cores
-    add what arrives, while backward waits for it.
-    """
-
-    def __init__(self, masters: Mapping[str, nn.Parameter], device: torch.device) -> None:
-        super().__init__(device)
-        self._masters = masters
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {n: local_part(g) for n, g in _held_gradients(self._masters).items()}
-
-    @property
-    def norms(self) -> dict[str, Tensor]:
-        found = {n: norm_of_pieces([g])[None] for n, g in self.tensors.items()}
-        values = torch.cat([*found.values()]).to(self.device)
-        return dict(zip(found, values.split(1), strict=True))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(local_part(master.detach()).nbytes for master in self._masters.values())
-
-    def clear(self) -> None:
-        for master in self._masters.values():
-            master.grad = None
-        self.scale = None
-
-
-def _held_gradients(masters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in masters.items() if p.grad is not None}
-
-
-def _shard_mover(name: str, streamed: StreamedGradients) -> Callable[[Tensor], None]:
+def _shard_mover(name: str, host: HostGradients) -> Callable[[Tensor], None]:
     """Hook that takes a shard's fresh gradient, which FSDP calls on the stream that reduced it."""
 
     def move(master: Tensor) -> None:
         assert master.grad is not None
         shard = local_part(master.grad)
-        streamed.add(name, shard)
+        host.add(name, shard)
         if shard.is_cuda:
             # With replicas this is not the stream whose memory it is.
             shard.record_stream(torch.cuda.current_stream(shard.device))
@@ -422,25 +276,3 @@ def _fill(
     source.give(take_part, device=device)
     if awaited:
         raise RuntimeError(f"{len(awaited)} tensors were not loaded, as {min(awaited)}")
-
-
-def _num_copies(parameter: Tensor) -> int:
-    """Processes that hold the same elements as this one."""
-    if not isinstance(parameter, DTensor):
-        return dist.get_world_size()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return prod(mesh.size(dim) for dim, p in enumerate(placements) if p.is_replicate())
-
-
-def _take_over(master: Tensor, saved: Tensor | StoredTensor) -> None:
-    """Copy a whole tensor, a shard of the same placement, or what is stored into a master."""
-    if isinstance(saved, StoredTensor):
-        local_part(master).copy_(local_part(take(saved, like=master)))
-        return
-    if isinstance(saved, DTensor):
-        assert isinstance(master, DTensor)
-        assert saved.placements == master.placements
-        saved = saved.to_local()
-    else:
-        saved = saved[region_of(master).slices]
-    local_part(master).copy_(saved)

@@ -15,26 +15,26 @@ come along, and are scaled on the device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim.adamw import adamw
 
-from hone.checkpoint.sharded import laid_out, local_part, region_of
+from hone.checkpoint.sharded import StoredTensor, laid_out, local_part, own_part, region_of
 from hone.config.trainer import OptimizerConfig
-from hone.trainer.host_state import HostGradients, HostMasters, Piece
-from hone.trainer.offload import BUCKET_BYTES, Bucket, HostBuffer, stream_buckets
+from hone.trainer.host_gradients import Piece
+from hone.trainer.offload import BUCKET_BYTES, Bucket, host_tensors, stream_buckets
 
 __all__ = ["FlatLayout", "ParameterOptimizer", "adamw_bfloat16_"]
 
 _PIECE_STEP = 1024
 _CHUNK = 1 << 22
+
+WriteBack = Callable[[Sequence[tuple[Piece, Tensor]]], None]
 
 
 class ParameterOptimizer:
@@ -52,33 +52,33 @@ class ParameterOptimizer:
         cfg: OptimizerConfig,
         embeddings: set[str],
         *,
+        device: torch.device | None = None,
         offload: bool = False,
-        host_masters: HostMasters | None = None,
-        host_gradients: HostGradients | None = None,
+        gradients_on_host: bool = False,
+        write_back: WriteBack | None = None,
     ) -> None:
         """`embeddings` names the input embedding and the output head.
 
-        `offload` keeps AdamW's moments in pinned host memory. With `host_masters`, whose `masters`
-        must then be `parameters`, the masters lie there too, gradients come from it, and a step
-        writes its weights. With `host_gradients` they come from there, and are scaled as it says.
-        Of parameters that are DTensors, offload sees each process's own part. Raises UserError for
-        Muon with offload, and where the host has too little memory; ValueError for gradients on the
-        host without `offload`, whose step would not fetch them.
+        `offload`, which Muon does not serve, keeps moments in pinned host memory; steps are then
+        computed on `device`, that of the parameters by default. With it gradients may lie on the
+        host, and parameters: `write_back` is then called with each piece of them that has moved, on
+        the device. Of DTensors offload sees each process's own part. Raises UserError where the
+        host has too little memory.
         """
-        if host_gradients is not None and not offload:
-            raise ValueError("host_gradients are fetched by a step with offload only")
         self._parameters = dict(parameters)
         on_muon = {
             name: parameter
             for name, parameter in parameters.items()
             if cfg.name == "muon" and parameter.ndim == 2 and name not in embeddings
         }
+        self._gradients_on_host = gradients_on_host
         self._adamw = _AdamW(
             {n: p for n, p in parameters.items() if n not in on_muon},
             cfg,
-            offload,
-            host_masters,
-            host_gradients,
+            device=device or next(iter(parameters.values())).device,
+            offload=offload,
+            gradients_on_host=gradients_on_host,
+            write_back=write_back,
         )
         self._muon_names = {parameter: name for name, parameter in on_muon.items()}
         self._peak_muon_lr = cfg.muon_lr
@@ -92,60 +92,86 @@ class ParameterOptimizer:
                 adjust_lr_fn="original",
             )
 
-    def step(self, lr_scale: float) -> None:
-        """Apply the gradients at `lr_scale` times the peak rates, and drop them."""
-        self._adamw.step(lr_scale)
+    def step(
+        self, gradients: Mapping[str, Tensor], lr_scale: float, gradient_scale: Tensor | None = None
+    ) -> None:
+        """Apply gradients, by parameter, at `lr_scale` times the peak rates, after scaling them:
+        in place, unless they lie on the host."""
+        if gradient_scale is not None and not self._gradients_on_host:
+            for gradient in gradients.values():
+                local_part(gradient).mul_(gradient_scale)
+        for_muon = {self._parameters[n]: g for n, g in gradients.items() if self._is_on_muon(n)}
+        rest = {n: g for n, g in gradients.items() if not self._is_on_muon(n)}
+        self._adamw.step(rest, lr_scale, gradient_scale)
         if self._muon is not None:
             self._muon.param_groups[0]["lr"] = self._peak_muon_lr * lr_scale
+            for parameter, gradient in for_muon.items():
+                parameter.grad = gradient
             self._muon.step()
             self._muon.zero_grad(set_to_none=True)
 
     def device_tensors(self) -> list[Tensor]:
         """The moments that lie in device memory, local parts of DTensors: what a trainer that
         sleeps can move away."""
-        moments = [] if self._adamw.is_offloaded else list(self._adamw.moments())
-        if self._muon is not None:
-            moments += [t for state in self._muon.state.values() for t in state.values()]
-        return [local_part(tensor) for tensor in moments]
+        if self._adamw.is_offloaded:
+            return []
+        tensors = self.state_dict().items()
+        return [local_part(tensor) for key, tensor in tensors if not key.startswith("step/")]
 
     def state_dict(self) -> dict[str, Tensor]:
         """`<moment>/<parameter>` to tensor; parameters that never had a gradient have none.
 
         Moments have the shape and placements of their parameter, wherever they lie.
         """
-        tensors = self._adamw.state_dict()
-        if self._muon is not None:
-            for parameter, name in self._muon_names.items():
-                for moment, value in self._muon.state.get(parameter, {}).items():
-                    tensors[f"{moment}/{name}"] = value
+        tensors: dict[str, Tensor] = {}
+        for name, moments in self._adamw.moments.items():
+            if moments.num_steps:
+                tensors[f"step/{name}"] = torch.tensor(float(moments.num_steps))
+                tensors[f"exp_avg/{name}"] = moments.exp_avg
+                tensors[f"exp_avg_sq/{name}"] = moments.exp_avg_sq
+        muon_states = {} if self._muon is None else self._muon.state
+        for parameter, name in self._muon_names.items():
+            for moment, value in muon_states.get(parameter, {}).items():
+                tensors[f"{moment}/{name}"] = value
         return tensors
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
         """Take over a saved state, in the format configured here, from any device: whole moments,
-        or DTensors placed as their parameter is. Raises ValueError for unknown parameters and wrong
-        shapes or placements."""
+        DTensors placed as their parameter is, or what is stored, of which each process reads its
+        part, one tensor after the other. Raises ValueError for unknown parameters and wrong shapes
+        or placements."""
         self._adamw.clear()
         if self._muon is not None:
             self._muon.state.clear()
         for key, value in tensors.items():
             moment, _, name = key.partition("/")
-            parameter = self._parameters.get(name)
-            if parameter is None or not self._load(moment, name, parameter, value):
+            try:
+                self._load(moment, name, value)
+            except (KeyError, ValueError) as error:
                 raise ValueError(
                     f"optimizer state {key!r} of shape {tuple(value.shape)} fits no parameter of "
                     "this model; resume with the model that wrote the checkpoint"
-                )
+                ) from error
 
-    def _load(self, moment: str, name: str, parameter: nn.Parameter, value: Tensor) -> bool:
-        if self._muon is None or parameter not in self._muon_names:
-            return self._adamw.load(moment, name, value)
-        own = _own_part(value, parameter)
-        if moment != "momentum_buffer" or own is None:
-            return False
-        buffer = torch.empty_like(parameter.detach(), dtype=value.dtype)
-        local_part(buffer).copy_(own)
-        self._muon.state[parameter][moment] = buffer
-        return True
+    def _load(self, moment: str, name: str, value: Tensor | StoredTensor) -> None:
+        parameter = self._parameters[name]
+        if moment == "step":
+            count = own_part(value, like=torch.empty(()))
+            self._adamw.moments_of(name).num_steps = int(count)
+            return
+        own = own_part(value, like=parameter)
+        if self._muon is not None and self._is_on_muon(name):
+            if moment != "momentum_buffer":
+                raise KeyError(moment)
+            target = torch.empty_like(parameter.detach(), dtype=value.dtype)
+            self._muon.state[parameter] = {moment: target}
+        else:
+            moments = self._adamw.moments_of(name)
+            target = {"exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}[moment]
+        local_part(target).copy_(own)
+
+    def _is_on_muon(self, name: str) -> bool:
+        return self._parameters[name] in self._muon_names
 
 
 @dataclass(slots=True)
@@ -159,15 +185,13 @@ class _Moments:
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """What one update reads and writes; all on the device, of one shape."""
+    """What one update reads and writes of a piece of a parameter, flat."""
 
-    name: str
+    piece: Piece
     master: Tensor
     gradient: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    first_index: int = 0
-    """Place of the first element in this process's flattened part of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,185 +229,123 @@ class _AdamW:
         self,
         parameters: Mapping[str, nn.Parameter],
         cfg: OptimizerConfig,
+        *,
+        device: torch.device,
         offload: bool,
-        host: HostMasters | None,
-        host_gradients: HostGradients | None,
+        gradients_on_host: bool,
+        write_back: WriteBack | None,
     ) -> None:
         self.is_offloaded = offload
+        self.moments: dict[str, _Moments] = {}
+        """On the device made when they are needed, on the host all at once."""
         self._cfg = cfg
         self._parameters = parameters
-        self._host = host
-        self._host_gradients = host_gradients
+        self._device = device
+        self._gradients_on_host = gradients_on_host
+        self._write_back = write_back
         self._layouts: dict[str, FlatLayout] = {}
         """Where the noise of bfloat16 moments is counted from."""
         if self._dtype is torch.bfloat16:
             self._layouts = {name: FlatLayout.of(p) for name, p in parameters.items()}
-        self._state: dict[str, _Moments] = {}
-        self._buffer: HostBuffer | None = None
-        self._on_host: dict[str, _Moments] = {}
         if offload:
             self._reserve()
 
-    def step(self, lr_scale: float) -> None:
-        gradients = self._gradients()
+    def step(
+        self, gradients: Mapping[str, Tensor], lr_scale: float, gradient_scale: Tensor | None
+    ) -> None:
         for name in gradients:
-            if name not in self._state:
-                self._state[name] = self._on_host.get(name) or self._fresh(name)
-            self._state[name].num_steps += 1
+            self.moments_of(name).num_steps += 1
         lr = self._cfg.lr * lr_scale
         if self.is_offloaded:
-            self._stream(gradients, lr)
-        else:
-            self._update(
-                [
-                    _Operand(
-                        name,
-                        self._parameters[name].detach(),
-                        gradient,
-                        self._state[name].exp_avg,
-                        self._state[name].exp_avg_sq,
-                    )
-                    for name, gradient in gradients.items()
-                ],
-                lr,
-            )
-        self._drop_gradients()
+            self._stream(gradients, lr, gradient_scale)
+            return
+        wholes = (Piece(name, 0, local_part(g).numel()) for name, g in gradients.items())
+        self._update([self._operand(piece, gradients) for piece in wholes], lr)
 
-    def moments(self) -> Iterator[Tensor]:
-        for state in self._state.values():
-            yield state.exp_avg
-            yield state.exp_avg_sq
-
-    def state_dict(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for name, state in self._state.items():
-            tensors[f"step/{name}"] = torch.tensor(float(state.num_steps))
-            tensors[f"exp_avg/{name}"] = state.exp_avg
-            tensors[f"exp_avg_sq/{name}"] = state.exp_avg_sq
-        return tensors
+    def moments_of(self, name: str) -> _Moments:
+        if name not in self.moments:
+            like = self._parameters[name].detach()
+            first, second = (torch.zeros_like(like, dtype=self._dtype) for _ in range(2))
+            self.moments[name] = _Moments(first, second)
+        return self.moments[name]
 
     def clear(self) -> None:
         """Forget all moments."""
-        self._state = {}
-        for state in self._on_host.values():
-            state.exp_avg.zero_()
-            state.exp_avg_sq.zero_()
-            state.num_steps = 0
-
-    def load(self, moment: str, name: str, value: Tensor) -> bool:
-        """Take over one saved tensor; False where it is none of a parameter's state."""
-        if moment not in ("step", "exp_avg", "exp_avg_sq"):
-            return False
-        own = value if moment == "step" else _own_part(value, self._parameters[name])
-        if own is None or (moment == "step" and value.ndim):
-            return False
-        if name not in self._state:
-            self._state[name] = self._on_host.get(name) or self._fresh(name)
-        state = self._state[name]
-        if moment == "step":
-            state.num_steps = int(value)
-        else:
-            local_part(cast(Tensor, getattr(state, moment))).copy_(own)
-        return True
+        if not self.is_offloaded:
+            self.moments.clear()
+        for moments in self.moments.values():
+            moments.exp_avg.zero_()
+            moments.exp_avg_sq.zero_()
+            moments.num_steps = 0
 
     @property
     def _dtype(self) -> torch.dtype | None:
         """Format of the moments; None is the parameter's own."""
         return torch.bfloat16 if self._cfg.state_dtype == "bfloat16" else None
 
-    def _fresh(self, name: str) -> _Moments:
-        like = self._parameters[name].detach()
-        return _Moments(
-            torch.zeros_like(like, dtype=self._dtype), torch.zeros_like(like, dtype=self._dtype)
-        )
-
     def _reserve(self) -> None:
-        """All moments on the host, in one buffer."""
-        names = list(self._parameters)
-        locals_ = [local_part(self._parameters[name]) for name in names]
-        layout = [(p.shape, self._dtype or p.dtype) for p in locals_ for _ in range(2)]
-        self._buffer = HostBuffer.for_layout(
-            layout,
-            self._device(),
+        """All moments on the host."""
+        twice = [(name, p) for name, p in self._parameters.items() for _ in range(2)]
+        tensors = host_tensors(
+            [(local_part(p).shape, self._dtype or p.dtype) for _, p in twice],
+            self._device,
             purpose="trainer.offload_optimizer keeps AdamW's moments; set "
             "trainer.optimizer.state_dtype to bfloat16, or train on more processes",
         )
-        moments = iter(self._buffer.tensors(layout))
-        for name in names:
-            like = self._parameters[name]
-            self._on_host[name] = _Moments(
-                laid_out(next(moments), like=like), laid_out(next(moments), like=like)
+        pairs = zip(tensors[::2], tensors[1::2], self._parameters.items(), strict=True)
+        for exp_avg, exp_avg_sq, (name, like) in pairs:
+            self.moments[name] = _Moments(
+                laid_out(exp_avg, like=like), laid_out(exp_avg_sq, like=like)
             )
 
-    def _device(self) -> torch.device:
-        """Where updates are computed."""
-        for host in (self._host, self._host_gradients):
-            if host is not None:
-                return host.device
-        return next(iter(self._parameters.values())).device
+    def _operand(self, piece: Piece, gradients: Mapping[str, Tensor]) -> _Operand:
+        """Views of what belongs to a piece, wherever it lies."""
+        moments = self.moments[piece.name]
+        tensors = (self._parameters[piece.name], gradients[piece.name])
+        tensors += moments.exp_avg, moments.exp_avg_sq
+        flat = (local_part(tensor.detach()).view(-1) for tensor in tensors)
+        return _Operand(piece, *(tensor[piece.start : piece.stop] for tensor in flat))
 
-    def _gradients(self) -> dict[str, Tensor]:
-        if self._host_gradients is not None:
-            return self._host_gradients.tensors
-        if self._host is not None:
-            return dict(self._host.gradients)
-        return {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
-
-    def _drop_gradients(self) -> None:
-        if self._host_gradients is not None:
-            self._host_gradients.clear()
-        if self._host is not None:
-            self._host.gradients.clear()
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def _stream(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+    def _stream(
+        self, gradients: Mapping[str, Tensor], lr: float, gradient_scale: Tensor | None
+    ) -> None:
         """Update what lies on the host, one bucket after the other."""
-        host, away = self._host, self._host_gradients
-        weights = {} if host is None else host.weights
-        buckets = self._buckets(gradients)
-
-        def of_host(pieces: Sequence[Piece]) -> Bucket:
-            changed: list[Tensor] = []
-            for piece in pieces:
-                state = self._on_host[piece.name]
-                changed += _part(state.exp_avg, piece), _part(state.exp_avg_sq, piece)
-                if host is not None:
-                    changed.append(_part(host.masters[piece.name], piece))
-            return Bucket(
-                changed,
-                read=[] if away is None else [_part(gradients[p.name], p) for p in pieces],
-            )
+        buckets = [
+            [self._operand(piece, gradients) for piece in pieces]
+            for pieces in self._buckets(gradients)
+        ]
+        changed = ["exp_avg", "exp_avg_sq", *(["master"] if self._write_back else [])]
+        read = ["gradient"] if self._gradients_on_host else []
 
         def update(index: int, staged: Bucket) -> None:
-            changed, read = map(iter, staged)
-            operands: list[_Operand] = []
-            for piece in buckets[index]:
-                exp_avg, exp_avg_sq = next(changed), next(changed)
-                own = self._parameters[piece.name]
-                master = _part(own, piece) if host is None else next(changed)
-                gradient = _part(gradients[piece.name], piece) if away is None else next(read)
-                if away is not None and away.scale is not None:
-                    gradient.mul_(away.scale)
-                operands.append(
-                    _Operand(piece.name, master, gradient, exp_avg, exp_avg_sq, piece.start)
+            arrived = iter(staged.changed), iter(staged.read)
+            operands = [
+                replace(
+                    operand,
+                    **{name: next(arrived[0]) for name in changed},
+                    **{name: next(arrived[1]) for name in read},
                 )
+                for operand in buckets[index]
+            ]
+            if self._gradients_on_host and gradient_scale is not None:
+                for operand in operands:
+                    operand.gradient.mul_(gradient_scale)
             self._update(operands, lr)
-            moved = list(zip(buckets[index], operands, strict=True))
-            if host is not None:
-                host.record((piece, operand.master) for piece, operand in moved)
-            for piece, operand in moved:
-                if piece.name in weights:
-                    _part(weights[piece.name], piece).copy_(operand.master)
+            if self._write_back is not None:
+                self._write_back([(operand.piece, operand.master) for operand in operands])
 
+        def of_host(names: Sequence[str], operands: Sequence[_Operand]) -> list[Tensor]:
+            return [getattr(operand, name) for operand in operands for name in names]
+
+        on_host = (Bucket(of_host(changed, own), of_host(read, own)) for own in buckets)
         with torch.no_grad():
-            stream_buckets(map(of_host, buckets), update, self._device())
+            stream_buckets(on_host, update, self._device)
 
     def _buckets(self, gradients: Mapping[str, Tensor]) -> list[list[Piece]]:
         """Pieces of the parameters with a gradient, `BUCKET_BYTES` of host state at most in each
         bucket."""
         num_bytes = 2 * (2 if self._dtype is torch.bfloat16 else 4) + 4
-        if self._host_gradients is not None:
+        if self._gradients_on_host:
             num_bytes += 4
         capacity = BUCKET_BYTES // num_bytes // _PIECE_STEP * _PIECE_STEP
         buckets: list[list[Piece]] = [[]]
@@ -399,13 +361,13 @@ class _AdamW:
                 if room == 0:
                     buckets.append([])
                     room = capacity
-        return buckets if buckets[-1] else buckets[:-1]
+        return [bucket for bucket in buckets if bucket]
 
     @torch.no_grad()
     def _update(self, operands: Sequence[_Operand], lr: float) -> None:
-        for decayed in (True, False):
-            group = [o for o in operands if (self._parameters[o.name].ndim > 1) == decayed]
-            decay = self._cfg.weight_decay if decayed else 0.0
+        for is_decayed in (True, False):
+            group = [o for o in operands if (self._parameters[o.piece.name].ndim > 1) == is_decayed]
+            decay = self._cfg.weight_decay if is_decayed else 0.0
             if self._dtype is torch.bfloat16:
                 for operand in group:
                     self._update_bfloat16(operand, lr, decay)
@@ -413,16 +375,15 @@ class _AdamW:
                 self._update_float32(group, lr, decay)
 
     def _update_float32(self, group: Sequence[_Operand], lr: float, decay: float) -> None:
-        device = group[0].gradient.device
         # torch counts the step that it makes.
-        counts = [self._state[o.name].num_steps - 1.0 for o in group]
+        counts = torch.tensor([self.moments[o.piece.name].num_steps - 1.0 for o in group])
         adamw(
-            [local_part(o.master) for o in group],
-            [local_part(o.gradient) for o in group],
-            [local_part(o.exp_avg) for o in group],
-            [local_part(o.exp_avg_sq) for o in group],
+            [o.master for o in group],
+            [o.gradient for o in group],
+            [o.exp_avg for o in group],
+            [o.exp_avg_sq for o in group],
             [],
-            list(torch.tensor(counts).to(device, non_blocking=True).unbind()),
+            list(counts.to(self._device, non_blocking=True).unbind()),
             fused=True,
             amsgrad=False,
             beta1=self._cfg.betas[0],
@@ -434,12 +395,16 @@ class _AdamW:
         )
 
     def _update_bfloat16(self, operand: _Operand, lr: float, decay: float) -> None:
-        num_steps = self._state[operand.name].num_steps
+        name, first_index, _ = operand.piece
+        num_steps = self.moments[name].num_steps
         adamw_bfloat16_(
-            *map(_flat, (operand.master, operand.gradient, operand.exp_avg, operand.exp_avg_sq)),
-            first_index=operand.first_index,
-            layout=self._layouts[operand.name],
-            seed=zlib.crc32(f"{operand.name}/{num_steps}".encode()) >> 1,
+            operand.master,
+            operand.gradient,
+            operand.exp_avg,
+            operand.exp_avg_sq,
+            first_index=first_index,
+            layout=self._layouts[name],
+            seed=zlib.crc32(f"{name}/{num_steps}".encode()) >> 1,
             num_steps=num_steps,
             cfg=self._cfg,
             lr=lr,
@@ -529,21 +494,3 @@ def _shift_right(x: Tensor, places: int) -> Tensor:
 
 def _signed(bits: int) -> int:
     return bits - (1 << 32) if bits >= 1 << 31 else bits
-
-
-def _own_part(value: Tensor, parameter: Tensor) -> Tensor | None:
-    """What this process needs of a parameter's moment; None where that is no moment of it."""
-    region = region_of(parameter)
-    if value.shape != parameter.shape:
-        return None
-    if isinstance(value, DTensor):
-        return value.to_local() if region_of(value) == region else None
-    return value[region.slices]
-
-
-def _part(tensor: Tensor, piece: Piece) -> Tensor:
-    return _flat(tensor)[piece.start : piece.stop]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return local_part(tensor.detach()).view(-1)
