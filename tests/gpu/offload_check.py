@@ -34,9 +34,9 @@ from hone.config.parallel import ParallelConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
 from hone.observe.metrics import to_scalars
-from hone.trainer import host_state
+from hone.trainer import host_gradients
 from hone.trainer import policy as policy_module
-from hone.trainer import sharded as sharded_module
+from hone.trainer.host_gradients import HostGradients
 from hone.trainer.trainer import Trainer
 from tests.gpu.models import build
 from tests.gpu.parallel_check import make_rows, make_trainer
@@ -188,18 +188,16 @@ class Check:
     def windows(self) -> None:
         """Milliseconds a step by the window of gradients on their way, in layers each way."""
         settings = dict(self.cases[next(name for name in self.cases if "gradients" in name)])
-        whole = policy_module.layer_gradient_bytes
         for layers in (0.25, 0.5, 1.0, 2.0, 4.0):
             if not self.run.has_time(f"window {layers}"):
                 return
 
-            def scaled(parts: Any, layers: float = layers) -> int:
-                return int(layers * whole(parts))
+            def scaled(*args: Any, window_bytes: int, layers: float = layers) -> HostGradients:
+                return HostGradients(*args, window_bytes=int(layers * window_bytes))
 
             with (
-                patch.object(policy_module, "layer_gradient_bytes", scaled),
-                patch.object(sharded_module, "layer_gradient_bytes", scaled),
-                patch.object(host_state, "BUCKET_BYTES", 16 << 20),
+                patch.object(policy_module, "HostGradients", scaled),
+                patch.object(host_gradients, "BUCKET_BYTES", 16 << 20),
                 self.run.attempt(f"window {layers}"),
             ):
                 one = self.measure(settings, compile=False)

@@ -174,16 +174,6 @@ def frozen(mesh: Mesh) -> Found:
     return {"trained": [name for name, p in model.named_parameters() if p.grad is not None]}
 
 
-def refusals(mesh: Mesh) -> Found:
-    model, labels = make("qwen3"), torch.zeros(2, dtype=torch.int64)
-    options = {"temperature": 1.0, "chunk_tokens": 4, "tensor": mesh.tensor}
-    try:
-        token_logprobs(model, torch.zeros(2, 32), labels, **options)
-    except ValueError as caught:
-        return {"whole head": str(caught)}
-    return {}
-
-
 # ---------------------------------------------------------------- planted bugs
 
 combine = logprobs._combine
@@ -272,7 +262,6 @@ def main() -> None:
         found["recomputed"] = step("qwen2", LENGTHS["odd"], mesh, recompute)
         found["compiled"] = compiled(mesh)
         found["frozen"] = frozen(mesh)
-        found["refusals"] = refusals(mesh)
         found["planted"] = planted(mesh)
     else:
         for case in ("qwen3", "llama, untied, all biases", "qwen3, untied, odd vocabulary"):

@@ -46,10 +46,6 @@ def test_frozen_parameters_stay_frozen(two):
     assert two[0]["frozen"]["trained"] == ["model.layers.0.self_attn.q_proj.weight"]
 
 
-def test_a_whole_head_is_refused(two):
-    assert "not split over 2" in two[0]["refusals"]["whole head"]
-
-
 @pytest.mark.parametrize("bug", BUGS)
 def test_R8_planted_bugs_are_caught(two, bug):
     found = two[0]["planted"][bug]

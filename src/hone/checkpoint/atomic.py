@@ -21,16 +21,17 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hone.distributed.mesh import Mesh
 from hone.observe.disk import sizes
 
 __all__ = [
@@ -45,12 +46,15 @@ __all__ = [
     "publish_folder",
     "read_manifest",
     "record_file",
+    "together",
     "verify_file",
     "write_tensors",
 ]
 
 MANIFEST_NAME = "hone_manifest.json"
 _BLOCK_BYTES = 1 << 22
+
+T = TypeVar("T")
 
 
 class CheckpointError(OSError):
@@ -119,6 +123,28 @@ def publish_folder(
                 "space or set run.dir to another place."
             ) from error
         raise
+
+
+def together(mesh: Mesh, work: Callable[[], T]) -> T:
+    """Do `work`, and raise on every process what one ran into: its own error there, a
+    CheckpointError that names it elsewhere. Collective."""
+    error: OSError | ValueError | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except OSError as raised:
+        is_told = isinstance(raised, CheckpointError)
+        error = raised if is_told else CheckpointError(f"a checkpoint failed: {raised}")
+        error.__cause__ = None if is_told else raised
+    except ValueError as raised:
+        error = raised
+    failures = mesh.gather(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise CheckpointError(f"process {rank}: {failure}")
+    return cast(T, result)
 
 
 def write_tensors(

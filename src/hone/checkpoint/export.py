@@ -24,9 +24,9 @@ from transformers.dynamic_module_utils import custom_object_save
 from hone.checkpoint.atomic import (
     CheckpointError,
     FileRecord,
-    Publication,
     partial_name,
     publish_folder,
+    together,
     write_tensors,
 )
 from hone.distributed.mesh import Axis, Mesh
@@ -63,31 +63,26 @@ def export_hf(
     folder = Path(folder)
     copies = _tied_copies(model)
     with ExitStack() as publishing:
-        publication: Publication | None = None
-        problem: OSError | ValueError | None = None
-        try:
-            if mesh.is_first:
-                publication = publishing.enter_context(publish_folder(folder))
-        except (OSError, ValueError) as error:
-            problem = error
-        _agree_on(problem, mesh)
+        publication = together(
+            mesh,
+            lambda: publishing.enter_context(publish_folder(folder)) if mesh.is_first else None,
+        )
         files = _Files(model, partial_name(folder), dtype, file_bytes, mesh.world)
         publishing.callback(files.writer.shutdown)
         for name, tensor in weights:
             if name not in copies:
                 files.add(name, tensor)
-        problem = files.finish()
         if publication is not None:
             publication.num_bytes = files.num_bytes
-        _agree_on(problem, mesh)
+        together(mesh, files.finish)
         written = sorted(file for own in mesh.gather(files.written) for file in own)
-        if publication is not None:
-            try:
+
+        def complete() -> None:
+            if publication is not None:
                 publication.files |= _name_files(publication.folder, written, files.num_bytes)
                 _write_surroundings(model, tokenizer, publication.folder, dtype)
-            except OSError as error:
-                problem = error
-        _agree_on(problem, mesh)
+
+        together(mesh, complete)
     mesh.gather(None)  # published by now
     return folder
 
@@ -137,12 +132,13 @@ class _Files:
             # Rounded where it lies: a copy between devices would round on the host.
             self._held[name] = tensor.detach().to(dtype).to("cpu", copy=True)
 
-    def finish(self) -> CheckpointError | None:
-        """Wait until this process's files are on disk. Returns why one could not be written: the
-        tensors after it have been taken all the same, since other processes gather them too."""
+    def finish(self) -> None:
+        """Wait until this process's files are on disk. Only now raises CheckpointError where one
+        could not be written: other processes have gathered the tensors after it too."""
         self._write_held()
         self._wait()
-        return self._problem
+        if self._problem is not None:
+            raise self._problem
 
     @property
     def _is_own(self) -> bool:
@@ -216,13 +212,3 @@ def _write_surroundings(
     if model.can_generate():
         model.generation_config.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-
-
-def _agree_on(problem: OSError | ValueError | None, mesh: Mesh) -> None:
-    """Raise everywhere what one process ran into."""
-    found = mesh.gather(None if problem is None else str(problem))
-    if problem is not None:
-        raise problem
-    for rank, failure in enumerate(found):
-        if failure is not None:
-            raise CheckpointError(f"process {rank}: {failure}")

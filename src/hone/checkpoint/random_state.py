@@ -14,16 +14,11 @@ __all__ = ["capture_random_state", "restore_random_state"]
 def capture_random_state() -> dict[str, Any]:
     """State of the generators of Python, NumPy, torch and every CUDA device, as a tree."""
     version, words, gauss_next = random.getstate()
-    name, key, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy: Any = np.random.get_state(legacy=False)
+    generator = numpy["state"]
     return {
         "python": {"version": version, "words": list(words), "gauss_next": gauss_next},
-        "numpy": {
-            "name": name,
-            "key": np.asarray(key).tolist(),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
+        "numpy": numpy | {"state": generator | {"key": generator["key"].tolist()}},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
@@ -40,11 +35,9 @@ def restore_random_state(state: dict[str, Any]) -> None:
             f"The random state was saved with {len(state['cuda'])} CUDA devices, {num_devices} are "
             "visible here. Resume on the same number (CUDA_VISIBLE_DEVICES)."
         )
-    python, numpy = state["python"], state["numpy"]
+    python = state["python"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss_next"]))
-    np.random.set_state(
-        (numpy["name"], numpy["key"], numpy["position"], numpy["has_gauss"], numpy["cached"])
-    )
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if num_devices:
         torch.cuda.set_rng_state_all(state["cuda"])

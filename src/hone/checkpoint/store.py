@@ -20,14 +20,14 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from hone.checkpoint.atomic import (
     CheckpointError,
@@ -38,6 +38,7 @@ from hone.checkpoint.atomic import (
     partial_name,
     publish_folder,
     read_manifest,
+    together,
     verify_file,
 )
 from hone.checkpoint.tree import SplitTree, Tree, is_file_of, read_tree, split_tree, write_tree
@@ -51,8 +52,6 @@ logger = logging.getLogger(__name__)
 _FOLDER = re.compile(r"step_(\d+)|\.step_(\d+)\.(partial|retired)")
 _PART = re.compile(r"[a-z][a-z0-9_]*")
 _POLL_S = 0.05
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +150,7 @@ class CheckpointStore:
         if self._written is None:
             return
         written, self._written = self._written, None
-        self._together(written.result)
+        together(self._mesh, written.result)
 
     @property
     def is_empty(self) -> bool:
@@ -193,7 +192,7 @@ class CheckpointStore:
                     f"{found.path} has no {', '.join(missing)}; it holds {', '.join(found.names)}"
                 )
             try:
-                parts = self._together(partial(self._read, found.path, names))
+                parts = together(self._mesh, partial(self._read, found.path, names))
             except CheckpointError as error:
                 skipped.append(str(error))
                 continue
@@ -225,8 +224,8 @@ class CheckpointStore:
             for name, tree in parts.items()
         }
         publishing = ExitStack()
-        publication = self._together(
-            lambda: self._open(step, trees, metric, publishing) if is_first else None
+        publication = together(
+            self._mesh, lambda: self._open(step, trees, metric, publishing) if is_first else None
         )
         if publication is None:
             folder = partial_name(self._path(step))
@@ -312,22 +311,6 @@ class CheckpointStore:
         if failures:
             raise CheckpointError(failures[0])
         return files
-
-    def _together(self, work: Callable[[], T]) -> T:
-        """Do `work`; an OSError of one process is a CheckpointError of all."""
-        try:
-            result, error = work(), None
-        except OSError as raised:
-            result, error = None, raised
-        failures = self._mesh.gather(None if error is None else str(error))
-        if isinstance(error, CheckpointError):
-            raise error
-        if error is not None:
-            raise CheckpointError(f"a checkpoint in {self.folder} failed: {error}") from error
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                raise CheckpointError(f"process {rank}: {failure}")
-        return result  # pyright: ignore[reportReturnType]  None only where T is
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step}"

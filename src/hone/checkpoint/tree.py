@@ -117,7 +117,11 @@ def read_tree(folder: Path, name: str) -> Tree:
             pieces[key].append(Piece(path, start + header[key]["data_offsets"][0], region))
             wholes[key] = torch.Size(shape), getattr(torch, dtype)
     tensors = {key: StoredTensor(key, *wholes[key], tuple(found)) for key, found in pieces.items()}
-    return _put_tensors(json.loads((folder / f"{name}.json").read_text()), tensors)
+
+    def put(node: dict[str, Any]) -> Any:
+        return tensors[node[_TENSOR]] if _TENSOR in node else node
+
+    return json.loads((folder / f"{name}.json").read_text(), object_hook=put)
 
 
 def in_memory(tree: Tree) -> Any:
@@ -186,15 +190,3 @@ def _take_tensors(
                 f"{path} is a {type(tree).__name__}: a checkpoint holds dicts, lists, strings, "
                 "numbers, None and tensors"
             )
-
-
-def _put_tensors(tree: object, tensors: Mapping[str, StoredTensor]) -> Tree:
-    match tree:
-        case {"$tensor": str(key)}:
-            return tensors[key]
-        case dict():
-            return {key: _put_tensors(value, tensors) for key, value in tree.items()}
-        case list():
-            return [_put_tensors(value, tensors) for value in tree]
-        case _:
-            return tree  # pyright: ignore[reportReturnType]  JSON has no other values

@@ -54,7 +54,7 @@ def token_logprobs(
 
     `tensor` names the ranks that `hone.trainer.tensor.parallelize` has split the head over. They
     bring the same hidden states and labels, get the same results, and their gradients of the
-    hidden states are whole. Collective over them; not for `exact`.
+    hidden states are whole. Collective over them.
     """
     ranks = tensor or Axis()
     weight_VD, first = _own_rows(model, ranks)

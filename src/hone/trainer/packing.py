@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from heapq import heappop, heappush, heapreplace
 from itertools import pairwise
 from math import ceil
 from typing import Any
@@ -142,27 +141,15 @@ def _place(
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = np.full(num_bins + len(rows), capacity)
     load = np.zeros(num_bins + len(rows))
-    # The cheapest bin on top. Entries whose load is not their bin's are out of date.
-    heap = [(0.0, b) for b in range(num_bins)]
     for row in sorted(rows, key=lambda i: (-costs[i], i)):
-        while heap and heap[0][0] != load[heap[0][1]]:
-            heappop(heap)
-        if heap and room[heap[0][1]] >= sizes[row]:
-            best = heap[0][1]
-        else:
-            loads = np.where(room[: len(bins)] >= sizes[row], load[: len(bins)], np.inf)
-            best = int(loads.argmin())
-            if loads[best] == np.inf:
-                best = len(bins)
-                bins.append([])
+        loads = np.where(room[: len(bins)] >= sizes[row], load[: len(bins)], np.inf)
+        best = int(loads.argmin()) if bins else 0
+        if not bins or loads[best] == np.inf:
+            best = len(bins)
+            bins.append([])
         bins[best].append(row)
         room[best] -= sizes[row]
         load[best] += costs[row]
-        entry = (float(load[best]), best)
-        if heap and heap[0][1] == best:
-            heapreplace(heap, entry)
-        else:
-            heappush(heap, entry)
     return bins
 
 

@@ -43,8 +43,8 @@ class ParallelModel:
     """A model that passes run through. All ranks of its mesh run equally many, of the same kinds.
 
     `temperature` divides the logits, and must be above 0. With `exact`, log-probabilities are the
-    bits of an engine in exact mode. `frozen` and `trained` raise UserError where that, or what the
-    configuration asks for, is not served; they change the modules in place.
+    bits of an engine in exact mode. Made by `frozen` or `trained`, which change the modules in
+    place; what excludes what is told by the rules of the configuration.
     """
 
     def __init__(
@@ -62,12 +62,6 @@ class ParallelModel:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities are trained at the temperature that "
                 "samples, which must be above 0"
-            )
-        if cfg.matmul_precision == "fp8" and (exact or mesh.tensor.size > 1):
-            raise UserError(
-                "trainer.matmul_precision=fp8 is for the whole projections of transformers' "
-                "layers: set it to default, or model.exact to false and "
-                "trainer.parallel.tensor_parallel_size to 1"
             )
         self.module = module
         self.mesh = mesh
@@ -122,16 +116,6 @@ class ParallelModel:
     ) -> tuple[ParallelModel, BasePolicy]:
         """The model in training, and its weights: masters and gradients."""
         is_alone = mesh.world.size == 1
-        if cfg.offload_parameters and is_alone:
-            raise UserError(
-                "trainer.offload_parameters shards weights over several processes, and one was "
-                "started: turn it off, or start more (--nproc N)"
-            )
-        if exact and not is_alone:
-            raise UserError(
-                f"model.exact is served by one process, and {mesh.world.size} were started; set "
-                "model.exact to false, or start one"
-            )
         model = cls(module, cfg, mesh, temperature=temperature, exact=exact)
         parallelize(module, mesh)
         if not exact:  # whose decoder recomputes by itself

@@ -55,6 +55,7 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
     Every rank brings the same whole weights and keeps its part of them; no messages are sent. From
     host memory they come to the mesh's device one by one, where the parts stay. Those on the meta
     device stay there, as parts.
+    The family must have a `tensor_plan`, whose heads and inner size the ranks divide.
     """
     if mesh.tensor_mesh is None:
         return
@@ -78,7 +79,8 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
 
 def _split_modules(model: PreTrainedModel) -> Iterator[tuple[str, type[SplitModule]]]:
     """Names in the backbone, and what the modules become."""
-    plan = SPECS[model.config.model_type].tensor_plan or {}
+    plan = SPECS[model.config.model_type].tensor_plan
+    assert plan is not None, f"{model.config.model_type} is not split over the tensor axis"
     for i in range(model.config.num_hidden_layers):
         for name, split in plan.items():
             yield f"layers.{i}.{name}", _CLASSES[split]
