@@ -569,10 +569,16 @@ def restored():
     found = {}
     rows = random_rows(4)
     with TemporaryDirectory() as own_folder:
-        for name, parallel in {"data": {}, "tensor": {"tensor_parallel_size": 2}}.items():
+        away = {"offload_optimizer": True, "optimizer": {"state_dtype": "bfloat16"}}
+        for name, (parallel, knobs) in {
+            "data": ({}, STEP),
+            "tensor": ({"tensor_parallel_size": 2}, STEP),
+            "moments on the host": ({"zero_stage": 2}, away),
+        }.items():
             mesh = on_mesh(parallel)
             straight, resumed = (
-                make_trainer(tiny_model(seed=seed), mesh=mesh, **STEP) for seed in (0, 5)
+                make_trainer(tiny_model(seed=seed), mesh=mesh, parallel=parallel, **knobs)
+                for seed in (0, 5)
             )
             straight.update(rows)
             resumed.update(random_rows(5, seed=9))

@@ -10,10 +10,8 @@ import torch
 
 from hone.algorithms.losses import LOSSES
 from hone.algorithms.objective import PolicyObjective
-from hone.algorithms.sft import CrossEntropy
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.trainer import SFTTrainerConfig, TrainerConfig
-from hone.loops.supervised import evaluate
+from hone.config.trainer import TrainerConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.trainer import Trainer
@@ -158,18 +156,6 @@ def test_R23_a_huge_log_ratio_stays_finite(loss: str):
     metrics = to_scalars(trainer.update(rows))
     assert 0 < metrics["train/grad_norm"] < float("inf")
     assert all(w.isfinite().all() for _, w in trainer.named_weights())
-
-
-def test_supervised_steps_share_the_rules():
-    trainer = Trainer(tiny_model(), SFTTrainerConfig(), CrossEntropy(), total_steps=10)
-    rows = random_rows(4)
-    for row in rows:
-        row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = None
-    before = to_scalars(evaluate(trainer, rows))["eval/loss"]
-    assert to_scalars(trainer.update(rows))["train/loss"] == pytest.approx(before, rel=1e-5)
-    for row in rows:
-        row.loss_mask = [False] * row.num_tokens
-    assert to_scalars(trainer.update(rows)) == {"train/num_skipped_steps": 1.0}
 
 
 def test_greedy_temperature_is_refused():

@@ -56,7 +56,7 @@ def test_bfloat16_gradients_reach_the_masters(products):
     model = tiny_model(dtype=torch.bfloat16)
     trainer = make_trainer(model)
     trainer.forward_backward(random_rows(5))
-    assert {p.grad.dtype for p in trainer.policy.masters.values()} == {torch.float32}
+    assert {g.dtype for g in trainer.policy.gradients.values()} == {torch.float32}
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -162,15 +162,6 @@ def test_R1_gradient_is_that_of_the_set_for_every_objective(objective: str):
         check_gradient(make_trainer(model, cfg, **cut), shuffled, expected)
 
 
-@pytest.mark.parametrize("order", [1, 2, 3])
-def test_R1_every_cut_in_every_order(order: int):
-    model, cfg, rows = case("ppo_clip token_mean")
-    expected = slow_gradient(model, rows, cfg)
-    for cut in CUTS:
-        shuffled = random.Random(order).sample(rows, len(rows))
-        check_gradient(make_trainer(model, cfg, **cut), shuffled, expected)
-
-
 class MeanOfMicroBatchMeans(Trainer):
     def _micro_batches(self, rows: Any, weights: Any) -> Iterator[MicroBatch]:
         batches = list(super()._micro_batches(rows, weights))

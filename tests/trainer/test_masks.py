@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.algorithms.objective import policy_objective
 from hone.config.algorithm import AlgorithmConfig
-from hone.trainer.packing import collate
 from hone.trainer.trainer import Trainer
 from hone.types import MicroBatch, Trajectory
-from tests.trainer.examples import VOCAB, make_trainer, random_rows, tiny_model
+from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 Tokens = set[tuple[str, int]]
 """(row id, position of the token)"""
@@ -88,47 +85,6 @@ def test_R20_planted_masks_are_caught(bug: Callable[[list[bool]], list[bool]]):
         row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = -torch.ones(num_trained)
     with pytest.raises(AssertionError):
         check_tokens(rows, given)
-
-
-def loss_terms(rows: list[Trajectory]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Labels, loss and metrics with the trained tokens' log-probs held fixed."""
-    batch = collate(rows, [0.25] * len(rows), "cpu")
-    generator = torch.Generator().manual_seed(0)
-    logprobs = -2.5 + torch.randn(len(batch.labels), generator=generator)
-    cfg = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}, "entropy_coef": 0.1})
-    objective = policy_objective(logprobs, -logprobs, batch, cfg)
-    return batch.labels, objective.values * batch.weights, objective.token_metrics
-
-
-def check_environment_tokens_do_not_matter(bug: Callable[[list[bool]], list[bool]] | None) -> None:
-    rows, other = random_rows(12, seed=8), random_rows(12, seed=8)
-    rng = random.Random(1)
-    for row in other:
-        row.token_ids = [
-            token if sampled else (token + rng.randrange(1, VOCAB)) % VOCAB
-            for token, sampled in zip(row.token_ids, row.loss_mask, strict=True)
-        ]
-    for row in (*rows, *other) if bug else ():
-        row.loss_mask = bug(row.loss_mask) if bug else row.loss_mask
-        row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = -torch.ones(
-            row.num_trained
-        )
-    (labels, loss, metrics), (other_labels, other_loss, other_metrics) = map(
-        loss_terms, (rows, other)
-    )
-    assert torch.equal(labels, other_labels)
-    assert torch.equal(loss, other_loss)
-    assert all(torch.equal(metrics[name], other_metrics[name]) for name in metrics)
-
-
-def test_R20_environment_tokens_enter_no_loss_term():
-    check_environment_tokens_do_not_matter(None)
-
-
-@pytest.mark.parametrize("bug", [shifted, inverted, whole_completion])
-def test_R20_planted_masks_let_environment_tokens_in(bug: Callable[[list[bool]], list[bool]]):
-    with pytest.raises(AssertionError):
-        check_environment_tokens_do_not_matter(bug)
 
 
 def test_R20_logprobs_are_those_of_the_labels():

@@ -220,7 +220,7 @@ def test_gradients_and_shards_on_the_host_change_no_bit(ranks):
             assert len(outcome) == 7
 
 
-@pytest.mark.parametrize("axis", ["data", "tensor"])
+@pytest.mark.parametrize("axis", ["data", "tensor", "moments on the host"])
 def test_R25_a_checkpoint_is_read_one_tensor_at_a_time(two, axis):
     for found in two:
         outcome = found["restored"][axis]
