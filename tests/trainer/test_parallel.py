@@ -155,12 +155,13 @@ def test_R1_R8_planted_bugs_are_caught(two, bug, measures):
 def test_R23_numbers_that_are_not_finite_stop_all_ranks_alike(two):
     for found in two:
         outcome = found["non_finite"]
-        assert outcome["gradient"].startswith(
-            "NonFiniteError: the gradient of model.layers.1.mlp.down_proj.weight is not finite"
-        )
+        for message, unchanged, afterwards in outcome["gradients"]:
+            assert message.startswith(
+                "NonFiniteError: the gradient of model.layers.1.mlp.down_proj.weight is not finite"
+            )
+            assert unchanged
+            assert afterwards == ""
         assert outcome["row"].startswith("NonFiniteError: advantages of sequence 'r4'")
-        assert outcome["unchanged"]
-        assert outcome["afterwards"] == ""
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("float32, tied", "float32"), ("bfloat16",) * 2])
@@ -206,10 +207,6 @@ def test_gradients_and_shards_on_the_host_change_no_bit(ranks):
     of sums over micro-batches and processes."""
     for found in ranks:
         outcome = dict(found["offloaded"])
-        for message, unchanged, afterwards in outcome.pop("stopped"):
-            assert "gradient of model.layers.1.mlp.down_proj.weight is not finite" in message
-            assert unchanged
-            assert afterwards == ""
         for name, limit in (("stage 1", 1e-6), ("copies", 1e-6)):
             for differing in outcome.pop(name, []):
                 assert differing["masters"] < limit, name
