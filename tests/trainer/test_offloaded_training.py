@@ -129,14 +129,14 @@ class NormsOfParts(HostGradients):
         self._norms[name] = gradient.float().norm()[None]
 
 
-def unscaled(self: Any, gradients: Any, lr_scale: float, gradient_scale: Any) -> None:
-    step_of_adamw(self, gradients, lr_scale, None)
+def unscaled(self: Any, gradients: Any, lr_scale: float, _: Any) -> None:
+    right_step(self, gradients, lr_scale)
 
 
-step_of_adamw = update_rules._AdamW.step
+right_step = update_rules.ParameterOptimizer.step
 
 BUGS: dict[str, tuple[dict[str, Any], Any, str, Any]] = {
-    "not clipped": (GRADIENTS, update_rules._AdamW, "step", unscaled),
+    "not clipped": (GRADIENTS, update_rules.ParameterOptimizer, "step", unscaled),
     "earlier micro-batches": (GRADIENTS, policy_module, "HostGradients", LastMicroBatch),
     "norms of parts": (GRADIENTS, policy_module, "HostGradients", NormsOfParts),
 }

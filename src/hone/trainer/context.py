@@ -90,8 +90,11 @@ def split(batch: MicroBatch, mesh: Mesh) -> Share:
     owner, local = _places(num_tokens, mesh)
     own_tokens = (owner == rank).nonzero().squeeze(1)
     owner_N = owner[batch.predict_index]
-    own = (owner_N == rank).nonzero().squeeze(1)
-    longest = max(1, *owner_N.bincount(minlength=mesh.context.size).tolist())
+    trained = [(owner_N == other).nonzero().squeeze(1) for other in range(mesh.context.size)]
+    own, longest = trained[rank], max(1, *map(len, trained))
+    places = torch.empty_like(owner_N)
+    for other, tokens in enumerate(trained):
+        places[tokens] = other * longest + torch.arange(len(tokens))
     return Share(
         input_ids=move(F.pad(batch.input_ids, (0, padding))[own_tokens]),
         position_ids=move(torch.cat([batch.position_ids, torch.arange(padding)])[own_tokens]),
@@ -102,7 +105,7 @@ def split(batch: MicroBatch, mesh: Mesh) -> Share:
             axis=mesh.context,
             own=move(own),
             longest=longest,
-            places=move(owner_N * longest + _num_earlier(owner_N, mesh.context.size)),
+            places=move(places),
         ),
     )
 
@@ -153,12 +156,3 @@ def _places(num_tokens: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
             local[row] = torch.arange(start, start + len(tokens))
             start += len(tokens)
     return owner, local
-
-
-def _num_earlier(owner_N: Tensor, size: int) -> Tensor:
-    """For each trained token, how many before it are of the same rank, [N] int64."""
-    earlier = torch.empty_like(owner_N)
-    for rank in range(size):
-        same = owner_N == rank
-        earlier[same] = torch.arange(int(same.sum()))
-    return earlier

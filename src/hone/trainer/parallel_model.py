@@ -56,8 +56,8 @@ class ParallelModel:
         temperature: float = 1.0,
         exact: bool = False,
     ) -> None:
-        """What policy and reference have in common; then there are all weights yet, nothing is
-        compiled and nothing split."""
+        """What a policy and its reference have in common. Before the module is compiled, split or
+        sharded."""
         if temperature <= 0:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities are trained at the temperature that "

@@ -88,8 +88,8 @@ def apply_matmul_precision(
 def multiply_in_float8(model: PreTrainedModel) -> None:
     """Replace the projections of the decoder layers by those that multiply in float8, in place.
 
-    Those of other widths than multiples of 16 stay. Raises UserError where no
-    projection fits.
+    Those of other widths than multiples of 16 stay. Rules of `hone check` say where none fits, and
+    that adapters are not multiplied so.
     """
     layers = decoder_layers(model)
     float8 = _torchao_float8()

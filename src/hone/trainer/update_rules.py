@@ -37,143 +37,6 @@ _CHUNK = 1 << 22
 WriteBack = Callable[[Sequence[tuple[Piece, Tensor]]], None]
 
 
-class ParameterOptimizer:
-    """One optimizer over named parameters.
-
-    With `name="muon"`, matrices outside `embeddings` are updated by Muon (Keller Jordan,
-    https://kellerjordan.github.io/posts/muon/): Nesterov momentum, five Newton-Schulz steps in
-    bfloat16, and his scale `sqrt(max(1, rows / columns))`, for which rates near 0.02 are usual.
-    All else gets AdamW (arXiv:1711.05101). Vectors (norms, biases) are never decayed.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        cfg: OptimizerConfig,
-        embeddings: set[str],
-        *,
-        device: torch.device | None = None,
-        offload: bool = False,
-        gradients_on_host: bool = False,
-        write_back: WriteBack | None = None,
-    ) -> None:
-        """`embeddings` names the input embedding and the output head.
-
-        `offload`, which Muon does not serve, keeps moments in pinned host memory; steps are then
-        computed on `device`, that of the parameters by default. With it gradients may lie on the
-        host, and parameters: `write_back` is then called with each piece of them that has moved, on
-        the device. Of DTensors offload sees each process's own part. Raises UserError where the
-        host has too little memory.
-        """
-        self._parameters = dict(parameters)
-        on_muon = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if cfg.name == "muon" and parameter.ndim == 2 and name not in embeddings
-        }
-        self._gradients_on_host = gradients_on_host
-        self._adamw = _AdamW(
-            {n: p for n, p in parameters.items() if n not in on_muon},
-            cfg,
-            device=device or next(iter(parameters.values())).device,
-            offload=offload,
-            gradients_on_host=gradients_on_host,
-            write_back=write_back,
-        )
-        self._muon_names = {parameter: name for name, parameter in on_muon.items()}
-        self._peak_muon_lr = cfg.muon_lr
-        self._muon: Muon | None = None
-        if on_muon:
-            self._muon = Muon(
-                on_muon.values(),
-                lr=cfg.muon_lr,
-                weight_decay=cfg.weight_decay,
-                momentum=cfg.muon_momentum,
-                adjust_lr_fn="original",
-            )
-
-    def step(
-        self, gradients: Mapping[str, Tensor], lr_scale: float, gradient_scale: Tensor | None = None
-    ) -> None:
-        """Apply gradients, by parameter, at `lr_scale` times the peak rates, after scaling them:
-        in place, unless they lie on the host."""
-        if gradient_scale is not None and not self._gradients_on_host:
-            for gradient in gradients.values():
-                local_part(gradient).mul_(gradient_scale)
-        for_muon = {self._parameters[n]: g for n, g in gradients.items() if self._is_on_muon(n)}
-        rest = {n: g for n, g in gradients.items() if not self._is_on_muon(n)}
-        self._adamw.step(rest, lr_scale, gradient_scale)
-        if self._muon is not None:
-            self._muon.param_groups[0]["lr"] = self._peak_muon_lr * lr_scale
-            for parameter, gradient in for_muon.items():
-                parameter.grad = gradient
-            self._muon.step()
-            self._muon.zero_grad(set_to_none=True)
-
-    def device_tensors(self) -> list[Tensor]:
-        """The moments that lie in device memory, local parts of DTensors: what a trainer that
-        sleeps can move away."""
-        if self._adamw.is_offloaded:
-            return []
-        tensors = self.state_dict().items()
-        return [local_part(tensor) for key, tensor in tensors if not key.startswith("step/")]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """`<moment>/<parameter>` to tensor; parameters that never had a gradient have none.
-
-        Moments have the shape and placements of their parameter, wherever they lie.
-        """
-        tensors: dict[str, Tensor] = {}
-        for name, moments in self._adamw.moments.items():
-            if moments.num_steps:
-                tensors[f"step/{name}"] = torch.tensor(float(moments.num_steps))
-                tensors[f"exp_avg/{name}"] = moments.exp_avg
-                tensors[f"exp_avg_sq/{name}"] = moments.exp_avg_sq
-        muon_states = {} if self._muon is None else self._muon.state
-        for parameter, name in self._muon_names.items():
-            for moment, value in muon_states.get(parameter, {}).items():
-                tensors[f"{moment}/{name}"] = value
-        return tensors
-
-    def load_state_dict(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
-        """Take over a saved state, in the format configured here, from any device: whole moments,
-        DTensors placed as their parameter is, or what is stored, of which each process reads its
-        part, one tensor after the other. Raises ValueError for unknown parameters and wrong shapes
-        or placements."""
-        self._adamw.clear()
-        if self._muon is not None:
-            self._muon.state.clear()
-        for key, value in tensors.items():
-            moment, _, name = key.partition("/")
-            try:
-                self._load(moment, name, value)
-            except (KeyError, ValueError) as error:
-                raise ValueError(
-                    f"optimizer state {key!r} of shape {tuple(value.shape)} fits no parameter of "
-                    "this model; resume with the model that wrote the checkpoint"
-                ) from error
-
-    def _load(self, moment: str, name: str, value: Tensor | StoredTensor) -> None:
-        parameter = self._parameters[name]
-        if moment == "step":
-            count = own_part(value, like=torch.empty(()))
-            self._adamw.moments_of(name).num_steps = int(count)
-            return
-        own = own_part(value, like=parameter)
-        if self._muon is not None and self._is_on_muon(name):
-            if moment != "momentum_buffer":
-                raise KeyError(moment)
-            target = torch.empty_like(parameter.detach(), dtype=value.dtype)
-            self._muon.state[parameter] = {moment: target}
-        else:
-            moments = self._adamw.moments_of(name)
-            target = {"exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}[moment]
-        local_part(target).copy_(own)
-
-    def _is_on_muon(self, name: str) -> bool:
-        return self._parameters[name] in self._muon_names
-
-
 @dataclass(slots=True)
 class _Moments:
     """AdamW's state of one parameter."""
@@ -222,85 +85,190 @@ class FlatLayout:
         return cls(offset, prod(region.shape[cut[0] :]), prod(shape[cut[0] :]))
 
 
-class _AdamW:
-    """AdamW with moments in float32 or bfloat16, on the device or on the host."""
+class ParameterOptimizer:
+    """One optimizer over named parameters.
+
+    With `name="muon"`, matrices outside `embeddings` are updated by Muon (Keller Jordan,
+    https://kellerjordan.github.io/posts/muon/): Nesterov momentum, five Newton-Schulz steps in
+    bfloat16, and his scale `sqrt(max(1, rows / columns))`, for which rates near 0.02 are usual.
+    All else gets AdamW (arXiv:1711.05101). Vectors (norms, biases) are never decayed.
+    """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         cfg: OptimizerConfig,
+        embeddings: set[str],
         *,
-        device: torch.device,
-        offload: bool,
-        gradients_on_host: bool,
-        write_back: WriteBack | None,
+        device: torch.device | None = None,
+        offload: bool = False,
+        gradients_on_host: bool = False,
+        write_back: WriteBack | None = None,
     ) -> None:
-        self.is_offloaded = offload
-        self.moments: dict[str, _Moments] = {}
-        """On the device made when they are needed, on the host all at once."""
+        """`embeddings` names the input embedding and the output head.
+
+        `offload`, which Muon does not serve, keeps moments in pinned host memory; steps are then
+        computed on `device`, that of the parameters by default. With it gradients may lie on the
+        host, and parameters: `write_back` is then called with each piece of them that has moved, on
+        the device. Of DTensors offload sees each process's own part. Raises UserError where the
+        host has too little memory.
+        """
+        self._parameters = dict(parameters)
         self._cfg = cfg
-        self._parameters = parameters
-        self._device = device
+        self._device = device or next(iter(parameters.values())).device
+        self._offload = offload
         self._gradients_on_host = gradients_on_host
         self._write_back = write_back
+        self._muon_names = {
+            parameter: name
+            for name, parameter in parameters.items()
+            if cfg.name == "muon" and parameter.ndim == 2 and name not in embeddings
+        }
+        self._muon: Muon | None = None
+        if self._muon_names:
+            self._muon = Muon(
+                self._muon_names,
+                lr=cfg.muon_lr,
+                weight_decay=cfg.weight_decay,
+                momentum=cfg.muon_momentum,
+                adjust_lr_fn="original",
+            )
+        on_adamw = {n: p for n, p in parameters.items() if p not in self._muon_names}
+        self._moments: dict[str, _Moments] = self._reserved(on_adamw) if offload else {}
+        """AdamW's: on the device made when they are needed, on the host all at once."""
         self._layouts: dict[str, FlatLayout] = {}
         """Where the noise of bfloat16 moments is counted from."""
         if self._dtype is torch.bfloat16:
-            self._layouts = {name: FlatLayout.of(p) for name, p in parameters.items()}
-        if offload:
-            self._reserve()
+            self._layouts = {name: FlatLayout.of(p) for name, p in on_adamw.items()}
 
     def step(
-        self, gradients: Mapping[str, Tensor], lr_scale: float, gradient_scale: Tensor | None
+        self, gradients: Mapping[str, Tensor], lr_scale: float, gradient_scale: Tensor | None = None
     ) -> None:
-        for name in gradients:
-            self.moments_of(name).num_steps += 1
+        """Apply gradients, by parameter, at `lr_scale` times the peak rates, after scaling them:
+        in place, unless they lie on the host."""
+        if gradient_scale is not None and not self._gradients_on_host:
+            for gradient in gradients.values():
+                local_part(gradient).mul_(gradient_scale)
+        rest: dict[str, Tensor] = {}
+        for name, gradient in gradients.items():
+            if self._is_on_muon(name):
+                self._parameters[name].grad = gradient
+            else:
+                rest[name] = gradient
+                self._moments_of(name).num_steps += 1
         lr = self._cfg.lr * lr_scale
-        if self.is_offloaded:
-            self._stream(gradients, lr, gradient_scale)
-            return
-        wholes = (Piece(name, 0, local_part(g).numel()) for name, g in gradients.items())
-        self._update([self._operand(piece, gradients) for piece in wholes], lr)
+        if self._offload:
+            self._stream(rest, lr, gradient_scale)
+        else:
+            wholes = (Piece(name, 0, local_part(g).numel()) for name, g in rest.items())
+            self._update([self._operand(piece, rest) for piece in wholes], lr)
+        if self._muon is not None:
+            self._muon.param_groups[0]["lr"] = self._cfg.muon_lr * lr_scale
+            self._muon.step()
+            self._muon.zero_grad(set_to_none=True)
 
-    def moments_of(self, name: str) -> _Moments:
-        if name not in self.moments:
-            like = self._parameters[name].detach()
-            first, second = (torch.zeros_like(like, dtype=self._dtype) for _ in range(2))
-            self.moments[name] = _Moments(first, second)
-        return self.moments[name]
+    def device_tensors(self) -> list[Tensor]:
+        """The moments that lie in device memory, local parts of DTensors: what a trainer that
+        sleeps can move away."""
+        if self._offload:
+            return []
+        tensors = self.state_dict().items()
+        return [local_part(tensor) for key, tensor in tensors if not key.startswith("step/")]
 
-    def clear(self) -> None:
-        """Forget all moments."""
-        if not self.is_offloaded:
-            self.moments.clear()
-        for moments in self.moments.values():
+    def state_dict(self) -> dict[str, Tensor]:
+        """`<moment>/<parameter>` to tensor; parameters that never had a gradient have none.
+
+        Moments have the shape and placements of their parameter, wherever they lie.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, moments in self._moments.items():
+            if moments.num_steps:
+                tensors[f"step/{name}"] = torch.tensor(float(moments.num_steps))
+                tensors[f"exp_avg/{name}"] = moments.exp_avg
+                tensors[f"exp_avg_sq/{name}"] = moments.exp_avg_sq
+        muon_states = {} if self._muon is None else self._muon.state
+        for parameter, name in self._muon_names.items():
+            for moment, value in muon_states.get(parameter, {}).items():
+                tensors[f"{moment}/{name}"] = value
+        return tensors
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
+        """Take over a saved state, in the format configured here, from any device: whole moments,
+        DTensors placed as their parameter is, or what is stored, of which each process reads its
+        part, one tensor after the other. Raises ValueError for unknown parameters and wrong shapes
+        or placements."""
+        if not self._offload:
+            self._moments.clear()
+        for moments in self._moments.values():
             moments.exp_avg.zero_()
             moments.exp_avg_sq.zero_()
             moments.num_steps = 0
+        if self._muon is not None:
+            self._muon.state.clear()
+        for key, value in tensors.items():
+            moment, _, name = key.partition("/")
+            try:
+                self._load(moment, name, value)
+            except (KeyError, ValueError) as error:
+                raise ValueError(
+                    f"optimizer state {key!r} of shape {tuple(value.shape)} fits no parameter of "
+                    "this model; resume with the model that wrote the checkpoint"
+                ) from error
+
+    def _load(self, moment: str, name: str, value: Tensor | StoredTensor) -> None:
+        parameter = self._parameters[name]
+        if moment == "step":
+            count = own_part(value, like=torch.empty(()))
+            self._moments_of(name).num_steps = int(count)
+            return
+        own = own_part(value, like=parameter)
+        if self._muon is not None and self._is_on_muon(name):
+            if moment != "momentum_buffer":
+                raise KeyError(moment)
+            target = torch.empty_like(parameter.detach(), dtype=value.dtype)
+            self._muon.state[parameter] = {moment: target}
+        else:
+            moments = self._moments_of(name)
+            target = {"exp_avg": moments.exp_avg, "exp_avg_sq": moments.exp_avg_sq}[moment]
+        local_part(target).copy_(own)
+
+    def _is_on_muon(self, name: str) -> bool:
+        return self._parameters[name] in self._muon_names
+
+    def _moments_of(self, name: str) -> _Moments:
+        if name not in self._moments:
+            like = self._parameters[name].detach()
+            first, second = (torch.zeros_like(like, dtype=self._dtype) for _ in range(2))
+            self._moments[name] = _Moments(first, second)
+        return self._moments[name]
 
     @property
     def _dtype(self) -> torch.dtype | None:
         """Format of the moments; None is the parameter's own."""
         return torch.bfloat16 if self._cfg.state_dtype == "bfloat16" else None
 
-    def _reserve(self) -> None:
+    def _reserved(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, _Moments]:
         """All moments on the host."""
-        twice = [(name, p) for name, p in self._parameters.items() for _ in range(2)]
         tensors = host_tensors(
-            [(local_part(p).shape, self._dtype or p.dtype) for _, p in twice],
+            [
+                (local_part(p).shape, self._dtype or p.dtype)
+                for p in parameters.values()
+                for _ in range(2)
+            ],
             self._device,
             purpose="trainer.offload_optimizer keeps AdamW's moments; set "
             "trainer.optimizer.state_dtype to bfloat16, or train on more processes",
         )
-        pairs = zip(tensors[::2], tensors[1::2], self._parameters.items(), strict=True)
-        for exp_avg, exp_avg_sq, (name, like) in pairs:
-            self.moments[name] = _Moments(
-                laid_out(exp_avg, like=like), laid_out(exp_avg_sq, like=like)
+        return {
+            name: _Moments(laid_out(exp_avg, like=like), laid_out(exp_avg_sq, like=like))
+            for exp_avg, exp_avg_sq, (name, like) in zip(
+                tensors[::2], tensors[1::2], parameters.items(), strict=True
             )
+        }
 
     def _operand(self, piece: Piece, gradients: Mapping[str, Tensor]) -> _Operand:
         """Views of what belongs to a piece, wherever it lies."""
-        moments = self.moments[piece.name]
+        moments = self._moments[piece.name]
         tensors = (self._parameters[piece.name], gradients[piece.name])
         tensors += moments.exp_avg, moments.exp_avg_sq
         flat = (local_part(tensor.detach()).view(-1) for tensor in tensors)
@@ -376,7 +344,7 @@ class _AdamW:
 
     def _update_float32(self, group: Sequence[_Operand], lr: float, decay: float) -> None:
         # torch counts the step that it makes.
-        counts = torch.tensor([self.moments[o.piece.name].num_steps - 1.0 for o in group])
+        counts = torch.tensor([self._moments[o.piece.name].num_steps - 1.0 for o in group])
         adamw(
             [o.master for o in group],
             [o.gradient for o in group],
@@ -396,7 +364,7 @@ class _AdamW:
 
     def _update_bfloat16(self, operand: _Operand, lr: float, decay: float) -> None:
         name, first_index, _ = operand.piece
-        num_steps = self.moments[name].num_steps
+        num_steps = self._moments[name].num_steps
         adamw_bfloat16_(
             operand.master,
             operand.gradient,
