@@ -123,14 +123,16 @@ def training_memory(
     step = _Step(
         shape,
         trainer,
+        lora or LoraConfig(),
+        sizes or AxisSizes(),
+        layers,
         num_bytes=4 if dtype == "float32" else 2,
         num_tokens=num_tokens,
         num_trained=num_tokens if num_trained is None else num_trained,
-        num_micro_batches=num_micro_batches,
-        layers=layers,
-        lora=lora or LoraConfig(),
-        sizes=sizes or AxisSizes(),
+        is_single=num_micro_batches == 1,
     )
+    for tensor in shape.tensors():
+        step.count(tensor)
     return step.plan()
 
 
@@ -168,9 +170,18 @@ def _nf4_bytes(tensor: TensorShape) -> int:
 
 
 @dataclass(slots=True)
-class _Counts:
-    """Bytes of tensors that exist between passes."""
-
+class _Step:
+    shape: ModelShape
+    trainer: SFTTrainerConfig
+    lora: LoraConfig
+    sizes: AxisSizes
+    layers: LayerCode
+    num_bytes: int
+    num_tokens: int
+    num_trained: int
+    is_single: bool
+    """One micro-batch makes the step."""
+    # Bytes of tensors that exist between passes; the first five as in `TrainingMemory`.
     weights: int = 0
     masters: int = 0
     gradients: int = 0
@@ -188,135 +199,99 @@ class _Counts:
     layer_gradients: int = 0
     """Of this process's masters in all layers, wherever they lie."""
 
-
-class _Step:
-    def __init__(
-        self,
-        shape: ModelShape,
-        trainer: SFTTrainerConfig,
-        *,
-        num_bytes: int,
-        num_tokens: int,
-        num_trained: int,
-        num_micro_batches: int,
-        layers: LayerCode,
-        lora: LoraConfig,
-        sizes: AxisSizes,
-    ) -> None:
-        self.shape, self.trainer, self.sizes, self.lora = shape, trainer, sizes, lora
-        self.num_bytes = num_bytes
-        self.num_tokens, self.num_trained = num_tokens, num_trained
-        self.is_single = num_micro_batches == 1
-        self.layers: LayerCode = layers
-        self.is_shared = sizes.world > 1
-        self.counts = _Counts()
-        for tensor in shape.tensors():
-            self._count(tensor)
+    @property
+    def is_shared(self) -> bool:
+        return self.sizes.world > 1
 
     def plan(self) -> TrainingMemory:
-        counts = self.counts
-        gathered, reducing = self._gathered(), self._reducing()
-        activations = self._activations()
+        gathered, reducing, kept = self._gathered(), self._reducing(), self._activations()
         logits, workspace = self._logits(), self._workspace()
-        rest = counts.weights + counts.masters + counts.optimizer
-        kept = sum(activations)
+        rest = self.weights + self.masters + self.optimizer
         # In the first micro-batch gradients grow while activations go.
-        before = 0 if self.is_single else counts.gradients
-        last = counts.gradients + kept // max(self.shape.num_layers, 1)
+        before = 0 if self.is_single else self.gradients
+        last = self.gradients + kept // max(self.shape.num_layers, 1)
         phases: dict[Literal["head", "layers", "optimizer"], int] = {
             "head": rest + gathered + reducing + before + kept + logits,
             "layers": rest + gathered + reducing + max(before + kept, last) + workspace,
-            "optimizer": rest + counts.gradients + self._optimizer_workspace(),
+            "optimizer": rest + self.gradients + self._optimizer_workspace(),
         }
         peak_phase = max(phases, key=lambda phase: phases[phase])
         return TrainingMemory(
-            weights=counts.weights,
-            masters=counts.masters,
-            gradients=counts.gradients,
-            optimizer=counts.optimizer,
+            weights=self.weights,
+            masters=self.masters,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
             gathered=gathered,
             reducing=reducing,
             activations=kept,
             logits=logits,
             workspace=workspace,
-            host=counts.host + self._activations_on_host(),
+            host=self.host + self._activations_on_host(),
             peak=phases[peak_phase],
             peak_phase=peak_phase,
         )
 
     # -- what is counted -------------------------------------------------------------------------
 
-    def _count(self, tensor: TensorShape) -> None:
+    def count(self, tensor: TensorShape) -> None:
+        """Add a parameter of the model, and its adapter."""
         if not self.lora.rank:
             self._count_trained(tensor)
             return
         is_adapted = _has_adapter(tensor, self.lora)
         if is_adapted and self.lora.load_in_4bit:
-            # Buffers, which are not sharded.
-            num_bytes = _nf4_bytes(tensor)
-            if self.is_shared:
-                self.counts.weights += num_bytes
-            else:
-                self._count_weights(tensor, num_bytes)
+            # Buffers, which are not sharded: they stay on the device of one of several.
+            self._hold("weights", _nf4_bytes(tensor), on_host=False)
         else:
             self._count_whole(tensor)
-            self._count_weights(tensor, self.num_bytes * self._shard(tensor))
+            self._count_weights(self.num_bytes * self._shard(tensor))
         if is_adapted:
             rank, (rows, columns) = self.lora.rank, tensor.size
             self._count_trained(TensorShape("lora_A", (rank, columns), None, tensor.count))
             self._count_trained(TensorShape("lora_B", (rows, rank), None, tensor.count))
 
     def _count_trained(self, tensor: TensorShape) -> None:
-        counts, optimizer = self.counts, self.trainer.optimizer
-        shard = self._shard(tensor)
+        trainer, optimizer = self.trainer, self.trainer.optimizer
+        shard, whole = self._shard(tensor), prod(tensor.local(self.sizes.tensor))
         self._count_whole(tensor)
-        counts.trained += shard
-        on_host = self.trainer.offload_optimizer
-        if self.trainer.offload_gradients:
-            counts.host += 4 * shard
+        self.trained += shard
+        self._hold("gradients", 4 * shard, on_host=trainer.offload_gradients)
+        self.layer_gradients += 4 * shard * tensor.in_layer
+        self.whole_gradients += 4 * tensor.count * whole
+        if self.num_bytes == 4:
+            self._count_weights(4 * shard)
         else:
-            counts.gradients += 4 * shard
-        if tensor.in_layer:
-            counts.layer_gradients += 4 * shard
-        counts.whole_gradients += 4 * tensor.count * prod(tensor.local(self.sizes.tensor))
-        self._count_masters(tensor, shard)
+            if not self.is_shared:  # else they are gathered for a pass
+                self._count_weights(self.num_bytes * shard)
+            are_away = trainer.offload_parameters if self.is_shared else trainer.offload_optimizer
+            self._hold("masters", 4 * shard, on_host=are_away)
         moments = 2 * (2 if optimizer.state_dtype == "bfloat16" else 4)
         if optimizer.name == "muon" and len(tensor.size) == 2 and tensor.in_layer:
             moments = 4
-            whole = prod(tensor.local(self.sizes.tensor))
-            counts.largest_matrix = max(counts.largest_matrix, whole)
-        if on_host:
-            counts.host += moments * shard
-        else:
-            counts.optimizer += moments * shard
+            self.largest_matrix = max(self.largest_matrix, whole)
+        self._hold("optimizer", moments * shard, on_host=trainer.offload_optimizer)
 
-    def _count_masters(self, tensor: TensorShape, shard: int) -> None:
-        """And the weights that are made of them; gathered ones are made in a pass."""
-        counts, trainer = self.counts, self.trainer
-        if self.num_bytes == 4:
-            self._count_weights(tensor, 4 * shard)
-            return
-        if not self.is_shared:
-            self._count_weights(tensor, self.num_bytes * shard)
-        if trainer.offload_parameters if self.is_shared else trainer.offload_optimizer:
-            counts.host += 4 * shard
-        else:
-            counts.masters += 4 * shard
-
-    def _count_weights(self, tensor: TensorShape, num_bytes: int) -> None:
+    def _count_weights(self, num_bytes: int) -> None:
         """What holds a tensor's values between passes."""
-        counts = self.counts
-        if self.is_shared and self.trainer.offload_parameters:
-            counts.host += num_bytes
-        else:
-            counts.weights += num_bytes
+        away = self.is_shared and self.trainer.offload_parameters
+        self._hold("weights", num_bytes, on_host=away)
+
+    def _hold(
+        self,
+        kind: Literal["weights", "masters", "gradients", "optimizer"],
+        num_bytes: int,
+        *,
+        on_host: bool,
+    ) -> None:
+        name = "host" if on_host else kind
+        setattr(self, name, getattr(self, name) + num_bytes)
 
     def _count_whole(self, tensor: TensorShape) -> None:
         num_bytes = self.num_bytes * tensor.count * prod(tensor.local(self.sizes.tensor))
         if tensor.in_layer:
-            self.counts.whole_layers += num_bytes
+            self.whole_layers += num_bytes
         else:
-            self.counts.whole_root += num_bytes
+            self.whole_root += num_bytes
 
     def _shard(self, tensor: TensorShape) -> int:
         """Elements that this process keeps, in all of `count` tensors: FSDP cuts rows."""
@@ -329,27 +304,26 @@ class _Step:
         """Of FSDP: all weights, or with stage 3 both ends and two layers in flight."""
         if not self.is_shared:
             return 0
-        counts = self.counts
-        one_layer = counts.whole_layers // self.shape.num_layers
+        one_layer = self.whole_layers // self.shape.num_layers
         is_kept = self.trainer.parallel.zero_stage < 3
-        return counts.whole_root + (counts.whole_layers if is_kept else 2 * one_layer)
+        return self.whole_root + (self.whole_layers if is_kept else 2 * one_layer)
 
     def _reducing(self) -> int:
         """Of FSDP: a layer's buffers, and gradients where they are reduced once a step. Where they
         wait on the host, what travels each way."""
-        counts, trainer = self.counts, self.trainer
+        trainer = self.trainer
         travelling = 0
         if trainer.offload_gradients and not (self.is_shared and trainer.offload_parameters):
-            window = max(counts.layer_gradients // self.shape.num_layers, _BUCKETS_BYTES // 2)
-            travelling = min(4 * counts.trained, window) * (1 if self.is_single else 2)
+            window = max(self.layer_gradients // self.shape.num_layers, _BUCKETS_BYTES // 2)
+            travelling = min(4 * self.trained, window) * (1 if self.is_single else 2)
         if not self.is_shared:
             return travelling
-        one_layer = (counts.whole_layers + counts.whole_gradients) // self.shape.num_layers
+        one_layer = (self.whole_layers + self.whole_gradients) // self.shape.num_layers
         is_late = not trainer.offload_gradients and trainer.parallel.zero_stage < 2
         is_whole = is_late and not self.is_single
-        return one_layer + travelling + (counts.whole_gradients if is_whole else 0)
+        return one_layer + travelling + (self.whole_gradients if is_whole else 0)
 
-    def _activations(self) -> tuple[int, int]:
+    def _activations(self) -> int:
         """On the device, of the layers and of both ends."""
         kept, recomputed = self._layer_bytes("off"), self._num_recomputed
         plain = self.shape.num_layers - recomputed
@@ -360,7 +334,7 @@ class _Step:
             of_layers -= max(recomputed - 2, 0) * inputs  # one leaves or comes beside the newest
         width = self.shape.hidden_size * self.num_bytes
         # The final norm's input and output, the rows that the head takes.
-        return of_layers, (2 * self.num_tokens + self.num_trained) * width
+        return of_layers + (2 * self.num_tokens + self.num_trained) * width
 
     def _activations_on_host(self) -> int:
         return self._num_recomputed * self._input_bytes * self.trainer.offload_activations
@@ -430,6 +404,6 @@ class _Step:
         return self.num_tokens * values * self.num_bytes + recomputed + matrix
 
     def _optimizer_workspace(self) -> int:
-        buckets = min(_BUCKETS_BYTES, self.counts.host)
-        sampled = min(self.counts.trained, _MAX_SAMPLED) * (48 if self.is_shared else 12)
-        return buckets + sampled + _MUON_COPIES * self.counts.largest_matrix
+        buckets = min(_BUCKETS_BYTES, self.host)
+        sampled = min(self.trained, _MAX_SAMPLED) * (48 if self.is_shared else 12)
+        return buckets + sampled + _MUON_COPIES * self.largest_matrix
