@@ -227,26 +227,19 @@ def run_flags(cfg: SimulateConfig, outcome: Outcome) -> list[str]:
 
 def _plan(cfg: SimulateConfig, shape: ModelShape, gpu: Peaks, placement: Placement) -> RunPlan:
     """`hone rl` with this placement. To sleep is to leave a shared device to the other."""
-    engine: dict[str, Any] = {"tensor_parallel_size": placement.tensor_parallel_size}
-    if not placement.colocated:
-        engine["enable_sleep"] = False
-    trainer = cfg.trainer
-    if not placement.colocated or placement.num_trainers > 1:
-        trainer = trainer.model_copy(update={"enable_sleep": False})
-    pipeline = cfg.pipeline
+    change: dict[str, Any] = {
+        "cluster": _cluster(cfg.cluster, placement),
+        "engine.tensor_parallel_size": placement.tensor_parallel_size,
+    }
     if placement.colocated:  # trainers and engines take turns
-        pipeline = pipeline.model_copy(update={"enabled": False})
-    placed = cfg.model_copy(
-        update={
-            "pipeline": pipeline,
-            "cluster": _cluster(cfg.cluster, placement),
-            "engine": cfg.engine.model_copy(update=engine),
-            "trainer": trainer,
-        }
-    )
+        change["pipeline.enabled"] = False
+    else:
+        change["engine.enable_sleep"] = False
+    if not placement.colocated or placement.num_trainers > 1:
+        change["trainer.enable_sleep"] = False
     devices = Devices(kind="cuda", gpu=gpu, per_node=cfg.cluster.devices_per_node)
-    facts = ModelFacts.of_shape(shape)
-    return resolve(placed, facts, devices, world_size=placement.num_trainers)
+    facts, world_size = ModelFacts.of_shape(shape), placement.num_trainers
+    return changed(resolve(cfg, facts, devices, world_size=world_size), change)
 
 
 def _cluster(cluster: ClusterConfig, placement: Placement) -> ClusterConfig:

@@ -18,7 +18,7 @@ from hone.config.plan import RunPlan
 from hone.config.rules.finding import Finding
 from hone.config.tree import RLConfig
 from hone.planner.memory import TrainingMemory
-from hone.planner.run_memory import PROCESS_BYTES, RunMemory
+from hone.planner.run_memory import PROCESS_BYTES, RunMemory, in_gib
 
 __all__ = [
     "LEAST_LENGTH_SHARE",
@@ -49,11 +49,9 @@ class HostRole:
         return self.number * sum(self.parts.values())
 
     def in_words(self) -> str:
-        """The parts in GiB, those that show."""
-        shown = {name: num / _GIB for name, num in self.parts.items() if num >= 0.05 * _GIB}
-        parts = " + ".join(f"{name} {gib:.1f}" for name, gib in shown.items())
+        """Each of them and its parts, in GiB."""
         times = f"{self.number} {self.name}s x " if self.number > 1 else f"the {self.name}: "
-        return f"{times}{sum(self.parts.values()) / _GIB:.1f} GiB ({parts})"
+        return f"{times}{sum(self.parts.values()) / _GIB:.1f} GiB ({in_gib(self.parts)})"
 
 
 def host_roles(plan: RunPlan, *, num_local: int, at_least: bool = False) -> list[HostRole]:

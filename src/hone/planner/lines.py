@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hone.config.plan import BatchArithmetic, RunPlan
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
-from hone.planner.run_memory import RunMemory
+from hone.planner.run_memory import RunMemory, in_gib
 
 __all__ = ["Line", "plan_lines"]
 
@@ -207,7 +207,7 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         return
     yield Line("parameters", plan.shape.num_params, "from config.json or the public name")
     run, gpu = RunMemory(plan), plan.devices.gpu
-    has = "" if gpu is None or plan.is_on_cpu else f". {gpu.name} has {gpu.memory_gib}"
+    has = "" if gpu is None or plan.is_on_cpu else f"{gpu.name} has {gpu.memory_gib}"
     if plan.batch is not None:
         step, shards = run.step, plan.policy.axes.fsdp * plan.policy.axes.tensor
         how = f"{shards} shards" if shards > 1 else "of one process"
@@ -226,13 +226,13 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         total = sum(num_bytes for num_bytes, _ in held.values())
         yield _gib("total_gib", total, "of one device, before activations and KV cache")
         yield _gib("host_gib", step.host, "of a process, in host memory: what is offloaded")
-        yield _gib("training_peak_gib", step.peak, f"{_words(step.parts)}{has}")
+        yield _gib("training_peak_gib", step.peak, _sentences(in_gib(step.parts), has))
     else:
         yield _gib("weights_gib", run.engine_weights, plan.dtype)
     if run.is_known and not plan.is_on_cpu and plan.engine is not None:
         for phase in run.phases():
             name = f"{phase.title.replace(' ', '_')}_peak_gib"
-            yield _gib(name, phase.num_bytes, f"{phase.sum_in_words}{has}")
+            yield _gib(name, phase.num_bytes, _sentences(in_gib(phase.parts), has))
 
 
 def _gib(name: str, num_bytes: int, how: str) -> Line:
@@ -240,5 +240,5 @@ def _gib(name: str, num_bytes: int, how: str) -> Line:
     return Line(name, round(gib, 1 if gib >= 10 else 3), how)
 
 
-def _words(parts: dict[str, int]) -> str:
-    return " + ".join(f"{name} {num / _GIB:.1f}" for name, num in parts.items())
+def _sentences(*texts: str) -> str:
+    return ". ".join(filter(None, texts))

@@ -75,21 +75,15 @@ def generation_time_s(
     if not len(prompts):
         return prefill_flops / peaks.flops_per_s
 
-    starts = _start_steps(num_decodes, max_num_seqs)
-    seqs = _active_per_step(starts, starts + num_decodes)
-    keys = _keys_per_step(starts, num_decodes, prompts, window=None)
+    keys = _num_keys(num_decodes, prompts, window=None)
     if shape.sliding_window is not None:
-        windowed = _keys_per_step(starts, num_decodes, prompts, window=shape.sliding_window)
-        keys = keys + shape.sliding_share * (windowed - keys)
-    decode_s = decode_step_s(
-        shape,
-        peaks,
-        seqs,
-        keys,
-        bytes_per_value=bytes_per_value,
-        kv_bytes_per_value=kv_bytes_per_value,
-    )
-    return prefill_flops / peaks.flops_per_s + float(decode_s.sum())
+        windowed = _num_keys(num_decodes, prompts, window=shape.sliding_window)
+        keys += shape.sliding_share * (windowed - keys)
+    kv_bytes = shape.kv_bytes_per_token(kv_bytes_per_value or bytes_per_value)
+    seqs = _seqs_per_step(num_decodes, max_num_seqs)
+    matrices_s = decode_step_s(shape, peaks, seqs, 0, bytes_per_value=bytes_per_value)
+    decode_s = float(matrices_s.sum()) + kv_bytes * keys / peaks.bytes_per_s
+    return prefill_flops / peaks.flops_per_s + decode_s
 
 
 def training_flops(
@@ -131,39 +125,28 @@ def training_time_s(
     return passes * flops / peaks.flops_per_s
 
 
-def _start_steps(durations: Ints, max_num_seqs: int) -> Ints:
-    """First step of each sequence when at most `max_num_seqs` run and a free place is refilled."""
+def _seqs_per_step(durations: Ints, max_num_seqs: int) -> Floats:
+    """Sequences that run at each step, where at most `max_num_seqs` do and a free place is
+    refilled. [steps]"""
     starts = np.zeros(len(durations), dtype=np.int64)
     free_at = durations[:max_num_seqs].tolist()
     heapq.heapify(free_at)
     for index in range(max_num_seqs, len(durations)):
         starts[index] = free_at[0]
         heapq.heapreplace(free_at, free_at[0] + int(durations[index]))
-    return starts
-
-
-def _active_per_step(starts: Ints, ends: Ints, values: Ints | None = None) -> Floats:
-    """Sum of `values` (default 1 each) over the sequences with starts <= step < ends. [steps]"""
+    ends = starts + durations
     size = int(ends.max()) + 1
-    change = np.bincount(starts, values, size) - np.bincount(ends, values, size)
+    change = np.bincount(starts, minlength=size) - np.bincount(ends, minlength=size)
     return np.cumsum(change, dtype=np.float64)[:-1]
 
 
-def _keys_per_step(starts: Ints, durations: Ints, prompts: Ints, *, window: int | None) -> Floats:
-    """Keys read at each step: prompt, tokens before, and the token itself, at most `window` each.
+def _num_keys(durations: Ints, prompts: Ints, *, window: int | None) -> float:
+    """Keys read in all steps: prompt, tokens before, and the token itself, at most `window` each.
 
-    A sequence at step t reads `prompts + 1 + (t - starts)` keys: a line until it meets the window.
+    A sequence reads `prompts + 1`, `prompts + 2`, ... keys, until it meets the window.
     """
-    ends = starts + durations
-    size = int(ends.max())
-    bends = ends
+    rising = durations
     if window is not None:
-        bends = np.clip(starts + (window - prompts), starts, ends)
-    line = np.zeros(size)
-    offset = _active_per_step(starts, bends, prompts + 1 - starts)
-    slope = _active_per_step(starts, bends)
-    line[: len(offset)] = offset + slope * np.arange(len(offset))
-    if window is not None:
-        flat = _active_per_step(bends, ends)
-        line[: len(flat)] += window * flat
-    return line
+        rising = np.clip(window - prompts, 0, durations)
+    line = rising * prompts + rising * (rising + 1) / 2
+    return float((line + (durations - rising) * (window or 0)).sum())

@@ -27,7 +27,7 @@ from hone.config.plan import Role, RunPlan
 from hone.config.tree import RLConfig
 from hone.planner.memory import TrainingMemory, planned_step
 
-__all__ = ["Phase", "RunMemory"]
+__all__ = ["Phase", "RunMemory", "in_gib"]
 
 _GIB = 1 << 30
 CONTEXT_BYTES = _GIB
@@ -41,6 +41,12 @@ GATHER_BYTES = 1 << 27
 PROCESS_BYTES = _GIB // 5
 """Python, torch and transformers, loaded and without a model, in host memory: half of what a
 process shows, since processes share the libraries' pages."""
+
+
+def in_gib(parts: Mapping[str, int]) -> str:
+    """Bytes by kind as a sum of GiB, of those that show."""
+    shown = {name: num / _GIB for name, num in parts.items() if num >= 0.05 * _GIB}
+    return " + ".join(f"{name} {gib:.1f}" for name, gib in shown.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +68,9 @@ class Phase:
         """The phase, after its role where devices have one."""
         return f"{self.role} {self.name}".strip()
 
-    @property
-    def sum_in_words(self) -> str:
-        """The parts in GiB, those that show."""
-        shown = {name: num / _GIB for name, num in self.parts.items() if num >= 0.05 * _GIB}
-        return " + ".join(f"{name} {gib:.1f}" for name, gib in shown.items())
-
     def in_words(self) -> str:
         """All of it and its parts, in GiB."""
-        return f"{self.num_bytes / _GIB:.1f} GiB ({self.sum_in_words})"
+        return f"{self.num_bytes / _GIB:.1f} GiB ({in_gib(self.parts)})"
 
 
 class RunMemory:
