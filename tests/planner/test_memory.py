@@ -14,9 +14,8 @@ from hone.config.parallel import AxisSizes
 from hone.config.plan import Devices, resolve
 from hone.config.trainer import TrainerConfig
 from hone.config.tree import RLConfig
-from hone.families.shape import ModelShape
-from hone.models.tiny import SHAPES
-from hone.planner.memory import adapter_params, layer_code, training_memory
+from hone.families.shape import ModelShape, public_shape
+from hone.planner.memory import adapter_params, training_memory
 from hone.planner.roofline import training_flops
 from hone.planner.run_memory import RunMemory
 from tests.planner.memory_cases import (
@@ -35,21 +34,6 @@ from tests.ranks import run_ranks
 
 GIB = 1 << 30
 WORLD = 4
-
-
-def public(name):
-    fields = SHAPES[name]
-    return ModelShape(
-        family=fields["family"],
-        num_layers=fields["num_layers"],
-        hidden_size=fields["hidden_size"],
-        num_heads=fields["num_heads"],
-        num_kv_heads=fields["num_kv_heads"],
-        head_dim=fields["head_dim"],
-        intermediate_size=fields["intermediate_size"],
-        vocab_size=fields["vocab_size"],
-        tied=fields["tie_word_embeddings"],
-    )
 
 
 def counted(memory):
@@ -80,7 +64,7 @@ def test_one_process_offloads_just_what_is_counted(name):
 
 
 def test_what_travels_is_bounded_by_windows():
-    shape = public("qwen3-8b")
+    shape = public_shape("qwen3-8b")
     found = training_memory(
         shape, TrainerConfig(recompute="full", **AWAY), dtype="bfloat16", num_tokens=16384
     )
@@ -114,18 +98,9 @@ def test_one_of_several_processes_offloads_just_what_is_counted(name, shared):
     assert {kind: outcome["planned"][kind] for kind in ("host", "weights")} == outcome["held"]
 
 
-def test_shards_add_up(shared):
-    """Four of four parts; a planner that forgot to divide, or divided twice, would not."""
-    whole = counted(plan({}))
-    parts = shared["stage 3"]["held"]
-    assert parts["masters"] == pytest.approx(whole["masters"] / WORLD, rel=0.01)
-    assert shared["hybrid"]["held"]["masters"] == pytest.approx(whole["masters"] / 2, rel=0.01)
-    assert shared["stage 0"]["held"]["masters"] == whole["masters"]
-
-
 def test_activations_by_hand():
     """Qwen3-0.6B compiled, values of 2 bytes a token and layer, and the softmax's 4 a head."""
-    shape, tokens = public("qwen3-0.6b"), 1000
+    shape, tokens = public_shape("qwen3-0.6b"), 1000
     # Two residuals, queries keys values, their rotated heads, attention's result, gate and up,
     # the results of two norms, and that of the activation.
     values = 2 * 1024 + 4096 + 3072 + 2048 + 2 * 3072 + 2 * 1024 + 3072
@@ -151,7 +126,7 @@ def test_activations_by_hand():
 def test_R15_the_head_is_bounded_by_its_chunk():
     """Whatever the tokens and the vocabulary, besides the gradient of the matrix."""
     for vocab in (4_096, 151_936, 250_000):
-        shape = replace(public("qwen3-0.6b"), vocab_size=vocab)
+        shape = replace(public_shape("qwen3-0.6b"), vocab_size=vocab)
         cfg = TrainerConfig(logits_chunk_tokens=512)
         for tokens in (4_096, 16_384, 65_536):
             found = training_memory(shape, cfg, dtype="bfloat16", num_tokens=tokens)
@@ -171,7 +146,7 @@ def test_measured_peaks(settings, code, gib):
     """benchmarks/README.md: forward and backward of one micro-batch of Qwen3-0.6B on an H200,
     before the first optimizer step, so without moments."""
     found = training_memory(
-        public("qwen3-0.6b"),
+        public_shape("qwen3-0.6b"),
         TrainerConfig(**settings),
         dtype="bfloat16",
         num_tokens=16384,
@@ -182,26 +157,8 @@ def test_measured_peaks(settings, code, gib):
     assert (found.peak - found.optimizer) / GIB == pytest.approx(gib, rel=0.15)
 
 
-def test_what_each_setting_saves():
-    shape = public("qwen3-8b")
-
-    def peak(**settings):
-        cfg = TrainerConfig(**settings)
-        return training_memory(shape, cfg, dtype="bfloat16", num_tokens=16384).peak / GIB
-
-    none = peak()
-    assert none > 140  # more than there is
-    assert none - peak(recompute="full") > 40
-    states = {"state_dtype": "bfloat16"}
-    assert peak(recompute="full") - peak(recompute="full", optimizer=states) == pytest.approx(
-        8.19e9 * 4 / GIB, rel=0.01
-    )
-    assert peak(recompute="full") - peak(recompute="full", offload_optimizer=True) > 85
-    assert none - peak(max_tokens_per_microbatch=8192) == 0  # num_tokens says what is in a pass
-
-
 def test_stages_shard_more_and_more():
-    sizes, shape = AxisSizes(data=8, fsdp=8), public("qwen3-8b")
+    sizes, shape = AxisSizes(data=8, fsdp=8), public_shape("qwen3-8b")
     found = {}
     for stage in (0, 1, 2, 3):
         cfg = TrainerConfig(recompute="full", parallel={"zero_stage": stage})
@@ -214,13 +171,6 @@ def test_stages_shard_more_and_more():
     assert found[1].masters * 8 == pytest.approx(found[0].masters, rel=1e-3)
     assert found[1].reducing - found[2].reducing == pytest.approx(4 * shape.num_params, rel=1e-3)
     assert found[3].gathered < found[2].gathered / 3
-
-
-def test_who_computes_layers():
-    gpu = {"on_gpu": True, "compile": None}
-    assert layer_code(**gpu) == "compiled"
-    assert layer_code(**{**gpu, "compile": False}) == "eager"
-    assert layer_code(**{**gpu, "on_gpu": False}) == "eager"
 
 
 STEPS = [  # settings of 4B steps with compiled layers, 16,384 tokens a micro-batch: GiB
@@ -240,13 +190,13 @@ STEPS = [  # settings of 4B steps with compiled layers, 16,384 tokens a micro-ba
 def test_R15_knobs_of_compiled_layers_are_planned_as_measured(settings, peak):
     cfg = TrainerConfig.model_validate(settings)
     plan = training_memory(
-        public("qwen3-4b"), cfg, dtype="bfloat16", num_tokens=16384, layers="compiled"
+        public_shape("qwen3-4b"), cfg, dtype="bfloat16", num_tokens=16384, layers="compiled"
     )
     assert plan.peak / GIB == pytest.approx(peak, rel=0.01)
 
 
 def test_hone_check_plans_the_layers_that_train():
-    shape = public("qwen3-0.6b")
+    shape = public_shape("qwen3-0.6b")
     facts = ModelFacts.of_shape(shape)
 
     def found(**settings):

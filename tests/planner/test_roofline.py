@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.config.hardware import GPUS, Peaks, gpu_peaks
+from hone.families.registry import public_configs
 from hone.families.shape import ModelShape
 from hone.planner.roofline import (
     decode_step_s,
@@ -19,27 +20,9 @@ from hone.planner.roofline import (
 H200 = GPUS[0]
 
 
-def qwen3(layers: int, hidden: int, heads: int, inter: int, *, tied: bool) -> ModelShape:
-    return ModelShape.from_config(
-        {
-            "model_type": "qwen3",
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": inter,
-            "vocab_size": 151_936,
-            "tie_word_embeddings": tied,
-        }
-    )
-
-
 QWEN3 = {
-    "0.6B": qwen3(28, 1024, 16, 3072, tied=True),
-    "1.7B": qwen3(28, 2048, 16, 6144, tied=True),
-    "4B": qwen3(36, 2560, 32, 9728, tied=True),
-    "8B": qwen3(36, 4096, 32, 12288, tied=False),
+    name: ModelShape.from_config(public_configs()[f"qwen3-{name.lower()}"])
+    for name in ("0.6B", "1.7B", "4B", "8B")
 }
 
 
