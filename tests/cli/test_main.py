@@ -22,10 +22,13 @@ from hone.cli.help import TREES
 from hone.cli.main import COMMANDS, main
 from hone.config import UserError, schema
 from hone.config.hardware import Peaks
+from hone.config.load import load_config
 from hone.config.recipe import recipe_names
 from hone.config.run import RunConfig
+from hone.config.tree import RLConfig
 from hone.distributed.processes import HONE_LAUNCHER
 from hone.observe.console import Console
+from hone.observe.resumed_run import save_config
 from tests.config import workspace as files
 from tests.config.test_rules import ROWS
 from tests.config.workspace import BASE
@@ -405,6 +408,22 @@ def test_R22_rewards_and_first_rows_are_looked_at_before_a_run(
     (workspace / "scores.jsonl").write_text(rows)
     for argv in (("check", command), (command,)):
         assert said in " ".join(output(capsys, *argv, *BASE[command], flag, code=2).split())
+
+
+def test_R22_a_run_that_cannot_go_on_is_told_by_hone_check(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*BASE["rl"], "--run.dir=run"]
+    save_config(Path("run"), load_config(RLConfig, None, flags))
+    (workspace / "run" / "checkpoints" / "step_1").mkdir(parents=True)
+    assert "errors: 0" in output(capsys, "check", *flags)
+    for command, flag, said in (
+        ("rl", "--run.resume=never", "run.resume is never"),
+        ("rl", "--model.init=random", "holds a run that trains another model"),
+        ("sft", "", "holds a run of `hone rl`"),
+    ):
+        argv = [*BASE[command], "--run.dir=run", *flag.split()]
+        assert said in " ".join(output(capsys, "check", command, *argv, code=2).split())
 
 
 def run_hone(*argv: str) -> tuple[int, str, float]:

@@ -17,9 +17,10 @@ from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes
 from hone.config.tree import SFTConfig
 from hone.loops import reinforce
-from hone.loops.resuming import announce, find_checkpoint, save_config
+from hone.loops.resuming import announce, find_checkpoint
 from hone.loops.step import StepEnd
 from hone.observe.report import write_report
+from hone.observe.resumed_run import save_config
 
 ALONE = AxisSizes()
 

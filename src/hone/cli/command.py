@@ -35,6 +35,7 @@ from hone.data.columns import map_rows
 from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, spawn
+from hone.observe.resumed_run import require_resumable
 from hone.planner.fitting import check_gpu_memory, check_host_memory
 from hone.rewards.builtin import BUILTINS, build
 
@@ -224,6 +225,12 @@ def check_plan(plan: RunPlan) -> list[Finding]:
     and memory of GPUs, or where that is enough, of this host."""
     cfg = plan.config
     found = findings(plan, **first_rows(cfg), **_reward_problems(cfg))
+    if _trains(cfg):
+        has_checkpoints = any((cfg.run.dir / "checkpoints").glob("step_*"))
+        try:
+            require_resumable(cfg, has_checkpoints=has_checkpoints)
+        except UserError as error:
+            found.append(Finding("error", ("run.dir",), f"{error}"))
     if plan.world_size is not None or plan.trainer is None:
         memory = [*check_gpu_memory(plan)]
     else:

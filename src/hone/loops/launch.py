@@ -30,10 +30,11 @@ from hone.distributed.processes import processes
 from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
 from hone.loops.interrupt import terminable
-from hone.loops.resuming import announce, announce_restart, find_checkpoint, save_config
+from hone.loops.resuming import announce, announce_restart, find_checkpoint
 from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
 from hone.observe.disk import writing
+from hone.observe.resumed_run import save_config
 from hone.observe.run_folder import LOCK
 from hone.trainer.gathering import wholes
 from hone.trainer.trainer import Trainer

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,24 +12,15 @@ from hone.checkpoint.random_state import restore_random_state
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.checkpoint.tree import in_memory
 from hone.config.base import Section
-from hone.config.errors import UserError
 from hone.config.load import dump_config
-from hone.config.model import ModelConfig
 from hone.config.parallel import AxisSizes
-from hone.config.paths import must_be_local
 from hone.config.run import CheckpointConfig, RunConfig
 from hone.config.tree import RLConfig, SFTConfig
-from hone.observe.run_folder import CONFIG, METRICS, RunFolder, read_config
-from hone.observe.whole_file import write_whole
+from hone.observe.resumed_run import require_resumable, saved_config
+from hone.observe.run_folder import METRICS, RunFolder
 from hone.trainer.trainer import Trainer
 
-__all__ = ["announce", "announce_restart", "find_checkpoint", "restore", "save_config"]
-
-_MODEL = "model.json"
-"""Which model the run trains: its place, resolved, how its weights began, and, of a local folder,
-`config.json`."""
-_WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-"""Keys of `config.json` that may change without another architecture."""
+__all__ = ["announce", "announce_restart", "find_checkpoint", "restore"]
 
 
 def find_checkpoint(
@@ -39,24 +28,13 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that `run.resume` asks for; None where the folder holds none.
 
-    Raises UserError where the folder's run is of another command than `tree` or trains another
-    model, or `run.resume` is never, and CheckpointError for a folder with damaged ones only: to
-    start afresh beside them would look like going on.
+    Raises UserError as `require_resumable` does, and CheckpointError for a folder with damaged ones
+    only: to start afresh beside them would look like going on.
     """
-    _require_same_command(run.dir, _saved_config(run.dir), tree)
+    require_resumable(tree, has_checkpoints=not store.is_empty)
     if isinstance(run.resume, int):
-        found = store.load(run.resume)
-    elif store.is_empty:
-        return None
-    elif run.resume == "never":
-        raise UserError(
-            f"run.resume is never, but run.dir={str(run.dir)!r} holds checkpoints. Choose another "
-            "run.dir, or run.resume=auto to go on from them."
-        )
-    else:
-        found = store.load("latest")
-    _require_same_model(run.dir, tree.model)
-    return found
+        return store.load(run.resume)
+    return None if store.is_empty else store.load("latest")
 
 
 def announce(found: Checkpoint, run: RunConfig, tree: Section, sizes: AxisSizes) -> Iterator[str]:
@@ -68,7 +46,7 @@ def announce(found: Checkpoint, run: RunConfig, tree: Section, sizes: AxisSizes)
             "another run.dir"
         )
         return  # what has changed is not used
-    before, now = _flat(_saved_config(run.dir)), _flat(yaml.safe_load(dump_config(tree)))
+    before, now = _flat(saved_config(run.dir)), _flat(yaml.safe_load(dump_config(tree)))
     changed = [key for key in now if key in before and before[key] != now[key]]
     for key in changed:
         if key not in ("run.resume", "run.steps"):
@@ -101,88 +79,6 @@ def restore(trainer: Trainer, parts: Mapping[str, Any]) -> None:
     """
     trainer.load_state_dict(parts["trainer"], parts["trainer_metadata"])
     restore_random_state(in_memory(parts["random"]))
-
-
-def save_config(folder: Path, tree: RLConfig | SFTConfig) -> None:
-    """Write the configuration into a run folder, and which model it means: once nothing stands
-    against going on there."""
-    write_whole(folder / CONFIG, dump_config(tree), "run.dir")
-    write_whole(folder / _MODEL, json.dumps(_identity(tree.model), indent=2), "run.dir")
-
-
-def _saved_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the run that the folder holds; empty where there is none. Raises
-    UserError where it cannot be read."""
-    _, saved = read_config(folder)
-    return saved
-
-
-def _require_same_command(folder: Path, saved: Mapping[str, Any], tree: Section) -> None:
-    """Raise UserError where `hone sft` would go on with a run of `hone rl`, or the other way."""
-    own, other = ("rollout" in names for names in (type(tree).model_fields, saved))
-    if saved and own != other:
-        command = "hone rl" if other else "hone sft"
-        raise UserError(
-            f"run.dir={str(folder)!r} holds a run of `{command}`: choose another run.dir. What it "
-            f"has trained is in its folder `model`, for model.path."
-        )
-
-
-def _identity(model: ModelConfig) -> dict[str, Any]:
-    """What makes two models the same one."""
-    folder = Path(model.path)
-    config = folder / "config.json"
-    return {
-        "path": _place(model.path),
-        "init": model.init,
-        "config": json.loads(config.read_text(encoding="utf-8")) if config.is_file() else None,
-    }
-
-
-def _place(path: str) -> str:
-    """A folder as an absolute path; the name of a model on the hub as it is."""
-    local = Path(path).exists() or must_be_local(path)
-    return str(Path(path).resolve()) if local else path
-
-
-def _require_same_model(folder: Path, model: ModelConfig) -> None:
-    """Raise UserError where the folder's run trains another model than `model`."""
-    record = folder / _MODEL
-    if not record.is_file():
-        return
-    before, now = _read_record(record), _identity(model)
-    changed = [
-        f"model.{key} is {now[key]!r}, was {before[key]!r}"
-        for key in ("path", "init")
-        if now[key] != before[key]
-    ]
-    if not changed:
-        own, other = now["config"] or {}, before["config"] or {}
-        changed = [
-            f"in config.json of model.path={model.path!r} {key} is {own[key]!r}, was {other[key]!r}"
-            for key in own
-            if key in other and own[key] != other[key] and key not in _WITHOUT_EFFECT
-        ]
-    if changed:
-        raise UserError(
-            f"run.dir={str(folder)!r} holds a run that trains another model: {'; '.join(changed)}. "
-            "To train this one choose another run.dir. Where it is the same model, which was moved "
-            f"for example, remove {str(record)!r}: the run then goes on from its checkpoint."
-        )
-
-
-def _read_record(record: Path) -> dict[str, Any]:
-    """What `save_config` wrote of the model. Raises UserError where that is damaged."""
-    try:
-        held = json.loads(record.read_text(encoding="utf-8"))
-    except ValueError:
-        held = None
-    if not isinstance(held, dict) or not {"path", "init", "config"} <= held.keys():
-        raise UserError(
-            f"{str(record)!r}, which says what model the run trains, is damaged. Remove it to go "
-            "on with the run's checkpoint, or choose another run.dir."
-        )
-    return held
 
 
 def _flat(tree: Any, above: str = "") -> dict[str, Any]:
