@@ -14,10 +14,10 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.bench import train
-from hone.bench.train_rows import draw_rows, row_lengths
 from hone.cli.command import plan_here
 from hone.cli.main import main
 from hone.config import schema
+from hone.config.bench import RowsConfig
 from hone.config.rules import findings
 from hone.config.tree import BenchTrainConfig
 from hone.models.tiny import make_tiny_model
@@ -26,7 +26,6 @@ from tests.bench.test_command import output
 
 BASE = ("bench", "train", "--model.path=model", "--model.init=random", "--run.device=cpu")
 SMALL = ("--steps=2", "--warmup_steps=1", "--trainer.max_tokens_per_microbatch=40")
-LINES = '{"tokens": 20, "prompt_tokens": 8, "n": 3}\n\n{"tokens": 12}\n'
 
 
 @pytest.fixture
@@ -37,7 +36,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_tiny_model(tmp_path / "model", num_layers=2, hidden_size=32, weights=False)
     for name in (tmp_path / "model").glob("tokenizer*"):
         name.unlink()
-    (tmp_path / "rows.jsonl").write_text(LINES)
     return tmp_path
 
 
@@ -57,24 +55,19 @@ def flops_by_hand(lengths, num_trained):
     return 3 * (2 * body * sum(lengths) + 2 * head * num_trained + attention)
 
 
-def test_a_file_of_rows_end_to_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, *BASE, *SMALL, "--workload=rows.jsonl", "--output=out/t.json")
+def test_rows_end_to_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ("--rows.tokens=20", "--rows.per_step=4")
+    text = output(capsys, *BASE, *SMALL, *rows, "--output=out/t.json")
     for label in ("tokens/s", "optimizer step", "utilisation, step, of measured", "activations"):
         assert label in text
-    assert "4 rows, 72 tokens a step, 47 of them trained" in text
+    assert "model: 4 rows of 20 tokens a step" in text
     assert "data-sheet" not in text
     found = json.loads((folder / "out/t.json").read_text())
     speed, steps = found["speed"], found["steps"]
-    assert found["workload"] == {
-        "name": "rows.jsonl",
-        "num_rows": 4,
-        "num_tokens": 72,
-        "num_trained_tokens": 47,
-        "longest": 20,
-    }
+    assert found["workload"] == {"num_rows": 4, "num_tokens": 80}
     assert len(steps["step_s"]) == 2
     assert speed["step_s"] == statistics.median(steps["step_s"])
-    assert speed["tokens_per_s"] == pytest.approx(72 / speed["step_s"])
+    assert speed["tokens_per_s"] == pytest.approx(80 / speed["step_s"])
     assert speed["tokens_per_s_per_device"] == speed["tokens_per_s"]
     assert speed["num_micro_batches"] == 2  # of 40 tokens at most
     for passes, optimizer, step in zip(
@@ -82,14 +75,14 @@ def test_a_file_of_rows_end_to_end(folder: Path, capsys: pytest.CaptureFixture[s
     ):
         assert 0 < optimizer < passes
         assert 0.5 * step < passes + optimizer <= step
-    flops = flops_by_hand([20, 20, 20, 12], 47)
+    flops = flops_by_hand([20] * 4, 76)
     assert speed["model_flops_per_step"] == pytest.approx(flops)
     rate = found["device"]["measured_flops_per_s"]
     assert speed["utilisation"]["step"] == {
         "of_measured": pytest.approx(flops / (speed["step_s"] * rate)),
         "of_datasheet": None,
     }
-    assert found["config"]["workload"] == "rows.jsonl"
+    assert found["config"]["rows"] == {"per_step": 4, "tokens": 20}
     memory, planned = found["memory"]["played_back"], found["memory"]["planned"]
     num_params = found["model"]["num_params"]
     for kind, num_bytes in {"weights": 4, "masters": 0, "gradients": 4, "optimizer": 8}.items():
@@ -197,18 +190,6 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "texts"),
     [
-        (["--workload=row"], ["'row' is neither `rows` nor a file"]),
-        (["--workload=bad.jsonl"], ["bad.jsonl, line 2: unknown key 'token'; did you mean tokens"]),
-        (["--workload=untrained.jsonl"], ["line 1: prompt_tokens is 9 of 9 tokens"]),
-        (["--workload=short.jsonl"], ["line 1: tokens is 1; allowed: "]),
-        (["--workload=empty.jsonl"], ["holds no rows"]),
-        (
-            ["--workload=rows.jsonl", "--trainer.max_tokens_per_microbatch=19"],
-            [
-                "trainer.max_tokens_per_microbatch is 19",
-                "less than the longest row (workload = 20)",
-            ],
-        ),
         (
             ["--rows.tokens=400", "--trainer.max_tokens_per_microbatch=300"],
             ["trainer.max_tokens_per_microbatch is 300", "rows.tokens = 400"],
@@ -235,10 +216,6 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mistakes(
     flags: list[str], texts: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "bad.jsonl").write_text('{"tokens": 9}\n{"token": 9}\n')
-    (folder / "untrained.jsonl").write_text('{"tokens": 9, "prompt_tokens": 9}\n')
-    (folder / "short.jsonl").write_text('{"tokens": 1}\n')
-    (folder / "empty.jsonl").write_text("\n")
     text = output(capsys, *BASE, *flags, code=2)
     assert "Traceback" not in text
     for part in texts:
@@ -267,17 +244,15 @@ def test_warnings() -> None:
             "model": {"path": "model", "init": "random", "exact": True},
             "run": {"device": "cuda"},
             "objective": "sft",
-            "workload": "rows.jsonl",
-            "rows": {"tokens": 9},
+            "rows": {"tokens": 9, "per_step": 4},
             "trainer": {"num_epochs": 2, "parity": {"enabled": False}},
         }
     )
-    messages = [finding.message for finding in findings(plan_here(cfg, 8), **train.rows_facts(cfg))]
+    messages = [finding.message for finding in findings(plan_here(cfg, 8))]
     for part in (
         "trainer.num_epochs is 2 and trainer.parity is set and have no effect",
-        "rows.tokens is 9 and has no effect",
         "since objective is sft: it makes trainer and engine",
-        "(workload), less than the number of processes (8)",
+        "(rows.per_step), less than the number of processes (8)",
     ):
         assert any(part in message for message in messages), (part, messages)
 
@@ -294,7 +269,7 @@ def test_processes_that_share_rows_all_have_some() -> None:
                 },
             }
         )
-        found = findings(plan_here(cfg, 4), **train.rows_facts(cfg))
+        found = findings(plan_here(cfg, 4))
         return [finding.message for finding in found if finding.level == "warning"]
 
     assert warnings(4) == []
@@ -304,21 +279,17 @@ def test_processes_that_share_rows_all_have_some() -> None:
     assert any("less than the number of processes (4)" in message for message in warnings(1))
 
 
-def test_rows_carry_what_the_objective_needs(folder: Path) -> None:
-    cfg = BenchTrainConfig.model_validate({"workload": "rows.jsonl"})
-    lengths = row_lengths(cfg)
-    assert lengths.tokens == (20, 20, 20, 12)
-    assert lengths.prompt_tokens == (8, 8, 8, 1)
-    rows = draw_rows(lengths, vocab_size=99, seed=3, objective="rl")
-    assert [row.num_tokens for row in rows] == [20, 20, 20, 12]
-    assert [row.num_trained for row in rows] == [12, 12, 12, 11]
-    assert not rows[3].loss_mask[0]
-    again = draw_rows(lengths, vocab_size=99, seed=3, objective="rl")
+def test_rows_carry_what_the_objective_needs() -> None:
+    cfg = RowsConfig(tokens=20, per_step=3)
+    rows = train.draw_rows(cfg, vocab_size=99, seed=3, objective="rl")
+    assert [(row.num_tokens, row.num_trained) for row in rows] == [(20, 19)] * 3
+    assert not rows[0].loss_mask[0]
+    again = train.draw_rows(cfg, vocab_size=99, seed=3, objective="rl")
     assert [row.token_ids for row in rows] == [row.token_ids for row in again]
     assert rows[0].token_ids != rows[1].token_ids
     assert max(token for row in rows for token in row.token_ids) < 99
-    assert all(row.advantages is not None and len(row.advantages) == 12 for row in rows[:3])
-    plain = draw_rows(lengths, vocab_size=99, seed=3, objective="sft")
+    assert all(row.advantages is not None and len(row.advantages) == 19 for row in rows)
+    plain = train.draw_rows(cfg, vocab_size=99, seed=3, objective="sft")
     assert all(row.advantages is None and row.rollout_logprobs is None for row in plain)
 
 

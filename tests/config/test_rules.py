@@ -534,7 +534,6 @@ ROWS: list[Row] = [
     ("bench engine", "engine.backend=vllm", "error", "engine.backend"),
     ("bench train", "trainer.num_epochs=2 trainer.parity.enabled=false", "warning",
      "trainer.num_epochs trainer.parity"),
-    ("bench train", "workload=train.jsonl rows.tokens=9", "warning", "rows.tokens workload"),
     ("bench train", "model.exact=true objective=sft", "warning", "model.exact objective"),
     ("bench train", "rows.tokens=5000 trainer.max_tokens_per_microbatch=9000", "error",
      "rows.tokens model.path"),

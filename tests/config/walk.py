@@ -175,7 +175,6 @@ def write_walk_inputs(folder: Path) -> None:
     write_jsonl(folder / "columns.jsonl", columns)
     (folder / "template.jinja").write_text("{% for m in messages %}1{{ m['content'] }}{% endfor %}")
     (folder / "lengths.jsonl").write_text('{"tokens": 7}\n{"tokens": 99}\n')
-    (folder / "rows.jsonl").write_text('{"tokens": 20, "n": 2}\n')
     (folder / "requests.jsonl").write_text('{"prompt_tokens": 4, "max_tokens": 3}\n')
     with (folder / "rewards.py").open("a") as file:
         file.write(

@@ -614,7 +614,6 @@ BENCH_TRAIN: dict[str, Row] = {
         )
     },
     "objective": Row("sft", "Trainer"),
-    "workload": Row("rows.jsonl", "numbers"),
     "rows.per_step": Row("3", "numbers"),
     "rows.tokens": Row("12", "numbers"),
     "steps": Row("2", "steps"),

@@ -22,11 +22,10 @@ from hone.algorithms.objective import PolicyObjective
 from hone.algorithms.sft import CrossEntropy
 from hone.bench.bench import model_folder
 from hone.bench.train_memory import MemoryProbe, MemoryUse, held_tensors
-from hone.bench.train_rows import RowLengths, draw_rows, row_lengths
 from hone.config.algorithm import AlgorithmConfig
+from hone.config.bench import RowsConfig
 from hone.config.hardware import gpu_peaks
 from hone.config.plan import RunPlan
-from hone.config.rules import Fact
 from hone.config.tree import BenchTrainConfig
 from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
@@ -44,9 +43,9 @@ from hone.planner.memory import (
 )
 from hone.planner.roofline import training_flops
 from hone.trainer.trainer import Trainer
-from hone.types import MicroBatch
+from hone.types import MicroBatch, Trajectory
 
-__all__ = ["Rates", "StepTime", "TrainResult", "bench_train", "planned_on_cpu", "rows_facts"]
+__all__ = ["Rates", "StepTime", "TrainResult", "bench_train", "draw_rows", "planned_on_cpu"]
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +81,6 @@ class TrainResult:
     """What `hone bench train` has found; of several processes the slowest or fullest."""
 
     cfg: BenchTrainConfig
-    lengths: RowLengths
     rates: Rates
     flops: float
     """Of one step by the model: forward and backward, nothing that is computed again."""
@@ -119,57 +117,55 @@ class TrainResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of rows, prompts too, over all devices."""
-        return self.lengths.num_tokens / self.typical.step_s
+        """Tokens of rows over all devices."""
+        return self.cfg.rows.per_step * self.cfg.rows.tokens / self.typical.step_s
 
     def utilisation(self, seconds: float, flops_per_s: float | None) -> float | None:
         """Model FLOPs over what the devices could have done in this time."""
         return None if flops_per_s is None else self.flops / (seconds * flops_per_s)
 
 
-def rows_facts(cfg: BenchTrainConfig) -> dict[str, Fact]:
-    """What rules must know of a file of rows.
-
-    Raises UserError for one that cannot be read.
-    """
-    if cfg.workload == "rows":
-        return {}
-    lengths = row_lengths(cfg)
-    return {
-        "longest": Fact(lengths.longest, "the longest row", "workload"),
-        "sequences_per_step": Fact(len(lengths), "the number of rows of a step", "workload"),
-    }
-
-
 def planned_on_cpu(plan: RunPlan) -> TrainingMemory | None:
-    """What a step takes at least; None for a model of an unknown shape.
-
-    Rows of other lengths than one fill the fullest micro-batch by half or more.
-    """
+    """What a step takes; None for a model of an unknown shape."""
     cfg = plan.config
     assert isinstance(cfg, BenchTrainConfig)
     if plan.shape is None or plan.problem is not None:
         return None
-    lengths, trainer, sizes = row_lengths(cfg), cfg.trainer, plan.policy.axes
-    rows, mean = -(-len(lengths) // sizes.data), lengths.num_tokens // len(lengths)
-    if trainer.micro_batch_size is not None:
-        most = min(trainer.micro_batch_size, rows) * mean
-    else:
-        budget = trainer.max_tokens_per_microbatch * sizes.context
-        is_even = len(set(lengths.tokens)) == 1
-        filled = budget // mean * mean if is_even else max(budget // 2, lengths.longest)
-        most = min(rows * mean, filled)
+    trainer, sizes, length = cfg.trainer, plan.policy.axes, cfg.rows.tokens
+    num_rows = -(-cfg.rows.per_step // sizes.data)
+    fitting = trainer.max_tokens_per_microbatch * sizes.context // length
+    most = min(num_rows, trainer.micro_batch_size or fitting)
     return planned_step(
         plan,
-        num_tokens=-(-most // sizes.context),
-        num_micro_batches=1 if rows * mean <= most else 2,
+        num_tokens=-(-most * length // sizes.context),
+        num_micro_batches=1 if num_rows <= most else 2,
     )
+
+
+def draw_rows(cfg: RowsConfig, *, vocab_size: int, seed: int, objective: str) -> list[Trajectory]:
+    """The rows of a step with random ids, each of a group of its own; every step has the same.
+
+    For `rl` they carry advantages and the log-probabilities of an even distribution.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[Trajectory] = []
+    for index in range(cfg.per_step):
+        row = Trajectory(
+            id=str(index),
+            token_ids=torch.randint(vocab_size, (cfg.tokens,), generator=generator).tolist(),
+            loss_mask=[False] + [True] * (cfg.tokens - 1),
+        )
+        if objective == "rl":
+            advantage = torch.randn(1, generator=generator)
+            row.advantages = advantage.expand(cfg.tokens - 1).clone()
+            row.rollout_logprobs = -torch.full((cfg.tokens - 1,), float(vocab_size)).log()
+        rows.append(row)
+    return rows
 
 
 def bench_train(cfg: BenchTrainConfig) -> TrainResult:
     """Take the steps. Collective over the processes that torchrun has started; every one of them
     gets the same result. Raises UserError where the model cannot be trained so."""
-    lengths = row_lengths(cfg)
     with model_folder(cfg.model) as folder, join(cfg.run, cfg.trainer.parallel) as (mesh, watch):
         model_cfg = cfg.model.as_trained(folder)
         config = load_config(model_cfg)
@@ -183,10 +179,10 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
             adapt(model, cfg.model.lora, seed=cfg.run.seed)
         num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         rows = draw_rows(
-            lengths, vocab_size=config.vocab_size, seed=cfg.run.seed, objective=cfg.objective
+            cfg.rows, vocab_size=config.vocab_size, seed=cfg.run.seed, objective=cfg.objective
         )
         probe = _Probe(mesh.device)
-        trainer = _trainer(cfg, model, mesh, lengths.longest)
+        trainer = _trainer(cfg, model, mesh)
         probe.watch(trainer)
         start_s = time.perf_counter() - start_s
 
@@ -216,12 +212,11 @@ def bench_train(cfg: BenchTrainConfig) -> TrainResult:
         shape = ModelShape.from_config(config.to_dict())
         result = TrainResult(
             cfg=cfg,
-            lengths=lengths,
             rates=rates,
             flops=training_flops(
                 shape,
-                lengths.tokens,
-                num_head_tokens=lengths.num_trained,
+                [cfg.rows.tokens] * cfg.rows.per_step,
+                num_head_tokens=cfg.rows.per_step * (cfg.rows.tokens - 1),
                 num_adapter_params=adapter_params(shape, cfg.model.lora) or None,
             ),
             num_params=num_params,
@@ -282,14 +277,14 @@ class _Probe:
         return time.perf_counter()
 
 
-def _trainer(cfg: BenchTrainConfig, model: PreTrainedModel, mesh: Mesh, longest: int) -> Trainer:
+def _trainer(cfg: BenchTrainConfig, model: PreTrainedModel, mesh: Mesh) -> Trainer:
     is_sft = cfg.objective == "sft"
     return Trainer(
         model,
         cfg.trainer.model_copy(update={"prompts_per_minibatch": None, "num_epochs": 1}),
         CrossEntropy()
         if is_sft
-        else PolicyObjective(AlgorithmConfig(), max_completion_tokens=longest),
+        else PolicyObjective(AlgorithmConfig(), max_completion_tokens=cfg.rows.tokens),
         total_steps=cfg.warmup_steps + cfg.steps + 1,
         seed=cfg.run.seed,
         exact=cfg.model.exact and not is_sft,

@@ -32,15 +32,10 @@ def write_file(result: TrainResult) -> None:
 
 def as_json(result: TrainResult) -> dict[str, Any]:
     """All numbers: seconds, bytes, FLOPs."""
-    lengths, rates, memory, typical = result.lengths, result.rates, result.memory, result.typical
+    rates, memory, typical = result.rates, result.memory, result.typical
+    rows = result.cfg.rows
     return {
-        "workload": {
-            "name": lengths.name,
-            "num_rows": len(lengths),
-            "num_tokens": lengths.num_tokens,
-            "num_trained_tokens": lengths.num_trained,
-            "longest": lengths.longest,
-        },
+        "workload": {"num_rows": rows.per_step, "num_tokens": rows.per_step * rows.tokens},
         "model": {
             "name": result.model_name,
             "num_params": result.num_params,
@@ -87,7 +82,9 @@ def as_json(result: TrainResult) -> dict[str, Any]:
 
 def print_table(result: TrainResult, console: Console) -> None:
     """Speed, then memory by kind beside what was planned."""
-    console.print(f"{result.model_name}, {_rows(result)}", style="bold", markup=False)
+    rows = result.cfg.rows
+    title = f"{result.model_name}: {rows.per_step:,} rows of {rows.tokens:,} tokens a step"
+    console.print(title, style="bold", markup=False)
     speed = Table("", box=None, show_header=False)
     speed.add_column(justify="right", no_wrap=True)
     for label, value in _speed(result):
@@ -162,14 +159,6 @@ def _planned(plan: TrainingMemory) -> dict[Kind, int]:
         "activations": plan.activations,
         "other": plan.reducing + max(plan.logits, plan.workspace),
     }
-
-
-def _rows(result: TrainResult) -> str:
-    lengths = result.lengths
-    return (
-        f"{lengths.name}: {len(lengths):,} rows, {lengths.num_tokens:,} tokens a step, "
-        f"{lengths.num_trained:,} of them trained"
-    )
 
 
 def _ms(seconds: float) -> str:

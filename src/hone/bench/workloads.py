@@ -7,19 +7,19 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from hone.bench.lines import read_lines
 from hone.config.base import Section
 from hone.config.bench import DecodeConfig
 from hone.config.errors import UserError
+from hone.config.schema import locate, nearest
 from hone.config.tree import BenchEngineConfig
 from hone.types import Request, SamplingParams
 
@@ -165,7 +165,7 @@ def read_requests(path: Path, *, seed: int, vocab_size: int) -> Workload:
     wrong."""
     rng = np.random.default_rng(seed)
     requests: list[Request] = []
-    for number, line in read_lines(path, _Line):
+    for number, line in _read_lines(path):
         wrong = [x for x in line.prompt_ids or () if not 0 <= x < vocab_size]
         if wrong:
             raise UserError(
@@ -178,6 +178,40 @@ def read_requests(path: Path, *, seed: int, vocab_size: int) -> Workload:
     if not requests:
         raise UserError(f"{path} holds no requests")
     return Workload(path.name, tuple(requests))
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, _Line]]:
+    """The lines with their numbers, from 1; blank ones are passed over."""
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, start=1):
+            if text.strip():
+                try:
+                    yield number, _Line.model_validate_json(text, strict=True)
+                except ValidationError as error:
+                    raise UserError(f"{path}, line {number}: {_explain(error)}") from error
+
+
+def _explain(error: ValidationError) -> str:
+    """The problem of a line. A misspelt key comes first: it explains one that is missing."""
+    details = error.errors(include_url=False)
+    detail = next((x for x in details if x["type"] == "extra_forbidden"), details[0])
+    path = [str(part) for part in detail["loc"]]
+    match detail["type"]:
+        case "json_invalid" | "model_type":
+            return f"no JSON object: {detail['msg']}"
+        case "extra_forbidden":
+            near = nearest(_Line, path)
+            keys = ", ".join(_Line.model_fields)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"allowed: {keys}"
+            return f"unknown key '{path[0]}'; {hint}"
+        case "missing":
+            return f"'{path[0]}' is required"
+        case "value_error":
+            return detail["msg"].removeprefix("Value error, ")
+        case _:
+            field = locate(_Line, path[:1])
+            assert field is not None, f"{path=}"
+            return f"{path[0]} is {detail['input']!r}; allowed: {field.allowed}"
 
 
 def _workload(

@@ -95,10 +95,10 @@ def _engine(arguments: Sequence[str]) -> int:
 
 def _train(arguments: Sequence[str]) -> int:
     def check(cfg: BenchTrainConfig, world_size: int | None) -> list[Finding]:
-        from hone.bench.train import planned_on_cpu, rows_facts
+        from hone.bench.train import planned_on_cpu
 
         plan = plan_here(cfg, world_size, starts=True)
-        found = findings(plan, **rows_facts(cfg))
+        found = findings(plan)
         if any(finding.level == "error" for finding in found) or not plan.is_on_cpu:
             return found
         step, num_local = planned_on_cpu(plan), processes().local_world_size

@@ -71,7 +71,7 @@ class BenchTrainModelConfig(BenchModelConfig):
 
 
 class RowsConfig(Section):
-    """The workload `rows`: rows of one length, of which every token but the first is trained."""
+    """Rows of one length and random ids, of which every token but the first is trained."""
 
     per_step: int = Field(default=64, ge=1)
     """Rows of an optimizer step, over all devices."""

@@ -170,10 +170,6 @@ class BenchTrainConfig(Section):
     """The trainer, as in a run; a step of the benchmark is one optimizer step."""
     objective: Literal["rl", "sft"] = "rl"
     """Whose step is taken: that of `hone rl`, with entropies, or that of `hone sft`."""
-    workload: str = "rows"
-    """`rows`: rows of one length. Or a JSONL file of the rows of one step; a line has `tokens` (the
-    length) and where wanted `prompt_tokens` (how many of them are not trained, 1) and `n` (rows of
-    this length). Token ids are random."""
     rows: RowsConfig = RowsConfig()
     steps: int = Field(default=5, ge=1)
     """Optimizer steps that are measured."""

@@ -57,7 +57,7 @@ class Alarm:
         return f"{self.metric} is {self.value:.4g} (limit {self.limit:.4g}). {self.advice}"
 
     def fields(self) -> dict[str, Any]:
-        """Everything, for `Logger.event`."""
+        """Everything, for `RunLog.event`."""
         return asdict(self)
 
 

@@ -132,7 +132,7 @@ class Console:
         self._console = output or RichConsole(highlight=False, soft_wrap=True)
         self._lines = 0
         self._total_steps = total_steps
-        self._untold_s = math.inf
+        self._unreported_s = math.inf
         """How long steps have taken since the last line."""
         self._shown_at = 0.0
         self._waited_at = -math.inf
@@ -166,11 +166,11 @@ class Console:
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """Print the line of a finished step, unless another was just printed, and move the bar."""
         self._progress.update(self._task, completed=step, doing="")
-        self._untold_s += scalars.get("time/step_s", math.inf)
-        is_due = self._untold_s >= _LINE_EVERY_S or step == self._total_steps
+        self._unreported_s += scalars.get("time/step_s", math.inf)
+        is_due = self._unreported_s >= _LINE_EVERY_S or step == self._total_steps
         if is_due or not scalars.keys().isdisjoint(_EVALUATIONS):
             self._print_step(step, scalars)
-            self._untold_s = 0.0
+            self._unreported_s = 0.0
 
     def _print_step(self, step: int, scalars: Mapping[str, float]) -> None:
         is_supervised = "train/loss" in scalars or "eval/loss" in scalars

@@ -49,7 +49,7 @@ _KEY = "run.dir"
 
 
 class _JsonLines:
-    """An append-only file of JSON rows; opening it may cut off the rows of a later life."""
+    """An append-only file of JSON rows; opening it cuts off the steps that are computed again."""
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
         if path.exists():

@@ -112,7 +112,7 @@ class ForkServer:
                         _kill_worker(worker)
             if self.child_ended in ready:
                 self.child_ended.recv(1 << 12)
-                self._bury_dead()
+                self._handle_exits()
             self._dispatch()
 
     def shut_down(self) -> None:
@@ -244,7 +244,7 @@ class ForkServer:
         taken_s = time.monotonic() - now
         self.next_count = now + max(_COUNT_S, taken_s / _COUNT_SHARE)
 
-    def _bury_dead(self) -> None:
+    def _handle_exits(self) -> None:
         for worker, status in self._reap():
             with contextlib.suppress(OSError):
                 os.killpg(worker.pid, signal.SIGKILL)  # where no orphans are adopted (macOS)

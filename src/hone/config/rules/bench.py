@@ -62,7 +62,6 @@ RULES = (
     # The trainer.
     unused("trainer.(prompts_per_minibatch|num_epochs|enable_sleep|parity)", only=("bench train",),
            why="a step of the benchmark is one optimizer step"),
-    unused("rows.*", "workload != rows", instead="workload = rows"),
     error("@longest > @context_length", only=("bench train",),
           fix="use rows of at most {context_length} tokens"),
     # The simulation.

@@ -28,7 +28,7 @@ _SIZES = "trainer.parallel.ring_size x trainer.parallel.ulysses_size"
 @fact
 def longest(view: View) -> Fact:
     """Tokens of the longest row that is trained."""
-    if view.command == "bench train" and view["workload"] == "rows":
+    if view.command == "bench train":
         return Fact(view["rows.tokens"], "the longest row", "rows.tokens")
     tokens = view.plan.max_sequence_tokens
     if tokens is None:
@@ -71,7 +71,7 @@ def completion_limit(view: View) -> int:
 @fact
 def sequences_per_step(view: View) -> Fact:
     """Rows of an optimizer step, over all devices."""
-    if view.command == "bench train" and view["workload"] == "rows":
+    if view.command == "bench train":
         return Fact(view["rows.per_step"], "the number of rows of a step", "rows.per_step")
     if view.plan.batch is None:
         raise NotKnownError("sequences_per_step")
