@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from hone.config.pipeline import PipelineConfig
+from hone.config.rollout import RolloutConfig
 from hone.rewards.scorer import ScorerStats
-from hone.rollout.collector import Collector
+from hone.rollout.collector import Collector, SingleProcess
 from hone.types import (
     Completion,
     EngineStats,
@@ -183,3 +186,25 @@ def collect(collector: Collector, version: int) -> list[Group]:
     """The groups of the update from `version` to the next, by a fake engine that holds it."""
     collector.engine.weight_version = version  # type: ignore[misc]
     return collector.collect(version + 1)
+
+
+def make_collector(
+    *,
+    engine: FakeEngine | None = None,
+    scorer: FakeScorer | None = None,
+    prompts: CyclicPrompts | None = None,
+    pipeline: dict[str, Any] | None = None,
+    comm: Any = None,
+    **rollout: Any,
+) -> Collector:
+    """A collector of fakes, with these settings of `rollout` and `pipeline`."""
+    return Collector(
+        engine=engine or FakeEngine(),
+        scorer=scorer or FakeScorer(),
+        prompts=prompts or CyclicPrompts(),
+        rollout_cfg=RolloutConfig.model_validate(rollout),
+        pipeline_cfg=PipelineConfig.model_validate(pipeline or {}),
+        decode=lambda ids: " ".join(map(str, ids)),
+        seed=7,
+        comm=comm or SingleProcess(),
+    )

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config.pipeline import PipelineConfig
-from hone.config.rollout import RolloutConfig
 from hone.observe.metrics import to_scalars
 from hone.rewards.scorer import FailureRateError
 from hone.rollout.collector import Collector
@@ -20,24 +18,22 @@ from hone.rollout.metrics import rollout_metrics
 from hone.rollout.requests import request_seed
 from hone.rollout.state import group_to_dict
 from hone.types import FailureKind, Group, Prompt, Reward, Sample, StopReason
-from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, collect, draw, prompt
+from tests.rollout.fakes import (
+    CyclicPrompts,
+    FakeEngine,
+    FakeScorer,
+    collect,
+    draw,
+    make_collector,
+    prompt,
+)
 
 
 def make(
     scorer: FakeScorer | None = None, engine: FakeEngine | None = None, **options: Any
 ) -> Collector:
-    cfg = RolloutConfig.model_validate(
-        {"prompts_per_step": 4, "n_samples_per_prompt": 3, "max_completion_tokens": 12} | options
-    )
-    return Collector(
-        engine=engine or FakeEngine(),
-        scorer=scorer or FakeScorer(),
-        prompts=CyclicPrompts(),
-        rollout_cfg=cfg,
-        pipeline_cfg=PipelineConfig(),
-        decode=lambda ids: " ".join(map(str, ids)),
-        seed=7,
-    )
+    sizes = {"prompts_per_step": 4, "n_samples_per_prompt": 3, "max_completion_tokens": 12}
+    return make_collector(scorer=scorer, engine=engine, **sizes | options)
 
 
 def tokens(groups: list[Group]) -> list[tuple[str, list[list[int]]]]:

@@ -17,8 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config.pipeline import PipelineConfig
-from hone.config.rollout import RolloutConfig
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import to_scalars
 from hone.planner.staleness import batches_ahead, choose, too_late
@@ -31,12 +29,12 @@ from hone.rollout.metrics import rollout_metrics
 from hone.rollout.state import group_to_dict
 from hone.types import Completion, FailureKind, Group, Request, Sample, StopReason
 from tests.rollout.fakes import (
-    CyclicPrompts,
     FakeEngine,
     FakeScorer,
     LateEngine,
     collect,
     draw,
+    make_collector,
     prompt,
 )
 
@@ -65,15 +63,18 @@ def make(
     pipeline: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> Collector:
-    return Collector(
+    return make_collector(
         engine=engine or FakeEngine(length=heavy_tailed),
-        scorer=scorer or FakeScorer(),
-        prompts=CyclicPrompts(),
-        rollout_cfg=RolloutConfig.model_validate(BASE | rollout),
-        pipeline_cfg=PipelineConfig.model_validate({"enabled": True} | (pipeline or {})),
-        decode=lambda ids: " ".join(map(str, ids)),
-        seed=7,
+        scorer=scorer,
+        pipeline={"enabled": True} | (pipeline or {}),
+        **BASE | rollout,
     )
+
+
+def oversampled() -> Collector:
+    """One that is not ahead of the training."""
+    engine = FakeEngine(length=heavy_tailed)
+    return make_collector(engine=engine, **BASE, oversample_prompts=4)
 
 
 def bring_weights(collector: Collector, version: int) -> None:
@@ -92,24 +93,6 @@ def test_a_batch_does_not_wait_for_scores_that_cannot_save_it(ahead: int) -> Non
     with pytest.raises(FailureRateError, match="have no reward"):
         collect(collector, 0)
     assert scorer.pending
-
-
-@given(rate=st.sampled_from([0.0, 0.1, 0.3]), limit=st.sampled_from([0.0, 0.1, 0.2]))
-@settings(max_examples=30, deadline=None)
-def test_a_batch_ends_early_only_where_it_would_fail(rate: float, limit: float) -> None:
-    def fails(sample: Sample) -> FailureKind | None:
-        return FailureKind.TIMEOUT if draw("fails", sample.id) % 100 < 100 * rate else None
-
-    whole, early = (make(scorer=FakeScorer(delay=9, fails=fails)) for _ in range(2))
-    early.max_failure_rate = limit
-    for version in range(3):
-        samples = [sample for group in collect(whole, version) for sample in group.samples]
-        num_failed = sum(sample.failure is not None for sample in samples)
-        if num_failed > limit * len(samples):
-            return
-        collect(early, version)
-        for collector in (whole, early):
-            bring_weights(collector, version + 1)
 
 
 def batches(
@@ -211,15 +194,7 @@ def test_R19_staleness_0_is_the_synchronous_run(name: str, too_old: str, in_flig
         **options,
     )
     engine = FakeEngine()
-    rollout = Collector(
-        engine=engine,
-        scorer=FakeScorer(delay=1),
-        prompts=CyclicPrompts(),
-        rollout_cfg=collector.rollout_cfg,
-        pipeline_cfg=PipelineConfig(),
-        decode=collector.decode,
-        seed=7,
-    )
+    rollout = make_collector(engine=engine, scorer=FakeScorer(delay=1), **BASE | options)
     sizes = set[int]()
     for version, groups in enumerate(batches(collector, 8)):
         expected = collect(rollout, version)
@@ -364,15 +339,7 @@ NUM_BIAS_STEPS = 400
 
 
 def test_R19_oversampling_has_no_length_bias() -> None:
-    rollout = Collector(
-        engine=FakeEngine(length=heavy_tailed),
-        scorer=FakeScorer(),
-        prompts=CyclicPrompts(),
-        rollout_cfg=RolloutConfig.model_validate(BASE | {"oversample_prompts": 4}),
-        pipeline_cfg=PipelineConfig(),
-        decode=str,
-        seed=7,
-    )
+    rollout = oversampled()
     trained: list[int] = []
     for step in range(NUM_BIAS_STEPS):
         trained += prompts_of(collect(rollout, step))
@@ -626,15 +593,7 @@ def test_a_run_that_goes_on_with_less_staleness_drops_what_cannot_meet_it(too_ol
 
 
 def test_an_oversampled_run_may_be_resumed_ahead() -> None:
-    rollout = Collector(
-        engine=FakeEngine(length=heavy_tailed),
-        scorer=FakeScorer(),
-        prompts=CyclicPrompts(),
-        rollout_cfg=RolloutConfig.model_validate(BASE | {"oversample_prompts": 4}),
-        pipeline_cfg=PipelineConfig(),
-        decode=str,
-        seed=7,
-    )
+    rollout = oversampled()
     trained = prompts_of(collect(rollout, 1))
     collector = make()
     collector.load_state_dict(json.loads(json.dumps(rollout.state_dict())))

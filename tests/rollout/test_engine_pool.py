@@ -28,7 +28,6 @@ from hone.rollout.evaluate import evaluate
 from hone.types import (
     Completion,
     EngineLostError,
-    EngineStats,
     FailureKind,
     Request,
     SamplingParams,
@@ -39,69 +38,39 @@ from hone.weights.receiver import WeightReceiver
 from tests.engine.conftest import make_models  # noqa: F401  a fixture
 from tests.engine.test_generation import assert_equal, make_requests, run
 from tests.engine.test_sync import change_weights, push
-from tests.rollout.fakes import draw, prompt
+from tests.rollout.fakes import FakeEngine, draw, prompt
 
 DEADLINE_S = 60.0
 """For what should have happened long before, were the machine not busy."""
 
 
-class Toy:
+class Toy(FakeEngine):
     """Token t of a request is a function of its seed and t; one a step."""
 
     def __init__(self, *, step_s=0.0):
-        self.weight_version = 0
+        super().__init__(length=length)
         self.step_s = step_s
-        self.running = {}
-        self.num_steps = 0
         self.is_held = False
 
     def submit(self, requests):
         for request in requests:
             if request.sampling.max_tokens > 99:
                 raise ValueError(f"request {request.id!r} can never fit")
-        for request in requests:
-            assert request.id not in self.running
-            resumed = request.resumed
-            tokens = list(resumed.token_ids) if resumed else []
-            self.running[request.id] = (request, tokens, [self.weight_version] * len(tokens))
+        super().submit(requests)
 
     def step(self):
         time.sleep(self.step_s)
         if self.is_held:
             time.sleep(0.002)
             return []
-        self.num_steps += 1
-        done = []
-        for request, tokens, versions in list(self.running.values()):
-            tokens.append(token(request, len(tokens)))
-            versions.append(self.weight_version)
-            if len(tokens) == length(request):
-                done.append(self.completion(request.id, StopReason.LENGTH))
-        return done
-
-    def completion(self, name, reason):
-        _, tokens, versions = self.running.pop(name)
-        return Completion(
-            request_id=name,
-            token_ids=tokens,
-            logprobs=[-1.0] * len(tokens),
-            weight_versions=versions,
-            stop_reason=reason,
-        )
+        return super().step()
 
     def abort(self, names):
-        return [self.completion(name, StopReason.ABORT) for name in names if name in self.running]
-
-    @property
-    def has_unfinished(self):
-        return bool(self.running)
+        return super().abort([name for name in names if name in self._running])
 
     def receive(self, spec, rank):
         del rank
         self.weight_version = spec
-
-    def stats(self):
-        return EngineStats(num_running=len(self.running), num_steps=self.num_steps)
 
 
 def token(request, position):
@@ -372,7 +341,7 @@ class Poisoned(Toy):
     """Dies in the first step of a certain request."""
 
     def step(self):
-        if "step-1/0" in self.running:
+        if "step-1/0" in self._running:
             raise ZeroDivisionError("poison")
         return super().step()
 
@@ -832,7 +801,7 @@ class FakeHost:
         if self.is_dead or self.is_hung:
             return False
         coming = {r.id for answer in self.submits if not answer.is_done for r in answer.args[0]}
-        return bool((coming | self.engine.running.keys()) & set(names))
+        return bool((coming | self.engine._running.keys()) & set(names))
 
     def kill(self):
         self.is_dead = self.was_killed = True

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 
-from hone.config.pipeline import PipelineConfig
-from hone.config.rollout import RolloutConfig
 from hone.config.run import EvaluationConfig
 from hone.rollout import buffer as buffer_module
 from hone.rollout import collector as collector_module
 from hone.rollout.collector import Collector, SingleProcess
-from hone.rollout.counts import RolloutCounts
 from hone.rollout.evaluate import evaluate
 from hone.rollout.state import group_to_dict
-from tests.rollout.fakes import CyclicPrompts, FakeEngine, FakeScorer, collect, prompt
+from tests.rollout.fakes import (
+    CyclicPrompts,
+    FakeEngine,
+    FakeScorer,
+    collect,
+    make_collector,
+    prompt,
+)
 
 NUM_STEPS = 5
 TIMEOUT_S = 20.0
@@ -81,23 +85,14 @@ def in_threads(size: int, work: Callable[[Thread], Any]) -> list[Any]:
         return [future.result() for future in futures]
 
 
-def make(cfg: RolloutConfig, comm: Any, prompts: CyclicPrompts) -> Collector:
-    return Collector(
-        engine=FakeEngine(),
-        scorer=FakeScorer(delay=3),
-        prompts=prompts,
-        rollout_cfg=cfg,
-        pipeline_cfg=PipelineConfig(),
-        decode=lambda ids: " ".join(map(str, ids)),
-        seed=7,
-        comm=comm,
-    )
+def make(settings: dict[str, Any], comm: Any, prompts: CyclicPrompts) -> Collector:
+    return make_collector(scorer=FakeScorer(delay=3), prompts=prompts, comm=comm, **settings)
 
 
-def collected(cfg: RolloutConfig, comm: Any, num_steps: int = NUM_STEPS) -> list[Any]:
+def collected(settings: dict[str, Any], comm: Any, num_steps: int = NUM_STEPS) -> list[Any]:
     """The groups of each step, with the weights of a version of their own, and the last state."""
     prompts = CyclicPrompts()
-    collector = make(cfg, comm, prompts)
+    collector = make(settings, comm, prompts)
     found: list[Any] = []
     for step in range(num_steps):
         groups = collect(collector, step)
@@ -127,9 +122,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(name: str) -> RolloutConfig:
+def config(name: str) -> dict[str, Any]:
     base = {"prompts_per_step": 8, "n_samples_per_prompt": 4, "max_completion_tokens": 20}
-    return RolloutConfig.model_validate(base | SETTINGS[name])
+    return base | SETTINGS[name]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -201,18 +196,6 @@ def test_R21_planted_sharing(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises((AssertionError, KeyError, threading.BrokenBarrierError)):
         check()
-
-
-def test_counts_of_processes() -> None:
-    both = RolloutCounts.over(
-        [
-            RolloutCounts(1, 2, 3, num_prompt_tokens=10, engine_busy_s=1.5, max_kv_cache_usage=0.5),
-            RolloutCounts(1, 2, 3, num_prompt_tokens=5, engine_busy_s=2.0, reward_p99_s=0.25),
-        ]
-    )
-    assert both == RolloutCounts(
-        1, 2, 3, num_prompt_tokens=15, engine_busy_s=3.5, max_kv_cache_usage=0.5, reward_p99_s=0.25
-    )
 
 
 def evaluated(comm: Any, num_prompts: int) -> list[Any]:

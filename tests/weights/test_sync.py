@@ -113,16 +113,6 @@ def test_R3_aliased_weights_are_proven_but_not_moved() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in export_weights(trainer))
 
 
-def test_R3_tied_head_follows_its_embedding() -> None:
-    trainer, engine = Policy(), ModuleEngine(Policy())
-    sync = make_sync(trainer, engine)
-    sync.push(1)
-    with torch.no_grad():
-        trainer.embed.weight[3, 4] += 1
-    sync.push(2)
-    assert torch.equal(engine.model.head.weight, trainer.embed.weight)
-
-
 Pairs = Sequence[tuple[Tensor, Tensor]]
 Deliver = Callable[[Pairs], int]
 
@@ -334,19 +324,6 @@ def test_R3_embedded_engine_samples_with_what_was_sent(
         tokens, logprobs, versions = generate(engine)
         assert (tokens, logprobs) == cold[:2]
         assert versions == [version] * 12
-
-
-def test_R2_embedded_engine_refuses_tokens_before_confirmation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = tiny(tmp_path, family="qwen3", tied=True)
-    engine = embedded(tiny(tmp_path, family="qwen3", tied=True))
-    randomise(engine.model)
-    monkeypatch.setattr(sync_module, "deliver", lambda pairs: 0)
-    with pytest.raises(RuntimeError, match="different"):
-        make_sync(trainer, engine).push(1)
-    with pytest.raises(RuntimeError, match="sync"):
-        generate(engine)
 
 
 def test_R3_embedded_engine_on_the_trainers_own_tensors(tmp_path: Path) -> None:
