@@ -19,8 +19,7 @@ from typing import Any
 
 from hone.config.tree import RLConfig
 from hone.engine.worker import EngineWorker
-from hone.loops.remote import Pools
-from hone.loops.workers import build_engine_worker
+from hone.loops.workers import Pools, build_engine_worker
 from hone.rollout.engine_pool import EnginePool
 from hone.types import EngineLostError
 
@@ -53,7 +52,7 @@ def process_pools(cfg: RLConfig) -> Generator[Pools]:
     with closing(pool):
         for worker in workers:
             worker.made.result(STARTING_S)
-        yield Pools(pool, host="127.0.0.1")
+        yield Pools(pool)
 
 
 class ProcessWorker:

@@ -77,7 +77,7 @@ def completion_length(number: int, index: int, work: dict[str, Any]) -> int:
 def given_lengths(work: dict[str, Any], record: Path) -> Generator[None]:
     """Inside, requests have lengths of their own; when groups begin and samples end is written to
     `record`. Nothing is saved at the end of a run."""
-    from hone.loops.step import Saver
+    from hone.loops.saving import Saver
     from hone.rollout import buffer
 
     make_requests, make_sample = buffer.requests_for, buffer.sample_of
@@ -98,7 +98,7 @@ def given_lengths(work: dict[str, Any], record: Path) -> Generator[None]:
             mock.patch.object(buffer, "requests_for", requests_for),
             mock.patch.object(buffer, "sample_of", sample_of),
             mock.patch.object(Saver, "after", return_value=False),
-            mock.patch("hone.loops.reinforce.export", return_value=None),
+            mock.patch("hone.loops.run.export", return_value=None),
         ):
             yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ def tiny_config(inputs: Path, run_dir: Path, **sections: dict[str, Any]) -> RLCo
     for name, overrides in sections.items():
         tree[name] = tree.get(name, {}) | overrides
     return RLConfig.model_validate(tree)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON lines file; none where there is no such file."""
+    return [json.loads(line) for line in file.open(encoding="utf-8")] if file.exists() else []
 
 
 def learning_config(inputs: Path, run_dir: Path, *, seed: int, **sections: Any) -> RLConfig:

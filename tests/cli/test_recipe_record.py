@@ -11,7 +11,7 @@ from hone.cli import rl
 from hone.cli.main import main
 from hone.config.rules import Finding
 from hone.loops import reinforce
-from hone.loops.step import Outcome
+from hone.loops.run import Outcome
 
 RECIPE = """\
 model: {path: org/model}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -14,11 +13,11 @@ import psutil
 import pytest
 
 from hone.config.load import dump_config
-from tests.tiny_runs import tiny_config, write_inputs
+from tests.tiny_runs import lines, tiny_config, write_inputs
 
 pytest.importorskip("ray")
 
-from hone.cluster import actors
+from hone.distributed import ray as on_ray
 
 
 def test_gloo_takes_the_interface_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +33,11 @@ def test_gloo_takes_the_interface_of_ray(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
     for own, found in (("10.9.0.1", {"GLOO_SOCKET_IFNAME": "eth1"}), ("10.9.0.2", {})):
-        monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda own=own: own)
-        assert actors.network_environment() == found
+        monkeypatch.setattr(on_ray.ray.util, "get_node_ip_address", lambda own=own: own)
+        assert on_ray.network_environment() == found
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # of somebody who knows better
-    monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda: "10.9.0.1")
-    assert actors.network_environment() == {}
+    monkeypatch.setattr(on_ray.ray.util, "get_node_ip_address", lambda: "10.9.0.1")
+    assert on_ray.network_environment() == {}
 
 
 @pytest.mark.slow
@@ -74,7 +73,7 @@ def test_two_nodes_with_an_engine_each(tmp_path: Path, monkeypatch: pytest.Monke
     finally:
         cluster.shutdown()
     assert run.returncode == 0, run.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = lines(tmp_path / "run/metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert rows[0]["off_policy/parity/kl"] < 1e-6
     assert "is lost" not in run.stderr

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import psutil
 import pytest
 
 from hone.config.load import dump_config
-from tests.tiny_runs import tiny_config, write_inputs
+from tests.tiny_runs import lines, tiny_config, write_inputs
 
 pytest.importorskip("ray")
 
@@ -93,14 +91,9 @@ def kill_one(run: subprocess.Popen[str], of: int, kind: str = "EngineRank") -> N
     found[-1].send_signal(signal.SIGKILL)
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def check_trained_once(folder: Path, steps: int) -> None:
     """Every prompt that was trained had all its samples, once."""
-    lines = (folder / "samples.jsonl").read_text().splitlines()
-    samples: Sequence[dict[str, Any]] = [json.loads(line) for line in lines]
+    samples = lines(folder / "samples.jsonl")
     counts = Counter(sample["prompt_id"] for sample in samples)
     assert len(samples) == steps * PROMPTS * SAMPLES
     assert set(counts.values()) == {SAMPLES}
@@ -134,7 +127,7 @@ def test_R11_killed_engines_are_replaced_and_no_sample_is_lost_or_trained_twice(
     output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, output
     assert "is lost and replaced (restart 2 of at most 3)" in output, output
-    assert len(rows_of(rows.parent)) == steps
+    assert len(lines(rows)) == steps
     check_trained_once(rows.parent, steps)
 
 
@@ -156,8 +149,8 @@ def test_R11_a_dead_ray_node_ends_the_run_and_is_named(
     assert told.startswith("the Ray node of this host, "), output
     assert "/logs'" in told
     assert "goes on from the last checkpoint" in told
-    events = (folder / "dead-run" / "events.jsonl").read_text().splitlines()
-    lost = [event for event in map(json.loads, events) if event["kind"] == "engine_lost"]
+    events = lines(folder / "dead-run" / "events.jsonl")
+    lost = [event for event in events if event["kind"] == "engine_lost"]
     assert [(event["name"], event["restart"]) for event in lost] == [("engine 0", 1)]
     assert not psutil.wait_procs(processes, timeout=10.0)[1]
 
@@ -176,9 +169,9 @@ def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
     run = start(path)
     rows = folder / "ranks-run" / "metrics.jsonl"
     wait_for_row(run, rows, 2)
-    assert rows_of(rows.parent)[0]["off_policy/parity/kl"] < 1e-6
+    assert lines(rows)[0]["off_policy/parity/kl"] < 1e-6
     kill_one(run, 2)
-    wait_for_row(run, rows, len(rows_of(rows.parent)) + 3)
+    wait_for_row(run, rows, len(lines(rows)) + 3)
     processes = psutil.Process(run.pid).children(recursive=True)
     os.kill(run.pid, signal.SIGINT)
     output, _ = run.communicate(timeout=LIMIT_S)
@@ -186,7 +179,7 @@ def test_R11_two_trainers_and_an_engine_of_two_ranks(folder: Path) -> None:
     assert "(restart 1 of at most 3)" in output, output
     assert "stopped and saved after step" in output, output
     assert not psutil.wait_procs(processes, timeout=30.0)[1]
-    check_trained_once(rows.parent, len(rows_of(rows.parent)))
+    check_trained_once(rows.parent, len(lines(rows)))
 
 
 @pytest.mark.slow
@@ -205,7 +198,7 @@ def test_R11_a_killed_reference_is_replaced(folder: Path, roles: dict[str, int])
     output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, output
     assert "is lost and replaced (restart 1 of at most 3)" in output, output
-    found = rows_of(rows.parent)
+    found = lines(rows)
     assert [row["step"] for row in found] == list(range(1, steps + 1))
     assert found[-1]["policy/ref_kl"] > 0 == pytest.approx(found[0]["policy/ref_kl"], abs=1e-6)
     check_trained_once(rows.parent, steps)

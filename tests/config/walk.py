@@ -360,15 +360,16 @@ class Recorder(contextlib.ExitStack):
 
     def _fake_ray(self, patch: pytest.MonkeyPatch) -> None:
         """What a run with engines apart builds, up to its rollout, on a Ray that does nothing."""
-        import hone.cluster.pools as on_ray
-        from hone.loops import remote
+        import hone.distributed.ray as on_ray
+        from hone.loops import reinforce, workers
 
-        for name in ("ray", "placement_group", "remove_placement_group", "_start", "_await"):
+        for name in ("ray", "placement_group", "remove_placement_group", "RayWorker"):
             patch.setattr(on_ray, name, MagicMock())
         patch.setattr(on_ray, "own_node", lambda: {"Alive": True})
-        self._record(patch, on_ray, "EnginePool", name="EnginePool", result=MagicMock())
-        self._record(patch, remote, "BroadcastSync", name="BroadcastSync", result=MagicMock())
-        self._record(patch, remote, "Collector", name="Collector", result=_stop)
+        self._record(patch, workers, "EnginePool", name="EnginePool", result=MagicMock())
+        self._record(patch, reinforce, "BroadcastSync", name="BroadcastSync", result=MagicMock())
+        self._record(patch, reinforce, "Collector", name="Collector")
+        self._record(patch, reinforce, "Rank0Collector", result=_stop)
 
     def _record(
         self,

@@ -78,4 +78,4 @@ def test_nobody_else_reads_the_environment_of_torchrun():
     assert readers == ["processes.py"]
     tree = [path for path in package.rglob("*.py") if '"WORLD_SIZE"' in path.read_text()]
     # Read, and set: for trainers, and for the ranks of an engine.
-    assert sorted(path.name for path in tree) == ["actors.py", "processes.py", "spawn.py"]
+    assert sorted(path.name for path in tree) == ["processes.py", "ray.py", "spawn.py"]

@@ -35,13 +35,13 @@ from hone.config.engine import EngineConfig
 from hone.config.model import ModelConfig
 from hone.config.trainer import TrainerConfig
 from hone.engine import EmbeddedEngine
-from hone.loops.parity import measure_parity
 from hone.models.exact_decoder import ExactOps
 from hone.models.load import load_model
 from hone.models.tiny import make_model_folder
 from hone.observe.metrics import to_scalars
 from hone.trainer.trainer import Trainer
 from hone.types import Request, SamplingParams, Trajectory
+from hone.weights.parity import measure_parity
 from tests.gpu.engine_check import decode_speed, finish
 from tests.gpu.sections import Run, release
 from tests.gpu.timing import wall_ms

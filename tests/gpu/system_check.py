@@ -32,7 +32,6 @@ from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.trainer import ParityConfig, TrainerConfig
 from hone.engine import EmbeddedEngine
-from hone.loops.parity import check_parity, measure_parity
 from hone.models.decoder import alias_module, head_weight
 from hone.models.load import load_model
 from hone.models.manifest import build_manifest
@@ -41,6 +40,7 @@ from hone.trainer.logprobs import token_logprobs
 from hone.trainer.policy import StaleWeightsError
 from hone.trainer.trainer import Trainer
 from hone.types import Request, SamplingParams, Trajectory
+from hone.weights.parity import check_parity, measure_parity
 from hone.weights.sync import WeightSync
 from tests.gpu.sections import Run
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -10,10 +14,11 @@ from pathlib import Path
 import pytest
 from tests.tiny_runs import tiny_config, write_inputs
 
+from hone.config.load import dump_config
 from hone.config.tree import RLConfig, SFTConfig
 from hone.data.arithmetic import generate, write_jsonl
 from hone.loops.launch import launch
-from hone.loops.parts import RLParts, assemble
+from hone.loops.reinforce import RLRun, build_run
 from hone.loops.workers import thread_pools
 
 MakeConfig = Callable[..., RLConfig]
@@ -58,15 +63,29 @@ def sft_config(inputs: Path, tmp_path: Path) -> SFTConfig:
 
 
 @contextmanager
-def assembled(cfg: RLConfig) -> Generator[RLParts]:
-    """The parts of a run that has been launched."""
-    with (
-        launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg) as begin,
-        assemble(cfg, begin, thread_pools) as parts,
-    ):
-        yield parts
+def built_run(cfg: RLConfig) -> Generator[RLRun]:
+    """A run that has been launched and built."""
+    with launch(cfg) as start, build_run(cfg, start, thread_pools) as run:
+        yield run
 
 
-def has_a_row(file: Path) -> bool:
-    """Whether `metrics.jsonl` has a whole line: the last may be half written."""
-    return file.exists() and "\n" in file.read_text()
+def start_hone(cfg: RLConfig, folder: Path, *flags: str) -> subprocess.Popen[bytes]:
+    """`hone rl` in a session of its own."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(dump_config(cfg))
+    return subprocess.Popen(
+        [sys.executable, "-m", "hone", "rl", str(recipe), *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for_row(process: subprocess.Popen[bytes], cfg: RLConfig, number: int = 1) -> None:
+    """Until so many rows are whole: the last may be half written."""
+    file, deadline = cfg.run.dir / "metrics.jsonl", time.monotonic() + 150
+    while not file.exists() or file.read_text().count("\n") < number:
+        assert process.poll() is None, process.communicate()[0].decode()
+        assert time.monotonic() < deadline, "no step in time"
+        time.sleep(0.005)

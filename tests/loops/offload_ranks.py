@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.loops.conftest import assembled
+from tests.loops.conftest import built_run
 from tests.tiny_runs import tiny_config, write_inputs
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -48,12 +48,12 @@ def train(inputs: Path, folder: Path, trainer: dict[str, Any]) -> tuple[dict[str
         algorithm={"correction": {"kind": "tis"}},
         eval={"at_start": False, "at_end": False, "max_completion_tokens": 8},
     )
-    with assembled(cfg) as parts:
-        engine, policy = parts.engine, parts.trainer.policy
+    with built_run(cfg) as run:
+        engine, policy = run.sampling.engine, run.trainer.policy
         assert isinstance(engine, EmbeddedEngine)
-        parts.weights.push(version=0)
+        run.sampling.weights.push(version=0)
         before = {name: tensor.clone() for name, tensor in engine.named_weights()}
-        loop.train(parts)
+        loop.train(run)
         sampled = {name: tensor.clone() for name, tensor in engine.named_weights()}
         masters = {n: whole(master) for n, master in policy.masters.items()}
         wrong = {

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
-from tests.loops.test_processes import ALL_SAMPLES, assert_same_run, rows, run_hone
+from tests.loops.test_processes import ALL_SAMPLES, assert_same_run, run_hone
+from tests.tiny_runs import lines
 
 from hone.loops import reinforce
 
@@ -37,7 +38,7 @@ def test_adapters_learn_and_the_engine_samples_what_is_exported(
     lora = LORA | {"load_in_4bit": four_bits}
     reinforce.run(config(make_config, tmp_path / "run", lora, run={"steps": 2}))
     reinforce.run(config(make_config, tmp_path / "run", lora, run={"steps": 3}))
-    found = rows(tmp_path / "run")
+    found = lines(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in found] == [1, 2, 3]
     assert all(row["off_policy/parity/kl"] < 1e-9 for row in (found[0], found[2]))
     assert all(row["off_policy/mismatch_kl"] < 1e-9 for row in found)
@@ -67,18 +68,3 @@ def test_adapters_of_two_processes_are_those_of_one(
     assert adapters[0].keys() == adapters[1].keys()
     for name, tensor in adapters[0].items():
         torch.testing.assert_close(adapters[1][name], tensor, rtol=0, atol=1e-5)
-
-
-def test_the_trainer_sleeps_while_the_engine_generates(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    """The same run with and without, bit by bit."""
-    weights = []
-    for sleeps in (False, True):
-        cfg = make_config(
-            run={"dir": tmp_path / str(sleeps), "steps": 2},
-            trainer={"optimizer": {"lr": 3e-3}, "enable_sleep": sleeps},
-        )
-        reinforce.run(cfg)
-        weights.append(load_file(cfg.run.dir / "model" / "model.safetensors"))
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

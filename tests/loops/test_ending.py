@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import signal
 import threading
@@ -15,31 +14,29 @@ from typing import Any
 import pytest
 from tests.loops.conftest import MakeConfig
 from tests.observe.test_disk import largest_file
+from tests.tiny_runs import lines
 
 from hone.checkpoint.store import CheckpointError, CheckpointStore
 from hone.config.errors import UserError
-from hone.config.run import CheckpointConfig, LogConfig
 from hone.config.tree import SFTConfig
 from hone.distributed.processes import Processes
 from hone.distributed.watch import Watch
-from hone.loops import parts, reinforce, supervised
+from hone.loops import reinforce, supervised
+from hone.loops import run as run_module
 from hone.loops.ending import Ending, record_death
-from hone.loops.step import Outcome
+from hone.loops.run import Outcome
 from hone.observe.disk import DiskError
 from hone.observe.run_folder import RunFolder
 from hone.rewards.scorer import FailureRateError
+from hone.rollout import collector
 from hone.rollout.evaluate import evaluate
 from hone.trainer.trainer import Trainer
 
 REPORT = {"tensorboard": False, "report": True}
 
 
-def rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def last_event(folder: Path) -> dict[str, Any]:
-    return rows(folder / "events.jsonl")[-1]
+    return lines(folder / "events.jsonl")[-1]
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -77,7 +74,7 @@ def test_a_reward_that_fails_leaves_cause_samples_and_report(
         "step": 1,
         "phase": "generate",
     }
-    samples = rows(cfg.run.dir / "samples.jsonl")
+    samples = lines(cfg.run.dir / "samples.jsonl")
     assert len(samples) == 4
     assert all("no such column" in sample["failure_detail"] for sample in samples)
     assert RunFolder.read(cfg.run.dir).status == "failed"
@@ -125,7 +122,7 @@ def test_samples_are_written_where_none_can_be_scored(
     with pytest.raises(FailureRateError, match=message):
         reinforce.run(cfg)
     event = last_event(cfg.run.dir)
-    samples = rows(cfg.run.dir / "samples.jsonl")
+    samples = lines(cfg.run.dir / "samples.jsonl")
     assert [(event["phase"], row["step"], row["split"]) for row in samples] == [place] * 4
     assert all("no such column" in row["failure_detail"] for row in samples)
 
@@ -140,9 +137,9 @@ ENDS: dict[BaseException, tuple[str, str]] = {
 @pytest.mark.parametrize(
     ("where", "place"),
     [
-        ((reinforce, "assemble"), ("start", 0)),
+        ((reinforce, "build_run"), ("start", 0)),
         ((Trainer, "update"), ("train", 1)),
-        ((reinforce, "export"), ("checkpoint", 3)),
+        ((run_module, "export"), ("checkpoint", 3)),
     ],
     ids=["start", "step", "export"],
 )
@@ -166,11 +163,7 @@ def test_every_error_is_an_event(
     expected = "failed" if kind == "error" else {0: "empty", 1: "empty", 3: "finished"}[step]
     assert RunFolder.read(cfg.run.dir).status == expected
     assert message in (cfg.run.dir / "report.html").read_text()
-    assert bool(rows_if_any(cfg.run.dir / "samples.jsonl")) == (step > 0), "of the failed step too"
-
-
-def rows_if_any(file: Path) -> list[dict[str, Any]]:
-    return rows(file) if file.exists() else []
+    assert bool(lines(cfg.run.dir / "samples.jsonl")) == (step > 0), "of the failed step too"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -179,7 +172,7 @@ def test_a_signal_before_the_first_step_ends_the_run_with_a_report(
 ) -> None:
     cfg = make_config(log=REPORT)
     before = signal.getsignal(number)
-    monkeypatch.setattr(reinforce, "assemble", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(reinforce, "build_run", lambda *_: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as caught:
         reinforce.run(cfg)
     assert caught.value.code == 128 + number
@@ -206,21 +199,21 @@ def test_a_signal_ends_an_evaluation_at_once(
         waited_for.append(0 if result is None else len(result))
         return result
 
-    monkeypatch.setattr(parts, "evaluate", signalled)
+    monkeypatch.setattr(collector, "evaluate", signalled)
     cfg = make_config(eval={"at_start": at_start, "every_n_steps": 2}, log=REPORT)
     outcome = reinforce.run(cfg)
     assert waited_for == [0]
     assert outcome == Outcome(0 if at_start else 2, stopped_by=number)
-    held = rows_if_any(cfg.run.dir / "metrics.jsonl")
+    held = lines(cfg.run.dir / "metrics.jsonl")
     assert [row["step"] for row in held] == ([] if at_start else [1, 2])
     assert not [name for row in held for name in row if name.startswith("eval/")]
     assert CheckpointStore(cfg.run.dir / "checkpoints").steps() == ([] if at_start else [2])
     assert (cfg.run.dir / "model").exists() != at_start
     assert last_event(cfg.run.dir)["kind"] == "interrupted"
     assert "Ctrl-C again ends it at once" in capfd.readouterr().err or number != signal.SIGINT
-    monkeypatch.setattr(parts, "evaluate", evaluate)
+    monkeypatch.setattr(collector, "evaluate", evaluate)
     assert reinforce.run(cfg) == Outcome(3)
-    assert rows_if_any(cfg.run.dir / "metrics.jsonl")[-1]["step"] == 3
+    assert lines(cfg.run.dir / "metrics.jsonl")[-1]["step"] == 3
 
 
 def test_supervised_training_that_is_stopped_at_the_start_makes_no_step(
@@ -245,27 +238,15 @@ def test_a_signal_that_is_ignored_stays_so(
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     train = reinforce.train
 
-    def hung_up(parts: Any) -> Any:
+    def hung_up(run: Any) -> Any:
         os.kill(os.getpid(), signal.SIGHUP)
-        return train(parts)
+        return train(run)
 
     monkeypatch.setattr(reinforce, "train", hung_up)
     try:
         assert reinforce.run(make_config()).stopped_by is None
     finally:
         signal.signal(signal.SIGHUP, previous)
-
-
-def test_supervised_training_says_why_it_failed(
-    sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sft_config = sft_config.model_copy(update={"log": LogConfig.model_validate(REPORT)})
-    monkeypatch.setattr(Trainer, "update", raising(RuntimeError("a bug")))
-    with pytest.raises(RuntimeError):
-        supervised.run(sft_config)
-    event = last_event(sft_config.run.dir)
-    assert (event["message"], event["step"], event["phase"]) == ("a bug", 1, "train")
-    assert "a bug" in (sft_config.run.dir / "report.html").read_text()
 
 
 def test_a_run_that_goes_on_drops_the_error_of_the_step_it_repeats(
@@ -278,7 +259,7 @@ def test_a_run_that_goes_on_drops_the_error_of_the_step_it_repeats(
             reinforce.run(cfg)
     reinforce.run(cfg)
     assert RunFolder.read(cfg.run.dir).status == "finished"
-    assert "error" not in {event["kind"] for event in rows(cfg.run.dir / "events.jsonl")}
+    assert "error" not in {event["kind"] for event in lines(cfg.run.dir / "events.jsonl")}
 
 
 def test_a_run_that_failed_after_its_last_step_is_finished_once_it_was_completed(
@@ -287,7 +268,7 @@ def test_a_run_that_failed_after_its_last_step_is_finished_once_it_was_completed
     """The next launch trains no step, so no row is newer than the error."""
     cfg = make_config(log=REPORT)
     with monkeypatch.context() as patch:
-        patch.setattr(reinforce, "export", raising(OSError("no space")))
+        patch.setattr(run_module, "export", raising(OSError("no space")))
         with pytest.raises(OSError, match="no space"):
             reinforce.run(cfg)
     assert RunFolder.read(cfg.run.dir).error is not None
@@ -307,7 +288,7 @@ def test_a_report_that_cannot_be_drawn_does_not_replace_the_error_of_the_run(
 ) -> None:
     cfg = make_config(log=REPORT)
     monkeypatch.setattr("hone.loops.ending.write_report", raising(problem))
-    monkeypatch.setattr(reinforce, "assemble", raising(RuntimeError("the cause")))
+    monkeypatch.setattr(reinforce, "build_run", raising(RuntimeError("the cause")))
     with pytest.raises(RuntimeError, match="the cause") as caught:
         reinforce.run(cfg)
     assert "the report could not be drawn" in "".join(getattr(caught.value, "__notes__", []))
@@ -380,7 +361,7 @@ def test_a_checkpoint_that_does_not_fit_has_no_event(
     text = str(caught.value)
     assert text.startswith(f"Could not write {cfg.run.dir / 'checkpoints' / 'step_3'} (run.dir)")
     assert "bytes, " in text
-    events = rows(cfg.run.dir / "events.jsonl")
+    events = lines(cfg.run.dir / "events.jsonl")
     assert "checkpoint" not in {event["kind"] for event in events}
     assert (events[-1]["kind"], events[-1]["message"]) == ("error", text)
     assert not list((cfg.run.dir / "checkpoints").iterdir())
@@ -394,7 +375,7 @@ def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(
     full = raising(DiskError("Could not write x (run.dir)"))
     monkeypatch.setattr("hone.observe.disk.AppendedFile.write", full)
     monkeypatch.setattr("hone.observe.report.write_whole", full)
-    monkeypatch.setattr(reinforce, "assemble", raising(RuntimeError("the cause")))
+    monkeypatch.setattr(reinforce, "build_run", raising(RuntimeError("the cause")))
     with pytest.raises(RuntimeError, match="the cause"):
         reinforce.run(cfg)
     assert "the cause is not in the run folder" in caplog.text
@@ -404,7 +385,7 @@ def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(
 def test_every_checkpoint_has_its_event(make_config: MakeConfig) -> None:
     cfg = make_config(run={"steps": 4}, checkpoint={"every_n_steps": 1, "keep_last": 9})
     reinforce.run(cfg)
-    events = rows(cfg.run.dir / "events.jsonl")
+    events = lines(cfg.run.dir / "events.jsonl")
     assert [event["step"] for event in events if event["kind"] == "checkpoint"] == [1, 2, 3, 4]
 
 
@@ -415,7 +396,7 @@ def test_a_checkpoint_has_its_event_where_the_next_step_fails(
     update = Trainer.update
 
     def fail_in_step_3(trainer: Trainer, samples: Any) -> Any:
-        if len(rows_if_any(cfg.run.dir / "metrics.jsonl")) == 2:
+        if len(lines(cfg.run.dir / "metrics.jsonl")) == 2:
             wait_until((cfg.run.dir / "checkpoints" / "step_2").is_dir)
             raise RuntimeError("a bug")
         return update(trainer, samples)
@@ -423,30 +404,11 @@ def test_a_checkpoint_has_its_event_where_the_next_step_fails(
     monkeypatch.setattr(Trainer, "update", fail_in_step_3)
     with pytest.raises(RuntimeError, match="a bug"):
         reinforce.run(cfg)
-    events = rows(cfg.run.dir / "events.jsonl")
+    events = lines(cfg.run.dir / "events.jsonl")
     assert [(event["kind"], event.get("step")) for event in events if event["kind"] != "alarm"] == [
         ("checkpoint", 2),
         ("error", 3),
     ]
-
-
-def test_supervised_checkpoints_have_their_event_too(
-    sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sft_config = sft_config.model_copy(update={"checkpoint": CheckpointConfig(every_n_steps=1)})
-    update = Trainer.update
-
-    def fail_in_step_2(trainer: Trainer, samples: Any) -> Any:
-        if rows_if_any(sft_config.run.dir / "metrics.jsonl"):
-            wait_until((sft_config.run.dir / "checkpoints" / "step_1").is_dir)
-            raise RuntimeError("a bug")
-        return update(trainer, samples)
-
-    monkeypatch.setattr(Trainer, "update", fail_in_step_2)
-    with pytest.raises(RuntimeError, match="a bug"):
-        supervised.run(sft_config)
-    kinds = [event["kind"] for event in rows(sft_config.run.dir / "events.jsonl")]
-    assert kinds.count("checkpoint") == 1
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -1,8 +1,10 @@
-"""Engines apart from the trainer, in threads of this process: every mode trains as it should."""
+"""Engines with weights of their own, in threads of this process: every mode trains as it should."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +14,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
-from tests.tiny_runs import assert_all_learn_as_much, learning_config
+from tests.tiny_runs import assert_all_learn_as_much, learning_config, lines
 
 from hone.config.tree import RLConfig
+from hone.distributed.pool import WorkersLostError
+from hone.engine.engine import EmbeddedEngine
 from hone.loops import reinforce
+from hone.loops.run import Outcome
+from hone.trainer.trainer import Trainer
 
 APART: dict[str, Any] = {"num_engines": 2}
+AHEAD: dict[str, Any] = {
+    "pipeline": {"enabled": True, "max_staleness": 2, "async_queue_size": 2},
+    "algorithm": {"correction": {"kind": "tis"}},
+    "log": {"samples_per_step": 99},
+}
 MODES = ("pause", "abort", "finish")
 
 
 def run(cfg: RLConfig) -> list[dict[str, float]]:
     """The rows of a run."""
     reinforce.run(cfg)
-    return [json.loads(line) for line in (cfg.run.dir / "metrics.jsonl").read_text().splitlines()]
+    return lines(cfg.run.dir / "metrics.jsonl")
 
 
 def weights(cfg: RLConfig) -> dict[str, torch.Tensor]:
@@ -32,30 +43,31 @@ def weights(cfg: RLConfig) -> dict[str, torch.Tensor]:
 
 
 def trained(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return lines(folder / "samples.jsonl")
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"cluster": APART},
+        {"cluster": APART, "pipeline": {"enabled": True, "max_staleness": 0}},
+        {"pipeline": {"enabled": True, "max_staleness": 0}},
+    ],
+    ids=["apart", "ahead", "in a thread beside the trainer"],
+)
 def test_R19_engines_apart_and_staleness_0_are_the_synchronous_run(
-    make_config: MakeConfig, tmp_path: Path
+    make_config: MakeConfig, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
     """Batches of the engines differ, so the last bits of log-probabilities may."""
-    beside = make_config(run={"dir": tmp_path / "beside"}, log={"samples_per_step": 99})
-    apart = make_config(
-        run={"dir": tmp_path / "apart"}, cluster=APART, log={"samples_per_step": 99}
-    )
-    ahead = make_config(
-        run={"dir": tmp_path / "ahead"},
-        cluster=APART,
-        pipeline={"enabled": True, "max_staleness": 0},
-        log={"samples_per_step": 99},
-    )
-    expected, told = run(beside), trained(beside.run.dir)
-    for cfg in (apart, ahead):
-        rows = run(cfg)
-        assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in expected]
-        assert [s["token_ids"] for s in trained(cfg.run.dir)] == [s["token_ids"] for s in told]
-        for name, value in weights(beside).items():
-            torch.testing.assert_close(weights(cfg)[name], value, rtol=1e-5, atol=1e-6)
+    log = {"samples_per_step": 99}
+    beside = make_config(run={"dir": tmp_path / "beside"}, log=log)
+    apart = make_config(run={"dir": tmp_path / "apart"}, log=log, **sections)
+    expected, rows = run(beside), run(apart)
+    assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in expected]
+    tokens = [[s["token_ids"] for s in trained(cfg.run.dir)] for cfg in (apart, beside)]
+    assert tokens[0] == tokens[1]
+    for name, value in weights(beside).items():
+        torch.testing.assert_close(weights(apart)[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("in_flight", MODES)
@@ -121,19 +133,80 @@ def test_masks_of_interrupted_samples_leave_every_update_something(
     assert all(row["train/num_tokens"] > n / 4 for row, n in zip(rows, sampled, strict=True))
 
 
-def test_separate_engines_serve_two_trainers_evaluation_and_adapters(
-    make_config: MakeConfig,
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"cluster": APART, "rollout": {"oversample_prompts": 2}},
+        {"pipeline": {"enabled": True, "max_staleness": 2}},
+    ],
+    ids=["apart", "in a thread"],
+)
+def test_evaluations_adapters_and_a_reference(
+    make_config: MakeConfig, sections: dict[str, Any]
 ) -> None:
     rows = run(
         make_config(
-            cluster=APART,
             model={"path": make_config().model.path, "lora": {"rank": 2}},
+            algorithm={"correction": {"kind": "tis"}, "kl": {"coef": 0.05}},
             eval={"at_start": True, "every_n_steps": 1},
-            rollout=make_config().rollout.model_dump() | {"oversample_prompts": 2},
+            **sections,
         )
     )
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all("eval/reward/mean" in row for row in rows)
+    assert all("policy/ref_kl" in row for row in rows[1:])
+
+
+def test_R19_a_thread_trains_every_prompt_once_within_the_bound_through_an_interruption(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the third update saves after it; the second launch resumes what was in flight."""
+    cfg = make_config(run={"steps": 8}, eval={"every_n_steps": 3}, **AHEAD)
+    update, num_updates = Trainer.update, 0
+
+    def interrupted(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_updates
+        num_updates += 1
+        if num_updates == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "update", interrupted)
+    outcome = reinforce.run(cfg)
+    assert outcome == Outcome(3, stopped_by=signal.SIGINT)
+    state = json.loads(
+        (cfg.run.dir / "checkpoints" / f"step_{outcome.steps}" / "rollout.json").read_text()
+    )
+    assert state["groups"]
+    rows = run(cfg)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert 0 < max(row["rollout/staleness/max"] for row in rows) <= 2
+    found = trained(cfg.run.dir)
+    assert Counter(s["prompt_id"] for s in found) == dict.fromkeys(
+        {s["prompt_id"] for s in found}, 4
+    )
+    assert len(found) == 8 * 4 * 4
+
+
+def test_an_error_in_the_thread_ends_the_run_with_its_cause(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = EmbeddedEngine.step
+    num_steps = 0
+
+    def fails(self: EmbeddedEngine) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > 30:
+            raise ZeroDivisionError("the sampler divides by zero")
+        return step(self)
+
+    monkeypatch.setattr(EmbeddedEngine, "step", fails)
+    cfg = make_config(run={"steps": 50}, **AHEAD)
+    with pytest.raises(WorkersLostError, match=r"thread of this process.*divides by zero"):
+        reinforce.run(cfg)
+    events = lines(cfg.run.dir / "events.jsonl")
+    assert "divides by zero" in events[-1]["message"]
 
 
 LEARNING: dict[str, dict[str, Any]] = {
@@ -155,7 +228,7 @@ LEARNING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_every_mode_learns_as_much(inputs: Path, tmp_path: Path) -> None:
-    """In three seeds each; tests/cluster does the same on Ray."""
+    """In three seeds each; with threads for engines."""
     rewards: dict[str, list[list[float]]] = {}
     for mode, sections in LEARNING.items():
         for seed in range(3):

@@ -10,8 +10,6 @@ import pytest
 from hone.cli.main import main
 from hone.models.tiny import make_bpe_tokenizer, make_tiny_model
 
-REAL = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
-
 ROWS = [
     {
         "question": f"Tom has {a} apples and buys {b} more. How many apples has he now?",
@@ -28,15 +26,10 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("source", ["shaped", "real"])
-def test_gsm8k_trains_evaluates_saves_and_resumes(tmp_path: Path, source: str) -> None:
-    if source == "real" and not REAL.exists():
-        pytest.skip("the GSM8K files are not beside this checkout")
-    train, test = REAL / "train.jsonl", REAL / "test.jsonl"
-    if source == "shaped":
-        train = write(tmp_path / "train.jsonl", ROWS[:16])
-        test = write(tmp_path / "test.jsonl", ROWS[16:])
-    texts = [row["question"] for row in map(json.loads, train.open()) for _ in range(2)][:400]
+def test_gsm8k_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", ROWS[:16])
+    test = write(tmp_path / "test.jsonl", ROWS[16:])
+    texts = [row["question"] for row in ROWS[:16] for _ in range(2)]
     model = make_tiny_model(
         tmp_path / "model",
         tokenizer=make_bpe_tokenizer(texts, 400),

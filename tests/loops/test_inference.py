@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -11,6 +10,7 @@ from time import monotonic
 
 import pytest
 from tests.loops.conftest import MakeConfig
+from tests.tiny_runs import lines
 
 from hone.cli.main import main
 from hone.config.tree import EvaluateConfig
@@ -38,7 +38,7 @@ def generate(folder, world_size, *flags):
         (folder / name).unlink(missing_ok=True)  # of other settings
     texts, codes = run_processes(folder, world_size, "generate", *FLAGS, *flags)
     assert codes == [0] * world_size, texts
-    return texts, list(map(json.loads, (folder / "completions.jsonl").open()))
+    return texts, lines(folder / "completions.jsonl")
 
 
 def run_processes(folder, world_size, *arguments):
@@ -72,35 +72,20 @@ def run_processes(folder, world_size, *arguments):
     return texts, [process.returncode for process in processes]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generate")
-    make_tiny_model(folder / "model", num_layers=1, hidden_size=32)
-    (folder / "prompts.jsonl").write_text(PROMPTS)
-    return {
-        "alone": generate(folder, 1),
-        "replicas": generate(folder, 2),
-        "tensor parallel": generate(folder, 2, "--engine.tensor_parallel_size=2"),
-    }
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["replicas", "tensor parallel"])
-def test_several_processes_write_the_rows_of_one_in_their_order(runs, name):
-    expected, found = runs["alone"][1], runs[name][1]
-    assert len(expected) == NUM_PROMPTS * NUM_SAMPLES
-    for key in ("id", "prompt", "index", "token_ids"):
-        assert [row[key] for row in found] == [row[key] for row in expected]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["replicas", "tensor parallel"])
-def test_the_first_process_talks_for_all(runs, name):
-    (alone,), (first, second) = runs["alone"][0], runs[name][0]
+def test_several_processes_write_the_rows_of_one_in_their_order_and_the_first_talks(tmp_path):
+    make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
+    (alone,), expected = generate(tmp_path, 1)
     assert "10 completions written to completions.jsonl" in alone
-    assert "10 completions written to completions.jsonl" in first
-    assert "warning: engine.max_num_batched_tokens" in first
-    assert second == ""
+    assert len(expected) == NUM_PROMPTS * NUM_SAMPLES
+    for flags in ([], ["--engine.tensor_parallel_size=2"]):
+        (first, second), found = generate(tmp_path, 2, *flags)
+        for key in ("id", "prompt", "index", "token_ids"):
+            assert [row[key] for row in found] == [row[key] for row in expected]
+        assert "10 completions written to completions.jsonl" in first
+        assert "warning: engine.max_num_batched_tokens" in first
+        assert second == ""
 
 
 @pytest.mark.slow
@@ -198,9 +183,9 @@ def test_an_evaluation_that_fails_leaves_cause_and_samples(
     )
     with pytest.raises(ValueError, match=message) as caught:
         run_evaluation(cfg)
-    (event,) = map(json.loads, (cfg.run.dir / "events.jsonl").open())
+    (event,) = lines(cfg.run.dir / "events.jsonl")
     assert (event["kind"], event["message"]) == ("eval_error", str(caught.value))
-    samples = list(map(json.loads, (cfg.run.dir / "eval_samples.jsonl").open()))
+    samples = lines(cfg.run.dir / "eval_samples.jsonl")
     assert all("column" in sample["failure_detail"] for sample in samples)
     assert len(samples) in num_written
 
@@ -222,6 +207,6 @@ def test_the_first_evaluation_says_by_what_samples_pass_in_all(make_config: Make
     reinforce.run(cfg.model_copy(update={"run": cfg.run.model_copy(update={"steps": 1})}))
     (tmp_path / "later").touch()
     reinforce.run(cfg)
-    first, second, third = map(json.loads, (cfg.run.dir / "metrics.jsonl").open())
+    first, second, third = lines(cfg.run.dir / "metrics.jsonl")
     assert {"eval/pass@1"} <= first.keys() & second.keys() & third.keys()
     assert third["eval/pass@1"] == 0

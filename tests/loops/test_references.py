@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Queue
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
+from tests.tiny_runs import lines
 from torch import Tensor
 
 from hone.algorithms.grpo import GRPO
@@ -139,9 +139,9 @@ def test_the_policy_is_scored_while_a_reference_is(
 def run(cfg: RLConfig) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The rows of a run, as far as they do not follow from time, and the weights at its end."""
     reinforce.run(cfg)
-    lines = (cfg.run.dir / "metrics.jsonl").read_text().splitlines()
     kept = ("reward/", "train/", "policy/", "off_policy/", "step")
-    rows = [{k: v for k, v in json.loads(x).items() if k.startswith(kept)} for x in lines]
+    found = lines(cfg.run.dir / "metrics.jsonl")
+    rows = [{k: v for k, v in row.items() if k.startswith(kept)} for row in found]
     return rows, load_file(cfg.run.dir / "model" / "model.safetensors")
 
 

@@ -15,10 +15,10 @@ from tests.loops.conftest import MakeConfig
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes
-from hone.config.tree import SFTConfig
+from hone.config.tree import RLConfig, SFTConfig
 from hone.loops import reinforce
 from hone.loops.resuming import announce, find_checkpoint
-from hone.loops.step import StepEnd
+from hone.loops.run import Run
 from hone.observe.report import write_report
 from hone.observe.resumed_run import save_config
 
@@ -55,7 +55,7 @@ def test_who_wrote_a_checkpoint_is_told_in_one_line(
     written_by: AxisSizes, own: AxisSizes, said: str, make_config: MakeConfig
 ) -> None:
     cfg = make_config(run={"steps": 9})
-    (line,) = announce(checkpoint(written_by=written_by), cfg.run, cfg, own)
+    (line,) = announce(checkpoint(written_by=written_by), cfg, own)
     assert line.endswith(said)
     assert "\n" not in line
 
@@ -63,14 +63,14 @@ def test_who_wrote_a_checkpoint_is_told_in_one_line(
 def test_what_has_changed_is_told(make_config: MakeConfig, tmp_path: Path) -> None:
     run = {"dir": tmp_path, "steps": 9}
     old = make_config(run=run)
-    save_config(tmp_path, old)
-    assert len([*announce(checkpoint(), old.run, old, ALONE)]) == 1
+    save_config(old)
+    assert len([*announce(checkpoint(), old, ALONE)]) == 1
     new = make_config(
         run=run | {"steps": 12, "resume": 6},
         trainer={"optimizer": {"lr": 1e-4}},
         model={"path": "other"},
     )
-    lines = [*announce(checkpoint(), new.run, new, ALONE)][1:]
+    lines = [*announce(checkpoint(), new, ALONE)][1:]
     assert "changed since then: trainer.optimizer.lr is 0.0001, was 0.003" in lines
     assert f"changed since then: model.path is other, was {old.model.path}" in lines
     assert not any("run." in line for line in lines)
@@ -78,9 +78,9 @@ def test_what_has_changed_is_told(make_config: MakeConfig, tmp_path: Path) -> No
 
 def test_a_run_with_nothing_left_to_do_says_so(make_config: MakeConfig, tmp_path: Path) -> None:
     run = {"dir": tmp_path, "steps": 6}
-    save_config(tmp_path, make_config(run=run, trainer={"optimizer": {"lr": 1e-4}}))
+    save_config(make_config(run=run, trainer={"optimizer": {"lr": 1e-4}}))
     cfg = make_config(run=run)
-    _, line = announce(checkpoint(), cfg.run, cfg, ALONE)
+    _, line = announce(checkpoint(), cfg, ALONE)
     assert line.startswith("run.steps is 6: nothing is left to train. Raise it to go on")
 
 
@@ -102,7 +102,7 @@ def test_a_run_that_starts_over_says_what_is_lost(
     cfg = make_config(run={"steps": 4}, checkpoint={"every_n_steps": every})
     caplog.set_level("INFO", logger="hone")
     with monkeypatch.context() as patch:
-        patch.setattr(StepEnd, "finish", dies_after(2))
+        patch.setattr(Run, "finish", dies_after(2))
         with pytest.raises(RuntimeError, match="died"):
             reinforce.run(cfg)
     assert "begins at step 0" not in caplog.text
@@ -114,9 +114,9 @@ def test_a_run_that_starts_over_says_what_is_lost(
 
 
 def dies_after(step: int) -> Any:
-    finish = StepEnd.finish
+    finish = Run.finish
 
-    def wrapped(self: StepEnd, number: int, *args: Any, **kwargs: Any) -> bool:
+    def wrapped(self: Run[Any], number: int, *args: Any, **kwargs: Any) -> bool:
         if number > step:
             raise RuntimeError("died")
         return finish(self, number, *args, **kwargs)
@@ -131,10 +131,10 @@ def test_another_command_is_refused(make_config: MakeConfig, tmp_path: Path) -> 
     )
     store = CheckpointStore(tmp_path / "checkpoints")
     for before, after, named in ((rl, sft, "rl"), (sft, rl, "sft")):
-        save_config(tmp_path, before)
-        assert find_checkpoint(before.run, store, before) is None
+        save_config(before)
+        assert find_checkpoint(before, store) is None
         with pytest.raises(UserError, match=f"holds a run of `hone {named}`: choose another"):
-            find_checkpoint(after.run, store, after)
+            find_checkpoint(after, store)
 
 
 def copy_of_a_model(folder: Path, original: str, **changes: Any) -> str:
@@ -154,6 +154,18 @@ class HasACheckpoint(CheckpointStore):
         return checkpoint()
 
 
+def saved_run(make_config: MakeConfig, folder: Path, model: Path | str) -> Any:
+    """Builds the configuration of a run in `folder` / run, of which one of `model` is held."""
+    make = partial(make_config, run={"dir": folder / "run", "steps": 9})
+    (folder / "run").mkdir()
+    save_config(make(model={"path": str(model)}))
+    return make
+
+
+def found(cfg: RLConfig) -> Checkpoint | None:
+    return find_checkpoint(cfg, HasACheckpoint(cfg.run.dir / "checkpoints"))
+
+
 @pytest.mark.parametrize(
     ("now", "reason"),
     [
@@ -170,21 +182,18 @@ def test_another_model_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = {"dir": tmp_path / "run", "steps": 9}
-    first = make_config(run=run)
-    copy_of_a_model(tmp_path / "other", first.model.path)
-    run["dir"].mkdir()
-    save_config(run["dir"], first)
-    store = HasACheckpoint(run["dir"] / "checkpoints")
-    assert find_checkpoint(first.run, store, first) is not None
-    second = make_config(run=run, model={"path": first.model.path} | now)
+    model = make_config().model.path
+    copy_of_a_model(tmp_path / "other", model)
+    make = saved_run(make_config, tmp_path, model)
+    assert found(make()) is not None
+    second = make(model={"path": model} | now)
     with pytest.raises(UserError, match=f"{reason} is .*choose another run.dir") as refused:
-        find_checkpoint(second.run, store, second)
-    record = run["dir"] / "model.json"
-    assert repr(first.model.path) in str(refused.value) or "pretrained" in str(refused.value)
+        found(second)
+    record = tmp_path / "run" / "model.json"
+    assert repr(model) in str(refused.value) or "pretrained" in str(refused.value)
     assert f"remove {str(record)!r}" in str(refused.value)
     record.unlink()  # on purpose
-    assert find_checkpoint(second.run, store, second) is not None
+    assert found(second) is not None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"path": "model"}'])
@@ -194,26 +203,22 @@ def test_a_damaged_record_of_the_model_is_named(
     cfg = make_config(run={"dir": tmp_path})
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(UserError, match=r"model\.json.*is damaged\. Remove it"):
-        find_checkpoint(cfg.run, HasACheckpoint(tmp_path / "checkpoints"), cfg)
+        found(cfg)
 
 
 def test_another_architecture_at_the_same_place_is_refused(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    path = tmp_path / "model"
-    copy_of_a_model(path, make_config().model.path)
-    cfg = make_config(run={"dir": tmp_path / "run"}, model={"path": str(path)})
-    cfg.run.dir.mkdir()
-    save_config(cfg.run.dir, cfg)
-    store = HasACheckpoint(cfg.run.dir / "checkpoints")
-    config = json.loads((path / "config.json").read_text())
+    path = copy_of_a_model(tmp_path / "model", make_config().model.path)
+    make = saved_run(make_config, tmp_path, path)
+    cfg, file = make(model={"path": path}), Path(path) / "config.json"
+    config = json.loads(file.read_text())
     # Written again by another version of transformers, with keys that are new.
-    again = config | {"transformers_version": "99", "a_new_key": 1}
-    (path / "config.json").write_text(json.dumps(again))
-    assert find_checkpoint(cfg.run, store, cfg) is not None
-    (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    file.write_text(json.dumps(config | {"transformers_version": "99", "a_new_key": 1}))
+    assert found(cfg) is not None
+    file.write_text(json.dumps(config | {"intermediate_size": 96}))
     with pytest.raises(UserError, match=r"intermediate_size is 96, was 64"):
-        find_checkpoint(cfg.run, store, cfg)
+        found(cfg)
 
 
 @pytest.mark.parametrize("spelling", ["./model", "{folder}/model", "link", "../{name}/model"])
@@ -223,31 +228,22 @@ def test_another_spelling_of_the_same_place_goes_on(
     monkeypatch.chdir(tmp_path)
     copy_of_a_model(tmp_path / "model", make_config().model.path)
     (tmp_path / "link").symlink_to("model")
-    run = {"dir": tmp_path / "run"}
-    run["dir"].mkdir()
-    save_config(run["dir"], make_config(run=run, model={"path": "model"}))
-    again = make_config(
-        run=run, model={"path": spelling.format(folder=tmp_path, name=tmp_path.name)}
-    )
-    store = HasACheckpoint(run["dir"] / "checkpoints")
-    assert find_checkpoint(again.run, store, again) is not None
+    make = saved_run(make_config, tmp_path, "model")
+    path = spelling.format(folder=tmp_path, name=tmp_path.name)
+    assert found(make(model={"path": path})) is not None
 
 
 def test_a_relative_path_means_the_folder_it_meant_then(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same words from another working directory are another model."""
-    run = {"dir": tmp_path / "run"}
-    cfg = make_config(run=run, model={"path": "model"})
     for place in ("one", "two"):
         copy_of_a_model(tmp_path / place / "model", make_config().model.path)
     monkeypatch.chdir(tmp_path / "one")
-    run["dir"].mkdir()
-    save_config(run["dir"], cfg)
+    make = saved_run(make_config, tmp_path, "model")
     monkeypatch.chdir(tmp_path / "two")
-    store = HasACheckpoint(run["dir"] / "checkpoints")
     with pytest.raises(UserError, match=r"model\.path is .*two/model"):
-        find_checkpoint(cfg.run, store, cfg)
+        found(make(model={"path": "model"}))
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +13,13 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.loops.conftest import MakeConfig, assembled, has_a_row
+from tests.loops.conftest import MakeConfig, built_run, start_hone, wait_for_row
+from tests.tiny_runs import lines
 
 from hone.checkpoint.store import CheckpointStore
 from hone.checkpoint.tree import in_memory
-from hone.config.load import dump_config
-from hone.config.tree import RLConfig
 from hone.loops import loop, reinforce
-from hone.loops.step import Outcome
+from hone.loops.run import Outcome
 from hone.observe.run_folder import RunFolder
 
 OF_THE_LAUNCH = ("time/", "perf/", "mem/", "timestamp_s", "off_policy/parity/")
@@ -35,12 +28,12 @@ OF_THE_LAUNCH = ("time/", "perf/", "mem/", "timestamp_s", "off_policy/parity/")
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of a run, without what differs from launch to launch."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    rows = lines(run_dir / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(OF_THE_LAUNCH)} for row in rows]
 
 
 def samples(run_dir: Path) -> list[tuple[str, list[int], list[float]]]:
-    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
+    rows = lines(run_dir / "samples.jsonl")
     return [(row["id"], row["token_ids"], row["logprobs"]) for row in rows]
 
 
@@ -87,7 +80,7 @@ def test_R25_the_same_run_twice_is_the_same_run(make_config: MakeConfig, tmp_pat
 def test_R24_the_time_is_accounted_for(make_config: MakeConfig) -> None:
     cfg = make_config(run={"steps": 5}, eval={"every_n_steps": 2}, checkpoint={"every_n_steps": 2})
     reinforce.run(cfg)
-    for row in map(json.loads, (cfg.run.dir / "metrics.jsonl").open()):
+    for row in lines(cfg.run.dir / "metrics.jsonl"):
         assert row["time/unattributed_s"] <= 0.05 * row["time/step_s"] + 0.01, row["step"]
         assert row["perf/tokens_per_s"] > 0
         assert not any(name.startswith("perf/R_") for name in row), "a CPU has no known limit"
@@ -105,37 +98,6 @@ def test_on_policy_metrics_say_so(make_config: MakeConfig) -> None:
         assert row["policy/clip_fraction"] == 0.0
 
 
-@dataclass
-class Life:
-    """One launch of a run: how many steps, and how it ends."""
-
-    steps: int
-    kill_after: int | None = None
-
-
-def run_life(cfg: RLConfig, life: Life, folder: Path) -> None:
-    """Run `hone rl` in a process of its own; kill it -9 once a step has been recorded."""
-    tree = cfg.model_copy(update={"run": cfg.run.model_copy(update={"steps": life.steps})})
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(dump_config(tree))
-    command = [sys.executable, "-m", "hone", "rl", str(recipe)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ
-    )
-    metrics_file = cfg.run.dir / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while process.poll() is None and time.monotonic() < deadline:
-        if life.kill_after is not None and metrics_file.exists():
-            whole, _, _being_written = metrics_file.read_text().rpartition("\n")
-            rows = whole.splitlines()
-            if rows and json.loads(rows[-1])["step"] >= life.kill_after:
-                process.kill()
-        time.sleep(0.005)
-    _, stderr = process.communicate(timeout=90)
-    expected = 0 if life.kill_after is None else -signal.SIGKILL
-    assert process.returncode == expected, stderr.decode()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_R17_resume_after_kill_is_exact(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -151,9 +113,14 @@ def test_R17_resume_after_kill_is_exact(make_config: MakeConfig, tmp_path: Path)
     }
     straight = make_config(run={"dir": tmp_path / "straight", "steps": 12}, **sections)
     reinforce.run(straight)
-    broken = make_config(run={"dir": tmp_path / "broken"}, **sections)
-    for life in (Life(12, kill_after=4), Life(12, kill_after=8), Life(12)):
-        run_life(broken, life, tmp_path)
+    broken = make_config(run={"dir": tmp_path / "broken", "steps": 12}, **sections)
+    for kill_after in (4, 8, None):
+        process = start_hone(broken, tmp_path)
+        if kill_after is not None:
+            wait_for_row(process, broken, kill_after)
+            process.kill()
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == (0 if kill_after is None else -9), output.decode()
     assert_same(state_of(straight.run.dir, 12), state_of(broken.run.dir, 12))
     assert metrics(straight.run.dir) == metrics(broken.run.dir)
     assert samples(straight.run.dir) == samples(broken.run.dir)
@@ -185,49 +152,25 @@ def test_R17_planted_a_forgotten_part_is_seen(
     broken = make_config(run={"dir": tmp_path / "broken", "steps": 2}, **sections)
     reinforce.run(broken)
     resumed = make_config(run={"dir": tmp_path / "broken", "steps": 4}, **sections)
-    with assembled(resumed) as parts:
+    with built_run(resumed) as run:
         fresh = make_config(run={"dir": tmp_path / "fresh"}, **sections)
-        with assembled(fresh) as unresumed:
+        with built_run(fresh) as unresumed:
             if bug == "moments":
-                tensors, metadata = parts.trainer.state_dict()
+                tensors, metadata = run.trainer.state_dict()
                 untrained = unresumed.trainer.state_dict()[0]
                 for name in tensors:
                     if name.startswith("optimizer/") and name in untrained:
                         tensors[name] = untrained[name]
                     elif name.startswith("optimizer/"):
                         tensors[name] = torch.zeros_like(tensors[name])
-                parts.trainer.load_state_dict(tensors, metadata)
+                run.trainer.load_state_dict(tensors, metadata)
             elif bug == "data":
-                parts.data.train.load_state_dict(unresumed.data.train.state_dict())
+                run.sampling.data.train.load_state_dict(unresumed.sampling.data.train.state_dict())
             else:
-                parts.collector._buffer.load_state_dict(unresumed.collector.state_dict())
-        loop.train(parts)
+                run.collector._buffer.load_state_dict(unresumed.collector.state_dict())
+        loop.train(run)
     with pytest.raises(AssertionError):
         assert_same(state_of(straight.run.dir, 4), state_of(broken.run.dir, 4))
-
-
-@contextmanager
-def running(cfg: RLConfig, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`hone rl` in a session of its own, past its first recorded step."""
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(dump_config(cfg))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hone", "rl", str(recipe)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 150
-        while not has_a_row(cfg.run.dir / "metrics.jsonl"):
-            assert process.poll() is None, process.communicate()[0].decode()
-            assert time.monotonic() < deadline, "no step in time"
-            time.sleep(0.01)
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 def members(session: int) -> list[int]:
@@ -242,45 +185,41 @@ def members(session: int) -> list[int]:
     return found
 
 
-@dataclass
-class Ending:
-    number: signal.Signals
-    code: int
-    saves: bool
-    descendants: list[int] = field(default_factory=list)
-
-
 @pytest.mark.timeout(290)
 @pytest.mark.parametrize(
-    "ending",
+    ("number", "code"),
     [
-        Ending(signal.SIGINT, 130, saves=True),
-        Ending(signal.SIGTERM, 143, saves=True),
-        Ending(signal.SIGHUP, 129, saves=True),
-        Ending(signal.SIGKILL, -9, saves=False),
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGKILL, -9),
     ],
-    ids=lambda ending: ending.number.name,
+    ids=["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"],
 )
 def test_R25_any_end_leaves_nothing_running(
-    make_config: MakeConfig, tmp_path: Path, ending: Ending
+    make_config: MakeConfig, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     cfg = make_config(run={"steps": 100_000})
-    with running(cfg, tmp_path) as process:
+    process = start_hone(cfg, tmp_path)
+    try:
+        wait_for_row(process, cfg)
         children = psutil.Process(process.pid).children(recursive=True)
         assert children, "the reward workers"
-        process.send_signal(ending.number)
+        process.send_signal(number)
         output = process.communicate(timeout=60)[0].decode()
-        assert process.returncode == ending.code, output
+    finally:
+        process.kill()
+    assert process.returncode == code, output
     deadline = time.monotonic() + 60
     while any(child.is_running() for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [child for child in children if child.is_running()]
     assert not members(process.pid)
     steps = CheckpointStore(cfg.run.dir / "checkpoints").steps()
-    assert bool(steps) == ending.saves
+    assert bool(steps) == (number != signal.SIGKILL)
     assert "Traceback" not in output
     assert RunFolder.read(cfg.run.dir).status == "stopped"
-    if ending.saves:
+    if steps:
         assert metrics(cfg.run.dir)[-1]["step"] == steps[-1], "the step in progress is kept"
 
 
@@ -297,7 +236,7 @@ def test_a_second_launch_has_nothing_left_to_do(
     before = files_of(first.run.dir)
     second = make_config(trainer={"optimizer": {"lr": 1e-5}}, run={"steps": 2})
     with monkeypatch.context() as patch:
-        patch.delattr(reinforce, "assemble")
+        patch.delattr(reinforce, "build_run")
         assert reinforce.run(second) == Outcome(steps=3)
     assert files_of(first.run.dir) == before
 
@@ -320,7 +259,7 @@ def test_reward_rises(make_config: MakeConfig) -> None:
 
 
 def alarms(run_dir: Path) -> set[str]:
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").open()]
+    events = lines(run_dir / "events.jsonl")
     return {event["name"] for event in events if event["kind"] == "alarm"}
 
 

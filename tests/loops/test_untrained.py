@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.loops.conftest import MakeConfig
+from tests.tiny_runs import lines
 
 from hone.config.errors import UserError
 from hone.config.tree import RLConfig
-from hone.loops import step as step_module
+from hone.loops import reinforce
 from hone.loops.reinforce import run
 from hone.loops.untrained import Untrained, why_untrained
 from hone.rollout.counts import RolloutCounts
@@ -135,10 +135,6 @@ def untrained_config(make_config: MakeConfig, folder: Path, reward: str) -> RLCo
     )
 
 
-def rows_of(cfg: RLConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (cfg.run.dir / "metrics.jsonl").read_text().splitlines()]
-
-
 AHEAD: dict[str, Any] = {"cluster": {"num_engines": 1}, "pipeline": {"enabled": True}}
 
 
@@ -159,9 +155,9 @@ def test_a_run_that_trains_nothing_ends_with_the_cause(
         run(cfg)
     last = 10 if reward == "same" else 3
     assert f"{last} updates in a row" in str(error.value)
-    rows = rows_of(cfg)
+    rows = lines(cfg.run.dir / "metrics.jsonl")
     assert [r["train/untrained_steps"] for r in rows] == [*range(1, last + 1)]
-    events = [json.loads(line) for line in (cfg.run.dir / "events.jsonl").read_text().splitlines()]
+    events = lines(cfg.run.dir / "events.jsonl")
     (alarm,) = [e for e in events if e["kind"] == "alarm" and e.get("name") == "untrained"]
     assert said in alarm["message"]
     assert alarm["step"] == 1
@@ -181,7 +177,7 @@ def test_only_steps_in_a_row_end_a_run(
 ) -> None:
     found = {"m": Untrained("masked"), "d": Untrained("dropped", may_be_chance=True), ".": None}
     causes = iter(steps)
-    monkeypatch.setattr(step_module, "why_untrained", lambda *_, **__: found[next(causes)])
+    monkeypatch.setattr(reinforce, "why_untrained", lambda *_, **__: found[next(causes)])
     cfg = make_config(run={"steps": len(steps)})
     assert run(cfg).stopped_by is None
-    assert [r["train/untrained_steps"] for r in rows_of(cfg)] == counted
+    assert [r["train/untrained_steps"] for r in lines(cfg.run.dir / "metrics.jsonl")] == counted

@@ -18,7 +18,7 @@ from hone.config.rules import Finding, findings
 from hone.config.run import EvaluationConfig
 from hone.config.tree import EvaluateConfig, RLConfig
 from hone.data import sources
-from hone.loops import parts, reinforce
+from hone.loops import inference, reinforce
 from hone.loops.inference import run_evaluation
 from hone.rewards import pool, scorer
 from hone.rewards.scorer import FailureRateError, Scorer
@@ -253,8 +253,8 @@ def test_a_run_and_an_evaluation_try_functions_before_the_model(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(parts, "load_for_training", load)
-    monkeypatch.setattr(parts, "load_model", load)
+    monkeypatch.setattr(reinforce, "load_for_training", load)
+    monkeypatch.setattr(inference, "load_model", load)
     cfg = tiny_config(tmp_path, tmp_path / "run")
     with pytest.raises(UserError, match=r"row train:1, .*rewards\.py:2: NameError: name 'unknown'"):
         reinforce.run(cfg)

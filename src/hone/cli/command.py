@@ -143,7 +143,7 @@ def run_in_processes(
     command: str,
     tree: type[R],
     argv: Sequence[str],
-    check: Callable[[R, int], list[Finding]],
+    check: Callable[..., list[Finding]],
     nproc: int,
     *,
     asked_by: str = "--nproc",
@@ -159,10 +159,8 @@ def run_in_processes(
             "has started. Leave out --nproc, or torchrun."
         )
     cfg = load_arguments(tree, argv)
-    _require_no_error(check(cfg, nproc))
     here = {"gpus_here": _num_gpus(), "cores_here": os.cpu_count() or 1}
-    plan = plan_here(cfg, nproc)
-    _require_no_error(findings(plan, num_started=nproc, started_by=asked_by, **here))
+    _require_no_error(check(cfg, nproc, num_started=nproc, started_by=asked_by, **here))
     _set_up_openmp(cfg, nproc)
     _log.info("starting %d processes", nproc)
     on_death = partial(_record_death, cfg) if isinstance(cfg, RLConfig | SFTConfig) else None
@@ -220,11 +218,12 @@ def _known_model(cfg: Command, *, may_fetch: bool = False) -> ModelFacts | None:
     return ModelFacts.known(path, may_fetch=may_fetch)
 
 
-def check_plan(plan: RunPlan) -> list[Finding]:
+def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
     """All that is wrong with a plan, errors first: settings, columns of the data that are here,
-    and memory of GPUs, or where that is enough, of this host."""
+    and memory of GPUs, or where that is enough, of this host. `known` is what rules know beside
+    the plan."""
     cfg = plan.config
-    found = findings(plan, **first_rows(cfg), **_reward_problems(cfg))
+    found = findings(plan, **known, **first_rows(cfg), **_reward_problems(cfg))
     if _trains(cfg):
         has_checkpoints = any((cfg.run.dir / "checkpoints").glob("step_*"))
         try:
@@ -250,9 +249,9 @@ def check_host(plan: RunPlan) -> list[Finding]:
     return [*check_host_memory(plan, num_local=num_local)]
 
 
-def check_here(cfg: Command, world_size: int | None) -> list[Finding]:
+def check_here(cfg: Command, world_size: int | None, **known: Any) -> list[Finding]:
     """`check_plan` of a command that is about to start here."""
-    return check_plan(plan_here(cfg, world_size, starts=True))
+    return check_plan(plan_here(cfg, world_size, starts=True), **known)
 
 
 def chosen_device(device: str) -> str:

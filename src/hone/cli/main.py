@@ -124,7 +124,7 @@ def _claim(own: Processes, *, loads_torch: bool = True) -> Callable[[int], None]
     def reported(code: int) -> None:
         claimed.reported(code)
         if is_early:  # the others may still load their modules
-            claimed.serve_others(own)
+            claimed.wait_for_acks(own)
 
     return reported
 

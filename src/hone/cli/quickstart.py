@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     # Before torch is loaded, which happens where the model is made.
     set_up_openmp("auto", _SHAPE)
     if _inputs_are_made(folder, arguments.seed):
-        _say(f"Going on with the quick start in {folder}; remove the folder to start afresh")
+        _say(f"Resuming the quick start in {folder}; remove the folder to start afresh")
     else:
         make_inputs(folder, arguments.seed)
     shared = ["--run.seed", str(arguments.seed)]

@@ -24,8 +24,8 @@ class PipelineConfig(Section):
     lower it where the loss is unstable."""
 
     async_queue_size: int | None = Field(default=None, ge=1)
-    """Batches that may be begun ahead of the one in training; unset: `max_staleness`, which bounds
-    them as well."""
+    """Batches that may be started ahead of the one in training; unset: `max_staleness`, which
+    bounds them as well."""
 
     in_flight: Literal["pause", "abort", "finish"] = "pause"
     """Unfinished samples at a change of weights. `pause`: they keep their keys and values and go on

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from hone.distributed.processes import HONE_LAUNCHER
+from hone.distributed.signals import handling
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -126,19 +127,12 @@ class _Run:
                 if process.poll() is None:
                     process.send_signal(number)
 
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-            numbers.append(signal.SIGHUP)
-        previous = {n: signal.signal(n, forward) for n in numbers}
-        try:
+        with handling(forward, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def watch_over(self, store: Store) -> int:
         """Wait until all have ended; after a failure, or a second Ctrl-C, not for long."""
-        from hone.distributed.watch import claim_for, prefixed, read
+        from hone.distributed.watch import claim_for, prefixed, read_progress
 
         store = prefixed(store)
         while True:
@@ -151,7 +145,7 @@ class _Run:
                     return 0
                 if self.ended_by:
                     return 128 + self.ended_by
-                if read(store, 0) is None:
+                if read_progress(store, 0) is None:
                     raise KeyboardInterrupt
                 return INTERRUPTED
             if len(self.interrupts) > 1 and time.monotonic() > self.interrupts[1] + _GRACE_S:
@@ -191,7 +185,7 @@ class _Run:
 
     def _report_death(self, rank: int, store: Store) -> None:
         """Write how a process ended that has not reported it itself."""
-        from hone.distributed.watch import advice, read
+        from hone.distributed.watch import advice, read_progress
 
         process = self.processes[rank]
         number = -process.returncode if process.returncode < 0 else None
@@ -200,12 +194,12 @@ class _Run:
             if number
             else f"ended with exit code {process.returncode} (what it wrote, if anything, is above)"
         )
-        said = read(store, rank)
-        last = "while it started" if said is None else f"in {said.doing(time.time())}"
-        message = f"rank {rank} (pid {process.pid}) {how}, {last}."
+        last = read_progress(store, rank)
+        doing = "while it started" if last is None else f"in {last.doing(time.time())}"
+        message = f"rank {rank} (pid {process.pid}) {how}, {doing}."
         if number:
             message += f"\n{advice(number)}"
-        step, phase = (0, "start") if said is None else (said.step, said.phase)
+        step, phase = (0, "start") if last is None else (last.step, last.phase)
         self.death = message, step, phase
         sys.stderr.write(f"error: {message}\n")
         sys.stderr.flush()

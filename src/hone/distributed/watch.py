@@ -1,4 +1,4 @@
-"""Who keeps the others waiting, and what it did last.
+"""Which process keeps the others waiting, and what it did last.
 
 Each process publishes in the rendezvous store what it does: phase and step when they change, and
 every few moments that it is alive, where its main thread is, and how many collectives it has
@@ -10,7 +10,7 @@ started in each group. A thread reads the same of the others. Where this process
 
 this process names it on one screen and ends. A process that fails says so in the store before its
 connections break, and those that learn of it end silently: what a person reads is the first
-error alone. Of a process that was killed the others say what it did last, unless the launcher does.
+error alone. A process that was killed is reported by the launcher or, without hone's, by another.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "claim",
     "claim_for",
     "prefixed",
-    "read",
+    "read_progress",
     "read_report",
 ]
 
@@ -73,7 +73,7 @@ class LostPeerError(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a process says of itself."""
+    """What a process publishes of itself."""
 
     rank: int
     pid: int
@@ -86,8 +86,8 @@ class Progress:
     """Where its main thread is."""
     collectives: Mapping[str, int] = field(default_factory=dict[str, int])
     """Collectives started in each group."""
-    beat: int = 0
-    """Counts what it has said."""
+    updates: int = 0
+    """How often it has published."""
     is_done: bool = False
 
     def describe(self, now: float) -> str:
@@ -102,10 +102,10 @@ class Progress:
 
 
 def _connect(own: Processes) -> dist.Store:
-    """A connection of one's own to the store of the launcher, for what is said here.
+    """This module's own connection to the store of the launcher.
 
-    Raises LostPeerError where the launcher does not answer, and UserError where it has not said
-    where it is.
+    Raises LostPeerError where the launcher does not answer, and UserError where nothing
+    names its address.
     """
     place = rendezvous()
     try:
@@ -130,9 +130,9 @@ def prefixed(store: dist.Store, attempt: int = 0) -> dist.Store:
     return dist.PrefixStore(f"hone/{attempt}", store)
 
 
-def read(store: dist.Store, rank: int) -> Progress | None:
-    """What `rank` said last; None where it has not come yet."""
-    key = _key(rank)
+def read_progress(store: dist.Store, rank: int) -> Progress | None:
+    """What `rank` published last; None where it has published nothing yet."""
+    key = f"progress/{rank}"
     return Progress(**json.loads(store.get(key))) if store.check([key]) else None
 
 
@@ -148,13 +148,13 @@ class Claim:
             with contextlib.suppress(dist.DistError):
                 self._store.set("code", str(code))
 
-    def serve_others(self, own: Processes) -> None:
-        """Stay until all other processes have heard that the run ends, where this one serves their
+    def wait_for_acks(self, own: Processes) -> None:
+        """Stay until all other processes know that the run ends, where this one serves their
         store: those that come later could not ask, and would wait for it. For as long as one of
         them tries at most."""
         if self._store is None or own.rank > 0 or rendezvous().has_server:
             return
-        keys = [_heard_key(rank) for rank in range(1, own.world_size)]
+        keys = [f"ack/{rank}" for rank in range(1, own.world_size)]
         deadline = time.monotonic() + _CONNECT_S
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -168,7 +168,7 @@ def claim(own: Processes) -> Claim | None:
         store = _connect(own)
         granted = claim_for(own.rank, store)
         if granted is None:
-            store.set(_heard_key(own.rank), "1")
+            store.set(f"ack/{own.rank}", "1")
         return granted
     except (LostPeerError, UserError, dist.DistError):  # nobody can be asked
         return Claim(None) if own.rank == 0 else None
@@ -236,6 +236,8 @@ class Watch:
         self._store = _connect(own) if own.world_size > 1 else None
         self._launcher_reports = has_hone_launcher()
         self._lock = threading.RLock()  # a signal may find the main thread inside
+        self._ending = threading.RLock()
+        self._has_reported = False
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hone-watch", daemon=True)
@@ -248,8 +250,8 @@ class Watch:
         """What SIGTERM did before."""
         self.on_end: Callable[[str], None] | None = None
         """Called with the reason where this process ends the run for another one's sake."""
-        self._heard: dict[int, float] = {}
-        """When each of the others was last heard of, by this process's monotonic clock."""
+        self._updated_s: dict[int, float] = {}
+        """When each of the others was seen to publish, by this process's monotonic clock."""
 
     @property
     def phase(self) -> str:
@@ -286,7 +288,7 @@ class Watch:
 
     def __enter__(self) -> Self:
         if self._store is not None:
-            self._heard = dict.fromkeys(self._peers, time.monotonic())
+            self._updated_s = dict.fromkeys(self._peers, time.monotonic())
             self._publish()
             self._thread.start()
             if threading.current_thread() is threading.main_thread():
@@ -308,7 +310,7 @@ class Watch:
         if lost is not None:
             raise LostPeerError(lost) from error
         if error is None:
-            self._leave()
+            self._mark_done()
             if self._previous is not None:
                 signal.signal(signal.SIGTERM, self._previous)
 
@@ -320,10 +322,10 @@ class Watch:
         if (gone := self._gone()) is not None and not self._launcher_reports:
             self._end(_lost_message(gone))
         with contextlib.suppress(dist.DistError):
-            self._leave()
+            self._mark_done()
         raise SystemExit(128 + number)
 
-    def _leave(self) -> None:
+    def _mark_done(self) -> None:
         """Say that this process needs nobody any more, nor is needed."""
         with self._lock:
             self._progress = replace(self._progress, is_done=True)
@@ -342,9 +344,9 @@ class Watch:
                 self._progress,
                 where=_where(self._main),
                 collectives=self._collectives(),
-                beat=self._progress.beat + 1,
+                updates=self._progress.updates + 1,
             )
-            self._store.set(_key(self._rank), json.dumps(asdict(self._progress)))
+            self._store.set(f"progress/{self._rank}", json.dumps(asdict(self._progress)))
 
     def _collectives(self) -> dict[str, int]:
         started = {group.group_name: _num_started(group) for group in self._groups}
@@ -358,14 +360,14 @@ class Watch:
         while not self._stopped.wait(self._interval_s):
             try:
                 self._publish()
-                self._listen()
+                self._read_others()
                 has_failed = self._has_failed()
                 gone = None if has_failed or self._launcher_reports else self._gone()
             except dist.DistError:
                 self._end(f"error: the process that started this run is gone (pid {self._starter})")
             if has_failed:
                 with contextlib.suppress(dist.DistError):
-                    self._store.set(_heard_key(self._rank), "1")
+                    self._store.set(f"ack/{self._rank}", "1")
                 self._end("")
             if gone is not None:
                 self._end(_lost_message(gone))
@@ -374,26 +376,26 @@ class Watch:
                 moved, moved_at = position, time.monotonic()
             waited_s = time.monotonic() - moved_at
             if waited_s > self._timeout_s and (missing := self._missing()):
-                self._accuse(missing, waited_s)
+                self._end_without(missing, waited_s)
 
     def _own_position(self) -> tuple[Any, ...]:
         own = self._progress
         return own.phase, own.step, own.since, tuple(own.collectives.items())
 
-    def _listen(self) -> None:
+    def _read_others(self) -> None:
         assert self._store is not None
         for rank in self._peers:
-            said = read(self._store, rank)
-            if said is not None and said != self._others.get(rank):
-                self._others[rank] = said
-                self._heard[rank] = time.monotonic()
+            last = read_progress(self._store, rank)
+            if last is not None and last != self._others.get(rank):
+                self._others[rank] = last
+                self._updated_s[rank] = time.monotonic()
 
     def _has_failed(self) -> bool:
         assert self._store is not None
         return self._store.check(["reporter"])
 
     def _silent_s(self, rank: int) -> float:
-        return time.monotonic() - self._heard[rank]
+        return time.monotonic() - self._updated_s[rank]
 
     def _is_silent(self, rank: int) -> bool:
         return self._silent_s(rank) > max(5 * self._interval_s, 2.0)
@@ -410,13 +412,13 @@ class Watch:
         shared = own.keys() & (theirs.keys() | {"meeting"})
         return any(theirs.get(name, 0) < own[name] for name in shared)
 
-    def _accuse(self, missing: Sequence[int], waited_s: float) -> NoReturn:
+    def _end_without(self, missing: Sequence[int], waited_s: float) -> NoReturn:
         """Name who did not come, unless somebody else has done so, and end this process."""
         first, *others = missing
         also = f" (and {len(others)} others)" if others else ""
         screen = "\n".join(
             [
-                f"error: rank {first}{also} did not come: {self._last_words(first)}",
+                f"error: rank {first}{also} did not come: {self._last_progress(first)}",
                 f"Rank {self._rank} has waited for {waited_s:.1f} s; "
                 f"trainer.parallel.timeout_s is {self._timeout_s:g}. Raise it if that is what the "
                 "work takes; otherwise see what that process does. All of them:",
@@ -425,17 +427,17 @@ class Watch:
         )
         self._end(screen)
 
-    def _last_words(self, rank: int) -> str:
-        said = self._others.get(rank)
-        if said is None:
+    def _last_progress(self, rank: int) -> str:
+        last = self._others.get(rank)
+        if last is None:
             return "it has not been heard of since the start"
-        description = said.doing(time.time())
+        description = last.doing(time.time())
         if self._is_silent(rank):
             description += (
                 f", and has been silent for {self._silent_s(rank):.1f} s (stopped, or its machine "
                 "gone?)"
             )
-        return f"pid {said.pid} on {said.host} is in {description}"
+        return f"pid {last.pid} on {last.host} is in {description}"
 
     def _all_described(self) -> list[str]:
         known = {**self._others, self._rank: self._progress}
@@ -448,11 +450,14 @@ class Watch:
     def _end(self, message: str) -> NoReturn:
         """Leave at once: the main thread may be in a collective that never ends."""
         try:
-            if message and self._may_report():
-                sys.stderr.write(f"{message}\n")
-                sys.stderr.flush()
-                if self.on_end is not None:
-                    self.on_end(message.removeprefix("error: "))
+            # A signal may bring the main thread here while the watching one reports.
+            with self._ending:
+                if message and not self._has_reported and self._may_report():
+                    self._has_reported = True
+                    sys.stderr.write(f"{message}\n")
+                    sys.stderr.flush()
+                    if self.on_end is not None:
+                        self.on_end(message.removeprefix("error: "))
         finally:
             os._exit(1)
 
@@ -477,18 +482,18 @@ class Watch:
         return None
 
     def _gone(self) -> Progress | None:
-        """What a process of this host said last that is dead and was not done, if there is one."""
+        """Of a process of this host that is dead and was not done, what it published last."""
         assert self._store is not None
         for rank in self._peers:
             try:
-                said = self._others.get(rank) or read(self._store, rank)
-                if said is None or said.host != self._progress.host or _is_alive(said.pid):
+                last = self._others.get(rank) or read_progress(self._store, rank)
+                if last is None or last.host != self._progress.host or _is_alive(last.pid):
                     continue
-                said = read(self._store, rank)  # it may have been done since
+                last = read_progress(self._store, rank)  # it may have been done since
             except dist.DistError:
                 continue
-            if said is not None and not said.is_done:
-                return said
+            if last is not None and not last.is_done:
+                return last
         return None
 
 
@@ -497,15 +502,6 @@ def _lost_message(gone: Progress) -> str:
         f"error: rank {gone.rank} (pid {gone.pid}) is gone without an error of its own, in "
         f"{gone.doing(time.time())}.\n{advice(None)}"
     )
-
-
-def _key(rank: int) -> str:
-    return f"progress/{rank}"
-
-
-def _heard_key(rank: int) -> str:
-    """Set once `rank` has learned that another process reports why the run ends."""
-    return f"heard/{rank}"
 
 
 def _num_started(group: dist.ProcessGroup) -> int:

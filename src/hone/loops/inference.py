@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import chain
 from time import monotonic
 
+import torch
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
@@ -20,15 +21,19 @@ from hone.config.tree import EvaluateConfig, GenerateConfig
 from hone.data.prompts import PromptData
 from hone.distributed.mesh import Mesh
 from hone.loops.ending import evaluation_cause
+from hone.loops.inputs import decoder, encoder, prompts_of, share_of_workers
 from hone.loops.launch import join
-from hone.loops.parts import assemble_inference, encoder, share_of_workers
+from hone.loops.workers import make_engine
+from hone.models.load import load_model
+from hone.models.tensor_parallel import TensorParallel
+from hone.models.tokenizer import load_tokenizer
 from hone.observe.loggers import json_line, sample_row
 from hone.observe.metrics import to_scalars
 from hone.observe.whole_file import write_whole
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
 from hone.rollout.evaluate import evaluate, pass_rule, summarise
 from hone.rollout.requests import requests_for, sample_of
-from hone.types import Prompt, Sample
+from hone.types import Engine, Prompt, Sample
 
 __all__ = ["run_evaluation", "run_generation"]
 
@@ -68,21 +73,19 @@ def _write_samples(cfg: EvaluateConfig, mesh: Mesh, samples: Sequence[Sample]) -
 
 def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
     limit = cfg.eval.max_completion_tokens
+    tp, tokenizer, data = _prepared(cfg, mesh, limit)
     with Scorer(share_of_workers(cfg.reward), max_completion_tokens=limit) as scorer:
-
-        def check(data: PromptData, tokenizer: PreTrainedTokenizerBase) -> None:
-            if mesh.is_first:
-                scorer.check_data(data.eval, encoder(tokenizer))
-
-        parts = assemble_inference(cfg, mesh.device, max_completion_tokens=limit, check_data=check)
+        if mesh.is_first:
+            scorer.check_data(data.eval, encoder(tokenizer))
+        engine = _engine(cfg, mesh, tp, tokenizer)
         with _counter(mesh) as progress:
             scorer.on_wait = progress.waiting
             samples = evaluate(
-                parts.data.eval,
-                engine=parts.engine,
+                data.eval,
+                engine=engine,
                 scorer=scorer,
                 cfg=cfg.eval,
-                decode=parts.decode,
+                decode=decoder(tokenizer),
                 seed=cfg.run.seed,
                 comm=mesh,
                 max_failure_rate=cfg.reward.max_failure_rate,
@@ -90,6 +93,27 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
             )
         assert samples is not None, "nothing asks it to stop"
         return samples
+
+
+def _prepared(
+    cfg: EvaluateConfig | GenerateConfig, mesh: Mesh, max_completion_tokens: int
+) -> tuple[TensorParallel, PreTrainedTokenizerBase, PromptData]:
+    """What is there before any weight is loaded."""
+    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, mesh.device)
+    torch.manual_seed(cfg.run.seed)
+    tokenizer = load_tokenizer(cfg.model)
+    return tp, tokenizer, prompts_of(cfg, tokenizer, max_completion_tokens)
+
+
+def _engine(
+    cfg: EvaluateConfig | GenerateConfig,
+    mesh: Mesh,
+    tp: TensorParallel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Engine:
+    own = None if cfg.engine.backend == "vllm" else tp
+    model = load_model(cfg.model, device=mesh.device, seed=cfg.run.seed, tp=own)
+    return make_engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)
 
 
 def run_generation(cfg: GenerateConfig) -> int:
@@ -105,11 +129,11 @@ def run_generation(cfg: GenerateConfig) -> int:
 
 def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
     limit = cfg.generation.max_completion_tokens
-    parts = assemble_inference(cfg, mesh.device, max_completion_tokens=limit)
+    tp, tokenizer, data = _prepared(cfg, mesh, limit)
+    engine, decode = _engine(cfg, mesh, tp, tokenizer), decoder(tokenizer)
     owners: dict[str, tuple[Prompt, int]] = {}
     places: list[tuple[int, int]] = []
-    tp = parts.tensor_parallel
-    for number, prompt in enumerate(chain(*parts.data.train.sources)):
+    for number, prompt in enumerate(chain(*data.train.sources)):
         if number % tp.num_replicas != tp.replica:
             continue
         requests = requests_for(
@@ -121,14 +145,14 @@ def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
             purpose="generate",
             number=0,
         )
-        parts.engine.submit(requests)
+        engine.submit(requests)
         owners |= {request.id: (prompt, index) for index, request in enumerate(requests)}
         places += [(number, index) for index in range(len(requests))]
     rows: dict[str, str] = {}
     with _counter(mesh) as counter:
-        while parts.engine.has_unfinished:
-            for completion in parts.engine.step():
-                sample = sample_of(*owners[completion.request_id], completion, parts.decode)
+        while engine.has_unfinished:
+            for completion in engine.step():
+                sample = sample_of(*owners[completion.request_id], completion, decode)
                 rows[sample.id] = json_line(sample_row(sample)).decode()
             counter.samples(len(rows), len(owners))
     own = list(zip(places, (rows[name] for name in owners), strict=True))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Self
 
 from hone.distributed.mesh import Mesh
+from hone.distributed.signals import handling
 
 __all__ = ["STOPPING", "Interrupt", "Terminated", "terminable"]
 
@@ -32,18 +33,8 @@ def terminable() -> Generator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)
 
-    wanted = [signal.SIGTERM, *_hangup()]
-    previous = {number: signal.signal(number, end) for number in wanted}
-    try:
+    with handling(end, signal.SIGTERM, signal.SIGHUP):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _hangup() -> list[signal.Signals]:
-    """SIGHUP, unless this process was started to ignore it (`nohup`)."""
-    return [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
 
 
 class Interrupt:
@@ -61,7 +52,7 @@ class Interrupt:
         True, then the same in all processes. None without one."""
         self._mesh = mesh
         self._notice = notice
-        self._previous: dict[signal.Signals, object] = {}
+        self._handlers = ExitStack()
         self._terminals: list[int] = []
         """Those of the standard streams that are one."""
 
@@ -78,18 +69,12 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         self._terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
-        for number in (signal.SIGINT, signal.SIGTERM, *_hangup()):
-            self._previous[number] = signal.signal(number, self._handle)
+        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        self._handlers.enter_context(handling(self._handle, *numbers))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+    def __exit__(self, *_: object) -> None:
+        self._handlers.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.has_come():

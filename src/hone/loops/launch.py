@@ -21,9 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hone.checkpoint.export import export_hf
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.errors import UserError
-from hone.config.model import LoraConfig, ModelConfig
+from hone.config.model import ModelConfig
 from hone.config.parallel import ParallelConfig
-from hone.config.run import CheckpointConfig, GenerateRunConfig, RunConfig
+from hone.config.run import GenerateRunConfig
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
@@ -47,6 +47,7 @@ __all__ = [
     "join",
     "launch",
     "load_for_training",
+    "lock_run_dir",
 ]
 
 _log = logging.getLogger(__name__)
@@ -56,34 +57,31 @@ _log = logging.getLogger(__name__)
 class Launch:
     """Where a run lives and where it starts."""
 
+    cfg: RLConfig | SFTConfig
     mesh: Mesh
     watch: Watch
-    dir: Path
     store: CheckpointStore
     checkpoint: Checkpoint | None
-    """What to go on from; None starts afresh."""
-    total_steps: int
-    cfg: RLConfig | SFTConfig
+    """What to resume from; None starts afresh."""
 
     def save_config(self) -> None:
-        """Write the configuration into the run folder: once nothing stands against going on. One
+        """Write the configuration into the run folder, once nothing stands against resuming. One
         that trains nothing leaves that which the run was trained with."""
         if self.mesh.is_first and self.steps_done < self.total_steps:
-            save_config(self.dir, self.cfg)
+            save_config(self.cfg)
 
     @property
-    def device(self) -> torch.device:
-        return self.mesh.device
+    def dir(self) -> Path:
+        return self.cfg.run.dir
+
+    @property
+    def total_steps(self) -> int:
+        return self.cfg.run.steps
 
     @property
     def steps_done(self) -> int:
         """Updates that earlier launches made."""
         return 0 if self.checkpoint is None else self.checkpoint.step
-
-    @property
-    def resume_step(self) -> int | None:
-        """First step to be computed again; None where the run folder starts afresh."""
-        return None if self.checkpoint is None else self.checkpoint.step + 1
 
 
 def choose_device(cfg: GenerateRunConfig) -> torch.device:
@@ -133,18 +131,14 @@ def join(run: GenerateRunConfig, parallel: ParallelConfig) -> Generator[tuple[Me
 
 
 @contextmanager
-def launch(
-    run: RunConfig,
-    checkpoint: CheckpointConfig,
-    parallel: ParallelConfig,
-    tree: RLConfig | SFTConfig,
-) -> Generator[Launch]:
+def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
     """Join the other processes, seed everything, find out where to go on. At the end of the block,
     whichever it is, the folder says how the run ended.
 
     Seeds are equal in all processes. Raises UserError where `run.resume` does not fit what the
     folder holds, or another command has written it.
     """
+    run, parallel = cfg.run, cfg.trainer.parallel
     with ExitStack() as stack, join(run, parallel) as (mesh, watch):
         if mesh.world.size == 1:  # of several, the watch ends each
             stack.enter_context(terminable())
@@ -153,39 +147,31 @@ def launch(
         torch.manual_seed(run.seed)
         store = CheckpointStore(
             run.dir / "checkpoints",
-            keep_last=checkpoint.keep_last,
-            keep_best=checkpoint.keep_best,
+            keep_last=cfg.checkpoint.keep_last,
+            keep_best=cfg.checkpoint.keep_best,
             mesh=mesh,
             timeout_s=0.9 * parallel.timeout_s,  # it knows whose file is missing, the watch less
         )
-        found = find_checkpoint(run, store, tree)
-        mesh.agree("the checkpoint to go on from", None if found is None else found.step)
+        found = find_checkpoint(cfg, store)
+        mesh.agree("the checkpoint to resume from", None if found is None else found.step)
         if found is not None:
-            for line in announce(found, run, tree, mesh.sizes):
+            for line in announce(found, cfg, mesh.sizes):
                 _log.info("%s", line)
         elif mesh.is_first:
-            for line in announce_restart(run, checkpoint):
+            for line in announce_restart(cfg):
                 _log.warning("warning: %s", line)
-        ending = Ending(run.dir, watch, is_first=mesh.is_first, draws_report=tree.log.report)
+        ending = Ending(run.dir, watch, is_first=mesh.is_first, draws_report=cfg.log.report)
         stack.enter_context(ending.report())
         if mesh.is_first:
             with writing(run.dir, "run.dir"):
                 run.dir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_alone_in(run.dir))
+            stack.enter_context(lock_run_dir(run.dir))
         stack.enter_context(ending.cause())
-        yield Launch(
-            mesh=mesh,
-            watch=watch,
-            dir=run.dir,
-            store=store,
-            checkpoint=found,
-            total_steps=run.steps,
-            cfg=tree,
-        )
+        yield Launch(cfg, mesh, watch, store, found)
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Generator[None]:
+def lock_run_dir(folder: Path) -> Generator[None]:
     """Keep other runs out of a run folder; the system lets go of it when this process ends. The
     process id stays in the lock file, for the launcher of a process that is killed.
 
@@ -208,40 +194,37 @@ def _alone_in(folder: Path) -> Generator[None]:
         yield
 
 
-def is_complete(begin: Launch, lora: LoraConfig) -> bool:
+def is_complete(launch: Launch) -> bool:
     """Whether all steps lie behind the run, and `export` has written what came of them. Collective.
 
     A run that ended between its last checkpoint and the export may have a model of earlier steps.
     """
-    found = begin.checkpoint
-    if found is None or found.step < begin.total_steps:
+    found, is_lora = launch.checkpoint, launch.cfg.model.lora.rank > 0
+    if found is None or found.step < launch.total_steps:
         return False
-    written_last = begin.dir / ("adapter/adapter_config.json" if lora.rank else "model/config.json")
-    return begin.mesh.broadcast(
+    written_last = launch.dir / ("adapter/adapter_config.json" if is_lora else "model/config.json")
+    return launch.mesh.broadcast(
         written_last.is_file() and written_last.stat().st_mtime >= found.saved_at
     )
 
 
-def export(
-    trainer: Trainer,
-    tokenizer: PreTrainedTokenizerBase,
-    cfg: CheckpointConfig,
-    begin: Launch,
-    lora: LoraConfig,
-) -> None:
+def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch) -> None:
     """Write the trained model to `<run.dir>/model`, and adapters, which are merged there, also to
     `<run.dir>/adapter`. Collective."""
-    policy = trainer.policy
+    policy, mesh, lora = trainer.policy, launch.mesh, launch.cfg.model.lora
     dtypes = {"auto": policy.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    dtype = dtypes[cfg.export_dtype]
-    is_rounded = bool(lora.rank) or dtype == policy.dtype
-    weights = trainer.named_weights() if is_rounded else _finest(trainer)
-    export_hf(policy.model, tokenizer, begin.dir / "model", dtype, weights, mesh=begin.mesh)
+    dtype = dtypes[launch.cfg.checkpoint.export_dtype]
+    if lora.rank or dtype == policy.dtype:
+        weights = trainer.named_weights()
+    else:  # the finest there are: masters in place of what is computed with
+        state: dict[str, Tensor] = policy.model.state_dict(keep_vars=True)
+        weights = _wholes({name: policy.masters.get(name, value) for name, value in state.items()})
+    export_hf(policy.model, tokenizer, launch.dir / "model", dtype, weights, mesh=mesh)
     if lora.rank:
         adapters = _wholes(policy.masters)
-        if begin.mesh.is_first:
-            with writing(begin.dir / "adapter", "run.dir"):
-                save_adapter(begin.dir / "adapter", policy.model, lora, adapters)
+        if mesh.is_first:
+            with writing(launch.dir / "adapter", "run.dir"):
+                save_adapter(launch.dir / "adapter", policy.model, lora, adapters)
         else:
             deque(adapters, maxlen=0)  # gathered by all
 
@@ -252,13 +235,6 @@ def load_for_training(cfg: ModelConfig, mesh: Mesh, *, seed: int) -> PreTrainedM
     if mesh.world.size > 1:
         return load_deferred(cfg, device=mesh.device, seed=seed)
     return load_model(cfg, device=mesh.device, seed=seed)
-
-
-def _finest(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """The model's whole tensors, masters in place of what is computed with. Collective."""
-    policy = trainer.policy
-    state: dict[str, Tensor] = policy.model.state_dict(keep_vars=True)
-    return _wholes({name: policy.masters.get(name, value) for name, value in state.items()})
 
 
 def _wholes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

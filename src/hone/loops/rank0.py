@@ -20,13 +20,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from hone.config.run import EvaluationConfig
 from hone.distributed.mesh import Mesh
 from hone.rollout.buffer import Progress
 from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.scorer_pool import ScorerPool
-from hone.types import EngineLostError, Group, Trajectory
+from hone.types import EngineLostError, Group, Prompt, Sample, Trajectory
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.sync import SyncReport
 
@@ -82,16 +83,11 @@ class Controller:
         `make` gets a function that it calls between steps of the engines, with how many samples
         are finished and wanted.
         """
-        if self.engines is not None:
-            value = make(self._between_steps)
-            self._send(_Message.RESULT, value)
-            return value
-        while True:
-            message, value = self.mesh.broadcast(None)
-            if message is _Message.PUSH_WEIGHTS:
-                self.push(value)
-            elif message is _Message.RESULT:
-                return value
+        if self.engines is None:
+            return _receive(self.mesh, self.push)
+        value = make(self._between_steps)
+        self._send(_Message.RESULT, value)
+        return value
 
     def trainer_holds(self, version: int) -> None:
         """The trainer holds `version` from now on: a push before its own is of this version."""
@@ -110,13 +106,14 @@ class Controller:
         self._last_message_s = monotonic()
 
 
-def _both(first: Progress, second: Progress | None) -> Progress:
-    def progress(finished: int, wanted: int) -> None:
-        first(finished, wanted)
-        if second is not None:
-            second(finished, wanted)
-
-    return progress
+def _receive(mesh: Mesh, push: Callable[[int], object] | None = None) -> Any:
+    """The result of the first process, once it has sent it."""
+    while True:
+        message, value = mesh.broadcast(None)
+        if message is _Message.RESULT:
+            return value
+        if message is _Message.PUSH_WEIGHTS and push is not None:
+            push(value)
 
 
 class Rank0Collector:
@@ -131,12 +128,31 @@ class Rank0Collector:
         """The scored groups of `step`. Collective."""
 
         def make(between: Progress) -> tuple[list[Group], RolloutCounts]:
+            def both(finished: int, wanted: int) -> None:
+                between(finished, wanted)
+                if progress is not None:
+                    progress(finished, wanted)
+
             assert self._collector is not None
-            groups = self._collector.collect(step, _both(between, progress))
-            return groups, self._collector.counts
+            return self._collector.collect(step, both), self._collector.counts
 
         groups, self.counts = self._controller.broadcast_from_rank0(make)
         return groups
+
+    def evaluate(
+        self,
+        prompts: Sequence[Prompt],
+        cfg: EvaluationConfig,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> list[Sample] | None:
+        """As `Collector.evaluate`; `should_stop` of the first process counts. Collective."""
+
+        def make(between: Progress) -> list[Sample] | None:
+            assert self._collector is not None
+            return self._collector.evaluate(prompts, cfg, progress=between, should_stop=should_stop)
+
+        return self._controller.broadcast_from_rank0(make)
 
     def background(self) -> AbstractContextManager[None]:
         """As `Collector.background`."""
@@ -183,7 +199,7 @@ class Rank0Reference:
         [N_i] float32 on the CPU for each row. Collective, as is the waiting."""
         passes = self._plan(rows)  # in all processes, since it refuses rows that are too long
         if self._references is None:
-            return self._receive
+            return partial(_receive, self._mesh)
         return partial(self._send, self._references.begin(rows, passes))
 
     def _send(self, scoring: Future[list[Tensor]]) -> list[Tensor]:
@@ -191,9 +207,3 @@ class Rank0Reference:
             self._mesh.broadcast((_Message.WAIT, None))
         self._mesh.broadcast((_Message.RESULT, scoring.result()))
         return scoring.result()
-
-    def _receive(self) -> list[Tensor]:
-        while True:
-            message, value = self._mesh.broadcast(None)
-            if message is _Message.RESULT:
-                return value

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +15,23 @@ import torch
 from transformers import PreTrainedModel
 
 from hone.config.hardware import Peaks, num_usable_cores
+from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
+from hone.loops.launch import Launch
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
+from hone.observe.disk import DiskError
 from hone.observe.loggers import RunLog
 from hone.observe.metrics import Max, Metrics, Min, merge, to_scalars
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
+from hone.rewards.scorer import FailureRateError
 from hone.types import Group, Sample, Trajectory
 
-__all__ = ["Limits", "Recorder", "alarms_for", "memory_metrics"]
+__all__ = ["Limits", "Recorder", "memory_metrics", "recording"]
+
+_log = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -126,19 +134,11 @@ class CPUUse:
         }
 
 
-def alarms_for(model: PreTrainedModel, *, max_staleness: int = 0) -> Alarms:
-    """Alarms whose limit on the engine's mismatch fits the number format of the model."""
-    return Alarms(
-        max_mismatch_kl=1e-4 if model.dtype == torch.float32 else 1e-2,
-        max_staleness=max_staleness,
-    )
-
-
 @dataclass(slots=True)
 class Recorder:
     """Everything a person sees of a run goes through here.
 
-    Every process has one, and the first one's alone speaks: the others have no log and no console.
+    Every process has one; that of the first alone has a log and a console.
     """
 
     mesh: Mesh
@@ -234,3 +234,47 @@ class Recorder:
             self.log.event("alarm", message=str(alarm), **alarm.fields())
             self.console.warn(str(alarm))
         self.console.step(step, scalars)
+
+
+@contextmanager
+def recording(
+    launch: Launch, model: PreTrainedModel, limits: Limits | None = None
+) -> Generator[Recorder]:
+    """The recorder of this process; the first one's writes into the run folder, also the samples
+    of a step that fails."""
+    cfg, is_first = launch.cfg, launch.mesh.is_first
+    is_rl = isinstance(cfg, RLConfig)
+    runs_ahead = is_rl and cfg.pipeline.enabled
+    alarms = Alarms(  # engines mismatch more in a coarser number format
+        max_mismatch_kl=1e-4 if model.dtype == torch.float32 else 1e-2,
+        max_staleness=cfg.pipeline.max_staleness if is_rl and runs_ahead else 0,
+    )
+    recorder = Recorder(launch.mesh, Spans(on_begin=launch.watch.enter), alarms, limits=limits)
+    with ExitStack() as stack:
+        if is_first:
+            resume_step = launch.steps_done + 1 if launch.checkpoint is not None else None
+            config = cfg.model_dump(mode="json")
+            recorder.log = stack.enter_context(
+                RunLog(launch.dir, cfg.log, resume_step=resume_step, config=config)
+            )
+            recorder.console = stack.enter_context(
+                Console(
+                    cfg.run.steps,
+                    done=launch.steps_done,
+                    runs_ahead=runs_ahead,
+                    has_reference=is_rl and cfg.algorithm.kl.coef > 0,
+                    has_limit=limits is not None and limits.peaks is not None,
+                )
+            )
+        try:
+            yield recorder
+        except BaseException as failure:
+            if isinstance(failure, FailureRateError):
+                split = "eval" if launch.watch.phase == "eval" else "train"
+                recorder.unscored(launch.watch.step, failure.samples, split=split)
+            try:
+                recorder.before_failure()
+                recorder.write_unrecorded()
+            except DiskError as error:  # the error that ends the run is the one to report
+                _log.warning("warning: %s", error)
+            raise

@@ -1,40 +1,444 @@
-"""A reinforcement run from configuration to trained model."""
+"""A run of reinforcement learning: built from its configuration, trained, exported."""
 
 from __future__ import annotations
 
-from hone.config.tree import RLConfig
-from hone.loops.interrupt import Interrupt
-from hone.loops.launch import Launch, export, is_complete, launch
-from hone.loops.loop import train
-from hone.loops.parts import assemble
-from hone.loops.remote import MakePools
-from hone.loops.step import Outcome
-from hone.loops.workers import thread_pools
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
 
-__all__ = ["Outcome", "run"]
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.grpo import GRPO
+from hone.checkpoint.random_state import capture_random_state, restore_random_state
+from hone.config.model_facts import ModelFacts
+from hone.config.plan import Devices, RunPlan, resolve
+from hone.config.tree import RLConfig
+from hone.data.prompts import PromptData
+from hone.distributed.mesh import Mesh
+from hone.engine.kv_cache import cache_dtype
+from hone.families.shape import ModelShape
+from hone.loops.inputs import decoder, encoder, prompts_of, share_of_workers
+from hone.loops.interrupt import STOPPING
+from hone.loops.launch import Launch, is_complete, launch, load_for_training
+from hone.loops.loop import train
+from hone.loops.rank0 import Controller, Rank0Collector, Rank0Reference
+from hone.loops.recorder import Limits, recording
+from hone.loops.resuming import restore
+from hone.loops.run import Outcome, Phase, Run
+from hone.loops.untrained import Untrained, is_stalled, why_untrained
+from hone.loops.workers import Pools, make_engine, thread_pools
+from hone.models.adapters import adapt, is_adapted
+from hone.models.decoder import alias_module
+from hone.models.load import blank_model, compute_dtype
+from hone.models.tokenizer import load_tokenizer
+from hone.observe.metrics import Last, Metrics, to_scalars
+from hone.observe.peaks import device_peaks
+from hone.rewards.scorer import Scorer, check_failure_rate
+from hone.rollout.collector import Collector
+from hone.rollout.evaluate import PassRule, pass_rule, summarise
+from hone.rollout.metrics import rollout_metrics
+from hone.trainer.models import Models
+from hone.trainer.scorer import FrozenScorer, RowScorer, WithoutAdapters
+from hone.trainer.trainer import Trainer
+from hone.types import Engine, Group, SamplingEngine, Trajectory
+from hone.weights.broadcast import BroadcastSync
+from hone.weights.parity import ParityGate
+from hone.weights.sync import WeightSync
+
+__all__ = ["MakePools", "Outcome", "RLRun", "build_run", "run"]
+
+MakePools = Callable[[RLConfig], AbstractContextManager[Pools]]
+"""Starts the engines and references with weights of their own; they end with the context."""
+_log = logging.getLogger(__name__)
 
 
 def run(cfg: RLConfig, make_pools: MakePools = thread_pools) -> Outcome:
-    """Assemble, train, export the policy to `<run.dir>/model`, write the report.
+    """Build, train, export the policy to `<run.dir>/model`, write the report.
 
-    Of a run that has ended the report alone is written. `make_pools` starts the engines and
-    references that have devices of their own.
+    Of a run that has ended the report alone is written.
     """
-    with launch(cfg.run, cfg.checkpoint, cfg.trainer.parallel, cfg) as begin:
-        if is_complete(begin, cfg.model.lora):
-            return Outcome(begin.steps_done)
-        return _run(cfg, begin, make_pools)
+    with launch(cfg) as start:
+        if is_complete(start):
+            return Outcome(start.steps_done)
+        with build_run(cfg, start, make_pools) as built:
+            outcome = train(built)
+            built.export()
+            return outcome
 
 
-def _run(cfg: RLConfig, begin: Launch, make_pools: MakePools) -> Outcome:
-    with assemble(cfg, begin, make_pools) as parts:
-        outcome = train(parts)
-        if begin.mesh.is_first:
-            parts.recorder.spans.write_trace(begin.dir / "trace.json")
-        if outcome.stopped_by is not None and outcome.steps == begin.steps_done:
-            return outcome  # before the first step: there is nothing new to write
-        notice = "the model is being written"
-        writing = Interrupt(begin.mesh, notice, earlier=outcome.stopped_by)
-        with parts.phase("save", outcome.steps), writing:
-            export(parts.trainer, parts.tokenizer, cfg.checkpoint, begin, cfg.model.lora)
-    return outcome
+@dataclass(slots=True)
+class Sampling:
+    """The side of a run that samples."""
+
+    data: PromptData
+    scorer: Scorer | None
+    """Of this process; where the first process drives all engines, it alone has one."""
+    engine: SamplingEngine | None
+    """Likewise."""
+    collector: Collector | Rank0Collector
+    weights: WeightSync | Controller
+
+
+@dataclass(kw_only=True)
+class RLRun(Run[list[Group]]):
+    """Samples groups, scores them, trains the policy on them."""
+
+    cfg: RLConfig
+    algorithm: Algorithm
+    models: Models
+    sampling: Sampling
+    _pass_rule: PassRule | str | None = None
+    """By what samples pass in all evaluations of the run, or why there is no pass@k; None before
+    the first one that has a reward."""
+    _untrained: list[Untrained] = field(default_factory=list[Untrained])
+    """The last steps in a row without a trained token."""
+
+    notice = STOPPING
+
+    @property
+    def collector(self) -> Collector | Rank0Collector:
+        return self.sampling.collector
+
+    def collect(self, step: int) -> list[Group]:
+        with self.span("generate"), self._reserve_cpu_core():
+            groups = self.collector.collect(step, self.recorder.progress)
+            self.recorder.sampled(step, groups)
+            samples = [sample for group in groups for sample in group.samples]
+            check_failure_rate(samples, self.cfg.reward.max_failure_rate)
+        return groups
+
+    def prepare(self, batch: list[Group], step: int) -> tuple[list[Trajectory], Metrics]:
+        with self.span("experience"):
+            return self.models.prepare(self.algorithm, batch, version=step - 1)
+
+    def push(self, step: int) -> Metrics:
+        with self.span("sync"):
+            return {"time/sync/proof_s": Last(self.sampling.weights.push(version=step).seconds)}
+
+    @contextmanager
+    def phase(self, name: Phase, step: int) -> Generator[None]:
+        """*train*: the trainer has the device; engines with weights of their own go on sampling.
+        *push*: engines hold still and receive weight version `step`. *evaluate*: nothing is in
+        flight. *save*: nor is it here, and the trainer has the device, so that `state` can be read.
+        """
+        match name:
+            case "train":
+                with self.collector.background(), self._trainer_on_device():
+                    yield
+            case "push":
+                with self.collector.pause(step):
+                    yield
+            case "evaluate":
+                with self.collector.idle():
+                    yield
+            case "save":
+                with self.collector.idle(), self._trainer_on_device():
+                    yield
+
+    @contextmanager
+    def _trainer_on_device(self) -> Generator[None]:
+        """With `enable_sleep`, who takes the device finds the memory of who leaves it free."""
+        engine = cast("Engine", self.sampling.engine) if self.cfg.engine.enable_sleep else None
+        if engine is not None:  # a rule keeps it from engines with devices of their own
+            engine.sleep()
+        if self.cfg.trainer.enable_sleep:
+            self.trainer.wake()
+        yield
+        if self.cfg.trainer.enable_sleep:
+            self.trainer.sleep()
+        if engine is not None:
+            engine.wake()
+
+    @contextmanager
+    def _reserve_cpu_core(self) -> Generator[None]:
+        """Inside, a CPU that generates leaves one core to reward workers.
+
+        OpenMP threads wait for each other by spinning. One that loses its core to a worker holds up
+        all others for a time slice, thousands of times in a step.
+        """
+        scorer, num_threads = self.sampling.scorer, torch.get_num_threads()
+        if self.launch.mesh.device.type != "cpu" or scorer is None or not scorer.uses_workers:
+            yield
+            return
+        torch.set_num_threads(max(num_threads - 1, 1))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def evaluate(self, step: int) -> Metrics:
+        """A signal ends it at once, since nothing of it has to be saved, and sampling and scoring a
+        large held-out set takes longer than a scheduler waits between SIGTERM and SIGKILL."""
+        del step
+        cfg, prompts = self.cfg, self.sampling.data.eval
+        with self._reserve_cpu_core():
+            stop = self.interrupt.has_come
+            samples = self.collector.evaluate(prompts, cfg.eval, should_stop=stop)
+        if samples is None:
+            return {}
+        check_failure_rate(samples, cfg.reward.max_failure_rate)
+        rule = self._pass_rule or pass_rule(samples, cfg.eval, cfg.reward)
+        if self._pass_rule is None and any(sample.valid for sample in samples):
+            self._pass_rule = rule
+            if isinstance(rule, str):
+                _log.info("evaluations have no pass@k: %s", rule)
+        return summarise(samples, cfg.eval, rule)
+
+    def rank(self, evaluated: Mapping[str, float]) -> float | None:
+        return evaluated.get(self.cfg.eval.metric)
+
+    def record(
+        self, step: int, batch: list[Group], rows: Sequence[Trajectory], metrics: Metrics
+    ) -> str | None:
+        counts = self.collector.counts
+        metrics |= rollout_metrics(batch, counts)
+        correction = to_scalars(metrics).get("off_policy/correction")
+        why = why_untrained(self.cfg, batch, rows, counts, correction=correction)
+        self._untrained = [*self._untrained, why] if why else []
+        metrics["train/untrained_steps"] = Last(len(self._untrained))
+        cause = why and why.cause
+        self.recorder.record(step, metrics, groups=batch, rows=rows, why_untrained=cause)
+        if not is_stalled(self._untrained):
+            return None
+        return (
+            f"{len(self._untrained)} updates in a row had no token to train, and the run ends "
+            f"after step {step}, which is saved. {cause}"
+        )
+
+    def state(self) -> dict[str, Any]:
+        rule = self._pass_rule
+        plain = [list(rule.functions), rule.threshold] if isinstance(rule, PassRule) else rule
+        return super().state() | {
+            "data": self.sampling.data.train.state_dict(),
+            "rollout": self.collector.state_dict(),
+            "evaluation": {"pass_rule": plain},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore `state`; the trainer has been restored before."""
+        self.sampling.data.train.load_state_dict(state["data"])
+        self.collector.load_state_dict(state["rollout"])
+        match state.get("evaluation", {}).get("pass_rule"):
+            case [[*functions], threshold]:
+                self._pass_rule = PassRule(tuple(functions), threshold)
+            case rule:
+                self._pass_rule = rule
+
+
+@contextmanager
+def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[RLRun]:
+    """Build a run, restored from its checkpoint; release what it holds at the end.
+
+    Cheap and likely mistakes come first: configuration, tokenizer and data are read, and reward
+    functions tried, before any weight is loaded. `make_pools` is called by the first process.
+    """
+    mesh = start.mesh
+    devices = Devices(kind="cpu" if mesh.device.type == "cpu" else "cuda")
+    plan = resolve(cfg, ModelFacts.read(cfg.model.path), devices, world_size=mesh.world.size)
+    tokenizer = load_tokenizer(cfg.model)
+    measured = cfg.eval.max_completion_tokens if cfg.eval.is_scheduled else 0
+    longest = max(cfg.rollout.max_completion_tokens, measured)
+    data = prompts_of(cfg, tokenizer, longest)
+    with ExitStack() as stack:
+        scorer = stack.enter_context(_scoring(cfg, plan, mesh, data=data, tokenizer=tokenizer))
+        pools = None
+        if (plan.is_apart or cfg.cluster.is_used) and mesh.is_first:
+            pools = stack.enter_context(make_pools(cfg))
+
+        load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
+        model = load()
+        limits = _limits(cfg, plan, model, mesh)
+        sampled = None if plan.is_apart else _sampled_model(cfg, model, mesh, load)
+        if cfg.model.lora.rank:
+            adapt(model, cfg.model.lora, seed=cfg.run.seed)
+        algorithm = GRPO(cfg.algorithm, max_completion_tokens=cfg.rollout.max_completion_tokens)
+        models = _models(cfg, plan, start, model=model, algorithm=algorithm, load=load, pools=pools)
+        trainer = models.trainer
+        start.watch.follow(models.groups)
+        if start.checkpoint is not None:
+            restore(trainer, start.checkpoint.parts)
+        random_state = capture_random_state()
+        if cfg.trainer.enable_sleep:
+            trainer.sleep()  # before the engine looks how much memory there is
+
+        sampling = stack.enter_context(
+            _sampling(
+                cfg,
+                plan,
+                trainer,
+                sampled=sampled,
+                tokenizer=tokenizer,
+                data=data,
+                scorer=scorer,
+                pools=pools,
+            )
+        )
+        recorder = stack.enter_context(recording(start, model, limits))
+        if pools is not None:
+            pools.report_to(recorder.event)
+        if scorer is not None:
+            scorer.on_wait = recorder.waiting
+        built = RLRun(
+            cfg=cfg,
+            launch=start,
+            trainer=trainer,
+            algorithm=algorithm,
+            models=models,
+            sampling=sampling,
+            tokenizer=tokenizer,
+            recorder=recorder,
+        )
+        if start.checkpoint is not None:
+            built.load_state(start.checkpoint.parts)
+        start.save_config()
+        restore_random_state(random_state)  # whatever the engine has drawn to profile itself
+        yield built
+
+
+@contextmanager
+def _scoring(
+    cfg: RLConfig,
+    plan: RunPlan,
+    mesh: Mesh,
+    *,
+    data: PromptData,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Generator[Scorer | None]:
+    """The scorer of this process, its functions tried by the first one; where that drives all
+    engines, it alone has one."""
+    if plan.is_apart and not mesh.is_first:
+        yield None
+        return
+    rewards = cfg.reward if plan.is_apart else share_of_workers(cfg.reward)
+    with Scorer(rewards, max_completion_tokens=cfg.rollout.max_completion_tokens) as scorer:
+        if mesh.is_first:
+            scorer.check_data(data.all_rows(), encoder(tokenizer))
+        yield scorer
+
+
+@contextmanager
+def _sampling(
+    cfg: RLConfig,
+    plan: RunPlan,
+    trainer: Trainer,
+    *,
+    sampled: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PromptData,
+    scorer: Scorer | None,
+    pools: Pools | None,
+) -> Generator[Sampling]:
+    """Engine, collector and the way of weights: with an engine over `sampled` in each process, or
+    with engines that have weights of their own, which the first process drives."""
+    mesh = trainer.mesh
+    collector_of = partial(
+        Collector,
+        prompts=data.train,
+        rollout_cfg=cfg.rollout,
+        pipeline_cfg=cfg.pipeline,
+        decode=decoder(tokenizer),
+        seed=cfg.run.seed,
+        max_failure_rate=cfg.reward.max_failure_rate,
+    )
+    if sampled is not None:
+        assert scorer is not None
+        owns_weights = plan.roles["engine"].aliases_weights_of is None
+        engine = make_engine(cfg, sampled, tokenizer, owns_weights=owns_weights, device=mesh.device)
+        collector = collector_of(engine, scorer, comm=mesh)
+        yield Sampling(data, scorer, engine, collector, WeightSync(trainer, engine))
+        return
+    engines = pools and pools.engines
+    weights = BroadcastSync(
+        trainer,
+        mesh,
+        engines,
+        bucket_bytes=cfg.cluster.update_weight_buffer_size,
+        timeout_s=cfg.cluster.engine_timeout_s,
+        host=pools.host if pools else "",
+    )
+    with closing(weights):
+        controller = Controller(mesh, engines, weights)
+        own = collector_of(engines, scorer) if engines is not None and scorer is not None else None
+        yield Sampling(data, scorer, engines, Rank0Collector(controller, own), controller)
+
+
+def _models(
+    cfg: RLConfig,
+    plan: RunPlan,
+    start: Launch,
+    *,
+    model: PreTrainedModel,
+    algorithm: Algorithm,
+    load: Callable[[], PreTrainedModel],
+    pools: Pools | None,
+) -> Models:
+    """The trainer of `model`, and the reference: with devices of its own, beside the trainers, or
+    where adapters are trained the policy without them."""
+    temperature, exact = cfg.rollout.temperature, cfg.model.exact
+    mesh, frozen = start.mesh, load() if plan.trainers_hold_reference else None
+    trainer = Trainer(
+        model,
+        cfg.trainer,
+        algorithm.objectives["policy"],
+        total_steps=plan.optimizer_steps,
+        seed=cfg.run.seed,
+        dump_dir=start.dir,
+        temperature=temperature,
+        exact=exact,
+        mesh=mesh,
+    )
+    reference: RowScorer | None = None
+    if cfg.cluster.num_references:
+        plan_passes = partial(
+            trainer.batcher.plan_reference_passes, num_devices=cfg.cluster.num_references
+        )
+        reference = Rank0Reference(mesh, pools and pools.references, plan_passes)
+    elif frozen is not None:
+        reference = FrozenScorer(
+            frozen, cfg.trainer, temperature=temperature, exact=exact, mesh=mesh
+        )
+    elif is_adapted(model):
+        reference = WithoutAdapters(model, trainer.logprobs)
+    is_half = compute_dtype(cfg.model, mesh.device).itemsize == 2
+    gate = ParityGate(cfg.trainer.parity, "bfloat16" if is_half else "float32", exact=exact)
+    return Models(trainer, reference, gate)
+
+
+def _sampled_model(
+    cfg: RLConfig, model: PreTrainedModel, mesh: Mesh, load: Callable[[], PreTrainedModel]
+) -> PreTrainedModel:
+    """What an engine beside the trainer samples with: `model` itself where that is whole and
+    becomes the policy as it is."""
+    if cfg.engine.backend == "vllm":
+        return blank_model(cfg.model, device="meta")
+    if mesh.world.size > 1:  # the first sync fills it, before anything is sampled
+        return blank_model(cfg.model, device=mesh.device)
+    return load() if cfg.model.lora.rank else alias_module(model)
+
+
+def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) -> Limits:
+    batch, engine, kl = plan.batch, plan.roles["engine"], cfg.algorithm.kl
+    dtype = compute_dtype(cfg.model, mesh.device)
+    assert batch is not None
+    puts_kl_in_rewards = kl.coef > 0 and kl.placement == "reward"
+    scores_policy = batch.optimizer_steps_per_rollout > 1 or puts_kl_in_rewards
+    return Limits(
+        shape=ModelShape.from_config(model.config.to_dict()),
+        peaks=None if plan.is_on_cpu else device_peaks(mesh.device, dtype),
+        num_devices=mesh.world.size,
+        num_engines=engine.num_workers,
+        devices_per_engine=engine.axes.world,
+        overlaps=cfg.pipeline.enabled,
+        bytes_per_value=plan.num_bytes,
+        kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
+        max_num_seqs=cfg.engine.max_num_seqs,
+        # Frozen weights, beside which adapters are trained, get no gradients.
+        passes=(2.0 if cfg.model.lora.rank else 3.0) * batch.num_epochs
+        + scores_policy
+        + (kl.coef > 0 and not cfg.cluster.num_references),
+    )

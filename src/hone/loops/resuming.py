@@ -1,4 +1,4 @@
-"""Going on with the run that a folder holds: from where, as what, and what has changed since."""
+"""Resume a run from its folder: from which checkpoint, as what, and what has changed since."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import yaml
 from hone.checkpoint.random_state import restore_random_state
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.checkpoint.tree import in_memory
-from hone.config.base import Section
 from hone.config.load import dump_config
 from hone.config.parallel import AxisSizes
-from hone.config.run import CheckpointConfig, RunConfig
 from hone.config.tree import RLConfig, SFTConfig
 from hone.observe.resumed_run import require_resumable, saved_config
 from hone.observe.run_folder import METRICS, RunFolder
@@ -23,45 +21,43 @@ from hone.trainer.trainer import Trainer
 __all__ = ["announce", "announce_restart", "find_checkpoint", "restore"]
 
 
-def find_checkpoint(
-    run: RunConfig, store: CheckpointStore, tree: RLConfig | SFTConfig
-) -> Checkpoint | None:
+def find_checkpoint(cfg: RLConfig | SFTConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint that `run.resume` asks for; None where the folder holds none.
 
     Raises UserError as `require_resumable` does, and CheckpointError for a folder with damaged ones
     only: to start afresh beside them would look like going on.
     """
-    require_resumable(tree, has_checkpoints=not store.is_empty)
-    if isinstance(run.resume, int):
-        return store.load(run.resume)
+    require_resumable(cfg, has_checkpoints=not store.is_empty)
+    if isinstance(cfg.run.resume, int):
+        return store.load(cfg.run.resume)
     return None if store.is_empty else store.load("latest")
 
 
-def announce(found: Checkpoint, run: RunConfig, tree: Section, sizes: AxisSizes) -> Iterator[str]:
+def announce(found: Checkpoint, cfg: RLConfig | SFTConfig, sizes: AxisSizes) -> Iterator[str]:
     """Lines on what the run goes on from, and what a person may not expect of it."""
     yield _origin(found, sizes)
-    if found.step >= run.steps:
+    if found.step >= cfg.run.steps:
         yield (
-            f"run.steps is {run.steps}: nothing is left to train. Raise it to go on, or choose "
+            f"run.steps is {cfg.run.steps}: nothing is left to train. Raise it to go on, or choose "
             "another run.dir"
         )
         return  # what has changed is not used
-    before, now = _flat(saved_config(run.dir)), _flat(yaml.safe_load(dump_config(tree)))
+    before, now = _flat(saved_config(cfg.run.dir)), _flat(yaml.safe_load(dump_config(cfg)))
     changed = [key for key in now if key in before and before[key] != now[key]]
     for key in changed:
         if key not in ("run.resume", "run.steps"):
             yield f"changed since then: {key} is {now[key]}, was {before[key]}"
 
 
-def announce_restart(run: RunConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+def announce_restart(cfg: RLConfig | SFTConfig) -> Iterator[str]:
     """A line on what a folder without a checkpoint holds of an earlier launch, which is lost."""
-    if not (run.dir / METRICS).is_file():
+    if not (cfg.run.dir / METRICS).is_file():
         return
-    rows = RunFolder.read(run.dir, has_ended=True).rows
+    rows = RunFolder.read(cfg.run.dir, has_ended=True).rows
     if rows:
-        every = checkpoint.every_n_steps
+        every = cfg.checkpoint.every_n_steps
         yield (
-            f"run.dir={str(run.dir)!r} holds records of an earlier launch up to step "
+            f"run.dir={str(cfg.run.dir)!r} holds records of an earlier launch up to step "
             f"{rows[-1]['step']}, and no checkpoint: this run begins at step 0 and replaces them. "
             + (
                 f"A lower checkpoint.every_n_steps (now {every}) saves earlier"

@@ -1,29 +1,101 @@
-"""Builds the workers of pools: an engine or a frozen model without a trainer beside it."""
+"""Engines and frozen models without a trainer beside them, and the pools that they form."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.config.errors import UserError
-from hone.config.tree import RLConfig
-from hone.distributed.pool import ThreadWorker
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
+from hone.distributed.pool import RecordEvent, ThreadWorker
+from hone.engine.engine import EmbeddedEngine
 from hone.engine.worker import EngineWorker, LockStep
 from hone.loops.launch import choose_device
-from hone.loops.parts import make_engine
-from hone.loops.remote import Pools
 from hone.models.load import blank_model, load_model
+from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.scorer_pool import ScorerPool
+from hone.rollout.vllm import VLLMEngine
 from hone.trainer.scorer import FrozenScorer
+from hone.types import Engine
 from hone.weights.receiver import WeightReceiver
 
-__all__ = ["build_engine_thread", "build_engine_worker", "build_reference", "thread_pools"]
+__all__ = [
+    "Pools",
+    "build_engine_worker",
+    "build_reference",
+    "build_worker",
+    "make_engine",
+    "ray_pools",
+    "thread_pools",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The workers with weights of their own, by role; the first training process has them."""
+
+    engines: EnginePool
+    """Empty where each training process drives an engine on its device."""
+    references: ScorerPool | None = None
+    host: str = "127.0.0.1"
+    """How workers reach this process."""
+
+    def report_to(self, event: RecordEvent) -> None:
+        """Call `event` for each worker that is lost from now on, as `Pool.report_to`."""
+        self.engines.report_to(event)
+        if self.references is not None:
+            self.references.report_to(event)
+
+    def close(self) -> None:
+        """End all workers."""
+        if self.references is not None:
+            self.references.close()
+        self.engines.close()
+
+
+def make_engine(
+    cfg: RLConfig | EvaluateConfig | GenerateConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    owns_weights: bool,
+    tensor_parallel: TensorParallel | None = None,
+    device: torch.device | None = None,
+) -> Engine:
+    """The engine of `engine.backend` over `model`, which with `tensor_parallel` is this rank's.
+
+    vLLM has weights of its own: for it the model is whole in any case, may lie on meta, and
+    `device` says where vLLM runs."""
+    eos = eos_token_ids(model, tokenizer)
+    if cfg.engine.backend == "vllm":
+        return VLLMEngine(
+            model,
+            cfg.engine,
+            eos_token_ids=eos,
+            tokenizer=tokenizer,
+            device=device,
+            tensor_parallel=tensor_parallel,
+        )
+    return EmbeddedEngine(
+        model,
+        cfg.engine,
+        eos_token_ids=eos,
+        tokenizer=tokenizer,
+        max_model_len=cfg.engine.max_model_len or context_length(model.config),
+        owns_weights=owns_weights,
+        tensor_parallel=tensor_parallel,
+        exact=cfg.model.exact,
+    )
 
 
 def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
@@ -52,18 +124,6 @@ def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
     return EngineWorker(engine, receiver.receive, name=name, group=group)
 
 
-def build_engine_thread(cfg: RLConfig, *, name: str) -> EngineWorker:
-    """An engine in a thread beside the trainer. Raises UserError on a GPU."""
-    if choose_device(cfg.run).type != "cpu":
-        raise UserError(
-            "pipeline.enabled is on and cluster.num_engines is 0, so that the engine runs in a "
-            "thread beside the trainer: that is served on a CPU, since on a GPU neither may wait "
-            "for the device while the other records CUDA graphs. Set cluster.num_engines, "
-            "pipeline.enabled to false, or run.device to cpu."
-        )
-    return build_engine_worker(cfg, name=name)
-
-
 def build_reference(cfg: RLConfig) -> FrozenScorer:
     """The policy before training, whole and frozen on this process's device: of `model.path`, or
     drawn from `run.seed` as the policy was, whatever step the run is at.
@@ -79,26 +139,49 @@ def build_reference(cfg: RLConfig) -> FrozenScorer:
     )
 
 
+def build_worker(role: str, cfg: RLConfig, name: str) -> EngineWorker | FrozenScorer:
+    """An engine, or else a reference, in the process that it has for itself."""
+    return build_engine_worker(cfg, name=name) if role == "engine" else build_reference(cfg)
+
+
 @contextmanager
 def thread_pools(cfg: RLConfig) -> Generator[Pools]:
     """The engines and references of a run in threads of this process, on its device."""
-    timeout_s = cfg.cluster.engine_timeout_s
-    engines = EnginePool(
-        [build_engine_thread(cfg, name=f"engine {i}") for i in range(cfg.num_engines_apart)],
-        restart=None,
-        timeout_s=timeout_s,
-        max_restarts=0,
-    )
-    references = None
-    if cfg.cluster.num_references:
-        references = ScorerPool(
-            [
-                ThreadWorker(f"reference {i}", build_reference(cfg))
-                for i in range(cfg.cluster.num_references)
-            ],
-            restart=None,
-            timeout_s=timeout_s,
-            max_restarts=0,
-        )
-    with closing(engines), closing(references) if references else nullcontext():
-        yield Pools(engines, host="127.0.0.1", references=references)
+    num_engines, num_references = cfg.num_engines_apart, cfg.cluster.num_references
+    engines = [build_engine_worker(cfg, name=f"engine {i}") for i in range(num_engines)]
+    references = [
+        ThreadWorker(f"reference {i}", build_reference(cfg)) for i in range(num_references)
+    ]
+    supervision: dict[str, Any] = {
+        "restart": None,
+        "timeout_s": cfg.cluster.engine_timeout_s,
+        "max_restarts": 0,
+    }
+    scorers = ScorerPool(references, **supervision) if references else None
+    with closing(Pools(EnginePool(engines, **supervision), scorers)) as pools:
+        yield pools
+
+
+@contextmanager
+def ray_pools(cfg: RLConfig) -> Generator[Pools]:
+    """The engines and references of `cluster` on Ray, beside an engine in a thread of this process
+    where that is to sample ahead. Raises as `ray_workers`."""
+    from hone.distributed.ray import ray_workers
+
+    with ray_workers(cfg, "hone.loops.workers:build_worker") as cluster:
+        started, references = cluster.start_all()
+        engines: list[Any] = started
+        if cfg.has_engine_thread:
+            engines = [build_engine_worker(cfg, name="engine 0")]
+        supervision: dict[str, Any] = {
+            "timeout_s": cfg.cluster.engine_timeout_s,
+            "max_restarts": cfg.cluster.max_engine_restarts,
+            "start_timeout_s": cluster.starting_s,
+        }
+        restart = None if cfg.has_engine_thread else partial(cluster.start, "engine")
+        pool, scorers = EnginePool(engines, restart=restart, **supervision), None
+        if references:
+            restart = partial(cluster.start, "reference")
+            scorers = ScorerPool(references, restart=restart, **supervision)
+        with closing(Pools(pool, scorers, cluster.host)) as pools:
+            yield pools

@@ -10,8 +10,8 @@ rules of a run. With B = `rollout.prompts_per_step` and k = `pipeline.max_stalen
 
 * Synchronous: a step begins what is missing of B + `oversample_prompts` groups, trains the first B
   that are complete and carries the rest over with its tokens.
-* Asynchronous: at each version groups are begun until (1 + `batches_ahead`) B are not
-  trained. A group that was begun under version b is trained by update b + k at the latest, or
+* Asynchronous: at each version groups are started until (1 + `batches_ahead`) B are not
+  trained. A group that was started under version b is trained by update b + k at the latest, or
   dropped (`too_old`).
 
 Rewards take no time of their own, and evaluation and checkpoints are left out.
@@ -79,7 +79,7 @@ class SimulatedStep:
     num_completion_tokens: int
     """Of them, those that were sampled."""
     groups: tuple[int, ...]
-    """Numbers of the groups that were trained, in the order in which they were begun."""
+    """Numbers of the groups that were trained, in the order in which they were started."""
     staleness: tuple[int, ...]
     """Of each, the updates between the weights that began it and those it trained."""
     num_dropped: int
@@ -102,7 +102,7 @@ class SimulatedRun:
     """Intervals in which each engine worked."""
     num_sampled_tokens: int
     num_open_tokens: int
-    """Of them, those of samples that were begun and not trained."""
+    """Of them, those of samples that were started and not trained."""
     num_dropped_tokens: int
     num_preemptions: int
 
@@ -243,7 +243,7 @@ class _Run:
     now_s: float = 0.0
     open: dict[int, _Group] = field(default_factory=dict[int, _Group])
     """Begun and not trained, in this order."""
-    num_begun: int = 0
+    num_started: int = 0
     num_dropped_tokens: int = 0
     events_s: list[float] = field(init=False)
     """When the batch of each engine changes next."""
@@ -292,7 +292,7 @@ class _Run:
     def _begin(self, version: int) -> None:
         """Deal what was put back, then new groups."""
         for group in self.suspended:
-            self._deal(group)
+            self._assign_to_engine(group)
         self.suspended = []
         num_groups, pipeline = self.rollout.prompts_per_step, self.pipeline
         if pipeline.enabled:
@@ -300,16 +300,16 @@ class _Run:
         else:
             most = num_groups + self.rollout.oversample_prompts
         for _ in range(most - len(self.open)):
-            number, self.num_begun = self.num_begun, self.num_begun + 1
+            number, self.num_started = self.num_started, self.num_started + 1
             lengths = self.lengths[number % len(self.lengths)]
             cut = self.rollout.max_completion_tokens
             samples = [
                 SimulatedSample(number, length, self.num_prompt_tokens, cut) for length in lengths
             ]
             self.open[number] = _Group(number, version, samples, len(samples))
-            self._deal(self.open[number])
+            self._assign_to_engine(self.open[number])
 
-    def _deal(self, group: _Group) -> None:
+    def _assign_to_engine(self, group: _Group) -> None:
         """Give what is unfinished of a group to the engine that has least to do."""
         engines = self.engines
         index = min(range(len(engines)), key=lambda i: engines[i].outstanding_tokens)
@@ -318,7 +318,7 @@ class _Run:
         self._refresh(index)
 
     def _choose(self, update: int) -> list[_Group] | None:
-        """The batch of this update, in the order in which it was begun; None: not yet."""
+        """The batch of this update, in the order in which it was started; None: not yet."""
         groups, num_groups = list(self.open.values()), self.rollout.prompts_per_step
         complete = [group for group in groups if group.is_complete]
         if len(complete) < num_groups:

@@ -10,7 +10,7 @@ __all__ = ["batches_ahead", "choose", "too_late"]
 
 
 def batches_ahead(pipeline: PipelineConfig) -> int:
-    """How many batches are begun, at most, beside the one that is trained next."""
+    """How many batches are started, at most, beside the one that is trained next."""
     if pipeline.async_queue_size is None:
         return pipeline.max_staleness
     return min(pipeline.async_queue_size, pipeline.max_staleness)

@@ -24,17 +24,18 @@ of them know, so all hold the same groups in the same order, those that one proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from threading import Event
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
+from hone.config.run import EvaluationConfig
 from hone.planner.staleness import batches_ahead, choose, too_late
 from hone.rollout.buffer import (
     SCORE_WAIT_S,
@@ -47,43 +48,14 @@ from hone.rollout.buffer import (
     check_failures,
     has_reward_variance,
 )
+from hone.rollout.comm import Comm, SingleProcess
 from hone.rollout.counts import RolloutCounts
+from hone.rollout.evaluate import evaluate
 from hone.rollout.requests import Decode
 from hone.rollout.state import sample_of_values, sample_values
-from hone.types import Completion, Group, SamplingEngine
+from hone.types import Completion, Group, Prompt, Sample, SamplingEngine
 
 __all__ = ["Collector", "Comm", "SingleProcess"]
-
-T = TypeVar("T")
-
-
-class Comm(Protocol):
-    """The processes that collect together. All make the same calls in the same order."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def gather(self, value: T, /) -> list[T]:
-        """The picklable value of every process, by rank."""
-        ...
-
-    def total(self, *counts: int) -> tuple[int, ...]:
-        """Each count, added up over all processes. Called at every step of an engine."""
-        ...
-
-
-class SingleProcess:
-    """The `Comm` of a process that collects alone."""
-
-    rank = 0
-    size = 1
-
-    def gather(self, value: T, /) -> list[T]:
-        return [value]
-
-    def total(self, *counts: int) -> tuple[int, ...]:
-        return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +254,29 @@ class Collector:
         self._suspend()
         yield
         self._resume()
+
+    def evaluate(
+        self,
+        prompts: Sequence[Prompt],
+        cfg: EvaluationConfig,
+        *,
+        progress: Progress | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> list[Sample] | None:
+        """As `hone.rollout.evaluate.evaluate`; while idle. Collective."""
+        assert self._is_idle, "only inside idle()"
+        return evaluate(
+            prompts,
+            engine=self.engine,
+            scorer=self.scorer,
+            cfg=cfg,
+            decode=self.decode,
+            seed=self.seed,
+            max_failure_rate=self.max_failure_rate,
+            comm=self.comm,
+            progress=progress,
+            should_stop=should_stop,
+        )
 
     # -- not ahead: one round after the other ----------------------------------------------------
 

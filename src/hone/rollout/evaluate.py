@@ -13,7 +13,7 @@ from hone.config.run import EvaluationConfig
 from hone.observe.metrics import Last, Mean, Metrics, Sum
 from hone.rewards.scorer import check_failure_rate
 from hone.rollout.buffer import SampleScorer
-from hone.rollout.collector import Comm, SingleProcess
+from hone.rollout.comm import Comm, SingleProcess
 from hone.rollout.requests import Decode, requests_for, sample_of
 from hone.rollout.state import sample_of_values, sample_values
 from hone.types import Prompt, Sample, SamplingEngine

@@ -16,6 +16,7 @@ from hone.observe.metrics import Metrics, Sum
 from hone.trainer.scorer import FrozenScorer, RowScorer
 from hone.trainer.trainer import Trainer
 from hone.types import Group, Trajectory
+from hone.weights.parity import ParityGate
 
 __all__ = ["Models"]
 
@@ -27,6 +28,8 @@ class Models:
     trainer: Trainer
     """Of the policy."""
     reference: RowScorer | None = None
+    parity: ParityGate | None = None
+    """Compares what engines recorded with the policy, before anything is trained on it."""
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:
@@ -40,14 +43,19 @@ class Models:
         self, algorithm: Algorithm, groups: Sequence[Group], *, version: int
     ) -> tuple[list[Trajectory], Metrics]:
         """The rows to train: one for each valid sample, in order, of the groups that have enough of
-        them. `version` is that of the policy that is about to be trained. Collective."""
+        them. `version` is that of the policy that is about to be trained. Collective.
+
+        Raises UserError where engines and trainer disagree in the first step of a launch."""
         needed = algorithm.needs.samples_per_group
         usable = [group for group in groups if len(group.valid_samples) >= needed]
         rows = algorithm.rows(usable, version)
+        metrics: Metrics = {"rollout/groups_without_baseline": Sum(len(groups) - len(usable))}
         if rows:
             self._score(algorithm, rows)
             algorithm.targets(rows, usable)
-        return rows, {"rollout/groups_without_baseline": Sum(len(groups) - len(usable))}
+        if self.parity is not None:
+            metrics |= self.parity.check(rows, self.trainer)
+        return rows, metrics
 
     def _score(self, algorithm: Algorithm, rows: Sequence[Trajectory]) -> None:
         """Fill in the log-probabilities that the algorithm needs.

@@ -121,7 +121,7 @@ class RowLinear(SplitModule, nn.Linear):
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
 
     def forward(self, input: Tensor) -> Tensor:
-        share = _deal(F.linear(input, _own(self.weight)), _mesh(self.weight))
+        share = _scatter_sum(F.linear(input, _own(self.weight)), _mesh(self.weight))
         bias = cast(Tensor | None, self.bias)
         return share if bias is None else share + _shared(bias)
 
@@ -140,7 +140,7 @@ class VocabularyEmbedding(SplitModule, nn.Embedding):
         if padding is not None and not 0 <= padding < len(rows):
             padding = None
         values = F.embedding(ids.where(is_own, 0), rows, padding)
-        return _deal(values.masked_fill(~is_own[..., None], 0.0), mesh)
+        return _scatter_sum(values.masked_fill(~is_own[..., None], 0.0), mesh)
 
 
 class SharedNorm(SplitModule):
@@ -195,10 +195,10 @@ def _mesh(parameter: Tensor) -> DeviceMesh:
     return cast(DTensor, parameter).device_mesh
 
 
-def _deal(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def _scatter_sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Add up x [1, T, D] over ranks; each gets the next ceil(T / size) tokens of the sum."""
     missing = -x.shape[1] % mesh.size()
-    return _Deal.apply(F.pad(x[0], (0, 0, 0, missing)), mesh).unsqueeze(0)
+    return _ScatterSum.apply(F.pad(x[0], (0, 0, 0, missing)), mesh).unsqueeze(0)
 
 
 def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -206,13 +206,13 @@ def _gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return _Gather.apply(x[0], mesh).unsqueeze(0)
 
 
-class _Deal(torch.autograd.Function):
+class _ScatterSum(torch.autograd.Function):
     """Parts [T, D] of a sum to a rank's rows of it, [T / size, D]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.mesh = mesh
-        return _sum_and_deal(x, mesh)
+        return _sum_and_scatter(x, mesh)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -229,7 +229,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum_and_deal(grads[0], ctx.mesh), None
+        return _sum_and_scatter(grads[0], ctx.mesh), None
 
 
 class _GatherWhole(torch.autograd.Function):
@@ -260,7 +260,7 @@ def gather_rows(x: Tensor, ranks: tuple[DeviceMesh, int] | dist.ProcessGroup) ->
     return collectives.wait_tensor(_all_gather(x.contiguous(), 0, ranks))
 
 
-def _sum_and_deal(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def _sum_and_scatter(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return collectives.wait_tensor(_reduce_scatter(x.contiguous(), "sum", 0, (mesh, 0)))
 
 

@@ -17,9 +17,10 @@ from hone.algorithms.corrections import importance_ratio
 from hone.algorithms.kl import k3
 from hone.config.errors import UserError
 from hone.config.trainer import ParityConfig
+from hone.observe.metrics import Last, Metrics
 from hone.types import Trainer, Trajectory
 
-__all__ = ["MAX_ROWS", "ParityReport", "check_parity", "measure_parity"]
+__all__ = ["MAX_ROWS", "ParityGate", "ParityReport", "check_parity", "measure_parity"]
 
 MAX_ROWS = 256
 """Samples that the gate re-scores."""
@@ -41,6 +42,30 @@ class ParityReport:
     drift: float
     """Mean absolute difference in the last quarter of the sequences over that in the first; a
     large value means that the gap grows with the position (rope, cache, chunking)."""
+
+
+@dataclass(slots=True)
+class ParityGate:
+    """Passes once a launch, with the first rows that have tokens to compare; then does nothing."""
+
+    cfg: ParityConfig
+    dtype: Literal["float32", "bfloat16"]
+    exact: bool = False
+    has_passed: bool = False
+
+    def check(self, rows: Sequence[Trajectory], trainer: Trainer) -> Metrics:
+        """The report as metrics. Collective. Raises as `check_parity`."""
+        if self.has_passed:
+            return {}
+        report = check_parity(rows, trainer, self.cfg, dtype=self.dtype, exact=self.exact)
+        if report is None:
+            return {}
+        self.has_passed = True
+        return {
+            "off_policy/parity/kl": Last(report.kl),
+            "off_policy/parity/share_outside": Last(report.share_outside),
+            "off_policy/parity/max_difference": Last(report.max_difference),
+        }
 
 
 def measure_parity(rows: Sequence[Trajectory], trainer: Trainer) -> ParityReport:

@@ -1,1 +1,0 @@
-"""Processes on Ray: the only room that imports it."""

@@ -1,0 +1,45 @@
+"""Whether a Ray cluster can be where `cluster.address` says, before anything is loaded or waited
+for: Ray itself tries for half a minute to several."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from hone.config.cluster import host_and_port
+
+__all__ = ["no_cluster", "unreachable"]
+
+_CONNECT_S = 5.0
+"""For each address that the host's name has; resolving it is not limited. Enough for two packets
+that are lost on the way."""
+
+
+def unreachable(address: str) -> str | None:
+    """Why no run can join a Ray at `address`, for people; None where one may be.
+
+    Takes what `cluster.address` may be; of `auto` only `RAY_ADDRESS` is looked at.
+    """
+    meant, source = address, ""
+    if address == "auto":
+        meant = os.environ.get("RAY_ADDRESS", "")
+        if meant in ("", "auto"):
+            return None
+        source = f"RAY_ADDRESS, which auto reads, is {meant!r}, and "
+    if (place := host_and_port(meant)) is None:
+        return no_cluster(address, f"{source}{meant!r} is neither host:port nor ray://host:port")
+    host, port = place
+    try:
+        socket.create_connection((host, port), _CONNECT_S).close()
+    except (OSError, UnicodeError) as error:
+        return no_cluster(address, f"{source}nobody answers at port {port} of {host} ({error})")
+    return None
+
+
+def no_cluster(address: str, reason: str) -> str:
+    """The message that there is none, and why."""
+    return (
+        f"there is no Ray cluster at cluster.address={address!r}: {reason.strip().rstrip('.')}. "
+        "Name host and port as `ray start --head` prints them (6379 where nothing else was asked "
+        "for, after ray:// 10001), or unset cluster.address for a Ray of this host alone."
+    )

@@ -1,0 +1,522 @@
+"""Workers as Ray actors: a Ray that has room for them, their processes, and how they are reached.
+
+The only module that imports Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from pkgutil import resolve_name
+from time import monotonic
+from typing import Any, Literal
+
+import psutil
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from hone.config.cluster import ClusterConfig
+from hone.config.errors import UserError
+from hone.config.tree import RLConfig
+from hone.distributed.address import no_cluster, unreachable
+from hone.distributed.pool import WorkersLostError
+from hone.distributed.processes import processes
+from hone.distributed.signals import handling
+from hone.types import EngineLostError
+
+__all__ = ["EngineRank", "RayWorker", "RayWorkers", "ReferenceRank", "WorkerRank", "ray_workers"]
+
+_log = logging.getLogger(__name__)
+
+Role = Literal["engine", "reference"]
+
+_PLACING_S = 60.0
+"""How long devices that others hold are waited for."""
+_STARTING_S = 900.0
+"""How long an engine may take to read its model's configuration and to record its graphs, and a
+reference to load its weights."""
+_RAY_GONE_S = 10
+"""How long processes of a Ray of this host look for its head, which never comes again."""
+_PER_CORE = 4
+"""Processes of a run on CPUs that may share a core: with many more none gets on."""
+_CALLS = 8
+"""Calls of one engine that run side by side: the longest waits for weights."""
+_IDS = re.compile(r"(class_name|actor_id|namespace|pid|ip|name|node_id|job_id):")
+_GUESSES = "Some common causes include"
+_SETTLE_S = 1.0
+"""How long the first rank has to notice that another one is gone."""
+_LOOK_S = 5.0
+"""How often those who wait ask whether Ray is still there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayWorkers:
+    """The engines and references of `cluster`, as actors, and how others are started in place of
+    those that are lost."""
+
+    cfg: RLConfig
+    placed: PlacementGroup
+    uses_gpus: bool
+    build: str
+    """`module:function` that makes, of role, configuration and name, what a worker's calls are for:
+    in its process, once that sees its GPUs."""
+
+    def start(self, role: Role, index: int) -> RayWorker:
+        """Begin to make a worker on its devices."""
+        check_own_node()
+        cfg, is_engine = self.cfg, role == "engine"
+        num_engines = cfg.cluster.num_engines
+        name, size = f"{role} {index}", cfg.engine.tensor_parallel_size if is_engine else 1
+        actor = ray.remote(EngineRank if is_engine else ReferenceRank).options(
+            num_cpus=1,
+            num_gpus=1 if self.uses_gpus else 0,
+            max_concurrency=_CALLS if is_engine else 1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self.placed,
+                placement_group_bundle_index=index if is_engine else num_engines + index,
+            ),
+        )
+        # Ray makes these methods where no checker sees them.
+        ranks: list[Any] = [
+            actor.remote(cfg, self.build, role, name=name, rank=rank, size=size)
+            for rank in range(size)
+        ]
+        return RayWorker(name, ranks)
+
+    @property
+    def host(self) -> str:
+        """How workers reach this process."""
+        is_local = self.cfg.cluster.address is None
+        return "127.0.0.1" if is_local else ray.util.get_node_ip_address()
+
+    @property
+    def starting_s(self) -> float:
+        """How long a worker may take to start: less than the other trainers wait for this one,
+        which knows what is slow."""
+        return min(_STARTING_S, 0.9 * self.cfg.trainer.parallel.timeout_s)
+
+    def start_all(self) -> tuple[list[RayWorker], list[RayWorker]]:
+        """Engines and references. Those that are gone as they start are started anew later, as any
+        that are lost. Raises UserError for what was refused, with its own words, and TimeoutError.
+        """
+        cluster, start_s = self.cfg.cluster, monotonic()
+        roles = cluster.devices(self.cfg.engine.tensor_parallel_size)
+        apart = [role.words for role in roles if role.role != "trainer"]
+        _log.info("starting on Ray: %s", ", ".join(apart))
+        engines = [self.start("engine", index) for index in range(cluster.num_engines)]
+        references = [self.start("reference", index) for index in range(cluster.num_references)]
+        deadline = start_s + self.starting_s
+        for worker in [*engines, *references]:
+            with suppress(EngineLostError):
+                worker.wait_until_made(max(deadline - monotonic(), 0.0))
+        _log.info("they are there after %.1f s", monotonic() - start_s)
+        return engines, references
+
+
+@contextmanager
+def ray_workers(cfg: RLConfig, build: str) -> Generator[RayWorkers]:
+    """Join or start a Ray that has devices for the engines and references of `cluster`; whatever is
+    started there ends with the context.
+
+    Raises UserError where there is no such cluster, or it has too few devices.
+    """
+    uses_gpus, address = cfg.run.device != "cpu" and torch.cuda.is_available(), cfg.cluster.address
+    with (
+        _joined(cfg, uses_gpus=uses_gpus),
+        _environment({} if address is None else network_environment()),
+    ):
+        placed = _place(cfg, uses_gpus=uses_gpus)
+        try:
+            yield RayWorkers(_anywhere(cfg), placed, uses_gpus, build)
+        finally:
+            remove_placement_group(placed)
+
+
+def _anywhere(cfg: RLConfig) -> RLConfig:
+    """The same in processes that run in other folders."""
+    if not Path(cfg.model.path).exists():
+        return cfg
+    model = cfg.model.model_copy(update={"path": str(Path(cfg.model.path).resolve())})
+    return cfg.model_copy(update={"model": model})
+
+
+@contextmanager
+def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
+    """Be the driver of a Ray: of `cluster.address`, or of one of this host alone."""
+    address = cfg.cluster.address
+    try:  # an interrupt may find it half started
+        if address is None:
+            num_cpus, num_gpus, environment = _own_devices(cfg, uses_gpus=uses_gpus)
+            with _environment(environment):
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+        else:
+            _join(address)
+            _check_nodes(cfg.cluster, "GPU" if uses_gpus else "CPU")
+        # Ray takes back what nobody refers to any more.
+        holder = _reserve_own() if address is not None and uses_gpus else None
+        yield
+        del holder
+    finally:
+        # Where the node is dead Ray ends this process in there, before anybody has said why.
+        if not ray.is_initialized() or own_node()["Alive"]:
+            with _undisturbed():
+                ray.shutdown()
+
+
+def _undisturbed() -> AbstractContextManager[None]:
+    """Ctrl-C does nothing inside: after half a shutdown Ray ends this process, with a code of its
+    own."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return handling(signal.SIG_IGN, signal.SIGINT) if is_main else nullcontext()
+
+
+def _join(address: str) -> None:
+    if (reason := unreachable(address)) is not None:
+        raise UserError(reason)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RayError, ValueError) as error:
+        raise UserError(no_cluster(address, f"{error}")) from error
+
+
+def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str, str]]:
+    """The CPUs and GPUs that a Ray of this host may give away, all but the trainers' devices, and
+    the environment that it must be started in: its processes inherit that."""
+    roles = cfg.cluster.devices(cfg.engine.tensor_parallel_size)
+    total = sum(role.number for role in roles)
+    words = " + ".join(role.words for role in roles)
+    needed, num_cores = total - cfg.cluster.num_trainers, os.cpu_count() or 1
+    num_cpus = max(num_cores, needed)
+    environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": f"{_RAY_GONE_S}"}
+    if not uses_gpus:
+        if total > _PER_CORE * num_cores:
+            raise UserError(
+                f"{total} processes are needed: {words}, and this host has {num_cores} CPU cores, "
+                f"of which each serves {_PER_CORE} at most. Use fewer, or name a Ray cluster with "
+                "cluster.address."
+            )
+        return num_cpus, 0, environment
+    visible = _visible_gpus()
+    left = visible[processes().local_world_size :]
+    if needed > len(left):
+        raise UserError(
+            f"{total} devices are needed: {words}, and this host has {len(visible)} GPUs. Use "
+            "fewer, or name a Ray cluster with cluster.address."
+        )
+    return num_cpus, len(left), environment | {"CUDA_VISIBLE_DEVICES": ",".join(left)}
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Generator[None]:
+    """What processes inherit that are started inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _visible_gpus() -> list[str]:
+    """The GPUs of this process as CUDA names them, in the order of their indices."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named:
+        return named.split(",")
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _check_nodes(cluster: ClusterConfig, kind: str) -> None:
+    """Whether the Ray that was joined is the cluster that the configuration speaks of."""
+    devices = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+    expected = cluster.devices_per_node or 0
+    # A node without any may be there for the trainers, whose devices Ray need not know.
+    if len(devices) < cluster.num_nodes or any(0 < number < expected for number in devices):
+        raise UserError(
+            f"the Ray cluster has {len(devices)} nodes with {devices} {kind}s; asked for are "
+            f"cluster.num_nodes {cluster.num_nodes} and cluster.devices_per_node "
+            f"{cluster.devices_per_node or 'unset'}. Start Ray on the others, or ask for less."
+        )
+
+
+class _Holder:
+    """Keeps GPUs of a host from others, and says which."""
+
+    def gpus(self) -> list[str]:
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def _reserve_own() -> Any:
+    """Take the trainers' GPUs of this host out of what Ray gives away, where it has them, as long
+    as the returned handle lives."""
+    own, node = processes(), own_node()
+    if not node["Resources"].get("GPU"):
+        return None
+    mine = set(_visible_gpus()[: own.local_world_size])
+    holder: Any = (
+        ray.remote(num_cpus=0)(_Holder)
+        .options(
+            num_gpus=own.local_world_size,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        )
+        .remote()
+    )
+    try:
+        held = set(ray.get(holder.gpus.remote(), timeout=_PLACING_S))
+    except RayError as error:
+        raise UserError(
+            f"this host is part of the Ray cluster, which has not given its {own.local_world_size} "
+            f"GPUs for training within {_PLACING_S:.0f} s. End what holds them: {error}"
+        ) from error
+    if held != mine:
+        raise UserError(
+            f"the trainers of this host use GPUs {sorted(mine)}, and its Ray gives them "
+            f"{sorted(held)}: it holds others of them. End what does, or start Ray here with the "
+            "engines' GPUs alone (CUDA_VISIBLE_DEVICES)."
+        )
+    return holder
+
+
+def _place(cfg: RLConfig, *, uses_gpus: bool) -> PlacementGroup:
+    """Devices for every engine, the ranks of one on one host, and then for every reference."""
+    cluster, size = cfg.cluster, cfg.engine.tensor_parallel_size
+    kind = "GPU" if uses_gpus else "CPU"
+    sizes = [size] * cluster.num_engines + [1] * cluster.num_references
+    placed = placement_group([{"CPU": n} | {kind: n} for n in map(float, sizes)], strategy="PACK")
+    if not placed.wait(_PLACING_S):
+        remove_placement_group(placed)
+        total = int(ray.cluster_resources().get(kind, 0))
+        free = int(ray.available_resources().get(kind, 0))
+        words = [role.words for role in cluster.devices(size) if role.role != "trainer"]
+        raise UserError(
+            f"{' + '.join(words)} need {sum(sizes)} {kind}s, an engine's on one host; the cluster "
+            f"has {total}, of which {free} are free. Use fewer, or end what holds them."
+        )
+    return placed
+
+
+def network_environment() -> dict[str, str]:
+    """What makes gloo meet other hosts of a Ray cluster where Ray does.
+
+    Left to itself it takes the address of this host's name, which is that of loopback where
+    `/etc/hosts` says so, as that of many systems does. NCCL looks for an interface by itself.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return {}
+    own = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == own for address in addresses):
+            return {"GLOO_SOCKET_IFNAME": name}
+    return {}
+
+
+def own_node() -> dict[str, Any]:
+    """What Ray knows of the node of this process."""
+    own = ray.get_runtime_context().get_node_id()
+    return next(node for node in ray.nodes() if node["NodeID"] == own)
+
+
+def check_own_node() -> None:
+    """Raise WorkersLostError where the Ray node of this process is dead: Ray ends all that this
+    process has started, and starts nothing more for it."""
+    node = own_node()
+    if node["Alive"]:
+        return
+    logs = Path(node["RayletSocketName"]).parents[1] / "logs"
+    reason = node["DeathReasonMessage"].rstrip(".") or "it has left in order"
+    raise WorkersLostError(
+        f"the Ray node of this host, {node['NodeManagerAddress']}, has ended, and all engines and "
+        f"references with it: {reason}. Why is in raylet.out and dashboard_agent.log of "
+        f"'{logs}', or nowhere where something killed it (`dmesg` tells of memory). The same "
+        "command goes on from the last checkpoint."
+    )
+
+
+class WorkerRank:
+    """One process of a worker. The methods of an engine run in threads of the actor, side by side,
+    those of a reference one after the other."""
+
+    def __init__(
+        self, cfg: RLConfig, build: str, role: Role, *, name: str, rank: int, size: int
+    ) -> None:
+        self._cfg = cfg
+        self._build = build
+        self._role = role
+        self._name = name
+        self._rank = rank
+        self._size = size
+        self._target: Any = None
+        self._failure: BaseException | None = None
+        self._started = threading.Event()
+
+    def address(self) -> tuple[str, int]:
+        """Where the ranks of this engine meet: a free port of the host of the first one."""
+        with socket.create_server(("", 0)) as server:
+            return ray.util.get_node_ip_address(), server.getsockname()[1]
+
+    def gpus(self) -> list[str]:
+        """The GPU that Ray has given this rank, as CUDA names it; none on a CPU."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def start(self, address: tuple[str, int], *gpus: list[str]) -> None:
+        """Make what the calls are for. `gpus` are those of each rank."""
+        if named := list(chain(*gpus)):
+            # Each rank sees all of them, as ranks that read each other's memory must.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named)
+        os.environ |= {  # as torchrun would have it
+            "RANK": str(self._rank),
+            "WORLD_SIZE": str(self._size),
+            "LOCAL_RANK": str(self._rank),
+            "LOCAL_WORLD_SIZE": str(self._size),
+            "MASTER_ADDR": address[0],
+            "MASTER_PORT": str(address[1]),
+            # A Ray of this host alone has inherited the trainers' environment.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+        if self._cfg.cluster.address is not None:
+            os.environ |= network_environment()
+        try:
+            self._target = resolve_name(self._build)(self._role, self._cfg, self._name)
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._started.set()
+
+    def call(self, method: str, args: Sequence[Any]) -> Any:
+        """Call a method of what is made here, once it is."""
+        return getattr(self._made(), method)(*args)
+
+    def follow(self) -> None:
+        """Do what the first rank does, until it is closed or gone."""
+        self._made().follow()
+
+    def _made(self) -> Any:
+        self._started.wait()
+        if self._target is None:
+            raise RuntimeError(f"{self._name} could not be made: {self._failure}")
+        return self._target
+
+
+class EngineRank(WorkerRank):
+    """Of an engine; the system lists Ray's processes under the names of their classes."""
+
+
+class ReferenceRank(WorkerRank):
+    """Of a reference model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RayPending:
+    """What a call will have returned."""
+
+    engine: str
+    ref: ray.ObjectRef[Any]
+    others: Sequence[ray.ObjectRef[Any]]
+    """Calls of the other ranks that last as long as the engine: without these it hangs."""
+
+    def result(self, timeout_s: float) -> Any:
+        """Wait for it. Raises what the call has raised, TimeoutError, and EngineLostError where a
+        process of the engine is gone; WorkersLostError where Ray itself is."""
+        deadline = monotonic() + timeout_s
+        ended = self._ended(min(timeout_s, _LOOK_S))
+        while not ended and (left_s := deadline - monotonic()) > 0.0:
+            check_own_node()
+            ended = self._ended(min(left_s, _LOOK_S))
+        if ended and self.ref not in ended:
+            # What the first rank knows of it says more; it may also have closed in order.
+            ended, _ = ray.wait([self.ref], timeout=min(timeout_s, _SETTLE_S))
+            if not ended:
+                self._raise_of_others()
+        if not ended:
+            raise TimeoutError(f"{self.engine} has not answered within {timeout_s:g} s")
+        try:
+            return ray.get(self.ref)
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            raise EngineLostError(self.engine, _how(error)) from error
+
+    def _ended(self, timeout_s: float) -> list[ray.ObjectRef[Any]]:
+        return ray.wait([self.ref, *self.others], timeout=timeout_s)[0]
+
+    def _raise_of_others(self) -> None:
+        """Raise EngineLostError where another rank is gone, or has failed."""
+        for ref in ray.wait([*self.others], num_returns=len(self.others), timeout=0.0)[0]:
+            try:
+                ray.get(ref)
+            except RayError as error:
+                raise EngineLostError(self.engine, f"of another rank: {_how(error)}") from error
+
+
+class RayWorker:
+    """A `Worker`: the actors of its ranks, of which the first takes the calls."""
+
+    def __init__(self, name: str, ranks: Sequence[Any]) -> None:
+        """`ranks` are actors of `WorkerRank`."""
+        self.name = name
+        self._ranks = list(ranks)
+        first = self._ranks[0]
+        address = first.address.remote()
+        gpus = [rank.gpus.remote() for rank in self._ranks]
+        self._starting = [rank.start.remote(address, *gpus) for rank in self._ranks]
+        self._following = [rank.follow.remote() for rank in self._ranks[1:]]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
+
+    def wait_until_made(self, timeout_s: float) -> None:
+        """Wait for all ranks. Raises what one has refused, TimeoutError, and EngineLostError where
+        one is gone: the others may wait for it long."""
+        waiting, deadline = list(self._starting), monotonic() + timeout_s
+        while waiting:
+            ended, waiting = ray.wait(waiting, timeout=max(deadline - monotonic(), 0.0))
+            if not ended:
+                raise TimeoutError(
+                    f"{self.name} has not started within 15 minutes, or nine tenths of "
+                    "trainer.parallel.timeout_s. Is its process stopped (`ray list actors`)?"
+                )
+            for ref in ended:
+                _RayPending(self.name, ref, ()).result(0.0)
+
+    def call(self, method: str, /, *args: Any) -> _RayPending:
+        """Begin a call of a method of what the first rank has made."""
+        return _RayPending(self.name, self._ranks[0].call.remote(method, args), self._following)
+
+    def kill(self) -> None:
+        """End its processes at once."""
+        for rank in self._ranks:
+            ray.kill(rank, no_restart=True)
+
+
+def _how(error: RayError) -> str:
+    """What became of the process, without the numbers by which Ray knows it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = " ".join(line for line in lines if line and not _IDS.match(line))
+    return text.partition(_GUESSES)[0].rstrip()

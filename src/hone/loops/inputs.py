@@ -1,0 +1,57 @@
+"""What is read before any weight: prompts that fit, text to tokens and back, reward workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.config.reward import RewardConfig
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
+from hone.data.prompts import PromptData, load_prompts
+from hone.distributed.processes import processes
+from hone.models.load import load_config
+from hone.models.support import context_length
+from hone.rewards.pool import default_num_workers
+from hone.rollout.requests import Decode
+
+__all__ = ["decoder", "encoder", "prompts_of", "share_of_workers"]
+
+
+def prompts_of(
+    cfg: RLConfig | EvaluateConfig | GenerateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_completion_tokens: int,
+) -> PromptData:
+    """The prompts of `cfg.data` that leave a completion its full length."""
+    context = cfg.engine.max_model_len or context_length(load_config(cfg.model))
+    longest, seed = context - max_completion_tokens, cfg.run.seed
+    return load_prompts(cfg.data, tokenizer, seed=seed, max_prompt_tokens=longest)
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Token ids to text without special tokens, exactly as the tokens spell it."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text = tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    return decode
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+    """Text to token ids, as a completion has them."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return encode
+
+
+def share_of_workers(cfg: RewardConfig) -> RewardConfig:
+    """The reward workers of one process: its part of those of the host."""
+    num_workers = (cfg.num_workers or default_num_workers()) // processes().local_world_size
+    return cfg.model_copy(update={"num_workers": max(num_workers, 1)})

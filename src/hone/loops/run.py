@@ -1,0 +1,179 @@
+"""A run that trains: what the loop calls, and what all commands do between two steps."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from hone.checkpoint.random_state import capture_random_state
+from hone.config.errors import UserError
+from hone.loops.interrupt import Interrupt
+from hone.loops.launch import Launch, export
+from hone.loops.recorder import Recorder
+from hone.loops.saving import Saver, due
+from hone.observe.metrics import Metrics, to_scalars
+from hone.trainer.trainer import Trainer
+from hone.types import Trajectory
+
+__all__ = ["Outcome", "Phase", "Run"]
+
+Batch = TypeVar("Batch")
+Phase = Literal["train", "push", "evaluate", "save"]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    steps: int
+    """Updates done in all, earlier launches included."""
+    stopped_by: int | None = None
+    """The signal that ended the run before its last step; None where none did."""
+
+
+@dataclass(kw_only=True)
+class Run(ABC, Generic[Batch]):
+    """What the loop works with. All processes have the same parts, and make the same calls.
+
+    `Batch` is what a step collects.
+    """
+
+    launch: Launch
+    trainer: Trainer
+    tokenizer: PreTrainedTokenizerBase
+    recorder: Recorder
+
+    notice: ClassVar[str]
+    """What the run does after the first Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        self.span = self.recorder.spans.span
+        self.outcome = Outcome(self.launch.steps_done)
+        self.interrupt = Interrupt(self.launch.mesh, self.notice)
+        self.saver = Saver(
+            self.launch.store,
+            self.launch.cfg.checkpoint,
+            self.state,
+            partial(self.phase, "save"),
+            self.recorder.saved,
+        )
+        self.recorder.before_failure = self.saver.publish_written
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def collect(self, step: int) -> Batch:
+        """What `step` trains on. Collective, as are all of these."""
+
+    @abstractmethod
+    def prepare(self, batch: Batch, step: int) -> tuple[Sequence[Trajectory], Metrics]:
+        """Its rows, with everything that the loss needs."""
+
+    def update(self, rows: Sequence[Trajectory]) -> Metrics:
+        """Train on `rows`."""
+        with self.span("train"):
+            return dict(self.trainer.update(rows))
+
+    def push(self, step: int) -> Metrics:
+        """Bring weight version `step` to what samples with it."""
+        del step
+        return {}
+
+    def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
+        """Inside, devices and engines are as a part of `step` needs them."""
+        del name, step
+        return nullcontext()
+
+    @abstractmethod
+    def evaluate(self, step: int) -> Metrics:
+        """Metrics of an evaluation after `step`; none where a signal has cut it short."""
+
+    @abstractmethod
+    def rank(self, evaluated: Mapping[str, float]) -> float | None:
+        """How good a checkpoint of this evaluation is; None without one."""
+
+    @abstractmethod
+    def record(
+        self, step: int, batch: Batch, rows: Sequence[Trajectory], metrics: Metrics
+    ) -> str | None:
+        """Write the row of `step`; why the run cannot go on, if it cannot."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a checkpoint must hold, by part."""
+        tensors, metadata = self.trainer.state_dict()
+        return {
+            "trainer": tensors,
+            "trainer_metadata": metadata,
+            "random": capture_random_state(),
+        }
+
+    # -- between steps ---------------------------------------------------------------------------
+
+    def start(self) -> bool:
+        """Deliver the weights and make the evaluation at the start, where there is one. Whether the
+        run was asked to end before its first step."""
+        first = self.launch.steps_done
+        self.push(first)
+        if self.launch.cfg.eval.at_start and first == 0 and (evaluated := self._evaluate(first)):
+            self.recorder.record(first, evaluated)
+        stop = self.interrupt.is_requested()
+        if stop:
+            self.recorder.event("interrupted", step=first)
+            self.outcome = Outcome(first, self.interrupt.number)
+        self.recorder.spans.take()  # start-up is no part of the first step
+        return stop
+
+    def steps(self) -> Iterator[int]:
+        """The updates that are to be made."""
+        for step in range(self.launch.steps_done + 1, self.launch.total_steps + 1):
+            self.launch.watch.begin_step(step)
+            yield step
+
+    def finish(self, step: int, batch: Batch, rows: Sequence[Trajectory], metrics: Metrics) -> bool:
+        """Evaluate, record and save. Whether the run was asked to end after `step`.
+
+        Raises UserError, once `step` is saved, where the run cannot go on.
+        """
+        cfg, is_last = self.launch.cfg.eval, step == self.launch.total_steps
+        evaluates = due(cfg.every_n_steps, step) or (cfg.at_end and is_last)
+        with self.phase("evaluate", step) if evaluates else nullcontext():
+            evaluated = self._evaluate(step) if evaluates else {}
+            rank = self.rank(to_scalars(evaluated))
+            with self.span("record"):
+                problem = self.record(step, batch, rows, metrics | evaluated)
+            # After the row is written: a run that dies in between computes the step again.
+            with self.span("checkpoint"):
+                stop = self.interrupt.is_requested()
+                self.saver.after(step, rank, is_last=is_last or stop or problem is not None)
+        if problem is not None:
+            raise UserError(problem)
+        if stop:
+            self.recorder.event("interrupted", step=step)
+        self.outcome = Outcome(step, self.interrupt.number if stop and not is_last else None)
+        return stop
+
+    def export(self) -> None:
+        """Write the trained model, unless this launch was stopped before its first step."""
+        launch, outcome = self.launch, self.outcome
+        if launch.mesh.is_first:
+            self.recorder.spans.write_trace(launch.dir / "trace.json")
+        if outcome.stopped_by is not None and outcome.steps == launch.steps_done:
+            return
+        writing = Interrupt(launch.mesh, "the model is being written", earlier=outcome.stopped_by)
+        with self.phase("save", outcome.steps), writing:
+            export(self.trainer, self.tokenizer, launch)
+
+    def _evaluate(self, step: int) -> Metrics:
+        with self.span("eval"):
+            evaluated = self.evaluate(step)
+        if not evaluated:
+            _log.warning("the evaluation after step %d was stopped; it is not recorded", step)
+        return evaluated
