@@ -90,7 +90,8 @@ WINDOWS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_windows_are_those_of_transformers_layers(name):
     """Where `config.json` lists the layers that have one, and where it does not."""
-    model = make_model(name, num_hidden_layers=9, sliding_window=5)
+    fields = {"num_hidden_layers": 9, "sliding_window": 5, "use_sliding_window": True}
+    model = make_model(name, **fields)
     owners = [model.config if name == "mistral" else x.self_attn for x in model.base_model.layers]
     expected = tuple(
         getattr(owner, "sliding_window", None) if getattr(owner, "is_sliding", True) else None
