@@ -414,7 +414,7 @@ def test_R22_a_run_that_cannot_go_on_is_told_by_hone_check(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*BASE["rl"], "--run.dir=run"]
-    save_config(Path("run"), load_config(RLConfig, None, flags))
+    save_config(load_config(RLConfig, None, flags))
     (workspace / "run" / "checkpoints" / "step_1").mkdir(parents=True)
     assert "errors: 0" in output(capsys, "check", *flags)
     for command, flag, said in (

@@ -40,11 +40,11 @@ def require_resumable(tree: RLConfig | SFTConfig, *, has_checkpoints: bool) -> N
     _require_same_model(run.dir, tree.model)
 
 
-def save_config(folder: Path, tree: RLConfig | SFTConfig) -> None:
-    """Write the configuration into a run folder, and which model it means: once nothing stands
-    against going on there."""
-    write_whole(folder / CONFIG, dump_config(tree), "run.dir")
-    write_whole(folder / _MODEL, json.dumps(_identity(tree.model), indent=2), "run.dir")
+def save_config(cfg: RLConfig | SFTConfig) -> None:
+    """Write the configuration into its run folder, and which model it means: once nothing stands
+    against resuming there."""
+    write_whole(cfg.run.dir / CONFIG, dump_config(cfg), "run.dir")
+    write_whole(cfg.run.dir / _MODEL, json.dumps(_identity(cfg.model), indent=2), "run.dir")
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
