@@ -35,7 +35,7 @@ def why_places(view: View) -> str:
     """What each process takes, and what there is."""
     if not _is_on_cpu(view):
         return f"each process takes a GPU, and this host has {_num_gpus(view) or 'none'}"
-    no_gpu = " and no GPU" if view["run.device"] == "auto" else ""
+    no_gpu = " and no GPU" if view.number("gpus_here") == 0 else ""
     return f"this host has {view.number('cores_here')} CPU cores{no_gpu}"
 
 
