@@ -129,14 +129,14 @@ class NormsOfParts(HostGradients):
         self._norms[name] = gradient.float().norm()[None]
 
 
-def unscaled(self: Any, gradients: Any, lr_scale: float, _: Any) -> None:
-    right_step(self, gradients, lr_scale)
+def unscaled(self: Any, gradients: Any, lr: float, _: Any) -> None:
+    right_stream(self, gradients, lr, None)
 
 
-right_step = update_rules.ParameterOptimizer.step
+right_stream = update_rules.ParameterOptimizer._stream
 
 BUGS: dict[str, tuple[dict[str, Any], Any, str, Any]] = {
-    "not clipped": (GRADIENTS, update_rules.ParameterOptimizer, "step", unscaled),
+    "not clipped": (GRADIENTS, update_rules.ParameterOptimizer, "_stream", unscaled),
     "earlier micro-batches": (GRADIENTS, policy_module, "HostGradients", LastMicroBatch),
     "norms of parts": (GRADIENTS, policy_module, "HostGradients", NormsOfParts),
 }

@@ -2,7 +2,7 @@
 
 Four things can wait there: the inputs of recomputed layers (`ActivationOffload`), the optimizer's
 masters and moments, which each step streams through the device piece by piece (`stream_buckets`),
-gradients between micro-batches and until that step (`host_state.py`), and all of the trainer's
+gradients between micro-batches and until that step (`host_gradients.py`), and all of the trainer's
 state while an engine generates (`StateOffload`).
 
 Copies run on streams of their own, from and to page-locked buffers that are used again: neither
