@@ -50,7 +50,7 @@ def test_the_quick_start_runs_and_can_be_called_again(
     before = (folder / "rl" / "metrics.jsonl").read_text()
     assert quickstart.run(arguments) == 0
     assert (folder / "rl" / "metrics.jsonl").read_text() == before
-    assert "Going on" in capsys.readouterr().out
+    assert "Resuming" in capsys.readouterr().out
     with pytest.raises(UserError, match="seed 3"):
         quickstart.run(["--dir", str(folder), "--seed", "4"])
     train = {json.loads(line)["prompt"] for line in (folder / "train.jsonl").open()}

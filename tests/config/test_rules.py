@@ -556,7 +556,7 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
     (("rl", "run.device=cuda", "error", "run.device"),
      {"num_started": 4, "started_by": "--nproc", "gpus_here": 0}),
     (("sft", "run.device=cpu", "error", "run.device"),
-     {"num_started": 99, "started_by": "--nproc", "cores_here": 2}),
+     {"num_started": 99, "started_by": "--nproc", "cores_here": 2, "gpus_here": 0}),
     (("rl", "cluster.num_engines=1 cluster.num_trainers=4", "error", "cluster.num_trainers"),
      {"num_trainers_here": Fact(2, "the processes of this host")}),
     (("rl", "reward.functions.0.fn=needy.py:score", "error", "reward.functions.0.fn"),

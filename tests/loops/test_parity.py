@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import cast
@@ -57,8 +57,7 @@ def stale_layer(run: RLRun) -> None:
 
 
 def wrong_temperature(run: RLRun) -> None:
-    settings = run.trainer.model._settings
-    run.trainer.model._settings = dataclasses.replace(settings, temperature=0.7)
+    run.trainer.model._score = partial(run.trainer.model._score, temperature=0.7)
 
 
 def wrong_rope(run: RLRun) -> None:
