@@ -46,7 +46,7 @@ def process_pools(cfg: RLConfig) -> Generator[Pools]:
         workers,
         restart=start,
         timeout_s=cfg.cluster.engine_timeout_s,
-        max_restarts=cfg.cluster.max_engine_restarts,
+        max_restarts=3,
         start_timeout_s=STARTING_S,
     )
     with closing(pool):

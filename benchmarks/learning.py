@@ -54,7 +54,6 @@ def ahead(updates: int, correction: str, in_flight: str = "pause") -> list[str]:
     """Flags of a run that samples so many updates ahead."""
     return [
         "--cluster.num_engines=1",
-        "--pipeline.enabled=true",
         f"--pipeline.max_staleness={updates}",
         f"--pipeline.async_queue_size={updates}",
         f"--pipeline.in_flight={in_flight}",
@@ -155,7 +154,6 @@ TASKS = {
             "--data.max_prompt_tokens=5",
             "--rollout.max_completion_tokens=327",
             "--eval.max_completion_tokens=327",
-            "--engine.max_model_len=332",
             "--engine.kv_cache_gib=1",
             "--reward.num_workers=2",
             "--trainer.optimizer.lr=5e-5",
@@ -222,8 +220,7 @@ def reinforce(run: Run, task: Task, args: argparse.Namespace, settings: list[str
         "run.device": args.device,
         "eval.every_n_steps": max(args.steps // 10, 1),
         "checkpoint.every_n_steps": 0,
-        "log.report": "false",
-        "log.tensorboard": "false",
+        "log.to": "[]",
     }
     words = [*quickstart.paths(run.folder, "rl"), *task.rl, *MODES[run.mode]]
     words += [*(f"--{key}={value}" for key, value in flags.items()), *settings]

@@ -50,7 +50,7 @@ class Mode:
         if not self.colocated:
             flags += ["--cluster.num_engines=1"]
         if self.staleness:
-            flags += ["--pipeline.enabled=true", f"--pipeline.max_staleness={self.staleness}"]
+            flags += [f"--pipeline.max_staleness={self.staleness}"]
         if self.oversample:
             flags += [f"--rollout.oversample_prompts={-(-prompts // 4)}"]
         return flags
@@ -139,14 +139,12 @@ def flags_of(folder: Path, name: str, num_steps: int, work: dict[str, Any]) -> l
         "rollout.prompts_per_step": work["prompts"],
         "rollout.n_samples_per_prompt": work["group"],
         "rollout.max_completion_tokens": work["longest"],
-        "engine.max_model_len": longest + work["longest"],
         "reward.functions": json.dumps(
             [{"fn": f"{Path(__file__).resolve().with_name('rl_step.py')}:reward"}]
         ),
         "algorithm.correction.kind": "tis",
         "checkpoint.every_n_steps": 0,
-        "log.tensorboard": "false",
-        "log.report": "false",
+        "log.to": "[]",
         "log.samples_per_step": 0,
     }
     words = [f"--{key}={value}" for key, value in flags.items()]

@@ -83,12 +83,10 @@ def run(folder: Path, args: argparse.Namespace, settings: list[str]) -> list[dic
         "rollout.prompts_per_step": args.prompts,
         "rollout.n_samples_per_prompt": args.group,
         "rollout.max_completion_tokens": args.completion_tokens,
-        "engine.max_model_len": longest + args.completion_tokens,
         "engine.max_num_seqs": args.prompts * args.group,
         "reward.functions": json.dumps([{"fn": f"{Path(__file__).resolve()}:reward"}]),
         "checkpoint.every_n_steps": 0,
-        "log.tensorboard": "false",
-        "log.report": "false",
+        "log.to": "[]",
     }
     if args.seconds:
         signal.signal(signal.SIGALRM, interrupt)

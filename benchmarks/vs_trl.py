@@ -59,12 +59,10 @@ def run_hone(folder: Path, steps: int) -> list[float]:
         "rollout.prompts_per_step": NUM_PROMPTS,
         "rollout.n_samples_per_prompt": GROUP,
         "rollout.max_completion_tokens": MAX_TOKENS,
-        "engine.max_model_len": 128,
         "reward.functions": json.dumps([{"fn": reward}]),
         "trainer.optimizer.lr": LR,
         "checkpoint.every_n_steps": 0,
-        "log.tensorboard": "false",
-        "log.report": "false",
+        "log.to": "[]",
     }
     code = main(["rl", *(part for k, v in flags.items() for part in (f"--{k}", str(v)))])
     assert code == 0, f"hone rl ended with {code}"

@@ -5,7 +5,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 # The first node trains on its eight GPUs, the others sample:
-#   sbatch slurm_async.sh RECIPE --cluster.num_trainers 8 --cluster.num_engines 16 --pipeline.enabled
+#   sbatch slurm_async.sh RECIPE --cluster.num_trainers 8 --cluster.num_engines 16 --pipeline.max_staleness 1
 set -euo pipefail
 ((SLURM_NNODES > 1)) || { echo 'two nodes at least: one trains, the others sample' >&2; exit 1; }
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

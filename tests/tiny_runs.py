@@ -60,12 +60,12 @@ def tiny_config(inputs: Path, run_dir: Path, **sections: dict[str, Any]) -> RLCo
             "n_samples_per_prompt": 4,
             "max_completion_tokens": 8,
         },
-        "engine": {"max_num_seqs": 16, "max_model_len": 32, "block_size": 4},
+        "engine": {"max_num_seqs": 16},
         "reward": {"functions": [{"fn": f"{inputs / 'rewards.py'}:even"}], "num_workers": 1},
         "trainer": {"optimizer": {"lr": 3e-3}, "logits_chunk_tokens": 64},
         "eval": {"max_completion_tokens": 8},
         "checkpoint": {"every_n_steps": 0},
-        "log": {"tensorboard": False, "report": False},
+        "log": {"to": []},
     }
     for name, overrides in sections.items():
         tree[name] = tree.get(name, {}) | overrides
@@ -89,7 +89,7 @@ def learning_config(inputs: Path, run_dir: Path, *, seed: int, **sections: Any) 
             "rollout": sizes | sections.get("rollout", {}),
             "algorithm": {"correction": {"kind": "tis"}} | sections.get("algorithm", {}),
             "trainer": {"optimizer": {"lr": 6e-3}, "logits_chunk_tokens": 64},
-            "eval": {"at_end": False, "max_completion_tokens": 8},
+            "eval": {"max_completion_tokens": 8},
         },
     )
 

@@ -132,10 +132,6 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--engine.kv_cache_gib=1e-5"], "the KV cache is too small: engine.kv_cache_gib=1e-05"),
         (["--engine.max_num_seqs=900000000"], "max_num_seqs=900000000 sequences do not fit"),
-        (
-            ["--engine.max_model_len=513"],
-            "engine.max_model_len is 513, more than the context of the model",
-        ),
     ],
 )
 def test_what_does_not_fit_is_told_before_vllm_runs(
@@ -222,10 +218,6 @@ def test_exact_mode_reaches_model_and_engine(
         ),
         (["--workload=decode", "--decode.context=60"], ["decode.context=60 is too short"]),
         (["--workload=uniform"], ["request ", "the model's context length is 512"]),
-        (
-            ["--workload=requests.jsonl", "--engine.max_model_len=50"],
-            ["1/0 has 40 prompt and 12 output tokens, 52 in all, but engine.max_model_len is 50"],
-        ),
         (["--workload=bad.jsonl"], ["bad.jsonl, line 2: unknown key 'max_token'"]),
         (["--output=model"], ["output is 'model'. Give the path of a .json file"]),
         (["--output=folder.json"], ["output 'folder.json' is a folder"]),

@@ -73,13 +73,12 @@ def test_a_step_that_recomputes_a_preempted_sequence_is_no_decode_step(
     requests = [request(f"{i}", 3 + i % 5, 20 + i) for i in range(12)]
     model = make_model()
     sizes = EngineConfig(
-        block_size=4,
         max_num_seqs=6,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_gib=24 * 2048 / 2**30,
         enable_prefix_caching=False,
     )
-    engine = EmbeddedEngine(model, sizes, eos_token_ids=(), max_model_len=64)
+    engine = EmbeddedEngine(model, sizes, eos_token_ids=(), max_model_len=64, block_size=4)
     engine._max_in_flight = max_in_flight
     decodes: list[bool] = []
     schedule = engine._scheduler.schedule

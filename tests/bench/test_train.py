@@ -202,8 +202,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model.path=null"], ["model.path is unset, and model.shape is unset"]),
         (["--model.init=pretrained"], ["holds no weights"]),
         (
-            ["--trainer.optimizer.name=muon", "--trainer.offload_optimizer"],
-            ["trainer.offload_optimizer is on, and trainer.optimizer.name is muon"],
+            ["--trainer.optimizer.name=muon", "--trainer.offload=optimizer"],
+            ["trainer.offload is optimizer, and trainer.optimizer.name is muon"],
         ),
         (["--model.exact"], ["model.exact is on, and run.device is cpu"]),
         (["--model.lora.load_in_4bit"], ["model.lora.rank is 0"]),
@@ -245,12 +245,12 @@ def test_warnings() -> None:
             "run": {"device": "cuda"},
             "objective": "sft",
             "rows": {"tokens": 9, "per_step": 4},
-            "trainer": {"num_epochs": 2, "parity": {"enabled": False}},
+            "trainer": {"num_epochs": 2, "parity": "off"},
         }
     )
     messages = [finding.message for finding in findings(plan_here(cfg, 8))]
     for part in (
-        "trainer.num_epochs is 2 and trainer.parity is set and have no effect",
+        "trainer.num_epochs is 2 and trainer.parity is off and have no effect",
         "since objective is sft: it makes trainer and engine",
         "(rows.per_step), less than the number of processes (8)",
     ):

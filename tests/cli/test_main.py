@@ -238,8 +238,8 @@ def test_check_prints_settings_numbers_and_findings(
     assert "errors: 0, warnings: 0" in flat
     assert max(map(len, text.splitlines())) <= 80
     assert "Derived numbers" in text
-    text = output(capsys, "check", "rl", *BASE["rl"], "--rollout.top_p=0.9", code=2)
-    assert "error: rollout.top_p is 0.9" in text
+    text = output(capsys, "check", "rl", *BASE["rl"], "--rollout.temperature=0", code=2)
+    assert "rollout.temperature is 0" in text
     bad_layout = ("--nproc=4", "--trainer.parallel.ring_size=3")
     text = output(capsys, "check", *BASE["rl"], *bad_layout, code=2)
     assert "which does not divide" in " ".join(text.split())
@@ -279,7 +279,7 @@ def test_an_engine_in_a_thread_is_planned_within_the_trainers_process(
     ahead = (
         "--run.device=cpu",
         "--nproc=1",
-        "--pipeline.enabled",
+        "--pipeline.max_staleness=1",
         "--algorithm.correction.kind=tis",
     )
     assert "errors: 0" in output(capsys, "check", *BASE["rl"], *ahead)

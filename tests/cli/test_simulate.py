@@ -153,7 +153,6 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
             "--cluster.num_nodes=2",
             "--cluster.devices_per_node=2",
             "--cluster.address=auto",
-            "--pipeline.enabled",
             "--pipeline.max_staleness=3",
             "--pipeline.async_queue_size=2",
             "--pipeline.in_flight=abort",
@@ -188,7 +187,7 @@ def test_the_flags_of_an_outcome_run_what_was_simulated(
             tensor_parallel_size=run.engine.tensor_parallel_size,
             colocated=not cluster.num_engines,
         )
-        assert run.pipeline.enabled == outcome.is_async
+        assert run.pipeline.samples_ahead == outcome.is_async
         assert run.rollout.oversample_prompts == outcome.run.rollout.oversample_prompts
         if outcome.is_async:
             simulated = outcome.run.pipeline
@@ -253,7 +252,7 @@ def test_the_fastest_comes_with_its_flags_in_one_line(capsys: pytest.CaptureFixt
     placement = best.run.placement
     assert f"--cluster.num_trainers {placement.num_trainers} " in last
     assert f"--cluster.num_engines {placement.num_engines} " in last
-    assert "--pipeline.enabled true" in last
+    assert "--pipeline.max_staleness" in last
     assert "--algorithm.correction.kind tis" in last
 
 

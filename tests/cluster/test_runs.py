@@ -117,7 +117,7 @@ def test_R11_killed_engines_are_replaced_and_no_sample_is_lost_or_trained_twice(
         "killed",
         steps,
         cluster={"num_engines": 2},
-        pipeline={"enabled": True, "max_staleness": 1},
+        pipeline={"max_staleness": 1},
     )
     run = start(path)
     rows = folder / "killed-run" / "metrics.jsonl"
@@ -137,7 +137,7 @@ def test_R11_a_dead_ray_node_ends_the_run_and_is_named(
 ) -> None:
     """Nothing can be started anew on it, so that no restart is waited for."""
     monkeypatch.setenv("RAY_health_check_period_ms", "500")  # when Ray misses the node
-    path = recipe(folder, "dead", 2000, cluster={"num_engines": 1}, pipeline={"enabled": True})
+    path = recipe(folder, "dead", 2000, cluster={"num_engines": 1}, pipeline={"max_staleness": 1})
     run = start(path)
     wait_for_row(run, folder / "dead-run" / "metrics.jsonl", 2)
     processes = psutil.Process(run.pid).children(recursive=True)

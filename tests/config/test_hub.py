@@ -205,6 +205,6 @@ def test_R22_a_model_of_the_cache_is_checked_as_one_in_a_folder(
 ) -> None:
     put_into_cache(inputs / "model")
     flags = (f"--model.path={NAME}", f"--data.train=[{{path: {inputs / 'train.jsonl'}}}]")
-    assert main(["check", *flags, "--engine.max_model_len=99999", "--json"]) == 2
+    assert main(["check", *flags, "--data.max_prompt_tokens=99999", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)["findings"]
-    assert any("99999, more than the context of the model" in x["message"] for x in found)
+    assert any("99999, no less than the context of the model" in x["message"] for x in found)

@@ -117,5 +117,5 @@ def test_a_run_repeated_shows_the_same(walk: Walk, tree: str) -> None:
 def test_a_key_without_effect_is_noticed(walk: Walk) -> None:
     """A value that is the default's own, in the place of a key that nothing reads."""
     dead = Row("0.0", "metrics")
-    told = complaint(walk, "rl", "rollout.min_p", dead)
-    assert told == "rollout.min_p=0.0 changes nothing in metrics"
+    told = complaint(walk, "rl", "algorithm.entropy_coef", dead)
+    assert told == "algorithm.entropy_coef=0.0 changes nothing in metrics"

@@ -23,7 +23,7 @@ MINI = ("--trainer.prompts_per_minibatch=2", "--trainer.num_epochs=2")
 MUON = ("--trainer.optimizer.name=muon",)
 EIGHT = ("--run.device=cuda", "--model.path=Qwen/Qwen3-8B", "--nproc=8")
 APART = ("--cluster.num_engines=2", "--algorithm.correction.kind=tis")
-AHEAD = (*APART, "--pipeline.enabled")
+AHEAD = (*APART, "--pipeline.max_staleness=1")
 PARTIAL = ("--rollout.oversample_prompts=2",)
 OFF = "log:has no effect|is not used|needs|not for|"
 
@@ -71,7 +71,7 @@ def source_rows(section: str, shown: str, columns: Mapping[str, Row]) -> dict[st
     train = section == "train"
     key = f"data.{section}"
     return {
-        key: Row("[{path: columns.jsonl, max_rows: 3, columns: {completion: answer}}]", shown),
+        key: Row("[{path: columns.jsonl, max_rows: 3, columns: {answer: answer}}]", shown),
         f"{key}.0.path": Row("split/train.jsonl", shown),
         f"{key}.0.split": Row("test", shown, SPLIT if train else EVAL_SPLIT),
         f"{key}.0.subset": Row("main", "datasets.load_dataset", HUB if train else EVAL_HUB),
@@ -89,7 +89,6 @@ RL: dict[str, Row] = {
             "weight": Row("5", "samples", BOTH),
             "columns.prompt": Row("q", "samples", COLUMNS),
             "columns.answer": Row("a", "samples", COLUMNS),
-            "columns.completion": Row("c", "log:data.train.0.columns.completion", COLUMNS),
             "columns.task": Row("kind", "samples", COLUMNS),
             "answer_pattern": Row("^.", "samples", ("--data.train=[{path: train.jsonl}]",)),
             "task": Row("sums", "samples"),
@@ -99,16 +98,14 @@ RL: dict[str, Row] = {
         "eval",
         "metrics",
         {
-            "weight": Row("5", "log:data.eval.0.weight"),
             "columns.prompt": Row("q", "metrics", (*EVAL_COLUMNS, *TOLD)),
             "columns.answer": Row("a", "metrics", (*EVAL_COLUMNS, *TOLD)),
-            "columns.completion": Row("c", "log:data.eval.0.columns.completion", EVAL_COLUMNS),
             "columns.task": Row("kind", "metrics", (*EVAL_COLUMNS, *TOLD)),
             "answer_pattern": Row("^nothing", "log:answer_pattern"),
             "task": Row("sums", "metrics", TOLD),
         },
     ),
-    "data.eval_fraction": Row("0.5", "metrics", ("--data.eval=[]", "--eval.at_end=false")),
+    "data.eval_fraction": Row("0.5", "metrics", ("--data.eval=[]", "--eval.every_n_steps=0")),
     "data.shuffle": Row("false", "samples"),
     "data.chat": Row("always", "samples", ("--data.max_prompt_tokens=24",)),
     "data.system_prompt": Row("1", "samples", CHAT),
@@ -117,15 +114,10 @@ RL: dict[str, Row] = {
     "data.overlong_prompts": Row("error", "log:raise the limit", ("--data.max_prompt_tokens=3",)),
     "rollout.max_completion_tokens": Row("4", "samples"),
     "rollout.temperature": Row("0.5", "samples"),
-    "rollout.top_p": Row("0.5", "log:rollout.top_p is 0.5: a truncated"),
-    "rollout.top_k": Row("2", "log:rollout.top_k is 2: a truncated"),
-    "rollout.min_p": Row("0.5", "log:rollout.min_p is 0.5: a truncated"),
-    "rollout.stop": Row("['1']", "samples"),
-    "rollout.stop_token_ids": Row("[5, 6, 7, 8]", "samples"),
+    "rollout.stop": Row("['1', 5, 6]", "samples"),
     "rollout.prompts_per_step": Row("3", "metrics"),
     "rollout.n_samples_per_prompt": Row("3", "metrics"),
     "rollout.dynamic_sampling": Row("true", "metrics", EXACT_MATCH),
-    "rollout.max_refill_rounds": Row("1", "metrics", (*EXACT_MATCH, "--rollout.dynamic_sampling")),
     "rollout.oversample_prompts": Row("2", "metrics"),
     "rollout.max_aborted_count": Row("0", "metrics", (*PARTIAL, "--run.steps=4")),
     "rollout.mask_off_policy_tokens": Row("true", "metrics", (*PARTIAL, "--run.steps=4")),
@@ -133,17 +125,13 @@ RL: dict[str, Row] = {
     "engine.backend": Row("vllm", "log:vllm"),
     "engine.gpu_memory_utilization": Row("0.3", "EmbeddedEngine"),  # a share of a GPU's memory
     "engine.kv_cache_gib": Row("0.001", "metrics"),
-    "engine.kv_cache_dtype": Row("fp8", "metrics", ("--trainer.parity.max_kl=1",)),
+    "engine.kv_cache_dtype": Row("fp8", "metrics", ("--trainer.parity=1",)),
     "engine.tensor_parallel_size": Row("2", "log:tensor_parallel_size"),
-    "engine.block_size": Row("8", "metrics"),
     "engine.max_num_seqs": Row("4", "metrics", ("--engine.kv_cache_gib=0.01",)),
     "engine.max_num_batched_tokens": Row("8", "metrics"),
-    "engine.max_model_len": Row("12", "log:engine.max_model_len is 12"),
     "engine.enable_sleep": Row("true", "EmbeddedEngine.sleep"),
-    "engine.sleep_level": Row("2", "log:sleep_level"),
-    "engine.enable_prefix_caching": Row("false", "metrics", ("--engine.block_size=1",)),
-    "engine.cuda_graphs": Row("false", "EmbeddedEngine"),  # of a GPU alone
-    "engine.compile": Row("false", "EmbeddedEngine"),
+    "engine.enable_prefix_caching": Row("false", "EmbeddedEngine"),
+    "engine.enforce_eager": Row("true", "EmbeddedEngine"),  # of a GPU alone
     "reward.functions": Row("[{fn: 'rewards.py:nine'}]", "metrics"),
     "reward.functions.0.fn": Row("rewards.py:nine", "metrics"),
     "reward.functions.0.weight": Row("2", "metrics"),
@@ -159,7 +147,7 @@ RL: dict[str, Row] = {
             "--rollout.prompts_per_step=1",
             "--rollout.n_samples_per_prompt=2",
             "--reward.max_failure_rate=1",
-            "--eval.at_end=false",
+            "--eval.every_n_steps=0",
         ),
     ),
     "reward.memory_limit_gib": Row(
@@ -169,7 +157,7 @@ RL: dict[str, Row] = {
             "--reward.functions=[{fn: 'rewards.py:big'}]",
             "--run.steps=1",
             "--reward.max_failure_rate=1",
-            "--eval.at_end=false",
+            "--eval.every_n_steps=0",
         ),
     ),
     "reward.num_workers": Row("2", "Scorer"),
@@ -195,8 +183,7 @@ RL: dict[str, Row] = {
     "algorithm.correction.high": Row(
         "1.001", "metrics", (*PARTIAL, "--run.steps=4", "--algorithm.correction.kind=tis")
     ),
-    "pipeline.enabled": Row("true", "derived", APART, command="check rl"),
-    "pipeline.max_staleness": Row("2", "derived", AHEAD, command="check rl"),
+    "pipeline.max_staleness": Row("2", "derived", APART, command="check rl"),
     "pipeline.async_queue_size": Row(
         "1", "derived", (*AHEAD, "--pipeline.max_staleness=2"), command="check rl"
     ),
@@ -215,9 +202,7 @@ def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
         "trainer.recompute": Row("full", "derived", (*EIGHT, long), command="check rl"),
         "trainer.recompute_every_n_layers": Row("2", "findings", command="check rl"),
         "trainer.offload_activations": Row("true", "findings", command="check rl"),
-        "trainer.offload_optimizer": Row("true", "findings", command="check rl"),
-        "trainer.offload_gradients": Row("true", "findings", command="check rl"),
-        "trainer.offload_parameters": Row("true", "findings", command="check rl"),
+        "trainer.offload": Row("optimizer", "findings", command="check rl"),
         "trainer.compile": Row("true", "torch.compile"),
         "trainer.matmul_precision": Row("fp8", "findings", command="check rl"),
         "trainer.logits_chunk_tokens": Row("2", shown),
@@ -228,7 +213,6 @@ def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
         "trainer.optimizer.weight_decay": Row("0.5", shown),
         "trainer.optimizer.muon_lr": Row("0.5", shown, MUON),
         "trainer.optimizer.state_dtype": Row("bfloat16", "weights"),
-        "trainer.optimizer.muon_momentum": Row("0.5", shown, MUON),
         "trainer.optimizer.max_grad_norm": Row("0.001", shown),
         "trainer.optimizer.schedule": Row("linear", shown),
         "trainer.optimizer.warmup_steps": Row("1", shown),
@@ -251,11 +235,7 @@ def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
             "trainer.prompts_per_minibatch": Row("2", shown),
             "trainer.num_epochs": Row("2", shown),
             "trainer.enable_sleep": Row("true", "Trainer.sleep"),
-            "trainer.parity.enabled": Row("false", shown),
-            "trainer.parity.max_kl": Row("1e-20", "exit"),
-            "trainer.parity.max_outside": Row(
-                "0.5", "log:max_outside allows 50%", ("--trainer.parity.max_kl=1e-20",)
-            ),
+            "trainer.parity": Row("1e-20", "exit"),
         }
     return rows
 
@@ -270,7 +250,6 @@ def cluster_rows() -> dict[str, Row]:
         "cluster.devices_per_node": Row("1", "findings", APART, command="check rl"),
         "cluster.update_weight_buffer_size": Row("1024", "BroadcastSync", APART),
         "cluster.engine_timeout_s": Row("7", "BroadcastSync", APART),
-        "cluster.max_engine_restarts": Row("9", "EnginePool", APART),
     }
 
 
@@ -281,8 +260,6 @@ def sampling_rows(section: str, shown: str) -> dict[str, Row]:
         f"{section}.top_p": Row("0.5", shown),
         f"{section}.top_k": Row("2", shown),
         f"{section}.min_p": Row("0.5", shown),
-        f"{section}.stop": Row("['1']", shown),
-        f"{section}.stop_token_ids": Row("[5, 6, 7, 8]", shown),
     }
 
 
@@ -290,7 +267,6 @@ def eval_rows(shown: str) -> dict[str, Row]:
     return {
         **sampling_rows("eval", shown),
         "eval.n_samples_per_prompt": Row("2", shown),
-        "eval.max_prompts": Row("2", shown),
         "eval.pass_function": Row("even", shown),
         "eval.pass_threshold": Row("0.1", shown, ("--eval.pass_function=even",)),
     }
@@ -301,7 +277,6 @@ def course_rows() -> dict[str, Row]:
     return {
         "eval.every_n_steps": Row("1", "metrics"),
         "eval.at_start": Row("true", "metrics"),
-        "eval.at_end": Row("false", "metrics"),
         "checkpoint.every_n_steps": Row("1", "files"),
         "checkpoint.keep_last": Row("1", "files", ("--checkpoint.every_n_steps=1",)),
         "checkpoint.keep_best": Row(
@@ -316,13 +291,9 @@ def course_rows() -> dict[str, Row]:
             ),
         ),
         "checkpoint.export_dtype": Row("bfloat16", "dtype"),
-        "log.tensorboard": Row("true", "files"),
-        "log.wandb": Row("true", "wandb.init"),
-        "log.mlflow": Row("true", "log:mlflow"),
-        "log.trackio": Row("true", "log:trackio"),
-        "log.project": Row("mine", "wandb.init", ("--log.wandb",)),
+        "log.to": Row("[tensorboard]", "files"),
+        "log.project": Row("mine", "wandb.init", ("--log.to=[wandb]",)),
         "log.samples_per_step": Row("1", "samples"),
-        "log.report": Row("true", "files"),
     }
 
 
@@ -352,13 +323,11 @@ RL["eval.metric"] = Row(
 
 SFT_COLUMNS = ("--data.train=[{path: columns.jsonl, max_rows: 8}]",)
 SFT_EVAL_COLUMNS = ("--data.eval=[{path: columns.jsonl, max_rows: 4}]",)
-SFT_BOTH = (
-    "--data.train=[{path: train.jsonl, columns: {completion: answer}}, {path: columns.jsonl}]",
-)
-SFT_HUB = ("--data.train=[{path: owner/name, columns: {completion: answer}}]",)
-SFT_EVAL_HUB = ("--data.eval=[{path: owner/name, max_rows: 4, columns: {completion: answer}}]",)
-SFT_SPLIT = ("--data.train=[{path: split, columns: {completion: answer}}]",)
-SFT_EVAL_SPLIT = ("--data.eval=[{path: split, columns: {completion: answer}}]",)
+SFT_BOTH = ("--data.train=[{path: train.jsonl, columns: {answer: answer}}, {path: columns.jsonl}]",)
+SFT_HUB = ("--data.train=[{path: owner/name, columns: {answer: answer}}]",)
+SFT_EVAL_HUB = ("--data.eval=[{path: owner/name, max_rows: 4, columns: {answer: answer}}]",)
+SFT_SPLIT = ("--data.train=[{path: split, columns: {answer: answer}}]",)
+SFT_EVAL_SPLIT = ("--data.eval=[{path: split, columns: {answer: answer}}]",)
 
 
 def not_used(key: str, value: str) -> Row:
@@ -374,8 +343,7 @@ def sft_sources(section: str) -> dict[str, Row]:
         {
             "weight": Row("5", "metrics", SFT_BOTH),
             "columns.prompt": Row("q", "metrics", columns),
-            "columns.completion": Row("c", "metrics", columns),
-            "columns.answer": not_used(f"{key}.columns.answer", "a"),
+            "columns.answer": Row("c", "metrics", columns),
             "columns.task": not_used(f"{key}.columns.task", "kind"),
             "answer_pattern": not_used(f"{key}.answer_pattern", "^."),
             "task": not_used(f"{key}.task", "sums"),
@@ -385,7 +353,7 @@ def sft_sources(section: str) -> dict[str, Row]:
     hub = SFT_HUB if is_train else SFT_EVAL_HUB
     rows[f"{key}.subset"] = Row("main", "datasets.load_dataset", hub)
     if not is_train:
-        rows[f"{key}.weight"] = not_used(f"{key}.weight", "5")
+        del rows[f"{key}.weight"]
     return rows
 
 
@@ -395,7 +363,7 @@ SFT: dict[str, Row] = {
     **sft_sources("train"),
     **sft_sources("eval"),
     "run.seed": Row("1", "metrics"),
-    "data.eval_fraction": Row("0.5", "metrics", ("--data.eval=[]", "--eval.at_end=false")),
+    "data.eval_fraction": Row("0.5", "metrics", ("--data.eval=[]", "--eval.every_n_steps=0")),
     "data.shuffle": Row("false", "metrics"),
     "data.chat": Row("always", "metrics", ("--data.max_prompt_tokens=24",)),
     "data.system_prompt": Row("1", "metrics", CHAT),
@@ -430,11 +398,9 @@ def inference_sources(section: str, key: str, shown: str, told: tuple[str, ...])
     return {
         f"{key}.columns.prompt": Row("q", shown, columns),
         f"{key}.columns.answer": Row("a", shown, columns),
-        f"{key}.columns.completion": not_used(f"{key}.columns.completion", "c"),
         f"{key}.columns.task": Row("kind", shown, columns),
         f"{key}.answer_pattern": Row("^.", shown, told),
         f"{key}.task": Row("sums", shown),
-        f"{key}.weight": not_used(f"{key}.weight", "5"),
         f"{key}.path": Row("split/train.jsonl", shown, told),
         f"{key}.split": Row("test", shown, (f"--data.{section}=[{{path: split}}]",)),
         f"{key}.subset": Row(
@@ -464,13 +430,10 @@ def engine_rows(shown: str, *, generates: bool) -> dict[str, Row]:
         "gpu_memory_utilization": "0.3",
         "kv_cache_gib": "0.001",
         "kv_cache_dtype": "fp8",
-        "block_size": "8",
         "max_num_seqs": "4",
         "max_num_batched_tokens": "8",
-        "max_model_len": "20",
         "enable_prefix_caching": "false",
-        "cuda_graphs": "false",
-        "compile": "false",
+        "enforce_eager": "true",
     }
     size = "log:tensor_parallel_size|world size|processes"
     return {
@@ -478,11 +441,10 @@ def engine_rows(shown: str, *, generates: bool) -> dict[str, Row]:
         "engine.backend": Row("vllm", "log:vllm"),
         "engine.tensor_parallel_size": Row("2", size),
         "engine.enable_sleep": Row("true", "log:engine.enable_sleep"),
-        "engine.sleep_level": Row("2", "log:engine.sleep_level"),
     }
 
 
-RUNS = ("--run.", "--rollout.", "--eval.at_end")
+RUNS = ("--run.", "--rollout.", "--eval.every_n_steps")
 REWARDS = {key: row for key, row in RL.items() if key.startswith("reward.")}
 
 EVALUATE: dict[str, Row] = {
@@ -500,6 +462,7 @@ EVALUATE: dict[str, Row] = {
         for key, row in REWARDS.items()
     },
     **eval_rows("scores"),
+    "eval.stop": Row("['1', 5, 6]", "scores"),
 }
 HELD_OUT = ("--data.eval=[]", "--data.train=[{path: eval.jsonl}]", "--data.eval_fraction=0.5")
 EVALUATE |= {
@@ -513,6 +476,7 @@ EVALUATE |= {
     )
     for key, row in inference_sources("eval", "data.eval.0", "samples", ()).items()
 }
+EVALUATE["data.train.0.weight"] = not_used("data.train.0.weight", "5")
 EVALUATE = {
     key: Row(row.value, row.shows, (*HELD_OUT, *row.given)) if key.startswith("data.train") else row
     for key, row in EVALUATE.items()
@@ -524,27 +488,27 @@ GENERATE: dict[str, Row] = {
     **run_rows(trains=False, has_dir=False),
     **model_rows("samples", lora=False),
     **inference_sources("train", "data.train.0", "samples", ()),
+    "data.train.0.weight": not_used("data.train.0.weight", "5"),
     **rendering_rows("samples"),
     **engine_rows("samples", generates=True),
     **sampling_rows("generation", "samples"),
+    "generation.stop": Row("['1', 5, 6]", "samples"),
     "data.eval": Row("[{path: eval.jsonl}]", UNUSED_EVAL),
     **{
         f"data.eval.0.{name}": Row(
             value,
             UNUSED_EVAL,
-            flag="--data.eval=[{path: eval.jsonl, split: test, subset: main, weight: 2, "
-            "max_rows: 2, columns: {prompt: q, answer: a, completion: c, task: kind}, "
+            flag="--data.eval=[{path: eval.jsonl, split: test, subset: main, "
+            "max_rows: 2, columns: {prompt: q, answer: a, task: kind}, "
             "answer_pattern: x, task: x}]",
         )
         for name, value in (
             ("path", "eval.jsonl"),
             ("split", "test"),
             ("subset", "main"),
-            ("weight", "2"),
             ("max_rows", "2"),
             ("columns.prompt", "q"),
             ("columns.answer", "a"),
-            ("columns.completion", "c"),
             ("columns.task", "kind"),
             ("answer_pattern", "x"),
             ("task", "x"),
@@ -590,11 +554,10 @@ BENCH_TRAIN: dict[str, Row] = {
     },
     "trainer.max_tokens_per_forward": Row("24", "Trainer"),  # no pass without gradients
     "trainer.offload_activations": Row("true", "Trainer", ("--trainer.recompute=full",)),
-    "trainer.offload_gradients": Row("true", "Trainer", ("--trainer.offload_optimizer=true",)),
+    "trainer.offload": Row("gradients", "Trainer"),
     **{
         f"trainer.{name}": Row(value, f"log:trainer.{name}")
         for name, value in (
-            ("offload_parameters", "true"),
             ("matmul_precision", "fp8"),
             ("parallel.fsdp_size", "3"),
             ("parallel.tensor_parallel_size", "2"),
@@ -608,9 +571,7 @@ BENCH_TRAIN: dict[str, Row] = {
             ("prompts_per_minibatch", "2"),
             ("num_epochs", "2"),
             ("enable_sleep", "true"),
-            ("parity.enabled", "false"),
-            ("parity.max_kl", "1"),
-            ("parity.max_outside", "0.5"),
+            ("parity", "off"),
         )
     },
     "objective": Row("sft", "Trainer"),
@@ -662,14 +623,12 @@ SIMULATE: dict[str, Row] = {
         for name, value in (
             ("max_tokens_per_microbatch", "2048"),
             ("micro_batch_size", "1"),
-            ("offload_optimizer", "true"),
-            ("offload_gradients", "true"),
+            ("offload", "optimizer"),
             ("optimizer.name", "muon"),
             ("optimizer.state_dtype", "bfloat16"),
         )
     },
     "trainer.recompute": Row("full", "numbers", LARGE),
-    "pipeline.enabled": Row("true", "numbers"),
     "pipeline.max_staleness": Row("2", "numbers"),
     "pipeline.async_queue_size": Row("1", "numbers"),
     "pipeline.in_flight": Row("abort", "numbers"),
@@ -681,7 +640,6 @@ SIMULATE: dict[str, Row] = {
             ("num_trainers", "2"),
             ("update_weight_buffer_size", "1024"),
             ("engine_timeout_s", "7"),
-            ("max_engine_restarts", "9"),
         )
     },
     "cluster.num_engines": Row("1", "numbers"),
@@ -722,22 +680,18 @@ NOT_OF_TIME = (
     ),
     "model.lora.alpha",
     "model.lora.load_in_4bit",  # these two change memory alone, and no split that fits or not
-    "trainer.offload_parameters",
     *(f"{section}." for section in ("data", "reward", "eval", "checkpoint", "log")),
-    *(f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")),
+    *(f"rollout.{name}" for name in ("temperature", "stop")),
     "rollout.dynamic_sampling",
-    "rollout.max_refill_rounds",
     "rollout.mask_off_policy_tokens",
     "rollout.truncated_samples",
-    *(f"engine.{name}" for name in ("backend", "block_size", "max_num_batched_tokens")),
-    *(f"engine.{name}" for name in ("max_model_len", "sleep_level")),
-    *(f"engine.{name}" for name in ("cuda_graphs", "compile")),
+    *(f"engine.{name}" for name in ("backend", "enforce_eager", "max_num_batched_tokens")),
     *(f"algorithm.{name}" for name in ("advantage", "loss", "aggregation", "clip_", "dual_clip")),
     *(f"algorithm.{name}" for name in ("entropy_coef", "kl.placement", "kl.estimator")),
     *(f"algorithm.correction.{name}" for name in ("low", "high")),
     *(f"trainer.{name}" for name in ("max_tokens_per_forward", "recompute_every_n_layers")),
     *(f"trainer.{name}" for name in ("offload_activations", "compile", "matmul_precision")),
-    *(f"trainer.{name}" for name in ("logits_chunk_tokens", "parity.")),
+    *(f"trainer.{name}" for name in ("logits_chunk_tokens", "parity")),
     *(f"trainer.optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay", "muon_")),
     *(f"trainer.optimizer.{name}" for name in ("max_grad_norm", "schedule", "warmup", "min_lr")),
     *(f"trainer.parallel.{name}" for name in ("reference_", "forward_prefetch", "balance_data")),

@@ -77,7 +77,7 @@ def test_demonstrations():
     (example,) = map_dicts([{"prompt": "a", "completion": "b"}], demonstrations=True)
     assert (example.prompt, example.completion) == ("a", {"role": "assistant", "content": "b"})
     (example,) = map_dicts(
-        [{"question": "a", "answer": "b"}], demonstrations=True, named={"completion": "answer"}
+        [{"question": "a", "answer": "b"}], demonstrations=True, named={"answer": "answer"}
     )
     assert example.completion == {"role": "assistant", "content": "b"}
     (example,) = map_dicts([{"messages": [USER, ASSISTANT]}], demonstrations=True)

@@ -28,10 +28,12 @@ class Models:
 
     def engine(self, *, eos_token_ids=(), with_tokenizer=False, in_flight=0, **fields):
         """`in_flight` 1 lets the host learn tokens a step late, as on CUDA."""
-        fields = {"block_size": 4, "max_num_seqs": 8, "max_model_len": 64, **fields}
+        sizes = {"block_size": fields.pop("block_size", 4)}
+        sizes["max_model_len"] = fields.pop("max_model_len", 64)
         engine = EmbeddedEngine(
             self.hone,
-            EngineConfig(**fields),
+            EngineConfig(**{"max_num_seqs": 8, **fields}),
+            **sizes,
             eos_token_ids=eos_token_ids,
             tokenizer=self.tokenizer if with_tokenizer else None,
         )

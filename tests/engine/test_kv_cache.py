@@ -361,7 +361,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_all_numbers(gpu, fre
          r"engine\.gpu_memory_utilization=0\.5 of 140\.0 GiB, less 5\.00 GiB.*at most 1031 would"),
         (31, 600, {}, r"0\.562 GiB, of 31\.00 GiB free on cuda:0; at most 487 would"),
         (31, 600, {"kv_cache_gib": 1}, r"31\.00 GiB free on cuda:0; at most 487"),
-        (0.5, 1, {}, r"not even one does; free memory or lower engine\.max_model_len"),
+        (0.5, 1, {}, r"not even one does; free memory or shorten sequences"),
     ],
 )  # fmt: skip
 def test_more_sequences_than_memory_holds_are_refused_with_numbers(

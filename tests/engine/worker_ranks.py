@@ -35,14 +35,14 @@ POISONED = replace(REQUESTS[0], id="poisoned", prompt_ids=(10**6,))
 def make_engine(tp=None):
     model = make_model()
     cfg = EngineConfig(
-        block_size=4,
         max_num_seqs=4,
-        max_model_len=64,
-        compile=False,
+        enforce_eager=True,
         tensor_parallel_size=tp.size if tp else 1,
     )
     model = model if tp is None else shard_model(model, tp)
-    return EmbeddedEngine(model, cfg, eos_token_ids=(), tensor_parallel=tp)
+    return EmbeddedEngine(
+        model, cfg, eos_token_ids=(), max_model_len=64, block_size=4, tensor_parallel=tp
+    )
 
 
 def take(host, count):

@@ -133,8 +133,8 @@ def main():
         make_model_folder(folder, args.shape)
         model = load_model(ModelConfig(path=folder, init="random"), device=DEVICE, seed=0)
     started_s = perf_counter()
-    cfg = EngineConfig(max_num_seqs=args.batch, max_model_len=2048, gpu_memory_utilization=0.5)
-    engine = EmbeddedEngine(model, cfg, eos_token_ids=())
+    cfg = EngineConfig(max_num_seqs=args.batch, gpu_memory_utilization=0.5)
+    engine = EmbeddedEngine(model, cfg, eos_token_ids=(), max_model_len=2048)
     rows = [("engine start, s", f"{perf_counter() - started_s:.2f}", "")]
 
     failed = False

@@ -23,10 +23,10 @@ from hone.models.tiny import SHAPES, make_model_folder
 from tests.gpu.engine_check import DEVICE, GIB, finish, make_requests, packed_logprobs
 
 MAX_LEN = 1024
-BASE = {"max_num_seqs": 64, "max_model_len": MAX_LEN, "kv_cache_gib": 8.0}
+BASE = {"max_num_seqs": 64, "kv_cache_gib": 8.0}
 MODES = {
     "graphs": {},
-    "no graphs": {"cuda_graphs": False},
+    "no graphs": {"enforce_eager": True},
     "chunked prefill": {"max_num_batched_tokens": 96},
     "preemption": {"kv_cache_gib": 1.2},
     "no prefix caching": {"enable_prefix_caching": False},
@@ -143,7 +143,9 @@ def memory(model, engine, requests, *, cycles=20):
 
 def check_mode(name, model):
     def make_engine():
-        return EmbeddedEngine(model, EngineConfig(**BASE | MODES[name]), eos_token_ids=())
+        return EmbeddedEngine(
+            model, EngineConfig(**BASE | MODES[name]), eos_token_ids=(), max_model_len=MAX_LEN
+        )
 
     engine = make_engine()
     requests = all_requests(model)

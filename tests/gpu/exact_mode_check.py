@@ -48,15 +48,14 @@ from tests.gpu.timing import wall_ms
 
 DEVICE = "cuda"
 MAX_LEN = 1024
-BASE = {"max_num_seqs": 64, "max_model_len": MAX_LEN, "kv_cache_gib": 8.0}
+BASE = {"max_num_seqs": 64, "kv_cache_gib": 8.0}
 MODES = {
     "graphs": {},
-    "no graphs": {"cuda_graphs": False},
+    "no graphs": {"enforce_eager": True},
     "chunked prefill": {"max_num_batched_tokens": 96},
     "preemption": {"kv_cache_gib": None},
     "no prefix caching": {"enable_prefix_caching": False},
     "5 at a time": {"max_num_seqs": 5},
-    "pages of 64": {"block_size": 64},
 }
 TRAINERS = {
     "16,384 tokens": {},
@@ -106,7 +105,7 @@ def make_requests(vocab_size: int) -> list[Request]:
 
 def make_engine(model, *, exact: bool = True, **settings) -> EmbeddedEngine:
     cfg = EngineConfig.model_validate(BASE | settings)
-    return EmbeddedEngine(model, cfg, eos_token_ids=(), exact=exact)
+    return EmbeddedEngine(model, cfg, eos_token_ids=(), max_model_len=2048, exact=exact)
 
 
 def sample(engine, requests, tag: str = ""):
@@ -301,7 +300,6 @@ def time_engine(run: Run, name: str, model) -> None:
                 model,
                 exact=exact,
                 max_num_seqs=batch,
-                max_model_len=2048,
                 kv_cache_gib=40.0 if batch > 32 else 6.0,
                 enable_prefix_caching=False,  # prompts come twice
             )

@@ -41,17 +41,17 @@ TIME_LIMIT_S = 200
 COMBINATIONS = ("offload_optimizer + bfloat16", "recompute full, every 2nd layer")
 """Measured with the first shape only."""
 
-GRADIENTS = {"offload_optimizer": True, "offload_gradients": True}
+GRADIENTS = {"offload": "gradients"}
 KNOBS: dict[str, dict[str, Any]] = {
     "none": {},
     "recompute full": {"recompute": "full"},
     "recompute selective": {"recompute": "selective"},
     "recompute full, every 2nd layer": {"recompute": "full", "recompute_every_n_layers": 2},
     "recompute full + offload_activations": {"recompute": "full", "offload_activations": True},
-    "offload_optimizer": {"offload_optimizer": True},
+    "offload_optimizer": {"offload": "optimizer"},
     "offload_gradients": GRADIENTS,
     "state_dtype bfloat16": {"state_dtype": "bfloat16"},
-    "offload_optimizer + bfloat16": {"offload_optimizer": True, "state_dtype": "bfloat16"},
+    "offload_optimizer + bfloat16": {"offload": "optimizer", "state_dtype": "bfloat16"},
     "all (full, all offloads, bfloat16)": GRADIENTS
     | {"recompute": "full", "offload_activations": True, "state_dtype": "bfloat16"},
 }
@@ -87,7 +87,7 @@ class Trained:
 
     def __init__(self, model: PreTrainedModel, *, state_dtype: str = "float32", **knobs: Any):
         self.policy = compiled_policy(model, **knobs)
-        offload = bool(knobs.get("offload_optimizer"))
+        offload = "offload_optimizer" in knobs
         self.optimizer = ParameterOptimizer(
             self.policy.masters,
             OptimizerConfig.model_validate({"lr": 1e-4, "state_dtype": state_dtype}),

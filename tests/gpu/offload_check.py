@@ -44,9 +44,9 @@ from tests.gpu.sections import Run, release
 
 GIB = 1 << 30
 LENGTH, NUM_ROWS, NUM_STEPS = 1024, 32, 3
-OPTIMIZER = {"offload_optimizer": True}
-GRADIENTS = OPTIMIZER | {"offload_gradients": True}
-PARAMETERS = GRADIENTS | {"offload_parameters": True}
+OPTIMIZER = {"offload": "optimizer"}
+GRADIENTS = {"offload": "gradients"}
+PARAMETERS = {"offload": "parameters"}
 ALONE = {
     "none": {},
     "none again": {},

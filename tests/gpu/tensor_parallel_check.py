@@ -44,7 +44,7 @@ EPS = 1e-6
 MAX_K3, MAX_OUTSIDE = 2e-3, 0.08
 MODES = {
     "graphs": {"kv_cache_gib": 8.0},
-    "no graphs": {"kv_cache_gib": 8.0, "cuda_graphs": False},
+    "no graphs": {"kv_cache_gib": 8.0, "enforce_eager": True},
     "chunked prefill": {"kv_cache_gib": 8.0, "max_num_batched_tokens": 96},
     "preemption": {"kv_cache_gib": 1.2},
 }
@@ -98,11 +98,12 @@ def check_parity(run: Run, tp, device):
         options = dict(MODES[mode], kv_cache_gib=MODES[mode]["kv_cache_gib"] / group.size)
         cfg = EngineConfig(
             max_num_seqs=64,
-            max_model_len=MAX_LEN,
             tensor_parallel_size=group.size,
             **options,
         )
-        engine = EmbeddedEngine(module, cfg, eos_token_ids=(), tensor_parallel=group)
+        engine = EmbeddedEngine(
+            module, cfg, eos_token_ids=(), max_model_len=MAX_LEN, tensor_parallel=group
+        )
         done = sample(engine, requests)
         stats = engine.stats()
         k3, outside, ratio = parity(model, requests, done)
@@ -294,11 +295,12 @@ def step_time(model, group, *, batch, context, num_steps=48):
     length = context + num_steps
     cfg = EngineConfig(
         max_num_seqs=batch,
-        max_model_len=length + 16,
         kv_cache_gib=batch * (length + 64) * per_token / GIB,
         tensor_parallel_size=group.size,
     )
-    engine = EmbeddedEngine(model, cfg, eos_token_ids=(), tensor_parallel=group)
+    engine = EmbeddedEngine(
+        model, cfg, eos_token_ids=(), max_model_len=length + 16, tensor_parallel=group
+    )
     _, step_s = decode_speed(model, engine, batch=batch, context=context, num_steps=num_steps)
     engine.sleep()
     return step_s

@@ -88,14 +88,23 @@ class Checks:
     def config(self, **fields: object) -> EngineConfig:
         size = 16 if self.device == "cuda" else 0.25
         fields = {"tensor_parallel_size": self.tp.size, "kv_cache_gib": size, **fields}
-        lengths = {"max_num_seqs": 256, "max_model_len": 2048 if self.device == "cuda" else 384}
-        return EngineConfig.model_validate({**lengths, **fields})
+        return EngineConfig.model_validate({"max_num_seqs": 256, **fields})
+
+    @property
+    def max_model_len(self) -> int:
+        return 2048 if self.device == "cuda" else 384
 
     @cached_property
     def engine(self) -> VLLMEngine:
         start = perf_counter()
         cfg = self.config(backend="vllm", enable_sleep=True)
-        engine = VLLMEngine(self.model, cfg, eos_token_ids=(), tensor_parallel=self.tp)
+        engine = VLLMEngine(
+            self.model,
+            cfg,
+            eos_token_ids=(),
+            max_model_len=self.max_model_len,
+            tensor_parallel=self.tp,
+        )
         self.run.row("vLLM made and filled, s", perf_counter() - start)
         return engine
 
@@ -197,27 +206,20 @@ class Checks:
         self.run.check("no keys of older weights, k3", k3 < MAX_K3[self.device], k3)
 
     def sleep(self) -> None:
-        """Both levels: what they free, and what is sampled afterwards."""
+        """What it frees, and what is sampled afterwards."""
         engine = self.engine
-        for level in (1, 2):
-            engine._sleep_level = level
-            release()
-            awake = self.free_gib()
-            start = perf_counter()
-            engine.sleep()
-            asleep_s, asleep = perf_counter() - start, self.free_gib()
-            start = perf_counter()
-            engine.wake()
-            awake_s = perf_counter() - start
-            self.run.row(
-                f"sleep level {level}: GiB freed, ms down, ms up",
-                asleep - awake,
-                asleep_s * 1e3,
-                awake_s * 1e3,
-            )
-            if level == 2:
-                self.run.row("sync after it, ms", self.push())
-            self.check_parity(f"after sleep level {level}")
+        release()
+        awake = self.free_gib()
+        start = perf_counter()
+        engine.sleep()
+        asleep_s, asleep = perf_counter() - start, self.free_gib()
+        start = perf_counter()
+        engine.wake()
+        awake_s = perf_counter() - start
+        self.run.row(
+            "sleep: GiB freed, ms down, ms up", asleep - awake, asleep_s * 1e3, awake_s * 1e3
+        )
+        self.check_parity("after sleep")
 
     def tensor(self) -> None:
         """R2 to R4 of the ranks of one engine, and its speed beside ours."""
@@ -248,7 +250,13 @@ class Checks:
 
         def embedded() -> Engine:
             own = shard_model(self.model, self.tp)
-            return EmbeddedEngine(own, self.config(), eos_token_ids=(), tensor_parallel=self.tp)
+            return EmbeddedEngine(
+                own,
+                self.config(),
+                eos_token_ids=(),
+                max_model_len=self.max_model_len,
+                tensor_parallel=self.tp,
+            )
 
         # vLLM lets triton report what it compiles, as JSON, which the constants of ours are not.
         with patch.object(triton.knobs.runtime, "jit_post_compile_hook", None):

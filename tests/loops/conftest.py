@@ -57,7 +57,7 @@ def sft_config(inputs: Path, tmp_path: Path) -> SFTConfig:
             },
             "trainer": {"optimizer": {"lr": 3e-3}, "logits_chunk_tokens": 64},
             "eval": {"every_n_steps": 1},
-            "log": {"tensorboard": False, "report": False},
+            "log": {"to": []},
         }
     )
 

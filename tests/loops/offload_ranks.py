@@ -20,17 +20,17 @@ from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.loops import loop
 
-ON_HOST = {"offload_optimizer": True, "offload_gradients": True}
+ON_HOST = {"offload": "gradients"}
 
 CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "zero 2": (None, {"parallel": {"zero_stage": 2}}),
-    "zero 2, optimizer": ("zero 2", {"parallel": {"zero_stage": 2}, "offload_optimizer": True}),
+    "zero 2, optimizer": ("zero 2", {"parallel": {"zero_stage": 2}, "offload": "optimizer"}),
     "zero 2, gradients": ("zero 2", {"parallel": {"zero_stage": 2}, **ON_HOST}),
     "zero 3": (None, {"parallel": {"zero_stage": 3}}),
-    "zero 3, optimizer": ("zero 3", {"parallel": {"zero_stage": 3}, "offload_optimizer": True}),
+    "zero 3, optimizer": ("zero 3", {"parallel": {"zero_stage": 3}, "offload": "optimizer"}),
     "zero 3, parameters": (
         "zero 3",
-        {"parallel": {"zero_stage": 3}, **ON_HOST, "offload_parameters": True},
+        {"parallel": {"zero_stage": 3}, "offload": "parameters"},
     ),
 }
 """The run without offload whose bits a run must have, and the section `trainer`."""
@@ -46,7 +46,7 @@ def train(inputs: Path, folder: Path, trainer: dict[str, Any]) -> tuple[dict[str
         reward={"functions": [{"fn": "length", "args": {"target_tokens": 4}}]},
         trainer={"optimizer": {"lr": 3e-2}, "logits_chunk_tokens": 64, **trainer},
         algorithm={"correction": {"kind": "tis"}},
-        eval={"at_start": False, "at_end": False, "max_completion_tokens": 8},
+        eval={"max_completion_tokens": 8},
     )
     with built_run(cfg) as run:
         engine, policy = run.sampling.engine, run.trainer.policy

@@ -32,8 +32,6 @@ from hone.rollout import collector
 from hone.rollout.evaluate import evaluate
 from hone.trainer.trainer import Trainer
 
-REPORT = {"tensorboard": False, "report": True}
-
 
 def last_event(folder: Path) -> dict[str, Any]:
     return lines(folder / "events.jsonl")[-1]
@@ -61,7 +59,7 @@ def test_a_reward_that_fails_leaves_cause_samples_and_report(
             "num_workers": 1,
             "max_failure_rate": 0.3,
         },
-        log=REPORT | {"samples_per_step": 4},
+        log={"to": [], "samples_per_step": 4},
     )
     with pytest.raises(ValueError, match="samples have no reward") as caught:
         reinforce.run(cfg)
@@ -83,7 +81,7 @@ def test_a_reward_that_fails_leaves_cause_samples_and_report(
     assert page.index("samples have no reward") < page.index("<dt>Failure</dt>")
 
 
-APART = {"cluster": {"num_engines": 1}, "pipeline": {"enabled": True}}
+APART = {"cluster": {"num_engines": 1}, "pipeline": {"max_staleness": 1}}
 ALL_FAIL = {
     # sections; phase, step and split; the message
     "while sampling": ({}, ("generate", 1, "train"), "of 32 samples have no reward"),
@@ -116,7 +114,7 @@ def test_samples_are_written_where_none_can_be_scored(
     cfg = make_config(
         rollout={"n_samples_per_prompt": 8},
         reward={"functions": functions, "num_workers": 1},
-        log=REPORT | {"samples_per_step": 4},
+        log={"to": [], "samples_per_step": 4},
         **sections,
     )
     with pytest.raises(FailureRateError, match=message):
@@ -152,7 +150,7 @@ def test_every_error_is_an_event(
     error: BaseException,
 ) -> None:
     (phase, step), (kind, message) = place, ENDS[error]
-    cfg = make_config(log=REPORT)
+    cfg = make_config()
     monkeypatch.setattr(*where, raising(error))
     with pytest.raises(type(error)):
         reinforce.run(cfg)
@@ -170,7 +168,7 @@ def test_every_error_is_an_event(
 def test_a_signal_before_the_first_step_ends_the_run_with_a_report(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    cfg = make_config(log=REPORT)
+    cfg = make_config()
     before = signal.getsignal(number)
     monkeypatch.setattr(reinforce, "build_run", lambda *_: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as caught:
@@ -200,7 +198,7 @@ def test_a_signal_ends_an_evaluation_at_once(
         return result
 
     monkeypatch.setattr(collector, "evaluate", signalled)
-    cfg = make_config(eval={"at_start": at_start, "every_n_steps": 2}, log=REPORT)
+    cfg = make_config(eval={"at_start": at_start, "every_n_steps": 2})
     outcome = reinforce.run(cfg)
     assert waited_for == [0]
     assert outcome == Outcome(0 if at_start else 2, stopped_by=number)
@@ -266,7 +264,7 @@ def test_a_run_that_failed_after_its_last_step_is_finished_once_it_was_completed
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next launch trains no step, so no row is newer than the error."""
-    cfg = make_config(log=REPORT)
+    cfg = make_config()
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "export", raising(OSError("no space")))
         with pytest.raises(OSError, match="no space"):
@@ -286,7 +284,7 @@ def test_a_report_that_cannot_be_drawn_does_not_replace_the_error_of_the_run(
     caplog: pytest.LogCaptureFixture,
     problem: Exception,
 ) -> None:
-    cfg = make_config(log=REPORT)
+    cfg = make_config()
     monkeypatch.setattr("hone.loops.ending.write_report", raising(problem))
     monkeypatch.setattr(reinforce, "build_run", raising(RuntimeError("the cause")))
     with pytest.raises(RuntimeError, match="the cause") as caught:
@@ -301,7 +299,7 @@ def test_a_process_that_ends_for_another_one_does_not_wait_for_its_report(
     monkeypatch.setattr("hone.loops.ending._DRAWING_S", 0.1, raising=False)
     monkeypatch.setattr("hone.loops.ending.write_report", lambda *_, **__: is_over.wait(60))
     watch = Watch(Processes(0, 1, 0, 1), 60.0)
-    with Ending(tmp_path, watch, is_first=False, draws_report=True).cause():
+    with Ending(tmp_path, watch, is_first=False).cause():
         assert watch.on_end is not None
         leaving = threading.Thread(target=watch.on_end, args=["rank 1 is gone"], daemon=True)
         leaving.start()
@@ -323,7 +321,7 @@ def test_a_death_is_recorded_only_where_a_process_of_the_run_took_the_folder(
     """An earlier run has left its lock file."""
     if lock is not None:
         (tmp_path / ".lock").write_text(lock)
-    record_death(tmp_path, "killed", pids=[11, 12], step=0, phase="start", draws_report=False)
+    record_death(tmp_path, "killed", pids=[11, 12], step=0, phase="start")
     assert (tmp_path / "events.jsonl").exists() == is_recorded
 
 
@@ -336,7 +334,7 @@ def test_a_run_writes_into_the_lock_which_process_took_the_folder(make_config: M
 
 
 def test_the_folder_of_another_run_is_left_alone(make_config: MakeConfig) -> None:
-    cfg = make_config(log=REPORT)
+    cfg = make_config()
     cfg.run.dir.mkdir(parents=True)
     with (cfg.run.dir / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -344,7 +342,7 @@ def test_the_folder_of_another_run_is_left_alone(make_config: MakeConfig) -> Non
         file.flush()
         with pytest.raises(UserError, match="another run is at work"):
             reinforce.run(cfg)
-        record_death(cfg.run.dir, "killed", pids=[11], step=1, phase="train", draws_report=True)
+        record_death(cfg.run.dir, "killed", pids=[11], step=1, phase="train")
         assert (cfg.run.dir / ".lock").read_text() == "11\n"
     assert [path.name for path in cfg.run.dir.iterdir()] == [".lock"]
 
@@ -354,7 +352,7 @@ def test_a_checkpoint_that_does_not_fit_has_no_event(
 ) -> None:
     """It is written behind the training, which learns of it at the next step at the latest."""
     cfg = make_config(
-        run={"steps": 9}, checkpoint={"every_n_steps": 3}, log=REPORT | {"samples_per_step": 0}
+        run={"steps": 9}, checkpoint={"every_n_steps": 3}, log={"to": [], "samples_per_step": 0}
     )
     with largest_file(60_000), pytest.raises(CheckpointError) as caught:
         reinforce.run(cfg)
@@ -371,7 +369,7 @@ def test_a_checkpoint_that_does_not_fit_has_no_event(
 def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cfg = make_config(log=REPORT)
+    cfg = make_config()
     full = raising(DiskError("Could not write x (run.dir)"))
     monkeypatch.setattr("hone.observe.disk.AppendedFile.write", full)
     monkeypatch.setattr("hone.observe.report.write_whole", full)

@@ -78,7 +78,6 @@ def test_R19_every_prompt_is_trained_once_within_the_bound(
     sections: dict[str, Any] = {
         "cluster": APART,
         "pipeline": {
-            "enabled": True,
             "max_staleness": 2,
             "async_queue_size": 2,
             "in_flight": in_flight,
@@ -106,9 +105,7 @@ def test_R4_the_gate_stands_before_a_run_ahead_of_its_training_too(
     make_config: MakeConfig,
 ) -> None:
     """The samples of the first step are fresh: it compares them, and each step those that are."""
-    cfg = make_config(
-        run={"steps": 1}, cluster=APART, pipeline={"enabled": True, "max_staleness": 1}
-    )
+    cfg = make_config(run={"steps": 1}, cluster=APART, pipeline={"max_staleness": 1})
     (row,) = run(cfg)
     assert row["off_policy/parity/kl"] < 1e-6
     assert row["off_policy/mismatch_kl"] < 1e-6
@@ -122,7 +119,7 @@ def test_masks_of_interrupted_samples_leave_every_update_something(
     cfg = make_config(
         run={"steps": 6},
         cluster=APART,
-        pipeline={"enabled": True, "max_staleness": 2},
+        pipeline={"max_staleness": 2},
         rollout={"mask_off_policy_tokens": True},
         algorithm={"correction": {"kind": "tis"}},
     )
@@ -213,11 +210,10 @@ LEARNING: dict[str, dict[str, Any]] = {
     "beside": {},
     "carried over": {"rollout": {"oversample_prompts": 4}},
     "apart": {"cluster": APART},
-    "ahead, paused": {"cluster": APART, "pipeline": {"enabled": True, "max_staleness": 1}},
+    "ahead, paused": {"cluster": APART, "pipeline": {"max_staleness": 1}},
     "ahead, put back": {
         "cluster": APART,
         "pipeline": {
-            "enabled": True,
             "max_staleness": 2,
             "async_queue_size": 2,
             "in_flight": "abort",

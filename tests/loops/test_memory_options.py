@@ -43,10 +43,10 @@ Moved = Sequence[tuple[Piece, Tensor]]
 
 STEPS = 3
 
-ON_HOST = {"offload_optimizer": True, "offload_gradients": True}
+ON_HOST = {"offload": "gradients"}
 
 SAME_BITS: dict[str, Sections] = {
-    "offload_optimizer": {"trainer": {"offload_optimizer": True}},
+    "offload_optimizer": {"trainer": {"offload": "optimizer"}},
     "offload_gradients": {"trainer": ON_HOST},
     "recompute": {"trainer": {"recompute": "full"}},
     "recompute selectively": {"trainer": {"recompute": "selective"}},
@@ -80,7 +80,6 @@ OTHER_KEYS = {
         "matmul_precision": "what products round to, not memory; needs CUDA",
         "max_tokens_per_forward": "no pass here is without a gradient",
         "num_epochs": "the learning rule",
-        "offload_parameters": "several processes; tests/loops/offload_ranks.py",
         "parallel": "several processes",
         "parity": "a check",
         "prompts_per_minibatch": "the learning rule",
@@ -92,7 +91,6 @@ OTHER_KEYS = {
             "eps",
             "weight_decay",
             "muon_lr",
-            "muon_momentum",
             "max_grad_norm",
             "schedule",
             "warmup_steps",
@@ -146,13 +144,12 @@ def config(
         run={"dir": folder, "steps": steps},
         model={"path": str(_inputs()[1] / family), "dtype": dtype} | sections.get("model", {}),
         reward={"functions": [{"fn": "length", "args": {"target_tokens": 4}}]},
-        engine={"max_num_seqs": 16, "max_model_len": 32, "block_size": 4}
-        | sections.get("engine", {}),
-        trainer={"logits_chunk_tokens": 64, "parity": {"max_kl": 1.0, "max_outside": 1.0}}
+        engine={"max_num_seqs": 16} | sections.get("engine", {}),
+        trainer={"logits_chunk_tokens": 64, "parity": "off"}
         | trainer
         | {"optimizer": optimizer | trainer.get("optimizer", {})},
         algorithm={"correction": {"kind": "tis"}},
-        eval={"at_start": False, "at_end": False, "max_completion_tokens": 8},
+        eval={"max_completion_tokens": 8},
     )
 
 

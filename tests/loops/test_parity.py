@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.config import UserError
-from hone.config.trainer import ParityConfig
 from hone.loops import loop
 from hone.loops.reinforce import RLRun
 from hone.models.decoder import alias_module
@@ -76,7 +75,7 @@ def test_R4_planted_bugs_stop_the_launch(
         _sharpen(run)
         run.sampling.weights.push(0)
         bug(run)
-        with pytest.raises(UserError, match=r"disagree.*trainer\.parity\.max_kl"):
+        with pytest.raises(UserError, match=r"disagree.*trainer\.parity"):
             loop.train(run)
 
 
@@ -103,29 +102,26 @@ class FixedTrainer:
 
 
 FAR = math.log(1.15)  # a ratio outside [0.9, 1.1], whose k3 divergence is 0.01
-LIMITS: list[tuple[list[float], dict[str, float], bool]] = [
-    # offsets of four tokens, limits, and whether the gate passes
-    ([FAR, 0.0, 0.0, 0.0], {"max_kl": 0.1, "max_outside": 0.3}, True),
-    ([-FAR, 0.0, 0.0, 0.0], {"max_kl": 0.1, "max_outside": 0.2}, False),
-    ([FAR, 0.0, 0.0, 0.0], {"max_kl": 0.1, "max_outside": 0.2}, False),
-    ([FAR, 0.0, 0.0, 0.0], {"max_kl": 0.001, "max_outside": 0.3}, False),
-    ([0.09, 0.09, -0.09, 0.09], {"max_kl": 0.1, "max_outside": 0.0}, True),
-    ([0.09, 0.09, -0.09, 0.09], {"max_kl": 0.001, "max_outside": 0.0}, False),
+LIMITS: list[tuple[list[float], float, bool]] = [
+    # offsets of four tokens, the limit of the divergence, and whether the gate passes
+    ([-FAR, 0.0, 0.0, 0.0], 0.1, False),
+    ([FAR, 0.0, 0.0, 0.0], 0.1, False),
+    ([0.09, 0.09, -0.09, 0.09], 0.1, True),
+    ([0.09, 0.09, -0.09, 0.09], 0.001, False),
 ]
 
 
-@pytest.mark.parametrize(("offsets", "limits", "passes"), LIMITS)
+@pytest.mark.parametrize(("offsets", "limit", "passes"), LIMITS)
 def test_R4_each_limit_of_the_gate_stops_by_itself(
-    offsets: list[float], limits: dict[str, float], passes: bool
+    offsets: list[float], limit: float, passes: bool
 ) -> None:
     rows = rows_of_four_tokens()
     trainer = cast(Trainer, FixedTrainer(offsets))
-    cfg = ParityConfig.model_validate(limits)
     if not passes:
         with pytest.raises(UserError, match="disagree"):
-            check_parity(rows, trainer, cfg, dtype="float32")
+            check_parity(rows, trainer, limit, dtype="float32")
         return
-    report = check_parity(rows, trainer, cfg, dtype="float32")
+    report = check_parity(rows, trainer, limit, dtype="float32")
     assert report is not None
     outside = sum(not 0.9 <= math.exp(offset) <= 1.1 for offset in offsets)
     assert report.share_outside == outside / 4
@@ -148,10 +144,10 @@ def rows_of_four_tokens() -> list[Trajectory]:
 
 def test_R4_the_limit_on_the_divergence_is_that_of_the_number_format() -> None:
     """A divergence of 5e-5, which rounding to bfloat16 explains."""
-    trainer, cfg = cast(Trainer, FixedTrainer([0.01] * 4)), ParityConfig()
-    assert check_parity(rows_of_four_tokens(), trainer, cfg, dtype="bfloat16") is not None
+    trainer = cast(Trainer, FixedTrainer([0.01] * 4))
+    assert check_parity(rows_of_four_tokens(), trainer, "auto", dtype="bfloat16") is not None
     with pytest.raises(UserError, match="disagree"):
-        check_parity(rows_of_four_tokens(), trainer, cfg, dtype="float32")
+        check_parity(rows_of_four_tokens(), trainer, "auto", dtype="float32")
 
 
 @pytest.mark.parametrize("position", range(3))
@@ -160,7 +156,7 @@ def test_R4_the_gate_looks_at_every_row(position: int) -> None:
     trainer = SimpleNamespace(logprobs=lambda chosen: [torch.full((4,), -1.0) for _ in chosen])
     rows[position].rollout_logprobs = torch.full((4,), -3.0)
     with pytest.raises(UserError, match="disagree"):
-        check_parity(rows, cast(Trainer, trainer), ParityConfig(), dtype="bfloat16")
+        check_parity(rows, cast(Trainer, trainer), "auto", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("stale", [0, 2])
@@ -216,7 +212,7 @@ def test_model_exact_reaches_engine_trainer_and_gate(
 
 
 def test_the_gate_can_be_opened(make_config: MakeConfig) -> None:
-    cfg = make_config(run={"steps": 1}, trainer={"parity": {"enabled": False}})
+    cfg = make_config(run={"steps": 1}, trainer={"parity": "off"})
     with built_run(cfg) as run:
         wrong_temperature(run)
         assert loop.train(run).steps == 1

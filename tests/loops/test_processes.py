@@ -104,7 +104,7 @@ def test_R24_two_processes_are_one_run(
     The resumed run ends as the straight one does: a checkpoint does not know who wrote it.
     """
     sections: dict[str, Any] = {
-        "rollout": {"dynamic_sampling": True, "max_refill_rounds": 3},
+        "rollout": {"dynamic_sampling": True},
         "trainer": {
             "prompts_per_minibatch": 2,
             "optimizer": {"lr": 3e-3},
@@ -133,7 +133,7 @@ def test_R21_four_processes_share_few_prompts(make_config: MakeConfig, tmp_path:
     """Over-sampling carries samples over; some processes have no prompt at times."""
     sections: dict[str, Any] = {
         "rollout": {"prompts_per_step": 2, "oversample_prompts": 3, "max_completion_tokens": 12},
-        "engine": {"max_num_seqs": 32, "max_model_len": 32, "block_size": 4},  # all at once
+        "engine": {"max_num_seqs": 32},  # all at once
         "log": ALL_SAMPLES,
     }
     one = make_config(run={"dir": tmp_path / "one"}, **sections)
@@ -342,7 +342,7 @@ def the_error(run_dir: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_folder_has_the_error_of_another_rank(make_config: MakeConfig, tmp_path: Path) -> None:
-    cfg = make_config(log={"tensorboard": False, "report": True})
+    cfg = make_config(log={"to": []})
     program = [sys.executable, "-c", BUG_OF_RANK_1, *command("rl", cfg, tmp_path, [])[3:]]
     launcher = (
         "import sys\nfrom hone.distributed.spawn import spawn\nsys.exit(spawn(sys.argv[1:], 2))"
@@ -368,7 +368,7 @@ def test_the_folder_says_who_was_killed(
     (tmp_path / "deadly.py").write_text(DEATH_OF_RANK_1)
     cfg = make_config(
         reward={"functions": [{"fn": f"{tmp_path / 'deadly.py'}:score"}], "num_workers": 2},
-        log={"tensorboard": False, "report": True},
+        log={"to": []},
     )
     if launcher == "hone":
         output = run_hone("rl", cfg, tmp_path, "--nproc", "2", code=1)

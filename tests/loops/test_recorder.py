@@ -97,7 +97,7 @@ def test_engines_are_at_work_for_a_share_of_the_time_in_which_they_are_counted(
 ) -> None:
     """Two engines, in a step of six seconds."""
     spans = Spans(clock=iter([0.0, 0.0, 3.0, 6.0]).__next__)
-    with RunLog(tmp_path, LogConfig(tensorboard=False)) as log, Console(9) as console:
+    with RunLog(tmp_path, LogConfig(to=())) as log, Console(9) as console:
         recorder = Recorder(Mesh.alone("cpu"), spans, Alarms(), log, console, LIMITS)
         with spans.span("generate"):
             pass

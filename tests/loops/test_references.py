@@ -178,7 +178,7 @@ def test_references_apart_are_the_policy_before_training_in_every_launch(
     """Drawn weights, engines apart too, sampling ahead of a staleness of 0: two launches, of which
     the second goes on, are the run beside, but for the last bits. Not so with other weights."""
     model = make_config().model.model_dump() | {"init": "random"}
-    ahead = {"enabled": True, "max_staleness": 0}
+    ahead = {"max_staleness": 0}
     sections: dict[str, Any] = {"model": model, "algorithm": {"kl": {"coef": 5.0}}}
     apart = sections | {"cluster": {"num_engines": 1, "num_references": 2}, "pipeline": ahead}
     _, expected = run(make_config(run={"dir": tmp_path / "beside"}, **sections))

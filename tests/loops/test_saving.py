@@ -8,7 +8,7 @@ import pytest
 
 from hone.checkpoint.store import CheckpointStore
 from hone.config.run import CheckpointConfig
-from hone.loops.saving import Saver, due
+from hone.loops.saving import Saver
 
 
 class Store:
@@ -60,8 +60,3 @@ def test_saved_steps(settings: dict[str, bool | int], best: float, expected: lis
     assert list(store.saved) == expected
     assert published == [(step, RANKS[step - 1]) for step in expected]
     assert store.saved == dict(published)
-
-
-def test_nothing_is_due_without_a_schedule() -> None:
-    assert [step for step in range(1, 9) if due(4, step)] == [4, 8]
-    assert not any(due(0, step) for step in range(1, 9))

@@ -130,18 +130,18 @@ def untrained_config(make_config: MakeConfig, folder: Path, reward: str) -> RLCo
     functions = [{"fn": f"{folder / 'untrained.py'}:{reward}"}]
     return make_config(
         run={"steps": 12},
-        rollout={"dynamic_sampling": reward == "same", "max_refill_rounds": 2},
+        rollout={"dynamic_sampling": reward == "same"},
         reward={"functions": functions, "max_failure_rate": 1.0},
     )
 
 
-AHEAD: dict[str, Any] = {"cluster": {"num_engines": 1}, "pipeline": {"enabled": True}}
+AHEAD: dict[str, Any] = {"cluster": {"num_engines": 1}, "pipeline": {"max_staleness": 1}}
 
 
 @pytest.mark.parametrize(
     ("reward", "sections", "said"),
     [
-        ("same", {}, "rollout.dynamic_sampling dropped all 8 groups of 2 rounds"),
+        ("same", {}, "rollout.dynamic_sampling dropped all 40 groups of 10 rounds"),
         ("same", AHEAD, "rollout.dynamic_sampling dropped all "),
         ("broken", {}, "None of 16 samples has a reward: 16 x exception"),
         ("broken", AHEAD, "None of 16 samples has a reward: 16 x exception"),

@@ -127,12 +127,13 @@ def make_engine(model, tp, **options):
     size = 1 if tp is None else tp.size
     block_bytes = 2048 // size  # of this model, 4 tokens
     gib = (options.pop("blocks", 500) + 0.5) * block_bytes / 2**30
-    cfg = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_gib": gib, "block_size": 4}
+    cfg = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_gib": gib}
     return EmbeddedEngine(
         model if tp is None else shard_model(model, tp),
         EngineConfig(**cfg | {"tensor_parallel_size": size} | options),
         eos_token_ids=(3,),
         max_model_len=64,
+        block_size=4,
         tensor_parallel=tp,
     )
 

@@ -157,7 +157,7 @@ def write_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(SFT_CONFIG if supervised else RL_CONFIG))
     rng, alarms = np.random.default_rng(seed), Alarms()
     make_step = supervised_step if supervised else healthy_step
-    with RunLog(folder, LogConfig(tensorboard=False, samples_per_step=4)) as log:
+    with RunLog(folder, LogConfig(to=(), samples_per_step=4)) as log:
         for step in range(1, num_steps + 1):
             scalars = make_step(step, rng)
             if not supervised and (step == 1 or step % 25 == 0):

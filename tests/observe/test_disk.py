@@ -31,7 +31,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 
 
 def write_rows(folder: Path) -> None:
-    with RunLog(folder, LogConfig(tensorboard=False)) as log:
+    with RunLog(folder, LogConfig(to=())) as log:
         for step in range(1, 100):
             log.log(step, {"reward/mean": 0.5})
 

@@ -14,7 +14,7 @@ from hone.config.run import LogConfig
 from hone.observe.loggers import RunLog
 from tests.observe.fake_run import make_group
 
-PLAIN = LogConfig(tensorboard=False)
+PLAIN = LogConfig(to=())
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def test_each_row_is_on_disk_at_once_and_valid_json(tmp_path: Path) -> None:
 
 def test_samples_are_spread_over_groups_and_complete(tmp_path: Path) -> None:
     groups = [make_group(1, index, np.random.default_rng(index)) for index in range(4)]
-    with RunLog(tmp_path, LogConfig(tensorboard=False, samples_per_step=4)) as log:
+    with RunLog(tmp_path, LogConfig(to=(), samples_per_step=4)) as log:
         log.samples(1, groups, advantages={groups[0].samples[0].id: 0.5})
         log.samples(2, [])
     written = rows(tmp_path / "samples.jsonl")
@@ -88,7 +88,7 @@ def test_samples_are_spread_over_groups_and_complete(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kept", "expected"), [(0, 0), (3, 3), (100, 8)])
 def test_samples_per_step(tmp_path: Path, kept: int, expected: int) -> None:
     groups = [make_group(1, index, np.random.default_rng(index)) for index in range(2)]
-    with RunLog(tmp_path, LogConfig(tensorboard=False, samples_per_step=kept)) as log:
+    with RunLog(tmp_path, LogConfig(to=(), samples_per_step=kept)) as log:
         log.samples(1, groups)
     ids = [row["id"] for row in rows(tmp_path / "samples.jsonl")]
     assert len(set(ids)) == len(ids) == expected
@@ -110,8 +110,8 @@ def test_a_missing_tracker_names_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    cfg = LogConfig.model_validate({"tensorboard": False, name: True})
-    with pytest.raises(ValueError, match=rf"log\.{name} needs .*hone-rl\[{name}\]"):
+    cfg = LogConfig.model_validate({"to": [name]})
+    with pytest.raises(ValueError, match=rf"{name} in log.to needs .*hone-rl\[{name}\]"):
         RunLog(tmp_path, cfg)
 
 
@@ -155,7 +155,7 @@ def test_trackers_get_rows_and_configuration(
 ) -> None:
     tracker = FakeTracker(name)
     monkeypatch.setitem(sys.modules, name, tracker)
-    cfg = LogConfig.model_validate({"tensorboard": False, name: True, "project": "sums"})
+    cfg = LogConfig.model_validate({"to": [name], "project": "sums"})
     with RunLog(tmp_path, cfg, config={"run": {"seed": 3}}) as log:
         log.log(4, {"eval/pass@1": 0.5})
         log.event("checkpoint", step=4)
@@ -170,7 +170,7 @@ def test_trackers_get_rows_and_configuration(
 def test_a_resumed_run_keeps_its_wandb_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = FakeTracker("wandb")
     monkeypatch.setitem(sys.modules, "wandb", tracker)
-    cfg = LogConfig(tensorboard=False, wandb=True)
+    cfg = LogConfig(to=("wandb",))
     for resume_step in (None, 3, None):
         RunLog(tmp_path, cfg, resume_step=resume_step).close()
     first, resumed, fresh = (settings["id"] for settings in tracker.settings)

@@ -96,7 +96,7 @@ def test_R24_metrics_equal_a_recomputation_from_the_stored_samples(
     tmp_path: Path, num_shards: int
 ) -> None:
     groups = [make_group(1, i, np.random.default_rng(i), num_samples=3 + i) for i in range(5)]
-    with RunLog(tmp_path, LogConfig(tensorboard=False, samples_per_step=10**6)) as log:
+    with RunLog(tmp_path, LogConfig(to=(), samples_per_step=10**6)) as log:
         log.samples(1, groups)
     shards = [groups[rank::num_shards] for rank in range(num_shards)]
     scalars = to_scalars(merge(*(rollout_metrics(shard, RolloutCounts()) for shard in shards)))

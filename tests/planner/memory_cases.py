@@ -50,8 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
 KINDS = ("weights", "masters", "gradients", "optimizer")
 
 
-AWAY = {"offload_optimizer": True, "offload_gradients": True}
-ALL_AWAY = AWAY | {"offload_parameters": True}
+AWAY = {"offload": "gradients"}
+ALL_AWAY = {"offload": "parameters"}
 OFFLOADED: dict[str, dict[str, Any]] = {
     "gradients": {"trainer": AWAY},
     "gradients, float32": {"trainer": AWAY, "dtype": "float32"},

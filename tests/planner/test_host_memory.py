@@ -112,13 +112,13 @@ def test_the_advice_makes_it_fit() -> None:
 
 
 def test_offloads_of_all_processes_of_a_gpu_host_are_added_up() -> None:
-    cfg = configured(DATA, "--run.device=cuda", "--trainer.offload_optimizer=true")
+    cfg = configured(DATA, "--run.device=cuda", "--trainer.offload=optimizer")
     one = 12 * shape().num_params  # masters and two moments
     (role,) = host_roles(planned(cfg), num_local=1)
     assert role.num_bytes == one
     (found,) = found_in(cfg, one / GIB - 0.1)
     assert found.level == "error"
-    assert "trainer.offload_optimizer" in found.message
+    assert "trainer.offload" in found.message
     assert found_in(cfg, one / GIB + 0.1) == []
     plain = configured(DATA, "--run.device=cuda")
     assert host_roles(planned(plain), num_local=1) == []

@@ -46,12 +46,12 @@ def test_one_process_holds_just_what_is_counted(name):
 
 
 def test_what_is_offloaded_lies_on_the_host():
-    on_device, away = plan({}), plan({"trainer": {"offload_optimizer": True}})
+    on_device, away = plan({}), plan({"trainer": {"offload": "optimizer"}})
     assert (away.masters, away.optimizer) == (0, 0)
     assert away.host == on_device.masters + on_device.optimizer
     assert away.gradients == on_device.gradients
     # Masters of several processes are what passes gather from.
-    shared = plan({"trainer": {"offload_optimizer": True}}, 2)
+    shared = plan({"trainer": {"offload": "optimizer"}}, 2)
     assert shared.masters == plan({}, 2).masters
     assert shared.host == plan({}, 2).optimizer
 
@@ -179,8 +179,8 @@ STEPS = [  # settings of 4B steps with compiled layers, 16,384 tokens a micro-ba
     ({"recompute": "selective"}, 77.96),
     ({"recompute": "full", "recompute_every_n_layers": 2}, 102.06),
     ({"recompute": "full", "offload_activations": True}, 70.83),
-    ({"offload_optimizer": True}, 85.68),
-    ({"offload_optimizer": True, "offload_gradients": True}, 71.0),
+    ({"offload": "optimizer"}, 85.68),
+    ({"offload": "gradients"}, 71.0),
     ({"optimizer": {"state_dtype": "bfloat16"}}, 115.77),
 ]
 """Measured on an H200, benchmarks/memory.md."""

@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen3Config
 
 from hone.config import rules
+from hone.config.engine import BLOCK_SIZE
 from hone.config.hardware import Peaks, gpu_peaks, known_gpu
 from hone.config.load import load_config
 from hone.config.model_facts import ModelFacts
@@ -40,7 +41,6 @@ RUN = (
     "--rollout.prompts_per_step=32",
     "--data.max_prompt_tokens=264",
     "--rollout.max_completion_tokens=1024",
-    "--engine.max_model_len=1288",
 )
 """benchmarks/rl_step.py with default settings."""
 APART = ("--cluster.num_trainers=2", "--cluster.num_engines=2")
@@ -156,7 +156,7 @@ def test_the_cache_is_the_smallest_of_three() -> None:
     def cache(*flags: str, name: str = "qwen3-0.6b") -> float:
         return phases(*flags, name=name)["generate"].parts["KV cache"] / GIB
 
-    longer = "--engine.max_model_len=40960"
+    longer = "--data.max_prompt_tokens=15360"
     step = phases()["generate"].parts["engine's step"] / GIB
     assert cache() == pytest.approx(256 * 81 * 16 * 112 * 1024 / GIB)  # what sequences can use
     assert cache("--engine.kv_cache_dtype=fp8") == pytest.approx(cache() / 2)
@@ -180,9 +180,8 @@ def test_R15_the_planned_cache_is_the_one_that_the_engine_takes(
     shape, world_size = shape_of(name), draw.choice([1, 4])
     cfg = configured(
         f"--engine.gpu_memory_utilization={draw.choice([0.3, 0.6, 0.95, 1.0])}",
-        f"--engine.max_model_len={draw.choice([1288, 4000, 40_960])}",
+        f"--data.max_prompt_tokens={draw.choice([264, 2976, 39_936])}",
         f"--engine.max_num_seqs={draw.choice([8, 64, 512])}",
-        f"--engine.block_size={draw.choice([16, 32])}",
         f"--engine.kv_cache_dtype={draw.choice(['auto', 'fp8'])}",
         f"--trainer.enable_sleep={str(draw.random() < 0.5).lower()}",
         f"--algorithm.kl.coef={draw.choice([0, 1])}",
@@ -196,7 +195,7 @@ def test_R15_the_planned_cache_is_the_one_that_the_engine_takes(
     )
     cache = kv_cache.KVCache(
         config,
-        block_size=cfg.engine.block_size,
+        block_size=BLOCK_SIZE,
         dtype=kv_cache.cache_dtype(cfg.engine, torch.bfloat16),
         device=torch.device("cpu"),
     )
@@ -312,15 +311,19 @@ def advised(message: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("name", "flags", "world_size"),
     [
-        ("qwen3-4b", ("--engine.max_model_len=4096",), 1),
-        ("qwen3-8b", ("--engine.max_model_len=4096",), 1),
-        ("qwen3-8b", ("--engine.max_model_len=4096", "--algorithm.kl.coef=0.1"), 8),
-        ("qwen3-1.7b", ("--engine.gpu_memory_utilization=0.9", "--engine.max_model_len=40960"), 1),
+        ("qwen3-4b", ("--data.max_prompt_tokens=3072",), 1),
+        ("qwen3-8b", ("--data.max_prompt_tokens=3072",), 1),
+        ("qwen3-8b", ("--data.max_prompt_tokens=3072", "--algorithm.kl.coef=0.1"), 8),
+        (
+            "qwen3-1.7b",
+            ("--engine.gpu_memory_utilization=0.9", "--data.max_prompt_tokens=15360"),
+            1,
+        ),
         (
             "qwen3-1.7b",
             (
                 "--engine.gpu_memory_utilization=0.9",
-                "--engine.max_model_len=40960",
+                "--data.max_prompt_tokens=15360",
                 "--engine.enable_sleep=true",
             ),
             1,
@@ -348,14 +351,14 @@ def test_R22_a_run_that_cannot_fit_is_refused_and_every_advice_holds(
 
 
 def test_a_refusal_names_phases_and_numbers() -> None:
-    (message,) = findings("--engine.max_model_len=4096", name="qwen3-4b")
+    (message,) = findings("--data.max_prompt_tokens=3072", name="qwen3-4b")
     assert "train takes 200.6 GiB (weights 7.5 + masters 15.0 + moments 30.0" in message
     assert "generate 123.4 GiB (" in message
     assert "engine.gpu_memory_utilization to 0.06; engine.enable_sleep to true" in message
 
 
 def test_the_largest_share_that_fits_is_named() -> None:
-    flags = ("--engine.max_model_len=4096",)
+    flags = ("--data.max_prompt_tokens=3072",)
     assert findings(*flags, "--engine.gpu_memory_utilization=0.06", name="qwen3-4b") == []
     assert findings(*flags, "--engine.gpu_memory_utilization=0.07", name="qwen3-4b") != []
 
@@ -381,7 +384,6 @@ def test_what_no_setting_can_fit_needs_more_devices() -> None:
 LONG = (
     "--rollout.max_completion_tokens=130808",
     "--trainer.max_tokens_per_microbatch=131072",
-    "--engine.max_model_len=131072",
 )
 
 
@@ -394,7 +396,7 @@ LONG = (
             "a10",
             ("--cluster.num_trainers=4", "--cluster.num_engines=4"),
             4,
-            "trainer.offload_parameters to true",
+            "trainer.offload to parameters",
         ),
         (shape_of("qwen3-8b"), "a10", (), 8, "cluster.num_engines to 4"),
         (LLAMA_70B, "a100-80g", (), 16, "engine.tensor_parallel_size to 4"),

@@ -327,7 +327,7 @@ def test_R12_a_poisoned_prompt_fails_alone(local):
     assert all("can never fit" in done.pop(request.id).error for request in bad)
     check(done, good)
 
-    cfg = EvaluationConfig(n_samples_per_prompt=2, max_completion_tokens=100, max_prompts=3)
+    cfg = EvaluationConfig(n_samples_per_prompt=2, max_completion_tokens=100)
     with Scorer(RewardConfig(), max_completion_tokens=100) as scorer:
         samples = evaluate([prompt(1)], engine=group, scorer=scorer, cfg=cfg, decode=str, seed=0)
         assert scorer.stats().num_failed == {FailureKind.ENGINE: 2}

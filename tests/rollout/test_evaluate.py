@@ -18,7 +18,7 @@ from hone.observe.metrics import to_scalars
 from hone.rewards.scorer import FailureRateError
 from hone.rollout.collector import SingleProcess
 from hone.rollout.evaluate import PassRule, evaluate, pass_at_k, pass_rule, summarise
-from hone.rollout.requests import requests_for
+from hone.rollout.requests import requests_for, sampling_params
 from hone.types import FailureKind, Reward, Sample, StopReason
 from tests.rollout.fakes import FakeEngine, FakeScorer, LateEngine, draw, prompt
 
@@ -147,7 +147,7 @@ def test_R21_each_sample_of_an_evaluation_has_a_seed_of_its_own() -> None:
         requests = [
             requests_for(
                 prompt(number),
-                EvalConfig(),
+                sampling_params(EvalConfig(), ()),
                 group_id=f"{number}",
                 num_samples=3,
                 run_seed=3,

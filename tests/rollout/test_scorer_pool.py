@@ -214,7 +214,7 @@ def test_R11_a_run_of_losses_ends_with_the_cause() -> None:
     group = make_group([restart(0)], restart, max_restarts=2)
     told: list[dict[str, Any]] = []
     group.report_to(lambda kind, **fields: told.append({"kind": kind} | fields))
-    with pytest.raises(WorkersLostError, match=r"2 restarts .* used up .*killed by a test"):
+    with pytest.raises(WorkersLostError, match=r"2 restarts .* used up.*killed by a test"):
         score(group, random_rows(4, seed=0), 2)
     group.close()
     expected = {"kind": "reference_lost", "name": "reference 0", "cause": LOST.cause}

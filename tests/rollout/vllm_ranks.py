@@ -62,11 +62,12 @@ def main(root: str) -> None:
 
 
 def make_engine(models: Models, tp: TensorParallel, **fields: Any) -> VLLMEngine:
-    fields = {"backend": "vllm", "max_num_seqs": 8, "max_model_len": 320, **fields}
+    fields = {"backend": "vllm", "max_num_seqs": 8, **fields}
     return VLLMEngine(
         models.hone,
         EngineConfig(tensor_parallel_size=2, **fields),
         eos_token_ids=(),
+        max_model_len=320,
         tokenizer=models.tokenizer,
         tensor_parallel=tp,
     )
@@ -205,12 +206,11 @@ def host(models: Models, folder: Path) -> dict[str, Any]:
         {
             "run": {"dir": folder / "run", "steps": 1, "device": "cpu"},
             "model": {"path": str(folder)},
-            "data": {"train": [{"path": "unused"}]},
+            "data": {"train": [{"path": "unused"}], "max_prompt_tokens": 312},
             "rollout": {"max_completion_tokens": 8},
             "engine": {
                 "backend": "vllm",
                 "max_num_seqs": 8,
-                "max_model_len": 320,
                 "tensor_parallel_size": 2,
             },
             "cluster": {"num_engines": 1},

@@ -593,8 +593,8 @@ def restored():
 
 # ---------------------------------------------------------------- what waits on the host
 
-AWAY = {"offload_optimizer": True, "offload_gradients": True}
-ALL_AWAY = AWAY | {"offload_parameters": True}
+AWAY = {"offload": "gradients"}
+ALL_AWAY = {"offload": "parameters"}
 ONE_ROW = {"micro_batch_size": 1}
 
 
@@ -644,7 +644,7 @@ def stopped(knobs):
         add(self, to, shard)
 
     with ExitStack() as stack:
-        if knobs != AWAY:
+        if knobs.get("offload") == "parameters":
             hook = trainer.policy.masters[name].register_post_accumulate_grad_hook(
                 lambda master: overflow(master.grad.to_local())
             )

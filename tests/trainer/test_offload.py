@@ -18,7 +18,7 @@ from hone.trainer.update_rules import ParameterOptimizer
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 CPU = torch.device("cpu")
-AWAY: dict[str, Any] = {"offload_optimizer": True, "offload_gradients": True}
+AWAY: dict[str, Any] = {"offload": "gradients"}
 
 
 def test_buckets_are_changed_on_the_device_and_come_back():

@@ -23,7 +23,7 @@ from hone.trainer.policy import NonFiniteError
 from hone.trainer.trainer import Trainer
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
-GRADIENTS = {"offload_optimizer": True, "offload_gradients": True}
+GRADIENTS = {"offload": "gradients"}
 ROWS = random_rows(7)
 
 

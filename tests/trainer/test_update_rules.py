@@ -48,10 +48,8 @@ def slow_muon_directions(name: str, cfg: OptimizerConfig, steps: int) -> list[Te
     momentum, directions = torch.zeros(SHAPES[name], dtype=torch.float64), []
     for step in range(steps):
         g = gradient(name, step).double()
-        momentum = cfg.muon_momentum * momentum + (1 - cfg.muon_momentum) * g
-        u, _, v = torch.linalg.svd(
-            (1 - cfg.muon_momentum) * g + cfg.muon_momentum * momentum, full_matrices=False
-        )
+        momentum = 0.95 * momentum + (1 - 0.95) * g
+        u, _, v = torch.linalg.svd((1 - 0.95) * g + 0.95 * momentum, full_matrices=False)
         directions.append(u @ v)
     return directions
 

@@ -74,10 +74,7 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
         config = load_config(model_cfg)
         vocab_size = int(config.vocab_size)
         workload = make_workload(cfg, vocab_size)
-        if cfg.engine.max_model_len is None:
-            workload.check_fits(context_length(config), limit="the model's context length")
-        else:
-            workload.check_fits(cfg.engine.max_model_len, limit="engine.max_model_len")
+        workload.check_fits(context_length(config), limit="the model's context length")
         warmup = workload.redrawn(cfg.run.seed + 1, vocab_size)
         dtype = compute_dtype(model_cfg, device)
         shape = ModelShape.from_config(config.to_dict())
@@ -87,7 +84,7 @@ def bench_engine(cfg: BenchEngineConfig) -> BenchResult:
             cfg.engine,
             device=device,
             dtype=dtype,
-            max_model_len=_max_model_len(cfg, workload),
+            max_model_len=workload.longest,
             resident_bytes=shape.num_params * dtype.itemsize // tp.size,
         )
         others: list[EngineRun] = []
@@ -126,7 +123,7 @@ def _run_hone(
         model,
         cfg.engine,
         eos_token_ids=eos_token_ids(model, None),
-        max_model_len=_max_model_len(cfg, workload),
+        max_model_len=workload.longest,
         owns_weights=True,
         tensor_parallel=tp,
         exact=model_cfg.exact,
@@ -172,11 +169,6 @@ def _together(peaks: Peaks, num_devices: int) -> Peaks:
     )
 
 
-def _max_model_len(cfg: BenchEngineConfig, workload: Workload) -> int:
-    """What is served, by both engines: as configured, else the longest request."""
-    return cfg.engine.max_model_len or workload.longest
-
-
 def _vllm_options(
     cfg: BenchEngineConfig, model_cfg: ModelConfig, workload: Workload, dtype: torch.dtype
 ) -> dict[str, Any]:
@@ -191,7 +183,7 @@ def _vllm_options(
         "skip_tokenizer_init": True,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_cache_dtype": cfg.engine.kv_cache_dtype,
-        "max_model_len": _max_model_len(cfg, workload),
+        "max_model_len": workload.longest,
         "max_num_seqs": cfg.engine.max_num_seqs,
         "gpu_memory_utilization": cfg.engine.gpu_memory_utilization,
         "enable_prefix_caching": cfg.engine.enable_prefix_caching,

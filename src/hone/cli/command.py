@@ -172,8 +172,7 @@ def _record_death(
 ) -> None:
     from hone.loops.ending import record_death
 
-    draws_report = cfg.log.report
-    record_death(cfg.run.dir, message, pids=pids, step=step, phase=phase, draws_report=draws_report)
+    record_death(cfg.run.dir, message, pids=pids, step=step, phase=phase)
 
 
 def _set_up_openmp(cfg: Command, num_processes: int) -> None:

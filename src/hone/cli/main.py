@@ -58,7 +58,7 @@ _MEMORY_ADVICE = """\
 In this order (benchmarks/memory.md has the numbers): lower engine.gpu_memory_utilization, or switch
 engine.enable_sleep on; set trainer.optimizer.state_dtype to bfloat16; on several GPUs raise
 trainer.parallel.zero_stage; lower trainer.max_tokens_per_microbatch; switch
-trainer.offload_optimizer on; set trainer.recompute to full, which comes before the offload where an
+trainer.offload to optimizer; set trainer.recompute to full, which comes before the offload where an
 optimizer step has fewer than six micro-batches. `hone check` shows what training needs, by kind."""
 
 

@@ -60,7 +60,8 @@ _ENGINE_MEMORY = _served(
     "engine.kv_cache_gib",
     note="the first is a share of all memory of the device",
 )
-_EAGER = _served("engine.cuda_graphs", note="false: decode runs without CUDA graphs")
+_LENGTHS = _always("engines are made for data.max_prompt_tokens and the longest completion")
+_TRACKERS = _served("log.to", note="a list of tensorboard, wandb, mlflow, trackio")
 _TENSOR = ("trainer.parallel.tensor_parallel_size", "engine.tensor_parallel_size")
 _SEQUENCE = ("trainer.parallel.ulysses_size", "trainer.parallel.ring_size")
 _PROMPTS = _served(
@@ -96,14 +97,20 @@ _CORRECTION = _served("algorithm.correction.kind", note="none, tis, icepop or se
 _CORRECTION_HIGH = _served("algorithm.correction.high")
 _PARTIAL = _served(
     "rollout.oversample_prompts",
-    "pipeline.enabled",
+    "pipeline.max_staleness",
     note="unfinished samples are carried over where more prompts are started than trained, and "
     "where sampling runs ahead of training",
 )
 _ASYNC = _served(
-    "pipeline.enabled", "cluster.num_engines", note="engines apart sample while the trainer trains"
+    "pipeline.max_staleness",
+    "cluster.num_engines",
+    note="engines apart sample while the trainer trains",
 )
-_OPTIMIZER_OFFLOAD = _served("trainer.offload_optimizer")
+_OPTIMIZER_OFFLOAD = _served("trainer.offload", note="optimizer")
+_WHOLE = _always(
+    "training samples from the whole distribution; one that leaves tokens out is not the policy "
+    "that the trainer scores, which biases every ratio"
+)
 _EPOCHS = _served("trainer.num_epochs", note="optimizer passes over each rollout")
 _CRITIC = _not_yet("a critic; baselines come from groups (algorithm.advantage)")
 _REWARD_MODEL = _not_yet("reward models; rewards are functions (reward.functions)")
@@ -162,7 +169,9 @@ ALIASES: Mapping[str, Alias] = {
     "max_len": _served(
         "data.max_tokens", "data.max_prompt_tokens", "rollout.max_completion_tokens"
     ),
-    "max_seq_length": _served("data.max_tokens", "engine.max_model_len"),
+    "max_seq_length": _served(
+        "data.max_tokens", "data.max_prompt_tokens", "rollout.max_completion_tokens"
+    ),
     # batches
     "batch_size": _served("rollout.prompts_per_step", "data.examples_per_step"),
     "train_batch_size": _PROMPTS,
@@ -229,8 +238,12 @@ ALIASES: Mapping[str, Alias] = {
     "partial_rollout_enable": _PARTIAL,
     "partial_rollout_max_aborted_count": _served("rollout.max_aborted_count"),
     "mask_offpolicy_in_partial_rollout": _served("rollout.mask_off_policy_tokens"),
+    "rollout.top_p": _WHOLE,
+    "rollout.top_k": _WHOLE,
+    "rollout.min_p": _WHOLE,
+    "stop_token_ids": _served("rollout.stop"),
     # engine
-    "enforce_eager": _EAGER,
+    "cuda_graphs": _served("engine.enforce_eager"),
     "vllm_gpu_memory_utilization": _ENGINE_MEMORY,
     "mem_fraction_static": _ENGINE_MEMORY,
     "sglang_mem_fraction_static": _ENGINE_MEMORY,
@@ -242,7 +255,9 @@ ALIASES: Mapping[str, Alias] = {
     "deepspeed_enable_sleep": _served("trainer.enable_sleep"),
     "ds.enable_sleep": _served("trainer.enable_sleep"),
     "offload_train": _served("trainer.enable_sleep"),
-    "vllm_max_model_length": _served("engine.max_model_len"),
+    "max_model_len": _LENGTHS,
+    "vllm_max_model_length": _LENGTHS,
+    "block_size": _always("pages of the KV cache have 16 tokens"),
     "vllm_mode": _COLOCATED,
     "use_vllm": _served("engine.backend"),
     "vllm_num_engines": _served("cluster.num_engines"),
@@ -309,8 +324,10 @@ ALIASES: Mapping[str, Alias] = {
     "optimizer_offload": _OPTIMIZER_OFFLOAD,
     "optimizer_cpu_offload": _OPTIMIZER_OFFLOAD,
     "offload_policy": _OPTIMIZER_OFFLOAD,
-    "grad_offload": _served("trainer.offload_gradients"),
-    "param_offload": _served("trainer.offload_parameters"),
+    "grad_offload": _served("trainer.offload", note="gradients, and the optimizer's states"),
+    "param_offload": _served(
+        "trainer.offload", note="parameters, gradients and the optimizer's states"
+    ),
     "entropy_checkpointing": _always(
         "logits are never kept: the head is computed in chunks (trainer.logits_chunk_tokens)"
     ),
@@ -373,9 +390,11 @@ ALIASES: Mapping[str, Alias] = {
     "default_local_dir": _served("run.dir"),
     "resume_from_checkpoint": _served("run.resume"),
     "resume_mode": _served("run.resume"),
-    "report_to": _served("log.wandb", "log.tensorboard", "log.mlflow", "log.trackio"),
-    "use_wandb": _served("log.wandb"),
-    "use_tensorboard": _served("log.tensorboard"),
+    "report_to": _TRACKERS,
+    "use_wandb": _TRACKERS,
+    "wandb": _TRACKERS,
+    "use_tensorboard": _TRACKERS,
+    "tensorboard": _TRACKERS,
     "project_name": _served("log.project"),
     "use_pytorch_profiler": _PROFILER,
     "profile_target": _PROFILER,

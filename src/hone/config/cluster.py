@@ -44,10 +44,7 @@ class ClusterConfig(Section):
 
     engine_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds in which an engine or a reference that has work must show progress; a silent one is
-    restarted."""
-
-    max_engine_restarts: int = Field(default=3, ge=0)
-    """Restarts of engines in a run before it gives up, and as many of references."""
+    restarted, three times in a run."""
 
     @property
     def is_used(self) -> bool:

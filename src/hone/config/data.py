@@ -9,7 +9,7 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["TEMPLATE_FIELD", "ColumnsConfig", "DataConfig", "SourceConfig"]
+__all__ = ["TEMPLATE_FIELD", "ColumnsConfig", "DataConfig", "SourceBase", "SourceConfig"]
 
 TEMPLATE_FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 """In `prompt_template`, `{name}` is filled in and `{{name}}` gives `{name}`; other braces, as in
@@ -24,17 +24,15 @@ class ColumnsConfig(Section):
     problem, input, instruction."""
 
     answer: str | None = None
-    """Ground truth handed to the rewards. Usual names: answer, ground_truth, solution, label,
-    target, or `reward_model.ground_truth`."""
-
-    completion: str | None = None
-    """Demonstration to imitate, for `hone sft`. Usual names: completion, response, output."""
+    """Ground truth handed to the rewards; of `hone sft` the demonstration to imitate. Usual names:
+    answer, ground_truth, solution, label, target, or `reward_model.ground_truth`; of a
+    demonstration completion, response, output."""
 
     task: str | None = None
     """Column that routes rewards and names metrics. Usual names: task, data_source."""
 
 
-class SourceConfig(Section):
+class SourceBase(Section):
     """One data set: JSONL, Parquet, or anything the `datasets` library opens."""
 
     path: str
@@ -46,9 +44,6 @@ class SourceConfig(Section):
 
     subset: str | None = None
     """Configuration name of a hub data set."""
-
-    weight: float = Field(default=1.0, gt=0)
-    """Share of this source in the mix, relative to the others."""
 
     max_rows: int | None = Field(default=None, ge=1)
     """Read only the first rows."""
@@ -64,13 +59,20 @@ class SourceConfig(Section):
     """Task name for all rows of this source; unset: the task column, else the file's name."""
 
 
+class SourceConfig(SourceBase):
+    """One data set to train on."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this source in the mix, relative to the others."""
+
+
 class DataConfig(Section):
     """Training and evaluation data."""
 
     train: tuple[SourceConfig, ...]
     """Sources to train on, mixed by their weights."""
 
-    eval: tuple[SourceConfig, ...] = ()
+    eval: tuple[SourceBase, ...] = ()
     """Sources to evaluate on. Empty: rows are held out of `train`, see `eval_fraction`."""
 
     eval_fraction: float = Field(default=0.0, ge=0, lt=1)

@@ -8,7 +8,10 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["EngineConfig"]
+__all__ = ["BLOCK_SIZE", "EngineConfig"]
+
+BLOCK_SIZE = 16
+"""Tokens in a block (page) of the KV cache."""
 
 
 CPU_CACHE_GIB = 1
@@ -43,32 +46,19 @@ class EngineConfig(Section):
     starts them; in `hone generate` a multiple of so many processes gives replicas. The embedded
     engine divides families with fused layers only."""
 
-    block_size: int = Field(default=16, ge=1)
-    """Tokens in one KV block (page)."""
-
     max_num_seqs: int = Field(default=256, ge=1)
     """Sequences that may run at once."""
 
     max_num_batched_tokens: int = Field(default=8192, ge=1)
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
 
-    max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prompt plus completion in tokens; unset: the model's context length."""
-
     enable_sleep: bool = False
-    """Free the KV cache while the trainer works and allocate it again afterwards."""
-
-    sleep_level: Literal[1, 2] = 1
-    """What vLLM frees in its sleep besides the KV cache: 1 moves its weights to the host, 2 drops
-    them, since the sync after the update brings new ones."""
+    """Free the KV cache while the trainer works and allocate it again afterwards; vLLM's weights
+    wait on the host meanwhile."""
 
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt beginnings, within a group above all."""
 
-    cuda_graphs: bool = True
-    """Replay decode steps from CUDA graphs, which spares the host the launch of every kernel; off
-    only to look for faults. No effect on a CPU."""
-
-    compile: bool = True
-    """Compile the decoder layers of families that have no fused layers of ours (Gemma) with
-    torch.compile: some seconds at the start, a fifth less time in every decode step."""
+    enforce_eager: bool = False
+    """Neither CUDA graphs nor compiled layers (those of Gemma, which has no fused ones): starts
+    sooner, and decode steps take two to three times as long. For tests and to look for faults."""

@@ -14,13 +14,11 @@ __all__ = ["PipelineConfig"]
 class PipelineConfig(Section):
     """Asynchronous training: engines go on sampling while the trainer trains."""
 
-    enabled: bool = False
-    """Overlap sampling and training. The engines are those of `cluster.num_engines`; where that is
-    0, on a CPU one in a thread of the first training process, with a copy of the weights."""
-
-    max_staleness: int = Field(default=1, ge=0)
+    max_staleness: int = Field(default=0, ge=0)
     """Updates that may lie between the weights that began a sample and the update it is trained in:
-    a hard bound. 0 is the synchronous run. Start with 1; raise it while training waits for samples,
+    a hard bound. 0: sampling and training take turns. Above 0 they overlap; the engines are those
+    of `cluster.num_engines`, or where that is 0, on a CPU, one in a thread of the first training
+    process, with a copy of the weights. Start with 1; raise it while training waits for samples,
     lower it where the loss is unstable."""
 
     async_queue_size: int | None = Field(default=None, ge=1)
@@ -39,6 +37,11 @@ class PipelineConfig(Section):
     become too old is dropped and counted; long samples are dropped more often than short ones."""
 
     @property
+    def samples_ahead(self) -> bool:
+        """Whether engines sample while the trainer trains."""
+        return self.max_staleness > 0
+
+    @property
     def resumes_samples(self) -> bool:
         """Whether samples may go on under other weights than those that began them."""
-        return self.enabled and self.max_staleness > 0 and self.in_flight != "finish"
+        return self.samples_ahead and self.in_flight != "finish"

@@ -22,7 +22,7 @@ from hone.config.hardware import Peaks
 from hone.config.model import LoraConfig
 from hone.config.model_facts import ModelFacts
 from hone.config.parallel import AxisSizes
-from hone.config.rollout import GenerationConfig
+from hone.config.rollout import SamplingConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import (
     BenchEngineConfig,
@@ -180,11 +180,11 @@ class RunPlan:
         return None if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) else cfg.data
 
     @property
-    def sampling(self) -> dict[str, GenerationConfig]:
+    def sampling(self) -> dict[str, SamplingConfig]:
         """What is sampled, by the section that says how: `rollout`, `eval`, `generation`."""
         match self.config:
             case RLConfig(eval=evaluation) as cfg:
-                found: dict[str, GenerationConfig] = {"rollout": cfg.rollout}
+                found: dict[str, SamplingConfig] = {"rollout": cfg.rollout}
                 return found | ({"eval": evaluation} if evaluation.is_scheduled else {})
             case EvaluateConfig() as cfg:
                 return {"eval": cfg.eval}
@@ -300,9 +300,13 @@ class RunPlan:
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of the longest sequence that engines are made for; None: not known."""
-        asked = self.engine and self.engine.max_model_len
-        return asked or (self.model and self.model.context_length)
+        """Tokens of the longest sequence that engines are made for; None: the workload of `hone
+        bench` says."""
+        cfg = self.config
+        if not isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig):
+            return None
+        longest = cfg.data.max_prompt_tokens + cfg.max_completion_tokens
+        return min(longest, (self.model and self.model.context_length) or longest)
 
     def devices_of_roles(self) -> int:
         """Devices in all, each counted once."""
@@ -373,7 +377,7 @@ def _engine_role(plan: RunPlan, engine: EngineConfig, axes: AxisSizes, dtype: Dt
     cfg, size = plan.config, engine.tensor_parallel_size
     family, is_embedded = plan.model and plan.model.family, engine.backend == "embedded"
     is_fused = family is None or family in FUSED_FAMILIES
-    layers: Layers = "fused" if is_fused else "compiled" if engine.compile else "eager"
+    layers: Layers = "fused" if is_fused else "eager" if engine.enforce_eager else "compiled"
     role = Role(
         name="engine",
         axes=AxisSizes(tensor=size),

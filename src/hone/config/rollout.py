@@ -8,17 +8,30 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["GenerationConfig", "RolloutConfig"]
+__all__ = [
+    "FilteredSamplingConfig",
+    "GenerationConfig",
+    "RolloutConfig",
+    "SamplingConfig",
+    "Stop",
+]
 
 
-class GenerationConfig(Section):
-    """A sampling distribution and when it ends."""
+Stop = tuple[str | int, ...]
+
+
+class SamplingConfig(Section):
+    """How completions are drawn."""
 
     max_completion_tokens: int = Field(default=1024, ge=1)
     """Longest completion, in tokens."""
 
     temperature: float = Field(default=1.0, ge=0)
     """Divisor of the logits; 0 is greedy."""
+
+
+class FilteredSamplingConfig(SamplingConfig):
+    """How completions are drawn that nothing is trained on: unlikely tokens may be left out."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Smallest set of tokens whose probability reaches this much; 1 keeps all."""
@@ -29,15 +42,21 @@ class GenerationConfig(Section):
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Drop tokens less probable than this share of the most probable one; 0 keeps all."""
 
-    stop: tuple[str, ...] = ()
-    """Strings that end a completion."""
 
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a completion, besides the model's own end-of-sequence ids."""
+class GenerationConfig(FilteredSamplingConfig):
+    """How completions are drawn, and what ends them."""
+
+    stop: Stop = ()
+    """Texts and token ids that end a completion, besides the model's own end-of-sequence ids."""
 
 
-class RolloutConfig(GenerationConfig):
-    """What one training step samples."""
+class RolloutConfig(SamplingConfig):
+    """What one training step samples, from the whole distribution: what leaves tokens out is
+    not the policy that the trainer scores."""
+
+    stop: Stop = ()
+    """Texts and token ids that end a completion, besides the model's own end-of-sequence ids; in
+    evaluations too."""
 
     prompts_per_step: int = Field(default=64, ge=1)
     """Prompts (groups) sampled in a step, over all devices."""
@@ -47,10 +66,7 @@ class RolloutConfig(GenerationConfig):
 
     dynamic_sampling: bool = False
     """Drop groups whose samples all earn the same reward and sample other prompts instead (DAPO,
-    arXiv:2503.14476)."""
-
-    max_refill_rounds: int = Field(default=10, ge=1)
-    """With `dynamic_sampling`: rounds of further prompts before the step goes on with fewer."""
+    arXiv:2503.14476). After ten rounds of further prompts a step goes on with fewer."""
 
     oversample_prompts: int = Field(default=0, ge=0)
     """Further prompts started in a step; once `prompts_per_step` groups are complete, what is
@@ -58,7 +74,7 @@ class RolloutConfig(GenerationConfig):
 
     max_aborted_count: int | None = Field(default=None, ge=0)
     """Changes of weights that may interrupt a sample. One that was interrupted so often is left to
-    finish: the step waits for it, or with `pipeline.enabled` the next change does, whatever
+    finish: the step waits for it, or where sampling runs ahead the next change does, whatever
     `pipeline.in_flight`. Unset: no limit (`pipeline.max_staleness` is one too)."""
 
     mask_off_policy_tokens: bool = False

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from hone.config.base import Section
-from hone.config.rollout import GenerationConfig
+from hone.config.rollout import FilteredSamplingConfig, GenerationConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -20,7 +20,12 @@ __all__ = [
     "RunConfig",
     "SFTEvalConfig",
     "SFTRunConfig",
+    "StandaloneEvaluationConfig",
+    "Tracker",
 ]
+
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class GenerateRunConfig(Section):
@@ -86,29 +91,29 @@ class SFTEvalConfig(Section):
     """When the loss on held-out rows is measured."""
 
     every_n_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations; 0 evaluates only where `at_start` and `at_end` say so."""
+    """Steps between evaluations, the last of which follows the last step; 0: none but that of
+    `at_start`."""
 
     at_start: bool = False
     """Evaluate before the first step."""
 
-    at_end: bool = False
-    """Evaluate after the last step."""
-
     @property
     def is_scheduled(self) -> bool:
         """Whether a run evaluates at all."""
-        return bool(self.every_n_steps or self.at_start or self.at_end)
+        return self.every_n_steps > 0 or self.at_start
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Whether an evaluation follows `step`, of so many."""
+        every = self.every_n_steps
+        return every > 0 and (step % every == 0 or step == num_steps)
 
 
-class EvaluationConfig(GenerationConfig):
+class EvaluationConfig(FilteredSamplingConfig):
     """How held-out prompts are sampled and judged."""
 
     n_samples_per_prompt: int = Field(default=1, ge=1)
     """Samples per prompt; more than 1 gives pass@k for every power of two up to it. Standard errors
     are those over prompts."""
-
-    max_prompts: int | None = Field(default=None, ge=1)
-    """Evaluate on the first prompts only."""
 
     pass_function: str | None = None
     """Reward function, by its name in metrics (`exact_match`, `my_function`), that says whether a
@@ -118,6 +123,10 @@ class EvaluationConfig(GenerationConfig):
 
     pass_threshold: float = 1.0
     """Score of `pass_function` from which a sample passes."""
+
+
+class StandaloneEvaluationConfig(EvaluationConfig, GenerationConfig):
+    """How held-out prompts are sampled and judged."""
 
 
 class EvalConfig(SFTEvalConfig, EvaluationConfig):
@@ -130,17 +139,9 @@ class EvalConfig(SFTEvalConfig, EvaluationConfig):
 class LogConfig(Section):
     """Where metrics go, beside the console and `metrics.jsonl`."""
 
-    tensorboard: bool = True
-    """Write TensorBoard files into the run folder."""
-
-    wandb: bool = False
-    """Send metrics to Weights & Biases (needs the `wandb` extra)."""
-
-    mlflow: bool = False
-    """Send metrics to MLflow (needs the `mlflow` extra)."""
-
-    trackio: bool = False
-    """Send metrics to Trackio (needs the `trackio` extra)."""
+    to: tuple[Tracker, ...] = ("tensorboard",)
+    """Who receives metrics: TensorBoard as files in the run folder, Weights & Biases, MLflow,
+    Trackio; each but the first needs the extra of its name."""
 
     project: str = "hone"
     """Project name at those trackers."""
@@ -148,6 +149,3 @@ class LogConfig(Section):
     samples_per_step: int = Field(default=8, ge=0)
     """Samples written to `samples.jsonl` each step, with ids, log-probs and reward parts; a number
     of at least a step's samples keeps all."""
-
-    report: bool = True
-    """Write `report.html` at the end of the run."""

@@ -126,7 +126,10 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         first, *rest = get_args(annotation)
         if is_section(first):
             return "list of entries with the keys " + ", ".join(_as_section(first).model_fields)
-        return f"list of {'' if rest == [...] else f'{1 + len(rest)} '}{_PLURALS[first]}"
+        if get_origin(first) is Literal:
+            return f"list of {' and '.join(get_args(first))}"
+        number = "" if rest == [...] else f"{1 + len(rest)} "
+        return f"list of {number}{' and '.join(_PLURALS[kind] for kind in members(first))}"
     if get_origin(annotation) is dict:
         return "mapping of names to values"
     return " ".join([_NAMES.get(annotation, "any value"), *_bounds(metadata)]).rstrip(",")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -11,8 +11,8 @@ from hone.config.parallel import ParallelConfig
 
 __all__ = [
     "MatmulPrecision",
+    "OffloadLevel",
     "OptimizerConfig",
-    "ParityConfig",
     "RecomputeMode",
     "SFTTrainerConfig",
     "TrainerConfig",
@@ -21,10 +21,11 @@ __all__ = [
 
 MatmulPrecision = Literal["default", "tf32", "fp8"]
 RecomputeMode = Literal["off", "selective", "full"]
+OffloadLevel = Literal["none", "optimizer", "gradients", "parameters"]
 
 
 class OptimizerConfig(Section):
-    """AdamW, or Muon for hidden matrices with AdamW for the rest."""
+    """AdamW, or Muon (of momentum 0.95) for hidden matrices with AdamW for the rest."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """`muon` orthogonalises the update of hidden matrices; embeddings, head, vectors use AdamW."""
@@ -47,9 +48,6 @@ class OptimizerConfig(Section):
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Format of AdamW's moments; bfloat16 halves them, rounded stochastically."""
 
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Momentum of Muon."""
-
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 does not clip."""
 
@@ -61,20 +59,6 @@ class OptimizerConfig(Section):
 
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the end of a schedule, as a share of the peak."""
-
-
-class ParityConfig(Section):
-    """Launch gate: engine and trainer must agree on log-probabilities before the first update."""
-
-    enabled: bool = True
-    """Stop the run when the first step's samples fail the limits below."""
-
-    max_kl: float | None = Field(default=None, gt=0)
-    """Limit of the mean k3 divergence; unset: 2e-3 for bfloat16, 1e-6 for float32, made for equal
-    rounding: set it where `trainer.matmul_precision` is not `default`."""
-
-    max_outside: float = Field(default=0.08, ge=0, le=1)
-    """Share of tokens whose ratio may lie outside [0.9, 1.1]."""
 
 
 class SFTTrainerConfig(Section):
@@ -102,19 +86,13 @@ class SFTTrainerConfig(Section):
     offload_activations: bool = False
     """Keep the inputs of recomputed layers in pinned host memory until backward needs them."""
 
-    offload_optimizer: bool = False
-    """Keep master weights and optimizer states in pinned host memory: 12 bytes a parameter, or 8
-    with moments in bfloat16. Where masters are what computes or is sharded, they stay on the
-    device. Not for Muon."""
-
-    offload_gradients: bool = False
-    """Keep gradients in pinned host memory, 4 bytes a parameter, but while backward adds to them;
-    copies run beside it. Several processes then reduce after each micro-batch in every ZeRO stage.
-    Needs `offload_optimizer`, whose step fetches them."""
-
-    offload_parameters: bool = False
-    """Keep the shards of weights in pinned host memory, and gathered weights on the device while
-    they compute. For several processes, with `parallel.zero_stage` 3. Needs `offload_gradients`."""
+    offload: OffloadLevel = "none"
+    """What is kept in pinned host memory; each adds to the one before. `optimizer`: master weights
+    and optimizer states, 12 bytes a parameter, or 8 with moments in bfloat16; where masters are
+    what computes or is sharded, they stay on the device. `gradients`: also gradients, 4 bytes a
+    parameter, but while backward adds to them; several processes then reduce after each micro-batch
+    in every ZeRO stage. `parameters`: also the shards of weights, which are gathered on the device
+    while they compute; for several processes, with `parallel.zero_stage` 3. Not for Muon."""
 
     compile: bool | None = None
     """Compile decoder layers and head with torch.compile: half the time and two thirds of the
@@ -127,7 +105,7 @@ class SFTTrainerConfig(Section):
     mantissa. `fp8` (bfloat16 models; GPUs from Ada and Hopper on; extra `fp8`): projections of
     decoder layers multiply in float8, forward and backward; attention, head and engine do not. Then
     the launch gate measures that rounding too: it tells a bug from it only by limits of your own
-    (`trainer.parity.max_kl`), and `algorithm.correction` is advised. On an H200 steps of 8B
+    (`trainer.parity`), and `algorithm.correction` is advised. On an H200 steps of 8B
     are 1.13 times as fast as in bfloat16, steps of 0.6B take half as long again; gradients are off
     by 0.19 where bfloat16's are by 0.015 (0.6B)."""
 
@@ -139,6 +117,11 @@ class SFTTrainerConfig(Section):
 
     parallel: ParallelConfig = ParallelConfig()
     """How several processes share the work."""
+
+    def offloads(self, what: OffloadLevel) -> bool:
+        """Whether it lies in host memory; each level has those before it."""
+        levels = get_args(OffloadLevel)
+        return levels.index(self.offload) >= levels.index(what)
 
 
 class TrainerConfig(SFTTrainerConfig):
@@ -155,5 +138,9 @@ class TrainerConfig(SFTTrainerConfig):
     """Keep master weights and optimizer states in pinned host memory but while they train, so that
     the engine has their room. One process only."""
 
-    parity: ParityConfig = ParityConfig()
-    """Agreement of engine and trainer, checked on the first step's samples."""
+    parity: Literal["auto", "off"] | float = "auto"
+    """Launch gate: engine and trainer must agree on log-probabilities of the first step's samples,
+    or the run stops before the first update. A number is the limit of the mean k3 divergence;
+    `auto`: 2e-3 for bfloat16, 1e-6 for float32, made for equal rounding: set it where
+    `trainer.matmul_precision` is not `default`. Ratios may lie outside [0.9, 1.1] for 8 % of the
+    tokens. `off`: no gate."""

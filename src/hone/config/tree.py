@@ -26,12 +26,12 @@ from hone.config.run import (
     CheckpointConfig,
     EvalConfig,
     EvaluateRunConfig,
-    EvaluationConfig,
     GenerateRunConfig,
     LogConfig,
     RunConfig,
     SFTEvalConfig,
     SFTRunConfig,
+    StandaloneEvaluationConfig,
 )
 from hone.config.simulate import SimulatedModelConfig, SimulationConfig
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
@@ -67,10 +67,17 @@ class RLConfig(Section):
     log: LogConfig = LogConfig()
 
     @property
+    def max_completion_tokens(self) -> int:
+        """Of training and, where the run evaluates, of evaluation: both must fit behind a
+        prompt."""
+        measured = self.eval.max_completion_tokens if self.eval.is_scheduled else 0
+        return max(self.rollout.max_completion_tokens, measured)
+
+    @property
     def has_engine_thread(self) -> bool:
         """Whether an engine samples ahead in a thread of the first training process, with weights
         of its own."""
-        return self.pipeline.enabled and self.cluster.num_engines == 0
+        return self.pipeline.samples_ahead and self.cluster.num_engines == 0
 
     @property
     def num_engines_apart(self) -> int:
@@ -119,7 +126,11 @@ class EvaluateConfig(Section):
     data: EvaluateDataConfig = EvaluateDataConfig()
     engine: EngineConfig = EngineConfig()
     reward: RewardConfig = RewardConfig()
-    eval: EvaluationConfig = EvaluationConfig()
+    eval: StandaloneEvaluationConfig = StandaloneEvaluationConfig()
+
+    @property
+    def max_completion_tokens(self) -> int:
+        return self.eval.max_completion_tokens
 
 
 class GenerateConfig(Section):
@@ -137,6 +148,10 @@ class GenerateConfig(Section):
     `<output>.config.yaml`. The same command writes both anew, one with other settings replaces
     neither."""
 
+    @property
+    def max_completion_tokens(self) -> int:
+        return self.generation.max_completion_tokens
+
 
 class BenchEngineConfig(Section):
     """`hone bench engine`: the engine's speed on a workload, with log-probabilities, against what
@@ -145,7 +160,7 @@ class BenchEngineConfig(Section):
     run: GenerateRunConfig = GenerateRunConfig()
     model: BenchModelConfig = BenchModelConfig()
     engine: EngineConfig = EngineConfig()
-    """The embedded engine; `max_model_len` unset: made for the longest request of the workload."""
+    """The embedded engine, made for the longest request of the workload."""
     workload: str = "uniform"
     """`decode`: a full batch at one context, for the time of a step. `uniform`: 256 requests,
     prompt and output 100 to 1,024 tokens each. `groups`: 64 prompts of 256 tokens, 8 samples each,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.config.data import SourceConfig
+from hone.config.data import SourceBase
 from hone.config.errors import UserError
 from hone.data.sources import Row, short_name, shorten
 from hone.types import Message
@@ -47,7 +47,7 @@ class Example:
 
 
 def map_rows(
-    rows: Sequence[Row], source: SourceConfig, *, name: str, demonstrations: bool = False
+    rows: Sequence[Row], source: SourceBase, *, name: str, demonstrations: bool = False
 ) -> list[Example]:
     """Examples of a source, with ids `<name>:<row>` counted from 1.
 
@@ -56,15 +56,15 @@ def map_rows(
     """
     chosen = {
         "prompt": _choose(rows, source, "prompt", required=True),
-        "answer": _choose(rows, source, "answer", required=source.answer_pattern is not None),
-        "completion": None,
         "task": _choose(rows, source, "task") if source.task is None else None,
     }
     if demonstrations:
-        chosen["answer"] = None
         # A dialogue may bring its demonstration along, as its last turn.
         in_prompt = isinstance(_value(rows[0].columns, chosen["prompt"]), list)
         chosen["completion"] = _choose(rows, source, "completion", required=not in_prompt)
+    else:
+        needs_answer = source.answer_pattern is not None
+        chosen["answer"] = _choose(rows, source, "answer", required=needs_answer)
     reader = _RowReader(source, chosen, demonstrations=demonstrations)
     kinds: dict[str, tuple[str, str]] = {}
     examples: list[Example] = []
@@ -83,7 +83,7 @@ class _RowReader:
     """Reads single rows once the columns of a source are chosen."""
 
     def __init__(
-        self, source: SourceConfig, chosen: dict[str, str | None], *, demonstrations: bool
+        self, source: SourceBase, chosen: dict[str, str | None], *, demonstrations: bool
     ) -> None:
         self.chosen = chosen
         self.demonstrations = demonstrations
@@ -149,7 +149,7 @@ class _RowReader:
         )
 
     def _answer(self, row: Row) -> str | None:
-        if self.chosen["answer"] is None:
+        if self.chosen.get("answer") is None:
             return None
         answer = as_text(self._required(row, "answer"))
         if self.pattern is None:
@@ -187,9 +187,10 @@ class _RowReader:
 
 
 def _choose(
-    rows: Sequence[Row], source: SourceConfig, role: str, *, required: bool = False
+    rows: Sequence[Row], source: SourceBase, role: str, *, required: bool = False
 ) -> str | None:
-    named: str | None = getattr(source.columns, role)
+    key = "answer" if role == "completion" else role
+    named: str | None = getattr(source.columns, key)
     candidates = USUAL_NAMES[role] if named is None else (named,)
     for name in candidates:
         if any(_value(row.columns, name) is not None for row in rows):
@@ -199,7 +200,7 @@ def _choose(
     found = dict.fromkeys(name for row in rows for name in row.columns)
     raise UserError(
         f"{source.path}: no column for the {role}: looked for {', '.join(candidates)}; "
-        f"found {_listed(found)}. Name the right one in `columns.{role}` of this source."
+        f"found {_listed(found)}. Name the right one in `columns.{key}` of this source."
     )
 
 

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hone.config.data import SourceConfig
+from hone.config.data import SourceBase
 from hone.config.errors import UserError
 from hone.config.extras import import_extra
 from hone.config.hub import cache_alone, unreachable
@@ -39,7 +39,7 @@ class Row:
     """Where it stands, for messages: `data/train.jsonl, line 17`."""
 
 
-def read_source(source: SourceConfig) -> list[Row]:
+def read_source(source: SourceBase) -> list[Row]:
     """All rows of a source, at most `max_rows`.
 
     Raises UserError for a source that is missing, unreadable or empty, and for a bad row.
@@ -72,7 +72,7 @@ def is_json_array(path: Path) -> bool:
     return False
 
 
-def source_names(sources: Sequence[SourceConfig]) -> list[str]:
+def source_names(sources: Sequence[SourceBase]) -> list[str]:
     """A short, unique name for each source: the first half of its row ids."""
     counts: Counter[str] = Counter()
     names: list[str] = []
@@ -82,7 +82,7 @@ def source_names(sources: Sequence[SourceConfig]) -> list[str]:
     return names
 
 
-def short_name(source: SourceConfig) -> str:
+def short_name(source: SourceBase) -> str:
     """The file's or folder's name without suffix, or the last part of a hub name."""
     name = Path(source.path).expanduser().resolve().name
     for suffix in DATA_SUFFIXES:
@@ -214,7 +214,7 @@ def _read_saved(path: Path, split: str) -> Iterator[Row]:
     return _dataset_rows(data, str(path))
 
 
-def _read_hub(source: SourceConfig) -> Iterator[Row]:
+def _read_hub(source: SourceBase) -> Iterator[Row]:
     try:
         datasets, pyarrow = _import_datasets(), _import_pyarrow()
     except UserError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hone.config.data import DataConfig, SourceConfig
+from hone.config.data import DataConfig, SourceBase
 from hone.config.errors import UserError
 from hone.data.columns import Example, map_rows
 from hone.data.filters import FilterReport, LengthLimit, RenderedRow, filter_length
@@ -60,7 +60,7 @@ def load_data(
         raise UserError("no data: name at least one source in data.train")
     report = FilterReport()
 
-    def load(source: SourceConfig, name: str) -> list[T]:
+    def load(source: SourceBase, name: str) -> list[T]:
         examples = map_rows(read_source(source), source, name=name, demonstrations=demonstrations)
         rendered = render(examples)
         kept = filter_length(

@@ -322,7 +322,7 @@ class Pool(ABC, Generic[Task, M]):
         if is_last:
             raise WorkersLostError(
                 f"{name} is lost, and {self._max_restarts} restarts of {self.role}s have been used "
-                f"up (cluster.max_engine_restarts). What it died of: {cause}"
+                f"up. What it died of: {cause}"
             )
         worker = self._restart(member.index)
         self._num_restarts += 1

@@ -52,7 +52,7 @@ class EngineBase:
                 f"a group of {tensor_parallel.size}: pass "
                 "tensor_parallel=TensorParallel.from_environment(...)"
             )
-        self.max_model_len = max_model_len or cfg.max_model_len or context_length(config)
+        self.max_model_len = max_model_len or context_length(config)
         check_context(config, self.max_model_len)
         self.weight_version = 0
         """Version of the weights that sample now; 0 before the first sync."""
@@ -120,6 +120,6 @@ def check_context(config: PreTrainedConfig, max_model_len: int) -> None:
     """Raise ValueError where sequences may be longer than the model's context."""
     if max_model_len > context_length(config):
         raise ValueError(
-            f"engine.max_model_len={max_model_len} exceeds the model's context length of "
+            f"max_model_len={max_model_len} exceeds the model's context length of "
             f"{context_length(config)} tokens"
         )

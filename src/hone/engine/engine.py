@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.config.engine import EngineConfig
+from hone.config.engine import BLOCK_SIZE, EngineConfig
 from hone.config.errors import UserError
 from hone.engine.base import EngineBase, EngineState, check_context
 from hone.engine.block_manager import BlockManager
@@ -48,8 +48,8 @@ class EmbeddedEngine(EngineBase):
     cache and the activations of one step, and the weights only with `owns_weights`.
 
     `eos_token_ids` end every request that does not ignore them. `tokenizer` serves stop strings
-    alone. `max_model_len`, in tokens, overrides the configured one. Raises ValueError where the
-    cache cannot hold one sequence of that length.
+    alone. `max_model_len`, in tokens, is the model's context length where it is not given. Raises
+    ValueError where the cache cannot hold one sequence of that length.
 
     With `tensor_parallel`, `model` is this rank's, from `shard_model`. All ranks of the group make
     an engine and then the same calls in the same order; what they return is the same, too.
@@ -67,6 +67,7 @@ class EmbeddedEngine(EngineBase):
         eos_token_ids: Collection[int],
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_model_len: int | None = None,
+        block_size: int = BLOCK_SIZE,
         owns_weights: bool = False,
         tensor_parallel: TensorParallel | None = None,
         exact: bool = False,
@@ -96,15 +97,16 @@ class EmbeddedEngine(EngineBase):
             dtype=model.dtype,
             max_model_len=self.max_model_len,
             resident_bytes=resident,
+            block_size=block_size,
         )
         self._runner = ModelRunner(
-            generation_model(model, compile=cfg.compile, tp=tp, exact=exact),
+            generation_model(model, compile=not cfg.enforce_eager, tp=tp, exact=exact),
             self._cache,
             vocab_size=int(model.config.vocab_size),
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            cuda_graphs=cfg.cuda_graphs,
+            cuda_graphs=not cfg.enforce_eager,
         )
         activations = 0
         if model.device.type == "cuda" and cfg.kv_cache_gib is None:
@@ -122,7 +124,7 @@ class EmbeddedEngine(EngineBase):
         self._cache.allocate(num_blocks)
         self._blocks = BlockManager(
             num_blocks=num_blocks,
-            block_size=cfg.block_size,
+            block_size=block_size,
             enable_prefix_caching=cfg.enable_prefix_caching,
         )
         self._scheduler = Scheduler(
@@ -332,6 +334,7 @@ def make_cache(
     dtype: torch.dtype,
     max_model_len: int,
     resident_bytes: int,
+    block_size: int = BLOCK_SIZE,
 ) -> KVCache:
     """The KV cache, not allocated yet, of an engine that `cfg` asks for.
 
@@ -348,13 +351,13 @@ def make_cache(
                 "engine.kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or more, "
                 f"{torch.cuda.get_device_name(device)} has {capability}; use auto"
             )
-    cache = KVCache(config, block_size=cfg.block_size, dtype=cache_dtype(cfg, dtype), device=device)
+    cache = KVCache(config, block_size=block_size, dtype=cache_dtype(cfg, dtype), device=device)
     check_max_num_seqs(
         cache,
         cfg,
         max_model_len=max_model_len,
         # float32 logits and a block table
-        bytes_per_sequence=4 * int(config.vocab_size) + 4 * (max_model_len // cfg.block_size + 1),
+        bytes_per_sequence=4 * int(config.vocab_size) + 4 * (max_model_len // block_size + 1),
         resident_bytes=resident_bytes,
     )
     # Raises here what `choose_num_blocks` would later, as far as that is certain.

@@ -228,7 +228,7 @@ def check_max_num_seqs(
         return
     remedy = f"at most {most} would; lower engine.max_num_seqs"
     if most < 1:
-        remedy = "not even one does; free memory or lower engine.max_model_len"
+        remedy = "not even one does; free memory or shorten sequences"
     raise ValueError(
         f"engine.max_num_seqs={cfg.max_num_seqs} sequences do not fit: besides keys and values "
         f"each takes {bytes_per_sequence / 2**20:.2f} MiB, "
@@ -320,7 +320,7 @@ def most_blocks(
             f"and one sequence of max_model_len={max_model_len} needs {per_sequence} blocks of "
             f"{cache.block_size} ({per_sequence * cache.block_bytes / _GIB:.3f} GiB); "
             + "".join(f"{other} would be {left / _GIB:.3f} GiB; " for left, other in others)
-            + "enlarge the cache or lower engine.max_model_len"
+            + "enlarge the cache or shorten sequences"
         )
     return num_blocks, source
 

@@ -41,7 +41,7 @@ def check_request(
         (
             num_prompt + params.max_tokens <= max_model_len,
             f"can never fit: {num_prompt} prompt tokens + max_tokens={params.max_tokens} exceed "
-            f"max_model_len={max_model_len}; shorten either, or raise engine.max_model_len",
+            f"max_model_len={max_model_len}; shorten either",
         ),
         (
             foreign is None,

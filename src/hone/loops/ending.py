@@ -41,9 +41,9 @@ class Ending:
     by the process whose error people read, which then draws the report.
     """
 
-    def __init__(self, folder: Path, watch: Watch, *, is_first: bool, draws_report: bool) -> None:
+    def __init__(self, folder: Path, watch: Watch, *, is_first: bool) -> None:
         self._folder, self._watch = folder, watch
-        self._is_first, self._draws_report = is_first, draws_report
+        self._is_first = is_first
         self._is_recorded = False
 
     @contextmanager
@@ -53,10 +53,10 @@ class Ending:
         try:
             yield
         except BaseException as error:
-            if self._is_recorded and (problem := _draw_failed(self._folder, self._draws_report)):
+            if self._is_recorded and (problem := _draw_failed(self._folder)):
                 error.add_note(problem)
             raise
-        if self._is_first and self._draws_report:
+        if self._is_first:
             write_report(self._folder)
 
     @contextmanager
@@ -87,7 +87,7 @@ class Ending:
         """Another process is gone or stuck, and this one ends the run for it."""
         self._record(kind="error", message=reason, error="LostPeerError")
         # This process is to leave, however long the disk or a large folder takes.
-        drawing = Thread(target=_draw_failed, args=[self._folder, self._draws_report], daemon=True)
+        drawing = Thread(target=_draw_failed, args=[self._folder], daemon=True)
         drawing.start()
         drawing.join(_DRAWING_S)
 
@@ -96,9 +96,7 @@ class Ending:
         _record(self._folder, **fields, step=self._watch.step, phase=self._watch.phase)
 
 
-def record_death(
-    folder: Path, message: str, *, pids: Sequence[int], step: int, phase: str, draws_report: bool
-) -> None:
+def record_death(folder: Path, message: str, *, pids: Sequence[int], step: int, phase: str) -> None:
     """Write into a run folder how a process has ended that could not do so, once all have ended.
     Not where none of the run's processes, `pids`, had come so far as to take the folder, or another
     run has it."""
@@ -108,7 +106,7 @@ def record_death(
     if is_locked(folder):
         return
     _record(folder, kind="error", message=message, error="LostPeerError", step=step, phase=phase)
-    _draw_failed(folder, draws_report)
+    _draw_failed(folder)
 
 
 @contextmanager
@@ -130,10 +128,8 @@ def _record(folder: Path, **fields: Any) -> None:
         _log.warning("warning: the cause is not in the run folder: %s", problem)
 
 
-def _draw_failed(folder: Path, draws_report: bool) -> str | None:
+def _draw_failed(folder: Path) -> str | None:
     """Draw the report of a run that failed; why that could not be done, or None."""
-    if not draws_report:
-        return None
     try:
         write_report(folder, has_ended=True)
     except Exception as error:  # noqa: BLE001  # the one that ended the run is to be raised

@@ -32,7 +32,7 @@ from hone.observe.metrics import to_scalars
 from hone.observe.whole_file import write_whole
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
 from hone.rollout.evaluate import evaluate, pass_rule, summarise
-from hone.rollout.requests import requests_for, sample_of
+from hone.rollout.requests import requests_for, sample_of, sampling_params
 from hone.types import Engine, Prompt, Sample
 
 __all__ = ["run_evaluation", "run_generation"]
@@ -73,7 +73,7 @@ def _write_samples(cfg: EvaluateConfig, mesh: Mesh, samples: Sequence[Sample]) -
 
 def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
     limit = cfg.eval.max_completion_tokens
-    tp, tokenizer, data = _prepared(cfg, mesh, limit)
+    tp, tokenizer, data = _prepared(cfg, mesh)
     with Scorer(share_of_workers(cfg.reward), max_completion_tokens=limit) as scorer:
         if mesh.is_first:
             scorer.check_data(data.eval, encoder(tokenizer))
@@ -85,6 +85,7 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
                 engine=engine,
                 scorer=scorer,
                 cfg=cfg.eval,
+                stop=cfg.eval.stop,
                 decode=decoder(tokenizer),
                 seed=cfg.run.seed,
                 comm=mesh,
@@ -96,13 +97,13 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
 
 
 def _prepared(
-    cfg: EvaluateConfig | GenerateConfig, mesh: Mesh, max_completion_tokens: int
+    cfg: EvaluateConfig | GenerateConfig, mesh: Mesh
 ) -> tuple[TensorParallel, PreTrainedTokenizerBase, PromptData]:
     """What is there before any weight is loaded."""
     tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, mesh.device)
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
-    return tp, tokenizer, prompts_of(cfg, tokenizer, max_completion_tokens)
+    return tp, tokenizer, prompts_of(cfg, tokenizer)
 
 
 def _engine(
@@ -128,8 +129,7 @@ def run_generation(cfg: GenerateConfig) -> int:
 
 
 def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
-    limit = cfg.generation.max_completion_tokens
-    tp, tokenizer, data = _prepared(cfg, mesh, limit)
+    tp, tokenizer, data = _prepared(cfg, mesh)
     engine, decode = _engine(cfg, mesh, tp, tokenizer), decoder(tokenizer)
     owners: dict[str, tuple[Prompt, int]] = {}
     places: list[tuple[int, int]] = []
@@ -138,7 +138,7 @@ def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
             continue
         requests = requests_for(
             prompt,
-            cfg.generation,
+            sampling_params(cfg.generation, cfg.generation.stop),
             group_id=f"{number}",
             num_samples=cfg.n_samples_per_prompt,
             run_seed=cfg.run.seed,

@@ -19,14 +19,11 @@ __all__ = ["decoder", "encoder", "prompts_of", "share_of_workers"]
 
 
 def prompts_of(
-    cfg: RLConfig | EvaluateConfig | GenerateConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    max_completion_tokens: int,
+    cfg: RLConfig | EvaluateConfig | GenerateConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PromptData:
     """The prompts of `cfg.data` that leave a completion its full length."""
-    context = cfg.engine.max_model_len or context_length(load_config(cfg.model))
-    longest, seed = context - max_completion_tokens, cfg.run.seed
-    return load_prompts(cfg.data, tokenizer, seed=seed, max_prompt_tokens=longest)
+    longest = context_length(load_config(cfg.model)) - cfg.max_completion_tokens
+    return load_prompts(cfg.data, tokenizer, seed=cfg.run.seed, max_prompt_tokens=longest)
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:

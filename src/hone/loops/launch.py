@@ -160,7 +160,7 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
         elif mesh.is_first:
             for line in announce_restart(cfg):
                 _log.warning("warning: %s", line)
-        ending = Ending(run.dir, watch, is_first=mesh.is_first, draws_report=cfg.log.report)
+        ending = Ending(run.dir, watch, is_first=mesh.is_first)
         stack.enter_context(ending.report())
         if mesh.is_first:
             with writing(run.dir, "run.dir"):

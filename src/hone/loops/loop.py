@@ -8,8 +8,8 @@ step s describe the model after s updates, which is weight version s.
                 push      every engine holds the new weights, and has proven it
     hone sft    collect   demonstrations; nothing to prepare or to push
 
-With `pipeline.enabled` engines go on sampling while the trainer trains, and collecting is the time
-in which training waits for samples.
+With `pipeline.max_staleness` above 0 engines go on sampling while the trainer trains, and
+collecting is the time in which training waits for samples.
 """
 
 from __future__ import annotations

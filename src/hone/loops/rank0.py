@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 MAX_PUSHES = 10
 """Most times that one version is pushed. An engine that takes part and is lost costs one of
-`cluster.max_engine_restarts`; this bounds failures that cost none."""
+the pool's restarts; this bounds failures that cost none."""
 KEEPALIVE_S = 5.0
 """How often waiting processes get a message. Well below any timeout of theirs."""
 

@@ -244,7 +244,7 @@ def recording(
     of a step that fails."""
     cfg, is_first = launch.cfg, launch.mesh.is_first
     is_rl = isinstance(cfg, RLConfig)
-    runs_ahead = is_rl and cfg.pipeline.enabled
+    runs_ahead = is_rl and cfg.pipeline.samples_ahead
     alarms = Alarms(  # engines mismatch more in a coarser number format
         max_mismatch_kl=1e-4 if model.dtype == torch.float32 else 1e-2,
         max_staleness=cfg.pipeline.max_staleness if is_rl and runs_ahead else 0,

@@ -241,9 +241,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
     devices = Devices(kind="cpu" if mesh.device.type == "cpu" else "cuda")
     plan = resolve(cfg, ModelFacts.read(cfg.model.path), devices, world_size=mesh.world.size)
     tokenizer = load_tokenizer(cfg.model)
-    measured = cfg.eval.max_completion_tokens if cfg.eval.is_scheduled else 0
-    longest = max(cfg.rollout.max_completion_tokens, measured)
-    data = prompts_of(cfg, tokenizer, longest)
+    data = prompts_of(cfg, tokenizer)
     with ExitStack() as stack:
         scorer = stack.enter_context(_scoring(cfg, plan, mesh, data=data, tokenizer=tokenizer))
         pools = None
@@ -433,7 +431,7 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
         num_devices=mesh.world.size,
         num_engines=engine.num_workers,
         devices_per_engine=engine.axes.world,
-        overlaps=cfg.pipeline.enabled,
+        overlaps=cfg.pipeline.samples_ahead,
         bytes_per_value=plan.num_bytes,
         kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
         max_num_seqs=cfg.engine.max_num_seqs,

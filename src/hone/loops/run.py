@@ -17,7 +17,7 @@ from hone.config.errors import UserError
 from hone.loops.interrupt import Interrupt
 from hone.loops.launch import Launch, export
 from hone.loops.recorder import Recorder
-from hone.loops.saving import Saver, due
+from hone.loops.saving import Saver
 from hone.observe.metrics import Metrics, to_scalars
 from hone.trainer.trainer import Trainer
 from hone.types import Trajectory
@@ -143,7 +143,7 @@ class Run(ABC, Generic[Batch]):
         Raises UserError, once `step` is saved, where the run cannot go on.
         """
         cfg, is_last = self.launch.cfg.eval, step == self.launch.total_steps
-        evaluates = due(cfg.every_n_steps, step) or (cfg.at_end and is_last)
+        evaluates = cfg.is_due(step, self.launch.total_steps)
         with self.phase("evaluate", step) if evaluates else nullcontext():
             evaluated = self._evaluate(step) if evaluates else {}
             rank = self.rank(to_scalars(evaluated))

@@ -10,12 +10,7 @@ from typing import Any
 from hone.checkpoint.store import CheckpointStore
 from hone.config.run import CheckpointConfig
 
-__all__ = ["Saver", "due"]
-
-
-def due(every_n_steps: int, step: int) -> bool:
-    """Whether something scheduled every so many steps happens at this one; 0 is never."""
-    return every_n_steps > 0 and step % every_n_steps == 0
+__all__ = ["Saver"]
 
 
 @dataclass(slots=True)
@@ -48,7 +43,8 @@ class Saver:
         """
         self._check(wait=False)
         is_best = self.cfg.keep_best and rank is not None and rank > self._best
-        if not (is_best or is_last or due(self.cfg.every_n_steps, step)):
+        every = self.cfg.every_n_steps
+        if not (is_best or is_last or (every and step % every == 0)):
             return
         self._check(wait=True)
         save = self.store.save if is_last else self.store.save_in_background

@@ -39,6 +39,9 @@ __all__ = [
     "thread_pools",
 ]
 
+MAX_RESTARTS = 3
+"""Of engines in a run before it gives up, and as many of references."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pools:
@@ -77,12 +80,15 @@ def make_engine(
     vLLM has weights of its own: for it the model is whole in any case, may lie on meta, and
     `device` says where vLLM runs."""
     eos = eos_token_ids(model, tokenizer)
+    longest = cfg.data.max_prompt_tokens + cfg.max_completion_tokens
+    max_model_len = min(longest, context_length(model.config))
     if cfg.engine.backend == "vllm":
         return VLLMEngine(
             model,
             cfg.engine,
             eos_token_ids=eos,
             tokenizer=tokenizer,
+            max_model_len=max_model_len,
             device=device,
             tensor_parallel=tensor_parallel,
         )
@@ -91,7 +97,7 @@ def make_engine(
         cfg.engine,
         eos_token_ids=eos,
         tokenizer=tokenizer,
-        max_model_len=cfg.engine.max_model_len or context_length(model.config),
+        max_model_len=max_model_len,
         owns_weights=owns_weights,
         tensor_parallel=tensor_parallel,
         exact=cfg.model.exact,
@@ -175,7 +181,7 @@ def ray_pools(cfg: RLConfig) -> Generator[Pools]:
             engines = [build_engine_worker(cfg, name="engine 0")]
         supervision: dict[str, Any] = {
             "timeout_s": cfg.cluster.engine_timeout_s,
-            "max_restarts": cfg.cluster.max_engine_restarts,
+            "max_restarts": MAX_RESTARTS,
             "start_timeout_s": cluster.starting_s,
         }
         restart = None if cfg.has_engine_thread else partial(cluster.start, "engine")

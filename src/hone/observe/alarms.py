@@ -177,7 +177,7 @@ def _ahead_rules(max_staleness: int) -> tuple[Rule, ...]:
             "The policy moves further between sampling and training than clipping or correction "
             "make up for, and may soon be lost: go back to a checkpoint and lower "
             "the learning rate; then algorithm.correction.kind tis, a smaller "
-            "pipeline.max_staleness, pipeline.enabled false.",
+            "pipeline.max_staleness.",
         ),
     )
 
@@ -204,8 +204,8 @@ _IN_TURNS = (
         "long_tail",
         only_when(_has_long_tail, share_above("time/generate_s", "time/step_s", 0.6, steps=5)),
         "Most of a step waits for its longest samples: rollout.oversample_prompts starts more and "
-        "carries the rest over, pipeline.enabled samples ahead on engines of their own; `hone "
-        "simulate` says what either brings.",
+        "carries the rest over, pipeline.max_staleness lets engines of their own sample ahead; "
+        "`hone simulate` says what either brings.",
     ),
 )
 """Of a run in which sampling and training take turns."""

@@ -123,7 +123,7 @@ class TensorBoardLogger:
         records = import_extra(
             "tensorboard",
             module="tensorboard.summary.writer.record_writer",
-            needed_by="log.tensorboard",
+            needed_by="tensorboard in log.to",
         )
         self._event: Any = import_module("tensorboard.compat.proto.event_pb2")
         self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
@@ -197,7 +197,7 @@ class _MLflowLogger:
 
 
 def _import_tracker(name: str) -> Any:
-    return import_extra(name, needed_by=f"log.{name}")
+    return import_extra(name, needed_by=f"{name} in log.to")
 
 
 class RunLog:
@@ -226,13 +226,13 @@ class RunLog:
             _JsonLines(run_dir / f"{name}.jsonl", resume_step)
             for name in ("metrics", "events", "samples")
         )
-        if cfg.tensorboard:
+        if "tensorboard" in cfg.to:
             self._trackers.append(TensorBoardLogger(run_dir, resume_step))
-        if cfg.wandb:
+        if "wandb" in cfg.to:
             self._trackers.append(_wandb(run_dir, resume_step, **settings))
-        if cfg.trackio:
+        if "trackio" in cfg.to:
             self._trackers.append(_trackio(resume_step, **settings))
-        if cfg.mlflow:
+        if "mlflow" in cfg.to:
             self._trackers.append(_MLflowLogger(**settings))
         self._samples_per_step = cfg.samples_per_step
 

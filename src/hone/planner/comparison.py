@@ -151,7 +151,7 @@ def compare(cfg: SimulateConfig) -> Comparison:
     outcomes = [
         Outcome(
             mode,
-            pipeline.enabled,
+            pipeline.samples_ahead,
             simulate(
                 placement,
                 of_placement,
@@ -202,7 +202,7 @@ def run_flags(cfg: SimulateConfig, outcome: Outcome) -> list[str]:
         if queue is not None and queue > pipeline.max_staleness:  # which bounds it as well
             pipeline = pipeline.model_copy(update={"async_queue_size": None})
     algorithm = cfg.algorithm
-    is_old = (outcome.is_async and pipeline.max_staleness > 0) or rollout.oversample_prompts > 0
+    is_old = outcome.is_async or rollout.oversample_prompts > 0
     if is_old and algorithm.correction.kind == "none":
         correction = algorithm.correction.model_copy(update={"kind": "tis"})
         algorithm = algorithm.model_copy(update={"correction": correction})
@@ -232,7 +232,7 @@ def _plan(cfg: SimulateConfig, shape: ModelShape, gpu: Peaks, placement: Placeme
         "engine.tensor_parallel_size": placement.tensor_parallel_size,
     }
     if placement.colocated:  # trainers and engines take turns
-        change["pipeline.enabled"] = False
+        change["pipeline.max_staleness"] = 0
     else:
         change["engine.enable_sleep"] = False
     if not placement.colocated or placement.num_trainers > 1:
@@ -339,15 +339,15 @@ def _modes(
     """Name, rollout and pipeline of what a placement can do."""
     home = "colocated" if placement.colocated else "separate"
     plain = cfg.rollout.model_copy(update={"oversample_prompts": 0})
-    synchronous = cfg.pipeline.model_copy(update={"enabled": False})
+    synchronous = cfg.pipeline.model_copy(update={"max_staleness": 0})
     yield f"sync {home}", plain, synchronous
     further = cfg.rollout.oversample_prompts or -(-cfg.rollout.prompts_per_step // 4)
     over = cfg.rollout.model_copy(update={"oversample_prompts": further})
     yield f"partial {home}", over, synchronous
     if placement.colocated:
         return
-    for staleness in sorted({*cfg.simulate.staleness, cfg.pipeline.max_staleness}):
-        pipeline = {"enabled": True, "max_staleness": staleness}
+    for staleness in sorted({*cfg.simulate.staleness, cfg.pipeline.max_staleness} - {0}):
+        pipeline = {"max_staleness": staleness}
         yield f"async, staleness {staleness}", plain, cfg.pipeline.model_copy(update=pipeline)
 
 

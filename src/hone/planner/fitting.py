@@ -162,8 +162,6 @@ def _candidates(plan: RunPlan, *, moves: bool) -> Iterator[Change]:
     if moves and _get(cfg, "cluster.num_references"):
         yield {"cluster.num_references": 0}
     longest = plan.max_sequence_tokens
-    if plan.engine is not None:
-        yield {"engine.max_model_len": longest}
     if trainer is None or longest is None:
         return
     if plan.engine is not None:
@@ -173,10 +171,9 @@ def _candidates(plan: RunPlan, *, moves: bool) -> Iterator[Change]:
     yield from _smaller_budgets(plan)
     if plan.engine is not None:
         yield {"trainer.enable_sleep": True}
-    yield {"trainer.offload_optimizer": True}
+    yield {"trainer.offload": "optimizer"}
     yield {"trainer.recompute": "full"}
-    away = ("offload_optimizer", "offload_gradients", "offload_parameters")
-    yield {f"trainer.{key}": True for key in away} | {"trainer.parallel.zero_stage": 3}
+    yield {"trainer.offload": "parameters", "trainer.parallel.zero_stage": 3}
     yield from _shared_tokens(plan)
 
 
@@ -278,7 +275,7 @@ def _lack(run: RunMemory) -> str:
     if run.lacks_room_for_one:
         told += (
             f"{' ' * bool(told)}By prediction the KV cache has {(run.cache or 0) / _GIB:.2f} GiB, "
-            f"and one sequence of {run.max_length} tokens (engine.max_model_len) takes "
+            f"and one sequence of {run.max_length} tokens takes "
             f"{(run.sequence_bytes or 0) / _GIB:.2f}."
         )
     return told
@@ -306,8 +303,8 @@ def _remedy(changes: Sequence[Change], plan: RunPlan) -> str:
 # -- the host ------------------------------------------------------------------------------------
 
 _OFFLOAD_LESS = (
-    "Offload less (trainer.offload_optimizer and what builds on it, trainer.offload_activations, "
-    "trainer.enable_sleep), or start fewer processes on this host."
+    "Offload less (trainer.offload, trainer.offload_activations, trainer.enable_sleep), or start "
+    "fewer processes on this host."
 )
 
 
@@ -316,8 +313,8 @@ def _total(roles: Iterable[HostRole]) -> int:
 
 
 def _offloads(plan: RunPlan) -> Iterator[str]:
-    for name in ("offload_optimizer", "offload_activations", "enable_sleep"):
-        if getattr(plan.trainer, name, False):
+    for name in ("offload", "offload_activations", "enable_sleep"):
+        if getattr(plan.trainer, name, False) not in (False, "none"):
             yield f"trainer.{name}"
 
 

@@ -4,9 +4,9 @@
     sum(role.num_bytes for role in roles) <= available_host_bytes()
 
 On a CPU it is all that a run has: weights, gradients, moments, activations, the KV cache. On GPUs
-it is what `trainer.offload_*` and `trainer.enable_sleep` move there. Not counted, so that the plan
-is below what a run takes: what attention on a CPU computes with, reward workers, the data, Ray, and
-on GPUs what a process itself takes.
+it is what `trainer.offload`, `trainer.offload_activations` and `trainer.enable_sleep` move there.
+Not counted, so that the plan is below what a run takes: what attention on a CPU computes with,
+reward workers, the data, Ray, and on GPUs what a process itself takes.
 """
 
 from __future__ import annotations

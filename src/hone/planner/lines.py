@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from hone.config.engine import BLOCK_SIZE
 from hone.config.plan import BatchArithmetic, RunPlan
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.planner.run_memory import RunMemory, in_gib
@@ -102,7 +103,7 @@ def _cluster(plan: RunPlan) -> Iterator[Line]:
 def _pipeline(plan: RunPlan) -> Iterator[Line]:
     """How far sampling runs ahead of the training, where it does."""
     cfg = plan.config
-    if not isinstance(cfg, RLConfig) or not cfg.pipeline.enabled:
+    if not isinstance(cfg, RLConfig) or not cfg.pipeline.samples_ahead:
         return
     prompts, staleness = cfg.rollout.prompts_per_step, cfg.pipeline.max_staleness
     queue = cfg.pipeline.async_queue_size
@@ -178,12 +179,10 @@ def _engine(plan: RunPlan) -> Iterator[Line]:
     context = plan.model and plan.model.context_length
     if context is not None:
         yield Line("model_context_tokens", context, "config.json of model.path")
-    length = min(plan.max_model_len or longest, longest)
-    per_sequence = -(-length // engine.block_size)
+    length = plan.max_model_len or longest
+    per_sequence = -(-length // BLOCK_SIZE)
     blocks = per_sequence * engine.max_num_seqs
-    yield Line(
-        "kv_blocks_per_sequence", per_sequence, f"{length} tokens / {engine.block_size} a block"
-    )
+    yield Line("kv_blocks_per_sequence", per_sequence, f"{length} tokens / {BLOCK_SIZE} a block")
     yield Line(
         "kv_blocks_at_full_load",
         blocks,
@@ -195,8 +194,8 @@ def _engine(plan: RunPlan) -> Iterator[Line]:
         yield Line("kv_bytes_per_token", per_token, how)
         yield Line(
             "kv_gib_at_full_load",
-            round(blocks * engine.block_size * per_token / _GIB, 3),
-            f"{blocks} blocks x {engine.block_size} tokens",
+            round(blocks * BLOCK_SIZE * per_token / _GIB, 3),
+            f"{blocks} blocks x {BLOCK_SIZE} tokens",
         )
 
 

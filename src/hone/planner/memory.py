@@ -255,7 +255,7 @@ class _Step:
         shard, whole = self._shard(tensor), prod(tensor.local(self.sizes.tensor))
         self._count_whole(tensor)
         self.trained += shard
-        self._hold("gradients", 4 * shard, on_host=trainer.offload_gradients)
+        self._hold("gradients", 4 * shard, on_host=trainer.offloads("gradients"))
         self.layer_gradients += 4 * shard * tensor.in_layer
         self.whole_gradients += 4 * tensor.count * whole
         if self.num_bytes == 4:
@@ -263,17 +263,17 @@ class _Step:
         else:
             if not self.is_shared:  # else they are gathered for a pass
                 self._count_weights(self.num_bytes * shard)
-            are_away = trainer.offload_parameters if self.is_shared else trainer.offload_optimizer
+            are_away = trainer.offloads("parameters" if self.is_shared else "optimizer")
             self._hold("masters", 4 * shard, on_host=are_away)
         moments = 2 * (2 if optimizer.state_dtype == "bfloat16" else 4)
         if optimizer.name == "muon" and len(tensor.size) == 2 and tensor.in_layer:
             moments = 4
             self.largest_matrix = max(self.largest_matrix, whole)
-        self._hold("optimizer", moments * shard, on_host=trainer.offload_optimizer)
+        self._hold("optimizer", moments * shard, on_host=trainer.offloads("optimizer"))
 
     def _count_weights(self, num_bytes: int) -> None:
         """What holds a tensor's values between passes."""
-        away = self.is_shared and self.trainer.offload_parameters
+        away = self.is_shared and self.trainer.offloads("parameters")
         self._hold("weights", num_bytes, on_host=away)
 
     def _hold(
@@ -313,13 +313,15 @@ class _Step:
         wait on the host, what travels each way."""
         trainer = self.trainer
         travelling = 0
-        if trainer.offload_gradients and not (self.is_shared and trainer.offload_parameters):
+        if trainer.offloads("gradients") and not (
+            self.is_shared and trainer.offloads("parameters")
+        ):
             window = max(self.layer_gradients // self.shape.num_layers, _BUCKETS_BYTES // 2)
             travelling = min(4 * self.trained, window) * (1 if self.is_single else 2)
         if not self.is_shared:
             return travelling
         one_layer = (self.whole_layers + self.whole_gradients) // self.shape.num_layers
-        is_late = not trainer.offload_gradients and trainer.parallel.zero_stage < 2
+        is_late = not trainer.offloads("gradients") and trainer.parallel.zero_stage < 2
         is_whole = is_late and not self.is_single
         return one_layer + travelling + (self.whole_gradients if is_whole else 0)
 

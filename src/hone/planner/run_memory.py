@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from hone.config.engine import CPU_CACHE_GIB, EngineConfig
+from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB, EngineConfig
 from hone.config.plan import Role, RunPlan
 from hone.config.tree import RLConfig
 from hone.planner.memory import TrainingMemory, planned_step
@@ -178,10 +178,10 @@ class RunMemory:
     @property
     def sequence_bytes(self) -> int | None:
         """Keys and values of one sequence of full length."""
-        length, block_size = self.max_length, self._engine[1].block_size
+        length = self.max_length
         if length is None:
             return None
-        return -(-length // block_size) * block_size * self.kv_bytes_per_token
+        return -(-length // BLOCK_SIZE) * BLOCK_SIZE * self.kv_bytes_per_token
 
     @cached_property
     def cache(self) -> int | None:

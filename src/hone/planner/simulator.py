@@ -260,7 +260,7 @@ class _Run:
         self._begin(update)
         while (batch := self._choose(update)) is None:
             assert self._next_completion(math.inf), f"nothing left to wait for, {update=}"
-        if not self.pipeline.enabled:
+        if not self.pipeline.samples_ahead:
             self._halt()
             self.suspend()
         trained_from_s = self.now_s
@@ -295,7 +295,7 @@ class _Run:
             self._assign_to_engine(group)
         self.suspended = []
         num_groups, pipeline = self.rollout.prompts_per_step, self.pipeline
-        if pipeline.enabled:
+        if pipeline.samples_ahead:
             most = num_groups * (1 + batches_ahead(pipeline))
         else:
             most = num_groups + self.rollout.oversample_prompts
@@ -323,7 +323,7 @@ class _Run:
         complete = [group for group in groups if group.is_complete]
         if len(complete) < num_groups:
             return None
-        if not self.pipeline.enabled:
+        if not self.pipeline.samples_ahead:
             return None if self._is_overdue() else complete[:num_groups]
         if self.pipeline.too_old == "drop":
             return complete[:num_groups]
@@ -337,7 +337,7 @@ class _Run:
 
     def _drop(self, version: int) -> int:
         """Forget what may not be trained any more; returns the number of groups."""
-        if not self.pipeline.enabled:
+        if not self.pipeline.samples_ahead:
             return 0
         oldest = version - self.pipeline.max_staleness
         old = {group.number for group in self.open.values() if group.version < oldest}
@@ -358,7 +358,7 @@ class _Run:
     def _sync(self) -> float:
         """Bring engines to a halt, in the way that is asked for, and give them the weights; returns
         when they had come to it."""
-        is_ahead, in_flight = self.pipeline.enabled, self.pipeline.in_flight
+        is_ahead, in_flight = self.pipeline.samples_ahead, self.pipeline.in_flight
         if is_ahead and in_flight == "finish":
             while min(self.events_s) < math.inf:
                 self._next_event()

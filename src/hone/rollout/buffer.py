@@ -16,7 +16,7 @@ from hone.algorithms.advantages import has_spread
 from hone.config.rollout import RolloutConfig
 from hone.rewards.scorer import ScorerStats, check_failure_rate
 from hone.rollout.counts import RolloutCounts
-from hone.rollout.requests import Decode, requests_for, sample_of
+from hone.rollout.requests import Decode, requests_for, sample_of, sampling_params
 from hone.rollout.state import group_from_dict, group_to_dict, request_from_dict
 from hone.types import (
     Completion,
@@ -153,7 +153,7 @@ class Buffer:
             group_id = f"{step}-{self._num_started}"
             requests = requests_for(
                 prompt,
-                self.cfg,
+                sampling_params(self.cfg, self.cfg.stop),
                 group_id=group_id,
                 num_samples=self.cfg.n_samples_per_prompt,
                 run_seed=self.seed,

@@ -3,7 +3,7 @@
 Weights have versions: version v is the policy after v updates. `pipeline` says how far sampling may
 run ahead of the training.
 
-*Not ahead* (`pipeline.enabled` false, or a staleness of 0): a step starts `prompts_per_step` groups
+*Not ahead* (`pipeline.max_staleness` 0): a step starts `prompts_per_step` groups
 and waits for all. With `oversample_prompts` it starts more, stops as soon as enough are generated,
 and carries the rest over: unfinished samples are resumed from their tokens in the next step. With
 `dynamic_sampling` groups of equal rewards are dropped, and another round starts as many as are
@@ -56,6 +56,10 @@ from hone.rollout.state import sample_of_values, sample_values
 from hone.types import Completion, Group, Prompt, Sample, SamplingEngine
 
 __all__ = ["Collector", "Comm", "SingleProcess"]
+
+
+MAX_REFILL_ROUNDS = 10
+"""Rounds of further prompts of `dynamic_sampling` before a step goes on with fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,7 @@ class Collector:
             counts=self._counting,
         )
         self._rounds = self._new_rounds(0)
-        self._num_ahead = batches_ahead(self.pipeline_cfg) if self.pipeline_cfg.enabled else 0
+        self._num_ahead = batches_ahead(self.pipeline_cfg)
         assert self._num_ahead == 0 or self.comm.size == 1, "one process samples ahead for all"
 
     # -- a step of the loop ----------------------------------------------------------------------
@@ -196,10 +200,10 @@ class Collector:
         groups = [entry.group for entry in batch]
         apply_masks(groups, self.rollout_cfg)
         self._next_update = step
-        if not self.pipeline_cfg.enabled:
+        if not self.pipeline_cfg.samples_ahead:
             self._suspend()
             self._count_interruption()
-        elif self._num_ahead:
+        else:
             self._admit()
         self._close_counts(batch, perf_counter() - start)
         return groups
@@ -270,6 +274,7 @@ class Collector:
             engine=self.engine,
             scorer=self.scorer,
             cfg=cfg,
+            stop=self.rollout_cfg.stop,
             decode=self.decode,
             seed=self.seed,
             max_failure_rate=self.max_failure_rate,
@@ -282,7 +287,7 @@ class Collector:
 
     def _collect_in_rounds(self, progress: Progress | None) -> list[InFlightGroup]:
         cfg, self._kept = self.rollout_cfg, []
-        for number in range(cfg.max_refill_rounds):
+        for number in range(MAX_REFILL_ROUNDS):
             self._counting.num_refill_rounds = number
             self._admit()
             self._generate(cfg.prompts_per_step - len(self._kept), progress)
@@ -479,7 +484,7 @@ class Collector:
             return
         self._version = version
         self._next_update = max(self._next_update, version)
-        if not self.pipeline_cfg.enabled:
+        if not self.pipeline_cfg.samples_ahead:
             return
         entries, size = list(self._buffer), self.rollout_cfg.prompts_per_step
         if self.pipeline_cfg.too_old == "drop":
@@ -535,12 +540,12 @@ class Collector:
     # -- counts ----------------------------------------------------------------------------------
 
     def _new_rounds(self, num_missing: int) -> _Rounds:
-        return _Rounds(num_missing, self.rollout_cfg.max_refill_rounds)
+        return _Rounds(num_missing, MAX_REFILL_ROUNDS)
 
     def _close_counts(self, batch: list[InFlightGroup], seconds: float) -> None:
         self._buffer.count()
         counts = self._counting
-        if self.pipeline_cfg.enabled:
+        if self.pipeline_cfg.samples_ahead:
             counts.staleness = [self._next_update - 1 - entry.start_version for entry in batch]
             assert max(counts.staleness, default=0) <= self.pipeline_cfg.max_staleness
             counts.wait_s = seconds

@@ -41,7 +41,7 @@ class RolloutCounts:
     """Longest time that a process waited for the others' groups, or for its batch ahead of the
     training."""
     staleness: list[int] | None = None
-    """With `pipeline.enabled`, updates between the weights that began a group and its training."""
+    """Ahead of the training, updates between the weights that began a group and its training."""
     num_too_old: int = 0
     """Groups dropped because they could not be trained within `pipeline.max_staleness`."""
     num_buffered_groups: int = 0

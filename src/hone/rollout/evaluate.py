@@ -14,9 +14,9 @@ from hone.observe.metrics import Last, Mean, Metrics, Sum
 from hone.rewards.scorer import check_failure_rate
 from hone.rollout.buffer import SampleScorer
 from hone.rollout.comm import Comm, SingleProcess
-from hone.rollout.requests import Decode, requests_for, sample_of
+from hone.rollout.requests import Decode, requests_for, sample_of, sampling_params
 from hone.rollout.state import sample_of_values, sample_values
-from hone.types import Prompt, Sample, SamplingEngine
+from hone.types import Prompt, Sample, SamplingEngine, SamplingParams
 
 __all__ = [
     "PassRule",
@@ -36,6 +36,7 @@ def evaluate(
     cfg: EvaluationConfig,
     decode: Decode,
     seed: int,
+    stop: Sequence[str | int] = (),
     max_failure_rate: float = 1.0,
     comm: Comm | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -48,18 +49,18 @@ def evaluate(
     soon as a process alone has more failed samples than `max_failure_rate` allows of all.
 
     The same seed draws the same samples at every evaluation of a run, so that two evaluations
-    differ by the weights alone. Leaves nothing behind in the engine.
+    differ by the weights alone. `stop` ends completions. Leaves nothing behind in the engine.
     """
     comm = comm or SingleProcess()
-    prompts = prompts[: cfg.max_prompts]
-    owners = _submit(prompts, engine, cfg, seed, comm)
+    sampling = sampling_params(cfg, stop)
+    owners = _submit(prompts, engine, sampling, cfg.n_samples_per_prompt, seed=seed, comm=comm)
     num_samples = len(prompts) * cfg.n_samples_per_prompt
-    sampling, done = set(owners), dict[str, Sample]()
+    waiting, done = set(owners), dict[str, Sample]()
     while len(done) < len(owners) and not should_stop():
         if engine.has_unfinished:
             for completion in engine.step():
                 prompt, index = owners[completion.request_id]
-                sampling.remove(completion.request_id)
+                waiting.remove(completion.request_id)
                 scorer.submit(sample_of(prompt, index, completion, decode))
         scored = scorer.poll(0.0 if engine.has_unfinished else 0.05)
         done |= {sample.id: sample for sample in scored}
@@ -69,7 +70,7 @@ def evaluate(
             progress(len(done), len(owners))
     own = [done[request_id] for request_id in owners] if len(done) == len(owners) else None
     if own is None:
-        _withdraw(sampling, engine, scorer)
+        _withdraw(waiting, engine, scorer)
     if comm.size == 1:
         return own
     shares = comm.gather(None if own is None else [sample_values(sample) for sample in own])
@@ -87,7 +88,9 @@ def evaluate(
 def _submit(
     prompts: Sequence[Prompt],
     engine: SamplingEngine,
-    cfg: EvaluationConfig,
+    sampling: SamplingParams,
+    num_samples: int,
+    *,
     seed: int,
     comm: Comm,
 ) -> dict[str, tuple[Prompt, int]]:
@@ -98,9 +101,9 @@ def _submit(
             continue
         requests = requests_for(
             prompt,
-            cfg,
+            sampling,
             group_id=f"eval-{number}",
-            num_samples=cfg.n_samples_per_prompt,
+            num_samples=num_samples,
             run_seed=seed,
             purpose="eval",
             number=0,

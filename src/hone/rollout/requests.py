@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from hone.config.rollout import GenerationConfig
+from hone.config.rollout import FilteredSamplingConfig, RolloutConfig
 from hone.types import Completion, FailureKind, Prompt, Request, Sample, SamplingParams
 
-__all__ = ["Decode", "request_seed", "requests_for", "sample_of"]
+__all__ = ["Decode", "request_seed", "requests_for", "sample_of", "sampling_params"]
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out."""
@@ -25,9 +27,25 @@ def request_seed(run_seed: int, purpose: str, number: int, prompt_id: str, index
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def sampling_params(
+    cfg: RolloutConfig | FilteredSamplingConfig, stop: Sequence[str | int]
+) -> SamplingParams:
+    """What the requests of a section share; `stop` ends them."""
+    kept: dict[str, Any] = {}
+    if isinstance(cfg, FilteredSamplingConfig):
+        kept = {"top_p": cfg.top_p, "top_k": cfg.top_k, "min_p": cfg.min_p}
+    return SamplingParams(
+        max_tokens=cfg.max_completion_tokens,
+        temperature=cfg.temperature,
+        stop=tuple(text for text in stop if isinstance(text, str)),
+        stop_token_ids=tuple(number for number in stop if isinstance(number, int)),
+        **kept,
+    )
+
+
 def requests_for(
     prompt: Prompt,
-    cfg: GenerationConfig,
+    sampling: SamplingParams,
     *,
     group_id: str,
     num_samples: int,
@@ -40,15 +58,8 @@ def requests_for(
         Request(
             id=f"{group_id}/{index}",
             prompt_ids=prompt.token_ids,
-            sampling=SamplingParams(
-                max_tokens=cfg.max_completion_tokens,
-                temperature=cfg.temperature,
-                top_p=cfg.top_p,
-                top_k=cfg.top_k,
-                min_p=cfg.min_p,
-                seed=request_seed(run_seed, purpose, number, prompt.id, index),
-                stop=cfg.stop,
-                stop_token_ids=cfg.stop_token_ids,
+            sampling=replace(
+                sampling, seed=request_seed(run_seed, purpose, number, prompt.id, index)
             ),
         )
         for index in range(num_samples)

@@ -47,11 +47,10 @@ class VLLMEngine(EngineBase):
     `model` gives architecture, dtype and, unless it lies on the meta device, the first weights, as
     version 0; it is not used afterwards. One on the meta device needs `device`, and its engine a
     sync before it samples. `eos_token_ids` end every request that does not ignore them; `tokenizer`
-    serves stop strings alone. `max_model_len`, in tokens, overrides the configured one.
+    serves stop strings alone. `max_model_len`, in tokens, is the model's context length by default.
 
-    With `engine.enable_sleep` on a GPU, `sleep` frees the KV cache and, at `sleep_level` 1, moves
-    the weights to the host; at level 2 they are dropped, and `wake` leaves the engine in sync: only
-    `begin_sync`, a delivery and `finish_sync` let it sample again. On a CPU vLLM frees nothing.
+    With `engine.enable_sleep` on a GPU, `sleep` frees the KV cache and moves the weights to the
+    host. On a CPU vLLM frees nothing.
 
     Draws are from the same distributions as the embedded engine's, but other draws. A sequence that
     is resumed, or that runs out of cache and is queued again, draws differently from there on than
@@ -92,7 +91,6 @@ class VLLMEngine(EngineBase):
             model, cfg, device=device, max_model_len=self.max_model_len, tp=tp
         )
         self._caches_prefixes = cfg.enable_prefix_caching
-        self._sleep_level = cfg.sleep_level
         self._frees_memory = cfg.enable_sleep
         self._on_cpu = device.type == "cpu"
         module = self._llm.apply_model(lambda module: module)[0]
@@ -178,7 +176,7 @@ class VLLMEngine(EngineBase):
         return [sequence.completion(StopReason.ABORT) for sequence in aborted]
 
     def sleep(self) -> None:
-        """Free the KV cache, and the weights as `sleep_level` says; queued requests stay.
+        """Free the KV cache and move the weights to the host; queued requests stay.
 
         Raises RuntimeError while sequences run or the engine is not awake.
         """
@@ -187,20 +185,15 @@ class VLLMEngine(EngineBase):
             raise RuntimeError(f"sleep() while {running} sequences run; finish or abort them first")
         self._take_back(self._sequences.values())
         if self._frees_memory:
-            self._llm.sleep(self._sleep_level)
-        self._lacks_weights = self._frees_memory and self._sleep_level == 2
+            self._llm.sleep(level=1)
         self.state = EngineState.ASLEEP
 
     def wake(self) -> None:
-        """Allocate again what `sleep` has freed.
-
-        At level 2 the weights are lost: the engine is then in sync, and samples after
-        `finish_sync`.
-        """
+        """Allocate again what `sleep` has freed."""
         self._require(EngineState.ASLEEP, call="wake")
         if self._frees_memory:
             self._wake_all()
-        self.state = EngineState.SYNCING if self._lacks_weights else EngineState.AWAKE
+        self.state = EngineState.AWAKE
         self._hand_over(self._sequences.values())
 
     def begin_sync(self) -> None:

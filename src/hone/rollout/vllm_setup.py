@@ -137,7 +137,7 @@ def _options(
         "max_num_seqs": cfg.max_num_seqs,
         "max_num_batched_tokens": cfg.max_num_batched_tokens,
         "enable_prefix_caching": cfg.enable_prefix_caching,
-        "enforce_eager": not cfg.cuda_graphs or device.type == "cpu",
+        "enforce_eager": cfg.enforce_eager or device.type == "cpu",
         "logprobs_mode": "processed_logprobs",  # of the distribution that is drawn from
         "scheduling_policy": "priority",
         # A step in flight would end under other weights than it began with.

@@ -47,7 +47,7 @@ class HostGradients:
         self.device = device
         parts = {name: local_part(tensor) for name, tensor in like.items()}
         layout = [(part.shape, wide(part.dtype)) for part in parts.values()]
-        purpose = "trainer.offload_gradients keeps float32 gradients on the host"
+        purpose = "trainer.offload gradients keeps float32 gradients on the host"
         self._host = dict(zip(parts, host_tensors(layout, device, purpose=purpose), strict=True))
         self._window = max(window_bytes, BUCKET_BYTES)
         self._norms: dict[str, Tensor] = {}

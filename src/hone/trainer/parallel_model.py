@@ -128,8 +128,8 @@ class ParallelModel:
         if is_alone:
             policy = Policy(
                 module,
-                offload_optimizer=cfg.offload_optimizer,
-                offload_gradients=cfg.offload_gradients,
+                offload_optimizer=cfg.offloads("optimizer"),
+                offload_gradients=cfg.offloads("gradients"),
             )
             for layer in decoder_layers(module) if model._compiles else ():
                 layer.compile(dynamic=True)  # no two micro-batches have the same shape
@@ -140,8 +140,8 @@ class ParallelModel:
             mesh,
             stage=cfg.parallel.zero_stage,
             forward_prefetch=cfg.parallel.forward_prefetch,
-            offload_gradients=cfg.offload_gradients,
-            offload_parameters=cfg.offload_parameters,
+            offload_gradients=cfg.offloads("gradients"),
+            offload_parameters=cfg.offloads("parameters"),
         )
         model._sharded = policy.sharded
         return model, policy

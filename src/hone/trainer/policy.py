@@ -305,7 +305,7 @@ class Policy(BasePolicy):
             masters = host_tensors(
                 [(p.shape, wide(p.dtype)) for p in self.parameters.values()],
                 self.device,
-                purpose="trainer.offload_optimizer keeps master weights on the host",
+                purpose="trainer.offload keeps master weights on the host",
             )
             for master, parameter in zip(masters, self.parameters.values(), strict=True):
                 master.copy_(parameter)
@@ -376,7 +376,7 @@ class Policy(BasePolicy):
         ]
         if stale:
             options = {
-                "trainer.offload_optimizer": self.masters_on_host,
+                "trainer.offload": self.masters_on_host,
                 "trainer.enable_sleep": bool(self._asleep_checksums),  # it has slept
             }
             used = " and ".join(key for key, is_used in options.items() if is_used)

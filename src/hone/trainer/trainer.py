@@ -70,7 +70,7 @@ class Trainer:
             model, cfg, mesh, temperature=temperature, exact=exact
         )
         self.optimizer = Optimizer(
-            self.policy, cfg.optimizer, total_steps=total_steps, offload=cfg.offload_optimizer
+            self.policy, cfg.optimizer, total_steps=total_steps, offload=cfg.offloads("optimizer")
         )
         self.num_updates = 0
         self._dump_dir = dump_dir

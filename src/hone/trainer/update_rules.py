@@ -130,7 +130,7 @@ class ParameterOptimizer:
                 self._muon_names,
                 lr=cfg.muon_lr,
                 weight_decay=cfg.weight_decay,
-                momentum=cfg.muon_momentum,
+                momentum=0.95,
                 adjust_lr_fn="original",
             )
         on_adamw = {n: p for n, p in parameters.items() if p not in self._muon_names}
@@ -256,7 +256,7 @@ class ParameterOptimizer:
                 for _ in range(2)
             ],
             self._device,
-            purpose="trainer.offload_optimizer keeps AdamW's moments; set "
+            purpose="trainer.offload keeps AdamW's moments; set "
             "trainer.optimizer.state_dtype to bfloat16, or train on more processes",
         )
         return {

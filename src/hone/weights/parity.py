@@ -16,15 +16,23 @@ import torch
 from hone.algorithms.corrections import importance_ratio
 from hone.algorithms.kl import k3
 from hone.config.errors import UserError
-from hone.config.trainer import ParityConfig
 from hone.observe.metrics import Last, Metrics
 from hone.types import Trainer, Trajectory
 
-__all__ = ["MAX_ROWS", "ParityGate", "ParityReport", "check_parity", "measure_parity"]
+__all__ = [
+    "MAX_OUTSIDE",
+    "MAX_ROWS",
+    "ParityGate",
+    "ParityReport",
+    "check_parity",
+    "measure_parity",
+]
 
 MAX_ROWS = 256
 """Samples that the gate re-scores."""
 
+MAX_OUTSIDE = 0.08
+"""Share of tokens whose ratio may lie outside [0.9, 1.1]."""
 _DEFAULT_MAX_KL = {"float32": 1e-6, "bfloat16": 2e-3}
 
 
@@ -48,7 +56,8 @@ class ParityReport:
 class ParityGate:
     """Passes once a launch, with the first rows that have tokens to compare; then does nothing."""
 
-    cfg: ParityConfig
+    limit: Literal["auto", "off"] | float
+    """`trainer.parity`."""
     dtype: Literal["float32", "bfloat16"]
     exact: bool = False
     has_passed: bool = False
@@ -57,7 +66,7 @@ class ParityGate:
         """The report as metrics. Collective. Raises as `check_parity`."""
         if self.has_passed:
             return {}
-        report = check_parity(rows, trainer, self.cfg, dtype=self.dtype, exact=self.exact)
+        report = check_parity(rows, trainer, self.limit, dtype=self.dtype, exact=self.exact)
         if report is None:
             return {}
         self.has_passed = True
@@ -100,17 +109,17 @@ def _num_fresh(row: Trajectory) -> int:
 def check_parity(
     rows: Sequence[Trajectory],
     trainer: Trainer,
-    cfg: ParityConfig,
+    limit: Literal["auto", "off"] | float,
     *,
     dtype: Literal["float32", "bfloat16"],
     exact: bool = False,
 ) -> ParityReport | None:
     """The report of a passed gate, or None where it is switched off or has nothing to compare.
 
-    Raises UserError when the limits of `trainer.parity` are exceeded, and with `exact` where any
+    Raises UserError when `trainer.parity` or `MAX_OUTSIDE` is exceeded, and with `exact` where any
     token differs at all.
     """
-    if not cfg.enabled or not any(map(_num_fresh, rows)):
+    if limit == "off" or not any(map(_num_fresh, rows)):
         return None
     report = measure_parity(rows, trainer)
     if exact and report.max_difference != 0:
@@ -120,16 +129,16 @@ def check_parity(
             "the first update: a kernel depends on the batch on this device, or weights differ. "
             "Set model.exact=false to go on without the guarantee."
         )
-    max_kl = _DEFAULT_MAX_KL[dtype] if cfg.max_kl is None else cfg.max_kl
-    if report.kl <= max_kl and report.share_outside <= cfg.max_outside:
+    max_kl = _DEFAULT_MAX_KL[dtype] if isinstance(limit, str) else limit
+    if report.kl <= max_kl and report.share_outside <= MAX_OUTSIDE:
         return report
     raise UserError(
         f"engine and trainer disagree before the first update: over {report.num_tokens} tokens the "
-        f"mean k3 divergence is {report.kl:.2e} (trainer.parity.max_kl allows {max_kl:.0e}), "
+        f"mean k3 divergence is {report.kl:.2e} (trainer.parity allows {max_kl:.0e}), "
         f"{report.share_outside:.1%} of the ratios lie outside [0.9, 1.1] "
-        f"(trainer.parity.max_outside allows {cfg.max_outside:.0%}), the largest difference is "
+        f"(allowed: {MAX_OUTSIDE:.0%}), the largest difference is "
         f"{report.max_difference:.3f} nats, and the gap in the last quarter of the sequences is "
         f"{report.drift:.1f} times that in the first. A gap from the start points to the sampling "
         "distribution or the weights, a growing one to positions or the KV cache. Training on "
-        "such samples is not on-policy; raise the limits only if you know the cause."
+        "such samples is not on-policy; raise trainer.parity only if you know the cause."
     )

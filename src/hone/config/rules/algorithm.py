@@ -84,7 +84,7 @@ RULES = (
             "(rollout.mask_off_policy_tokens leaves out what was sampled before an interruption, "
             "not samples that waited for their group)",
             fix=f"{_KIND} = tis | {_KIND} = icepop"),
-    warning("pipeline.max_staleness", f"{_KIND} = none", given=("pipeline.enabled",),
+    warning("pipeline.max_staleness", f"{_KIND} = none",
             why="the gradient of what older weights have sampled is biased "
             "(rollout.mask_off_policy_tokens leaves out what was sampled before an interruption, "
             "not what is old)",
@@ -101,7 +101,7 @@ RULES = (
     warning(f"{_OPTIMIZER}.muon_lr is default", f"{_OPTIMIZER}.name = muon", only=_TRAINING,
             why="that is a rate for pre-training",
             fix="use 1e-4 to 1e-3, which is usual for fine-tuning"),
-    unused(f"{_OPTIMIZER}.(muon_lr|muon_momentum)", f"{_OPTIMIZER}.name != muon", only=_TRAINING,
+    unused(f"{_OPTIMIZER}.muon_lr", f"{_OPTIMIZER}.name != muon", only=_TRAINING,
            instead=f"{_OPTIMIZER}.name = muon"),
     unused(f"{_OPTIMIZER}.min_lr_ratio", f"{_OPTIMIZER}.schedule = constant", only=_TRAINING,
            why="it is the end of a falling schedule", instead=f"{_OPTIMIZER}.schedule = linear"),

@@ -45,7 +45,7 @@ _DEVICES = (
     error(f"{_TRAINERS} > {_PER_NODE}", given=("cluster.is_used", _FITS),
           why="trainers on several nodes beside a cluster are not served yet",
           fix=f"use at most {{{_PER_NODE}}} (trainer.parallel.zero_stage 3 and "
-          "trainer.offload_optimizer save memory) | no cluster ({cluster.used_by} 0): torchrun "
+          "trainer.offload save memory) | no cluster ({cluster.used_by} 0): torchrun "
           "starts trainers on several nodes, each with an engine on its own device"),
     error(f"{_SIZE} > {_PER_NODE}", given=("cluster.is_used", _FITS, f"{_TRAINERS} <= {_PER_NODE}"),
           why="the ranks of an engine talk twice a layer and must be on one node",
@@ -77,27 +77,28 @@ _REFERENCE = tuple(
 )  # fmt: skip
 
 _PIPELINE = (
-    unused("pipeline.*", "not pipeline.enabled", instead="pipeline.enabled = true"),
-    *(error(f"{side}.enable_sleep", "pipeline.enabled", f"{_ENGINES} = 0",
+    unused("pipeline.(async_queue_size|in_flight|too_old)", "pipeline.max_staleness = 0",
+           instead="pipeline.max_staleness = 1"),
+    *(error(f"{side}.enable_sleep", "pipeline.max_staleness", f"{_ENGINES} = 0",
             why="it makes room for whom a device is shared with, and here trainer and engine work "
             "on one device at the same time",
             fix=f"{side}.enable_sleep = false | set {_ENGINES}")
       for side in ("engine", "trainer")),
-    error("pipeline.enabled", f"{_ENGINES} = 0", "run.device = cuda",
+    error("pipeline.max_staleness", f"{_ENGINES} = 0", "run.device = cuda",
           why="the engine runs in a thread beside the trainer, and on a GPU neither may wait for "
           "the device while the other records CUDA graphs",
-          fix=f"set {_ENGINES} | run.device = cpu | pipeline.enabled = false"),
-    error(f"{_SIZE} > 1", "pipeline.enabled", f"{_ENGINES} = 0",
+          fix=f"set {_ENGINES} | run.device = cpu | pipeline.max_staleness = 0"),
+    error(f"{_SIZE} > 1", "pipeline.max_staleness", f"{_ENGINES} = 0",
           why="the engine runs in a thread of the first training process",
           fix=f"set {_ENGINES} | {_SIZE} = 1"),
-    error("engine.backend = vllm", "pipeline.enabled", f"{_ENGINES} = 0",
+    error("engine.backend = vllm", "pipeline.max_staleness", f"{_ENGINES} = 0",
           why="vLLM runs in processes of its own, and this engine in a thread",
           fix=f"set {_ENGINES} | engine.backend = embedded"),
-    error("rollout.oversample_prompts", "pipeline.enabled",
+    error("rollout.oversample_prompts", "pipeline.max_staleness",
           why="engines begin samples ahead anyway, as many as pipeline.max_staleness and "
           "pipeline.async_queue_size allow",
           fix="rollout.oversample_prompts = 0"),
-    warning("pipeline.async_queue_size > pipeline.max_staleness", given=("pipeline.enabled",),
+    warning("pipeline.async_queue_size > pipeline.max_staleness", given=("pipeline.max_staleness",),
             why="no more batches than that may be sampled ahead",
             fix="raise pipeline.max_staleness | lower pipeline.async_queue_size"),
 )  # fmt: skip

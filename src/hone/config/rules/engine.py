@@ -48,18 +48,14 @@ _ENGINE = (
     unused("engine.gpu_memory_utilization", "run.device = cpu",
            given=("engine.kv_cache_gib = unset",),
            why="there engine.kv_cache_gib says how large the cache is"),
-    warning("engine.block_size > @longest_sample",
-            why="most of each block stays empty", fix="engine.block_size = 16"),
     error("@kv_cache_gib < @sequence_gib",
           why="it must hold one",
-          fix="raise engine.kv_cache_gib | lower engine.max_model_len"),
+          fix="raise engine.kv_cache_gib | shorten sequences"),
     error("engine.kv_cache_dtype = fp8", "@lacks_fp8",
           says="engine.kv_cache_dtype is fp8, and the GPU of run.device is {gpu}",
           why="it has no eight-bit floats", fix="engine.kv_cache_dtype = auto"),
     needs("cuda.bindings", f"{_BACKEND} = embedded", "@uses_gpu_of_host",
           by=f"{_BACKEND}=embedded on a GPU"),
-    unused("engine.sleep_level", f"{_BACKEND} = embedded",
-           why="it has no weights of its own to drop", instead=f"{_BACKEND} = vllm"),
 )  # fmt: skip
 
 _TENSOR_PARALLEL = (
@@ -121,9 +117,6 @@ _ON_VLLM = (
         "engine.kv_cache_dtype = fp8":
             ("its FP8 scales are not set anew for each weight version", "auto"),
     }),
-    error("engine.block_size is set", _VLLM, only=_RUNS,
-          why="vLLM chooses the block size by the device",
-          fix=f"remove engine.block_size | {_BACKEND} = embedded"),
     error("engine.max_num_batched_tokens < engine.max_num_seqs", _VLLM, only=_RUNS,
           why="vLLM refuses that",
           fix="raise engine.max_num_batched_tokens"),
@@ -132,19 +125,8 @@ _ON_VLLM = (
           why=f"vLLM raises what is below {LOWEST_TEMPERATURE} to that, and would sample from "
           "another distribution",
           fix=f"use 0 (greedy) | {LOWEST_TEMPERATURE} or more"),
-    unused("engine.compile", _VLLM, only=_RUNS,
-           why="engine.cuda_graphs off keeps vLLM from compiling"),
     warning("engine.enable_sleep", _VLLM, "run.device = cpu", only=_RUNS,
             why="vLLM frees nothing there", fix="remove engine.enable_sleep"),
-    unused("engine.sleep_level", "not engine.enable_sleep", given=(_VLLM,), only=("rl",),
-           why="vLLM never sleeps", instead="engine.enable_sleep = true"),
-    *(error("engine.sleep_level = 2", saves, given=(_VLLM, "engine.enable_sleep", *given),
-            why="the engine also sleeps while a checkpoint is written, which is after the weights "
-            "were delivered, and would have none in the next step",
-            fix=f"engine.sleep_level = 1 | {off}")
-      for saves, given, off in (
-          ("checkpoint.every_n_steps", (), "checkpoint.every_n_steps = 0"),
-          ("checkpoint.keep_best", ("eval.every_n_steps",), "checkpoint.keep_best = false"))),
     error(_VLLM, only=("bench engine",),
           why="`hone bench engine` measures the embedded engine, and runs vLLM beside it where "
           "against is vllm",

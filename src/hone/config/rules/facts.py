@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from hone.config import vllm
 from hone.config.cluster import host_and_port
-from hone.config.engine import CPU_CACHE_GIB
+from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB
 from hone.config.extras import installed_version
 from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
@@ -422,14 +422,14 @@ def sequence_gib(view: View) -> Fact:
     """GiB of the KV cache that one sequence of the longest length takes on each device: engines
     start with room for one."""
     per_token = view.model.kv_bytes_per_token(view.plan.kv_dtype)
-    asked, longest = view["engine.max_model_len"], view.plan.max_model_len
-    is_of_workload = view.command == "bench engine" and not asked
-    if per_token is None or longest is None or is_of_workload:
+    longest = view.plan.max_model_len
+    if per_token is None or longest is None:
         raise NotKnownError("sequence_gib")
-    block = view["engine.block_size"]
-    num_bytes = -(-longest // block) * block * per_token // view["engine.tensor_parallel_size"]
-    of = "engine.max_model_len" if asked else f"the context of {view.number('the_model')}"
-    how = f"{of}, {longest} tokens"
+    num_bytes = -(-longest // BLOCK_SIZE) * BLOCK_SIZE * per_token
+    num_bytes //= view["engine.tensor_parallel_size"]
+    sampling = view.plan.sampling
+    section = max(sampling, key=lambda name: sampling[name].max_completion_tokens)
+    how = f"data.max_prompt_tokens + {section}.max_completion_tokens, {longest} tokens"
     return Fact(num_bytes / _GIB, "what one sequence of full length takes, in GiB", how)
 
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from hone.config.data import TEMPLATE_FIELD, SourceConfig
+from hone.config.data import TEMPLATE_FIELD, SourceBase
 from hone.config.extras import missing_extra
 from hone.config.load import dump_config
 from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local, settings_file
@@ -206,7 +206,7 @@ _MODEL = (
 # -- data ----------------------------------------------------------------------------------------
 
 
-def _sources(view: View, *sections: str) -> Iterator[tuple[str, SourceConfig]]:
+def _sources(view: View, *sections: str) -> Iterator[tuple[str, SourceBase]]:
     for section in sections or ("train", "eval"):
         for index, source in enumerate(view[f"data.{section}"]):
             yield f"data.{section}.{index}", source
@@ -279,19 +279,14 @@ def has_constant_prompts(view: View) -> bool:
     return not any(match[2] for match in TEMPLATE_FIELD.finditer(view["data.prompt_template"]))
 
 
-_NO_DEMONSTRATION = ("columns.completion",)
-_NO_REWARD = ("columns.answer", "columns.task", "answer_pattern", "task")
+_OF_REWARDS = ("columns.task", "answer_pattern", "task")
 _UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "rl": {"train": _NO_DEMONSTRATION, "eval": (*_NO_DEMONSTRATION, "weight")},
-    "sft": {"train": _NO_REWARD, "eval": (*_NO_REWARD, "weight")},
-    "eval": {
-        "train": (*_NO_DEMONSTRATION, "weight"),
-        "eval": (*_NO_DEMONSTRATION, "weight"),
-    },
-    "generate": {"train": (*_NO_DEMONSTRATION, "weight")},
+    "sft": {"train": _OF_REWARDS, "eval": _OF_REWARDS},
+    "eval": {"train": ("weight",)},
+    "generate": {"train": ("weight",)},
 }
-"""Keys of each source that a command reads past: rewards have no demonstrations, demonstrations no
-rewards, and what is not trained on is taken whole, in the order of its files."""
+"""Keys of each source that a command reads past: demonstrations have no rewards, and what is not
+trained on is taken whole, in the order of its files."""
 
 
 def _unused_columns(view: View) -> Found:

@@ -1,19 +1,20 @@
 """What a rule is, how its conditions are read, and the one place where messages are written.
 
-    error("trainer.offload_gradients", "trainer.optimizer.name = muon",
+    error("trainer.offload != none", "trainer.optimizer.name = muon",
           why="Muon orthogonalises whole matrices, and what lies on the host comes back in pieces",
-          fix="trainer.optimizer.name = adamw | trainer.offload_gradients = false")
+          fix="trainer.optimizer.name = adamw | trainer.offload = none")
 
 is found in a run that has both, of any command whose tree has both keys, as
 
-    trainer.offload_gradients is on, and trainer.optimizer.name is muon: Muon orthogonalises whole
+    trainer.offload is gradients, and trainer.optimizer.name is muon: Muon orthogonalises whole
     matrices, and what lies on the host comes back in pieces. Set trainer.optimizer.name to adamw,
-    or trainer.offload_gradients to false.
+    or trainer.offload to none.
 
 A condition is one of
 
     KEY                 it is on, above 0, or has a value
     not KEY             it is off, 0, unset or empty
+    KEY has X           its list holds it
     KEY is set          it has another value than its default; `is default`: it has not
     SECTION.* is set    some key of the section has, or of SECTION.(A|B|C)
     KEY = A|B           one of these; likewise !=, <, <=, >, >=, `does not divide`
@@ -44,7 +45,7 @@ Found = Iterable[Mapping[str, object]]
 
 _CONDITION = re.compile(
     r"(not )?(@?[\w.]+(?:\*|\([\w|]+\))?)"
-    r"(?: (is set|is default|=|!=|<=|>=|<|>|does not divide)(?: (.+))?)?"
+    r"(?: (is set|is default|has|=|!=|<=|>=|<|>|does not divide)(?: (.+))?)?"
 )
 _COMPARED: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
     "<": (operator.lt, "less than"),
@@ -87,6 +88,8 @@ class Condition:
                     return not left
                 case "is default":
                     return not view.is_set(self.left)
+                case "has":
+                    return self.right in left
                 case "=" | "!=":
                     rights = [_value(view, right) for right in self.right.split("|")]
                     return (left in rights) == (self.op == "=")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from hone.config.reward import BUILTIN_REWARDS
 from hone.config.rules.rule import error, needs, unused, warning
 from hone.config.rules.view import View, fact
-from hone.config.run import EvaluationConfig
+from hone.config.run import EvaluationConfig, Tracker
 
 __all__ = ["RULES"]
 
@@ -54,18 +55,15 @@ RULES = (
     error("run.resume >= run.steps", why="nothing is left to do",
           fix="raise run.steps | resume from an earlier step"),
     # Evaluation.
-    error("eval.(every_n_steps|at_start|at_end) is set", "not @has_rows_to_evaluate",
+    error("eval.(every_n_steps|at_start) is set", "not @has_rows_to_evaluate",
           says="{meant} is set, and there is nothing to evaluate on",
           why="data.eval is empty and data.eval_fraction is 0",
           fix="set one of the two | remove {meant}"),
     *(warning(rows, "not @evaluates",
               says=f"{rows} sets rows aside, and nothing evaluates",
-              why="eval.every_n_steps is 0, and eval.at_start and eval.at_end are off",
+              why="eval.every_n_steps is 0, and eval.at_start is off",
               fix="set one of these", given=given)
       for rows, given in (("data.eval", ()), ("data.eval_fraction", ("not data.eval",)))),
-    warning("eval.every_n_steps > run.steps",
-            why="no evaluation falls between start and end",
-            fix="lower eval.every_n_steps"),
     error("@unranked_metric",
           says="eval.metric is {eval.metric}",
           why="metrics of an evaluation begin with eval/",
@@ -83,6 +81,6 @@ RULES = (
             why="only the end is saved, and a crash loses everything",
             fix="lower checkpoint.every_n_steps"),
     unused("log.samples_per_step", only=("sft",), why="`hone sft` samples nothing"),
-    *(needs(name, f"log.{name}", by=f"log.{name}", instead=f"log.{name} = false")
-      for name in ("tensorboard", "wandb", "mlflow", "trackio")),
+    *(needs(name, f"log.to has {name}", by=f"{name} in log.to", instead="remove it")
+      for name in get_args(Tracker)),
 )  # fmt: skip

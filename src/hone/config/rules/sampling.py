@@ -17,22 +17,19 @@ def _bad_stop_ids(view: View) -> Iterator[Mapping[str, object]]:
         size = view.model.vocab_size
     except NotKnownError:
         size = None
-    for token_id in view["sampling.stop_token_ids"]:
-        if token_id < 0 or (size is not None and token_id >= size):
+    for token_id in view["sampling.stop"]:
+        if isinstance(token_id, int) and (token_id < 0 or (size is not None and token_id >= size)):
             limit = "" if size is None else f" and below the vocabulary size {size}"
             yield {"id": token_id, "limit": limit}
 
 
 RULES = (
     # Lengths.
-    error("engine.max_model_len < @longest_sample",
-          fix="engine.max_model_len = {longest_sample} | shorten one of the two"),
     error(f"{_PROMPT} >= @context_length",
           only=("rl", "eval", "generate"), why="that holds prompt and completion",
           fix=f"lower {_PROMPT}, and {_COMPLETION} where the two are more together"),
     error("@longest_sample > @context_length", given=(f"{_PROMPT} < @context_length",),
           fix=f"{_COMPLETION} = {{completion_limit}} | lower {_PROMPT}"),
-    error("engine.max_model_len > @context_length", fix="leave engine.max_model_len unset"),
     error("data.max_tokens > @context_length", fix="data.max_tokens = {context_length}"),
     warning("eval.max_completion_tokens < rollout.max_completion_tokens", given=("@evaluates",),
             why="evaluation cuts answers that training lets finish",
@@ -48,15 +45,10 @@ RULES = (
           why="it ends every completion at once",
           fix="remove it"),
     error(each=_bad_stop_ids,
-          says="sampling.stop_token_ids holds {id}",
+          says="sampling.stop holds {id}",
           why="ids are at least 0{limit}",
           fix="remove it"),
     # The distribution that is trained on.
-    *(error(f"rollout.{name} != {off}",
-            why="a truncated distribution is not the one the trainer scores, which biases every "
-            "ratio",
-            fix=f"rollout.{name} = {off}")
-      for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0))),
     error("rollout.temperature = 0",
           why="greedy samples of a prompt are all equal, and nothing can be learnt from them",
           fix="rollout.temperature = 1 | use a value above 0"),
@@ -67,19 +59,15 @@ RULES = (
     error("rollout.dynamic_sampling", "rollout.n_samples_per_prompt = 1",
           why="groups whose rewards are all equal are dropped, which then is every group",
           fix="raise rollout.n_samples_per_prompt | rollout.dynamic_sampling = false"),
-    unused("rollout.max_refill_rounds", "not rollout.dynamic_sampling",
-           instead="rollout.dynamic_sampling = true"),
     *(unused("rollout.(max_aborted_count|mask_off_policy_tokens)", since, given=given,
              why="no sample is interrupted by a change of weights", instead=instead)
       for since, given, instead in (
-          ("rollout.oversample_prompts = 0", ("not pipeline.enabled",),
+          ("rollout.oversample_prompts = 0", ("not pipeline.max_staleness",),
            "set rollout.oversample_prompts"),
-          ("pipeline.max_staleness = 0", ("pipeline.enabled",), "raise pipeline.max_staleness"),
-          ("pipeline.in_flight = finish", ("pipeline.enabled", "pipeline.max_staleness > 0"),
+          ("pipeline.in_flight = finish", ("pipeline.max_staleness",),
            "pipeline.in_flight = pause"))),
     warning("rollout.max_aborted_count >= pipeline.max_staleness",
-            given=("pipeline.enabled", "pipeline.max_staleness > 0",
-                   "pipeline.in_flight != finish"),
+            given=("pipeline.max_staleness", "pipeline.in_flight != finish"),
             why="it has no effect, since no sample lives through more changes of weights than that",
             fix="remove rollout.max_aborted_count | set it below {pipeline.max_staleness}"),
     warning("rollout.oversample_prompts", "rollout.max_aborted_count = 0",

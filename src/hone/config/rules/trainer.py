@@ -19,7 +19,6 @@ _PARALLEL, _TENSOR = "trainer.parallel", "trainer.parallel.tensor_parallel_size"
 _PRECISION, _RANK = "trainer.matmul_precision", "model.lora.rank"
 _TARGETS = "model.lora.target_modules"
 _BY_TOKENS = "not trainer.micro_batch_size"
-_TO_HOST = ("offload_activations", "offload_optimizer", "offload_gradients", "offload_parameters")
 
 
 def _ulysses_problem(key: str) -> Callable[[View], Iterator[Mapping[str, object]]]:
@@ -75,32 +74,24 @@ _MEMORY = (
           fix="trainer.recompute = full | trainer.offload_activations = false"),
     unused("trainer.recompute_every_n_layers", "trainer.recompute = off",
            why="nothing is recomputed", instead="trainer.recompute = full"),
-    *(error(f"trainer.{name}", "trainer.optimizer.name = muon",
-            why="Muon multiplies whole momentum matrices with themselves in every step, while what "
-            "lies on the host visits the device in pieces",
-            fix=f"trainer.optimizer.name = adamw | trainer.{name} = false")
-      for name in _TO_HOST[1:]),
-    *(error(f"trainer.{name}", f"not trainer.{needed}", given=("trainer.optimizer.name = adamw",),
-            why=why, fix=f"trainer.{needed} = true | trainer.{name} = false")
-      for name, needed, why in (
-          ("offload_gradients", "offload_optimizer",
-           "the step that streams states fetches gradients too"),
-          ("offload_parameters", "offload_gradients",
-           "a device without weights has no place for gradients twice as large"))),
-    error("trainer.offload_parameters", f"{_PARALLEL}.zero_stage != 3",
+    error("trainer.offload != none", "trainer.optimizer.name = muon",
+          why="Muon multiplies whole momentum matrices with themselves in every step, while what "
+          "lies on the host visits the device in pieces",
+          fix="trainer.optimizer.name = adamw | trainer.offload = none"),
+    error("trainer.offload = parameters", f"{_PARALLEL}.zero_stage != 3",
           given=("@num_processes > 1",),
           why="other stages keep the gathered weights of all layers on the device",
           fix=f"{_PARALLEL}.zero_stage = 3"),
-    error("trainer.offload_parameters", "@num_processes = 1",
+    error("trainer.offload = parameters", "@num_processes = 1",
           why="it keeps the shards of several in host memory",
-          fix="start several processes (--nproc N) | trainer.offload_parameters = false"),
-    unused(f"trainer.({'|'.join(_TO_HOST)})", "run.device = cpu",
+          fix="start several processes (--nproc N) | trainer.offload = gradients"),
+    unused("trainer.(offload_activations|offload)", "run.device = cpu",
            why="host memory is all there is, and copies only cost time"),
     error("trainer.enable_sleep", "@num_processes > 1", only=("rl",),
           why="their shards are gathered while the engine is awake, so that it would get no memory",
           fix=f"trainer.enable_sleep = false, where {_PARALLEL}.zero_stage and "
-          "trainer.offload_optimizer save memory"),
-    error("trainer.enable_sleep", "trainer.offload_gradients", only=("rl",),
+          "trainer.offload save memory"),
+    error("trainer.enable_sleep", "trainer.offload = gradients|parameters", only=("rl",),
           why="the one moves masters, moments and gradients to the host while the engine "
           "generates, the other keeps them there for good, so that nothing is left to move",
           fix="trainer.enable_sleep = false"),
@@ -149,11 +140,11 @@ _FORMATS = (
     warning(f"{_PRECISION} = fp8", "trainer.compile = false",
             why="rounding operands by itself takes longer than float8 saves",
             fix="leave trainer.compile unset"),
-    warning(f"{_PRECISION} != default", "trainer.parity.max_kl = unset",
-            given=("trainer.parity.enabled",), only=("rl",),
+    error("trainer.parity <= 0", fix="write auto | off | a limit above 0"),
+    warning(f"{_PRECISION} != default", "trainer.parity = auto", only=("rl",),
             why="its default is for products in the model's own format, and a sound run may exceed "
             "it",
-            fix="set trainer.parity.max_kl to a few times what the gate reports of the first step "
+            fix="set trainer.parity to a few times what the gate reports of the first step "
             "(off_policy/parity/kl)"),
     # Exact mode.
     *(error("model.exact", other, why=why, fix=f"{fix} | model.exact = false", only=_EXACT)
@@ -161,9 +152,9 @@ _FORMATS = (
           (f"{_RANK} > 0", "exact mode computes with whole weights", f"{_RANK} = 0"),
           ("trainer.recompute = selective", "exact mode recomputes whole layers or none",
            "trainer.recompute = full | trainer.recompute = off"),
-          ("trainer.offload_parameters",
+          ("trainer.offload = parameters",
            "exact mode computes with the engine's layers, which hold their weights",
-           "trainer.offload_parameters = false"))),
+           "trainer.offload = gradients"))),
     error("model.exact", "trainer.(recompute_every_n_layers|offload_activations) is set",
           only=_EXACT, given=("trainer.recompute = full",),
           why="exact mode recomputes every layer from its input on the device",
