@@ -175,6 +175,8 @@ def test_a_request_that_does_not_fit_is_named(tmp_path: Path) -> None:
         {"prompt_tokens": 9, "max_tokens": 8},
     )
     workload = read_requests(path, seed=0, vocab_size=VOCAB)
-    workload.check_fits(17, limit="engine.max_model_len")
-    with pytest.raises(UserError, match=r"2/0 has 9 prompt and 8 .* engine.max_model_len is 16"):
-        workload.check_fits(16, limit="engine.max_model_len")
+    workload.check_fits(17, limit="the model's context length")
+    with pytest.raises(
+        UserError, match=r"2/0 has 9 prompt and 8 .* the model's context length is 16"
+    ):
+        workload.check_fits(16, limit="the model's context length")

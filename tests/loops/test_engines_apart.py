@@ -25,7 +25,7 @@ from hone.trainer.trainer import Trainer
 
 APART: dict[str, Any] = {"num_engines": 2}
 AHEAD: dict[str, Any] = {
-    "pipeline": {"enabled": True, "max_staleness": 2, "async_queue_size": 2},
+    "pipeline": {"max_staleness": 2, "async_queue_size": 2},
     "algorithm": {"correction": {"kind": "tis"}},
     "log": {"samples_per_step": 99},
 }
@@ -46,22 +46,13 @@ def trained(folder: Path) -> list[dict[str, Any]]:
     return lines(folder / "samples.jsonl")
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"cluster": APART},
-        {"cluster": APART, "pipeline": {"enabled": True, "max_staleness": 0}},
-        {"pipeline": {"enabled": True, "max_staleness": 0}},
-    ],
-    ids=["apart", "ahead", "in a thread beside the trainer"],
-)
 def test_R19_engines_apart_and_staleness_0_are_the_synchronous_run(
-    make_config: MakeConfig, tmp_path: Path, sections: dict[str, Any]
+    make_config: MakeConfig, tmp_path: Path
 ) -> None:
     """Batches of the engines differ, so the last bits of log-probabilities may."""
     log = {"samples_per_step": 99}
     beside = make_config(run={"dir": tmp_path / "beside"}, log=log)
-    apart = make_config(run={"dir": tmp_path / "apart"}, log=log, **sections)
+    apart = make_config(run={"dir": tmp_path / "apart"}, log=log, cluster=APART)
     expected, rows = run(beside), run(apart)
     assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in expected]
     tokens = [[s["token_ids"] for s in trained(cfg.run.dir)] for cfg in (apart, beside)]
@@ -134,7 +125,7 @@ def test_masks_of_interrupted_samples_leave_every_update_something(
     "sections",
     [
         {"cluster": APART, "rollout": {"oversample_prompts": 2}},
-        {"pipeline": {"enabled": True, "max_staleness": 2}},
+        {"pipeline": {"max_staleness": 2}},
     ],
     ids=["apart", "in a thread"],
 )

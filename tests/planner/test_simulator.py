@@ -117,7 +117,7 @@ def test_staleness_1_overlaps_all_but_the_sync(train_s: float) -> None:
 
 def test_engines_halt_as_in_flight_says() -> None:
     """At the end of a step, or of all samples; what is aborted has its prompt computed again."""
-    apart, ahead = Placement(num_trainers=1, num_engines=1), {"enabled": True, "max_staleness": 3}
+    apart, ahead = Placement(num_trainers=1, num_engines=1), {"max_staleness": 3}
     pause, finish, abort = (
         fixed_lengths(apart, train_s=0.4 * GENERATE, in_flight=how, **ahead)
         for how in ("pause", "finish", "abort")

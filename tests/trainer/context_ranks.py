@@ -29,7 +29,6 @@ from hone.attention import (
 )
 from hone.attention.context_parallel import padded_tokens, token_ranges
 from hone.attention.interface import attention
-from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes
 from hone.distributed.mesh import Mesh
 from hone.models.decoder import hidden_states
@@ -311,22 +310,12 @@ def planted_cases(meshes: dict[str, Mesh], results: dict) -> None:
     results["planted/none"] = model_errors(model, rows, ring)
 
 
-def refusal(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     cpu = torch.device("cpu")
     meshes = {name: Mesh.of_group(sizes, cpu, timeout=TIMEOUT) for name, sizes in MESHES.items()}
-    results: dict = {
-        "refusal": refusal(lambda: attention_errors(meshes["ulysses 4"], (9,), heads=(6, 3))),
-    }
+    results: dict = {}
     attention_cases(meshes, results)
     model_cases(meshes, results)
     planted_cases(meshes, results)

@@ -555,7 +555,7 @@ def restored():
     found = {}
     rows = random_rows(4)
     with TemporaryDirectory() as own_folder:
-        away = {"offload_optimizer": True, "optimizer": {"state_dtype": "bfloat16"}}
+        away = {"offload": "optimizer", "optimizer": {"state_dtype": "bfloat16"}}
         for name, (parallel, knobs) in {
             "data": ({}, STEP),
             "tensor": ({"tensor_parallel_size": 2}, STEP),

@@ -49,7 +49,6 @@ def test_R8_context_parallelism_gives_the_numbers_of_one_process(results):
     assert results["planted/whole chunks leak"] > 0.1
     assert results["planted/one token more leaks"] > 0.1
     assert results["planted/summed gradient"][1] == pytest.approx(WORLD - 1, rel=1e-3)
-    assert "sizes that do: 1, 3, 6" in results["refusal"]
 
 
 def alone_as(rank, *, ring=1, ulysses=1):
