@@ -1,8 +1,8 @@
 """Reinforcement learning of whole weights and of adapters under every memory option of one process,
-against the run without: what is sampled, trained, kept and resumed.
+and under their pairs, against the run without: what is sampled, trained, kept and resumed.
 
 An option either changes no bit of a run, or rounds elsewhere. One that rounds elsewhere is compared
-with the plain run within a tolerance.
+with the plain run within a tolerance, and is the plain run of its pairs, which have its bits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,7 +25,9 @@ from tests.ranks import run_ranks
 from tests.tiny_runs import tiny_config, write_inputs
 from torch import Tensor, nn
 
+from hone.cli.command import plan_here
 from hone.config.engine import EngineConfig
+from hone.config.rules import findings
 from hone.config.trainer import OptimizerConfig, TrainerConfig
 from hone.config.tree import RLConfig
 from hone.data.arithmetic import ALPHABET
@@ -133,6 +136,19 @@ def sections_of(names: tuple[str, ...], adapted: bool) -> Sections:
     return found
 
 
+def agree(names: tuple[str, ...]) -> bool:
+    """Whether no two options want different values of one key."""
+    values: dict[tuple[str, ...], Any] = {}
+    for name in names:
+        for section, keys in OPTIONS[name].items():
+            for key, value in keys.items():
+                parts = value if isinstance(value, dict) else {"": value}
+                for part, wanted in parts.items():
+                    if values.setdefault((section, key, part), wanted) != wanted:
+                        return False
+    return True
+
+
 def config(
     sections: Sections, dtype: str, *, folder: Path, steps: int = STEPS, family: str = "qwen3"
 ) -> RLConfig:
@@ -207,12 +223,32 @@ def begun(
 
 OPTIONS: Mapping[str, Sections] = {**SAME_BITS, **ROUNDS, **MUON, **FOUR_BITS}
 BASES = (*ROUNDS, *MUON, *FOUR_BITS)
+REFUSED: Sequence[set[str]] = (
+    {"offload_optimizer", "muon"},
+    {"offload_gradients", "muon"},
+    {"offload_gradients", "trainer.enable_sleep"},
+)
+"""Pairs that a rule refuses: Muon multiplies whole matrices; nothing is left to move to sleep."""
 
 
 def _singles() -> list[tuple[str, bool]]:
     whole = [(name, False) for name in (*SAME_BITS, *ROUNDS, *MUON)]
     adapted = [(name, True) for name in (*SAME_BITS, *FOUR_BITS)]
     return whole + adapted
+
+
+def base_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in BASES)
+
+
+def _pairs() -> list[tuple[tuple[str, str], bool]]:
+    whole = [(pair, False) for pair in combinations((*SAME_BITS, *ROUNDS, *MUON), 2)]
+    adapted = [
+        (pair, True)
+        for pair in combinations((*SAME_BITS, *ROUNDS, *FOUR_BITS), 2)
+        if FOUR_BITS.keys() & {*pair}
+    ]
+    return [(pair, with_adapters) for pair, with_adapters in whole + adapted if agree(pair)]
 
 
 def assert_same_course(found: Course, expected: Course, *, first_step: int = 1) -> None:
@@ -253,7 +289,7 @@ def test_a_run_goes_on_under_an_option(
     name: str, adapted: bool, dtype: str, tmp_path: Path
 ) -> None:
     """From a checkpoint of the plain run, in the middle, to the end of the plain run."""
-    base = (name,) if name in BASES else ()
+    base = base_of((name,))
     sections = sections_of((name,), adapted)
     shutil.copytree(begun(base, dtype, adapted)[0].name, tmp_path / "run")
     found = course(config(sections, dtype, folder=tmp_path / "run"))
@@ -337,6 +373,22 @@ def test_a_sync_refuses_weights_that_training_did_not_make(
         0,
         EngineState.SYNCING,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("names", "adapted"), _pairs(), ids=str)
+def test_pairs_of_options_change_no_bit(
+    names: tuple[str, str], adapted: bool, dtype: str, tmp_path: Path
+) -> None:
+    cfg = config(sections_of(names, adapted), dtype, folder=tmp_path)
+    if errors := [f for f in findings(plan_here(cfg, 1)) if f.level == "error"]:
+        assert set(names) in REFUSED, errors
+        return
+    assert set(names) not in REFUSED
+    found = course(cfg)
+    if base_of(names) != names:
+        assert_same_course(found, plain(base_of(names), dtype, adapted))
 
 
 @pytest.mark.slow
