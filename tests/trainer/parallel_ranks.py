@@ -644,7 +644,7 @@ def stopped(knobs):
         add(self, to, shard)
 
     with ExitStack() as stack:
-        if knobs.get("offload") == "parameters":
+        if knobs != AWAY:
             hook = trainer.policy.masters[name].register_post_accumulate_grad_hook(
                 lambda master: overflow(master.grad.to_local())
             )

@@ -172,7 +172,7 @@ def test_parts_are_bits_of_the_whole(config_of, model, world, parallel):
 def test_parts_that_wait_on_the_host_are_filled_there(config_of):
     cfg, parallel = config_of("bfloat16 of float32, tied"), {"zero_stage": 3}
     expected = of_each_rank(lambda: whole(cfg), 2, parallel)
-    found = of_each_rank(lambda: deferred(cfg), 2, parallel, offload="parameters")
+    found = of_each_rank(lambda: deferred(cfg), 2, parallel, offload_parameters=True)
     assert not wrong(found, expected)
 
 

@@ -85,9 +85,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("knobs", [{"offload_optimizer": True}, GRADIENTS], ids=["", "gradients"])
+@pytest.mark.parametrize("knobs", [{"offload": "optimizer"}, GRADIENTS], ids=["", "gradients"])
 @pytest.mark.parametrize("name", CASES)
-def test_offload_changes_no_bit(name: str, knobs: dict[str, bool]):
+def test_offload_changes_no_bit(name: str, knobs: dict[str, str]):
     fields = dict(CASES[name])
     settings = fields.pop("settings", {})
     expected = course(trainer_of(model_of(**fields), **settings))
