@@ -359,6 +359,8 @@ ROWS: list[Row] = [
     ("rl", "model.path=empty", "error", "model.path"),
     ("rl", "model.path=bare", "error", "model.init model.path"),
     ("rl", "model.path=mute", "error", "model.tokenizer model.path"),
+    ("rl", "model.path=bare data.chat=always", "error", "data.chat"),
+    ("sft", "model.path=bare data.system_prompt=Answer.", "error", "data.system_prompt"),
     *[(command, f"model.path={path}", level, "model.path")
       for command in ("rl", "sft", "eval", "generate")
       for path, level in (("modle", "error"), ("./modle", "error"), ("~/none", "error"),

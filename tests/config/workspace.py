@@ -55,6 +55,7 @@ def fill(folder: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL_CONFIG))
     (model / "tokenizer.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
     (model / "model.safetensors").write_bytes(b"")
     (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "completion": "2"}\n')
     (folder / "notes.txt").write_text("no data set")

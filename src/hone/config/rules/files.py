@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -16,13 +17,14 @@ from hone.config.load import dump_config
 from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local, settings_file
 from hone.config.rules.facts import FAMILIES
 from hone.config.rules.rule import Rule, error, unused, warning
-from hone.config.rules.view import View, differs, fact
+from hone.config.rules.view import NotKnownError, View, differs, fact
 
 __all__ = ["RULES", "unwritable"]
 
 Found = Iterator[Mapping[str, object]]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _NEEDS_TOKENIZER = ("rl", "sft", "eval", "generate")
 
 
@@ -163,6 +165,24 @@ def lacks_template(view: View) -> bool:
     """Whether the chat template is no file."""
     template = view["model.chat_template"]
     return template is not None and not template.is_file()
+
+
+@fact
+def has_chat_template(view: View) -> bool:
+    """Whether the tokenizer, where its folder is here, has a chat template."""
+    if view["model.chat_template"] is not None:
+        return True
+    folder = Path(view["model.tokenizer"] or view["model.path"] or "")
+    settings = folder / "tokenizer_config.json"
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise NotKnownError("has_chat_template")
+    if any((folder / name).exists() for name in _TEMPLATE_FILES):
+        return True
+    try:
+        held = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    except ValueError:
+        raise NotKnownError("has_chat_template") from None
+    return bool(held.get("chat_template"))
 
 
 _MODEL = (
@@ -331,6 +351,14 @@ _DATA = (
     error("@has_constant_prompts",
           says="data.prompt_template is '{data.prompt_template}', the same text for every row",
           fix="name a column in braces"),
+    error("data.chat = always", "not @has_chat_template",
+          says="data.chat is always, and the tokenizer has no chat template",
+          fix="set model.chat_template to the path of a Jinja file | data.chat = auto"),
+    error("data.system_prompt is set", "not @has_chat_template", given=("data.chat = auto",),
+          says="data.system_prompt is set, and the tokenizer has no chat template",
+          why="a system message is one of a chat",
+          fix="set model.chat_template to the path of a Jinja file | put the text into "
+          "data.prompt_template, and remove data.system_prompt"),
     *(unused(key, "data.chat = never", instead="data.chat = auto")
       for key in ("data.system_prompt", "model.chat_template")),
     unused("data.shuffle", only=("eval", "generate"),
