@@ -93,7 +93,7 @@ def kill_one(run: subprocess.Popen[str], of: int, kind: str = "EngineRank") -> N
 
 def check_trained_once(folder: Path, steps: int) -> None:
     """Every prompt that was trained had all its samples, once."""
-    samples = lines(folder / "samples.jsonl")
+    samples = [row for row in lines(folder / "samples.jsonl") if row["split"] == "train"]
     counts = Counter(sample["prompt_id"] for sample in samples)
     assert len(samples) == steps * PROMPTS * SAMPLES
     assert set(counts.values()) == {SAMPLES}

@@ -43,7 +43,7 @@ def weights(cfg: RLConfig) -> dict[str, torch.Tensor]:
 
 
 def trained(folder: Path) -> list[dict[str, Any]]:
-    return lines(folder / "samples.jsonl")
+    return [row for row in lines(folder / "samples.jsonl") if row["split"] == "train"]
 
 
 def test_R19_engines_apart_and_staleness_0_are_the_synchronous_run(

@@ -79,7 +79,9 @@ def assert_same_run(one: Path, several: Path) -> None:
 def assert_metrics_of_samples(run_dir: Path) -> None:
     """R24: what a row says of its samples, recomputed from the samples on disk."""
     for row in lines(run_dir / "metrics.jsonl"):
-        own = [s for s in lines(run_dir / "samples.jsonl") if s["step"] == row["step"]]
+        place = row["step"], "train"
+        written = lines(run_dir / "samples.jsonl")
+        own = [s for s in written if (s["step"], s["split"]) == place]
         assert row["rollout/samples"] == len(own)
         rewards = [s["reward"] for s in own if s["reward"] is not None]
         assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)

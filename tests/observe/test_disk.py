@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 
 from hone.config.run import LogConfig
 from hone.observe.disk import AppendedFile, DiskError, writing
-from hone.observe.loggers import RunLog, TensorBoardLogger
+from hone.observe.loggers import RunLog
+from hone.observe.trackers import TensorBoardTracker
 from hone.observe.whole_file import write_whole
 
 
@@ -37,7 +38,7 @@ def write_rows(folder: Path) -> None:
 
 
 def write_scalars(folder: Path) -> None:
-    logger = TensorBoardLogger(folder, None)
+    logger = TensorBoardTracker(folder, None)
     for step in range(1, 100):
         logger.log(step, {"reward/mean": 0.5})
 

@@ -1,17 +1,16 @@
-"""The files of a run folder, what resuming cuts off, and trackers that may be missing."""
+"""The files of a run folder, and what resuming cuts off."""
 
 import json
-import sys
+import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hone.config.run import LogConfig
-from hone.observe.loggers import RunLog
+from hone.observe.histogram import Histogram
+from hone.observe.loggers import PER_TOKEN, RunLog
 from tests.observe.fake_run import make_group
 
 PLAIN = LogConfig(to=())
@@ -30,7 +29,7 @@ def write_steps(folder: Path, steps: range, *, resume_step: int | None = None) -
             log.samples(step, [make_group(step, 0, rng)])
 
 
-@pytest.mark.parametrize("name", ["metrics", "events", "samples"])
+@pytest.mark.parametrize("name", ["metrics", "events", "samples", "histograms"])
 def test_resuming_cuts_the_steps_that_come_again(tmp_path: Path, name: str) -> None:
     write_steps(tmp_path, range(1, 8))
     write_steps(tmp_path, range(5, 10), resume_step=5)
@@ -65,14 +64,15 @@ def test_each_row_is_on_disk_at_once_and_valid_json(tmp_path: Path) -> None:
         assert rows(tmp_path / "events.jsonl")[0]["values"] == [1.0, None]
 
 
-def test_samples_are_spread_over_groups_and_complete(tmp_path: Path) -> None:
+def test_samples_are_whole_groups_spread_over_the_step(tmp_path: Path) -> None:
     groups = [make_group(1, index, np.random.default_rng(index)) for index in range(4)]
-    with RunLog(tmp_path, LogConfig(to=(), samples_per_step=4)) as log:
+    with RunLog(tmp_path, LogConfig(to=(), samples_per_step=7)) as log:
         log.samples(1, groups, advantages={groups[0].samples[0].id: 0.5})
         log.samples(2, [])
     written = rows(tmp_path / "samples.jsonl")
-    assert [row["prompt_id"] for row in written] == [group.prompt.id for group in groups]
-    assert [row["advantage"] for row in written] == [0.5, None, None, None]
+    wanted = [sample.id for group in (groups[0], groups[2]) for sample in group.samples]
+    assert [row["id"] for row in written] == wanted
+    assert [row["advantage"] for row in written] == [0.5, *[None] * 7]
     sample = groups[0].samples[0]
     assert sample.reward is not None
     first = written[0]
@@ -81,11 +81,15 @@ def test_samples_are_spread_over_groups_and_complete(tmp_path: Path) -> None:
     assert first["weight_versions"] == sample.weight_versions
     assert first["loss_mask"] == [1] * len(sample.token_ids)
     assert first["prompt_token_ids"] == list(sample.prompt.token_ids)
+    assert first["num_tokens"] == len(sample.token_ids)
     assert (first["reward"], first["reward_parts"]) == (sample.reward.total, sample.reward.parts)
     assert (first["stop_reason"], first["failure"]) == ("eos", None)
+    arrays = [name for name, value in first.items() if isinstance(value, list)]
+    assert arrays[0] == PER_TOKEN
+    assert list(first)[-len(arrays) :] == arrays, "readers of the rest stop there"
 
 
-@pytest.mark.parametrize(("kept", "expected"), [(0, 0), (3, 3), (100, 8)])
+@pytest.mark.parametrize(("kept", "expected"), [(0, 0), (3, 4), (5, 8), (100, 8)])
 def test_samples_per_step(tmp_path: Path, kept: int, expected: int) -> None:
     groups = [make_group(1, index, np.random.default_rng(index)) for index in range(2)]
     with RunLog(tmp_path, LogConfig(to=(), samples_per_step=kept)) as log:
@@ -96,82 +100,41 @@ def test_samples_per_step(tmp_path: Path, kept: int, expected: int) -> None:
     assert all(row["reward"] is None and row["failure"] == "timeout" for row in failed)
 
 
-def test_tensorboard_files_hold_the_scalars(tmp_path: Path) -> None:
-    with RunLog(tmp_path, LogConfig()) as log:
-        for step in (1, 2):
-            log.log(step, {"reward/mean": step / 4})
-    accumulator = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    scalars = accumulator.Scalars("reward/mean")
-    assert [(event.step, event.value) for event in scalars] == [(1, 0.25), (2, 0.5)]
+def test_groups_with_a_failure_come_first_where_asked_for(tmp_path: Path) -> None:
+    groups = [make_group(1, index, np.random.default_rng(index)) for index in (1, 2, 0, 3)]
+    with RunLog(tmp_path, LogConfig(to=(), samples_per_step=4)) as log:
+        log.samples(1, groups, failed_first=True)
+    ids = [row["id"] for row in rows(tmp_path / "samples.jsonl")]
+    assert ids == [sample.id for sample in groups[2].samples]
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_a_missing_tracker_names_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    cfg = LogConfig.model_validate({"to": [name]})
-    with pytest.raises(ValueError, match=rf"{name} in log.to needs .*hone-rl\[{name}\]"):
-        RunLog(tmp_path, cfg)
+def test_histograms_are_of_all_samples_of_a_step(tmp_path: Path) -> None:
+    groups = [make_group(1, index, np.random.default_rng(index)) for index in range(5)]
+    with RunLog(tmp_path, LogConfig(to=(), samples_per_step=4)) as log:
+        log.samples(1, groups)
+        log.samples(2, [], split="eval")
+    (row,) = rows(tmp_path / "histograms.jsonl")
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [sample.reward.total for sample in samples if sample.reward is not None]
+    assert (row["step"], row["split"]) == (1, "train")
+    found = row["reward"]
+    assert (found["low"], found["high"]) == (min(rewards), max(rewards))
+    assert (found["counts"][0], found["counts"][-1]) == (rewards.count(0.1), rewards.count(1.1))
+    assert sum(row["completion_tokens"]["counts"]) == len(samples)
 
 
-class FakeTracker(ModuleType):
-    """Has the calls of Weights & Biases, Trackio and MLflow that the loggers make."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.settings: list[dict[str, Any]] = []
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.finished = 0
-
-    def init(self, **settings: Any) -> "FakeTracker":
-        self.settings.append(settings)
-        return self
-
-    def log(self, scalars: dict[str, float], *, step: int) -> None:
-        self.rows.append((step, scalars))
-
-    def log_metrics(self, scalars: dict[str, float], *, step: int) -> None:
-        self.rows.append((step, scalars))
-
-    def finish(self) -> None:
-        self.finished += 1
-
-    end_run = finish
-
-    def set_experiment(self, name: str) -> None:
-        self.settings.append({"project": name})
-
-    def start_run(self, *, run_name: str) -> None:
-        self.settings[-1]["name"] = run_name
-
-    def log_dict(self, values: dict[str, Any], path: str) -> None:
-        self.settings[-1]["config"] = values
-
-
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_trackers_get_rows_and_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    tracker = FakeTracker(name)
-    monkeypatch.setitem(sys.modules, name, tracker)
-    cfg = LogConfig.model_validate({"to": [name], "project": "sums"})
-    with RunLog(tmp_path, cfg, config={"run": {"seed": 3}}) as log:
-        log.log(4, {"eval/pass@1": 0.5})
-        log.event("checkpoint", step=4)
-    metric = "eval/pass_at_1" if name == "mlflow" else "eval/pass@1"
-    assert tracker.rows == [(4, {metric: 0.5})]
-    settings = tracker.settings[0]
-    assert (settings["project"], settings["name"]) == ("sums", tmp_path.name)
-    assert settings["config"] == {"run": {"seed": 3}}
-    assert tracker.finished == 1
-
-
-def test_a_resumed_run_keeps_its_wandb_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker = FakeTracker("wandb")
-    monkeypatch.setitem(sys.modules, "wandb", tracker)
-    cfg = LogConfig(to=("wandb",))
-    for resume_step in (None, 3, None):
-        RunLog(tmp_path, cfg, resume_step=resume_step).close()
-    first, resumed, fresh = (settings["id"] for settings in tracker.settings)
-    assert first == resumed != fresh
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], None),
+        ([math.nan, math.inf], None),
+        ([2.0, 2.0], (2, 1.5, 2.5)),
+        ([0.0, 3.0, math.nan], (2, 0.0, 3.0)),
+    ],
+    ids=str,
+)
+def test_histogram(values: list[float], expected: tuple[int, float, float] | None) -> None:
+    found = Histogram.of(values)
+    assert (found and (sum(found.counts), found.low, found.high)) == expected
+    if found is not None:
+        assert len(found.edges) == len(found.counts) + 1

@@ -140,12 +140,13 @@ class LogConfig(Section):
     """Where metrics go, beside the console and `metrics.jsonl`."""
 
     to: tuple[Tracker, ...] = ("tensorboard",)
-    """Who receives metrics: TensorBoard as files in the run folder, Weights & Biases, MLflow,
-    Trackio; each but the first needs the extra of its name."""
+    """Who receives metrics, tables of samples and histograms: TensorBoard as files in the run
+    folder, Weights & Biases, MLflow (no histograms), Trackio; each but the first needs the extra of
+    its name."""
 
     project: str = "hone"
     """Project name at those trackers."""
 
     samples_per_step: int = Field(default=8, ge=0)
-    """Samples written to `samples.jsonl` each step, with ids, log-probs and reward parts; a number
-    of at least a step's samples keeps all."""
+    """Samples written to `samples.jsonl` and to trackers each step, and of each evaluation, in
+    whole groups, the last of which may pass this number; at least a step's samples keeps all."""

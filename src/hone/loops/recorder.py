@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import psutil
@@ -172,6 +173,17 @@ class Recorder:
         """Keep the groups of the step in progress until `record`; where the step fails, they are
         what a person wants to see."""
         self._unrecorded = step, groups, "train"
+
+    def evaluated(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write some of the samples of an evaluation, which come prompt by prompt."""
+        if self.log is not None:
+            by_group = groupby(samples, key=lambda sample: sample.id.rpartition("/")[0])
+            groups = [(name, list(held)) for name, held in by_group]
+            self.log.samples(
+                step,
+                [Group(id=name, prompt=held[0].prompt, samples=held) for name, held in groups],
+                split="eval",
+            )
 
     def unscored(self, step: int, samples: Sequence[Sample], *, split: str) -> None:
         """Keep samples of which too many have no reward, in place of the groups of the step."""

@@ -174,7 +174,6 @@ class RLRun(Run[list[Group]]):
     def evaluate(self, step: int) -> Metrics:
         """A signal ends it at once, since nothing of it has to be saved, and sampling and scoring a
         large held-out set takes longer than a scheduler waits between SIGTERM and SIGKILL."""
-        del step
         cfg, prompts = self.cfg, self.sampling.data.eval
         with self._reserve_cpu_core():
             stop = self.interrupt.has_come
@@ -182,6 +181,7 @@ class RLRun(Run[list[Group]]):
         if samples is None:
             return {}
         check_failure_rate(samples, cfg.reward.max_failure_rate)
+        self.recorder.evaluated(step, samples)
         rule = self._pass_rule or pass_rule(samples, cfg.eval, cfg.reward)
         if self._pass_rule is None and any(sample.valid for sample in samples):
             self._pass_rule = rule

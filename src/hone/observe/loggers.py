@@ -5,44 +5,36 @@
         log.event("alarm", step=step, metric="train/grad_norm")
         log.samples(step, groups)
 
-The run folder holds `metrics.jsonl` (one row a step), `events.jsonl` and `samples.jsonl`; each row
-is written and flushed at once, so that a killed run keeps every finished step. When a run resumes
-at step s, rows of steps >= s are cut off: they are about to be computed again.
+The run folder holds `metrics.jsonl` (one row a step), `events.jsonl`, `samples.jsonl` (some groups
+of each step, whole) and `histograms.jsonl` (of all its samples); each row is written and flushed at
+once, so that a killed run keeps every finished step. When a run resumes at step s, rows of steps
+>= s are cut off: they are about to be computed again.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 import time
-import uuid
 from collections.abc import Mapping, Sequence
-from importlib import import_module
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeVar
 
-from hone.config.extras import import_extra
 from hone.config.run import LogConfig
 from hone.observe.disk import AppendedFile, writing
+from hone.observe.histogram import Histogram
+from hone.observe.trackers import Tracker, start_trackers
 from hone.observe.whole_file import whole_file
 from hone.types import Group, Sample
 
-__all__ = ["RunLog", "TensorBoardLogger", "append_event", "json_line", "sample_row"]
+__all__ = ["PER_TOKEN", "RunLog", "append_event", "json_line", "sample_row"]
 
+PER_TOKEN = "prompt_token_ids"
+"""The first of the fields of a sample's row that have a value for each token."""
 
-class Tracker(Protocol):
-    """A destination of scalars besides the run folder; events and samples stay there."""
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the metrics of one step."""
-        ...
-
-    def close(self) -> None:
-        """Flush and release; the tracker is not used afterwards."""
-        ...
+Item = TypeVar("Item")
 
 
 _KEY = "run.dir"
@@ -112,94 +104,6 @@ def _event(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": kind, "timestamp_s": time.time(), **fields}
 
 
-class TensorBoardLogger:
-    """A TensorBoard event file in `<run_dir>/tensorboard`.
-
-    Written here, and not by TensorBoard's own writer, whose thread prints a traceback where the
-    disk is full and loses the error.
-    """
-
-    def __init__(self, run_dir: Path, resume_step: int | None) -> None:
-        records = import_extra(
-            "tensorboard",
-            module="tensorboard.summary.writer.record_writer",
-            needed_by="tensorboard in log.to",
-        )
-        self._event: Any = import_module("tensorboard.compat.proto.event_pb2")
-        self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendedFile(run_dir / "tensorboard" / name, _KEY)
-        self._records = records.RecordWriter(self._file)
-        self._write(file_version="brain.Event:2")
-        if resume_step is not None:  # what earlier launches wrote of these steps is not shown
-            start = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._write(step=resume_step, session_log=start)
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        values = [
-            self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()
-        ]
-        self._write(step=step, summary=self._summary(value=values))
-
-    def _write(self, **fields: Any) -> None:
-        event = self._event.Event(wall_time=time.time(), **fields)
-        self._records.write(event.SerializeToString())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _WandbLogger:
-    """Weights & Biases, or Trackio, which has the same calls."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _wandb(run_dir: Path, resume_step: int | None, **settings: Any) -> _WandbLogger:
-    """A resumed run goes on under the id kept in the run folder."""
-    id_file = run_dir / "wandb_id.txt"
-    if resume_step is None or not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex)
-    run_id = id_file.read_text()
-    init = _import_tracker("wandb").init
-    return _WandbLogger(init(id=run_id, resume="allow", dir=str(run_dir), **settings))
-
-
-def _trackio(resume_step: int | None, **settings: Any) -> _WandbLogger:
-    """A resumed run goes on under its name."""
-    resume = "never" if resume_step is None else "allow"
-    return _WandbLogger(_import_tracker("trackio").init(resume=resume, **settings))
-
-
-class _MLflowLogger:
-    """An MLflow run in the experiment `project`."""
-
-    def __init__(self, *, project: str, name: str, config: Mapping[str, Any]) -> None:
-        self._mlflow = _import_tracker("mlflow")
-        self._mlflow.set_experiment(project)
-        self._mlflow.start_run(run_name=name)
-        self._mlflow.log_dict(config, "config.json")
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        # MLflow names may hold letters, digits, and "_-. /:" only: pass@1 is not one.
-        rows = {name.replace("@", "_at_"): value for name, value in scalars.items()}
-        self._mlflow.log_metrics(rows, step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
-
-
-def _import_tracker(name: str) -> Any:
-    return import_extra(name, needed_by=f"{name} in log.to")
-
-
 class RunLog:
     """The files of a run folder, and the trackers that are switched on.
 
@@ -216,24 +120,13 @@ class RunLog:
         resume_step: int | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._trackers: list[Tracker] = []
-        settings: dict[str, Any] = {
-            "project": cfg.project,
-            "name": run_dir.name,
-            "config": dict(config or {}),
-        }
-        self._metrics, self._events, self._samples = (
+        self._metrics, self._events, self._samples, self._histograms = (
             _JsonLines(run_dir / f"{name}.jsonl", resume_step)
-            for name in ("metrics", "events", "samples")
+            for name in ("metrics", "events", "samples", "histograms")
         )
-        if "tensorboard" in cfg.to:
-            self._trackers.append(TensorBoardLogger(run_dir, resume_step))
-        if "wandb" in cfg.to:
-            self._trackers.append(_wandb(run_dir, resume_step, **settings))
-        if "trackio" in cfg.to:
-            self._trackers.append(_trackio(resume_step, **settings))
-        if "mlflow" in cfg.to:
-            self._trackers.append(_MLflowLogger(**settings))
+        self._trackers: Sequence[Tracker] = start_trackers(
+            cfg, run_dir, resume_step=resume_step, config=config or {}
+        )
         self._samples_per_step = cfg.samples_per_step
 
     def __enter__(self) -> Self:
@@ -266,36 +159,68 @@ class RunLog:
         split: str = "train",
         failed_first: bool = False,
     ) -> None:
-        """Write `log.samples_per_step` samples, spread evenly over the step's groups; with
-        `failed_first` others only where fewer have failed.
+        """Write whole groups, spread evenly over the step's, until they hold `samples_per_step`
+        samples; with `failed_first` groups without a failed sample only where others are too few.
+        The histograms are of all samples.
 
         `advantages` maps sample ids to the advantage each was trained with.
         """
-        failed: list[Sample] = []
-        others: list[Sample] = []
-        for sample in (sample for group in groups for sample in group.samples):
-            (failed if failed_first and sample.failure is not None else others).append(sample)
-        chosen = _spread(failed, self._samples_per_step)
-        for sample in chosen + _spread(others, self._samples_per_step - len(chosen)):
-            row = {"step": step, "split": split, **sample_row(sample)}
-            if advantages is not None:
-                row["advantage"] = advantages.get(sample.id)
-            self._samples.write(row)
+        rows: list[dict[str, Any]] = []
+        for group in _chosen(groups, self._samples_per_step, failed_first=failed_first):
+            for sample in group.samples:
+                place = {"step": step, "split": split}
+                advantage = {} if advantages is None else {"advantage": advantages.get(sample.id)}
+                row = place | advantage | sample_row(sample)
+                rows.append(row)
+                self._samples.write(row)
+        histograms = _histograms(groups)
+        if histograms:
+            plain = {name: asdict(histogram) for name, histogram in histograms.items()}
+            self._histograms.write({"step": step, "split": split, **plain})
+        for tracker in self._trackers:
+            tracker.samples(step, split, rows, histograms)
 
     def close(self) -> None:
         """Flush and release all of them."""
-        for destination in (self._metrics, self._events, self._samples, *self._trackers):
+        files = (self._metrics, self._events, self._samples, self._histograms)
+        for destination in (*files, *self._trackers):
             destination.close()
 
 
-def _spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+def _chosen(groups: Sequence[Group], num_samples: int, *, failed_first: bool) -> list[Group]:
+    """As few groups as hold `num_samples` samples, evenly."""
+    largest = max((len(group.samples) for group in groups), default=0)
+    count = math.ceil(num_samples / max(largest, 1))
+    failed: list[Group] = []
+    others: list[Group] = []
+    for group in groups:
+        has_failed = any(sample.failure is not None for sample in group.samples)
+        (failed if failed_first and has_failed else others).append(group)
+    chosen = _spread(failed, count)
+    return chosen + _spread(others, count - len(chosen))
+
+
+def _spread(items: Sequence[Item], count: int) -> list[Item]:
     """At most `count` of them, evenly."""
-    count = min(count, len(samples))
-    return [samples[position * len(samples) // count] for position in range(count)]
+    count = min(count, len(items))
+    return [items[position * len(items) // count] for position in range(count)]
+
+
+def _histograms(groups: Sequence[Group]) -> dict[str, Histogram]:
+    """Of the samples of a step, by name; none without samples."""
+    samples = [sample for group in groups for sample in group.samples]
+    found = {
+        "reward": Histogram.of([s.reward.total for s in samples if s.reward is not None]),
+        "completion_tokens": Histogram.of([len(s.token_ids) for s in samples]),
+    }
+    return {name: histogram for name, histogram in found.items() if histogram is not None}
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:
-    """Everything needed to find a sample again and to recompute its metrics, ready for JSON."""
+    """Everything needed to find a sample again and to recompute its metrics, ready for JSON.
+
+    What has a value for each token comes last: who wants the rest alone need not parse it.
+    """
     return {
         "id": sample.id,
         "prompt_id": sample.prompt.id,
@@ -304,14 +229,15 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "prompt": sample.prompt.text,
         "answer": sample.prompt.answer,
         "text": sample.text,
-        "prompt_token_ids": list(sample.prompt.token_ids),
-        "token_ids": sample.token_ids,
-        "logprobs": sample.logprobs,
-        "weight_versions": sample.weight_versions,
-        "loss_mask": [int(trained) for trained in sample.loss_mask],
+        "num_tokens": len(sample.token_ids),
         "stop_reason": str(sample.stop_reason),
         "reward": None if sample.reward is None else sample.reward.total,
         "reward_parts": {} if sample.reward is None else dict(sample.reward.parts),
         "failure": None if sample.failure is None else str(sample.failure),
         "failure_detail": sample.failure_detail,
+        PER_TOKEN: list(sample.prompt.token_ids),
+        "token_ids": sample.token_ids,
+        "logprobs": sample.logprobs,
+        "weight_versions": sample.weight_versions,
+        "loss_mask": [int(trained) for trained in sample.loss_mask],
     }
