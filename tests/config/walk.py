@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -307,7 +306,7 @@ class Recorder(contextlib.ExitStack):
         self._record(patch, Trainer, "sleep")
         self._record(patch, datasets, "load_dataset", result=_some_rows)
         self._fake_ray(patch)
-        tracker = SimpleNamespace(__spec__=None, init=MagicMock())
+        tracker = MagicMock(__spec__=None)
         tracker.__name__ = "wandb"
         patch.setitem(sys.modules, "wandb", tracker)
         self._record(patch, tracker, "init", keys=("project",))
