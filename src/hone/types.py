@@ -107,7 +107,11 @@ class Prompt:
     """Ground truth handed to the rewards."""
     task: str = "default"
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The remaining columns of the row."""
+    """The columns of the row; that of the answer holds what `answer_pattern` took out of it."""
+    unrendered: str | list[Message] = ""
+    """The prompt as the row has it: text or messages, before any template."""
+    raw_answer: Any = None
+    """The answer as the row has it, before it is made a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,6 @@ def fill(folder: Path) -> None:
         (folder / name / "config.json").write_text(json.dumps(MODEL_CONFIG | fields))
     (folder / "empty").mkdir()
     (folder / "scores.py").write_text("def score(completion, answer):\n    return 1.0\n")
-    (folder / "silent.py").write_text("def score(completions):\n    return 1.0\n")
+    (folder / "silent.py").write_text("def score():\n    return 1.0\n")
     (folder / "needy.py").write_text("def score(completion, depth):\n    return 1.0\n")
     (folder / "broken.py").write_text("def score(:\n")

@@ -22,7 +22,8 @@ def map_dicts(rows, *, demonstrations=False, named=None, **settings):
 def test_usual_names_are_found(name, answer):
     (example,) = map_dicts([{name: "2+2", answer: "4", "level": 3}])
     assert (example.id, example.prompt, example.answer) == ("f:1", "2+2", "4")
-    assert (example.task, example.metadata) == ("f", {"level": 3})
+    assert (example.task, example.raw_answer) == ("f", "4")
+    assert example.metadata == {name: "2+2", answer: "4", "level": 3}  # under their own names too
 
 
 def test_rows_as_verl_writes_them():
@@ -34,23 +35,32 @@ def test_rows_as_verl_writes_them():
     }
     (example,) = map_dicts([row])
     assert (example.prompt, example.answer, example.task) == ([USER], "42", "openai/gsm8k")
-    assert example.metadata["extra_info"] == {"split": "train", "index": 0}
+    assert (example.raw_answer, example.metadata) == (42, row)
     (example,) = map_dicts([row], named={"answer": "extra_info.split"}, task="mine")
     assert (example.answer, example.task) == ("train", "mine")
 
 
-def test_named_columns_win_and_the_rest_is_metadata():
+def test_named_columns_win():
     row = {"q.1": "two?", "prompt": "other", "gold": ["2", "two"], "kind": "easy"}
     (example,) = map_dicts([row], named={"prompt": "q.1", "answer": "gold", "task": "kind"})
     assert (example.prompt, example.answer, example.task) == ("two?", '["2", "two"]', "easy")
-    assert example.metadata == {"prompt": "other"}
+    assert example.raw_answer == ["2", "two"]
+    assert example.metadata == row
+
+
+def test_rewards_get_the_answer_that_a_pattern_takes_out():
+    row = {"prompt": "a", "solution": "so #### 4", "meta": {"truth": "x 5"}}
+    (example,) = map_dicts([row], answer_pattern=r"####\s*(.+)")
+    assert (example.answer, example.raw_answer, example.metadata["solution"]) == ("4", "4", "4")
+    (example,) = map_dicts([row], named={"answer": "meta.truth"}, answer_pattern=r"\d")
+    assert (example.raw_answer, example.metadata) == ("5", row)
 
 
 def test_no_answer_column_is_fine_and_completions_stay_for_the_rewards():
     (example,) = map_dicts([{"prompt": "a", "response": "b"}])
     assert example.answer is None
     assert example.completion is None
-    assert example.metadata == {"response": "b"}
+    assert example.metadata["response"] == "b"
 
 
 def test_nulls_that_parquet_adds_to_messages_are_removed():

@@ -34,7 +34,8 @@ def test_a_prompt_carries_its_row(tmp_path):
     data = load(source(tmp_path, "math", rows(3)), shuffle=False)
     first, second, _ = data.train.take(3)
     assert (first.id, second.id) == ("math:1", "math:2")
-    assert (second.answer, second.task, second.metadata) == ("1", "math", {"kind": 1})
+    assert (second.answer, second.task, second.unrendered) == ("1", "math", "ppppp")
+    assert second.metadata == {"prompt": "ppppp", "answer": "1", "kind": 1}
     assert second.text == "ppppp"
     assert list(second.token_ids) == TOKENIZER("ppppp")["input_ids"]
     assert data.eval == []

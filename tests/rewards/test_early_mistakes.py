@@ -65,7 +65,10 @@ def encode(text: str) -> list[int]:
 FLAWS = {
     "def f(): return 1.0": "takes nothing of a sample",
     "def f(*args): return 1.0": "takes nothing of a sample",
-    "def f(completions): return [1.0]": "called once a sample",
+    "def f(completions): return [1.0]": None,
+    "def f(completions, completion): return [1.0]": "keep one of them",
+    "def f(solution_str, ground_truth, level): return 1.0": "needs 'level' beside",
+    "def f(queries, prompts, labels, **rest): return [1.0]": None,
     "def f(completion, /): return 1.0": "position only",
     "def f(completion, sclae=1): return 1.0": "Did you mean 'sclae'",
     "def f(completion, **rest): return 1.0": None,
@@ -99,7 +102,7 @@ def test_columns_are_checked_where_the_data_are_here(tmp_path: Path) -> None:
     data = DataConfig.model_validate({"train": [{"path": str(tmp_path / "d.jsonl")}]})
     good = reward(tmp_path / "g.py", "def f(completion, answer, prompt, level=1): return 1.0")
     assert told_of(good, data) == []
-    for name, told in (("level", "line 2"), ("question", "`prompt`"), ("levle", "line 1")):
+    for name, told in (("level", "line 2"), ("levle", "Did you mean 'level'?")):
         cfg = reward(tmp_path / "b.py", f"def f(completion, {name}): return 1.0")
         (finding,) = told_of(cfg, data)
         assert finding.level == "error"

@@ -193,7 +193,6 @@ def test_resolve_errors(tmp_path, spec, parts):
 @pytest.mark.parametrize(
     ("function", "args", "part"),
     [
-        (lambda completions: [1.0], {}, "`completion`"),
         (lambda a, /: 1.0, {}, "by position only"),
         (lambda completion: 1.0, {"alhpa": 1}, "no parameter 'alhpa'"),
         (lambda completion, alpha: 1.0, {"alhpa": 1}, "Did you mean 'alpha'"),

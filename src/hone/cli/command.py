@@ -288,7 +288,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
     named = isinstance(cfg, RLConfig | EvaluateConfig) and needs_columns(cfg.reward)
     unread: list[dict[str, Any]] = []
     problems: list[dict[str, Any]] = []
-    rows: list[tuple[str, Collection[str], Collection[str]]] = []
+    rows: list[tuple[str, Collection[str]]] = []
     for section in ("train", "eval"):
         for index, source in enumerate(getattr(data, section)):
             path = Path(source.path).expanduser()
@@ -308,7 +308,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                     examples = map_rows(
                         read, source, name=source.path, demonstrations=demonstrations
                     )
-                    rows += [(x.location, x.columns, x.metadata) for x in examples]
+                    rows += [(x.location, x.columns) for x in examples]
                 except UserError as error:
                     problems.append({"key": key, "problem": f"{error}"})
     return {"data_problems": problems} | (

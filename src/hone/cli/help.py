@@ -9,11 +9,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from hone.config import UserError
 from hone.config.base import Section
 from hone.config.schema import Field, fields, is_section
+from hone.config.signatures import OWN, SHAPES
 from hone.config.tree import (
     BenchEngineConfig,
     BenchTrainConfig,
@@ -66,6 +68,8 @@ def print_help(command: str, sections: Sequence[str]) -> int:
     for field in shown:
         for line in _lines(field):
             console.print(line)
+    if sections and any(field.key == "reward.functions" for field in shown):
+        console.print(_shapes())
     return 0
 
 
@@ -85,6 +89,24 @@ def _lines(field: Field) -> Iterator[Text | Padding]:
         "  ", (f"--{field.key}", "bold cyan"), f"  {field.allowed}  ", (f"[{state}]", "green")
     )
     yield Padding(Text(field.help), (0, 0, 0, 6), expand=False)
+
+
+def _shapes() -> Table:
+    """What functions of each framework's shape are called with, and what they return."""
+    table = Table(
+        *("shape of", "known by", "arguments, by name", "returns"),
+        title="\nA function is called in the shape that its signature shows",
+        title_justify="left",
+        show_lines=True,
+    )
+    for shape in (OWN, *SHAPES):
+        arguments = ", ".join(shape.given)
+        if shape.takes_columns:
+            arguments += "; any column of the data"
+        arguments += f". {shape.called_with[0].upper()}{shape.called_with[1:]}"
+        known = "everything else" if shape.mark is None else shape.mark
+        table.add_row(shape.framework, known, arguments, shape.returns)
+    return table
 
 
 def _default(value: Any) -> str:

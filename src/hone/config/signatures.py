@@ -1,24 +1,30 @@
 """Which arguments a reward function takes, beside those that it can be given.
 
-The same rules serve a function that has been imported, in a worker, and one whose file is only
-parsed, before a run.
+A function is called in the shape that its signature shows: hone's own, or one of those that TRL,
+verl and OpenRLHF call. The same rules serve a function that has been imported, in a worker, and one
+whose file is only parsed, before a run.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     "GIVEN",
+    "OWN",
+    "SHAPES",
+    "Shape",
     "did_you_mean",
     "missing_column",
     "needed_columns",
     "parsed_parameters",
+    "shape_of",
     "signature_problem",
 ]
 
@@ -35,22 +41,94 @@ GIVEN = (
 )
 """Names of the arguments every sample has."""
 
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How functions of one framework are called, and what they return."""
+
+    framework: str
+    mark: str | None
+    """The parameter by which a function of this shape is recognised."""
+    given: tuple[str, ...]
+    """Arguments that every call brings."""
+    takes_columns: bool
+    """Any other parameter may be a column of the data."""
+    called_with: str
+    """For messages."""
+    returns: str
+    """For help."""
+
+
+OWN = Shape(
+    "hone",
+    None,
+    GIVEN,
+    takes_columns=True,
+    called_with="one sample",
+    returns="a number; None: it does not apply; or a dict with `score` and further numbers",
+)
+SHAPES = (
+    Shape(
+        "TRL",
+        "completions",
+        (
+            "prompts",
+            "completions",
+            "completion_ids",
+            "trainer_state",
+            "log_metric",
+            "log_extra",
+            "answer",
+            "task",
+        ),
+        takes_columns=True,
+        called_with="lists of one sample; completions of conversational data as messages",
+        returns="a list of a number, or None: it does not apply",
+    ),
+    Shape(
+        "verl",
+        "solution_str",
+        ("data_source", "solution_str", "ground_truth", "extra_info"),
+        takes_columns=False,
+        called_with="one sample",
+        returns="a number, or a dict with `score`, of which further numbers become metrics",
+    ),
+    Shape(
+        "OpenRLHF",
+        "queries",
+        ("queries", "prompts", "labels"),
+        takes_columns=False,
+        called_with="lists of one sample, a query being the prompt and the completion",
+        returns="a list or tensor of a number, or a dict with `rewards`, of which `scores` and "
+        "`extra_logs` become metrics",
+    ),
+)
+"""The shapes of other frameworks; `OWN` is that of a function which has no mark of theirs."""
+
 _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def shape_of(parameters: Iterable[Parameter]) -> Shape:
+    """The shape that a signature shows."""
+    names = {parameter.name for parameter in parameters}
+    return next((shape for shape in SHAPES if shape.mark in names), OWN)
 
 
 def signature_problem(
     parameters: Sequence[Parameter], spec: str, args: Mapping[str, Any]
 ) -> str | None:
-    """Why the function `spec` cannot be called with a sample's arguments and `args`, or None.
+    """Why the function `spec` cannot be called in its shape with `args`, or None.
 
-    A required parameter that is neither in `GIVEN` nor in `args` is taken for a column of the data.
+    A required parameter that its shape does not give and that is not in `args` is taken for a
+    column of the data, where the shape's framework passes columns.
     """
-    names = [parameter.name for parameter in parameters]
+    shape = shape_of(parameters)
     takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
-    if "completions" in names:
+    named = [p.name for p in parameters if p.kind not in _VARIABLE]
+    if shape is not OWN and "completion" in named:
         return (
-            f"'{spec}' takes a list, `completions`; a reward is called once a sample, so take "
-            f"`completion` and return one number"
+            f"'{spec}' takes `completion`, as hone's own functions, and `{shape.mark}`, as those "
+            f"of {shape.framework}; keep one of them"
         )
     for parameter in parameters:
         if parameter.kind is Parameter.POSITIONAL_ONLY and parameter.default is Parameter.empty:
@@ -58,11 +136,16 @@ def signature_problem(
                 f"'{spec}' takes '{parameter.name}' by position only; arguments are passed by "
                 f"name, so remove the `/` from its signature"
             )
-    if clash := sorted(args.keys() & set(GIVEN)):
+    if clash := sorted(args.keys() & set(shape.given)):
         return f"args of '{spec}' set {clash}, which every sample brings; rename them"
+    if not shape.takes_columns and (missing := _not_given(parameters, args, shape)):
+        return (
+            f"'{spec}' is called as {shape.framework}'s reward functions, by "
+            f"{', '.join(shape.given)}, and needs '{missing[0]}' beside them: give it a default, "
+            "or a value in args"
+        )
     if takes_all:
         return None
-    named = [p.name for p in parameters if p.kind not in _VARIABLE]
     if unknown := sorted(args.keys() - set(named)):
         hint = did_you_mean(unknown[0], named) or f" It takes: {', '.join(named) or 'nothing'}."
         return f"'{spec}' has no parameter '{unknown[0]}', which args set.{hint}"
@@ -76,26 +159,28 @@ def signature_problem(
 
 def needed_columns(parameters: Sequence[Parameter], args: Mapping[str, Any]) -> list[str]:
     """Required parameters that only a column of the data can give."""
+    shape = shape_of(parameters)
+    return _not_given(parameters, args, shape) if shape.takes_columns else []
+
+
+def _not_given(parameters: Sequence[Parameter], args: Mapping[str, Any], shape: Shape) -> list[str]:
+    """Required parameters that neither `args` nor the shape gives."""
     return [
         parameter.name
         for parameter in parameters
         if parameter.default is Parameter.empty
         and parameter.kind not in _VARIABLE
         and parameter.name not in args
-        and parameter.name not in GIVEN
+        and parameter.name not in shape.given
     ]
 
 
-def missing_column(
-    spec: str, name: str, place: str, *, columns: Collection[str], given: Collection[str]
-) -> str:
-    """What to tell where a row with `columns`, of which functions are given `given` under their
-    own names, lacks one that a function asks for."""
+def missing_column(spec: str, name: str, place: str, columns: Collection[str]) -> str:
+    """What to tell where a row with `columns` lacks one that a function asks for."""
     has = ", ".join(sorted(columns)) or "none"
     return (
-        f"'{spec}' needs '{name}', which is neither in its args nor a column that it is given of "
-        f"{place} (columns: {has}).{did_you_mean(name, [*given, *GIVEN])} The columns of the "
-        "prompt, the answer and the task go by the names `prompt`, `answer` and `task`."
+        f"'{spec}' needs '{name}', which is neither in its args nor a column of {place} (columns: "
+        f"{has}).{did_you_mean(name, [*columns, *GIVEN])}"
     )
 
 

@@ -42,8 +42,11 @@ class Example:
     """The demonstration as an assistant turn; None unless one was asked for."""
     task: str
     metadata: dict[str, Any]
+    """What rewards get: the row, with the column of the answer as `answer_pattern` leaves it."""
     columns: Mapping[str, Any]
     """The whole row, for prompt templates."""
+    raw_answer: Any
+    """The answer before it is made a text, or what `answer_pattern` took out of it."""
 
 
 def map_rows(
@@ -52,7 +55,7 @@ def map_rows(
     """Examples of a source, with ids `<name>:<row>` counted from 1.
 
     With `demonstrations` the completion is required and the answer left alone; without, the
-    completion column, if any, stays in the metadata. Raises UserError naming row and remedy.
+    completion column, if any, is one like others. Raises UserError naming row and remedy.
     """
     chosen = {
         "prompt": _choose(rows, source, "prompt", required=True),
@@ -103,15 +106,21 @@ class _RowReader:
         task = self.default_task
         if self.chosen["task"] is not None:
             task = as_text(self._required(row, "task"))
+        answer, column = self._answer(row), self.chosen.get("answer")
+        raw, metadata = _value(row.columns, column), dict(row.columns)
+        if self.pattern is not None:
+            raw = answer
+            metadata |= {column: answer} if column in metadata else {}
         return Example(
             id=row_id,
             location=row.location,
             prompt=prompt,
-            answer=self._answer(row),
+            answer=answer,
             completion=completion,
             task=task,
-            metadata={k: v for k, v in row.columns.items() if k not in self.chosen.values()},
+            metadata=metadata,
             columns=row.columns,
+            raw_answer=raw,
         )
 
     def check_kinds(self, row: Row, kinds: dict[str, tuple[str, str]]) -> None:

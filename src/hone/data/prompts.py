@@ -59,4 +59,6 @@ def _prompt(example: Example, rendered: Rendered) -> Prompt:
         answer=example.answer,
         task=example.task,
         metadata=example.metadata,
+        unrendered=example.prompt,
+        raw_answer=example.raw_answer,
     )

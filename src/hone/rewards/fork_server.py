@@ -172,9 +172,9 @@ class ForkServer:
     def _read(self, worker: _Worker, message: Mapping[str, Any]) -> None:
         if "error" in message:
             self.fail(str(message["error"]))
-        elif "columns" in message:
+        elif "signatures" in message:
             worker.is_ready = True
-            self.driver.put(pickle.dumps(("columns", message["columns"])))
+            self.driver.put(pickle.dumps(("signatures", message["signatures"])))
         elif "function" in message:
             worker.function = range(len(self.job.functions))[message["function"]]
             worker.since = time.monotonic()

@@ -44,15 +44,16 @@ class Pool:
     def __init__(self, job: Job) -> None:
         self.num_kills = 0
         """Workers killed at a deadline."""
-        self.needed_columns: list[list[str]] | None = None
-        """Of the data, by function; None until the first worker has loaded the functions."""
+        self.signatures: list[dict[str, Any]] | None = None
+        """Of each function the `columns` of the data that it needs and the `framework` in whose
+        shape it is called; None until the first worker has loaded them."""
         self._job = job
         self._pending: set[int] = set()  # tickets
         self._verdicts: list[tuple[int, Verdict]] = []
         self._process, self._stream = _start_fork_server(job)
         try:
             started, warned_s = time.monotonic(), 0.0
-            while self.needed_columns is None:
+            while self.signatures is None:
                 self._wait(_SLOW_IMPORT_S)
                 self._receive()
                 if (seconds := time.monotonic() - started) > warned_s + _SLOW_IMPORT_S:
@@ -111,8 +112,8 @@ class Pool:
             what, *rest = pickle.loads(body)
             if what == "error":
                 raise ValueError(*rest)
-            if what == "columns":
-                (self.needed_columns,) = rest
+            if what == "signatures":
+                (self.signatures,) = rest
                 continue
             ticket, verdict, is_killed = rest
             self.num_kills += is_killed

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hone.config.signatures import did_you_mean, needed_columns, signature_problem
+from hone.config.signatures import did_you_mean, needed_columns, shape_of, signature_problem
 
 __all__ = ["check_signature", "error_location", "resolve"]
 
@@ -46,8 +46,11 @@ def resolve(spec: str) -> Callable[..., Any]:
     return function
 
 
-def check_signature(function: Callable[..., Any], spec: str, args: Mapping[str, Any]) -> list[str]:
-    """The columns that `function` needs beside a sample's arguments and `args`.
+def check_signature(
+    function: Callable[..., Any], spec: str, args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The `columns` that `function` needs beside a sample's arguments and `args`, and the
+    `framework` in whose shape it is called.
 
     Raises ValueError where it cannot be called with these.
     """
@@ -61,7 +64,10 @@ def check_signature(function: Callable[..., Any], spec: str, args: Mapping[str, 
     problem = signature_problem(parameters, spec, args)
     if problem is not None:
         raise ValueError(problem)
-    return needed_columns(parameters, args)
+    return {
+        "columns": needed_columns(parameters, args),
+        "framework": shape_of(parameters).framework,
+    }
 
 
 def error_location(error: BaseException, file: str | None = None) -> str:

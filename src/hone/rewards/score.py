@@ -12,43 +12,25 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from numbers import Real
 from types import ModuleType
 from typing import Any
 
+from hone.config.signatures import shape_of
 from hone.rewards.builtin import Builtin
 from hone.rewards.resolve import error_location
+from hone.rewards.shapes import InvalidScoreError, Part, ScoreTypeError, call_arguments, read_part
 from hone.types import FailureKind, Reward, Sample
 
 __all__ = [
-    "InvalidScoreError",
-    "Part",
     "RewardFunction",
     "Verdict",
     "arguments",
-    "read_part",
     "score",
 ]
 
 MAX_DETAIL_CHARS = 2000
-
-
-class InvalidScoreError(Exception):
-    """A reward function returned something that is not a score."""
-
-
-class ScoreTypeError(InvalidScoreError):
-    """What it returned is not even of a type that a score may have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one function said about one sample; None: it does not apply."""
-
-    score: float | None
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +46,8 @@ class Verdict:
 
 
 class RewardFunction:
-    """A function with its name, weight and arguments, called with what its signature names."""
+    """A function with its name, weight and arguments, called with what its signature names, in the
+    shape that it shows."""
 
     def __init__(
         self, function: Callable[..., Any], *, name: str, weight: float, args: Mapping[str, Any]
@@ -77,11 +60,13 @@ class RewardFunction:
         self.file: str | None = code.co_filename if code is not None else None
         """Where it is written, for messages."""
         self._parameters = inspect.signature(function).parameters
+        self._shape = shape_of(self._parameters.values())
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
 
     def __call__(self, given: Mapping[str, Any]) -> Part:
         """Score one sample. Raises InvalidScoreError, or whatever the function raises."""
-        available = {**given["metadata"], **self.args, **given}
+        logged: dict[str, Any] = {}
+        available = call_arguments(self._shape, given, self.args, logged)
         if self._takes_all:
             chosen = {key: value for key, value in available.items() if key.isidentifier()}
         else:
@@ -98,12 +83,13 @@ class RewardFunction:
         value = self.function(**chosen)
         if inspect.isawaitable(value):
             value = _event_loop().run(_await(value))
-        return read_part(value)
+        return read_part(value, self._shape, logged)
 
 
 def arguments(sample: Sample, *, max_completion_tokens: int) -> dict[str, Any]:
-    """What reward functions may ask for by name: `hone.config.signatures.GIVEN`, in that order."""
-    metadata = dict(sample.prompt.metadata)
+    """What calls of reward functions are made of: `hone.config.signatures.GIVEN`, in that order,
+    then what other frameworks give."""
+    metadata, unrendered = dict(sample.prompt.metadata), sample.prompt.unrendered
     return {
         "completion": sample.text,
         "prompt": sample.prompt.text,
@@ -112,8 +98,11 @@ def arguments(sample: Sample, *, max_completion_tokens: int) -> dict[str, Any]:
         "task": sample.prompt.task,
         "stop_reason": str(sample.stop_reason),
         "metadata": metadata,
-        "messages": metadata.get("messages"),
+        "messages": metadata.get("messages") if isinstance(unrendered, str) else unrendered,
         "max_completion_tokens": max_completion_tokens,
+        "unrendered": unrendered,
+        "raw_answer": sample.prompt.raw_answer,
+        "weight_version": max(sample.weight_versions, default=0),
     }
 
 
@@ -195,38 +184,6 @@ def _combine(
         return Verdict(reward=Reward(total=total, parts=named), seconds=seconds)
     detail = detail[:MAX_DETAIL_CHARS]
     return Verdict(failure=FailureKind.INVALID, detail=detail, seconds=seconds)
-
-
-def read_part(value: object) -> Part:
-    """Check what a function returned: a number, a bool, None, or a mapping with `score`.
-
-    Raises InvalidScoreError for anything else, and for a number that is not finite.
-    """
-    if not isinstance(value, Mapping):
-        return Part(None if value is None else _finite(value, "a score"))
-    if "score" not in value:
-        raise ScoreTypeError(f"returned a mapping without 'score': keys {list(value)[:20]}")
-    score = value["score"]
-    metrics = {
-        str(key): _finite(item, f"metric '{key}'") for key, item in value.items() if key != "score"
-    }
-    return Part(None if score is None else _finite(score, "a score"), metrics)
-
-
-def _finite(value: object, what: str) -> float:
-    if not isinstance(value, Real):
-        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        raise ScoreTypeError(
-            f"returned {kind} as {what}; return a number, a bool, None (does not apply) or a dict "
-            f"with 'score' and further numbers"
-        )
-    try:
-        number = float(value)
-    except OverflowError:
-        raise InvalidScoreError(f"returned {what} too large for a float") from None
-    if not math.isfinite(number):
-        raise InvalidScoreError(f"returned {number} as {what}; it must be finite")
-    return number
 
 
 @cache

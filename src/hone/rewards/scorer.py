@@ -25,7 +25,7 @@ from typing import Self
 
 from hone.config.errors import UserError
 from hone.config.reward import RewardConfig
-from hone.config.signatures import missing_column
+from hone.config.signatures import SHAPES, missing_column
 from hone.rewards.builtin import Builtin, build
 from hone.rewards.pool import Pool, default_num_workers
 from hone.rewards.score import RewardFunction, Verdict, arguments, score
@@ -114,18 +114,20 @@ class Scorer:
         Raises UserError naming the row, and warns where a call fails as it might for this
         completion alone.
         """
-        columns = self._pool.needed_columns if self._pool is not None else None
-        for entry, needed in zip(self._cfg.functions, columns or [], strict=False):
-            for name in needed:
+        signatures = self._pool.signatures if self._pool is not None else None
+        for entry, signature in zip(self._cfg.functions, signatures or [], strict=False):
+            if shape := next((x for x in SHAPES if x.framework == signature["framework"]), None):
+                _log.info(
+                    "%s is called as %s's reward functions, with %s",
+                    entry.fn,
+                    shape.framework,
+                    shape.called_with,
+                )
+            for name in signature["columns"]:
                 lacking = [p for p in prompts if name not in p.metadata]
                 if lacking:
                     place = f"row {lacking[0].id}, one of {len(lacking):,} of {len(prompts):,} rows"
-                    given = lacking[0].metadata.keys()
-                    answer = set[str]() if lacking[0].answer is None else {"answer"}
-                    columns = given | {"prompt"} | answer
-                    raise UserError(
-                        missing_column(entry.fn, name, place, columns=columns, given=given)
-                    )
+                    raise UserError(missing_column(entry.fn, name, place, lacking[0].metadata))
         for prompt in prompts[:1]:
             self._try_out(prompt, encode)
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from hone.config.signatures import OWN
 from hone.rewards import wire
 from hone.rewards.builtin import build
 from hone.rewards.resolve import check_signature, resolve
@@ -72,11 +73,11 @@ def work(sock: socket.socket, job: Job) -> NoReturn:
         wire.send(sock, json.dumps(message).encode())
 
     try:
-        functions, columns = load(job)
+        functions, signatures = load(job)
     except ValueError as error:
         send({"error": str(error)[: wire.MAX_RESULT_BYTES // 8]})
         os._exit(0)
-    send({"columns": columns})
+    send({"signatures": signatures})
     helpers = {child.pid for child in psutil.Process().children(recursive=True)}
     while (request := wire.receive(sock)) is not None:
         ticket = ticket_of(request)
@@ -91,25 +92,26 @@ def work(sock: socket.socket, job: Job) -> NoReturn:
     os._exit(0)
 
 
-def load(job: Job) -> tuple[list[RewardFunction], list[list[str]]]:
-    """All functions of a job, ready to be called, and the columns of the data that each needs.
+def load(job: Job) -> tuple[list[RewardFunction], list[dict[str, Any]]]:
+    """All functions of a job, ready to be called, and of each the `columns` of the data that it
+    needs and the `framework` in whose shape it is called.
 
     Raises ValueError for the first bad one.
     """
     known = set(sys.path)
     sys.path += [entry for entry in (*job.import_path, os.getcwd()) if entry not in known]
     functions: list[RewardFunction] = []
-    columns: list[list[str]] = []
+    signatures: list[dict[str, Any]] = []
     for spec in job.functions:
-        needed: list[str] = []
+        signature: dict[str, Any] = {"columns": [], "framework": OWN.framework}
         if ":" not in spec.spec:
             function, args = build(spec.spec, spec.args), {}
         else:
             function, args = resolve(spec.spec), spec.args
-            needed = check_signature(function, spec.spec, args)
+            signature = check_signature(function, spec.spec, args)
         functions.append(RewardFunction(function, name=spec.name, weight=spec.weight, args=args))
-        columns.append(needed)
-    return functions, columns
+        signatures.append(signature)
+    return functions, signatures
 
 
 _TICKET = struct.Struct("<q")

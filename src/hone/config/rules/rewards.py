@@ -73,14 +73,14 @@ def needs_columns(reward: RewardConfig) -> bool:
 
 
 def _missing_column(view: View) -> Found:
-    """What functions ask for by name and the first rows of the data, each a place, its columns and
-    those that functions are given under their own names, do not have."""
+    """What functions ask for by name and the first rows of the data, each a place and its columns,
+    do not have."""
     for key, function in _functions(view):
         for name in _needed(function):
-            lacking = next((row for row in view.fact("first_rows") if name not in row[2]), None)
+            lacking = next((row for row in view.fact("first_rows") if name not in row[1]), None)
             if lacking is not None:
-                place, columns, given = lacking
-                problem = missing_column(function.fn, name, place, columns=columns, given=given)
+                place, columns = lacking
+                problem = missing_column(function.fn, name, place, columns)
                 yield {"key": key, "problem": problem}
 
 
