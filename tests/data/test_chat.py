@@ -10,7 +10,7 @@ from hone.config.data import DataConfig, SourceConfig
 from hone.config.errors import UserError
 from hone.config.tree import SFTDataConfig
 from hone.data.chat import Demonstration, Rendered, Renderer
-from hone.data.columns import map_rows
+from hone.data.columns import choose_columns, map_rows
 from hone.data.prompts import load_prompts
 from hone.data.sft import load_sft
 from hone.data.sources import Row
@@ -59,7 +59,8 @@ def examples_of(prompts: list, completions: list | None = None):
         rows = [{**row, "completion": c} for row, c in zip(rows, completions, strict=True)]
     located = [Row(row, f"f, line {i}") for i, row in enumerate(rows, start=1)]
     source = SourceConfig(path="f.jsonl")
-    return map_rows(located, source, name="f", demonstrations=completions is not None)
+    columns = choose_columns(located, source, demonstrations=completions is not None)
+    return map_rows(located, source, columns, name="f")
 
 
 def render(tokenizer, prompts: list, **settings) -> list[Rendered]:
@@ -293,7 +294,8 @@ def test_system_prompt_comes_first():
 
 def test_prompt_template_fills_columns_and_leaves_other_braces():
     rows = [Row({"question": "1+{prompt}", "unit": 5}, "f, line 1")]
-    examples = map_rows(rows, SourceConfig(path="f.jsonl"), name="f")
+    source = SourceConfig(path="f.jsonl")
+    examples = map_rows(rows, source, choose_columns(rows, source), name="f")
     template = r"{prompt} in {unit}; {{unit}}; \boxed{} {"
     cfg = DataConfig(train=(), prompt_template=template)
     (prompt,) = Renderer(char_tokenizer(), cfg).prompts(examples)

@@ -4,7 +4,7 @@ import pytest
 
 from hone.config.data import ColumnsConfig, SourceConfig
 from hone.config.errors import UserError
-from hone.data.columns import map_rows
+from hone.data.columns import choose_columns, map_rows
 from hone.data.sources import Row
 
 USER = {"role": "user", "content": "hi"}
@@ -14,7 +14,8 @@ ASSISTANT = {"role": "assistant", "content": "hello"}
 def map_dicts(rows, *, demonstrations=False, named=None, **settings):
     source = SourceConfig(path="d/f.jsonl", columns=ColumnsConfig(**(named or {})), **settings)
     read = [Row(row, f"f, line {i}") for i, row in enumerate(rows, start=1)]
-    return map_rows(read, source, name="f", demonstrations=demonstrations)
+    columns = choose_columns(read, source, demonstrations=demonstrations)
+    return map_rows(read, source, columns, name="f")
 
 
 @pytest.mark.parametrize("name", ["prompt", "question", "problem", "input", "instruction"])
@@ -96,6 +97,47 @@ def test_demonstrations():
     assert (example.prompt, example.completion) == ([USER], ASSISTANT)
 
 
+MODEL = {"style": "rule", "ground_truth": "1"}
+LAYOUTS = {
+    # columns of a row -> where prompt, answer and task are found
+    "verl": (
+        {"data_source": "d", "prompt": [USER], "answer": "long", "reward_model": MODEL},
+        ("prompt", "reward_model.ground_truth", "data_source"),
+    ),
+    "TRL, conversational": ({"prompt": [USER], "solution": "1"}, ("prompt", "solution", None)),
+    "TRL, from a dialogue set": (
+        {"prompt": "a", "messages": [USER, ASSISTANT]},
+        ("prompt", None, None),
+    ),
+    "OpenRLHF": (
+        {"input": "a", "label": "1", "datasource": "d"},
+        ("input", "label", "datasource"),
+    ),
+    "mathematics": (
+        {"problem": "a", "solution": "so", "answer": "1"},
+        ("problem", "answer", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_recognised(layout):
+    row, expected = LAYOUTS[layout]
+    found = choose_columns([Row(row, "f, line 1")], SourceConfig(path="f.jsonl"))
+    assert (found.prompt, found.answer, found.task) == expected
+    assert str(found).startswith("verl's layout: " if layout == "verl" else "prompt from ")
+
+
+def test_dialogues_are_demonstrations_also_beside_a_prompt():
+    rows = [Row({"prompt": "hi", "messages": [USER, ASSISTANT]}, "f, line 1")]
+    found = choose_columns(rows, SourceConfig(path="f.jsonl"), demonstrations=True)
+    assert str(found) == (
+        "dialogues, of which the last message is to be learned: prompt from 'messages'"
+    )
+    (example,) = map_rows(rows, SourceConfig(path="f.jsonl"), found, name="f")
+    assert (example.prompt, example.completion) == ([USER], ASSISTANT)
+
+
 OK = {"prompt": "a", "answer": "1"}
 BAD_ROWS = {
     "no prompt column": (
@@ -103,6 +145,16 @@ BAD_ROWS = {
         {},
         r"no column for the prompt: looked for prompt, messages, question, .*; found text, n\. "
         r"Name the right one in `columns.prompt`",
+    ),
+    "two prompts": (
+        [{"instruction": "a", "input": "b"}],
+        {},
+        r"the prompt may be in any of the columns input, instruction\. .*`columns.prompt`",
+    ),
+    "two answers": (
+        [{"prompt": "a", "answer": "1", "ground_truth": "1"}],
+        {},
+        r"the answer may be in any of the columns answer, ground_truth\. .*`columns.answer`",
     ),
     "named column absent": (
         [OK],

@@ -31,7 +31,7 @@ from hone.config.tree import (
     RLConfig,
     SFTConfig,
 )
-from hone.data.columns import map_rows
+from hone.data.columns import choose_columns, map_rows
 from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, spawn
@@ -305,9 +305,8 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                     continue
                 try:
                     read = read_source(source.model_copy(update={"max_rows": head}))
-                    examples = map_rows(
-                        read, source, name=source.path, demonstrations=demonstrations
-                    )
+                    columns = choose_columns(read, source, demonstrations=demonstrations)
+                    examples = map_rows(read, source, columns, name=source.path)
                     rows += [(x.location, x.columns) for x in examples]
                 except UserError as error:
                     problems.append({"key": key, "problem": f"{error}"})

@@ -17,7 +17,8 @@ LaTeX, stay as they are."""
 
 
 class ColumnsConfig(Section):
-    """Names of the columns to read. Unset: found by the usual names, which an error lists."""
+    """Names of the columns to read. Unset: found by the usual names, which an error lists; two that
+    fit equally well are an error too."""
 
     prompt: str | None = None
     """Question as text, or a list of chat messages. Usual names: prompt, messages, question,
@@ -25,11 +26,12 @@ class ColumnsConfig(Section):
 
     answer: str | None = None
     """Ground truth handed to the rewards; of `hone sft` the demonstration to imitate. Usual names:
-    answer, ground_truth, solution, label, target, or `reward_model.ground_truth`; of a
-    demonstration completion, response, output."""
+    `reward_model.ground_truth`, answer, ground_truth, solution, label, target; of a demonstration
+    completion, response, output, or the last message of `messages`."""
 
     task: str | None = None
-    """Column that routes rewards and names metrics. Usual names: task, data_source."""
+    """Column that routes rewards and names metrics. Usual names: task, data_source,
+    datasource."""
 
 
 class SourceBase(Section):

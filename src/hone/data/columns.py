@@ -13,21 +13,44 @@ from hone.config.errors import UserError
 from hone.data.sources import Row, short_name, shorten
 from hone.types import Message
 
-__all__ = ["Example", "as_text", "map_rows"]
+__all__ = ["Columns", "Example", "as_text", "choose_columns", "map_rows"]
 
 USUAL_NAMES = {
-    "prompt": ("prompt", "messages", "question", "problem", "input", "instruction"),
+    "prompt": (("prompt",), ("messages",), ("question", "problem", "input", "instruction")),
     "answer": (
-        "answer",
-        "ground_truth",
-        "solution",
-        "label",
-        "target",
-        "reward_model.ground_truth",
+        ("reward_model.ground_truth",),
+        ("answer", "ground_truth"),
+        ("solution", "label", "target"),
     ),
-    "completion": ("completion", "response", "output"),
-    "task": ("task", "data_source"),
+    "completion": (("completion", "response", "output"),),
+    "task": (("task",), ("data_source", "datasource")),
 }
+"""Where a role is looked for: the first of these tiers that a source has. Two names of one tier are
+ambiguous. verl's `reward_model.ground_truth` is nothing else, and so comes first; where rows have
+an `answer` and a `solution`, the latter is the way to the former."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The column of each role; None: there is none, or it is not needed."""
+
+    prompt: str
+    answer: str | None
+    completion: str | None
+    """Of demonstrations alone."""
+    task: str | None
+    demonstrations: bool
+
+    def __str__(self) -> str:
+        """For the log, with the layout that shows in it."""
+        roles = ("prompt", "answer", "completion", "task")
+        named = {role: getattr(self, role) for role in roles}
+        text = ", ".join(f"{role} from '{name}'" for role, name in named.items() if name)
+        if self.answer == "reward_model.ground_truth":
+            return f"verl's layout: {text}"
+        if self.demonstrations and self.completion is None:
+            return f"dialogues, of which the last message is to be learned: {text}"
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,26 +72,39 @@ class Example:
     """The answer before it is made a text, or what `answer_pattern` took out of it."""
 
 
+def choose_columns(
+    rows: Sequence[Row], source: SourceBase, *, demonstrations: bool = False
+) -> Columns:
+    """Which column of a source has which role, as `source.columns` says or its names show.
+
+    With `demonstrations` the completion is required and the answer left alone; without, the
+    completion column, if any, is one like others. Raises UserError where a role has no column, or
+    its name fits several.
+    """
+    prompt, completion, answer = _choose(rows, source, "prompt"), None, None
+    if demonstrations:
+        completion = _choose(rows, source, "completion", required=False)
+        # A dialogue may bring its demonstration along, as its last turn.
+        if completion is None and not _is_dialogue(rows, prompt):
+            prompt = "messages" if source.columns.prompt is None else prompt
+            if not _is_dialogue(rows, prompt):
+                completion = _choose(rows, source, "completion")
+    else:
+        needs_answer = source.answer_pattern is not None
+        answer = _choose(rows, source, "answer", required=needs_answer)
+    task = _choose(rows, source, "task", required=False) if source.task is None else None
+    assert prompt is not None
+    return Columns(prompt, answer, completion, task, demonstrations)
+
+
 def map_rows(
-    rows: Sequence[Row], source: SourceBase, *, name: str, demonstrations: bool = False
+    rows: Sequence[Row], source: SourceBase, columns: Columns, *, name: str
 ) -> list[Example]:
     """Examples of a source, with ids `<name>:<row>` counted from 1.
 
-    With `demonstrations` the completion is required and the answer left alone; without, the
-    completion column, if any, is one like others. Raises UserError naming row and remedy.
+    Raises UserError naming row and remedy.
     """
-    chosen = {
-        "prompt": _choose(rows, source, "prompt", required=True),
-        "task": _choose(rows, source, "task") if source.task is None else None,
-    }
-    if demonstrations:
-        # A dialogue may bring its demonstration along, as its last turn.
-        in_prompt = isinstance(_value(rows[0].columns, chosen["prompt"]), list)
-        chosen["completion"] = _choose(rows, source, "completion", required=not in_prompt)
-    else:
-        needs_answer = source.answer_pattern is not None
-        chosen["answer"] = _choose(rows, source, "answer", required=needs_answer)
-    reader = _RowReader(source, chosen, demonstrations=demonstrations)
+    reader = _RowReader(source, columns)
     kinds: dict[str, tuple[str, str]] = {}
     examples: list[Example] = []
     for number, row in enumerate(rows, start=1):
@@ -85,11 +121,14 @@ def as_text(value: Any) -> str:
 class _RowReader:
     """Reads single rows once the columns of a source are chosen."""
 
-    def __init__(
-        self, source: SourceBase, chosen: dict[str, str | None], *, demonstrations: bool
-    ) -> None:
-        self.chosen = chosen
-        self.demonstrations = demonstrations
+    def __init__(self, source: SourceBase, columns: Columns) -> None:
+        self.chosen: dict[str, str | None] = {
+            "prompt": columns.prompt,
+            "answer": columns.answer,
+            "completion": columns.completion,
+            "task": columns.task,
+        }
+        self.demonstrations = columns.demonstrations
         self.default_task = source.task or short_name(source)
         self.pattern = _compile(source.answer_pattern)
 
@@ -106,7 +145,7 @@ class _RowReader:
         task = self.default_task
         if self.chosen["task"] is not None:
             task = as_text(self._required(row, "task"))
-        answer, column = self._answer(row), self.chosen.get("answer")
+        answer, column = self._answer(row), self.chosen["answer"]
         raw, metadata = _value(row.columns, column), dict(row.columns)
         if self.pattern is not None:
             raw = answer
@@ -158,7 +197,7 @@ class _RowReader:
         )
 
     def _answer(self, row: Row) -> str | None:
-        if self.chosen.get("answer") is None:
+        if self.chosen["answer"] is None:
             return None
         answer = as_text(self._required(row, "answer"))
         if self.pattern is None:
@@ -196,21 +235,32 @@ class _RowReader:
 
 
 def _choose(
-    rows: Sequence[Row], source: SourceBase, role: str, *, required: bool = False
+    rows: Sequence[Row], source: SourceBase, role: str, *, required: bool = True
 ) -> str | None:
     key = "answer" if role == "completion" else role
     named: str | None = getattr(source.columns, key)
-    candidates = USUAL_NAMES[role] if named is None else (named,)
-    for name in candidates:
-        if any(_value(row.columns, name) is not None for row in rows):
-            return name
+    tiers = USUAL_NAMES[role] if named is None else ((named,),)
+    for tier in tiers:
+        held = [n for n in tier if any(_value(row.columns, n) is not None for row in rows)]
+        if len(held) > 1:
+            raise UserError(
+                f"{source.path}: the {role} may be in any of the columns {', '.join(held)}. Name "
+                f"the right one in `columns.{key}` of this source."
+            )
+        if held:
+            return held[0]
     if named is None and not required:
         return None
+    candidates = ", ".join(name for tier in tiers for name in tier)
     found = dict.fromkeys(name for row in rows for name in row.columns)
     raise UserError(
-        f"{source.path}: no column for the {role}: looked for {', '.join(candidates)}; "
+        f"{source.path}: no column for the {role}: looked for {candidates}; "
         f"found {_listed(found)}. Name the right one in `columns.{key}` of this source."
     )
+
+
+def _is_dialogue(rows: Sequence[Row], column: str | None) -> bool:
+    return isinstance(_value(rows[0].columns, column), list)
 
 
 def _value(columns: Mapping[str, Any], name: str | None) -> Any:

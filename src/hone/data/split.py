@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from hone.config.data import DataConfig, SourceBase
 from hone.config.errors import UserError
-from hone.data.columns import Example, map_rows
+from hone.data.columns import Example, choose_columns, map_rows
 from hone.data.filters import FilterReport, LengthLimit, RenderedRow, filter_length
 from hone.data.sources import read_source, source_names
 from hone.data.stream import Item, Stream, keyed_hash
@@ -61,7 +61,10 @@ def load_data(
     report = FilterReport()
 
     def load(source: SourceBase, name: str) -> list[T]:
-        examples = map_rows(read_source(source), source, name=name, demonstrations=demonstrations)
+        rows = read_source(source)
+        columns = choose_columns(rows, source, demonstrations=demonstrations)
+        logger.info("%s: %s", source.path, columns)
+        examples = map_rows(rows, source, columns, name=name)
         rendered = render(examples)
         kept = filter_length(
             examples, rendered, limits, overlong=cfg.overlong_prompts, report=report
