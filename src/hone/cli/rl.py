@@ -26,7 +26,7 @@ __all__ = ["run"]
 def run(argv: Sequence[str]) -> int:
     """Check the recipe, then train. Torch and Ray are loaded only after every check has passed."""
     nproc, arguments = take_nproc(argv)
-    cluster, asked_by = load_arguments(RLConfig, arguments).cluster, "--nproc"
+    cluster, asked_by = load_arguments(RLConfig, arguments)[0].cluster, "--nproc"
     if cluster.is_used and nproc is None and processes().world_size == 1:
         nproc, asked_by = cluster.num_trainers, "cluster.num_trainers"
     if nproc is not None and nproc > 1:

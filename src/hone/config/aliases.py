@@ -14,15 +14,7 @@ from typing import NamedTuple
 
 from hone.config.base import Section
 from hone.config.schema import fields, locate
-from hone.config.tree import (
-    BenchEngineConfig,
-    BenchTrainConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    RLConfig,
-    SFTConfig,
-    SimulateConfig,
-)
+from hone.config.tree import TREES
 
 __all__ = ["ALIASES", "Alias", "alias_hint", "find_alias", "of_other_command"]
 
@@ -436,19 +428,8 @@ def of_other_command(tree: type[Section], path: Sequence[str]) -> str | None:
     where none does, and where this one has a key of that name in another section."""
     if any(field.path[-1] == path[-1] for field in fields(tree)):
         return None
-    names = [f"`hone {name}`" for name, other in _COMMANDS.items() if locate(other, path)]
+    names = [f"`hone {name}`" for name, other in TREES.items() if locate(other, path)]
     return f"it is a key of {', '.join(names)}, not of this command" if names else None
-
-
-_COMMANDS: Mapping[str, type[Section]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "eval": EvaluateConfig,
-    "generate": GenerateConfig,
-    "simulate": SimulateConfig,
-    "bench engine": BenchEngineConfig,
-    "bench train": BenchTrainConfig,
-}
 
 
 def _in_tree(tree: type[Section], key: str) -> str | None:

@@ -22,8 +22,10 @@ from hone.config.errors import UserError
 from hone.config.flags import Flag, parse_flags
 from hone.config.recipe import Key, read_recipe, resolve_recipe, to_yaml
 from hone.config.schema import Field, fields, is_section, locate, members, nearest
+from hone.config.sharing import SAME, UNREAD, parts, training_tree
+from hone.config.tree import TREES, EvaluateConfig
 
-__all__ = ["dump_config", "load_config", "resolve_recipe"]
+__all__ = ["dump_config", "load_config", "load_noted", "resolve_recipe"]
 
 T = TypeVar("T", bound=Section)
 
@@ -32,13 +34,19 @@ def load_config(tree: type[T], recipe: Path | None, flags: Sequence[str]) -> T:
     """Build a tree from a recipe file and dotted flags.
 
     Relative paths stay relative to the working directory. A run of a recipe that names no folder
-    gets one of the recipe's name. Raises UserError naming every unknown, missing and ill-typed key.
+    gets one of the recipe's name. Of a recipe of another command what is not this one's is left
+    out. Raises UserError naming every unknown, missing and ill-typed key.
     """
+    return load_noted(tree, recipe, flags)[0]
+
+
+def load_noted(tree: type[T], recipe: Path | None, flags: Sequence[str]) -> tuple[T, list[str]]:
+    """As `load_config`, with what is to be told of the recipe."""
     draft = _Draft(tree)
     if recipe is not None:
         read = read_recipe(recipe)
         draft.origins.update(read.origins)
-        draft.values = read.values
+        draft.take(read.values, recipe)
     parsed, problems = parse_flags(tree, flags)
     draft.problems.update(problems)
     for flag in parsed:
@@ -55,7 +63,7 @@ def load_config(tree: type[T], recipe: Path | None, flags: Sequence[str]) -> T:
         config = None
     if config is None or draft.problems:
         raise UserError(_report(draft.problems))
-    return config
+    return config, draft.notes
 
 
 def dump_config(config: Section) -> str:
@@ -84,6 +92,39 @@ class _Draft:
     origins: dict[Key, str] = field(default_factory=dict[Key, str])
     problems: dict[str, str] = field(default_factory=dict[str, str])
     """Text by dotted key; the first problem of a key is the one that is told."""
+    notes: list[str] = field(default_factory=list[str])
+    hints: type[Section] | None = None
+    """The tree of the command whose recipe it is, where that is another one; it knows the keys that
+    are near to a wrong one."""
+
+    def take(self, recipe: dict[str, Any], path: Path) -> None:
+        """Take from a recipe what is this command's. An evaluation gets a folder in that of the
+        run which the recipe is for."""
+        found = parts(self.tree, recipe)
+        self.values, others = found.own, found.others
+        self.hints = training_tree([*others, *found.unknown])
+        for at in found.unknown:
+            self._unknown(at)
+        if not others:
+            return
+        name = next(name for name, tree in TREES.items() if tree is self.tree)
+        for theirs, ours in SAME.get(name, {}).items():
+            above, key = ours.split(".")
+            section = self.values.setdefault(above, {}) or {}
+            at = tuple(theirs.split("."))
+            if at in others and isinstance(section, dict) and key not in section:
+                self.values[above] = section | {key: others[at]}
+                self.origins[above, key] = self.origins[at]
+        run = self.values.get("run") or {}
+        if self.tree is EvaluateConfig and self.hints is not None and isinstance(run, dict):
+            folder = run.get("dir") or f"runs/{path.stem}"
+            self.values["run"] = run | {"dir": f"{folder}/eval"}
+        left_out = dict.fromkeys(_foreign_part(self.tree, at) for at in others)
+        for above, key in (unread.split(".") for unread in UNREAD.get(name, ())):
+            section = self.values.get(above)
+            if isinstance(section, dict) and section.pop(key, None) is not None:
+                left_out[f"{above}.{key}"] = None
+        self.notes.append(f"`hone {name}` leaves out of {path.name}: {', '.join(left_out)}")
 
     def assign(self, flag: Flag) -> None:
         """Put a flag's value in place, making the sections and entries above it."""
@@ -178,10 +219,11 @@ class _Draft:
 
     def _unknown(self, at: Key) -> None:
         path = [str(part) for part in at]
-        hint = alias_hint(self.tree, path) or of_other_command(self.tree, path)
+        tree = self.hints or self.tree
+        hint = alias_hint(tree, path) or of_other_command(tree, path)
         if hint is None:
-            near = nearest(self.tree, path)
-            hint = f"did you mean {' or '.join(near)}?" if near else _keys_of(self.tree, path[:-1])
+            near = nearest(tree, path)
+            hint = f"did you mean {' or '.join(near)}?" if near else _keys_of(tree, path[:-1])
         self._problem(at, f"unknown key ({self._origin(at)}); {hint}")
 
     def _missing(self, at: Key) -> None:
@@ -229,6 +271,12 @@ def _fresh(target: Field | None) -> Any:
     if is_section(target.annotation) or get_origin(target.annotation) is dict:
         return {}
     return None
+
+
+def _foreign_part(tree: type[Section], path: Sequence[str]) -> str:
+    """The part of a path that the tree does not have, with what is above it."""
+    length = next(n for n in range(1, len(path) + 1) if locate(tree, path[:n]) is None)
+    return ".".join(path[:length])
 
 
 def _keys_of(tree: type[Section], path: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +38,7 @@ from hone.config.simulate import SimulatedModelConfig, SimulationConfig
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 
 __all__ = [
+    "TREES",
     "BenchEngineConfig",
     "BenchTrainConfig",
     "EvaluateConfig",
@@ -205,3 +207,15 @@ class SimulateConfig(RLConfig):
     output: Path | None = None
     """JSON file that receives all numbers; the plot lies beside it as `.svg`. Unset: none is
     written."""
+
+
+TREES: Mapping[str, type[Section]] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "eval": EvaluateConfig,
+    "generate": GenerateConfig,
+    "simulate": SimulateConfig,
+    "bench engine": BenchEngineConfig,
+    "bench train": BenchTrainConfig,
+}
+"""By the words after `hone`."""

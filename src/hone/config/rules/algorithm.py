@@ -109,7 +109,7 @@ RULES = (
           says=f"{_OPTIMIZER}.betas is {{{_OPTIMIZER}.betas}}",
           why="both must be at least 0 and below 1",
           fix=f"{_OPTIMIZER}.betas = [0.9, 0.95]"),
-    error(f"{_OPTIMIZER}.warmup_steps > @optimizer_steps",
-          why=f"{_OPTIMIZER}.lr is never reached",
-          fix=f"{_OPTIMIZER}.warmup_steps = {{optimizer_steps}}"),
+    warning(f"{_OPTIMIZER}.warmup_steps > @optimizer_steps",
+            why=f"{_OPTIMIZER}.lr is never reached, which is no matter in a trial",
+            fix=f"{_OPTIMIZER}.warmup_steps = {{optimizer_steps}}"),
 )  # fmt: skip

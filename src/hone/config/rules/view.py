@@ -10,28 +10,9 @@ from hone.config.base import Section
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import RunPlan
 from hone.config.schema import is_section, locate
-from hone.config.tree import (
-    BenchEngineConfig,
-    BenchTrainConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    RLConfig,
-    SFTConfig,
-    SimulateConfig,
-)
+from hone.config.tree import TREES
 
-__all__ = ["COMMANDS", "Fact", "NotKnownError", "View", "differs", "fact", "outside"]
-
-COMMANDS: Mapping[type[Section], str] = {
-    RLConfig: "rl",
-    SFTConfig: "sft",
-    EvaluateConfig: "eval",
-    GenerateConfig: "generate",
-    BenchEngineConfig: "bench engine",
-    BenchTrainConfig: "bench train",
-    SimulateConfig: "simulate",
-}
-"""The command of each tree."""
+__all__ = ["Fact", "NotKnownError", "View", "differs", "fact", "outside"]
 
 
 class NotKnownError(LookupError):
@@ -90,7 +71,7 @@ class View:
     @property
     def command(self) -> str:
         """The words after `hone`."""
-        return COMMANDS[type(self.plan.config)]
+        return next(name for name, tree in TREES.items() if tree is type(self.plan.config))
 
     @property
     def model(self) -> ModelFacts:

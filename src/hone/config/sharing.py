@@ -1,0 +1,131 @@
+"""One recipe serves several commands: which of its keys are another command's.
+
+    found = parts(EvaluateConfig, values)
+
+`hone eval`, `generate`, `simulate` and `bench` leave out what only training has, and every command
+leaves out the sections of commands that do not train. What `hone rl` and `hone sft` have of their
+own is a mistake in a recipe of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hone.config.base import Section
+from hone.config.schema import Field, fields, is_section, locate
+from hone.config.tree import TREES, RLConfig, SFTConfig
+
+__all__ = ["SAME", "UNREAD", "Parts", "command_of", "key_paths", "parts", "training_tree"]
+
+_TRAINING = (RLConfig, SFTConfig)
+
+SAME: Mapping[str, Mapping[str, str]] = {
+    "eval": {"rollout.stop": "eval.stop"},
+    "generate": {
+        f"rollout.{key}": f"generation.{key}"
+        for key in ("max_completion_tokens", "temperature", "stop")
+    },
+}
+"""By command, keys of `hone rl` and those of the command that say the same: a recipe that lacks the
+latter is sampled as its run samples."""
+
+UNREAD: Mapping[str, tuple[str, ...]] = {"generate": ("data.eval", "data.eval_fraction")}
+"""By command, keys that it has and has no use for in a recipe of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A recipe as a command reads it."""
+
+    own: dict[str, Any] = field(default_factory=dict[str, Any])
+    """With keys that nobody has, where the section above them is the command's."""
+    others: dict[tuple[str, ...], Any] = field(default_factory=dict[tuple[str, ...], Any])
+    """Values of keys that other commands have, by path."""
+    unknown: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
+    """Keys that nobody has, in sections of other commands."""
+
+
+def parts(tree: type[Section], values: Mapping[str, Any]) -> Parts:
+    """What of a recipe is for `tree`."""
+    found = Parts()
+    found.own.update(_own(tree, values, (), found))
+    return found
+
+
+def _own(
+    tree: type[Section], values: Mapping[str, Any], above: tuple[str, ...], found: Parts
+) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    is_ours = not above or locate(tree, above) is not None
+    for name, value in values.items():
+        path = (*above, name)
+        target = locate(tree, path) or _in_others(tree, path)
+        if target is None and not is_ours:
+            found.unknown.append(path)
+        elif target is not None and is_section(target.annotation) and isinstance(value, dict):
+            part = _own(tree, value, path, found)
+            if locate(tree, path) is not None:
+                own[name] = part
+        elif target is None or locate(tree, path) is not None:
+            own[name] = value
+        else:
+            found.others[path] = value
+    return own
+
+
+def _in_others(tree: type[Section], path: Sequence[str]) -> Field | None:
+    """A key that `tree` leaves to other commands."""
+    is_trained = any(path[0] in each.model_fields for each in _TRAINING)
+    for other in TREES.values():
+        target = locate(other, path)
+        if target is None or other is tree:
+            continue
+        if other in _TRAINING and tree not in _TRAINING:
+            return target
+        if not is_trained and is_section(other.model_fields[path[0]].annotation):
+            return target
+    return None
+
+
+def training_tree(paths: Collection[tuple[str, ...]]) -> type[Section] | None:
+    """The tree that trains and knows the most of these keys; None where neither knows any."""
+
+    def depth(tree: type[Section], path: tuple[str, ...]) -> int:
+        return max(n for n in range(len(path) + 1) if not n or locate(tree, path[:n]))
+
+    known = {tree: sum(depth(tree, path) for path in paths) for tree in _TRAINING}
+    best = max(_TRAINING, key=lambda tree: known[tree])
+    return best if known[best] else None
+
+
+def command_of(paths: Collection[tuple[str, ...]]) -> str:
+    """Which of `rl`, `sft`, `eval` and `generate` a recipe and flags with these keys are for.
+
+    The one that knows the most of them, and of equals one whose required keys are all there; of
+    these the first.
+    """
+
+    def fitness(name: str) -> tuple[int, bool]:
+        tree = TREES[name]
+        known = sum(locate(tree, path) is not None for path in paths)
+        given = {path[:length] for path in paths for length in range(1, len(path) + 1)}
+        return known, all(key.path in given for key in fields(tree) if _is_needed(key.path, tree))
+
+    return max(("rl", "sft", "eval", "generate"), key=fitness)
+
+
+def _is_needed(path: tuple[str, ...], tree: type[Section]) -> bool:
+    found = locate(tree, path)
+    return found is not None and found.required and "0" not in path
+
+
+def key_paths(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The paths of all values of a recipe; a list is one."""
+    for name, value in values.items():
+        path = (*above, name)
+        if isinstance(value, dict) and value:
+            yield from key_paths(value, path)
+        else:
+            yield path

@@ -1,0 +1,138 @@
+"""One recipe serves all commands; what is in no tree is a mistake in each."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.config import UserError, schema
+from hone.config.base import Section
+from hone.config.load import dump_config, load_config, load_noted
+from hone.config.recipe import to_yaml
+from hone.config.sharing import command_of, key_paths
+from hone.config.tree import TREES, GenerateConfig, RLConfig, SFTConfig
+
+NEEDED = ["--model.path=m", "--data.train=[{path: t.jsonl}]"]
+OTHERS = [name for name in TREES if name not in ("rl", "sft")]
+
+
+def write(folder: Path, values: dict[str, Any]) -> Path:
+    file = folder / "mine.yaml"
+    file.write_text(to_yaml(values))
+    return file
+
+
+def nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    for part in reversed(path):
+        value = {part: value}
+    return value
+
+
+@pytest.mark.parametrize("trained", [RLConfig, SFTConfig])
+@pytest.mark.parametrize("command", OTHERS)
+def test_every_command_takes_a_whole_recipe_of_training(
+    command: str, trained: type[Section], tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(dump_config(load_config(trained, None, NEEDED)))
+    cfg: Any
+    cfg, notes = load_noted(TREES[command], whole, [])
+    assert cfg.model.path == "m"
+    if command != "simulate" or trained is SFTConfig:
+        assert notes[0].startswith(f"`hone {command}` leaves out of whole.yaml: ")
+
+
+def test_a_misspelt_key_of_training_is_a_mistake_in_every_command(tmp_path: Path) -> None:
+    commands = cycle(OTHERS)
+    for field in list(schema.fields(RLConfig))[::4]:
+        if "0" in field.path or schema.is_section(field.annotation):
+            continue
+        wrong = (*field.path[:-1], f"{field.path[-1]}x")
+        (tmp_path / "mine.yaml").write_text(
+            to_yaml(nested(wrong, 1))
+            + "reward: {functions: [{fn: math}]}\n" * (wrong[0] != "reward")
+        )
+        with pytest.raises(UserError) as caught:
+            load_config(TREES[next(commands)], tmp_path / "mine.yaml", [])
+        told = str(caught.value)
+        assert f"{'.'.join(wrong)}: unknown key ({tmp_path / 'mine.yaml'}, line " in told
+
+
+@pytest.mark.parametrize(
+    ("command", "values", "told"),
+    [
+        ("rl", {"data": {"max_tokens": 9}}, "it is a key of `hone sft`, not of this command"),
+        ("sft", {"rollout": {"temperature": 1}}, "it is a key of `hone rl`"),
+        ("rl", {"steps": 3}, "did you mean run.steps"),
+        ("eval", {"modle": {"path": "m"}}, "modle: unknown key"),
+        ("eval", {"trainer": {"lr": 1}}, "did you mean trainer.optimizer.lr"),
+        ("eval", {"trainer": 3, "algorithm": {"loss": "gspo"}}, None),
+        ("rl", {"simulate": {"gpus": 8}, "generation": {"top_p": 0.5}}, None),
+        ("rl", {"simulate": {"gpu_number": 8}}, "simulate.gpu_number: unknown key"),
+    ],
+)
+def test_what_is_left_out_and_what_is_refused(
+    command: str, values: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    recipe = write(tmp_path, values)
+    if told is None:
+        assert load_noted(TREES[command], recipe, NEEDED)[1]
+        return
+    with pytest.raises(UserError, match=told.replace(".", r"\.")):
+        load_config(TREES[command], recipe, NEEDED)
+
+
+def test_flags_are_of_the_commands_own_tree(tmp_path: Path) -> None:
+    recipe = write(tmp_path, {"rollout": {"temperature": 0.5}})
+    with pytest.raises(UserError, match=r"in `hone rl`|a key of `hone rl`"):
+        load_config(TREES["eval"], recipe, [*NEEDED, "--rollout.prompts_per_step=3"])
+
+
+def test_an_evaluation_of_a_run_has_a_folder_in_it_and_ends_samples_alike(tmp_path: Path) -> None:
+    values = {"rollout": {"stop": ["END"]}, "run": {"steps": 3}}
+    cfg: Any = load_config(TREES["eval"], write(tmp_path, values), NEEDED)
+    assert (cfg.run.dir, cfg.eval.stop) == (Path("runs/mine/eval"), ("END",))
+    values["run"]["dir"] = "there"
+    cfg = load_config(TREES["eval"], write(tmp_path, values | {"eval": {"stop": []}}), NEEDED)
+    assert (cfg.run.dir, cfg.eval.stop) == (Path("there/eval"), ())
+    cfg = load_config(TREES["eval"], write(tmp_path, values), [*NEEDED, "--run.dir=here"])
+    assert cfg.run.dir == Path("here")
+
+
+def test_generation_samples_as_the_run_does_and_leaves_evaluation_out(tmp_path: Path) -> None:
+    values = {
+        "rollout": {"max_completion_tokens": 7, "temperature": 0.5, "top": {}},
+        "data": {"eval": [{"path": "e.jsonl"}], "max_prompt_tokens": 5},
+    }
+    del values["rollout"]["top"]
+    cfg = load_config(GenerateConfig, write(tmp_path, values), NEEDED)
+    assert (cfg.generation.max_completion_tokens, cfg.generation.temperature) == (7, 0.5)
+    assert (cfg.data.eval, cfg.data.max_prompt_tokens) == ((), 5)
+    cfg = load_config(
+        GenerateConfig, write(tmp_path, values), [*NEEDED, "--generation.temperature=1"]
+    )
+    assert (cfg.generation.max_completion_tokens, cfg.generation.temperature) == (7, 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "command"),
+    [
+        ("", "rl"),
+        ("model.path data.train", "rl"),
+        ("model.path data.train data.max_tokens trainer.optimizer.lr", "sft"),
+        ("model.path data.train rollout.temperature trainer.optimizer.lr", "rl"),
+        ("model.path data.eval reward.functions eval.top_p", "eval"),
+        ("model.path data.eval reward.functions eval.top_p data.train.0.path", "rl"),
+        ("model.path data.train output generation.top_p", "generate"),
+    ],
+)
+def test_whose_recipe_it_is(keys: str, command: str) -> None:
+    assert command_of([tuple(key.split(".")) for key in keys.split()]) == command
+
+
+def test_paths_of_a_recipe() -> None:
+    values = {"a": {"b": 1, "c": {}}, "d": [{"e": 2}]}
+    assert list(key_paths(values)) == [("a", "b"), ("a", "c"), ("d",)]
