@@ -1,8 +1,8 @@
 """The nouns of the system, and the two protocols that everything else is built around.
 
 A *prompt* is sampled `n` times by an *engine*; each answer is a *sample*; the answers to one
-prompt form a *group*. Scored groups become *trajectories* (a sample plus its advantages), which
-are packed into *micro-batches* for a *trainer*.
+prompt form a *group*. Scored groups become *rows* (a sample plus its advantages), which are packed
+into *micro-batches* for a *trainer*.
 
 A sample is tokens, never text: ids as sampled, with the behaviour log-probability and the weight
 version written where each token was sampled. Nothing downstream re-tokenises, and no mask is ever
@@ -16,30 +16,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "Column",
     "Completion",
     "Engine",
     "EngineLostError",
     "EngineStats",
+    "Extent",
     "FailureKind",
     "Group",
+    "LossExtent",
     "Message",
     "MicroBatch",
     "Prompt",
     "Request",
     "Reward",
+    "Row",
     "Sample",
     "SamplingEngine",
     "SamplingParams",
     "StopReason",
     "TensorRecord",
     "Trainer",
-    "Trajectory",
     "WeightManifest",
 ]
 
@@ -213,25 +216,41 @@ class Group:
         return [sample for sample in self.samples if sample.valid]
 
 
-@dataclass(slots=True, kw_only=True)
-class Trajectory:
-    """One row to train on: a token sequence and what the loss needs for each trained token.
+Extent = Literal["trained", "token", "row"]
+"""What a column has a value for: each trained token (N), each token (T), or the row as a whole."""
 
-    Tensors are float32 on the CPU. `loss_mask` covers all `T` tokens; entry t says whether token t
-    is trained, so `loss_mask[0]` is always False. The others hold one value for each of the `N`
-    trained tokens, in order. Supervised rows leave them None.
+LossExtent = Literal["trained", "row", "unit"]
+"""What an objective gives a value for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What a row carries beside its ids, such as advantages or a label."""
+
+    values: Tensor  # [N, ...], [T, ...] or [1, ...] as `per` says, in host memory
+    per: Extent = "trained"
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One token sequence to train on, and what the loss needs for it.
+
+    `loss_mask` covers all T tokens; entry t says whether token t is trained, so `loss_mask[0]` is
+    always False. N tokens are trained.
     """
 
     id: str
     group_id: str = ""
     """Group the row came from; rows of one group share every mini-batch."""
+    unit: str = ""
+    """Rows of one unit, such as the two of a preference, share a micro-batch; they are of one
+    group. Empty: the row is one by itself."""
     token_ids: list[int]
     loss_mask: list[bool]
-    rollout_logprobs: Tensor | None = None  # [N] under the engine, when sampled
-    staleness: Tensor | None = None  # [N] int32 updates since the oldest weights behind the token
-    old_logprobs: Tensor | None = None  # [N] under the trainer, before the update
-    ref_logprobs: Tensor | None = None  # [N] under the reference model
-    advantages: Tensor | None = None  # [N]
+    columns: dict[str, Column] = field(default_factory=dict[str, Column])
+    """`advantages`, `staleness` (int32 updates since the oldest weights behind a token), and
+    `<output>/<who>`: `logprobs/engine` as sampled, `logprobs/policy` before the update,
+    `logprobs/reference`."""
 
     @property
     def num_tokens(self) -> int:
@@ -241,13 +260,19 @@ class Trajectory:
     def num_trained(self) -> int:
         return sum(self.loss_mask)
 
+    def column(self, name: str) -> Tensor:
+        """The values of a column. Raises KeyError naming those that the row has."""
+        if name not in self.columns:
+            raise KeyError(f"row {self.id!r} has no column {name!r}, only {sorted(self.columns)}")
+        return self.columns[name].values
+
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
-    """Several trajectories laid end to end: one forward pass, no padding anywhere.
+    """Several rows laid end to end: one forward pass, no padding anywhere.
 
-    T tokens, S sequences, N trained tokens. A trained token at position t is predicted by the
-    hidden state at t - 1, so `predict_index` holds where t - 1 lies and `labels` the id at t.
+    T tokens, S sequences, N trained tokens, U units. A trained token at position t is predicted by
+    the hidden state at t - 1, so `predict_index` holds where t - 1 lies and `labels` the id at t.
     """
 
     input_ids: Tensor  # [T] int64
@@ -257,13 +282,13 @@ class MicroBatch:
     predict_index: Tensor  # [N] int64 into [T]
     labels: Tensor  # [N] int64
     sequence_index: Tensor  # [N] int64 into [S]
-    weights: Tensor  # [N] float32; over one optimizer step they carry the whole normalisation
-    advantages: Tensor | None = None  # [N]
-    rollout_logprobs: Tensor | None = None  # [N]
-    staleness: Tensor | None = None  # [N] float32 updates between sampling and training
-    old_logprobs: Tensor | None = None  # [N]
-    ref_logprobs: Tensor | None = None  # [N]
-    ids: tuple[str, ...] = ()  # [S] trajectory ids
+    unit_index: Tensor  # [S] int64 into [U]
+    num_units: int
+    weights: Tensor  # [N], [S] or [U] float32 as `Objective.per` says; over one optimizer step they
+    # carry the whole normalisation
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, Any])
+    """Of the rows end to end: [N, ...], [T, ...] or [S, ...]."""
+    ids: tuple[str, ...] = ()  # [S] row ids
     lengths: tuple[int, ...] = ()  # [S] host copy of the differences of cu_seqlens
 
     @property
@@ -273,6 +298,12 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.input_ids.shape[0])
+
+    def column(self, name: str) -> Tensor:
+        """A column of the rows. Raises KeyError naming those that they have."""
+        if name not in self.columns:
+            raise KeyError(f"the rows have no column {name!r}, only {sorted(self.columns)}")
+        return self.columns[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,11 +418,11 @@ class Engine(SamplingEngine, Protocol):
 class Trainer(Protocol):
     """Holds the policy being trained."""
 
-    def logprobs(self, rows: Sequence[Trajectory]) -> list[Tensor]:
+    def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
         """Log-probability of each row's trained tokens, [N_i] float32 on the CPU."""
         ...
 
-    def update(self, rows: Sequence[Trajectory]) -> Mapping[str, Any]:
+    def update(self, rows: Sequence[Row]) -> Mapping[str, Any]:
         """Train on the rows: mini-batches and epochs as configured. Returns metrics."""
         ...
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hone.algorithms.advantages import ADVANTAGES, ScoredSample, has_spread
+from hone.algorithms.advantage import ScoredSample, has_spread
+from hone.algorithms.advantages import ADVANTAGES
 
 Case = list[list[tuple[float, list[float]]]]
 """Groups of (reward, penalty of each token)."""

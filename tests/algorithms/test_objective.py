@@ -36,13 +36,17 @@ def objective(cfg: dict[str, Any]) -> tuple[float, dict[str, float]]:
         predict_index=zeros,
         labels=zeros,
         sequence_index=zeros,
+        unit_index=zeros,
+        num_units=1,
         weights=of(1.0),
-        advantages=of(ADVANTAGE),
-        rollout_logprobs=of(ENGINE),
-        old_logprobs=of(OLD),
-        ref_logprobs=of(REF),
         ids=("a",),
         lengths=(1,),
+        columns={
+            "advantages": of(ADVANTAGE),
+            "logprobs/engine": of(ENGINE),
+            "logprobs/policy": of(OLD),
+            "logprobs/reference": of(REF),
+        },
     )
     found = policy_objective(of(NOW), of(ENTROPY), batch, AlgorithmConfig.model_validate(cfg))
     return float(found.values), {name: float(v) for name, v in found.token_metrics.items()}

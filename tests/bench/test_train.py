@@ -288,9 +288,9 @@ def test_rows_carry_what_the_objective_needs() -> None:
     assert [row.token_ids for row in rows] == [row.token_ids for row in again]
     assert rows[0].token_ids != rows[1].token_ids
     assert max(token for row in rows for token in row.token_ids) < 99
-    assert all(row.advantages is not None and len(row.advantages) == 19 for row in rows)
+    assert all(len(row.column("advantages")) == 19 for row in rows)
     plain = train.draw_rows(cfg, vocab_size=99, seed=3, objective="sft")
-    assert all(row.advantages is None and row.rollout_logprobs is None for row in plain)
+    assert not any(row.columns for row in plain)
 
 
 def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

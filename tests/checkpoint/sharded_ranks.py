@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tests.trainer.examples import VOCAB, make_reference, make_trainer, random_rows
+from tests.trainer.examples import VOCAB, logprobs_of, make_reference, make_trainer, random_rows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -105,7 +105,7 @@ def deferred(folder):
         rows = random_rows(7)
         found = [dict(trainer.named_weights()) for trainer in trainers]
         found.append(dict(load_model(cfg, device=CPU, seed=4).state_dict()))
-        scores = [torch.cat(reference.logprobs(rows)) for reference in references]
+        scores = [torch.cat(logprobs_of(reference, rows)) for reference in references]
         for trainer in trainers:
             trainer.update(rows)
         trained = [dict(trainer.named_weights()) for trainer in trainers]

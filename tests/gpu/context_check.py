@@ -38,7 +38,7 @@ from hone.distributed.mesh import Mesh
 from hone.models.decoder import hidden_states
 from hone.trainer.context import gather, split
 from hone.trainer.packing import collate
-from hone.types import MicroBatch, Trajectory
+from hone.types import MicroBatch, Row
 from tests.gpu.models import build
 from tests.gpu.sections import Run
 
@@ -208,7 +208,7 @@ def stack() -> PreTrainedModel:
 def batch_of(lengths: tuple[int, ...]) -> MicroBatch:
     draw = torch.Generator().manual_seed(1)
     rows = [
-        Trajectory(
+        Row(
             id=str(i),
             token_ids=torch.randint(1024, (n,), generator=draw).tolist(),
             loss_mask=[False] + [True] * (n - 1),

@@ -40,7 +40,7 @@ from hone.models.load import load_model
 from hone.models.tiny import make_model_folder
 from hone.observe.metrics import to_scalars
 from hone.trainer.trainer import Trainer
-from hone.types import Request, SamplingParams, Trajectory
+from hone.types import Column, Request, Row, SamplingParams
 from hone.weights.parity import measure_parity
 from tests.gpu.engine_check import decode_speed, finish
 from tests.gpu.sections import Run, release
@@ -114,17 +114,21 @@ def sample(engine, requests, tag: str = ""):
     return [done[tag + request.id] for request in requests]
 
 
-def rows_of(requests, completions) -> list[Trajectory]:
+def rows_of(requests, completions) -> list[Row]:
     draw = torch.Generator().manual_seed(0)
     return [
-        Trajectory(
+        Row(
             id=request.id,
             group_id=str(int(request.id) // 4),
             token_ids=[*request.prompt_ids, *done.token_ids],
             loss_mask=[False] * len(request.prompt_ids) + [True] * len(done.token_ids),
-            rollout_logprobs=torch.tensor(done.logprobs),
-            staleness=torch.zeros(len(done.token_ids), dtype=torch.int32),
-            advantages=torch.randn(1, generator=draw).expand(len(done.token_ids)).clone(),
+            columns={
+                "logprobs/engine": Column(torch.tensor(done.logprobs)),
+                "staleness": Column(torch.zeros(len(done.token_ids), dtype=torch.int32)),
+                "advantages": Column(
+                    torch.randn(1, generator=draw).expand(len(done.token_ids)).clone()
+                ),
+            },
         )
         for request, done in zip(requests, completions, strict=True)
     ]
@@ -145,7 +149,7 @@ def make_trainer(model, temperature: float, *, exact: bool = True, **settings) -
     )
 
 
-def at(rows, requests, temperature: float) -> list[Trajectory]:
+def at(rows, requests, temperature: float) -> list[Row]:
     return [
         row
         for row, request in zip(rows, requests, strict=True)
@@ -155,7 +159,7 @@ def at(rows, requests, temperature: float) -> list[Trajectory]:
 
 def num_unequal(trainer, rows) -> int:
     return sum(
-        int((scored != row.rollout_logprobs).sum())
+        int((scored != row.column("logprobs/engine")).sum())
         for scored, row in zip(trainer.logprobs(rows), rows, strict=True)
     )
 
@@ -317,13 +321,15 @@ def time_trainer(run: Run, name: str, model, num_tokens: int = 16384, length: in
     draw = torch.Generator().manual_seed(0)
     trained = length - 128
     rows = [
-        Trajectory(
+        Row(
             id=f"r{i}",
             group_id=f"g{i // 8}",
             token_ids=torch.randint(model.config.vocab_size, (length,), generator=draw).tolist(),
             loss_mask=[False] * 128 + [True] * trained,
-            rollout_logprobs=torch.full((trained,), -11.9),
-            advantages=torch.randn(1, generator=draw).expand(trained).clone(),
+            columns={
+                "logprobs/engine": Column(torch.full((trained,), -11.9)),
+                "advantages": Column(torch.randn(1, generator=draw).expand(trained).clone()),
+            },
         )
         for i in range(num_tokens // length)
     ]

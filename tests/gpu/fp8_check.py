@@ -29,7 +29,7 @@ from hone.config.trainer import TrainerConfig
 from hone.models.decoder import decoder_layers
 from hone.trainer import precision
 from hone.trainer.trainer import Trainer
-from hone.types import Trajectory
+from hone.types import Column, Row
 from tests.gpu.models import build
 from tests.gpu.rounding import errors
 from tests.gpu.sections import Run
@@ -60,19 +60,21 @@ def main() -> int:
     return run.go({section.__name__: partial(section, run) for section in sections})
 
 
-def rows_of(lengths: Sequence[int], vocab_size: int) -> list[Trajectory]:
+def rows_of(lengths: Sequence[int], vocab_size: int) -> list[Row]:
     draw = torch.Generator().manual_seed(0)
-    rows: list[Trajectory] = []
+    rows: list[Row] = []
     for index, length in enumerate(lengths):
         num_prompt = min(PROMPT, length // 2)
         num_trained = length - num_prompt
         rows.append(
-            Trajectory(
+            Row(
                 id=f"r{index}",
                 group_id=f"g{index // 8}",
                 token_ids=torch.randint(vocab_size, (length,), generator=draw).tolist(),
                 loss_mask=[False] * num_prompt + [True] * num_trained,
-                advantages=torch.randn(1, generator=draw).expand(num_trained).clone(),
+                columns={
+                    "advantages": Column(torch.randn(1, generator=draw).expand(num_trained).clone())
+                },
             )
         )
     return rows
@@ -164,18 +166,19 @@ def gradients(run: Run) -> None:
             run.check(name, good, *cells)
 
 
-def scored(trainer: Trainer, rows: list[Trajectory]) -> tuple[Tensor, float]:
+def scored(trainer: Trainer, rows: list[Row]) -> tuple[Tensor, float]:
     """Log-probs of all rows together, and how far those are of each row alone."""
     together = trainer.logprobs(rows)
     alone = [trainer.logprobs([row])[0] for row in rows]
     return torch.cat(together), float((torch.cat(alone) - torch.cat(together)).abs().max())
 
 
-def gradient_of(trainer: Trainer, rows: list[Trajectory], logprobs: Tensor) -> dict[str, Tensor]:
+def gradient_of(trainer: Trainer, rows: list[Row], logprobs: Tensor) -> dict[str, Tensor]:
     """In float32 on the host; of two micro-batches, neither with a multiple of 16 tokens."""
     pieces = logprobs.split([row.num_trained for row in rows])
     for row, piece in zip(rows, pieces, strict=True):
-        row.old_logprobs = row.rollout_logprobs = piece.clone()
+        row.columns["logprobs/policy"] = Column(piece.clone())
+        row.columns["logprobs/engine"] = Column(piece.clone())
     for part in (rows[:3], rows[3:]):
         trainer.forward_backward(part)
     found = {name: g.float().cpu() for name, g in trainer.policy.gradients.items()}
@@ -208,7 +211,8 @@ class Steps:
     def _add(self, name: str, trainer: Trainer) -> None:
         rows = rows_of([LENGTH] * (TOKENS // LENGTH), trainer.policy.model.config.vocab_size)
         for row in rows:
-            row.old_logprobs = row.rollout_logprobs = torch.full((row.num_trained,), -11.9)
+            row.columns["logprobs/policy"] = Column(torch.full((row.num_trained,), -11.9))
+            row.columns["logprobs/engine"] = Column(torch.full((row.num_trained,), -11.9))
         begun = perf_counter()
         trainer.update(rows)
         torch.cuda.synchronize()

@@ -39,7 +39,7 @@ from hone.trainer.gathering import whole
 from hone.trainer.packing import AttentionCost, plan
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.trainer import Trainer
-from hone.types import Trajectory
+from hone.types import Column, Row
 from tests.gpu.models import build
 from tests.gpu.rounding import KIND, WHOLE, errors, split_noise, worst_ratio
 from tests.gpu.sections import Run, release
@@ -63,19 +63,23 @@ LENGTH, TOKENS, PASSES = 2048, 16_384, 2
 FEW_LAYERS, MANY_LAYERS = 12, 36
 
 
-def make_rows(num_rows: int, length: int, vocab: int, *, uneven: bool = False) -> list[Trajectory]:
+def make_rows(num_rows: int, length: int, vocab: int, *, uneven: bool = False) -> list[Row]:
     generator = torch.Generator().manual_seed(num_rows)
-    rows: list[Trajectory] = []
+    rows: list[Row] = []
     for index in range(num_rows):
         num_tokens = length - 37 * (index % 7) if uneven else length
         num_trained = num_tokens - PROMPT
         rows.append(
-            Trajectory(
+            Row(
                 id=f"r{index}",
                 group_id=f"g{index // 4}",
                 token_ids=torch.randint(vocab, (num_tokens,), generator=generator).tolist(),
                 loss_mask=[False] * PROMPT + [True] * num_trained,
-                advantages=torch.randn(1, generator=generator).expand(num_trained).clone(),
+                columns={
+                    "advantages": Column(
+                        torch.randn(1, generator=generator).expand(num_trained).clone()
+                    )
+                },
             )
         )
     return rows

@@ -39,7 +39,7 @@ from hone.models.tiny import SHAPES, make_model_folder, make_tiny_model
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.policy import StaleWeightsError
 from hone.trainer.trainer import Trainer
-from hone.types import Request, SamplingParams, Trajectory
+from hone.types import Column, Request, Row, SamplingParams
 from hone.weights.parity import check_parity, measure_parity
 from hone.weights.sync import WeightSync
 from tests.gpu.sections import Run
@@ -103,23 +103,27 @@ def finish(engine):
     return {completion.request_id: completion for completion in done}
 
 
-def rollout(engine, count: int, **options) -> list[Trajectory]:
+def rollout(engine, count: int, **options) -> list[Row]:
     asked = requests(count, **options)
     engine.submit(asked)
     done = finish(engine)
     return [
-        Trajectory(
+        Row(
             id=request.id,
             token_ids=[*request.prompt_ids, *done[request.id].token_ids],
             loss_mask=[False] * len(request.prompt_ids) + [True] * len(done[request.id].token_ids),
-            rollout_logprobs=torch.tensor(done[request.id].logprobs),
-            staleness=torch.zeros(len(done[request.id].token_ids), dtype=torch.int32),
+            columns={
+                "logprobs/engine": Column(torch.tensor(done[request.id].logprobs)),
+                "staleness": Column(
+                    torch.zeros(len(done[request.id].token_ids), dtype=torch.int32)
+                ),
+            },
         )
         for request in asked
     ]
 
 
-def tokens(rows: list[Trajectory]) -> list[list[int]]:
+def tokens(rows: list[Row]) -> list[list[int]]:
     return [row.token_ids for row in rows]
 
 

@@ -23,7 +23,7 @@ from hone.config.trainer import TrainerConfig
 from hone.models.decoder import head_weight
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.trainer import Trainer
-from hone.types import Trajectory
+from hone.types import Column, Row
 from tests.gpu.models import build
 from tests.gpu.timing import wall_ms
 
@@ -40,17 +40,21 @@ def report(**values: Any) -> None:
     sys.stdout.flush()
 
 
-def rows(num_tokens: int, vocab: int) -> list[Trajectory]:
+def rows(num_tokens: int, vocab: int) -> list[Row]:
     generator = torch.Generator().manual_seed(0)
     num_trained = LENGTH - PROMPT
     return [
-        Trajectory(
+        Row(
             id=f"r{i}",
             group_id=f"g{i // 8}",
             token_ids=torch.randint(vocab, (LENGTH,), generator=generator).tolist(),
             loss_mask=[False] * PROMPT + [True] * num_trained,
-            rollout_logprobs=torch.full((num_trained,), -11.9),
-            advantages=torch.randn(1, generator=generator).expand(num_trained).clone(),
+            columns={
+                "logprobs/engine": Column(torch.full((num_trained,), -11.9)),
+                "advantages": Column(
+                    torch.randn(1, generator=generator).expand(num_trained).clone()
+                ),
+            },
         )
         for i in range(num_tokens // LENGTH)
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.loops.conftest import MakeConfig
 from tests.observe.test_disk import largest_file
 from tests.tiny_runs import lines
@@ -21,7 +22,7 @@ from hone.config.errors import UserError
 from hone.config.tree import SFTConfig
 from hone.distributed.processes import Processes
 from hone.distributed.watch import Watch
-from hone.loops import reinforce, supervised
+from hone.loops import loop, reinforce, supervised
 from hone.loops import run as run_module
 from hone.loops.ending import Ending, record_death
 from hone.loops.run import Outcome
@@ -30,6 +31,7 @@ from hone.observe.run_folder import RunFolder
 from hone.rewards.scorer import FailureRateError
 from hone.rollout import collector
 from hone.rollout.evaluate import evaluate
+from hone.trainer.parallel_model import ParallelModel
 from hone.trainer.trainer import Trainer
 
 
@@ -214,19 +216,33 @@ def test_a_signal_ends_an_evaluation_at_once(
     assert lines(cfg.run.dir / "metrics.jsonl")[-1]["step"] == 3
 
 
-def test_supervised_training_that_is_stopped_at_the_start_makes_no_step(
-    sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_signal_ends_a_supervised_evaluation_before_its_next_pass(
+    sft_config: SFTConfig, monkeypatch: pytest.MonkeyPatch, at_start: bool
 ) -> None:
-    original = supervised.evaluate
+    """As it does one of samples: a large held-out set takes longer than schedulers wait."""
+    original, passes = ParallelModel.forward, list[int]()
 
-    def signalled(trainer: Trainer, rows: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return original(trainer, rows)
+    def signalled(model: ParallelModel, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            passes.append(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(model, *args)
 
-    monkeypatch.setattr(supervised, "evaluate", signalled)
-    evaluation = sft_config.eval.model_copy(update={"at_start": True})
-    outcome = supervised.run(sft_config.model_copy(update={"eval": evaluation}))
-    assert outcome == Outcome(0, stopped_by=signal.SIGTERM)
+    monkeypatch.setattr(ParallelModel, "forward", signalled)
+    every_row = sft_config.trainer.model_copy(update={"micro_batch_size": 1})
+    evaluation = sft_config.eval.model_copy(update={"at_start": at_start, "every_n_steps": 2})
+    cfg = sft_config.model_copy(update={"eval": evaluation, "trainer": every_row})
+    done = 0 if at_start else 2
+    assert supervised.run(cfg) == Outcome(done, stopped_by=signal.SIGTERM)
+    assert len(passes) == 1, "of ten"
+    held = lines(cfg.run.dir / "metrics.jsonl")
+    assert [row["step"] for row in held] == [*range(1, done + 1)]
+    assert not [name for row in held for name in row if name.startswith("eval/")]
+    assert CheckpointStore(cfg.run.dir / "checkpoints").steps() == ([] if at_start else [2])
+    monkeypatch.setattr(ParallelModel, "forward", original)
+    assert supervised.run(cfg) == Outcome(3)
+    assert "eval/loss" in lines(cfg.run.dir / "metrics.jsonl")[-1]
 
 
 def test_a_signal_that_is_ignored_stays_so(
@@ -234,13 +250,13 @@ def test_a_signal_that_is_ignored_stays_so(
 ) -> None:
     """As under nohup."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    train = reinforce.train
+    train = loop.train
 
     def hung_up(run: Any) -> Any:
         os.kill(os.getpid(), signal.SIGHUP)
         return train(run)
 
-    monkeypatch.setattr(reinforce, "train", hung_up)
+    monkeypatch.setattr(loop, "train", hung_up)
     try:
         assert reinforce.run(make_config()).stopped_by is None
     finally:

@@ -11,13 +11,14 @@ import torch
 from tests.loops.conftest import MakeConfig, built_run
 from torch import Tensor
 
+from hone.algorithms.algorithm import Outputs
 from hone.algorithms.grpo import GRPO
-from hone.config.algorithm import AlgorithmConfig, KLConfig
+from hone.config.algorithm import AlgorithmConfig, KLConfig, Output
 from hone.config.tree import RLConfig
 from hone.loops.reinforce import RLRun
 from hone.observe.metrics import Sum
 from hone.trainer.models import Models
-from hone.types import FailureKind, Group, Reward, Sample, Trajectory
+from hone.types import FailureKind, Group, Reward, Row, Sample
 
 KINDS = list(FailureKind)
 
@@ -28,11 +29,11 @@ def collected(cfg: RLConfig) -> tuple[RLRun, list[Group]]:
         return run, run.collector.collect(1)
 
 
-def built(run: RLRun, groups: Sequence[Group]) -> list[Trajectory]:
+def built(run: RLRun, groups: Sequence[Group]) -> list[Row]:
     return run.models.prepare(run.algorithm, groups, version=0)[0]
 
 
-def gradient(run: RLRun, rows: Sequence[Trajectory]) -> dict[str, Tensor]:
+def gradient(run: RLRun, rows: Sequence[Row]) -> dict[str, Tensor]:
     """Weights after one update of a fresh copy of the trainer's state."""
     tensors, metadata = run.trainer.state_dict()
     saved = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -104,41 +105,29 @@ def test_R20_rows_hold_the_sampled_ids_and_their_mask(make_config: MakeConfig) -
     for sample, row in zip(samples, rows, strict=True):
         assert row.token_ids == [*sample.prompt.token_ids, *sample.token_ids]
         assert row.loss_mask == [False] * len(sample.prompt.token_ids) + sample.loss_mask
-        assert row.rollout_logprobs is not None
-        assert row.advantages is not None
-        assert row.staleness is not None
         kept = [
             lp for lp, trained in zip(sample.logprobs, sample.loss_mask, strict=True) if trained
         ]
-        assert row.rollout_logprobs.tolist() == pytest.approx(kept)
-        assert len(row.rollout_logprobs) == len(row.advantages) == row.num_trained
-    assert rows[1].staleness is not None
+        assert row.column("logprobs/engine").tolist() == pytest.approx(kept)
+        assert (
+            len(row.column("logprobs/engine")) == len(row.column("advantages")) == row.num_trained
+        )
     # What comes after a token of older weights may have been drawn over their keys.
-    assert set(rows[1].staleness.tolist()) == {2}
-    assert rows[0].staleness is not None
-    assert set(rows[0].staleness.tolist()) == {0}
+    assert set(rows[1].column("staleness").tolist()) == {2}
+    assert set(rows[0].column("staleness").tolist()) == {0}
 
 
-class CountingModels:
-    """Policy and reference: token t of a row has -t / 10 and -t / 5. Counts passes."""
+class Ramp:
+    """Token t of a row has the log-probability -t / divisor."""
 
-    def __init__(self) -> None:
-        self.passes: list[str] = []
+    def __init__(self, divisor: int) -> None:
+        self.divisor = divisor
 
-    def logprobs(self, rows: Sequence[Trajectory]) -> list[Tensor]:
-        self.passes.append("policy")
-        return [-torch.arange(row.num_trained) / 10 for row in rows]
+    def outputs_before(self, rows: Sequence[Row]) -> frozenset[Output]:
+        return frozenset()
 
-    def needs_old_logprobs(self, rows: Sequence[Trajectory]) -> bool:
-        return False
-
-    def begin(self, rows: Sequence[Trajectory]) -> Callable[[], list[Tensor]]:
-        self.passes.append("reference")
-        return lambda: [-torch.arange(row.num_trained) / 5 for row in rows]
-
-    def prepare(self, cfg: AlgorithmConfig, groups: Sequence[Group]) -> list[Trajectory]:
-        algorithm = GRPO(cfg, max_completion_tokens=24)
-        return Models(cast(Any, self), self).prepare(algorithm, groups, version=0)[0]
+    def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
+        return lambda: [{"logprobs": -torch.arange(row.num_trained) / self.divisor} for row in rows]
 
 
 def test_a_kl_penalty_in_the_reward_lowers_it(make_config: MakeConfig) -> None:
@@ -147,7 +136,8 @@ def test_a_kl_penalty_in_the_reward_lowers_it(make_config: MakeConfig) -> None:
     cfg = AlgorithmConfig(
         kl=KLConfig(coef=0.1, placement="reward", estimator="k1"), advantage="reinforce_pp"
     )
-    rows = CountingModels().prepare(cfg, groups)
+    models = Models(cast(Any, Ramp(10)), {"reference": Ramp(5)})
+    rows, _ = models.prepare(GRPO(cfg, max_completion_tokens=24), groups, version=0)
     samples = [s for group in groups for s in group.samples]
     returns = [
         [sample.reward.total - 0.1 * sum(u / 10 for u in range(t, len(sample.token_ids)))]
@@ -157,5 +147,5 @@ def test_a_kl_penalty_in_the_reward_lowers_it(make_config: MakeConfig) -> None:
     ]
     flat = torch.tensor(returns, dtype=torch.float64).flatten()
     expected = (flat - flat.mean()) / flat.std()
-    actual = torch.cat([row.advantages for row in rows if row.advantages is not None])
+    actual = torch.cat([row.column("advantages") for row in rows])
     torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=1e-4)

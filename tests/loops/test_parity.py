@@ -22,11 +22,11 @@ from hone.loops import loop
 from hone.loops.reinforce import RLRun
 from hone.models.decoder import alias_module
 from hone.models.generation import generation_model
-from hone.types import Trainer, Trajectory
+from hone.types import Column, Row, Trainer
 from hone.weights.parity import check_parity, measure_parity
 
 
-def first_rows(run: RLRun) -> list[Trajectory]:
+def first_rows(run: RLRun) -> list[Row]:
     return run.algorithm.rows(run.collector.collect(1), version=0)
 
 
@@ -85,8 +85,7 @@ def test_R4_shifted_labels_are_caught(make_config: MakeConfig) -> None:
         run.sampling.weights.push(0)
         rows = first_rows(run)
         for row in rows:
-            assert row.rollout_logprobs is not None
-            row.rollout_logprobs = row.rollout_logprobs.roll(1)
+            row.columns["logprobs/engine"] = Column(row.column("logprobs/engine").roll(1))
         with pytest.raises(UserError, match="disagree"):
             check_parity(rows, run.trainer, run.cfg.trainer.parity, dtype="float32")
 
@@ -97,8 +96,8 @@ class FixedTrainer:
     def __init__(self, offsets: list[float]) -> None:
         self.offsets = torch.tensor(offsets)
 
-    def logprobs(self, rows: Sequence[Trajectory], *, reference: bool = False) -> list[Tensor]:
-        return [row.rollout_logprobs + self.offsets for row in rows]
+    def logprobs(self, rows: Sequence[Row], *, reference: bool = False) -> list[Tensor]:
+        return [row.column("logprobs/engine") + self.offsets for row in rows]
 
 
 FAR = math.log(1.15)  # a ratio outside [0.9, 1.1], whose k3 divergence is 0.01
@@ -129,14 +128,16 @@ def test_R4_each_limit_of_the_gate_stops_by_itself(
     assert report.kl == pytest.approx(sum(math.exp(d) - 1 - d for d in offsets) / 4, rel=1e-4)
 
 
-def rows_of_four_tokens() -> list[Trajectory]:
+def rows_of_four_tokens() -> list[Row]:
     return [
-        Trajectory(
+        Row(
             id=f"{i}",
             token_ids=[1, 2, 3, 4, 5],
             loss_mask=[False, True, True, True, True],
-            rollout_logprobs=torch.full((4,), -1.0),
-            staleness=torch.zeros(4, dtype=torch.int32),
+            columns={
+                "logprobs/engine": Column(torch.full((4,), -1.0)),
+                "staleness": Column(torch.zeros(4, dtype=torch.int32)),
+            },
         )
         for i in range(3)
     ]
@@ -154,19 +155,21 @@ def test_R4_the_limit_on_the_divergence_is_that_of_the_number_format() -> None:
 def test_R4_the_gate_looks_at_every_row(position: int) -> None:
     rows = rows_of_four_tokens()
     trainer = SimpleNamespace(logprobs=lambda chosen: [torch.full((4,), -1.0) for _ in chosen])
-    rows[position].rollout_logprobs = torch.full((4,), -3.0)
+    rows[position].columns["logprobs/engine"] = Column(torch.full((4,), -3.0))
     with pytest.raises(UserError, match="disagree"):
         check_parity(rows, cast(Trainer, trainer), "auto", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("stale", [0, 2])
 def test_R4_the_gate_compares_tokens_of_the_present_weights_alone(stale: int) -> None:
-    row = Trajectory(
+    row = Row(
         id="0",
         token_ids=[1, 2, 3],
         loss_mask=[False, True, True],
-        rollout_logprobs=torch.full((2,), -1.0),
-        staleness=torch.tensor([0, stale], dtype=torch.int32),
+        columns={
+            "logprobs/engine": Column(torch.full((2,), -1.0)),
+            "staleness": Column(torch.tensor([0, stale], dtype=torch.int32)),
+        },
     )
     report = measure_parity([row], cast(Trainer, FixedTrainer([0.0, 1.0])))
     assert report.num_tokens == (1 if stale else 2)
@@ -179,11 +182,11 @@ def test_R4_exact_gate_demands_equal_bits(make_config: MakeConfig) -> None:
         rows = first_rows(run)
         cfg = run.cfg.trainer.parity
         for row, logprobs in zip(rows, run.trainer.logprobs(rows), strict=True):
-            row.rollout_logprobs = logprobs
+            row.columns["logprobs/engine"] = Column(logprobs)
         report = check_parity(rows, run.trainer, cfg, dtype="bfloat16", exact=True)
         assert report is not None
         assert report.max_difference == 0.0
-        one = rows[3].rollout_logprobs
+        one = rows[3].column("logprobs/engine")
         assert one is not None
         one[-1] = torch.nextafter(one[-1], torch.tensor(0.0))
         check_parity(rows, run.trainer, cfg, dtype="bfloat16")

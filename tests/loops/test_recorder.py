@@ -19,7 +19,7 @@ from hone.observe.loggers import RunLog
 from hone.observe.metrics import Last, Metrics, Sum
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
-from hone.types import Group, Prompt, Sample, StopReason, Trajectory
+from hone.types import Group, Prompt, Row, Sample, StopReason
 
 LIMITS = Limits(
     shape=SHAPE,
@@ -53,8 +53,7 @@ def make_group(index: int) -> Group:
 
 GROUPS = [make_group(index) for index in range(4)]
 ROWS = [
-    Trajectory(id=f"r{index}", token_ids=[1] * 8, loss_mask=[False] * 3 + [True] * 5)
-    for index in range(4)
+    Row(id=f"r{index}", token_ids=[1] * 8, loss_mask=[False] * 3 + [True] * 5) for index in range(4)
 ]
 
 

@@ -15,14 +15,15 @@ from tests.loops.conftest import MakeConfig
 from tests.tiny_runs import lines
 from torch import Tensor
 
+from hone.algorithms.algorithm import Outputs
 from hone.algorithms.grpo import GRPO
-from hone.config.algorithm import AlgorithmConfig, KLConfig
+from hone.config.algorithm import AlgorithmConfig, KLConfig, Output
 from hone.config.tree import RLConfig
 from hone.distributed.pool import ThreadWorker
 from hone.loops import rank0, reinforce, workers
 from hone.rollout.scorer_pool import ScorerPool
 from hone.trainer.models import Models
-from hone.types import Group, Prompt, Reward, Sample, StopReason, Trajectory
+from hone.types import Group, Prompt, Reward, Row, Sample, StopReason
 
 LOSS: dict[str, Any] = {"kl": {"coef": 0.2}}
 REWARD: dict[str, Any] = {"kl": {"coef": 0.2, "placement": "reward", "estimator": "k1"}}
@@ -49,15 +50,16 @@ def test_who_does_not_drive_references_hears_what_they_found(
     """And, while that takes long, now and then that it should wait on."""
     monkeypatch.setattr(rank0, "KEEPALIVE_S", 0.02)
     rows = [
-        Trajectory(id=f"{n}", token_ids=[1] * (n + 2), loss_mask=[False] + [True] * (n + 1))
+        Row(id=f"{n}", token_ids=[1] * (n + 2), loss_mask=[False] + [True] * (n + 1))
         for n in range(5)
     ]
 
     class Scorer:
-        def score(self, rows: Sequence[Trajectory]) -> Any:
+        def score(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Any:
             while len(rows) and peers[0].num_told < 2:  # words to wait on
                 sleep(0.001)
-            return torch.cat([torch.zeros(0), *(torch.ones(r.num_trained) for r in rows)]).numpy()
+            values = torch.cat([torch.zeros(0), *(torch.ones(r.num_trained) for r in rows)])
+            return values[None].numpy()
 
     group = ScorerPool(
         [ThreadWorker("reference 0", Scorer())],
@@ -68,14 +70,14 @@ def test_who_does_not_drive_references_hears_what_they_found(
     said: Queue[Any] = Queue()
     peers = [Peer(said, is_first=is_first) for is_first in (True, False)]
     leds = [
-        rank0.Rank0Reference(cast(Any, peer), references, lambda rows: [[4, 3], [1, 0, 2]])
+        rank0.Rank0Scorer(cast(Any, peer), references, lambda rows: [[4, 3], [1, 0, 2]])
         for peer, references in zip(peers, (group, None), strict=True)
     ]
-    waits = [led.begin(rows) for led in leds]
+    waits = [led.begin(rows, frozenset({"logprobs"})) for led in leds]
     found = [wait() for wait in waits]
     group.close()
-    for logprobs in found:
-        assert [values.tolist() for values in logprobs] == [[1.0] * (n + 1) for n in range(5)]
+    for of_rows in found:
+        assert [own["logprobs"].tolist() for own in of_rows] == [[1.0] * (n + 1) for n in range(5)]
     assert peers[0].num_told == peers[1].num_told > 2
 
 
@@ -85,7 +87,8 @@ def test_who_does_not_drive_references_hears_what_they_found(
         ({"coef": 0.1}, False, ["begin", "wait"]),
         ({"coef": 0.1}, True, ["begin", "policy", "wait"]),
         ({"coef": 0.1, "placement": "reward"}, False, ["begin", "policy", "wait"]),
-        ({}, True, []),
+        ({}, True, ["policy"]),
+        ({}, False, []),
     ],
 )
 def test_the_policy_is_scored_while_a_reference_is(
@@ -94,24 +97,31 @@ def test_the_policy_is_scored_while_a_reference_is(
     """Where its scores are needed at all."""
     order: list[str] = []
 
-    class Both:
-        def logprobs(self, rows: Sequence[Trajectory]) -> list[Tensor]:
-            order.append("policy")
-            return [torch.zeros(row.num_trained) for row in rows]
+    class Policy:
+        def outputs_before(self, rows: Sequence[Row]) -> frozenset[Output]:
+            return frozenset({"logprobs"}) if is_needed else frozenset()
 
-        def needs_old_logprobs(self, rows: Sequence[Trajectory]) -> bool:
-            return is_needed
-
-        def begin(self, rows: Sequence[Trajectory]) -> Callable[[], list[Tensor]]:
-            order.append("begin")
-
-            def wait() -> list[Tensor]:
-                order.append("wait")
-                return [torch.ones(row.num_trained) for row in rows]
+        def begin(
+            self, rows: Sequence[Row], outputs: frozenset[Output]
+        ) -> Callable[[], list[Outputs]]:
+            def wait() -> list[Outputs]:
+                order.append("policy")
+                return [{"logprobs": torch.zeros(row.num_trained)} for row in rows]
 
             return wait
 
-    both = Both()
+    class Reference:
+        def begin(
+            self, rows: Sequence[Row], outputs: frozenset[Output]
+        ) -> Callable[[], list[Outputs]]:
+            order.append("begin")
+
+            def wait() -> list[Outputs]:
+                order.append("wait")
+                return [{"logprobs": torch.ones(row.num_trained)} for row in rows]
+
+            return wait
+
     prompt = Prompt(id="p", token_ids=(1, 2), text="")
     samples = [
         Sample(
@@ -130,10 +140,11 @@ def test_the_policy_is_scored_while_a_reference_is(
     cfg = AlgorithmConfig(kl=KLConfig(**kl), advantage="reinforce_pp")
     group = Group(id="p", prompt=prompt, samples=samples)
     algorithm = GRPO(cfg, max_completion_tokens=8)
-    rows, _ = Models(cast(Any, both), both).prepare(algorithm, [group], version=0)
+    models = Models(cast(Any, Policy()), {"reference": Reference()})
+    rows, _ = models.prepare(algorithm, [group], version=0)
     assert order == expected
-    assert all((row.old_logprobs is not None) == ("policy" in order) for row in rows)
-    assert all((row.ref_logprobs is not None) == ("wait" in order) for row in rows)
+    assert all(("logprobs/policy" in row.columns) == ("policy" in order) for row in rows)
+    assert all(("logprobs/reference" in row.columns) == ("wait" in order) for row in rows)
 
 
 def run(cfg: RLConfig) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from hone.loops import reinforce
 from hone.loops.reinforce import run
 from hone.loops.untrained import Untrained, why_untrained
 from hone.rollout.counts import RolloutCounts
-from hone.types import FailureKind, Group, Prompt, Reward, Sample, StopReason, Trajectory
+from hone.types import Column, FailureKind, Group, Prompt, Reward, Row, Sample, StopReason
 
 FAILURE, PROMPT = "the ruler broke", Prompt(id="data:0", token_ids=(1,), text="?")
 
@@ -43,16 +43,19 @@ def group(*outcomes: float | FailureKind, truncated: bool = False) -> Group:
     return Group(id="0", prompt=PROMPT, samples=samples)
 
 
-def row(*mask: bool) -> Trajectory:
-    return Trajectory(
-        id="0/0", token_ids=[1, 5, 6], loss_mask=[False, *mask], advantages=torch.zeros(sum(mask))
+def row(*mask: bool) -> Row:
+    return Row(
+        id="0/0",
+        token_ids=[1, 5, 6],
+        loss_mask=[False, *mask],
+        columns={"advantages": Column(torch.zeros(sum(mask)))},
     )
 
 
 TIMEOUT, MASKS = FailureKind.TIMEOUT, {"rollout": {"truncated_samples": "mask"}}
 ICEPOP = {"algorithm": {"correction": {"kind": "icepop"}}}
 DROPPED = RolloutCounts(num_dropped_groups=40, num_refill_rounds=9)
-CAUSES: dict[str, tuple[dict[str, Any], list[Group], list[Trajectory], list[str]]] = {
+CAUSES: dict[str, tuple[dict[str, Any], list[Group], list[Row], list[str]]] = {
     # settings, groups, rows, and what the cause says
     "dropped": ({}, [], [], ["rollout.dynamic_sampling dropped all 40 groups of 10 rounds"]),
     "failed": (

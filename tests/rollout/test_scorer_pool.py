@@ -13,33 +13,39 @@ import pytest
 import torch
 from torch import Tensor
 
+from hone.config.algorithm import Output
 from hone.distributed import pool
 from hone.distributed.pool import WorkersLostError
 from hone.rollout import scorer_pool
 from hone.rollout.scorer_pool import AHEAD, ScorerPool
-from hone.types import EngineLostError, Trajectory
+from hone.types import Column, EngineLostError, Row
 
 WAIT_S = 20.0
+OUTPUTS = frozenset[Output]({"logprobs", "entropy"})
 
 
-def twin(row: Trajectory) -> Tensor:
+def twin(row: Row) -> Tensor:
     """A row's log-probabilities under the fake reference."""
     ids = torch.tensor(row.token_ids, dtype=torch.float32)
     return -(ids.cumsum(0) / 7)[torch.tensor(row.loss_mask)]
 
 
-def random_rows(number: int, seed: int) -> list[Trajectory]:
+def random_rows(number: int, seed: int) -> list[Row]:
     draw = random.Random(seed)
-    rows: list[Trajectory] = []
+    rows: list[Row] = []
     for index in range(number):
         mask = [False] + [draw.random() < 0.6 for _ in range(draw.randint(1, 30))]
         ids = [draw.randrange(50) for _ in mask]
         extra = torch.zeros(sum(mask))
-        rows.append(Trajectory(id=f"r{index}", token_ids=ids, loss_mask=mask, advantages=extra))
+        rows.append(
+            Row(
+                id=f"r{index}", token_ids=ids, loss_mask=mask, columns={"advantages": Column(extra)}
+            )
+        )
     return rows
 
 
-def cut(rows: Sequence[Trajectory], size: int) -> list[list[int]]:
+def cut(rows: Sequence[Row], size: int) -> list[list[int]]:
     trained = [i for i, row in enumerate(rows) if row.num_trained]
     return [trained[start : start + size] for start in range(0, len(trained), size)]
 
@@ -70,7 +76,7 @@ class Fake:
         whether it is there. Each of the others takes `slowness` looks."""
         self.name, self.fate, self.slowness = name, fate, slowness
         self.clock = clock or Clock()
-        self.calls: list[list[Trajectory]] = []
+        self.calls: list[list[Row]] = []
         self.num_open = self.most_open = 0
         self.is_killed = False
 
@@ -100,7 +106,8 @@ class FakePending:
             raise TimeoutError
         self.fake.num_open -= 1
         rows = self.fake.calls[self.number]
-        return torch.cat([torch.empty(0), *map(twin, rows)]).numpy()
+        logprobs = torch.cat([torch.empty(0), *map(twin, rows)])
+        return torch.stack([-logprobs, logprobs]).numpy()  # as their names are sorted
 
 
 def make_group(fakes: list[Fake], restart: Callable[[int], Fake], **limits: Any) -> ScorerPool:
@@ -108,11 +115,13 @@ def make_group(fakes: list[Fake], restart: Callable[[int], Fake], **limits: Any)
     return ScorerPool(fakes, restart=restart, **options)
 
 
-def score(group: ScorerPool, rows: Sequence[Trajectory], size: int) -> list[Tensor]:
-    return group.begin(rows, cut(rows, size)).result(WAIT_S)
+def score(group: ScorerPool, rows: Sequence[Row], size: int) -> list[Tensor]:
+    found = group.begin(rows, cut(rows, size), OUTPUTS).result(WAIT_S)
+    assert all(torch.equal(own["entropy"], -own["logprobs"]) for own in found)
+    return [own["logprobs"] for own in found]
 
 
-def assert_scored(found: Sequence[Tensor], rows: Sequence[Trajectory]) -> None:
+def assert_scored(found: Sequence[Tensor], rows: Sequence[Row]) -> None:
     for values, row in zip(found, rows, strict=True):
         assert values.dtype == torch.float32
         assert torch.equal(values, twin(row)), row.id
@@ -135,15 +144,14 @@ def test_rows_are_scored_once_in_small_portions_by_all(seed: int) -> None:
     assert all(fake.is_killed for fake in fakes)
     assert all(fake.most_open <= AHEAD for fake in fakes)
     sent = [row for fake in fakes for call in fake.calls for row in call]
-    assert all(row.advantages is None for row in sent)
+    assert not any(row.columns for row in sent)
 
 
 def test_passes_are_dealt_by_their_tokens() -> None:
     """The dearest first, each to who has least: equal shares here, though not equal numbers."""
     lengths = [90, 30, 30, 30]
     rows = [
-        Trajectory(id=f"{n}", token_ids=[1] * n, loss_mask=[False] + [True] * (n - 1))
-        for n in lengths
+        Row(id=f"{n}", token_ids=[1] * n, loss_mask=[False] + [True] * (n - 1)) for n in lengths
     ]
     fakes = [Fake("reference 0", {}, 40), Fake("reference 1", {}, 4)]
     group = make_group(fakes, never)
@@ -154,9 +162,7 @@ def test_passes_are_dealt_by_their_tokens() -> None:
 
 
 def test_a_slow_reference_gets_fewer_passes() -> None:
-    rows = [
-        Trajectory(id=f"{n}", token_ids=[1] * 9, loss_mask=[False] + [True] * 8) for n in range(20)
-    ]
+    rows = [Row(id=f"{n}", token_ids=[1] * 9, loss_mask=[False] + [True] * 8) for n in range(20)]
     fakes = [Fake("reference 0", {}, 50), Fake("reference 1", {})]
     group = make_group(fakes, never)
     assert_scored(score(group, rows, 1), rows)
@@ -231,7 +237,7 @@ def test_what_a_reference_refuses_is_raised_as_it_is() -> None:
 def test_closing_ends_what_waits_and_starts_nobody_anew() -> None:
     group = make_group([Fake("reference 0", {1: TimeoutError()})], never)
     rows = random_rows(4, seed=0)
-    scoring = group.begin(rows, cut(rows, 2))
+    scoring = group.begin(rows, cut(rows, 2), OUTPUTS)
     group.close()
     with pytest.raises(CancelledError):
         scoring.result(WAIT_S)

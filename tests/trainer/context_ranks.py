@@ -36,7 +36,7 @@ from hone.trainer import context as trainer_context
 from hone.trainer.context import gather, split
 from hone.trainer.logprobs import token_logprobs
 from hone.trainer.packing import collate
-from hone.types import Trajectory
+from hone.types import Row
 from tests.trainer.examples import VOCAB, random_rows, tiny_model
 
 WORLD = 4
@@ -197,7 +197,7 @@ def one_sequence(num_tokens, trained):
 
 
 def bare(name, token_ids, loss_mask):
-    return Trajectory(id=name, token_ids=token_ids, loss_mask=loss_mask)
+    return Row(id=name, token_ids=token_ids, loss_mask=loss_mask)
 
 
 def uneven_rows(number, seed, max_completion=24):

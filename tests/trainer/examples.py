@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from hone.attention import ATTENTION_NAME
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import TrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.trainer.scorer import FrozenScorer
+from hone.trainer.scorer import FrozenScorer, RowScorer
 from hone.trainer.trainer import Trainer
-from hone.types import Trajectory
+from hone.types import Column, Row
 
 VOCAB = 48
 
@@ -63,11 +64,11 @@ def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
 
 def random_rows(
     num_rows: int, *, seed: int = 0, max_completion: int = 24, group_size: int = 4
-) -> list[Trajectory]:
+) -> list[Row]:
     """Uneven rows with environment tokens in the middle and all log-probs set."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    rows: list[Trajectory] = []
+    rows: list[Row] = []
     for index in range(num_rows):
         num_prompt, num_completion = rng.randint(1, 9), rng.randint(1, max_completion)
         mask = [False] * num_prompt + [rng.random() < 0.8 for _ in range(num_completion)]
@@ -75,27 +76,35 @@ def random_rows(
         num_trained = sum(mask)
         old = -2.5 + 0.8 * torch.randn(num_trained, generator=generator)
         rows.append(
-            Trajectory(
+            Row(
                 id=f"r{index}",
                 group_id=f"g{index // group_size}",
                 token_ids=[rng.randrange(VOCAB) for _ in mask],
                 loss_mask=mask,
-                rollout_logprobs=old + 0.3 * torch.randn(num_trained, generator=generator),
-                old_logprobs=old,
-                ref_logprobs=old + 0.3 * torch.randn(num_trained, generator=generator),
-                advantages=torch.randn(1, generator=generator).expand(num_trained).clone(),
+                columns={
+                    "logprobs/engine": Column(
+                        old + 0.3 * torch.randn(num_trained, generator=generator)
+                    ),
+                    "logprobs/policy": Column(old),
+                    "logprobs/reference": Column(
+                        old + 0.3 * torch.randn(num_trained, generator=generator)
+                    ),
+                    "advantages": Column(
+                        torch.randn(1, generator=generator).expand(num_trained).clone()
+                    ),
+                },
             )
         )
     return rows
 
 
-def near_policy(rows: list[Trajectory], trainer: Trainer, *, seed: int = 0) -> None:
+def near_policy(rows: list[Row], trainer: Trainer, *, seed: int = 0) -> None:
     """Move the rows' log-probs near the policy's own, so that ratios lie around 1."""
     generator = torch.Generator().manual_seed(seed)
     for row, logprobs in zip(rows, trainer.logprobs(rows), strict=True):
-        for name, spread in (("old_logprobs", 0.2), ("rollout_logprobs", 0.3), ("ref_logprobs", 1)):
+        for who, spread in (("policy", 0.2), ("engine", 0.3), ("reference", 1)):
             noise = spread * torch.randn(logprobs.shape, generator=generator)
-            setattr(row, name, logprobs + noise)
+            row.columns[f"logprobs/{who}"] = Column(logprobs + noise)
 
 
 def make_trainer(
@@ -119,6 +128,11 @@ def make_reference(
     model: PreTrainedModel, *, mesh: Mesh | None = None, **settings: Any
 ) -> FrozenScorer:
     return FrozenScorer(model, TrainerConfig.model_validate(settings), mesh=mesh)
+
+
+def logprobs_of(scorer: RowScorer, rows: Sequence[Row]) -> list[torch.Tensor]:
+    """[N_i] of each row."""
+    return [found["logprobs"] for found in scorer.begin(rows, frozenset({"logprobs"}))()]
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -39,12 +39,14 @@ from hone.trainer.host_gradients import HostGradients
 from hone.trainer.models import Models
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.trainer import Trainer
+from hone.types import Column
 from hone.weights import sync
 from hone.weights.sync import WeightSync
 from tests.ranks import run_parts
 from tests.trainer import float8_twin
 from tests.trainer.examples import (
     gradients,
+    logprobs_of,
     make_reference,
     make_trainer,
     near_policy,
@@ -347,8 +349,7 @@ def schedules():
     masked = random_rows(9, seed=7)
     for row in masked[1:]:
         row.loss_mask = [False] * row.num_tokens
-        for field in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages"):
-            setattr(row, field, torch.empty(0))
+        row.columns = dict.fromkeys(row.columns, Column(torch.empty(0)))
     cases = {"one row": lone, "few": few, "random": many, "one huge": huge, "masked": masked}
     found = {}
     for number, (name, rows) in enumerate(cases.items()):
@@ -421,7 +422,7 @@ def non_finite():
     found = {"gradients": [stopped(knobs) for knobs in ({}, AWAY, ALL_AWAY)]}
     trainer = make_trainer(tiny_model(), mesh=on_mesh({"zero_stage": 2}))
     bad = random_rows(6)
-    bad[4].advantages[0] = float("nan")
+    bad[4].column("advantages")[0] = float("nan")
     return found | {"row": attempt(lambda: trainer.update(bad))}
 
 
@@ -486,7 +487,7 @@ def reference():
         cfg = AlgorithmConfig.model_validate({"kl": {"coef": 0.1}})
         group = make_trainer(tiny_model(), cfg, mesh=mesh, **settings)
         scorer = make_reference(tiny_model(seed=3), mesh=mesh, **settings)
-        scored, expected = scorer.logprobs(rows), alone.logprobs(rows)
+        scored, expected = logprobs_of(scorer, rows), alone.logprobs(rows)
         found[name] = {
             "difference": max(
                 float((a - b).abs().max()) for a, b in zip(scored, expected, strict=True)
@@ -497,7 +498,8 @@ def reference():
         group.update(rows)
         own = scorer.model.mesh.groups
         found[name] |= {
-            "groups are known": own | on_mesh(parallel).groups == Models(group, scorer).groups,
+            "groups are known": own | on_mesh(parallel).groups
+            == Models(group, {"reference": scorer}).groups,
             "groups of its own": len(own - on_mesh(parallel).groups),
         }
     return found
@@ -506,7 +508,7 @@ def reference():
 def supervised():
     rows = random_rows(7, seed=1)
     for row in rows:
-        row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = None
+        row.columns.clear()
     cfg = SFTTrainerConfig.model_validate({"max_tokens_per_microbatch": 40, **STEP})
     found = []
     for mesh in (None, on_mesh()):

@@ -15,7 +15,7 @@ from hone.config.trainer import TrainerConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.trainer import Trainer
-from hone.types import Trajectory
+from hone.types import Column, Row
 from tests.trainer.examples import gradients, make_trainer, random_rows, tiny_model
 
 
@@ -31,10 +31,13 @@ def assert_unchanged(trainer: Trainer, before: dict[str, torch.Tensor]) -> None:
     assert all(p.grad is None for p in trainer.policy.masters.values())
 
 
-def mask_all(rows: list[Trajectory]) -> None:
+def mask_all(rows: list[Row]) -> None:
     for row in rows:
         row.loss_mask = [False] * row.num_tokens
-        row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = torch.empty(0)
+        row.columns["advantages"] = Column(torch.empty(0))
+        row.columns["logprobs/policy"] = Column(torch.empty(0))
+        row.columns["logprobs/engine"] = Column(torch.empty(0))
+        row.columns["logprobs/reference"] = Column(torch.empty(0))
 
 
 def warm_trainer(**settings: Any) -> Trainer:
@@ -69,7 +72,12 @@ def test_R23_masked_rows_beside_trained_ones_change_nothing():
 
 
 def test_R23_one_trained_token():
-    row = Trajectory(id="a", token_ids=[1, 2], loss_mask=[False, True], advantages=torch.ones(1))
+    row = Row(
+        id="a",
+        token_ids=[1, 2],
+        loss_mask=[False, True],
+        columns={"advantages": Column(torch.ones(1))},
+    )
     metrics = to_scalars(make_trainer(tiny_model()).update([row]))
     assert metrics["train/num_tokens"] == 1
     assert 0 < metrics["train/grad_norm"] < float("inf")
@@ -81,7 +89,7 @@ def test_R23_constant_rewards_give_a_zero_gradient():
     before = {n: p.detach().clone() for n, p in trainer.policy.masters.items()}
     rows = random_rows(8)
     for row in rows:
-        row.advantages = torch.zeros(row.num_trained)
+        row.columns["advantages"] = Column(torch.zeros(row.num_trained))
     metrics = to_scalars(trainer.update(rows))
     assert metrics["train/grad_norm"] == 0
     assert metrics["train/share_with_gradient"] == 0
@@ -89,7 +97,7 @@ def test_R23_constant_rewards_give_a_zero_gradient():
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("field", ["advantages", "rollout_logprobs", "old_logprobs"])
+@pytest.mark.parametrize("field", ["advantages", "logprobs/engine", "logprobs/policy"])
 def test_R23_non_finite_inputs_stop_before_anything_is_touched(
     field: str, value: float, tmp_path: Path
 ):
@@ -103,13 +111,13 @@ def test_R23_non_finite_inputs_stop_before_anything_is_touched(
     trainer.update(random_rows(8, seed=9))
     before, steps = state(trainer), trainer.optimizer.num_steps
     rows = random_rows(8)
-    getattr(rows[6], field)[-1] = value
+    rows[6].column(field)[-1] = value
     with pytest.raises(NonFiniteError, match=rf"{field} of sequence 'r6' is not finite"):
         trainer.update(rows)
     assert_unchanged(trainer, before)
     dumped = torch.load(tmp_path / f"non_finite_step_{steps}.pt", weights_only=True)
     assert [row["token_ids"] for row in dumped] == [row.token_ids for row in rows]
-    assert not dumped[6][field].isfinite().all()
+    assert not dumped[6]["columns"][field]["values"].isfinite().all()
 
 
 def test_R23_non_finite_gradient_stops_and_is_named():
@@ -136,8 +144,7 @@ def test_R23_planted_missing_check_spreads(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Trainer, "_check", lambda self, rows: None)
     monkeypatch.setattr(Trainer, "_stop", lambda self, culprit, rows: None)
     rows = random_rows(8)
-    assert rows[0].advantages is not None
-    rows[0].advantages[0] = float("nan")
+    rows[0].column("advantages")[0] = float("nan")
     with pytest.raises(NonFiniteError, match="the optimizer produced weights"):
         trainer.update(rows)
     with pytest.raises(AssertionError):
@@ -147,10 +154,8 @@ def test_R23_planted_missing_check_spreads(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_R23_a_huge_log_ratio_stays_finite(loss: str):
     rows = random_rows(8)
-    assert rows[0].old_logprobs is not None
-    assert rows[1].rollout_logprobs is not None
-    rows[0].old_logprobs[:] = -1e4
-    rows[1].rollout_logprobs[:] = -1e30
+    rows[0].column("logprobs/policy")[:] = -1e4
+    rows[1].column("logprobs/engine")[:] = -1e30
     cfg = AlgorithmConfig.model_validate({"loss": loss, "correction": {"kind": "tis"}})
     trainer = make_trainer(tiny_model(), cfg, optimizer={"lr": 0.01})
     metrics = to_scalars(trainer.update(rows))

@@ -17,7 +17,7 @@ from hone.trainer.logprobs import token_logprobs
 from hone.trainer.scorer import FrozenScorer
 from hone.trainer.trainer import Trainer
 from tests.models.exact_fakes import use_torch
-from tests.trainer.examples import VOCAB, gradients, random_rows, tiny_model
+from tests.trainer.examples import VOCAB, gradients, logprobs_of, random_rows, tiny_model
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot be imported")
 
@@ -80,10 +80,10 @@ def test_reference_is_scored_exactly_too(products):
     trainer = make_trainer(tiny_model())
     scorer = FrozenScorer(tiny_model(), TrainerConfig(), temperature=0.7, exact=True)
     rows = random_rows(4)
-    pairs = zip(trainer.logprobs(rows), scorer.logprobs(rows), strict=True)
+    pairs = zip(trainer.logprobs(rows), logprobs_of(scorer, rows), strict=True)
     assert all(torch.equal(policy, reference) for policy, reference in pairs)
     products.clear()
-    scorer.logprobs(rows)
+    logprobs_of(scorer, rows)
     assert products
 
 

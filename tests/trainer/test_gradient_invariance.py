@@ -15,7 +15,7 @@ from torch import Tensor
 from hone.config.algorithm import AlgorithmConfig
 from hone.observe.metrics import to_scalars
 from hone.trainer.trainer import Trainer
-from hone.types import MicroBatch, Trajectory
+from hone.types import Column, MicroBatch, Row
 from tests.trainer.examples import (
     eager_twin,
     gradients,
@@ -65,18 +65,17 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 
 def slow_token_values(
-    logprobs: Tensor, entropy: Tensor, row: Trajectory, cfg: AlgorithmConfig
+    logprobs: Tensor, entropy: Tensor, row: Row, cfg: AlgorithmConfig
 ) -> list[Tensor]:
     """Loss of each trained token of one sequence, scalar by scalar, as the papers write it."""
     old, engine, ref = (
-        getattr(row, name).double() for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs")
+        row.column(f"logprobs/{who}").double() for who in ("policy", "engine", "reference")
     )
-    assert row.advantages is not None
     sequence_ratio = torch.exp((logprobs - old).mean())
     sequence_gap = math.exp(float((old - engine).mean()))
     values: list[Tensor] = []
     for t in range(len(logprobs)):
-        advantage = float(row.advantages[t])
+        advantage = float(row.column("advantages")[t])
         ratio = torch.exp(logprobs[t] - old[t]) if cfg.loss != "gspo" else sequence_ratio
         low, high = 1 - cfg.clip_low, 1 + cfg.clip_high
         clipped = ratio.clamp(low, high)
@@ -107,7 +106,7 @@ def slow_token_values(
 
 
 def slow_gradient(
-    model: Any, rows: Sequence[Trajectory], cfg: AlgorithmConfig
+    model: Any, rows: Sequence[Row], cfg: AlgorithmConfig
 ) -> tuple[float, dict[str, Tensor]]:
     """Each sequence alone through transformers' eager attention in float64, one loss for all."""
     twin = eager_twin(model)
@@ -133,7 +132,7 @@ def slow_gradient(
 
 
 def check_gradient(
-    trainer: Trainer, rows: Sequence[Trajectory], expected: tuple[float, dict[str, Tensor]]
+    trainer: Trainer, rows: Sequence[Row], expected: tuple[float, dict[str, Tensor]]
 ) -> None:
     loss, _ = trainer.forward_backward(rows)
     got = gradients(trainer)
@@ -145,7 +144,7 @@ def check_gradient(
         assert error <= 1e-5, f"{name}: {error:.2e}"
 
 
-def case(objective: str) -> tuple[Any, AlgorithmConfig, list[Trajectory]]:
+def case(objective: str) -> tuple[Any, AlgorithmConfig, list[Row]]:
     model = tiny_model()
     cfg = AlgorithmConfig.model_validate(OBJECTIVES[objective])
     rows = random_rows(32, seed=5, max_completion=MAX_COMPLETION)
@@ -206,12 +205,17 @@ def test_R1_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch):
 def test_R1_closed_forms(aggregation: str, expected: float, cut: dict[str, Any]):
     """Losses 1 over one token and 9 over three: 10 / 4 by tokens, (1 + 3) / 2 by sequences."""
     rows = [
-        Trajectory(id="a", token_ids=[1, 2], loss_mask=[False, True], advantages=-torch.ones(1)),
-        Trajectory(
+        Row(
+            id="a",
+            token_ids=[1, 2],
+            loss_mask=[False, True],
+            columns={"advantages": Column(-torch.ones(1))},
+        ),
+        Row(
             id="b",
             token_ids=[1, 2, 3, 4],
             loss_mask=[False, True, True, True],
-            advantages=torch.full((3,), -3.0),
+            columns={"advantages": Column(torch.full((3,), -3.0))},
         ),
     ]
     cfg = AlgorithmConfig.model_validate({"aggregation": aggregation})

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from hone.config.algorithm import AlgorithmConfig
 from hone.trainer.trainer import Trainer
-from hone.types import MicroBatch, Trajectory
+from hone.types import Column, MicroBatch, Row
 from tests.trainer.examples import make_trainer, random_rows, tiny_model
 
 Tokens = set[tuple[str, int]]
 """(row id, position of the token)"""
 
 
-def tokens_with_gradient(trainer: Trainer, rows: list[Trajectory]) -> Tokens:
+def tokens_with_gradient(trainer: Trainer, rows: list[Row]) -> Tokens:
     """Tokens whose prediction carries gradient, read off the backbone's output: the hidden state
     at t - 1 predicts token t."""
     found: Tokens = set()
@@ -48,11 +48,11 @@ def tokens_with_gradient(trainer: Trainer, rows: list[Trajectory]) -> Tokens:
     return found
 
 
-def sampled_tokens(rows: list[Trajectory]) -> Tokens:
+def sampled_tokens(rows: list[Row]) -> Tokens:
     return {(row.id, t) for row in rows for t, sampled in enumerate(row.loss_mask) if sampled}
 
 
-def check_tokens(rows: list[Trajectory], given: list[Trajectory]) -> None:
+def check_tokens(rows: list[Row], given: list[Row]) -> None:
     trainer = make_trainer(tiny_model(), AlgorithmConfig(loss="cispo"), micro_batch_size=5)
     assert tokens_with_gradient(trainer, given) == sampled_tokens(rows)
 
@@ -81,8 +81,10 @@ def test_R20_planted_masks_are_caught(bug: Callable[[list[bool]], list[bool]]):
     for row in given:
         row.loss_mask = bug(row.loss_mask)
         num_trained = sum(row.loss_mask)
-        row.advantages = torch.ones(num_trained)
-        row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = -torch.ones(num_trained)
+        row.columns["advantages"] = Column(torch.ones(num_trained))
+        row.columns["logprobs/policy"] = Column(-torch.ones(num_trained))
+        row.columns["logprobs/engine"] = Column(-torch.ones(num_trained))
+        row.columns["logprobs/reference"] = Column(-torch.ones(num_trained))
     with pytest.raises(AssertionError):
         check_tokens(rows, given)
 
@@ -92,7 +94,7 @@ def test_R20_logprobs_are_those_of_the_labels():
     trainer = make_trainer(tiny_model())
     rows = random_rows(6, seed=3)
     for row, got in zip(rows, trainer.logprobs(rows), strict=True):
-        alone = Trajectory(
+        alone = Row(
             id="alone", token_ids=row.token_ids, loss_mask=[False] + [True] * (row.num_tokens - 1)
         )
         every = trainer.logprobs([alone])[0]

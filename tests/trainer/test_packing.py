@@ -11,20 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.trainer.packing import AttentionCost, collate, digest, empty_batch, plan
-from hone.types import Trajectory
+from hone.types import Column, Row
 from tests.trainer.examples import random_rows
 
 COST = AttentionCost.of(num_parameters=1_000_000, num_layers=4, attention_width=128)
 
 
-def rows_of(lengths: list[int]) -> list[Trajectory]:
+def rows_of(lengths: list[int]) -> list[Row]:
     return [
-        Trajectory(id=f"r{i}", token_ids=[0] * n, loss_mask=[False] * n)
-        for i, n in enumerate(lengths)
+        Row(id=f"r{i}", token_ids=[0] * n, loss_mask=[False] * n) for i, n in enumerate(lengths)
     ]
 
 
-def pack(rows: list[Trajectory], **options: Any) -> list[list[int]]:
+def pack(rows: list[Row], **options: Any) -> list[list[int]]:
     """The passes of one rank alone."""
     (passes,) = plan(rows, **options)
     return passes
@@ -186,7 +185,6 @@ def test_collate_equals_a_token_by_token_twin():
     batch = collate(rows, weights, "cpu")
     ids, positions, predict, labels, owner, token_weights, advantages = ([] for _ in range(7))
     for s, row in enumerate(rows):
-        assert row.advantages is not None
         n = 0
         for t, (token, trained) in enumerate(zip(row.token_ids, row.loss_mask, strict=True)):
             if trained:
@@ -194,7 +192,7 @@ def test_collate_equals_a_token_by_token_twin():
                 labels.append(token)
                 owner.append(s)
                 token_weights.append(weights[s])
-                advantages.append(float(row.advantages[n]))
+                advantages.append(float(row.column("advantages")[n]))
                 n += 1
             ids.append(token)
             positions.append(t)
@@ -204,8 +202,7 @@ def test_collate_equals_a_token_by_token_twin():
     assert batch.labels.tolist() == labels
     assert batch.sequence_index.tolist() == owner
     assert batch.weights.tolist() == token_weights
-    assert batch.advantages is not None
-    assert batch.advantages.tolist() == advantages
+    assert batch.column("advantages").tolist() == advantages
     assert batch.cu_seqlens.diff().tolist() == list(batch.lengths) == [r.num_tokens for r in rows]
     assert batch.max_seqlen == max(batch.lengths)
     assert batch.cu_seqlens.dtype == torch.int32
@@ -215,13 +212,83 @@ def test_collate_equals_a_token_by_token_twin():
 
 def test_collate_refuses_rows_that_contradict_themselves():
     rows = random_rows(3)
-    rows[1].advantages = torch.zeros(rows[1].num_trained + 1)
+    rows[1].columns["advantages"] = Column(torch.zeros(rows[1].num_trained + 1))
     with pytest.raises(ValueError, match=r"advantages of sequence 'r1'.*trains"):
         collate(rows, [1.0] * 3, "cpu")
-    rows[1].advantages = None
+    del rows[1].columns["advantages"]
     with pytest.raises(ValueError, match="advantages is set on 2 of 3 rows"):
         collate(rows, [1.0] * 3, "cpu")
     rows = random_rows(3)
     rows[2].loss_mask[0] = True
     with pytest.raises(ValueError, match="'r2' trains its first token"):
         collate(rows, [1.0] * 3, "cpu")
+
+
+def paired_rows(num_pairs: int, seed: int) -> list[Row]:
+    """Pairs that do not lie side by side, with columns of every extent, and a row by itself."""
+    rows = random_rows(2 * num_pairs + 1, seed=seed, group_size=2)
+    for number, row in enumerate(rows[:-1]):
+        row.unit = f"pair {number % num_pairs}"
+    for number, row in enumerate(rows):
+        row.columns["chosen"] = Column(torch.tensor([number < num_pairs]), "row")
+        row.columns["routing"] = Column(
+            torch.tensor([[number, t] for t in range(row.num_tokens)]), "token"
+        )
+    return rows
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 70}, {"max_tokens": 1, "micro_batch_size": 2}])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("balance", [True, False])
+def test_rows_of_a_unit_share_a_pass(options: dict[str, Any], num_ranks: int, balance: bool):
+    rows = paired_rows(9, seed=1)
+    passes = plan(rows, num_ranks=num_ranks, balance=balance, cost=COST, **options)
+    flat = [members for own in passes for members in own if members]
+    assert sorted(i for members in flat for i in members) == list(range(len(rows)))
+    assert len(flat) > 3
+    for members in flat:
+        inside = {rows[i].unit for i in members if rows[i].unit}
+        assert all(sum(rows[i].unit == unit for i in members) == 2 for unit in inside)
+
+
+def test_a_unit_beyond_the_cap_is_named():
+    rows = rows_of([6, 5])
+    for row in rows:
+        row.unit = "pair"
+    with pytest.raises(ValueError, match=r"'r0' and 'r1' together have 11 tokens.*budget of 10"):
+        pack(rows, max_tokens=10)
+    with pytest.raises(ValueError, match=r"'r0' and 'r1' must share.*micro_batch_size is 1; .* 2"):
+        pack(rows, max_tokens=99, micro_batch_size=1)
+
+
+def test_columns_and_weights_are_laid_end_to_end_by_what_they_are_per():
+    rows = paired_rows(2, seed=2)
+    batch = collate(rows, [1.0, 2.0, 3.0, 4.0, 5.0], "cpu")
+    assert batch.column("chosen").tolist() == [True, True, False, False, False]
+    routing = [[s, t] for s, row in enumerate(rows) for t in range(row.num_tokens)]
+    assert batch.column("routing").tolist() == routing
+    assert batch.unit_index.tolist() == [0, 1, 0, 1, 2]
+    assert batch.num_units == 3
+    by_row = collate(rows, [1.0, 2.0, 3.0, 4.0, 5.0], "cpu", per="row")
+    assert by_row.weights.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    by_unit = collate(rows, [1.0, 2.0, 1.0, 2.0, 5.0], "cpu", per="unit")
+    assert by_unit.weights.tolist() == [1.0, 2.0, 5.0]
+    with pytest.raises(KeyError, match=r"no column 'chosn', only \['advantages', 'chosen', "):
+        batch.column("chosn")
+    with pytest.raises(KeyError, match="row 'r0' has no column 'chosn'"):
+        rows[0].column("chosn")
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (Column(torch.zeros(2), "row"), r"chosen of sequence 'r1' has shape \(2,\).*has one value"),
+        (Column(torch.zeros(3), "token"), "'r1' is per token, .* that of 'r0' is per row"),
+        (Column(torch.zeros(1, 3), "row"), r"'r1' is per row, of shape \(1, 3\); that of 'r0'"),
+    ],
+)
+def test_columns_that_contradict_each_other_are_refused(column: Column, words: str):
+    rows = paired_rows(2, seed=2)
+    rows[1].columns["chosen"] = column
+    with pytest.raises(ValueError, match=words):
+        collate(rows, [1.0] * 5, "cpu")

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hone.config.algorithm import Output
 from hone.config.trainer import TrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.trainer.batcher import Batcher
 from hone.trainer.scorer import FrozenScorer
-from hone.types import Trajectory
-from tests.trainer.examples import eager_twin, random_rows, tiny_model
+from hone.types import Row
+from tests.trainer.examples import eager_twin, logprobs_of, random_rows, tiny_model
 
+LOGPROBS = frozenset[Output]({"logprobs"})
 SETTINGS = {
     "whole": {"max_tokens_per_forward": 4096},
     "passes": {"max_tokens_per_forward": 70},
@@ -24,28 +26,28 @@ SETTINGS = {
 }
 
 
-def rows_with_one_untrained(num_rows: int, seed: int) -> list[Trajectory]:
+def rows_with_one_untrained(num_rows: int, seed: int) -> list[Row]:
     rows = random_rows(num_rows, seed=seed)
     rows[5].loss_mask = [False] * len(rows[5].loss_mask)
     return rows
 
 
 def elsewhere(
-    batcher: Batcher, scorer: FrozenScorer, rows: list[Trajectory], num_devices: int
+    batcher: Batcher, scorer: FrozenScorer, rows: list[Row], num_devices: int
 ) -> list[Tensor]:
     """What `num_devices` references find, in an order of their own."""
     found = [torch.empty(0)] * len(rows)
-    passes = batcher.plan_reference_passes(rows, num_devices)
+    passes = batcher.plan_scoring_passes(rows, num_devices)
     random.Random(0).shuffle(passes)
     for indices in passes:
-        values = torch.from_numpy(scorer.score([rows[i] for i in indices]))
+        values = torch.from_numpy(scorer.score([rows[i] for i in indices], LOGPROBS)[0])
         lengths = [rows[i].num_trained for i in indices]
         for i, logprobs in zip(indices, values.split(lengths), strict=True):
             found[i] = logprobs
     return found
 
 
-def expected_of(model: PreTrainedModel, row: Trajectory, temperature: float) -> Tensor:
+def expected_of(model: PreTrainedModel, row: Row, temperature: float) -> Tensor:
     """In float64, one row at a time."""
     with torch.no_grad():
         logits = eager_twin(model)(torch.tensor([row.token_ids])).logits[0, :-1]
@@ -61,7 +63,9 @@ def test_numbers_are_those_of_a_reference_beside_the_policy(name: str, seed: int
     cfg = TrainerConfig.model_validate(SETTINGS[name])
     reference, rows = tiny_model(seed=3 + seed), rows_with_one_untrained(22, seed)
     mesh = Mesh.alone("cpu")
-    beside = FrozenScorer(copy.deepcopy(reference), cfg, temperature=0.7, mesh=mesh).logprobs(rows)
+    beside = logprobs_of(
+        FrozenScorer(copy.deepcopy(reference), cfg, temperature=0.7, mesh=mesh), rows
+    )
     scorer = FrozenScorer(copy.deepcopy(reference), cfg, temperature=0.7)
     batcher = Batcher.of(cfg, tiny_model(seed=seed))
     for found, own in zip(elsewhere(batcher, scorer, rows, 1), beside, strict=True):
@@ -75,7 +79,7 @@ def test_passes_are_of_like_size_for_each_device_and_the_dearest_come_first() ->
     cfg = TrainerConfig(max_tokens_per_forward=70)
     batcher = Batcher.of(cfg, tiny_model())
     rows = random_rows(40, seed=7)
-    passes = batcher.plan_reference_passes(rows, 4)
+    passes = batcher.plan_scoring_passes(rows, 4)
     sizes = [sum(rows[i].num_tokens for i in indices) for indices in passes]
     assert sorted(i for indices in passes for i in indices) == list(range(40))
     assert max(sizes) <= 70
@@ -83,6 +87,6 @@ def test_passes_are_of_like_size_for_each_device_and_the_dearest_come_first() ->
     assert len(passes) % 4 == 0
     shares = [sum(sizes[device::4]) for device in range(4)]
     assert max(shares) < 1.1 * min(shares)
-    assert batcher.plan_reference_passes([], 4) == []
+    assert batcher.plan_scoring_passes([], 4) == []
     scorer = FrozenScorer(tiny_model(), cfg, temperature=1.0)
-    assert scorer.score([]).shape == (0,)
+    assert scorer.score([], LOGPROBS).shape == (1, 0)

@@ -7,20 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from hone.algorithms.sft import CrossEntropy
+from hone.algorithms.sft import SFT, CrossEntropy
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.model import LoraConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.loops.supervised import evaluate
 from hone.models.adapters import adapt
 from hone.observe.metrics import to_scalars
+from hone.trainer.models import Models
 from hone.trainer.scorer import WithoutAdapters
 from hone.trainer.trainer import Trainer
-from hone.types import Trajectory
-from tests.trainer.examples import make_trainer, random_rows, tiny_model
+from hone.types import Column, Row
+from tests.trainer.examples import logprobs_of, make_trainer, random_rows, tiny_model
 
 
-def schedule(trainer: Trainer, rows: list[Trajectory]) -> list[str]:
+def schedule(trainer: Trainer, rows: list[Row]) -> list[str]:
     return [
         " ".join(dict.fromkeys(row.group_id for row in minibatch))
         for minibatch in trainer.batcher.optimizer_steps(rows, trainer.num_updates)
@@ -52,10 +53,11 @@ def test_minibatches_hold_whole_groups_and_each_row_once_an_epoch():
     assert len(make_trainer(tiny_model()).batcher.optimizer_steps(rows, 0)) == 1
 
 
-def on_policy_rows(num_rows: int) -> list[Trajectory]:
+def on_policy_rows(num_rows: int) -> list[Row]:
     rows = random_rows(num_rows)
     for row in rows:
-        row.old_logprobs = row.ref_logprobs = None
+        del row.columns["logprobs/policy"]
+        del row.columns["logprobs/reference"]
     return rows
 
 
@@ -70,18 +72,19 @@ def test_a_single_step_takes_its_own_logprobs_as_the_old_ones():
     "steps", [{"prompts_per_minibatch": 2}, {"num_epochs": 2}], ids=["mini-batches", "epochs"]
 )
 def test_several_steps_remember_the_policy_before_the_first(steps: dict[str, int]):
+    """`Models` scores it then, since an update refuses rows that do not say so."""
     settings: dict[str, Any] = {**steps, "optimizer": {"lr": 0.01}}
-    rows = on_policy_rows(16)
+    rows, given = on_policy_rows(16), on_policy_rows(16)
     trainer = make_trainer(tiny_model(), **settings)
-    before = trainer.logprobs(rows)
+    with pytest.raises(ValueError, match="'r0' has no logprobs/policy"):
+        trainer.update(rows)
+    for row, logprobs in zip(given, trainer.logprobs(given), strict=True):
+        row.columns["logprobs/policy"] = Column(logprobs)
+    rows, _ = Models(trainer).prepare(SFT(), rows, version=0)
     metrics = to_scalars(trainer.update(rows))
     assert metrics["train/num_optimizer_steps"] == 2
     assert metrics["policy/approx_kl"] > 0
-    assert all(row.old_logprobs is None for row in rows), "the caller's rows are left alone"
 
-    given = on_policy_rows(16)
-    for row, logprobs in zip(given, before, strict=True):
-        row.old_logprobs = logprobs
     other = make_trainer(tiny_model(), **settings)
     other.update(given)
     for (name, a), (_, b) in zip(trainer.named_weights(), other.named_weights(), strict=True):
@@ -92,8 +95,8 @@ def test_updates_raise_the_probability_of_what_was_good():
     trainer = make_trainer(tiny_model(), optimizer={"lr": 0.003})
     rows = on_policy_rows(8)
     for i, row in enumerate(rows):
-        row.advantages = torch.full((row.num_trained,), 1.0 if i % 2 else -1.0)
-        row.rollout_logprobs = None
+        row.columns["advantages"] = Column(torch.full((row.num_trained,), 1.0 if i % 2 else -1.0))
+        del row.columns["logprobs/engine"]
     before = trainer.logprobs(rows)
     for _ in range(3):
         trainer.update(rows)
@@ -111,8 +114,8 @@ def test_metrics_equal_a_recount_over_all_tokens():
     trainer = make_trainer(tiny_model(), cfg)
     current = torch.cat(trainer.logprobs(rows))
     old, engine = (
-        torch.cat([getattr(row, name) for row in rows])
-        for name in ("old_logprobs", "rollout_logprobs")
+        torch.cat([row.column(name) for row in rows])
+        for name in ("logprobs/policy", "logprobs/engine")
     )
     log_ratio = current.double() - old.double()
     gap = (old.double() - engine.double()).exp()
@@ -130,10 +133,15 @@ def test_metrics_equal_a_recount_over_all_tokens():
 def test_only_fresh_tokens_tell_how_well_engine_and_trainer_agree():
     rows = random_rows(8, seed=5)
     for row in rows:
-        row.staleness = torch.arange(row.num_trained) % 3
+        row.columns["staleness"] = Column(torch.arange(row.num_trained) % 3)
     metrics = to_scalars(make_trainer(tiny_model()).update(rows))
-    gap = torch.cat([row.old_logprobs.double() - row.rollout_logprobs.double() for row in rows])
-    fresh = torch.cat([row.staleness for row in rows]) == 0
+    gap = torch.cat(
+        [
+            row.column("logprobs/policy").double() - row.column("logprobs/engine").double()
+            for row in rows
+        ]
+    )
+    fresh = torch.cat([row.column("staleness") for row in rows]) == 0
     for name, expected in (
         ("off_policy/mismatch_kl", (gap.exp() - 1 - gap)[fresh]),
         ("off_policy/ratio/mean", gap.exp()),
@@ -143,7 +151,7 @@ def test_only_fresh_tokens_tell_how_well_engine_and_trainer_agree():
 
 def test_missing_values_are_named():
     trainer = make_trainer(tiny_model(), AlgorithmConfig.model_validate({"kl": {"coef": 0.1}}))
-    with pytest.raises(ValueError, match="'r0' has no ref_logprobs"):
+    with pytest.raises(ValueError, match="'r0' has no logprobs/reference"):
         trainer.update(on_policy_rows(4))
 
 
@@ -157,7 +165,7 @@ def test_the_reference_of_adapters_is_the_model_without_them():
     trainer = make_trainer(model)
     rows = random_rows(5)
     adapted = trainer.logprobs(rows)
-    scored = WithoutAdapters(model, trainer.logprobs).logprobs(rows)
+    scored = logprobs_of(WithoutAdapters(model, trainer), rows)
     for got, want in zip(scored, make_trainer(base).logprobs(rows), strict=True):
         assert torch.equal(got, want)
     assert not any(map(torch.allclose, scored, adapted))
@@ -231,7 +239,7 @@ def test_R17_incomplete_or_foreign_state_is_refused():
 def test_supervised_training_learns_and_resumes():
     rows = random_rows(8)
     for row in rows:
-        row.advantages = row.old_logprobs = row.rollout_logprobs = row.ref_logprobs = None
+        row.columns.clear()
     cfg = SFTTrainerConfig.model_validate({"optimizer": {"lr": 0.01}, "micro_batch_size": 3})
 
     def trainer() -> Trainer:

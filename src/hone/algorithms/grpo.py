@@ -1,8 +1,7 @@
 """GRPO and its kin: policy gradients whose baseline comes from samples, not from a critic.
 
-One algorithm with three choices, each a pure function: the advantage (`advantages.py`: GRPO
-arXiv:2402.03300, Dr.GRPO, RLOO, REINFORCE++), the loss of a token (`losses/`, a file each) and how
-tokens are averaged (`aggregation.py`).
+One algorithm with three choices, each a pure function: the advantage (`advantages/`, a file each),
+the loss of a token (`losses/`, likewise) and how tokens are averaged (`aggregation.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +11,14 @@ from itertools import accumulate
 
 import torch
 
-from hone.algorithms.advantages import ADVANTAGES, ScoredSample
+from hone.algorithms.advantage import ScoredSample
+from hone.algorithms.advantages import ADVANTAGES
 from hone.algorithms.algorithm import Objective
 from hone.algorithms.kl import KL_ESTIMATORS
 from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
-from hone.types import Group, Sample, Trajectory
+from hone.observe.metrics import Metrics, Sum
+from hone.types import Column, Group, Row, Sample
 
 __all__ = ["GRPO"]
 
@@ -33,32 +34,43 @@ class GRPO:
             "policy": PolicyObjective(cfg, max_completion_tokens=max_completion_tokens)
         }
 
-    def rows(self, groups: Sequence[Group], version: int) -> list[Trajectory]:
-        """Failed samples leave no trace in them."""
-        return [_row(sample, group, version) for group in groups for sample in group.valid_samples]
+    def rows(self, batch: Sequence[Group], version: int) -> list[Row]:
+        """One for each valid sample, in order, of the groups that have enough of them. Failed
+        samples leave no trace in them."""
+        return [
+            _row(sample, group, version)
+            for group in self._usable(batch)
+            for sample in group.valid_samples
+        ]
 
-    def targets(self, rows: Sequence[Trajectory], groups: Sequence[Group]) -> None:
+    def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
         """Advantages, one for each trained token."""
+        usable = self._usable(batch)
         of_samples = iter(rows)
         scored = [
             [self._scored(sample, next(of_samples)) for sample in group.valid_samples]
-            for group in groups
+            for group in usable
         ]
         advantages = ADVANTAGES[self.cfg.advantage](scored)
         for row, values in zip(rows, (a for group in advantages for a in group), strict=True):
-            row.advantages = values
+            row.columns["advantages"] = Column(values)
+        return {"rollout/groups_without_baseline": Sum(len(batch) - len(usable))}
 
-    def _scored(self, sample: Sample, row: Trajectory) -> ScoredSample:
+    def _usable(self, batch: Sequence[Group]) -> list[Group]:
+        needed = self.needs.samples_per_group
+        return [group for group in batch if len(group.valid_samples) >= needed]
+
+    def _scored(self, sample: Sample, row: Row) -> ScoredSample:
         assert sample.reward is not None, sample.id
         if not self.cfg.penalises_reward:
             return ScoredSample(sample.reward.total, torch.zeros(row.num_trained))
-        assert row.old_logprobs is not None, "the KL penalty needs the policy's log-probs"
-        assert row.ref_logprobs is not None, "the KL penalty needs the reference"
-        divergence = KL_ESTIMATORS[self.cfg.kl.estimator](row.old_logprobs, row.ref_logprobs)
+        divergence = KL_ESTIMATORS[self.cfg.kl.estimator](
+            row.column("logprobs/policy"), row.column("logprobs/reference")
+        )
         return ScoredSample(sample.reward.total, self.cfg.kl.coef * divergence)
 
 
-def _row(sample: Sample, group: Group, version: int) -> Trajectory:
+def _row(sample: Sample, group: Group, version: int) -> Row:
     """Token ids as they were sampled, the mask as it was recorded.
 
     A token that the present weights have drawn after older ones counts as stale: it may have been
@@ -68,11 +80,13 @@ def _row(sample: Sample, group: Group, version: int) -> Trajectory:
     logprobs = [sample.logprobs[t] for t in trained]
     oldest = list(accumulate((version - drawn for drawn in sample.weight_versions), max))
     staleness = [oldest[t] for t in trained]
-    return Trajectory(
+    return Row(
         id=sample.id,
         group_id=group.id,
         token_ids=[*sample.prompt.token_ids, *sample.token_ids],
         loss_mask=[False] * len(sample.prompt.token_ids) + sample.loss_mask,
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        staleness=torch.tensor(staleness, dtype=torch.int32),
+        columns={
+            "logprobs/engine": Column(torch.tensor(logprobs, dtype=torch.float32)),
+            "staleness": Column(torch.tensor(staleness, dtype=torch.int32)),
+        },
     )

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregation import AGGREGATIONS
-from hone.algorithms.algorithm import Output, TokenLoss, TokenOutputs
+from hone.algorithms.algorithm import Loss, Outputs
 from hone.algorithms.corrections import CORRECTIONS, importance_ratio
 from hone.algorithms.kl import KL_ESTIMATORS, k1, k3
 from hone.algorithms.losses import LOSSES
 from hone.algorithms.policy_loss import LossInputs
-from hone.config.algorithm import AlgorithmConfig
+from hone.config.algorithm import AlgorithmConfig, Output
 from hone.observe.metrics import Distribution, Mean, Metrics
-from hone.types import MicroBatch, Trajectory
+from hone.types import LossExtent, MicroBatch, Row
 
 __all__ = ["PolicyObjective", "PolicyTerms", "policy_objective"]
 
@@ -25,20 +25,23 @@ class PolicyObjective:
     """What a policy is trained on. Implements `Objective`."""
 
     outputs: frozenset[Output] = frozenset({"logprobs", "entropy"})
+    outputs_before: frozenset[Output] = frozenset({"logprobs"})
+    per: LossExtent = "trained"
 
     def __init__(self, cfg: AlgorithmConfig, *, max_completion_tokens: int) -> None:
         """`max_completion_tokens` is what the aggregation `constant` divides by."""
         self.cfg = cfg
         needs_reference = cfg.kl.coef > 0 and cfg.kl.placement == "loss"
-        self.columns = frozenset({"advantages"} | ({"ref_logprobs"} if needs_reference else set()))
+        reference = {"logprobs/reference"} if needs_reference else set[str]()
+        self.columns = frozenset({"advantages"} | reference)
         self._max_completion_tokens = max_completion_tokens
 
-    def weights(self, rows: Sequence[Trajectory]) -> list[float]:
+    def weights(self, rows: Sequence[Row]) -> list[float]:
         num_trained = [row.num_trained for row in rows]
         return AGGREGATIONS[self.cfg.aggregation](num_trained, self._max_completion_tokens)
 
-    def __call__(self, outputs: TokenOutputs, batch: MicroBatch) -> TokenLoss:
-        terms = policy_objective(outputs.logprobs, outputs.entropy, batch, self.cfg)
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> Loss:
+        terms = policy_objective(outputs["logprobs"], outputs["entropy"], batch, self.cfg)
         metrics: Metrics = {key: Mean.of(value) for key, value in terms.token_metrics.items()}
         log_ratio = terms.log_ratio_engine
         if log_ratio is not None:
@@ -47,7 +50,7 @@ class PolicyObjective:
             fresh = _is_fresh(batch)
             mismatch = k3(torch.zeros_like(log_ratio), log_ratio).where(fresh, 0.0)
             metrics["off_policy/mismatch_kl"] = Mean(mismatch.double().sum(), fresh.sum())
-        return TokenLoss(terms.values, metrics)
+        return Loss(terms.values, metrics)
 
 
 def _is_fresh(batch: MicroBatch) -> Tensor:
@@ -55,9 +58,9 @@ def _is_fresh(batch: MicroBatch) -> Tensor:
 
     Only these tell how well engine and trainer agree: others also differ by the updates since.
     """
-    if batch.staleness is None:
+    if "staleness" not in batch.columns:
         return torch.ones_like(batch.labels, dtype=torch.bool)
-    return batch.staleness == 0
+    return batch.column("staleness") == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +75,22 @@ class PolicyTerms:
 
 
 def policy_objective(
-    logprobs: Tensor, entropy: Tensor | None, batch: MicroBatch, cfg: AlgorithmConfig
+    logprobs: Tensor, entropy: Tensor, batch: MicroBatch, cfg: AlgorithmConfig
 ) -> PolicyTerms:
     """Per-token objective `correction * loss + kl.coef * KL - entropy_coef * entropy`.
 
     `logprobs` and `entropy` are [N] float32 of the policy being trained. Where the batch has no
-    `old_logprobs`, the policy has not moved since the rollout and its own detached values stand
+    `logprobs/policy`, the policy has not moved since the rollout and its own detached values stand
     in: the ratio is 1 and the gradient is that of REINFORCE.
     """
-    assert batch.advantages is not None, "a policy batch needs advantages"
     current = logprobs.detach()
-    old = current if batch.old_logprobs is None else batch.old_logprobs
+    old = batch.columns.get("logprobs/policy", current)
+    engine, reference = (batch.columns.get(f"logprobs/{who}") for who in ("engine", "reference"))
     terms = LOSSES[cfg.loss](
         LossInputs(
             logprobs=logprobs,
             old_logprobs=old,
-            advantages=batch.advantages,
+            advantages=batch.column("advantages"),
             sequence_index=batch.sequence_index,
             num_sequences=batch.num_sequences,
         ),
@@ -101,9 +104,9 @@ def policy_objective(
     }
 
     log_ratio_engine = None
-    if batch.rollout_logprobs is not None:
-        log_ratio_engine = old - batch.rollout_logprobs
-        metrics["off_policy/kl"] = k3(batch.rollout_logprobs, old)
+    if engine is not None:
+        log_ratio_engine = old - engine
+        metrics["off_policy/kl"] = k3(engine, old)
         factors = CORRECTIONS[cfg.correction.kind](
             log_ratio_engine,
             batch.sequence_index,
@@ -115,15 +118,13 @@ def policy_objective(
             values = values * factors
             metrics["off_policy/correction"] = factors
 
-    if batch.ref_logprobs is not None:
-        metrics["policy/ref_kl"] = k3(current, batch.ref_logprobs)
-        metrics["policy/ref_kl_k1"] = k1(current, batch.ref_logprobs)
+    if reference is not None:
+        metrics["policy/ref_kl"] = k3(current, reference)
+        metrics["policy/ref_kl_k1"] = k1(current, reference)
         if cfg.kl.placement == "loss":
-            penalty = KL_ESTIMATORS[cfg.kl.estimator](logprobs, batch.ref_logprobs)
-            values = values + cfg.kl.coef * penalty
+            values = values + cfg.kl.coef * KL_ESTIMATORS[cfg.kl.estimator](logprobs, reference)
 
-    if entropy is not None:
-        metrics["policy/entropy"] = entropy.detach()
-        if cfg.entropy_coef:
-            values = values - cfg.entropy_coef * entropy
+    metrics["policy/entropy"] = entropy.detach()
+    if cfg.entropy_coef:
+        values = values - cfg.entropy_coef * entropy
     return PolicyTerms(values, metrics, log_ratio_engine)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hone.algorithms.algorithm import Objective, Output, TokenOutputs
+from hone.algorithms.algorithm import Objective, Outputs
 from hone.algorithms.objective import PolicyObjective
 from hone.algorithms.sft import CrossEntropy
 from hone.bench.bench import model_folder
 from hone.bench.train_memory import MemoryProbe, MemoryUse, held_tensors
-from hone.config.algorithm import AlgorithmConfig
+from hone.config.algorithm import AlgorithmConfig, Output
 from hone.config.bench import RowsConfig
 from hone.config.hardware import gpu_peaks
 from hone.config.plan import RunPlan
@@ -43,7 +43,7 @@ from hone.planner.memory import (
 )
 from hone.planner.roofline import training_flops
 from hone.trainer.trainer import Trainer
-from hone.types import MicroBatch, Trajectory
+from hone.types import Column, MicroBatch, Row
 
 __all__ = ["Rates", "StepTime", "TrainResult", "bench_train", "draw_rows", "planned_on_cpu"]
 
@@ -142,23 +142,24 @@ def planned_on_cpu(plan: RunPlan) -> TrainingMemory | None:
     )
 
 
-def draw_rows(cfg: RowsConfig, *, vocab_size: int, seed: int, objective: str) -> list[Trajectory]:
+def draw_rows(cfg: RowsConfig, *, vocab_size: int, seed: int, objective: str) -> list[Row]:
     """The rows of a step with random ids, each of a group of its own; every step has the same.
 
     For `rl` they carry advantages and the log-probabilities of an even distribution.
     """
     generator = torch.Generator().manual_seed(seed)
-    rows: list[Trajectory] = []
+    rows: list[Row] = []
     for index in range(cfg.per_step):
-        row = Trajectory(
+        row = Row(
             id=str(index),
             token_ids=torch.randint(vocab_size, (cfg.tokens,), generator=generator).tolist(),
             loss_mask=[False] + [True] * (cfg.tokens - 1),
         )
         if objective == "rl":
             advantage = torch.randn(1, generator=generator)
-            row.advantages = advantage.expand(cfg.tokens - 1).clone()
-            row.rollout_logprobs = -torch.full((cfg.tokens - 1,), float(vocab_size)).log()
+            even = -torch.full((cfg.tokens - 1,), float(vocab_size)).log()
+            row.columns["advantages"] = Column(advantage.expand(cfg.tokens - 1).clone())
+            row.columns["logprobs/engine"] = Column(even)
         rows.append(row)
     return rows
 
@@ -255,7 +256,7 @@ class _Probe:
         model = trainer.model
         forward, forward_backward = model.forward, model.forward_backward
 
-        def one(batch: MicroBatch, outputs: frozenset[Output]) -> TokenOutputs:
+        def one(batch: MicroBatch, outputs: frozenset[Output]) -> Outputs:
             self.num_passes += 1
             self.most_tokens = max(self.most_tokens, batch.num_tokens)
             self.most_trained = max(self.most_trained, len(batch.labels))

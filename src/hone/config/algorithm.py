@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,33 +12,45 @@ from pydantic import Field
 from hone.config.base import Section
 
 __all__ = [
+    "BASELINES",
     "GROUP_ESTIMATORS",
     "LOSS_NAMES",
     "AlgorithmConfig",
     "CorrectionConfig",
     "KLConfig",
     "Needs",
+    "Output",
 ]
 
-GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"})
+# Losses and estimators by their files, which are not imported here: they need torch.
+_ALGORITHMS = Path(__file__).parents[1] / "algorithms"
+LOSS_NAMES = tuple(sorted(path.stem for path in (_ALGORITHMS / "losses").glob("[!_]*.py")))
+
+BASELINES = {
+    path.stem: path.parent.name
+    for path in sorted((_ALGORITHMS / "advantages").glob("*/[!_]*.py"), key=lambda p: p.stem)
+}
+"""What the baseline of each advantage estimator is taken over, the folder of its file."""
+
+GROUP_ESTIMATORS = frozenset(name for name, over in BASELINES.items() if over == "group")
 """Advantages whose baseline is the group: they need at least two samples in each."""
 
-_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses"
-LOSS_NAMES = tuple(sorted(path.stem for path in _LOSSES.glob("[!_]*.py")))
-"""By their files, which are not imported here: they need torch."""
-
 if TYPE_CHECKING:
-    LossName = str
+    LossName = AdvantageName = str
 else:
-    LossName = Literal[LOSS_NAMES]
+    LossName, AdvantageName = Literal[LOSS_NAMES], Literal[tuple(BASELINES)]
+
+Output = Literal["logprobs", "entropy"]
+"""What a model gives for each trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """What an algorithm asks of a run."""
 
-    scores: frozenset[Literal["policy", "reference"]] = frozenset()
-    """Models whose log-probabilities of the rows its targets or objectives read."""
+    scores: Mapping[str, frozenset[Output]] = field(default_factory=dict[str, frozenset[Output]])
+    """What its targets or objectives read of models, by role: each output is a column
+    `<output>/<role>` of the rows."""
     samples_per_group: int = 1
     """Valid ones; groups of fewer have no baseline, are left out and counted."""
 
@@ -73,10 +86,11 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Everything that turns rewards into a gradient."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
-    """Advantage estimator. Standard deviations are those of a sample, divided by N - 1, plus 1e-6:
-    over the group's valid samples for grpo, over all trained tokens of the step for reinforce_pp
-    and reinforce_pp_baseline."""
+    advantage: AdvantageName = "grpo"
+    """Advantage estimator; `hone/algorithms/advantages` has a file of its name, with its paper, in
+    a folder that says what the baseline is taken over. Standard deviations are those of a sample,
+    divided by N - 1, plus 1e-6: over the group's valid samples for grpo, over all trained tokens of
+    the step for reinforce_pp and reinforce_pp_baseline."""
 
     loss: LossName = "ppo_clip"
     """Policy loss; `hone/algorithms/losses` has a file of its name that defines it, with its paper.
@@ -115,10 +129,9 @@ class AlgorithmConfig(Section):
 
     @property
     def needs(self) -> Needs:
+        logprobs = frozenset[Output]({"logprobs"})
+        scores = {"policy": logprobs} if self.penalises_reward else {}
         return Needs(
-            scores=frozenset(
-                (("policy",) if self.penalises_reward else ())
-                + (("reference",) if self.kl.coef > 0 else ())
-            ),
+            scores=scores | ({"reference": logprobs} if self.kl.coef > 0 else {}),
             samples_per_group=2 if self.advantage in GROUP_ESTIMATORS else 1,
         )

@@ -10,15 +10,15 @@ from hone.data.columns import Example
 from hone.data.filters import LengthLimit
 from hone.data.split import Data, load_data
 from hone.data.stream import Stream
-from hone.types import Trajectory
+from hone.types import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["RowStream", "SFTData", "load_sft"]
 
-RowStream: TypeAlias = Stream[Trajectory]
-SFTData: TypeAlias = Data[Trajectory]
+RowStream: TypeAlias = Stream[Row]
+SFTData: TypeAlias = Data[Row]
 
 
 def load_sft(cfg: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> SFTData:
@@ -30,10 +30,10 @@ def load_sft(cfg: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: in
     """
     renderer = Renderer(tokenizer, cfg)
 
-    def make(example: Example, row: Demonstration) -> Trajectory:
+    def make(example: Example, row: Demonstration) -> Row:
         # The first token has no predecessor to be predicted from.
         first_trained = 1 if cfg.train_on_prompt else row.num_prompt_tokens
-        return Trajectory(
+        return Row(
             id=example.id,
             token_ids=list(row.token_ids),
             loss_mask=[position >= first_trained for position in range(len(row.token_ids))],

@@ -6,7 +6,7 @@ step s describe the model after s updates, which is weight version s.
     hone rl     collect   samples and their rewards, within max_staleness; 0 is the synchronous run
                 prepare   log-probabilities of reference and policy, the parity gate, advantages
                 push      every engine holds the new weights, and has proven it
-    hone sft    collect   demonstrations; nothing to prepare or to push
+    hone sft    collect   demonstrations; nothing to score or to push
 
 With `pipeline.max_staleness` above 0 engines go on sampling while the trainer trains, and
 collecting is the time in which training waits for samples.
@@ -14,11 +14,15 @@ collecting is the time in which training waits for samples.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+from hone.config.tree import RLConfig, SFTConfig
+from hone.loops.launch import Launch, is_complete, launch
 from hone.loops.run import Outcome, Run
 
-__all__ = ["train"]
+__all__ = ["run_to_end", "train"]
 
 
 def train(run: Run[Any]) -> Outcome:
@@ -36,3 +40,19 @@ def train(run: Run[Any]) -> Outcome:
             if run.finish(step, batch, rows, metrics):
                 break
     return run.outcome
+
+
+def run_to_end(
+    cfg: RLConfig | SFTConfig, build: Callable[[Launch], AbstractContextManager[Run[Any]]]
+) -> Outcome:
+    """Build, train, export the model to `<run.dir>/model`, write the report.
+
+    Of a run that has ended the report alone is written.
+    """
+    with launch(cfg) as start:
+        if is_complete(start):
+            return Outcome(start.steps_done)
+        with build(start) as built:
+            outcome = train(built)
+            built.export()
+            return outcome

@@ -18,8 +18,8 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
-from torch import Tensor
-
+from hone.algorithms.algorithm import Outputs
+from hone.config.algorithm import Output
 from hone.config.run import EvaluationConfig
 from hone.distributed.mesh import Mesh
 from hone.rollout.buffer import Progress
@@ -27,14 +27,14 @@ from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.scorer_pool import ScorerPool
-from hone.types import EngineLostError, Group, Prompt, Sample, Trajectory
+from hone.types import EngineLostError, Group, Prompt, Row, Sample
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.sync import SyncReport
 
-__all__ = ["Controller", "Rank0Collector", "Rank0Reference"]
+__all__ = ["Controller", "Rank0Collector", "Rank0Scorer"]
 
 T = TypeVar("T")
-PlanPasses = Callable[[Sequence[Trajectory]], list[list[int]]]
+PlanPasses = Callable[[Sequence[Row]], list[list[int]]]
 """Rows to the indices of each pass."""
 _log = logging.getLogger(__name__)
 
@@ -185,24 +185,23 @@ class Rank0Collector:
             self._collector.load_state_dict(state)
 
 
-class Rank0Reference:
-    """A `ScorerPool` in the first process, its log-probabilities in all."""
+class Rank0Scorer:
+    """A `ScorerPool` in the first process, what it finds in all. Implements `RowScorer`."""
 
-    def __init__(self, mesh: Mesh, references: ScorerPool | None, plan: PlanPasses) -> None:
+    def __init__(self, mesh: Mesh, pool: ScorerPool | None, plan: PlanPasses) -> None:
         """`plan` says in which passes rows are scored."""
         self._mesh = mesh
-        self._references = references
+        self._pool = pool
         self._plan = plan
 
-    def begin(self, rows: Sequence[Trajectory]) -> Callable[[], list[Tensor]]:
-        """Start to score the trained tokens of `rows`; what is returned waits for the result:
-        [N_i] float32 on the CPU for each row. Collective, as is the waiting."""
+    def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
+        """Begun at once, in the background."""
         passes = self._plan(rows)  # in all processes, since it refuses rows that are too long
-        if self._references is None:
+        if self._pool is None:
             return partial(_receive, self._mesh)
-        return partial(self._send, self._references.begin(rows, passes))
+        return partial(self._send, self._pool.begin(rows, passes, outputs))
 
-    def _send(self, scoring: Future[list[Tensor]]) -> list[Tensor]:
+    def _send(self, scoring: Future[list[Outputs]]) -> list[Outputs]:
         while not wait([scoring], KEEPALIVE_S).done:
             self._mesh.broadcast((_Message.WAIT, None))
         self._mesh.broadcast((_Message.RESULT, scoring.result()))

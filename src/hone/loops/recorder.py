@@ -28,7 +28,7 @@ from hone.observe.metrics import Max, Metrics, Min, merge, to_scalars
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.rewards.scorer import FailureRateError
-from hone.types import Group, Sample, Trajectory
+from hone.types import Group, Row, Sample
 
 __all__ = ["Limits", "Recorder", "memory_metrics", "recording"]
 
@@ -58,7 +58,7 @@ class Limits:
     trained), 1 for each scoring pass."""
 
     def ratios(
-        self, groups: Sequence[Group], rows: Sequence[Trajectory], seconds: Mapping[str, float]
+        self, groups: Sequence[Group], rows: Sequence[Row], seconds: Mapping[str, float]
     ) -> dict[str, float]:
         """`R_gen`, `R_train`, `R_step`: limit over measured time, from the actual lengths.
         Empty without peaks."""
@@ -206,7 +206,7 @@ class Recorder:
         metrics: Metrics,
         *,
         groups: Sequence[Group] = (),
-        rows: Sequence[Trajectory] = (),
+        rows: Sequence[Row] = (),
         why_untrained: str | None = None,
     ) -> None:
         """Write the row of `step`, the number of updates done. Collective; times are those of the
@@ -236,9 +236,9 @@ class Recorder:
         self.log.log(step, scalars)
         if groups:
             advantages = {
-                row.id: float(row.advantages[-1])
+                row.id: float(row.column("advantages")[-1])
                 for row in rows
-                if row.advantages is not None and len(row.advantages)
+                if "advantages" in row.columns and row.num_trained
             }
             self.log.samples(step, groups, advantages=advantages)
             self._unrecorded = None

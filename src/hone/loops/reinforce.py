@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.algorithms.algorithm import Algorithm
-from hone.algorithms.grpo import GRPO
+from hone.algorithms.configured import algorithm_of
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
@@ -23,10 +23,9 @@ from hone.distributed.mesh import Mesh
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
 from hone.loops.inputs import decoder, encoder, prompts_of, share_of_workers
-from hone.loops.interrupt import STOPPING
-from hone.loops.launch import Launch, is_complete, launch, load_for_training
-from hone.loops.loop import train
-from hone.loops.rank0 import Controller, Rank0Collector, Rank0Reference
+from hone.loops.launch import Launch, load_for_training
+from hone.loops.loop import run_to_end
+from hone.loops.rank0 import Controller, Rank0Collector, Rank0Scorer
 from hone.loops.recorder import Limits, recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Phase, Run
@@ -45,7 +44,7 @@ from hone.rollout.metrics import rollout_metrics
 from hone.trainer.models import Models
 from hone.trainer.scorer import FrozenScorer, RowScorer, WithoutAdapters
 from hone.trainer.trainer import Trainer
-from hone.types import Engine, Group, SamplingEngine, Trajectory
+from hone.types import Engine, Group, Row, SamplingEngine
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.parity import ParityGate
 from hone.weights.sync import WeightSync
@@ -58,17 +57,8 @@ _log = logging.getLogger(__name__)
 
 
 def run(cfg: RLConfig, make_pools: MakePools = thread_pools) -> Outcome:
-    """Build, train, export the policy to `<run.dir>/model`, write the report.
-
-    Of a run that has ended the report alone is written.
-    """
-    with launch(cfg) as start:
-        if is_complete(start):
-            return Outcome(start.steps_done)
-        with build_run(cfg, start, make_pools) as built:
-            outcome = train(built)
-            built.export()
-            return outcome
+    """As `run_to_end`."""
+    return run_to_end(cfg, lambda start: build_run(cfg, start, make_pools))
 
 
 @dataclass(slots=True)
@@ -85,20 +75,16 @@ class Sampling:
 
 
 @dataclass(kw_only=True)
-class RLRun(Run[list[Group]]):
+class RLRun(Run[Group]):
     """Samples groups, scores them, trains the policy on them."""
 
     cfg: RLConfig
-    algorithm: Algorithm
-    models: Models
     sampling: Sampling
     _pass_rule: PassRule | str | None = None
     """By what samples pass in all evaluations of the run, or why there is no pass@k; None before
     the first one that has a reward."""
     _untrained: list[Untrained] = field(default_factory=list[Untrained])
     """The last steps in a row without a trained token."""
-
-    notice = STOPPING
 
     @property
     def collector(self) -> Collector | Rank0Collector:
@@ -111,10 +97,6 @@ class RLRun(Run[list[Group]]):
             samples = [sample for group in groups for sample in group.samples]
             check_failure_rate(samples, self.cfg.reward.max_failure_rate)
         return groups
-
-    def prepare(self, batch: list[Group], step: int) -> tuple[list[Trajectory], Metrics]:
-        with self.span("experience"):
-            return self.models.prepare(self.algorithm, batch, version=step - 1)
 
     def push(self, step: int) -> Metrics:
         with self.span("sync"):
@@ -172,8 +154,6 @@ class RLRun(Run[list[Group]]):
             torch.set_num_threads(num_threads)
 
     def evaluate(self, step: int) -> Metrics:
-        """A signal ends it at once, since nothing of it has to be saved, and sampling and scoring a
-        large held-out set takes longer than a scheduler waits between SIGTERM and SIGKILL."""
         cfg, prompts = self.cfg, self.sampling.data.eval
         with self._reserve_cpu_core():
             stop = self.interrupt.has_come
@@ -193,7 +173,7 @@ class RLRun(Run[list[Group]]):
         return evaluated.get(self.cfg.eval.metric)
 
     def record(
-        self, step: int, batch: list[Group], rows: Sequence[Trajectory], metrics: Metrics
+        self, step: int, batch: list[Group], rows: Sequence[Row], metrics: Metrics
     ) -> str | None:
         counts = self.collector.counts
         metrics |= rollout_metrics(batch, counts)
@@ -254,7 +234,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         sampled = None if plan.is_apart else _sampled_model(cfg, model, mesh, load)
         if cfg.model.lora.rank:
             adapt(model, cfg.model.lora, seed=cfg.run.seed)
-        algorithm = GRPO(cfg.algorithm, max_completion_tokens=cfg.rollout.max_completion_tokens)
+        algorithm = algorithm_of(cfg)
         models = _models(cfg, plan, start, model=model, algorithm=algorithm, load=load, pools=pools)
         trainer = models.trainer
         start.watch.follow(models.groups)
@@ -284,7 +264,6 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         built = RLRun(
             cfg=cfg,
             launch=start,
-            trainer=trainer,
             algorithm=algorithm,
             models=models,
             sampling=sampling,
@@ -371,7 +350,7 @@ def _models(
     start: Launch,
     *,
     model: PreTrainedModel,
-    algorithm: Algorithm,
+    algorithm: Algorithm[Group],
     load: Callable[[], PreTrainedModel],
     pools: Pools | None,
 ) -> Models:
@@ -390,21 +369,21 @@ def _models(
         exact=exact,
         mesh=mesh,
     )
-    reference: RowScorer | None = None
+    scorers: dict[str, RowScorer] = {}
     if cfg.cluster.num_references:
         plan_passes = partial(
-            trainer.batcher.plan_reference_passes, num_devices=cfg.cluster.num_references
+            trainer.batcher.plan_scoring_passes, num_devices=cfg.cluster.num_references
         )
-        reference = Rank0Reference(mesh, pools and pools.references, plan_passes)
+        scorers["reference"] = Rank0Scorer(mesh, pools and pools.references, plan_passes)
     elif frozen is not None:
-        reference = FrozenScorer(
+        scorers["reference"] = FrozenScorer(
             frozen, cfg.trainer, temperature=temperature, exact=exact, mesh=mesh
         )
     elif is_adapted(model):
-        reference = WithoutAdapters(model, trainer.logprobs)
+        scorers["reference"] = WithoutAdapters(model, trainer)
     is_half = compute_dtype(cfg.model, mesh.device).itemsize == 2
     gate = ParityGate(cfg.trainer.parity, "bfloat16" if is_half else "float32", exact=exact)
-    return Models(trainer, reference, gate)
+    return Models(trainer, scorers, gate)
 
 
 def _sampled_model(

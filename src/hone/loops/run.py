@@ -8,23 +8,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from hone.algorithms.algorithm import Algorithm
 from hone.checkpoint.random_state import capture_random_state
 from hone.config.errors import UserError
-from hone.loops.interrupt import Interrupt
+from hone.loops.interrupt import STOPPING, Interrupt
 from hone.loops.launch import Launch, export
 from hone.loops.recorder import Recorder
 from hone.loops.saving import Saver
 from hone.observe.metrics import Metrics, to_scalars
+from hone.trainer.models import Models
 from hone.trainer.trainer import Trainer
-from hone.types import Trajectory
+from hone.types import Row
 
 __all__ = ["Outcome", "Phase", "Run"]
 
-Batch = TypeVar("Batch")
+Item = TypeVar("Item")
 Phase = Literal["train", "push", "evaluate", "save"]
 _log = logging.getLogger(__name__)
 
@@ -40,24 +42,22 @@ class Outcome:
 
 
 @dataclass(kw_only=True)
-class Run(ABC, Generic[Batch]):
+class Run(ABC, Generic[Item]):
     """What the loop works with. All processes have the same parts, and make the same calls.
 
-    `Batch` is what a step collects.
+    A step collects `Item`s, of which the algorithm makes rows.
     """
 
     launch: Launch
-    trainer: Trainer
+    algorithm: Algorithm[Item]
+    models: Models
     tokenizer: PreTrainedTokenizerBase
     recorder: Recorder
-
-    notice: ClassVar[str]
-    """What the run does after the first Ctrl-C."""
 
     def __post_init__(self) -> None:
         self.span = self.recorder.spans.span
         self.outcome = Outcome(self.launch.steps_done)
-        self.interrupt = Interrupt(self.launch.mesh, self.notice)
+        self.interrupt = Interrupt(self.launch.mesh, STOPPING)
         self.saver = Saver(
             self.launch.store,
             self.launch.cfg.checkpoint,
@@ -67,20 +67,26 @@ class Run(ABC, Generic[Batch]):
         )
         self.recorder.before_failure = self.saver.publish_written
 
+    @property
+    def trainer(self) -> Trainer:
+        """Of the policy."""
+        return self.models.trainer
+
     # -- a step ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def collect(self, step: int) -> Batch:
+    def collect(self, step: int) -> list[Item]:
         """What `step` trains on. Collective, as are all of these."""
 
-    @abstractmethod
-    def prepare(self, batch: Batch, step: int) -> tuple[Sequence[Trajectory], Metrics]:
-        """Its rows, with everything that the loss needs."""
+    def prepare(self, batch: list[Item], step: int) -> tuple[list[Row], Metrics]:
+        """Its rows, with everything that the losses need."""
+        with self.span("experience"):
+            return self.models.prepare(self.algorithm, batch, version=step - 1)
 
-    def update(self, rows: Sequence[Trajectory]) -> Metrics:
+    def update(self, rows: Sequence[Row]) -> Metrics:
         """Train on `rows`."""
         with self.span("train"):
-            return dict(self.trainer.update(rows))
+            return self.models.update(rows)
 
     def push(self, step: int) -> Metrics:
         """Bring weight version `step` to what samples with it."""
@@ -94,7 +100,9 @@ class Run(ABC, Generic[Batch]):
 
     @abstractmethod
     def evaluate(self, step: int) -> Metrics:
-        """Metrics of an evaluation after `step`; none where a signal has cut it short."""
+        """Metrics of an evaluation after `step`; none where a signal has cut it short: it ends it
+        at once, since nothing of it has to be saved, and a large held-out set takes longer than a
+        scheduler waits between SIGTERM and SIGKILL."""
 
     @abstractmethod
     def rank(self, evaluated: Mapping[str, float]) -> float | None:
@@ -102,7 +110,7 @@ class Run(ABC, Generic[Batch]):
 
     @abstractmethod
     def record(
-        self, step: int, batch: Batch, rows: Sequence[Trajectory], metrics: Metrics
+        self, step: int, batch: list[Item], rows: Sequence[Row], metrics: Metrics
     ) -> str | None:
         """Write the row of `step`; why the run cannot go on, if it cannot."""
 
@@ -137,7 +145,7 @@ class Run(ABC, Generic[Batch]):
             self.launch.watch.begin_step(step)
             yield step
 
-    def finish(self, step: int, batch: Batch, rows: Sequence[Trajectory], metrics: Metrics) -> bool:
+    def finish(self, step: int, batch: list[Item], rows: Sequence[Row], metrics: Metrics) -> bool:
         """Evaluate, record and save. Whether the run was asked to end after `step`.
 
         Raises UserError, once `step` is saved, where the run cannot go on.

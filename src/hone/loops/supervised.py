@@ -2,76 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from hone.algorithms.sft import CrossEntropy
+from hone.algorithms.configured import algorithm_of
 from hone.config.tree import SFTConfig
 from hone.data.sft import SFTData, load_sft
-from hone.loops.launch import Launch, is_complete, launch, load_for_training
-from hone.loops.loop import train
+from hone.loops.launch import Launch, load_for_training
+from hone.loops.loop import run_to_end
 from hone.loops.recorder import recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Run
 from hone.models.adapters import adapt
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.metrics import Mean, Metrics
+from hone.trainer.models import Models
 from hone.trainer.trainer import Trainer
-from hone.types import Trajectory
+from hone.types import Row
 
 __all__ = ["SFTRun", "build_run", "evaluate", "run"]
 
 
 def run(cfg: SFTConfig) -> Outcome:
-    """Build, train, export the model to `<run.dir>/model`, write the report.
+    """As `run_to_end`."""
+    return run_to_end(cfg, partial(build_run, cfg))
 
-    Of a run that has ended the report alone is written.
-    """
-    with launch(cfg) as start:
-        if is_complete(start):
-            return Outcome(start.steps_done)
-        with build_run(cfg, start) as built:
-            outcome = train(built)
-            built.export()
-            return outcome
+
+class _Stopped(Exception):
+    """An evaluation has been cut short."""
 
 
 @dataclass(kw_only=True)
-class SFTRun(Run[list[Trajectory]]):
+class SFTRun(Run[Row]):
     """Trains on demonstrations."""
 
     cfg: SFTConfig
     data: SFTData
 
-    notice = "the run saves after this step and ends"
-
-    def collect(self, step: int) -> list[Trajectory]:
+    def collect(self, step: int) -> list[Row]:
         del step
         with self.span("data"):
             return self.data.train.take(self.cfg.data.examples_per_step)
 
-    def prepare(self, batch: list[Trajectory], step: int) -> tuple[list[Trajectory], Metrics]:
-        del step
-        return batch, {}
-
     def evaluate(self, step: int) -> Metrics:
         del step
-        return evaluate(self.trainer, self.data.eval)
+        try:
+            return evaluate(self.trainer, self.data.eval, before_pass=self._stop_if_asked)
+        except _Stopped:
+            return {}
+
+    def _stop_if_asked(self) -> None:
+        """Collective, so that all processes leave an evaluation before the same pass."""
+        if self.interrupt.is_requested():
+            raise _Stopped
 
     def rank(self, evaluated: Mapping[str, float]) -> float | None:
         return -evaluated["eval/loss"] if evaluated else None
 
-    def record(
-        self,
-        step: int,
-        batch: list[Trajectory],
-        rows: Sequence[Trajectory],
-        metrics: Metrics,
-    ) -> None:
+    def record(self, step: int, batch: list[Row], rows: Sequence[Row], metrics: Metrics) -> None:
         self.recorder.record(step, metrics, rows=rows)
 
     def state(self) -> dict[str, Any]:
@@ -87,8 +80,14 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SFTRun]:
     model = load_for_training(cfg.model, mesh, seed=cfg.run.seed)
     if cfg.model.lora.rank:
         adapt(model, cfg.model.lora, seed=cfg.run.seed)
+    algorithm = algorithm_of(cfg)
     trainer = Trainer(
-        model, cfg.trainer, CrossEntropy(), total_steps=cfg.run.steps, dump_dir=start.dir, mesh=mesh
+        model,
+        cfg.trainer,
+        algorithm.objectives["policy"],
+        total_steps=cfg.run.steps,
+        dump_dir=start.dir,
+        mesh=mesh,
     )
     if start.checkpoint is not None:
         state: Mapping[str, Any] = start.checkpoint.parts
@@ -99,13 +98,17 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SFTRun]:
         yield SFTRun(
             cfg=cfg,
             launch=start,
-            trainer=trainer,
+            algorithm=algorithm,
+            models=Models(trainer),
             data=data,
             tokenizer=tokenizer,
             recorder=recorder,
         )
 
 
-def evaluate(trainer: Trainer, rows: Sequence[Trajectory]) -> Metrics:
-    """Mean cross-entropy over the trained tokens, in nats; no gradient. Collective."""
-    return {"eval/loss": Mean.of(-torch.cat(trainer.logprobs(rows)))}
+def evaluate(
+    trainer: Trainer, rows: Sequence[Row], *, before_pass: Callable[[], None] = lambda: None
+) -> Metrics:
+    """Mean cross-entropy over the trained tokens, in nats; no gradient. Collective. `before_pass`
+    as in `row_outputs`."""
+    return {"eval/loss": Mean.of(-torch.cat(trainer.logprobs(rows, before_pass=before_pass)))}

@@ -13,7 +13,7 @@ from hone.config.algorithm import GROUP_ESTIMATORS
 from hone.config.tree import RLConfig
 from hone.rewards.scorer import describe_failures
 from hone.rollout.counts import RolloutCounts
-from hone.types import Group, Sample, Trajectory
+from hone.types import Group, Row, Sample
 
 __all__ = ["Untrained", "is_stalled", "why_untrained"]
 
@@ -44,7 +44,7 @@ def is_stalled(steps: Sequence[Untrained]) -> bool:
 def why_untrained(
     cfg: RLConfig,
     groups: Sequence[Group],
-    rows: Sequence[Trajectory],
+    rows: Sequence[Row],
     counts: RolloutCounts,
     *,
     correction: float | None = None,
@@ -61,7 +61,7 @@ def why_untrained(
     return Untrained(_without_tokens(cfg, samples, rows))
 
 
-def _without_tokens(cfg: RLConfig, samples: Sequence[Sample], rows: Sequence[Trajectory]) -> str:
+def _without_tokens(cfg: RLConfig, samples: Sequence[Sample], rows: Sequence[Row]) -> str:
     valid = [sample for sample in samples if sample.valid]
     if not valid:
         return f"None of {len(samples)} samples has a reward: {describe_failures(samples)}."

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hone.algorithms.algorithm import Outputs
+from hone.config.algorithm import Output
 from hone.distributed.pool import Member, Pending, Pool, Worker
-from hone.types import EngineLostError, Trajectory
+from hone.types import EngineLostError, Row
 
 __all__ = ["ScorerPool"]
 
@@ -29,7 +31,7 @@ AHEAD = 2
 WAIT_S = 0.02
 """Longest wait for one scorer before the others are looked at."""
 
-_Rows = Sequence[Trajectory]
+_Rows = Sequence[Row]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,29 +42,33 @@ class _Member(Member[_Rows]):
 
 
 class ScorerPool(Pool[_Rows, _Member]):
-    """Log-probabilities under a frozen model, from several workers that have one each.
+    """What a frozen model says of rows, from several workers that have one each.
 
     Workers reach `hone.trainer.scorer.FrozenScorer`s. The first pass, which may compile, may
     take `start_timeout_s` too.
     """
 
-    role, task_words, first_call = "reference", "passes", ("score", [])
+    role, task_words, first_call = "reference", "passes", ("score", [], frozenset({"logprobs"}))
 
     def __init__(self, workers: Sequence[Worker], **supervision: Any) -> None:
         """Takes the arguments of `Pool`."""
         super().__init__(workers, **supervision)
         self._results: dict[str, Tensor] = {}
-        """Log-probabilities of the passes of this step, those of the rows one after the other."""
+        """Outputs of the passes of this step, [K, N]: those of the rows one after the other."""
+        self._outputs: frozenset[Output] = frozenset()
+        """Of this step."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hone-scorers")
         self._is_closed = Event()
 
-    def begin(self, rows: _Rows, passes: Sequence[Sequence[int]]) -> Future[list[Tensor]]:
+    def begin(
+        self, rows: _Rows, passes: Sequence[Sequence[int]], outputs: frozenset[Output]
+    ) -> Future[list[Outputs]]:
         """Score the trained tokens of `rows` in `passes`, lists of row indices, in the background.
 
-        The future is of [N_i] float32 on the CPU for each row; one in no pass has no values. It
-        raises WorkersLostError, and what a scorer refuses.
+        The future is of the `outputs` of each row, [N_i] float32 on the CPU; one in no pass has no
+        values. It raises WorkersLostError, and what a scorer refuses.
         """
-        return self._thread.submit(self._score, rows, passes)
+        return self._thread.submit(self._score, rows, passes, outputs)
 
     def close(self) -> None:
         """End all scorers, and what they compute."""
@@ -73,8 +79,10 @@ class ScorerPool(Pool[_Rows, _Member]):
 
     # -- in the thread ---------------------------------------------------------------------------
 
-    def _score(self, rows: _Rows, passes: Sequence[Sequence[int]]) -> list[Tensor]:
-        self._results = {}
+    def _score(
+        self, rows: _Rows, passes: Sequence[Sequence[int]], outputs: frozenset[Output]
+    ) -> list[Outputs]:
+        self._results, self._outputs = {}, outputs
         self._add((f"{n}", [_inputs(rows[i]) for i in indices]) for n, indices in enumerate(passes))
         while len(self._results) < len(passes):
             if self._is_closed.is_set():
@@ -88,12 +96,13 @@ class ScorerPool(Pool[_Rows, _Member]):
             deadline = monotonic() + WAIT_S
             for member in busy:
                 self._look_at(member, max(deadline - monotonic(), 0.0))
-        found = [torch.empty(0)] * len(rows)
+        names = sorted(outputs)
+        found: list[Outputs] = [dict.fromkeys(names, torch.empty(0)) for _ in rows]
         for number, indices in enumerate(passes):
             lengths = [rows[i].num_trained for i in indices]
-            values = self._results[f"{number}"].split(lengths)
-            for i, logprobs in zip(indices, values, strict=True):
-                found[i] = logprobs.clone()
+            values = self._results[f"{number}"].split(lengths, dim=1)
+            for i, of_row in zip(indices, values, strict=True):
+                found[i] = dict(zip(names, of_row.clone(), strict=True))
         return found
 
     def _look_at_start(self, member: _Member) -> None:
@@ -136,7 +145,7 @@ class ScorerPool(Pool[_Rows, _Member]):
 
     def _send(self, member: _Member, tasks: Mapping[str, _Rows]) -> None:
         for task_id, rows in tasks.items():
-            if (call := self._call(member, "score", rows)) is not None:
+            if (call := self._call(member, "score", rows, self._outputs)) is not None:
                 member.calls.append((task_id, call))
 
     def _on_start(self, member: _Member) -> None:
@@ -147,8 +156,6 @@ class ScorerPool(Pool[_Rows, _Member]):
         member.calls.clear()
 
 
-def _inputs(row: Trajectory) -> Trajectory:
-    """What decides the log-probabilities of a row, and nothing else of it."""
-    return Trajectory(
-        id=row.id, group_id=row.group_id, token_ids=row.token_ids, loss_mask=row.loss_mask
-    )
+def _inputs(row: Row) -> Row:
+    """What decides the outputs of a row, and nothing else of it."""
+    return Row(id=row.id, group_id=row.group_id, token_ids=row.token_ids, loss_mask=row.loss_mask)

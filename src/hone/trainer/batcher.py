@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.trainer.packing import AttentionCost, Cost, Plan, collate, empty_batch, plan
-from hone.types import MicroBatch, Trajectory
+from hone.trainer.packing import AttentionCost, Cost, Plan, collate, empty_batch, plan, units_of
+from hone.types import LossExtent, MicroBatch, Row
 
 __all__ = ["Batcher"]
 
@@ -57,13 +57,13 @@ class Batcher:
             seed=seed,
         )
 
-    def optimizer_steps(self, rows: Sequence[Trajectory], number: int) -> list[list[Trajectory]]:
+    def optimizer_steps(self, rows: Sequence[Row], number: int) -> list[list[Row]]:
         """Rows of each optimizer step of update `number`: whole groups, each once an epoch."""
         if not self.shuffle:
             return [list(rows)]
         groups = _by_group(rows)
         size = self._groups_per_step(len(groups))
-        steps: list[list[Trajectory]] = []
+        steps: list[list[Row]] = []
         for epoch in range(self.num_epochs):
             order = list(groups)
             random.Random(f"{self.seed}/minibatch/{number}/{epoch}").shuffle(order)
@@ -73,19 +73,17 @@ class Batcher:
                 )
         return steps
 
-    def makes_several_steps(self, rows: Sequence[Trajectory]) -> bool:
+    def makes_several_steps(self, rows: Sequence[Row]) -> bool:
         """Whether `optimizer_steps` gives more than one."""
         num_groups = len(_by_group(rows))
         return self.num_epochs > 1 or num_groups > self._groups_per_step(num_groups)
 
-    def passes(self, rows: Sequence[Trajectory], max_tokens: int, mesh: Mesh) -> Plan:
+    def passes(self, rows: Sequence[Row], max_tokens: int, mesh: Mesh) -> Plan:
         """Row indices of each pass of each rank along data. `max_tokens` are those of one device.
         Raises ValueError as `packing.plan`."""
         return self._cut(rows, max_tokens * mesh.context.size, mesh.data.size, balance=self.balance)
 
-    def plan_reference_passes(
-        self, rows: Sequence[Trajectory], num_devices: int
-    ) -> list[list[int]]:
+    def plan_scoring_passes(self, rows: Sequence[Row], num_devices: int) -> list[list[int]]:
         """Row indices of the passes in which `num_devices`, each with a whole model, score all
         trained tokens: the most expensive first, and of like sums for each device.
 
@@ -96,28 +94,31 @@ class Batcher:
 
     def micro_batches(
         self,
-        rows: Sequence[Trajectory],
+        rows: Sequence[Row],
         weights: Sequence[float],
         passes: Sequence[Sequence[int]],
         mesh: Mesh,
+        *,
+        per: LossExtent = "trained",
     ) -> Iterator[MicroBatch]:
         """Each pass of a rank when it is asked for; in host memory where it will be split over the
-        context axis. Those without `ids` hold no rows: they run what other ranks run."""
+        context axis. `weights` and `per` as in `packing.collate`. Those without `ids` hold no
+        rows: they run what other ranks run."""
         device = mesh.device if mesh.context.size == 1 else "cpu"
         for indices in passes:
             if indices:
-                yield collate([rows[i] for i in indices], [weights[i] for i in indices], device)
+                own = [weights[i] for i in indices]
+                yield collate([rows[i] for i in indices], own, device, per=per)
             else:
                 yield empty_batch(device)
 
     def _groups_per_step(self, num_groups: int) -> int:
         return self.groups_per_step or max(num_groups, 1)
 
-    def _cut(
-        self, rows: Sequence[Trajectory], max_tokens: int, num_ranks: int, *, balance: bool
-    ) -> Plan:
-        """A row without trained tokens is in no pass."""
-        trained = [i for i, row in enumerate(rows) if row.num_trained]
+    def _cut(self, rows: Sequence[Row], max_tokens: int, num_ranks: int, *, balance: bool) -> Plan:
+        """A unit without trained tokens is in no pass."""
+        units = units_of(rows)
+        trained = [i for unit in units if any(rows[i].num_trained for i in unit) for i in unit]
         passes = plan(
             [rows[i] for i in trained],
             max_tokens=max_tokens,
@@ -129,8 +130,8 @@ class Batcher:
         return [[[trained[m] for m in members] for members in own] for own in passes]
 
 
-def _by_group(rows: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    groups: dict[str, list[Trajectory]] = {}
+def _by_group(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group_id or row.id, []).append(row)
     return groups

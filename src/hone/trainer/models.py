@@ -1,24 +1,27 @@
 """The models of a run by role, and what a step does with them.
 
-rows, metrics = models.prepare(algorithm, groups, version=step - 1)
-metrics |= models.trainer.update(rows)
+rows, metrics = models.prepare(algorithm, batch, version=step - 1)
+metrics |= models.update(rows)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from hone.algorithms.algorithm import Algorithm
-from hone.observe.metrics import Metrics, Sum
+from hone.observe.metrics import Metrics
 from hone.trainer.scorer import FrozenScorer, RowScorer
 from hone.trainer.trainer import Trainer
-from hone.types import Group, Trajectory
+from hone.types import Column, Row
 from hone.weights.parity import ParityGate
 
 __all__ = ["Models"]
+
+Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
@@ -27,7 +30,8 @@ class Models:
 
     trainer: Trainer
     """Of the policy."""
-    reference: RowScorer | None = None
+    scorers: Mapping[str, RowScorer] = field(default_factory=dict[str, RowScorer])
+    """The other roles, such as `reference`."""
     parity: ParityGate | None = None
     """Compares what engines recorded with the policy, before anything is trained on it."""
 
@@ -35,43 +39,44 @@ class Models:
     def groups(self) -> set[dist.ProcessGroup]:
         """Every group that these models have collectives in."""
         groups = self.trainer.mesh.groups
-        if isinstance(self.reference, FrozenScorer):
-            groups = groups | self.reference.model.mesh.groups
+        for scorer in self.scorers.values():
+            if isinstance(scorer, FrozenScorer):
+                groups = groups | scorer.model.mesh.groups
         return groups
 
     def prepare(
-        self, algorithm: Algorithm, groups: Sequence[Group], *, version: int
-    ) -> tuple[list[Trajectory], Metrics]:
-        """The rows to train: one for each valid sample, in order, of the groups that have enough of
-        them. `version` is that of the policy that is about to be trained. Collective.
+        self, algorithm: Algorithm[Item], batch: Sequence[Item], *, version: int
+    ) -> tuple[list[Row], Metrics]:
+        """The rows to train of what a step has collected, with everything that the losses need.
+        `version` is that of the policy that is about to be trained. Collective.
 
         Raises UserError where engines and trainer disagree in the first step of a launch."""
-        needed = algorithm.needs.samples_per_group
-        usable = [group for group in groups if len(group.valid_samples) >= needed]
-        rows = algorithm.rows(usable, version)
-        metrics: Metrics = {"rollout/groups_without_baseline": Sum(len(groups) - len(usable))}
+        rows = algorithm.rows(batch, version)
         if rows:
             self._score(algorithm, rows)
-            algorithm.targets(rows, usable)
+        metrics = algorithm.targets(rows, batch)
         if self.parity is not None:
             metrics |= self.parity.check(rows, self.trainer)
         return rows, metrics
 
-    def _score(self, algorithm: Algorithm, rows: Sequence[Trajectory]) -> None:
-        """Fill in the log-probabilities that the algorithm needs.
+    def update(self, rows: Sequence[Row]) -> Metrics:
+        """Train on `rows`. Collective."""
+        return self.trainer.update(rows)
 
-        The policy's own are needed before the update only where the algorithm asks for them: the
-        trainer takes them itself where several optimizer steps share a rollout, and with one step
-        the policy has not moved. While a reference elsewhere is waited for, what the trainer would
-        take later is taken now.
+    def _score(self, algorithm: Algorithm[Item], rows: Sequence[Row]) -> None:
+        """Add the outputs that the algorithm reads, as columns `<output>/<role>`.
+
+        The policy is scored where the algorithm asks for it, or where several optimizer steps share
+        the rows: with one step it has not moved when its loss is computed. What is elsewhere
+        computes meanwhile.
         """
-        scores, pending = algorithm.needs.scores, None
-        if "reference" in scores:
-            assert self.reference is not None, "the algorithm needs a reference"
-            pending = self.reference.begin(rows)
-        if "policy" in scores or (pending is not None and self.trainer.needs_old_logprobs(rows)):
-            for row, logprobs in zip(rows, self.trainer.logprobs(rows), strict=True):
-                row.old_logprobs = logprobs
-        if pending is not None:
-            for row, logprobs in zip(rows, pending(), strict=True):
-                row.ref_logprobs = logprobs
+        wanted = dict(algorithm.needs.scores)
+        if before := self.trainer.outputs_before(rows):
+            wanted["policy"] = wanted.get("policy", frozenset()) | before
+        scorers: dict[str, RowScorer] = {"policy": self.trainer, **self.scorers}
+        missing = sorted(wanted.keys() - scorers.keys())
+        assert not missing, f"the algorithm needs models that the run has not: {missing}"
+        pending = {role: scorers[role].begin(rows, outputs) for role, outputs in wanted.items()}
+        for role in sorted(pending, key=lambda role: role != "policy"):
+            for row, found in zip(rows, pending[role](), strict=True):
+                row.columns |= {f"{output}/{role}": Column(v) for output, v in found.items()}

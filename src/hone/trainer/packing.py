@@ -14,7 +14,7 @@ it and needs no message; `digest` is what ranks compare before they rely on that
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import ceil
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.types import MicroBatch, Trajectory
+from hone.types import Extent, LossExtent, MicroBatch, Row
 
 __all__ = [
     "AttentionCost",
@@ -36,6 +36,7 @@ __all__ = [
     "on_device",
     "plan",
     "to_device",
+    "units_of",
 ]
 
 Cost = Callable[[int], float]
@@ -63,7 +64,7 @@ class AttentionCost:
 
 
 def plan(
-    rows: Sequence[Trajectory],
+    rows: Sequence[Row],
     *,
     max_tokens: int,
     num_ranks: int = 1,
@@ -74,31 +75,27 @@ def plan(
     """Cut rows into passes, equally many for each of `num_ranks`; deterministic.
 
     With `micro_batch_size` a pass takes at most that many rows, whatever their length; otherwise
-    at most `max_tokens` tokens. As few passes as the cap allows are balanced by `cost` (default:
-    tokens), the most expensive rows first, each into the cheapest pass where it fits. Ranks wait
-    for each other in every pass, so those that run at the same time are of like cost; the sums over
-    a rank's passes are balanced after that. Passes without rows come last.
+    at most `max_tokens` tokens. Rows of a unit share a pass. As few passes as the cap allows are
+    balanced by `cost` (default: tokens), the most expensive units first, each into the cheapest
+    pass where it fits. Ranks wait for each other in every pass, so those that run at the same time
+    are of like cost; the sums over a rank's passes are balanced after that. Passes without rows
+    come last.
 
-    Without `balance` each rank gets neighbouring rows, equally many, and only its own passes are
+    Without `balance` each rank gets neighbouring units, equally many, and only its own passes are
     balanced.
 
-    Raises ValueError for a row longer than `max_tokens`.
+    Raises ValueError for a unit above the cap.
     """
-    lengths = [row.num_tokens for row in rows]
-    if micro_batch_size is not None:
-        sizes, capacity = [1] * len(rows), micro_batch_size
-    else:
-        sizes, capacity = lengths, max_tokens
-        for row, length in zip(rows, lengths, strict=True):
-            if length > max_tokens:
-                raise ValueError(
-                    f"sequence {row.id!r} has {length} tokens, more than the budget of "
-                    f"{max_tokens} for one pass; raise trainer.max_tokens_per_microbatch (or "
-                    "max_tokens_per_forward), or shorten prompts or completions"
-                )
+    units = units_of(rows)
+    lengths = [[rows[i].num_tokens for i in unit] for unit in units]
+    capacity = max_tokens if micro_batch_size is None else micro_batch_size
+    sizes = [sum(own) if micro_batch_size is None else len(own) for own in lengths]
+    for unit, size in zip(units, sizes, strict=True):
+        if size > capacity:
+            raise ValueError(_too_large([rows[i] for i in unit], size, micro_batch_size, capacity))
     cost = cost or float
-    costs = [cost(n) for n in lengths]
-    shares = [range(len(rows))] if balance else _neighbours(len(rows), num_ranks)
+    costs = [sum(map(cost, own)) for own in lengths]
+    shares = [range(len(units))] if balance else _neighbours(len(units), num_ranks)
     sharers = num_ranks // len(shares)
 
     def rounds(num_bins: int) -> int:
@@ -109,11 +106,36 @@ def plan(
         placed = [_place(s, sizes, costs, capacity, num_passes * sharers) for s in shares]
         needed = max(rounds(len(bins)) for bins in placed)
         if needed == num_passes:
-            return [passes for bins in placed for passes in _assign_to_ranks(bins, costs, sharers)]
+            break
         num_passes = needed
+    ranks = [passes for bins in placed for passes in _assign_to_ranks(bins, costs, sharers)]
+    return [[sorted(i for unit in own for i in units[unit]) for own in passes] for passes in ranks]
 
 
-def digest(rows: Sequence[Trajectory], passes: Plan) -> str:
+def units_of(rows: Sequence[Row]) -> list[list[int]]:
+    """Row indices of each unit, in the order of their first rows."""
+    units: dict[str | int, list[int]] = {}
+    for index, row in enumerate(rows):
+        units.setdefault(row.unit or index, []).append(index)
+    return list(units.values())
+
+
+def _too_large(rows: Sequence[Row], size: int, micro_batch_size: int | None, capacity: int) -> str:
+    names = " and ".join(repr(row.id) for row in rows)
+    noun = f"sequence {names} has" if len(rows) == 1 else f"sequences {names} together have"
+    if micro_batch_size is not None:
+        return (
+            f"{names} must share a micro-batch, and trainer.micro_batch_size is "
+            f"{micro_batch_size}; raise it to {size}"
+        )
+    return (
+        f"{noun} {size} tokens, more than the budget of {capacity} for one pass; raise "
+        "trainer.max_tokens_per_microbatch (or max_tokens_per_forward), or shorten prompts or "
+        "completions"
+    )
+
+
+def digest(rows: Sequence[Row], passes: Plan) -> str:
     """A few characters that differ where rows or plans do: by ids, lengths and order."""
     content = ([(row.id, row.num_tokens) for row in rows], passes)
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
@@ -137,7 +159,7 @@ def _place(
     capacity: int,
     num_bins: int,
 ) -> list[list[int]]:
-    """Longest-processing-time placement into `num_bins` bins, or more where a row fits in none."""
+    """Longest-processing-time placement into `num_bins` bins, or more where a unit fits in none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     room = np.full(num_bins + len(rows), capacity)
     load = np.zeros(num_bins + len(rows))
@@ -172,39 +194,59 @@ def _assign_to_ranks(bins: list[list[int]], costs: Sequence[float], num_ranks: i
 def empty_batch(device: torch.device | str) -> MicroBatch:
     """What a rank without rows runs, so that it takes part in every collective of a pass: a
     sequence that belongs to no row, with weights of zero. It has no `ids`."""
-    row = Trajectory(id="", token_ids=[0] * 4, loss_mask=[False, True, True, True])
+    row = Row(id="", token_ids=[0] * 4, loss_mask=[False, True, True, True])
     return replace(collate([row], [0.0], device), ids=())
 
 
-_PER_TOKEN = ("advantages", "rollout_logprobs", "staleness", "old_logprobs", "ref_logprobs")
-
-
-def check_rows(rows: Sequence[Trajectory]) -> None:
+def check_rows(rows: Sequence[Row]) -> None:
     """Raise ValueError, naming the row, where one trains its first token, which nothing predicts,
-    or where a field is not set on all rows or none, with one value for each trained token."""
+    or where a column is not there on all rows or none, alike, with a value for all that it is
+    per."""
     for row in rows:
         if row.loss_mask and row.loss_mask[0]:
             raise ValueError(f"sequence {row.id!r} trains its first token: nothing predicts it")
-    num_trained = [row.num_trained for row in rows]
-    for name in _PER_TOKEN:
-        values: list[Tensor | None] = [getattr(row, name) for row in rows]
-        num_present = sum(value is not None for value in values)
-        if num_present not in (0, len(rows)):
-            raise ValueError(f"{name} is set on {num_present} of {len(rows)} rows; set all or none")
-        for row, value, expected in zip(rows, values, num_trained, strict=True):
-            if value is not None and value.shape != (expected,):
+    counts: list[dict[Extent, int]] = [
+        {"trained": row.num_trained, "token": row.num_tokens, "row": 1} for row in rows
+    ]
+    for name in sorted({name for row in rows for name in row.columns}):
+        having = [row for row in rows if name in row.columns]
+        if len(having) < len(rows):
+            raise ValueError(f"{name} is set on {len(having)} of {len(rows)} rows; set all or none")
+        first = rows[0].columns[name]
+        for row, expected in zip(rows, counts, strict=True):
+            column = row.columns[name]
+            if column.per != first.per or column.values.shape[1:] != first.values.shape[1:]:
                 raise ValueError(
-                    f"{name} of sequence {row.id!r} has shape {tuple(value.shape)}; its loss mask "
-                    f"trains {expected} tokens"
+                    f"{name} of sequence {row.id!r} is per {column.per}, of shape "
+                    f"{tuple(column.values.shape)}; that of {rows[0].id!r} is per {first.per}, of "
+                    f"shape {tuple(first.values.shape)}"
+                )
+            if column.values.shape[:1] != (expected[column.per],):
+                raise ValueError(
+                    f"{name} of sequence {row.id!r} has shape {tuple(column.values.shape)}; "
+                    f"{_expected(expected, column.per)}"
                 )
 
 
+def _expected(counts: Mapping[Extent, int], per: Extent) -> str:
+    match per:
+        case "trained":
+            return f"its loss mask trains {counts[per]} tokens"
+        case "token":
+            return f"it has {counts[per]} tokens"
+        case "row":
+            return "a column per row has one value"
+
+
 def collate(
-    rows: Sequence[Trajectory],
+    rows: Sequence[Row],
     weights: Sequence[float],
     device: torch.device | str,
+    *,
+    per: LossExtent = "trained",
 ) -> MicroBatch:
-    """Lay rows end to end. `weights` holds one weight a row, carried by each of its trained tokens.
+    """Lay rows end to end. `weights` holds one weight a row, carried by each of its trained tokens,
+    by the row, or, that of its first row, by its unit, as `per` says.
 
     Raises as `check_rows`.
     """
@@ -218,14 +260,16 @@ def collate(
     assert len(mask) == len(token_ids), f"{len(mask)=} {len(token_ids)=}"
     trained = np.flatnonzero(mask)
     num_trained = np.add.reduceat(mask.astype(np.int64), borders[:-1])
+    units = units_of(rows)
+    unit_index = np.empty(len(rows), dtype=np.int64)
+    for number, members in enumerate(units):
+        unit_index[members] = number
+    weights_S = np.asarray(weights, dtype=np.float32)
+    carried = {"trained": np.repeat(weights_S, num_trained), "row": weights_S}
+    carried["unit"] = weights_S[[members[0] for members in units]]
 
     def send(array: np.ndarray[Any, Any] | Tensor) -> Tensor:
         return to_device(torch.as_tensor(array), device)
-
-    def per_token(name: str) -> Tensor | None:
-        if getattr(rows[0], name) is None:
-            return None
-        return send(torch.cat([getattr(row, name) for row in rows]).float())
 
     return MicroBatch(
         input_ids=send(token_ids),
@@ -235,8 +279,13 @@ def collate(
         predict_index=send(trained - 1),
         labels=send(token_ids[trained]),
         sequence_index=send(np.repeat(np.arange(len(rows)), num_trained)),
-        weights=send(np.repeat(np.asarray(weights, dtype=np.float32), num_trained)),
-        **{name: per_token(name) for name in _PER_TOKEN},
+        unit_index=send(unit_index),
+        num_units=len(units),
+        weights=send(carried[per]),
+        columns={
+            name: send(torch.cat([row.columns[name].values for row in rows]))
+            for name in rows[0].columns
+        },
         ids=tuple(row.id for row in rows),
         lengths=tuple(lengths),
     )
@@ -245,7 +294,11 @@ def collate(
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The batch with its tensors on `device`, copied without waiting for it."""
     tensors = {f.name: v for f in fields(batch) if isinstance(v := getattr(batch, f.name), Tensor)}
-    return replace(batch, **{name: to_device(tensor, device) for name, tensor in tensors.items()})
+    return replace(
+        batch,
+        **{name: to_device(tensor, device) for name, tensor in tensors.items()},
+        columns={name: to_device(tensor, device) for name, tensor in batch.columns.items()},
+    )
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hone.algorithms.algorithm import Objective, Output, TokenOutputs
+from hone.algorithms.algorithm import Objective, Outputs
+from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.decoder import decoder_layers, hidden_states
@@ -146,7 +147,7 @@ class ParallelModel:
         model._sharded = policy.sharded
         return model, policy
 
-    def forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> TokenOutputs:
+    def forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> Outputs:
         """Of the trained tokens of `batch`, which lies in host memory where the context axis has
         several ranks. Collective, as its backward is."""
         if self._sharded is None:
@@ -168,7 +169,7 @@ class ParallelModel:
             if self._sharded is not None:
                 self._sharded.begin_micro_batch(is_last=is_last)
             outputs = self.forward(batch, objective.outputs)
-            logprobs = outputs.logprobs
+            logprobs = outputs["logprobs"]
             if not batch.ids:
                 (0.0 * logprobs.sum()).backward()
                 continue
@@ -176,6 +177,11 @@ class ParallelModel:
             logprobs.retain_grad()
             batch = on_device(batch, self.mesh.device)
             found = objective(outputs, batch)
+            if found.values.shape != batch.weights.shape:
+                raise ValueError(
+                    f"the objective gives values of shape {tuple(found.values.shape)}; per "
+                    f"{objective.per} they have {tuple(batch.weights.shape)}"
+                )
             batch_loss = (found.values * batch.weights).sum()
             batch_loss.backward()
             loss += batch_loss.detach()
@@ -190,7 +196,7 @@ class ParallelModel:
         if self._sharded is not None:
             self._sharded.free()
 
-    def _forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> TokenOutputs:
+    def _forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> Outputs:
         """`forward` where the weights that it needs are whole."""
         share = split(batch, self.mesh)
         hidden_TD = self._backbone(share.input_ids, share.position_ids, share.context)
@@ -203,10 +209,10 @@ class ParallelModel:
             with_entropy="entropy" in outputs,
             tensor=self.mesh.tensor,
         )
-        return TokenOutputs(
-            logprobs=gather(logprobs, share),
-            entropy=None if entropy is None else gather(entropy, share),
-        )
+        found: dict[Output, Tensor] = {"logprobs": gather(logprobs, share)}
+        if entropy is not None:
+            found["entropy"] = gather(entropy, share)
+        return found
 
     def _compile_forward(self) -> None:
         """Compile what decoder layers compute, but not the hooks that gather their weights."""

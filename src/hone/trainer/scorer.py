@@ -1,4 +1,4 @@
-"""Log-probabilities of rows under a model, over all processes that hold it."""
+"""What a model says of rows, over all processes that hold it."""
 
 from __future__ import annotations
 
@@ -12,56 +12,73 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hone.algorithms.algorithm import Outputs
+from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import adapters_off
 from hone.trainer.batcher import Batcher
 from hone.trainer.packing import Plan, check_rows, digest
 from hone.trainer.parallel_model import ParallelModel
-from hone.types import Trajectory
+from hone.types import Row
 
-__all__ = ["FrozenScorer", "RowScorer", "WithoutAdapters", "agree", "agreed_passes", "row_logprobs"]
+__all__ = ["FrozenScorer", "RowScorer", "WithoutAdapters", "agree", "agreed_passes", "row_outputs"]
 
 
 class RowScorer(Protocol):
-    """A model that scores rows, in this process or elsewhere."""
+    """A model that scores rows, frozen or in training, in this process or elsewhere."""
 
-    def begin(self, rows: Sequence[Trajectory], /) -> Callable[[], list[Tensor]]:
-        """Begin to score; what is returned waits for the log-probabilities of each row's trained
-        tokens, [N_i] float32 on the CPU, no gradient. Collective, as is the waiting."""
+    def begin(
+        self, rows: Sequence[Row], outputs: frozenset[Output], /
+    ) -> Callable[[], list[Outputs]]:
+        """Begin to score; what is returned waits for the `outputs` of each row's trained tokens,
+        [N_i] float32 on the CPU, no gradient. Collective, as is the waiting."""
         ...
 
 
-def row_logprobs(
-    model: ParallelModel, batcher: Batcher, rows: Sequence[Trajectory], *, step: int = 0
-) -> list[Tensor]:
-    """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU, no gradient.
+def row_outputs(
+    model: ParallelModel,
+    batcher: Batcher,
+    rows: Sequence[Row],
+    outputs: frozenset[Output],
+    *,
+    step: int = 0,
+    before_pass: Callable[[], None] = lambda: None,
+) -> list[Outputs]:
+    """The outputs of each row's trained tokens, [N_i] float32 on the CPU, no gradient.
 
     Every process of the model's mesh is given all rows and returns the same; inside, rows are
-    distributed over the data axis. `step` and what is raised as in `agreed_passes`.
+    distributed over the data axis. `before_pass` ends it by raising, on every process before the
+    same pass. `step` and what else is raised as in `agreed_passes`.
     """
     mesh = model.mesh
     passes = agreed_passes(batcher, rows, batcher.max_tokens_forward, mesh, step=step)
     own = passes[mesh.data.rank]
-    scored = [torch.empty(0, device=mesh.device)]
-    with torch.no_grad():
-        for batch in batcher.micro_batches(rows, [0.0] * len(rows), own, mesh):
-            logprobs = model.forward(batch, frozenset({"logprobs"})).logprobs
-            scored += [logprobs] if batch.ids else []
-    model.free()
+    nothing = torch.empty(0, device=mesh.device)
+    scored: dict[Output, list[Tensor]] = {output: [nothing] for output in sorted(outputs)}
+    try:
+        with torch.no_grad():
+            for batch in batcher.micro_batches(rows, [0.0] * len(rows), own, mesh):
+                before_pass()
+                found = model.forward(batch, outputs)
+                for output, values in scored.items():
+                    values += [found[output]] if batch.ids else []
+    finally:
+        model.free()
 
-    result = [torch.empty(0)] * len(rows)
+    result: list[dict[Output, Tensor]] = [{o: torch.empty(0) for o in scored} for _ in rows]
     orders = [[i for indices in of_rank for i in indices] for of_rank in passes]
     lengths = [[rows[i].num_trained for i in order] for order in orders]
-    everyones = mesh.gather_values(torch.cat(scored), [sum(own) for own in lengths])
-    for order, own, values in zip(orders, lengths, everyones, strict=True):
-        for i, logprobs in zip(order, values.split(own), strict=True):
-            result[i] = logprobs.clone()
-    return result
+    for output, values in scored.items():
+        everyones = mesh.gather_values(torch.cat(values), [sum(own) for own in lengths])
+        for order, own, of_rank in zip(orders, lengths, everyones, strict=True):
+            for i, row_values in zip(order, of_rank.split(own), strict=True):
+                result[i][output] = row_values.clone()
+    return [*result]
 
 
 def agreed_passes(
-    batcher: Batcher, rows: Sequence[Trajectory], max_tokens: int, mesh: Mesh, *, step: int
+    batcher: Batcher, rows: Sequence[Row], max_tokens: int, mesh: Mesh, *, step: int
 ) -> Plan:
     """`Batcher.passes`, the same on every rank.
 
@@ -75,7 +92,7 @@ def agreed_passes(
     return passes
 
 
-def agree(rows: Sequence[Trajectory], passes: Plan, mesh: Mesh, *, step: int) -> None:
+def agree(rows: Sequence[Row], passes: Plan, mesh: Mesh, *, step: int) -> None:
     """Raise DisagreementError as `agreed_passes`. Collective, as everything is that follows from
     rows and passes."""
     if mesh.world.size > 1:
@@ -104,33 +121,38 @@ class FrozenScorer:
         mesh = Mesh.alone(model.device) if mesh is None else mesh
         self.model = ParallelModel.frozen(model, cfg, mesh, temperature=temperature, exact=exact)
 
-    def logprobs(self, rows: Sequence[Trajectory]) -> list[Tensor]:
-        """As `row_logprobs`."""
-        return row_logprobs(self.model, self._batcher, rows)
-
-    def begin(self, rows: Sequence[Trajectory]) -> Callable[[], list[Tensor]]:
+    def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
         """Scored when it is waited for."""
-        return partial(self.logprobs, rows)
+        return partial(self._outputs, rows, outputs)
 
-    def score(self, rows: Sequence[Trajectory]) -> npt.NDArray[np.float32]:
-        """Log-probabilities of the trained tokens of `rows`, one row's after the other's."""
-        return torch.cat([torch.empty(0), *self.logprobs(rows)]).numpy()
+    def score(self, rows: Sequence[Row], outputs: frozenset[Output]) -> npt.NDArray[np.float32]:
+        """The outputs, sorted by name, of the trained tokens of `rows`, one row's after the
+        other's: [K, N]."""
+        found = self._outputs(rows, outputs)
+        return np.stack(
+            [
+                torch.cat([torch.empty(0), *(of_row[output] for of_row in found)]).numpy()
+                for output in sorted(outputs)
+            ]
+        )
+
+    def _outputs(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[Outputs]:
+        return row_outputs(self.model, self._batcher, rows, outputs)
 
 
 class WithoutAdapters:
     """The model in training with its adapters off: the reference of a run that trains adapters."""
 
-    def __init__(
-        self, model: PreTrainedModel, logprobs: Callable[[Sequence[Trajectory]], list[Tensor]]
-    ) -> None:
-        """`logprobs` is the trainer's, of the same `model`."""
+    def __init__(self, model: PreTrainedModel, scorer: RowScorer) -> None:
+        """`scorer` is the trainer, of the same `model`."""
         self._model = model
-        self._logprobs = logprobs
+        self._scorer = scorer
 
-    def logprobs(self, rows: Sequence[Trajectory]) -> list[Tensor]:
-        with adapters_off(self._model):
-            return self._logprobs(rows)
-
-    def begin(self, rows: Sequence[Trajectory]) -> Callable[[], list[Tensor]]:
+    def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
         """Scored when it is waited for."""
-        return partial(self.logprobs, rows)
+
+        def score() -> list[Outputs]:
+            with adapters_off(self._model):
+                return self._scorer.begin(rows, outputs)()
+
+        return score

@@ -11,8 +11,9 @@ so how it is cut into micro-batches cannot change the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hone.algorithms.algorithm import Objective
+from hone.algorithms.algorithm import Objective, Outputs
 from hone.checkpoint.sharded import StoredTensor
+from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import merged_weights
@@ -30,8 +32,8 @@ from hone.trainer.batcher import Batcher
 from hone.trainer.optimizer import Optimizer
 from hone.trainer.parallel_model import ParallelModel
 from hone.trainer.policy import NonFiniteError
-from hone.trainer.scorer import agree, agreed_passes, row_logprobs
-from hone.types import MicroBatch, Trajectory
+from hone.trainer.scorer import agree, agreed_passes, row_outputs
+from hone.types import MicroBatch, Row
 
 __all__ = ["Trainer"]
 
@@ -50,21 +52,23 @@ class Trainer:
         objective: Objective,
         *,
         total_steps: int,
+        role: str = "policy",
         temperature: float = 1.0,
         seed: int = 0,
         dump_dir: Path | None = None,
         exact: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
-        """`total_steps` counts the optimizer steps of the run, for the schedule. `temperature` is
-        that which sampled the rows, `seed` orders mini-batches. `dump_dir` receives the rows of a
-        step whose numbers are not finite. `exact` as in `ParallelModel.trained`, which says what is
-        raised. `mesh` is shared by all processes that train together, each of which brings the same
-        model, in host memory, on its device or deferred (`hone.models.deferred`); it is changed in
-        place."""
+        """`total_steps` counts the optimizer steps of the run, for the schedule. `role` is the
+        model's, as in the names of columns. `temperature` is that which sampled the rows, `seed`
+        orders mini-batches. `dump_dir` receives the rows of a step whose numbers are not finite.
+        `exact` as in `ParallelModel.trained`, which says what is raised. `mesh` is shared by all
+        processes that train together, each of which brings the same model, in host memory, on its
+        device or deferred (`hone.models.deferred`); it is changed in place."""
         mesh = Mesh.alone(model.device) if mesh is None else mesh
         self.mesh = mesh
         self.objective = objective
+        self.role = role
         self.batcher = Batcher.of(cfg, model, seed=seed)
         self.model, self.policy = ParallelModel.trained(
             model, cfg, mesh, temperature=temperature, exact=exact
@@ -75,27 +79,49 @@ class Trainer:
         self.num_updates = 0
         self._dump_dir = dump_dir
 
-    def logprobs(self, rows: Sequence[Trajectory]) -> list[Tensor]:
-        """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU, no gradient."""
-        return row_logprobs(self.model, self.batcher, rows, step=self.optimizer.num_steps)
+    def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
+        """As of a `RowScorer`: the model as it is when it is waited for."""
+        return partial(self._outputs, rows, outputs)
 
-    def update(self, rows: Sequence[Trajectory]) -> Metrics:
+    def logprobs(
+        self, rows: Sequence[Row], *, before_pass: Callable[[], None] = lambda: None
+    ) -> list[Tensor]:
+        """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU, no gradient.
+        `before_pass` as in `row_outputs`."""
+        found = self._outputs(rows, frozenset({"logprobs"}), before_pass=before_pass)
+        return [of_row["logprobs"] for of_row in found]
+
+    def _outputs(
+        self,
+        rows: Sequence[Row],
+        outputs: frozenset[Output],
+        *,
+        before_pass: Callable[[], None] = lambda: None,
+    ) -> list[Outputs]:
+        return row_outputs(
+            self.model,
+            self.batcher,
+            rows,
+            outputs,
+            step=self.optimizer.num_steps,
+            before_pass=before_pass,
+        )
+
+    def update(self, rows: Sequence[Row]) -> Metrics:
         """Train on the rows of one rollout, or one step's demonstrations.
 
-        Rows need the fields that the objective names. Raises NonFiniteError for numbers that are
-        not finite, ValueError for a row that does not fit into a micro-batch, and DisagreementError
-        on every process where one has other rows.
+        Rows need the columns that the objective names, and those of `outputs_before`. Raises
+        NonFiniteError for numbers that are not finite, ValueError for a row that does not fit into
+        a micro-batch, and DisagreementError on every process where one has other rows.
         """
         agree(rows, [], self.mesh, step=self.optimizer.num_steps)
         self._check(rows)
         steps = self.batcher.optimizer_steps(rows, self.num_updates)
-        if self.needs_old_logprobs(rows):
-            steps = self._with_old_logprobs(rows, steps)
         metrics = merge(*(self._step(step_rows) for step_rows in steps))
         self.num_updates += 1
         return metrics
 
-    def _step(self, rows: Sequence[Trajectory]) -> Metrics:
+    def _step(self, rows: Sequence[Row]) -> Metrics:
         """One optimizer step. Without a single trained token it is a no-op that is counted.
 
         Raises NonFiniteError, with weights and optimizer untouched, for a loss or gradient that is
@@ -115,51 +141,42 @@ class Trainer:
             "train/num_optimizer_steps": Sum(1),
         }
 
-    def forward_backward(self, rows: Sequence[Trajectory]) -> tuple[Tensor, Metrics]:
+    def forward_backward(self, rows: Sequence[Row]) -> tuple[Tensor, Metrics]:
         """Add the gradient of one optimizer step over `rows`; loss and metrics as
         `ParallelModel.forward_backward`."""
         batches = self._micro_batches(rows, self.objective.weights(rows))
         return self.model.forward_backward(batches, self.objective)
 
-    def _micro_batches(
-        self, rows: Sequence[Trajectory], weights: Sequence[float]
-    ) -> Iterator[MicroBatch]:
+    def _micro_batches(self, rows: Sequence[Row], weights: Sequence[float]) -> Iterator[MicroBatch]:
         """This rank's, of one optimizer step."""
         step, mesh = self.optimizer.num_steps, self.mesh
         passes = agreed_passes(self.batcher, rows, self.batcher.max_tokens, mesh, step=step)
-        return self.batcher.micro_batches(rows, weights, passes[mesh.data.rank], mesh)
+        own = passes[mesh.data.rank]
+        return self.batcher.micro_batches(rows, weights, own, mesh, per=self.objective.per)
 
-    def needs_old_logprobs(self, rows: Sequence[Trajectory]) -> bool:
-        """Whether `update` makes several optimizer steps on `rows`, so that it takes the model's
-        log-probabilities before the first of them, unless rows have them."""
-        return self.batcher.makes_several_steps(rows)
+    def outputs_before(self, rows: Sequence[Row]) -> frozenset[Output]:
+        """What `update` needs of this model before its first optimizer step on `rows`: where it
+        makes several, columns `<output>/<role>`."""
+        several = self.batcher.makes_several_steps(rows)
+        return self.objective.outputs_before if several else frozenset()
 
-    def _with_old_logprobs(
-        self, rows: Sequence[Trajectory], steps: list[list[Trajectory]]
-    ) -> list[list[Trajectory]]:
-        """Remember the model before the first of several optimizer steps, where rows do not."""
-        missing = [row for row in rows if row.old_logprobs is None]
-        scored = {
-            id(row): replace(row, old_logprobs=logprobs)
-            for row, logprobs in zip(missing, self.logprobs(missing), strict=True)
-        }
-        return [[scored.get(id(row), row) for row in step_rows] for step_rows in steps]
-
-    def _check(self, rows: Sequence[Trajectory]) -> None:
+    def _check(self, rows: Sequence[Row]) -> None:
         """Refuse rows with missing or non-finite values, naming the row."""
-        for row in rows:
-            for name in sorted(self.objective.columns):
-                if getattr(row, name) is None:
+        before = (f"{output}/{self.role}" for output in self.outputs_before(rows))
+        for name in sorted(self.objective.columns.union(before)):
+            for row in rows:
+                if name not in row.columns:
                     raise ValueError(
                         f"sequence {row.id!r} has no {name}, which this objective needs"
                     )
-        for name in ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
-            values = [v for row in rows if (v := getattr(row, name)) is not None]
-            if values and not bool(torch.cat(values).isfinite().all()):
-                culprit = next(r for r in rows if not getattr(r, name).isfinite().all())
+        for name in sorted({name for row in rows for name in row.columns}):
+            having = [row for row in rows if name in row.columns]
+            values = torch.cat([row.column(name).flatten() for row in having])
+            if not bool(values.isfinite().all()):
+                culprit = next(r for r in having if not r.column(name).isfinite().all())
                 self._stop(f"{name} of sequence {culprit.id!r}", rows)
 
-    def _stop(self, culprit: str, rows: Sequence[Trajectory]) -> None:
+    def _stop(self, culprit: str, rows: Sequence[Row]) -> None:
         """Refuse an update because of `culprit`; keep its rows for inspection."""
         self.policy.drop_gradient()
         number = self.optimizer.num_steps

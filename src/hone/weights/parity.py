@@ -17,7 +17,7 @@ from hone.algorithms.corrections import importance_ratio
 from hone.algorithms.kl import k3
 from hone.config.errors import UserError
 from hone.observe.metrics import Last, Metrics
-from hone.types import Trainer, Trajectory
+from hone.types import Row, Trainer
 
 __all__ = [
     "MAX_OUTSIDE",
@@ -62,7 +62,7 @@ class ParityGate:
     exact: bool = False
     has_passed: bool = False
 
-    def check(self, rows: Sequence[Trajectory], trainer: Trainer) -> Metrics:
+    def check(self, rows: Sequence[Row], trainer: Trainer) -> Metrics:
         """The report as metrics. Collective. Raises as `check_parity`."""
         if self.has_passed:
             return {}
@@ -77,7 +77,7 @@ class ParityGate:
         }
 
 
-def measure_parity(rows: Sequence[Trajectory], trainer: Trainer) -> ParityReport:
+def measure_parity(rows: Sequence[Row], trainer: Trainer) -> ParityReport:
     """Re-score the first rows with the trainer and compare with what the engine recorded.
 
     Only tokens of the present weights are compared: a carried-over sample may hold older ones.
@@ -85,9 +85,8 @@ def measure_parity(rows: Sequence[Trajectory], trainer: Trainer) -> ParityReport
     chosen = [row for row in rows if _num_fresh(row)][:MAX_ROWS]
     differences: list[torch.Tensor] = []
     for row, logprobs in zip(chosen, trainer.logprobs(chosen), strict=True):
-        assert row.rollout_logprobs is not None, f"row {row.id} was not sampled by an engine"
-        assert row.staleness is not None
-        differences.append((logprobs - row.rollout_logprobs).double()[row.staleness == 0])
+        difference = (logprobs - row.column("logprobs/engine")).double()
+        differences.append(difference[row.column("staleness") == 0])
     difference = torch.cat(differences)
     ratio = importance_ratio(difference)
     head = torch.cat([d[: max(len(d) // 4, 1)] for d in differences]).abs().mean()
@@ -101,13 +100,12 @@ def measure_parity(rows: Sequence[Trajectory], trainer: Trainer) -> ParityReport
     )
 
 
-def _num_fresh(row: Trajectory) -> int:
-    assert row.staleness is not None, f"row {row.id} does not say which weights sampled it"
-    return int((row.staleness == 0).sum())
+def _num_fresh(row: Row) -> int:
+    return int((row.column("staleness") == 0).sum())
 
 
 def check_parity(
-    rows: Sequence[Trajectory],
+    rows: Sequence[Row],
     trainer: Trainer,
     limit: Literal["auto", "off"] | float,
     *,

@@ -1,4 +1,4 @@
-"""Advantage estimators: what a sample's reward is worth against its baseline.
+"""What an advantage estimator is given and gives, and what several of them share.
 
 An estimator sees every valid sample of a step, group by group, and returns one float32 advantage
 for each trained token. A KL penalty placed in the reward arrives as `penalties`, one value a
@@ -7,13 +7,22 @@ token, and is subtracted from the reward *before* the baseline is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["ADVANTAGES", "ScoredSample", "has_spread"]
+__all__ = [
+    "STD_EPS",
+    "Advantages",
+    "Groups",
+    "ScoredSample",
+    "centred",
+    "has_spread",
+    "on_tokens",
+    "whiten",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,7 @@ class ScoredSample:
 Groups = Sequence[Sequence[ScoredSample]]
 Advantages = list[list[Tensor]]
 
-_STD_EPS = 1e-6
+STD_EPS = 1e-6
 
 
 def has_spread(rewards: Sequence[float]) -> bool:
@@ -51,7 +60,7 @@ def has_spread(rewards: Sequence[float]) -> bool:
     return high - low > 1e-7 * max(1.0, abs(low), abs(high))
 
 
-def _centred(group: Sequence[ScoredSample]) -> Tensor:
+def centred(group: Sequence[ScoredSample]) -> Tensor:
     """Rewards less their group mean, [G] float64; exactly 0 for a group without spread."""
     rewards = [sample.penalised_reward for sample in group]
     if not has_spread(rewards):
@@ -60,7 +69,7 @@ def _centred(group: Sequence[ScoredSample]) -> Tensor:
     return values - values.mean()
 
 
-def _broadcast(values: Tensor, group: Sequence[ScoredSample]) -> list[Tensor]:
+def on_tokens(values: Tensor, group: Sequence[ScoredSample]) -> list[Tensor]:
     """One value a sample -> the same value on each of its tokens."""
     return [
         torch.full_like(sample.penalties, float(value), dtype=torch.float32)
@@ -68,33 +77,7 @@ def _broadcast(values: Tensor, group: Sequence[ScoredSample]) -> list[Tensor]:
     ]
 
 
-def grpo(groups: Groups) -> Advantages:
-    """Group-normalised reward: `(r_i - mean(r)) / (std(r) + eps)`, arXiv:2402.03300.
-
-    The standard deviation has Bessel's correction, as the common implementations do.
-    """
-    result: Advantages = []
-    for group in groups:
-        centred = _centred(group)
-        std = torch.linalg.vector_norm(centred) / max(len(group) - 1, 1) ** 0.5
-        result.append(_broadcast(centred / (std + _STD_EPS), group))
-    return result
-
-
-def dr_grpo(groups: Groups) -> Advantages:
-    """Group-centred reward without the division, `r_i - mean(r)`, arXiv:2503.20783."""
-    return [_broadcast(_centred(group), group) for group in groups]
-
-
-def rloo(groups: Groups) -> Advantages:
-    """Leave-one-out baseline, `r_i - mean(r_j, j != i) = G / (G - 1) * (r_i - mean(r))`.
-
-    arXiv:2402.14740.
-    """
-    return [_broadcast(_centred(g) * (len(g) / max(len(g) - 1, 1)), g) for g in groups]
-
-
-def _whiten(returns: list[list[Tensor]]) -> Advantages:
+def whiten(returns: list[list[Tensor]]) -> Advantages:
     """Normalise over all tokens of the step. Constant returns give exactly 0."""
     flat = [tokens for group in returns for tokens in group if tokens.numel()]
     if not flat:
@@ -103,35 +86,4 @@ def _whiten(returns: list[list[Tensor]]) -> Advantages:
     if not has_spread([float(values.min()), float(values.max())]):
         return [[torch.zeros_like(tokens).float() for tokens in group] for group in returns]
     mean, std = values.mean(), values.std()
-    return [[((tokens - mean) / (std + _STD_EPS)).float() for tokens in group] for group in returns]
-
-
-def reinforce_pp(groups: Groups) -> Advantages:
-    """REINFORCE++: token returns normalised over the whole step, arXiv:2501.03262.
-
-    `A_t = (R_t - mean(R)) / std(R)` with `R_t = r - sum(penalties from t on)`. No group baseline.
-    """
-    return _whiten([[sample.returns(sample.reward) for sample in group] for group in groups])
-
-
-def reinforce_pp_baseline(groups: Groups) -> Advantages:
-    """REINFORCE++-baseline: group-centred rewards, then normalised over the step.
-
-    `R_t = r_i - mean(r) - sum(penalties from t on)`, arXiv:2501.03262 (section on the baseline).
-    """
-    returns: list[list[Tensor]] = []
-    for group in groups:
-        rewards = [sample.reward for sample in group]
-        mean = sum(rewards) / len(rewards)
-        centred = [r - mean if has_spread(rewards) else 0.0 for r in rewards]
-        returns.append([s.returns(r) for s, r in zip(group, centred, strict=True)])
-    return _whiten(returns)
-
-
-ADVANTAGES: dict[str, Callable[[Groups], Advantages]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-}
+    return [[((tokens - mean) / (std + STD_EPS)).float() for tokens in group] for group in returns]

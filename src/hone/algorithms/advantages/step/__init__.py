@@ -1,0 +1,1 @@
+"""Baselines over all samples of a step."""

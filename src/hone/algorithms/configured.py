@@ -1,0 +1,19 @@
+"""The algorithm that a configuration asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.grpo import GRPO
+from hone.algorithms.sft import SFT
+from hone.config.tree import RLConfig, SFTConfig
+
+__all__ = ["algorithm_of"]
+
+
+def algorithm_of(cfg: RLConfig | SFTConfig) -> Algorithm[Any]:
+    """Of `hone rl` or `hone sft`; what a step collects is theirs."""
+    if isinstance(cfg, SFTConfig):
+        return SFT()
+    return GRPO(cfg.algorithm, max_completion_tokens=cfg.rollout.max_completion_tokens)
