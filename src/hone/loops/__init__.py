@@ -1,1 +1,1 @@
-"""The loops. Each is a sentence over the same verbs; every choice is made before it starts."""
+"""The loop of every run that trains, the runs that it drives, and inference without training."""
