@@ -80,7 +80,7 @@ def test_a_reward_that_fails_leaves_cause_samples_and_report(
     assert RunFolder.read(cfg.run.dir).status == "failed"
     page = (cfg.run.dir / "report.html").read_text()
     assert "The run failed in step 1, during generate" in page
-    assert page.index("samples have no reward") < page.index("<dt>Failure</dt>")
+    assert page.index("samples have no reward") < page.index('id="samples"')
 
 
 APART = {"cluster": {"num_engines": 1}, "pipeline": {"max_staleness": 1}}
@@ -388,7 +388,7 @@ def test_a_full_disk_does_not_hide_the_error_that_ends_the_run(
     cfg = make_config()
     full = raising(DiskError("Could not write x (run.dir)"))
     monkeypatch.setattr("hone.observe.disk.AppendedFile.write", full)
-    monkeypatch.setattr("hone.observe.report.write_whole", full)
+    monkeypatch.setattr("hone.observe.report.write.write_whole", full)
     monkeypatch.setattr(reinforce, "build_run", raising(RuntimeError("the cause")))
     with pytest.raises(RuntimeError, match="the cause"):
         reinforce.run(cfg)

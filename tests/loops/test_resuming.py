@@ -19,7 +19,7 @@ from hone.config.tree import RLConfig, SFTConfig
 from hone.loops import reinforce
 from hone.loops.resuming import announce, find_checkpoint
 from hone.loops.run import Run
-from hone.observe.report import write_report
+from hone.observe.report.write import write_report
 from hone.observe.resumed_run import save_config
 
 ALONE = AxisSizes()

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+import yaml
 
 from hone.cli.report import run as report_command
-from hone.observe.charts import MAX_POINTS
+from hone.config.paths import settings_file
+from hone.observe.differences import differences, flat
 from hone.observe.loggers import append_event
-from hone.observe.report import write_report
+from hone.observe.report.charts import MAX_POINTS
+from hone.observe.report.write import told_apart, write_report
 from hone.observe.run_folder import RunFolder
-from hone.observe.transcripts import split_pieces
 from tests.observe.fake_run import Scalars, write_run
 
+DASH = "\N{EN DASH}"
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 
@@ -44,17 +46,21 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+        if tag in ("td", "th", "dt", "dd"):
+            self.text += " "
 
     def handle_data(self, data: str) -> None:
         if not {"script", "style"} & set(self.open):
             self.text += data
 
 
-def render(folder: Path) -> tuple[str, Page]:
-    html = write_report(folder).read_text()
+def render(*runs: Path) -> tuple[str, Page]:
+    output = None if len(runs) == 1 else runs[0].parent / "comparison.html"
+    html = write_report(*runs, output=output).read_text()
     page = Page(html)
     assert page.links == []
-    assert re.findall(r"(?:https?:)?//[a-z]|url\(|@import", html) == []
+    written = re.sub(r'<script type="text/plain".*?</script>', "", html, flags=re.S)
+    assert re.findall(r"(?:https?:)?//[a-z]|url\((?!#)|@import", written) == []
     return html, page
 
 
@@ -64,6 +70,12 @@ def chart_data(html: str) -> dict[str, Any]:
     return json.loads(found[1])
 
 
+def charts_of(html: str) -> dict[str, dict[str, Any]]:
+    return {
+        chart["title"]: chart for part in chart_data(html)["sections"] for chart in part["charts"]
+    }
+
+
 def test_a_full_run(tmp_path: Path) -> None:
     def symptom(scalars: Scalars, age: int) -> None:
         scalars["train/grad_norm"] *= 30 if age == 0 else 1
@@ -71,13 +83,12 @@ def test_a_full_run(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "sums", num_steps=60, symptom=symptom)
     html, page = render(folder)
     run = RunFolder.read(folder)
-    data = chart_data(html)
-    charts = {chart["title"]: chart for section in data["sections"] for chart in section["charts"]}
-    assert charts["Reward"]["steps"] == list(range(1, 61))
+    charts = charts_of(html)
+    assert chart_data(html)["steps"] == [list(range(1, 61))]
     drawn = charts["Reward"]["lines"][0]["values"]
     assert drawn == pytest.approx(run.values("reward/mean"), rel=1e-5)
     assert {"Entropy", "Engine and trainer", "Throughput", "Reward parts"} <= charts.keys()
-    phases = {line["label"]: line["share"] for line in data["phases"]["lines"]}
+    phases = {line["label"]: line["share"] for line in charts["Time by phase"]["lines"]}
     assert next(iter(phases)) == "generate"
     assert list(phases)[-1] == "unattributed"
     assert sum(phases.values()) == pytest.approx(1)
@@ -88,7 +99,6 @@ def test_a_full_run(tmp_path: Path) -> None:
         "pass@4",
         "Evaluation pass@1 (score \N{GREATER-THAN OR EQUAL TO} 1)",
         "train/grad_norm",
-        "timeout",
     ):
         assert expected in page.text
     assert f"{run.values('eval/reward/mean')[-1]:.3g}" in page.text
@@ -97,11 +107,10 @@ def test_a_full_run(tmp_path: Path) -> None:
 
 def test_a_supervised_run(tmp_path: Path) -> None:
     html, page = render(write_run(tmp_path / "run", num_steps=50, supervised=True))
-    titles = [c["title"] for section in chart_data(html)["sections"] for c in section["charts"]]
-    assert titles[:3] == ["Loss", "Gradient norm", "Learning rate"]
+    assert [*charts_of(html)][:3] == ["Loss", "Gradient norm", "Learning rate"]
     assert "Held-out loss" in page.text
     assert "Training loss" in page.text
-    assert "Samples" not in page.text
+    assert 'id="samples"' not in html
     assert "No alarm was raised" in page.text
 
 
@@ -214,7 +223,6 @@ globalThis.document = {
   getElementById: () => ({ textContent: "{}" }), querySelectorAll: () => [],
   querySelector: () => null, addEventListener: () => {},
 };
-globalThis.addEventListener = () => {};
 """
 
 
@@ -226,7 +234,7 @@ globalThis.addEventListener = () => {};
     ids=str,
 )
 def test_marks_of_an_axis_read_differently(values: list[float], scale: str) -> None:
-    script = (files("hone.observe") / "report.js").read_text()
+    script = (files("hone.observe.report") / "charts.js").read_text()
     asked = f"axis({json.dumps(values)}, {json.dumps(scale)})"
     program = (
         f"{AXIS_SCRIPT}{script}\nconst y = {asked};"
@@ -247,7 +255,7 @@ def test_text_of_models_cannot_break_the_page(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><b>&"
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     for row in rows:
-        row |= {"prompt": hostile, "answer": hostile, "id": hostile, "failure_detail": hostile}
+        row |= {"prompt": hostile, "answer": hostile, "failure_detail": hostile}
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"kind": hostile, "step": 1}) + "\n")
@@ -257,71 +265,146 @@ def test_text_of_models_cannot_break_the_page(tmp_path: Path) -> None:
 
 
 def test_long_runs_are_thinned_and_keep_their_last_step(tmp_path: Path) -> None:
-    rows = [{"step": s, "timestamp_s": 0.0, "reward/mean": s / 3001} for s in range(1, 3002)]
+    rows = [{"step": s, "timestamp_s": 0.0, "reward/mean": s / 9001} for s in range(1, 9002)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     html, _ = render(tmp_path)
-    chart = chart_data(html)["sections"][0]["charts"][0]
-    assert len(chart["steps"]) <= MAX_POINTS
-    assert chart["steps"][-1] == 3001
-    assert chart["lines"][0]["values"][0] == pytest.approx(2.5 / 3001, rel=1e-4)
+    (steps,), chart = chart_data(html)["steps"], charts_of(html)["Reward"]
+    assert len(steps) <= MAX_POINTS
+    assert (steps[0], steps[-1]) == (3, 9001)
+    assert chart["lines"][0]["values"][0] == pytest.approx(2 / 9001, rel=1e-4)
 
 
-def test_samples_of_first_and_last_steps_are_chosen(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", num_steps=9)
-    samples = RunFolder.read(folder).samples(num_steps=3, per_step=2)
-    assert [sample["step"] for sample in samples] == [9, 9, 5, 5, 1, 1]
-    assert RunFolder.read(folder).samples(num_steps=50, per_step=1)[-1]["step"] == 1
-
-
-def byte_level_tokenizer() -> Tokenizer:
-    """One token per byte: characters beyond ASCII span several tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-@pytest.mark.parametrize("text", ["2 + 3 = 5", "Zürich, 東京 and 🙂!", "", "  spaces  \n\n"])
-def test_pieces_join_to_the_decoded_text(text: str) -> None:
-    tokenizer = byte_level_tokenizer()
-    ids = tokenizer.encode(text).ids
-    pieces = split_pieces(ids, lambda held: tokenizer.decode(list(held)))
-    assert len(pieces) == len(ids)
-    assert "".join(pieces) == text
-
-
-def test_tokens_carry_id_logprob_and_version(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", num_steps=1)
-    tokenizer = byte_level_tokenizer()
-    (folder / "model").mkdir()
-    tokenizer.save(str(folder / "model" / "tokenizer.json"))
-    row = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
-    ids = tokenizer.encode("a <b>").ids
-    row |= {
-        "token_ids": ids,
-        "logprobs": [-0.25, -9.5, None, -2.0, -1.0],
-        "weight_versions": [6, 6, 6, 7, 7],
-        "loss_mask": [1, 1, 1, 1, 0],
-    }
-    (folder / "samples.jsonl").write_text(json.dumps(row) + "\n")
-    html, page = render(folder)
-    tokens = re.findall(r'<i class="(t[^"]*)" data-t="([^"]*)">(.*?)</i>', html)
-    assert tokens == [
-        ("t0", f"{ids[0]} -0.250 6", "a"),
-        ("t8", f"{ids[1]} -9.500 6", " "),
-        ("t9", f"{ids[2]} none 6", "&lt;"),
-        ("t2", f"{ids[3]} -2.000 7", "b"),
-        ("t1 inserted", f"{ids[4]} -1.000 7", "&gt;"),
+def test_histograms_of_steps_lie_on_common_bins(tmp_path: Path) -> None:
+    """A row of counts for the low half of the values, one for the high half, one for all."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    halves = ((0.0, 1.0), (1.0, 2.0), (0.0, 2.0))
+    rows = [
+        {
+            "step": step,
+            "split": split,
+            "reward": {"low": low, "high": high, "counts": [3] + [0] * 28 + [1]},
+        }
+        for step, (low, high) in enumerate(halves, start=1)
+        for split in ("eval", "train")
     ]
-    assert "a <b>" in page.text
+    (tmp_path / "histograms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chart = charts_of(render(tmp_path)[0])["Rewards"]
+    assert (chart["low"], chart["high"], chart["steps"]) == (0.0, 2.0, [1, 2, 3])
+    held = [{bin: share for bin, share in enumerate(column) if share} for column in chart["shares"]]
+    assert held == [{0: 0.75, 15: 0.25}, {15: 0.75, 29: 0.25}, {0: 0.75, 29: 0.25}]
 
 
-def test_without_a_tokenizer_ids_are_shown(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", num_steps=1)
-    row = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
-    _, page = render(folder)
-    assert " ".join(map(str, row["token_ids"][:5])) in page.text
+def compared(tmp_path: Path) -> list[Path]:
+    folders = [write_run(tmp_path / name, num_steps=n, seed=n) for name, n in (("a", 9), ("b", 5))]
+    config = yaml.safe_load((folders[1] / "config.yaml").read_text())
+    config["algorithm"]["advantage"] = "rloo"
+    config["data"]["train"].append({"path": "more.jsonl"})
+    (folders[1] / "config.yaml").write_text(yaml.safe_dump(config))
+    for folder, version in zip(folders, ("2.11.0", "2.12.0"), strict=True):
+        held = {"python": "3.12.1", "torch": version, "device": "CPU"}
+        (folder / "environment.json").write_text(json.dumps(held))
+    return folders
+
+
+def table(page: Page, title: str) -> str:
+    """What stands between a title and the next one."""
+    rest = " ".join(page.text[page.text.index(title) + len(title) :].split())
+    return rest.partition("What differs")[0]
+
+
+def test_several_runs_are_overlaid_and_what_differs_is_listed(tmp_path: Path) -> None:
+    folders = compared(tmp_path)
+    html, page = render(*folders)
+    assert chart_data(html)["names"] == ["a", "b"]
+    assert chart_data(html)["steps"] == [[*range(1, 10)], [*range(1, 6)]]
+    charts = charts_of(html)
+    for folder, line in zip(folders, charts["Reward: training"]["lines"], strict=True):
+        values = RunFolder.read(folder).values("reward/mean")
+        assert line["values"] == pytest.approx(values, rel=1e-5)
+    assert [line["run"] for line in charts["Reward: evaluation"]["lines"]] == [0, 1]
+    assert {"Time by phase of a", "Time by phase of b"} <= charts.keys()
+    configurations = table(page, "What differs between the configurations")
+    assert "algorithm.advantage grpo rloo" in configurations
+    assert f"data.train.1.path {DASH} more.jsonl" in configurations
+    assert "run.seed" not in configurations
+    environments = table(page, "What differs between the environments")
+    assert "torch 2.11.0 2.12.0" in environments
+    assert "3.12.1" not in environments
+    assert "different kinds" not in page.text
+
+
+def test_runs_of_different_kinds_are_said_to_be(tmp_path: Path) -> None:
+    rl = write_run(tmp_path / "rl", num_steps=3)
+    sft = write_run(tmp_path / "sft", num_steps=3, supervised=True)
+    html, page = render(rl, sft)
+    told = " ".join(page.text.split())
+    assert (
+        "These runs are of different kinds (rl: reinforcement learning; sft: supervised "
+        "fine-tuning)" in told
+    )
+    assert "Keys that one kind of run alone has are not listed" in told
+    assert "algorithm.advantage" not in table(page, "What differs between the configurations")
+    assert "Not recorded of rl, sft" in told
+    assert [line["run"] for line in charts_of(html)["Loss: training"]["lines"]] == [0, 1]
+    assert [line["run"] for line in charts_of(html)["Reward: training"]["lines"]] == [0]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/x/a", "/x/b"], ["a", "b"]),
+        (["/x/a", "/y/a"], ["x/a", "y/a"]),
+        (["/x/a/m", "/y/a/m", "/y/b/m"], ["x/a/m", "y/a/m", "y/b/m"]),
+    ],
+    ids=str,
+)
+def test_runs_are_named_by_their_folders(paths: list[str], names: list[str]) -> None:
+    assert told_apart([Path(path) for path in paths]) == names
+
+
+def write_evaluation(folder: Path) -> None:
+    """What `hone eval` leaves, with the samples of a run."""
+    source = write_run(folder / "source", num_steps=2)
+    rows = [json.loads(line) for line in (source / "samples.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["step"], row["split"]
+    (folder / "eval_samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held = {"eval/pass@1": 0.25, "eval/pass@1/stderr": 0.0625}
+    (folder / "eval.json").write_text(json.dumps(held))
+    (folder / "eval_config.yaml").write_text("model: {path: some/model}\n")
+
+
+def test_an_evaluation_of_its_own(tmp_path: Path) -> None:
+    write_evaluation(tmp_path)
+    html, page = render(tmp_path)
+    told = " ".join(page.text.split())
+    assert "Kind evaluation Model some/model" in told
+    assert "pass@1 0.25 0.0625" in told
+    assert 'id="samples"' in html
+    assert "No step has been recorded" not in told
+    shutil.copytree(tmp_path, tmp_path.parent / "second")
+    _, both = render(tmp_path, tmp_path.parent / "second")
+    pair = "0.25 ± 0.0625"
+    assert f"hone eval: pass@1 {pair} {pair}" in " ".join(both.text.split())
+
+
+def test_an_evaluation_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "eval_config.yaml").write_text("model: {path: some/model}\n")
+    append_event(tmp_path, "eval_error", message="no reward")
+    _, page = render(tmp_path)
+    assert "The run failed" in page.text
+    assert "no reward" in page.text
+
+
+def test_completions_of_generate(tmp_path: Path) -> None:
+    write_evaluation(tmp_path)
+    output = tmp_path / "completions.jsonl"
+    (tmp_path / "eval_samples.jsonl").rename(output)
+    settings_file(output).write_text("model: {path: some/model}\nrun: {seed: 3}\n")
+    html, page = render(output)
+    assert (tmp_path / "completions.jsonl.report.html").is_file()
+    assert "Kind generation Model some/model" in " ".join(page.text.split())
+    assert 'id="samples"' in html
 
 
 def test_the_command_writes_where_it_is_told(
@@ -332,5 +415,32 @@ def test_the_command_writes_where_it_is_told(
     assert report_command([str(folder), "--output", str(target)]) == 0
     assert capsys.readouterr().out.strip() == str(target)
     assert "Training reward" in target.read_text()
-    with pytest.raises(ValueError, match="is not a run folder"):
+    with pytest.raises(ValueError, match="is no run"):
         report_command([str(tmp_path / "nowhere")])
+    assert report_command([*map(str, compared(tmp_path)), "--output", str(target)]) == 0
+    assert "2 runs compared" in target.read_text()
+    with pytest.raises(ValueError, match="named twice"):
+        report_command([str(folder), str(folder / ".." / "run")])
+
+
+@pytest.mark.parametrize(
+    ("trees", "only_common", "expected"),
+    [
+        ([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}], False, [["b", "2", "3"]]),
+        ([{"a": "1"}, {"b": "1"}], False, [["a", "1", DASH], ["b", DASH, "1"]]),
+        ([{"a": "1"}, {"b": "1"}], True, []),
+        ([{"a": "1"}, {}, {"a": "1"}], False, []),
+        ([{"a": "1"}, {}, {"a": "2"}], True, [["a", "1", DASH, "2"]]),
+        ([{"run.dir": "a"}, {"run.dir": "b"}], False, []),
+    ],
+    ids=str,
+)
+def test_differences(
+    trees: list[dict[str, str]], only_common: bool, expected: list[list[str]]
+) -> None:
+    assert differences(trees, ignored=("run.dir",), only_common=only_common) == expected
+
+
+def test_a_tree_by_dotted_keys() -> None:
+    tree = {"a": {"b": [1, {"c": None}], "d": []}, "e": "x"}
+    assert flat(tree) == {"a.b.0": "1", "a.b.1.c": "None", "a.d": "[]", "e": "x"}

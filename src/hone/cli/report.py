@@ -1,4 +1,4 @@
-"""`hone report RUN [--output FILE]`: draw the report of a run folder, even of a running one."""
+"""`hone report RUN... [--output FILE]`: draw the report of a run, or one that compares several."""
 
 from __future__ import annotations
 
@@ -7,18 +7,30 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from hone.observe.report import write_report
+from hone.observe.report.write import write_report
 
 __all__ = ["run"]
+
+_DESCRIPTION = """Draw the report of a run, even of one that goes on. Of several runs one page
+overlays their curves and lists what differs between their configurations and environments."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Write the report and print its path."""
-    parser = ArgumentParser(prog="hone report", description="Draw the report of a run folder.")
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="folder that run.dir named")
+    parser = ArgumentParser(prog="hone report", description=_DESCRIPTION)
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="HTML file to write (RUN/report.html)"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        type=Path,
+        help="folder that run.dir named, or a file that `hone generate` has written",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="HTML file to write (RUN/report.html; of several runs comparison.html)",
     )
     arguments = parser.parse_args(argv)
-    sys.stdout.write(f"{write_report(arguments.run_dir, arguments.output)}\n")
+    sys.stdout.write(f"{write_report(*arguments.runs, output=arguments.output)}\n")
     return 0

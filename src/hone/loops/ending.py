@@ -23,7 +23,7 @@ from hone.distributed.watch import Watch, claim
 from hone.loops.interrupt import Terminated
 from hone.observe.disk import DiskError
 from hone.observe.loggers import append_event
-from hone.observe.report import write_report
+from hone.observe.report.write import write_report
 from hone.observe.run_folder import LOCK, RunFolder, is_locked
 
 __all__ = ["Ending", "evaluation_cause", "record_death"]

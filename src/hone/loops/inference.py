@@ -27,8 +27,11 @@ from hone.loops.workers import make_engine
 from hone.models.load import load_model
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
+from hone.observe.environment import save_environment
 from hone.observe.loggers import json_line, sample_row
 from hone.observe.metrics import to_scalars
+from hone.observe.report.write import write_report
+from hone.observe.run_folder import EVAL_CONFIG, EVAL_ENVIRONMENT, EVAL_METRICS, EVAL_SAMPLES
 from hone.observe.whole_file import write_whole
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
 from hone.rollout.evaluate import evaluate, pass_rule, summarise
@@ -42,13 +45,17 @@ _LINE_EVERY_S = 20.0
 
 
 def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
-    """Score the model on `data.eval`; write `eval.json` and `eval_samples.jsonl` to `run.dir`.
+    """Score the model on `data.eval`; write `eval.json`, `eval_samples.jsonl` and the report to
+    `run.dir`.
 
     Processes share the prompts; each returns the metrics of all, and the first one writes. Where
     too many samples have no reward, the samples are written all the same; the error is an event.
     """
     with evaluation_cause(cfg.run.dir), join(cfg.run, ParallelConfig()) as (mesh, watch):
         watch.enter("eval")
+        if mesh.is_first:
+            write_whole(cfg.run.dir / EVAL_CONFIG, dump_config(cfg), "run.dir")
+            save_environment(cfg.run.dir / EVAL_ENVIRONMENT, mesh.device, mesh.world.size)
         try:
             samples = _evaluated(cfg, mesh)
         except FailureRateError as error:
@@ -61,14 +68,15 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
         if isinstance(rule, str):
             _log.info("there is no pass@k: %s", rule)
         if mesh.is_first:
-            write_whole(cfg.run.dir / "eval.json", json.dumps(scalars, indent=2), "run.dir")
+            write_whole(cfg.run.dir / EVAL_METRICS, json.dumps(scalars, indent=2), "run.dir")
+            write_report(cfg.run.dir)
     return scalars
 
 
 def _write_samples(cfg: EvaluateConfig, mesh: Mesh, samples: Sequence[Sample]) -> None:
     if mesh.is_first:
         rows = [json_line(sample_row(sample)).decode() for sample in samples]
-        write_whole(cfg.run.dir / "eval_samples.jsonl", "".join(rows), "run.dir")
+        write_whole(cfg.run.dir / EVAL_SAMPLES, "".join(rows), "run.dir")
 
 
 def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:

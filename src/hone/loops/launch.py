@@ -34,8 +34,9 @@ from hone.loops.resuming import announce, announce_restart, find_checkpoint
 from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
 from hone.observe.disk import writing
+from hone.observe.environment import save_environment
 from hone.observe.resumed_run import save_config
-from hone.observe.run_folder import LOCK
+from hone.observe.run_folder import ENVIRONMENT, LOCK
 from hone.trainer.gathering import wholes
 from hone.trainer.trainer import Trainer
 
@@ -65,10 +66,11 @@ class Launch:
     """What to resume from; None starts afresh."""
 
     def save_config(self) -> None:
-        """Write the configuration into the run folder, once nothing stands against resuming. One
-        that trains nothing leaves that which the run was trained with."""
+        """Write the configuration, versions and devices into the run folder, once nothing stands
+        against resuming. One that trains nothing leaves that which the run was trained with."""
         if self.mesh.is_first and self.steps_done < self.total_steps:
             save_config(self.cfg)
+            save_environment(self.dir / ENVIRONMENT, self.mesh.device, self.mesh.world.size)
 
     @property
     def dir(self) -> Path:

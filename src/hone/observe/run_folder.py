@@ -1,44 +1,75 @@
-"""Reading a run folder back: whatever is there, of a run that ends, goes on, or died."""
+"""Reading a run back: whatever is there, of one that ends, goes on, or died.
+
+A run is a folder: of training, of `hone eval`, or of both; or the JSONL file that `hone generate`
+has written.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from hone.config.errors import UserError
+from hone.config.paths import settings_file
 
-__all__ = ["CONFIG", "LOCK", "METRICS", "RunFolder", "is_locked", "read_config"]
+__all__ = [
+    "CONFIG",
+    "ENVIRONMENT",
+    "EVAL_CONFIG",
+    "EVAL_ENVIRONMENT",
+    "EVAL_METRICS",
+    "EVAL_SAMPLES",
+    "LOCK",
+    "METRICS",
+    "Kind",
+    "RunFolder",
+    "is_locked",
+    "read_config",
+]
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+ENVIRONMENT = "environment.json"
+EVAL_CONFIG = "eval_config.yaml"
+EVAL_METRICS = "eval.json"
+EVAL_ENVIRONMENT = "eval_environment.json"
+EVAL_SAMPLES = "eval_samples.jsonl"
+"""Those of `hone eval`, whose folder may be that of a training run."""
 LOCK = ".lock"
 """A run holds a lock on this file of its folder as long as it is at work."""
-_FILES = (CONFIG, METRICS, "events.jsonl")
+_EVAL_FILES = (EVAL_CONFIG, EVAL_METRICS, EVAL_SAMPLES)
+_FILES = (CONFIG, METRICS, "events.jsonl", *_EVAL_FILES)
 """What a folder is known by as one of a run: it has one of them."""
 
 _ENDS = ("error", "interrupted", "finished")
 """Kinds of the events that end a launch."""
 
-_STEP = re.compile(rb'\{"step": (\d+),')
+Kind = Literal["rl", "sft", "eval", "generate"]
+"""The command that has made a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The files of a run, parsed."""
+    """The files of a run, parsed; samples are not, of which there may be many."""
 
     path: Path
+    name: str
+    """Of the folder or file."""
     rows: Sequence[Mapping[str, Any]]
     """One row a step, ascending, merged where a step was logged twice."""
     events: Sequence[Mapping[str, Any]]
     config_text: str
     config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    """Versions and devices; empty where none were recorded."""
+    evaluation: Mapping[str, float]
+    """What `hone eval` has measured."""
     is_running: bool
 
     @classmethod
@@ -46,22 +77,57 @@ class RunFolder:
         """Read what exists; missing files count as empty. `has_ended` is for a process of the run
         itself: another one may still hold the folder's lock.
 
-        Raises UserError when `path` is no folder of a run, or its configuration cannot be read.
+        Raises UserError when `path` is no run, or its configuration cannot be read.
         """
+        if path.is_file() and settings_file(path).is_file():
+            text, config = _read_yaml(settings_file(path))
+            return cls(path, path.name, [], [], text, config, {}, {}, is_running=False)
         if not any((path / name).is_file() for name in _FILES):
-            raise UserError(f"{path} is not a run folder: give the folder that `run.dir` named.")
+            raise UserError(
+                f"{path} is no run: give the folder that `run.dir` named, or a file that `hone "
+                "generate` has written."
+            )
         merged: dict[int, dict[str, Any]] = {}
         for row in _json_rows(path / METRICS):
             merged.setdefault(int(row["step"]), {}).update(row)
-        config_text, config = read_config(path)
+        is_trained = (path / CONFIG).is_file() or bool(merged)
+        text, config = _read_yaml(path / (CONFIG if is_trained else EVAL_CONFIG))
         return cls(
             path=path,
+            name=path.resolve().name,
             rows=[merged[step] for step in sorted(merged)],
             events=list(_json_rows(path / "events.jsonl")),
-            config_text=config_text,
+            config_text=text,
             config=config,
+            environment=_read_json(path / (ENVIRONMENT if is_trained else EVAL_ENVIRONMENT)),
+            evaluation=_read_json(path / EVAL_METRICS),
             is_running=not has_ended and is_locked(path),
         )
+
+    @property
+    def kind(self) -> Kind:
+        """By what the configuration has and which files there are."""
+        if self.path.is_file():
+            return "generate"
+        if "rollout" in self.config:
+            return "rl"
+        if "trainer" in self.config:
+            return "sft"
+        if not self.rows and any((self.path / name).is_file() for name in _EVAL_FILES):
+            return "eval"
+        return "rl" if self.values("reward/mean") or not self.rows else "sft"
+
+    @property
+    def sample_files(self) -> Mapping[str, Path]:
+        """Files of samples that exist, by the split of rows that name none."""
+        if self.kind == "generate":
+            return {"generated": self.path}
+        named = {"train": self.path / "samples.jsonl", "hone eval": self.path / EVAL_SAMPLES}
+        return {split: file for split, file in named.items() if file.is_file()}
+
+    def histograms(self) -> list[dict[str, Any]]:
+        """Rows of `histograms.jsonl`."""
+        return list(_json_rows(self.path / "histograms.jsonl"))
 
     def setting(self, dotted: str) -> Any:
         """A configuration value by its dotted name, or None."""
@@ -85,12 +151,14 @@ class RunFolder:
     def status(self) -> str:
         """`running` while a run holds the folder's lock, else `failed` where an error ended it,
         `finished`, `stopped`, or `empty`."""
+        if self.kind == "generate":
+            return "finished"
         if self.is_running and self.rows:
             return "running"
         if self.error is not None:
             return "failed"
         if not self.rows:
-            return "empty"
+            return "finished" if self.evaluation else "empty"
         num_steps = self.setting("run.steps")
         is_done = num_steps is not None and self.rows[-1]["step"] >= num_steps
         return "finished" if is_done else "stopped"
@@ -100,6 +168,9 @@ class RunFolder:
         """The event of the error that ended the run, unless the run was resumed since."""
         if self.is_running:
             return None
+        if self.kind == "eval" and not self.evaluation:
+            failed = [event for event in self.events if event.get("kind") == "eval_error"]
+            return failed[-1] if failed else None
         end = self.end
         return end if end is not None and end["kind"] == "error" else None
 
@@ -115,36 +186,16 @@ class RunFolder:
         ]
         return ends[-1] if ends else None
 
-    def samples(self, *, num_steps: int, per_step: int) -> list[dict[str, Any]]:
-        """Samples of the newest, the first, and steps evenly between; newest first.
-
-        Only these rows are parsed, so a file with every sample of a long run costs one scan.
-        """
-        path = self.path / "samples.jsonl"
-        if not path.exists():
-            return []
-        offsets: dict[int, list[int]] = {}
-        with path.open("rb") as file:
-            while line := file.readline():
-                if (found := _STEP.match(line)) and line.endswith(b"\n"):
-                    offsets.setdefault(int(found[1]), []).append(file.tell() - len(line))
-            steps = sorted(offsets)
-            last = len(steps) - 1
-            chosen = {steps[i * last // max(num_steps - 1, 1)] for i in range(num_steps) if steps}
-            rows: list[dict[str, Any]] = []
-            for step in sorted(chosen, reverse=True):
-                for offset in offsets[step][:per_step]:
-                    file.seek(offset)
-                    rows.append(json.loads(file.readline()))
-        return rows
-
 
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     """The configuration in a run folder, as text and as a tree; empty where there is none.
 
     Raises UserError where the file is damaged.
     """
-    file = folder / CONFIG
+    return _read_yaml(folder / CONFIG)
+
+
+def _read_yaml(file: Path) -> tuple[str, dict[str, Any]]:
     if not file.is_file():
         return "", {}
     try:
@@ -170,6 +221,15 @@ def is_locked(folder: Path) -> bool:
     except OSError:  # no run has been here, or the file system has no locks
         return False
     return False
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An object; empty where there is none, or a process died while it wrote."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:

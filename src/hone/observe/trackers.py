@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from hone.config.extras import import_extra
 from hone.config.run import LogConfig
+from hone.observe.differences import flat
 from hone.observe.disk import AppendedFile
 from hone.observe.histogram import Histogram
 
@@ -208,6 +209,9 @@ def _trackio(resume_step: int | None, **settings: Any) -> WandbTracker:
     return WandbTracker(trackio, trackio.init(resume=resume, **settings))
 
 
+_MLFLOW_PARAM_CHARS = 500
+
+
 class MLflowTracker:
     """An MLflow run in the experiment `project`. It draws no histograms.
 
@@ -231,7 +235,8 @@ class MLflowTracker:
         else:
             started = self._mlflow.start_run(run_name=name)
             id_file.write_text(started.info.run_id)
-            self._mlflow.log_params(_flat(config))
+            params = {key: value[:_MLFLOW_PARAM_CHARS] for key, value in flat(config).items()}
+            self._mlflow.log_params(params)
         self._mlflow.log_dict(config, "config.json")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -250,21 +255,6 @@ class MLflowTracker:
 
     def close(self) -> None:
         self._mlflow.end_run()
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
-    """A configuration by dotted keys, for tables that compare runs; long values are cut."""
-    match tree:
-        case Mapping():
-            items = tree.items()
-        case list() | tuple():
-            items = enumerate(tree)
-        case _:
-            return {prefix: str(tree)[:500]}
-    found: dict[str, str] = {}
-    for key, value in items:
-        found |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
 
 
 def _import_tracker(name: str) -> Any:

@@ -1,0 +1,300 @@
+"""Which curves a report shows, and their data in the form that `charts.js` draws.
+
+A chart appears when a run has at least one of its metrics. Of one run the curves of a chart are its
+metrics; of several each metric has a chart of its own, and the curves are the runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from hone.observe.histogram import NUM_BINS
+from hone.observe.run_folder import RunFolder
+
+__all__ = ["chart_data"]
+
+MAX_POINTS = 4000
+"""Of a curve; the page shows fewer until it is zoomed in."""
+MAX_COLUMNS = 240
+"""Of a chart that has bars or columns for steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Curves that share their axes."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, str]
+    """Label by metric."""
+    scale: Literal["linear", "zero", "share", "log"] = "zero"
+    """`zero`: the axis starts at 0; `share`: 0 to 100 %."""
+    band: tuple[str, str] | None = None
+    """Metrics of the lower and upper edge of a shaded band."""
+
+
+SECTIONS: Mapping[str, tuple[Chart, ...]] = {
+    "Learning": (
+        Chart(
+            "Reward", "", {"reward/mean": "training", "eval/reward/mean": "evaluation"}, "linear"
+        ),
+        Chart("Loss", "", {"train/loss": "training", "eval/loss": "held out"}, "linear"),
+        Chart(
+            "Completion length",
+            "tokens",
+            {
+                "rollout/completion_tokens/mean": "mean",
+                "rollout/completion_tokens/p95": "95th percentile",
+            },
+        ),
+        Chart("Entropy", "nats per token", {"policy/entropy": "policy"}),
+        Chart("Gradient norm", "", {"train/grad_norm": "before clipping"}),
+        Chart("Learning rate", "", {"train/lr": "peak group"}),
+    ),
+    "Distance between policies": (
+        Chart(
+            "Engine and trainer",
+            "KL, nats per token",
+            {"off_policy/mismatch_kl": "mismatch", "off_policy/kl": "with staleness"},
+            "log",
+        ),
+        Chart(
+            "Importance ratio",
+            "trainer / engine",
+            {"off_policy/ratio/mean": "mean"},
+            "linear",
+            band=("off_policy/ratio/p05", "off_policy/ratio/p95"),
+        ),
+        Chart(
+            "Policy",
+            "KL, nats per token",
+            {"policy/approx_kl": "one update", "policy/ref_kl": "from the reference"},
+        ),
+        Chart("Clipped tokens", "share", {"policy/clip_fraction": "clipped"}, "share"),
+    ),
+    "Sampling": (
+        Chart(
+            "Groups and lengths",
+            "share",
+            {
+                "rollout/truncated_share": "truncated",
+                "rollout/zero_spread_share": "groups of equal reward",
+                "rollout/duplicate_share": "duplicates in a group",
+            },
+            "share",
+        ),
+        Chart(
+            "Staleness",
+            "updates since the group was started",
+            {"rollout/staleness/mean": "mean", "rollout/staleness/max": "largest"},
+        ),
+    ),
+    "Speed and memory": (
+        Chart(
+            "Throughput",
+            "tokens/s",
+            {"perf/tokens_per_s": "whole step", "perf/generated_tokens_per_s": "generation"},
+        ),
+        Chart(
+            "Share of the hardware limit",
+            "limit / measured",
+            {"perf/R_gen": "generation", "perf/R_train": "training", "perf/R_step": "whole step"},
+            "share",
+        ),
+        Chart(
+            "Engines at work",
+            "share of the time",
+            {"perf/engine_busy_share": "of all engines"},
+            "share",
+        ),
+        Chart(
+            "Memory",
+            "GiB",
+            {
+                "mem/rss_gib": "host",
+                "mem/gpu_peak_gib": "GPU peak",
+                "mem/gpu_free_gib": "GPU free",
+            },
+        ),
+    ),
+}
+
+
+def chart_data(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """`{"steps": steps of each run, "sections": [{"title", "charts": [...]}]}`.
+
+    A chart has `title`, `unit` and `kind`. `curves` has `lines`, each with the number of its `run`,
+    whose steps its `values` are at; `bars` and `columns` (a histogram for each of its steps) have
+    `steps` of their own.
+    """
+    grids = [_thin(run.rows, ()) for run in runs]
+    sections = [*_curves(runs), *_histograms(runs), *_phases(runs)]
+    return {"steps": [steps for steps, _ in grids], "sections": sections}
+
+
+def _curves(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    names = {name for run in runs for name in run.metric_names}
+    parts = {
+        name: name.split("/")[1]
+        for name in sorted(names)
+        if name.startswith("reward/") and name.count("/") == 2 and name.endswith("/mean")
+    }
+    sections: list[dict[str, Any]] = []
+    for title, charts in SECTIONS.items():
+        if title == "Sampling" and len(parts) > 1:
+            charts = (Chart("Reward parts", "mean", parts, "linear"), *charts)
+        if len(runs) > 1:
+            charts = tuple(single for chart in charts for single in _one_metric_each(chart))
+        drawn = [_chart_of(runs, chart) for chart in charts if chart.lines.keys() & names]
+        if drawn:
+            sections.append({"title": title, "charts": drawn})
+    return sections
+
+
+def _one_metric_each(chart: Chart) -> list[Chart]:
+    if len(chart.lines) == 1:
+        return [replace(chart, band=None)]
+    return [
+        replace(chart, title=f"{chart.title}: {label}", lines={metric: label}, band=None)
+        for metric, label in chart.lines.items()
+    ]
+
+
+def _chart_of(runs: Sequence[RunFolder], chart: Chart) -> dict[str, Any]:
+    lines: list[dict[str, Any]] = []
+    for number, run in enumerate(runs):
+        names = set(run.metric_names)
+        wanted = [metric for metric in chart.lines if metric in names]
+        _, columns = _thin(run.rows, wanted)
+        lines += [
+            {
+                "run": number,
+                "label": chart.lines[metric],
+                # Measured at some steps only: drawn with a dot at each.
+                "sparse": metric.startswith("eval/"),
+                "values": columns[metric],
+            }
+            for metric in wanted
+        ]
+    band = chart.band
+    if band is not None and set(band) <= set(runs[0].metric_names):
+        _, edges = _thin(runs[0].rows, band)
+        drawn_band = [edges[edge] for edge in band]
+    else:
+        drawn_band = None
+    return {
+        "kind": "curves",
+        "title": chart.title,
+        "unit": chart.unit,
+        "scale": chart.scale,
+        "lines": lines,
+        "band": drawn_band,
+    }
+
+
+def _histograms(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Rewards and lengths of all samples of each step of training."""
+    charts: list[dict[str, Any]] = []
+    for run in runs:
+        rows = [row for row in run.histograms() if row.get("split") == "train"]
+        for name, title, unit in (
+            ("reward", "Rewards", "share of a step's samples"),
+            ("completion_tokens", "Lengths", "tokens, share of a step's samples"),
+        ):
+            held = [(int(row["step"]), row[name]) for row in rows if name in row]
+            if len(held) > 1:
+                of_run = f" of {run.name}" if len(runs) > 1 else ""
+                charts.append(
+                    {"kind": "columns", "title": f"{title}{of_run}", "unit": unit} | _columns(held)
+                )
+    return [{"title": "Spread of all samples", "charts": charts}] if charts else []
+
+
+def _columns(held: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Histograms on common bins, neighbouring steps added up: `{"low", "high", "steps",
+    "shares"}`, with a list of shares of `NUM_BINS` bins for each of the steps."""
+    low = min(row["low"] for _, row in held)
+    high = max(row["high"] for _, row in held)
+    width = math.ceil(len(held) / MAX_COLUMNS)
+    steps: list[int] = []
+    shares: list[list[float]] = []
+    for cut in range(0, len(held), width):
+        counts = np.zeros(NUM_BINS)
+        for _, row in held[cut : cut + width]:
+            edges = np.linspace(row["low"], row["high"], len(row["counts"]) + 1)
+            middles = (edges[:-1] + edges[1:]) / 2
+            # Values at the ends, such as 0 and 1, belong to the bins at the ends.
+            middles[0], middles[-1] = edges[0], edges[-1]
+            counts += np.histogram(middles, NUM_BINS, (low, high), weights=row["counts"])[0]
+        steps.append(held[min(cut + width, len(held)) - 1][0])
+        shares.append([round(share, 4) for share in (counts / max(counts.sum(), 1)).tolist()])
+    return {"low": low, "high": high, "steps": steps, "shares": shares}
+
+
+def _phases(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    charts = [
+        chart | ({"title": f"{chart['title']} of {run.name}"} if len(runs) > 1 else {})
+        for run in runs
+        if (chart := _phase_chart(run)) is not None
+    ]
+    return [{"title": "Where the time went", "charts": charts}] if charts else []
+
+
+def _phase_chart(run: RunFolder) -> dict[str, Any] | None:
+    """Seconds by top-level phase and step, the largest phase first, the unattributed rest last."""
+    rest = "time/unattributed_s"
+    phases = [
+        name
+        for name in run.metric_names
+        if name.startswith("time/") and name.count("/") == 1 and name not in ("time/step_s", rest)
+    ]
+    if not phases:
+        return None
+    totals = {name: sum(run.values(name)) for name in [*phases, rest]}
+    phases.sort(key=lambda name: -totals[name])
+    ordered = [*phases, rest]
+    steps, columns = _thin(run.rows, ordered, max_points=MAX_COLUMNS, missing=0.0)
+    whole = sum(totals.values()) or 1.0
+    return {
+        "kind": "bars",
+        "title": "Time by phase",
+        "unit": "seconds per step",
+        "steps": steps,
+        "lines": [
+            {
+                "label": name.removeprefix("time/").removesuffix("_s"),
+                "rest": name == rest,
+                "share": totals[name] / whole,
+                "values": columns[name],
+            }
+            for name in ordered
+            if totals[name] > 0
+        ],
+    }
+
+
+def _thin(
+    rows: Sequence[Mapping[str, Any]],
+    metrics: Sequence[str],
+    *,
+    max_points: int = MAX_POINTS,
+    missing: float | None = None,
+) -> tuple[list[int], dict[str, list[float | None]]]:
+    """At most `max_points` points: means over neighbouring steps, labelled by the last of them."""
+    width = math.ceil(len(rows) / max_points) or 1
+    cuts = range(0, len(rows), width)
+    thinned = {
+        name: [_mean([row.get(name, missing) for row in rows[cut : cut + width]]) for cut in cuts]
+        for name in metrics
+    }
+    return [int(rows[min(cut + width, len(rows)) - 1]["step"]) for cut in cuts], thinned
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    held = [value for value in values if value is not None]
+    return float(f"{sum(held) / len(held):.6g}") if held else None

@@ -1,0 +1,79 @@
+"""`report.html`, from the files of runs alone; it needs nothing else to open.
+
+    write_report(Path("runs/gsm8k"))  # -> runs/gsm8k/report.html
+    write_report(Path("runs/a"), Path("runs/b"))  # both in one page: ./comparison.html
+
+Data flow: `RunFolder.read` parses the files; `content.describe` says what the page holds, as one
+`Page` of plain values; `page.html.jinja` lays it out; `charts.js` and `samples.js` draw from the
+data in the page. It may be written while a run goes on, after it died, or from a folder with hardly
+anything in it: sections without data are left out, and an empty run says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from hone.config.errors import UserError
+from hone.observe.report.content import Page, describe
+from hone.observe.run_folder import RunFolder
+from hone.observe.whole_file import write_whole
+
+__all__ = ["write_report"]
+
+
+def write_report(
+    run_dir: Path, *others: Path, output: Path | None = None, has_ended: bool = False
+) -> Path:
+    """Write the report of a run, or of several in comparison, and return its path.
+
+    A run is its folder, or the JSONL file that `hone generate` has written. By default the page
+    lies in the folder, beside the file, or for several runs in `comparison.html` of the working
+    directory. `has_ended` as in `RunFolder.read`.
+
+    Raises UserError where a path is no run, and DiskError where the report cannot be written.
+    """
+    paths = (run_dir, *others)
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UserError("a run is named twice; name each run of a comparison once.")
+    read = [RunFolder.read(path, has_ended=has_ended) for path in paths]
+    runs = [replace(run, name=name) for run, name in zip(read, told_apart(paths), strict=True)]
+    target = output or _default_output(run_dir, len(runs))
+    write_whole(target, _render(describe(runs)), "run.dir" if output is None else "--output")
+    return target
+
+
+def told_apart(paths: Sequence[Path]) -> list[str]:
+    """Names of runs: of the folders, with as many parents as it takes for no two to be equal."""
+    parts = [path.resolve().parts for path in paths]
+    longest = max(map(len, parts))
+    names = [[part[-depth:] for part in parts] for depth in range(1, longest + 1)]
+    return next(["/".join(n) for n in held] for held in names if len(set(held)) == len(paths))
+
+
+def _default_output(run: Path, num_runs: int) -> Path:
+    if num_runs > 1:
+        return Path("comparison.html")
+    return run.with_name(f"{run.name}.report.html") if run.is_file() else run / "report.html"
+
+
+def _render(page: Page) -> str:
+    environment = Environment(
+        loader=PackageLoader("hone.observe.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["script_json"] = _script_json
+    return environment.get_template("page.html.jinja").render(page=page)
+
+
+def _script_json(data: object) -> Markup:
+    """JSON that can stand inside a script element."""
+    return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
