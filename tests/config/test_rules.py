@@ -338,6 +338,8 @@ ROWS: list[Row] = [
     ("rl", "reward.functions.0.fn=broken.py:score", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=no_such_module.x:score", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=scores/py:score", "error", "reward.functions.0.fn"),
+    ("rl", "reward.functions.0.fn=code_tests reward.timeout_s=5", "error",
+     "reward.functions.0.args.timeout_s reward.timeout_s"),
     ("rl", "reward.num_workers=100000", "warning", "reward.num_workers"),
     ("rl", "reward.max_failure_rate=1", "warning", "reward.max_failure_rate"),
     ("eval", "eval.pass_threshold=2", "warning", "eval.pass_threshold eval.pass_function"),

@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": "measure the engine (beside vLLM where wanted) or training",
     "simulate": "predict step times on GPUs, for every mode and split; needs none",
     "check": "check a recipe and print its derived numbers; needs no GPU",
+    "recipes": "list the recipes that come with hone, show or copy one",
 }
 
 _RECIPE_COMMANDS = ("rl", "sft", "generate", "eval")

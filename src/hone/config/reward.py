@@ -8,18 +8,20 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["BUILTIN_REWARDS", "RewardConfig", "RewardFunctionConfig"]
+__all__ = ["BUILTIN_REWARDS", "CODE_TIMEOUT_S", "RewardConfig", "RewardFunctionConfig"]
 
-BUILTIN_REWARDS = ("exact_match", "math", "format", "length", "overlong")
+BUILTIN_REWARDS = ("exact_match", "math", "format", "length", "overlong", "code_tests")
 """Scoring functions that come with the package."""
+CODE_TIMEOUT_S = 5.0
+"""Seconds that all tests of a sample may take in `code_tests` where nothing else is said."""
 
 
 class RewardFunctionConfig(Section):
     """One scoring function and its share of the total."""
 
     fn: str
-    """A built-in (`exact_match`, `math`, `format`, `length`, `overlong`), or the user's own:
-    `package.module:function` or `path/to/file.py:function`."""
+    """A built-in (`exact_match`, `math`, `format`, `length`, `overlong`, `code_tests`), or the
+    user's own: `package.module:function` or `path/to/file.py:function`."""
 
     weight: float = 1.0
     """Factor of this part in the total reward."""

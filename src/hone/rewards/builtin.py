@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import cache
+from time import monotonic
 from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -19,11 +20,14 @@ from pydantic_core import ErrorDetails
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.extras import import_extra
+from hone.config.reward import CODE_TIMEOUT_S
 from hone.config.signatures import did_you_mean
+from hone.rewards.code import count_passed, program_in, read_tests
 
 __all__ = [
     "BUILTINS",
     "Builtin",
+    "CodeTests",
     "ExactMatch",
     "Format",
     "Length",
@@ -194,6 +198,33 @@ class Math(Builtin):
             return 0.0  # sympy cannot make sense of what the model wrote
 
 
+class CodeTests(Builtin):
+    """1 where the program in the completion passes all tests in the answer, else 0.
+
+    The program is the last fenced block of Python, or the whole completion. The answer has the
+    tests: Python with assertions, a JSON list of such texts (MBPP), or a JSON object with `inputs`
+    and `outputs` of a whole program (APPS). What it is run in, and what that does not protect from,
+    is in `hone.rewards.code`. A program that means to can make assertions pass, for example by
+    objects that equal everything; `inputs` and `outputs` it cannot.
+    """
+
+    timeout_s: float = Field(default=CODE_TIMEOUT_S, gt=0)
+    """Seconds that all tests of a sample may take, less than `reward.timeout_s`; what has not
+    passed then has failed."""
+
+    partial_credit: bool = False
+    """Give the share of tests that pass."""
+
+    @property
+    def isolated(self) -> bool:
+        return True
+
+    def __call__(self, *, completion: str, answer: str | None) -> float:
+        tests = read_tests(_required(answer))
+        passed = count_passed(program_in(completion), tests, monotonic() + self.timeout_s)
+        return passed / len(tests) if self.partial_credit else float(passed == len(tests))
+
+
 def warm_up_math() -> None:
     """Import math-verify and fill its pattern caches (0.4 s), and see that it works at all.
 
@@ -279,6 +310,7 @@ BUILTINS: Mapping[str, type[Builtin]] = {
     "format": Format,
     "length": Length,
     "overlong": Overlong,
+    "code_tests": CodeTests,
 }
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hone.config.extras import missing_extra
-from hone.config.reward import BUILTIN_REWARDS, RewardConfig, RewardFunctionConfig
+from hone.config.reward import BUILTIN_REWARDS, CODE_TIMEOUT_S, RewardConfig, RewardFunctionConfig
 from hone.config.rules.rule import error, warning
 from hone.config.rules.view import Fact, View, fact
 from hone.config.signatures import (
@@ -65,6 +65,14 @@ def _missing_package(view: View) -> Found:
         if function.fn == "math":
             missing = missing_extra("math_verify", needed_by=f"{key}.fn=math")
             yield from [] if missing is None else [{"missing": missing}]
+
+
+def _late_tests(view: View) -> Found:
+    """`code_tests` that may take as long as the call that runs them, which is killed then."""
+    for key, function in _functions(view):
+        seconds = function.args.get("timeout_s", CODE_TIMEOUT_S)
+        if function.fn == "code_tests" and isinstance(seconds, int | float):
+            yield from [{"key": key, "seconds": seconds}] * (seconds >= view["reward.timeout_s"])
 
 
 def needs_columns(reward: RewardConfig) -> bool:
@@ -156,6 +164,10 @@ RULES = (
     error(each=lambda view: view.fact("reward_problems"), says="{key}.fn '{fn}'", why="{problem}"),
     error(each=_missing_column, says="{key}.fn", why="{problem}"),
     error(each=_missing_package, says="{missing}"),
+    error(each=_late_tests,
+          says="{key}.args.timeout_s is {seconds}, and reward.timeout_s is {reward.timeout_s}",
+          why="a program that never ends would count as a failure of scoring, not as wrong",
+          fix="raise reward.timeout_s above {seconds}"),
     warning("reward.num_workers > @cores",
             why="more than one or two a core only takes memory",
             fix="leave reward.num_workers unset"),
