@@ -37,7 +37,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def no_findings(cfg: object, world_size: int) -> list[Finding]:
         return []
 
-    monkeypatch.setattr(rl, "_check", no_findings)
+    monkeypatch.setattr(rl, "check", no_findings)
     monkeypatch.setattr(reinforce, "run", run)
     return lambda *arguments: main(["rl", *arguments])
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import hone
 from hone.bench.measure import EngineRun, measure
 from hone.bench.summary import Limits, Summary, summarise
 from hone.bench.vllm_runner import run_vllm
@@ -31,6 +30,7 @@ from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel, divide_config
 from hone.models.tiny import make_model_folder
 from hone.observe.peaks import device_peaks
+from hone.version import __version__
 
 __all__ = ["BenchResult", "bench_engine", "model_folder"]
 
@@ -135,7 +135,7 @@ def _run_hone(
     _log.info("measuring %d requests", len(workload.requests))
     return EngineRun(
         name="hone",
-        version=hone.__version__,
+        version=__version__,
         start_s=started_s - start_s,
         warmup_s=warm_s - started_s,
         measured=measure(engine, workload.requests, progress=_progress("measuring", workload)),

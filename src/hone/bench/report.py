@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import hone
 from hone.bench.bench import BenchResult
 from hone.bench.measure import EngineRun, Step
 from hone.bench.summary import Summary
 from hone.observe.whole_file import whole_file
+from hone.version import __version__
 
 __all__ = ["as_json", "print_table", "write_file"]
 
@@ -48,7 +48,7 @@ def as_json(result: BenchResult) -> dict[str, Any]:
             "device": asdict(result.limits.peaks),
         },
         "versions": {
-            "hone": hone.__version__,
+            "hone": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

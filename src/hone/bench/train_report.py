@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import hone
 from hone.bench.train import StepTime, TrainResult
 from hone.bench.train_memory import KINDS, Kind
 from hone.observe.whole_file import whole_file
 from hone.planner.memory import TrainingMemory
+from hone.version import __version__
 
 __all__ = ["as_json", "print_table", "write_file"]
 
@@ -72,7 +72,7 @@ def as_json(result: TrainResult) -> dict[str, Any]:
         "device": asdict(rates),
         "steps": {name: [getattr(s, name) for s in result.steps] for name in StepTime.__slots__},
         "versions": {
-            "hone": hone.__version__,
+            "hone": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

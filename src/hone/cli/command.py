@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -43,11 +43,13 @@ from hone.rewards.builtin import BUILTINS, build
 __all__ = [
     "check_here",
     "check_host",
+    "check_loaded",
     "check_plan",
     "chosen_device",
     "conclude",
     "load_arguments",
     "load_checked",
+    "load_fitted",
     "local_gpu",
     "plan_here",
     "quiet_transformers",
@@ -75,7 +77,19 @@ def load_arguments(
     Raises UserError where a recipe to train by would go on with the run of another of its name.
     """
     recipe, flags = split(argv)
-    cfg, notes = load_noted(tree, recipe, flags)
+    return load_fitted(tree, recipe, flags, starts=starts)
+
+
+def load_fitted(
+    tree: type[B],
+    recipe: Path | None,
+    flags: Sequence[str] = (),
+    values: Sequence[tuple[str, Mapping[str, Any]]] = (),
+    *,
+    starts: bool = False,
+) -> tuple[B, list[str]]:
+    """As `load_arguments`, of a recipe and flags, with the `values` that `load_noted` takes."""
+    cfg, notes = load_noted(tree, recipe, flags, values)
     if recipe is not None and _trains(cfg):
         require_same_recipe(cfg.run.dir, recipe)
     model = _known_model(cfg, may_fetch=starts)
@@ -134,6 +148,15 @@ def load_checked(tree: type[B], argv: Sequence[str], check: Callable[[B, int], l
     Raises UserError with every error that the checks have found.
     """
     cfg, notes = load_arguments(tree, argv, starts=True)
+    check_loaded(cfg, notes, check, split(argv)[0])
+    return cfg
+
+
+def check_loaded(
+    cfg: B, notes: Sequence[str], check: Callable[[B, int], list[Finding]], recipe: Path | None
+) -> None:
+    """Check a configuration for the processes that run, as `load_checked` does; `recipe` is where
+    it comes from, and `notes` are what is to be told of it."""
     _set_up_openmp(cfg, processes().local_world_size)
     found = check(cfg, processes().world_size)
     for note in notes:
@@ -142,10 +165,8 @@ def load_checked(tree: type[B], argv: Sequence[str], check: Callable[[B, int], l
         if finding.level == "warning":
             _log.warning("warning: %s", finding.message)
     _require_no_error(found)
-    recipe, _ = split(argv)
     if recipe is not None and _trains(cfg) and processes().rank == 0:
         record_recipe(cfg.run.dir, recipe)
-    return cfg
 
 
 def run_in_processes(

@@ -11,11 +11,11 @@ from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 
-import hone
 from hone.config import UserError
 from hone.config.printable import printable
 from hone.distributed.processes import Processes, processes
 from hone.distributed.spawn import INTERRUPTED
+from hone.version import __version__
 
 __all__ = ["COMMANDS", "main"]
 
@@ -152,7 +152,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     if command in ("-V", "--version"):
-        sys.stdout.write(f"hone {hone.__version__}\n")
+        sys.stdout.write(f"hone {__version__}\n")
         return 0
     if command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, 1)

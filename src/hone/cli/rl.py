@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.cli.command import (
     check_here,
@@ -20,7 +20,10 @@ from hone.config.tree import RLConfig
 from hone.distributed.address import unreachable
 from hone.distributed.processes import processes
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from hone.loops.run import Outcome
+
+__all__ = ["check", "run", "train"]
 
 
 def run(argv: Sequence[str]) -> int:
@@ -30,19 +33,24 @@ def run(argv: Sequence[str]) -> int:
     if cluster.is_used and nproc is None and processes().world_size == 1:
         nproc, asked_by = cluster.num_trainers, "cluster.num_trainers"
     if nproc is not None and nproc > 1:
-        return run_in_processes("rl", RLConfig, arguments, _check, nproc, asked_by=asked_by)
-    cfg = load_checked(RLConfig, arguments, _check)
+        return run_in_processes("rl", RLConfig, arguments, check, nproc, asked_by=asked_by)
+    cfg = load_checked(RLConfig, arguments, check)
+    outcome = train(cfg)
+    return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
+
+
+def train(cfg: RLConfig) -> Outcome:
+    """Train in this process, by a configuration that has been checked."""
     if cfg.cluster.is_used:
-        import_extra("ray", needed_by=cluster.used_by)
+        import_extra("ray", needed_by=cfg.cluster.used_by)
     from hone.loops import reinforce
     from hone.loops.workers import ray_pools, thread_pools
 
     quiet_transformers()
-    outcome = reinforce.run(cfg, ray_pools if cfg.cluster.is_used else thread_pools)
-    return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
+    return reinforce.run(cfg, ray_pools if cfg.cluster.is_used else thread_pools)
 
 
-def _check(cfg: RLConfig, world_size: int, **known: Any) -> list[Finding]:
+def check(cfg: RLConfig, world_size: int, **known: Any) -> list[Finding]:
     """What `hone check` says, and whether there is a cluster to join: that may be known here alone.
     The first process joins it."""
     own, address = processes(), cfg.cluster.address

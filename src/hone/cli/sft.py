@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hone.cli.command import (
     check_here,
@@ -14,7 +15,10 @@ from hone.cli.command import (
 )
 from hone.config.tree import SFTConfig
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from hone.loops.run import Outcome
+
+__all__ = ["run", "train"]
 
 
 def run(argv: Sequence[str]) -> int:
@@ -23,8 +27,13 @@ def run(argv: Sequence[str]) -> int:
     if nproc is not None and nproc > 1:
         return run_in_processes("sft", SFTConfig, arguments, check_here, nproc)
     cfg = load_checked(SFTConfig, arguments, check_here)
+    outcome = train(cfg)
+    return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
+
+
+def train(cfg: SFTConfig) -> Outcome:
+    """Train in this process, by a configuration that has been checked."""
     from hone.loops import supervised
 
     quiet_transformers()
-    outcome = supervised.run(cfg)
-    return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
+    return supervised.run(cfg)

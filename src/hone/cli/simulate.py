@@ -15,7 +15,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import hone
 from hone.cli.command import load_checked, plan_here
 from hone.cli.help import print_help
 from hone.config import UserError
@@ -24,6 +23,7 @@ from hone.config.tree import SimulateConfig
 from hone.observe.whole_file import whole_file
 from hone.planner.comparison import Comparison, Outcome, compare, launch_words, run_flags
 from hone.planner.timeline import draw_timelines
+from hone.version import __version__
 
 __all__ = ["run"]
 
@@ -204,7 +204,7 @@ def _write_files(result: Comparison, output: Path) -> Path:
 def _as_json(result: Comparison) -> dict[str, Any]:
     """All numbers: what was assumed, and every step of every run."""
     return {
-        "version": hone.__version__,
+        "version": __version__,
         "verdict": result.verdict,
         "notes": result.notes,
         "gpu": asdict(result.gpu),

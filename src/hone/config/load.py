@@ -8,7 +8,7 @@ once: each line names the key, what was got and from where, and what is allowed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -40,13 +40,22 @@ def load_config(tree: type[T], recipe: Path | None, flags: Sequence[str]) -> T:
     return load_noted(tree, recipe, flags)[0]
 
 
-def load_noted(tree: type[T], recipe: Path | None, flags: Sequence[str]) -> tuple[T, list[str]]:
-    """As `load_config`, with what is to be told of the recipe."""
+def load_noted(
+    tree: type[T],
+    recipe: Path | None,
+    flags: Sequence[str],
+    values: Sequence[tuple[str, Mapping[str, Any]]] = (),
+) -> tuple[T, list[str]]:
+    """As `load_config`, with what is to be told of the recipe. `values` win over it, later ones
+    over earlier ones, and flags over them; each is a nested mapping, and what messages call it."""
     draft = _Draft(tree)
     if recipe is not None:
         read = read_recipe(recipe)
         draft.origins.update(read.origins)
         draft.take(read.values, recipe)
+    for origin, sections in values:
+        for name, section in sections.items():
+            draft.assign(Flag((name,), section, origin))
     parsed, problems = parse_flags(tree, flags)
     draft.problems.update(problems)
     for flag in parsed:

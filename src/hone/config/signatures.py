@@ -10,10 +10,13 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from inspect import Parameter
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
+
+from hone.config.inherited import inherited
 
 __all__ = [
     "GIVEN",
@@ -187,7 +190,12 @@ def missing_column(spec: str, name: str, place: str, columns: Collection[str]) -
 def parsed_parameters(spec: str) -> list[Parameter] | None:
     """The parameters of `path/to/file.py:function` or `package.module:function` as they are
     written; None where they cannot be known without running the file, as of a decorated function.
+    Those of an inherited function are asked of it.
     """
+    if (function := inherited(spec)) is not None:
+        with suppress(TypeError, ValueError):  # what is written in C may not show them
+            return list(signature(function).parameters.values())
+        return None
     location, _, name = spec.rpartition(":")
     is_file = location.endswith(".py")
     path = Path(location) if is_file else Path(*location.split(".")).with_suffix(".py")

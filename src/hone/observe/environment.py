@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-import hone
 from hone.config.extras import installed_version
 from hone.observe.whole_file import write_whole
+from hone.version import __version__
 
 __all__ = ["save_environment"]
 
@@ -36,7 +36,7 @@ def save_environment(path: Path, device: torch.device, num_processes: int) -> No
     versions = {name: installed_version(name) for name in _PACKAGES}
     on_gpu = device.type == "cuda"
     held = {
-        "hone": hone.__version__,
+        "hone": __version__,
         "python": platform.python_version(),
         **{name: version for name, version in versions.items() if version is not None},
         **({"cuda": torch.version.cuda} if on_gpu else {}),

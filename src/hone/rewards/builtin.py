@@ -327,7 +327,7 @@ def build(name: str, args: Mapping[str, Any]) -> Builtin:
         )
     kind = BUILTINS[name]
     try:
-        return kind(**args)
+        return kind.model_validate(args)
     except ValidationError as error:
         raise ValueError("; ".join(_explain(kind, problem) for problem in error.errors())) from None
 

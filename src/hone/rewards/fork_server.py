@@ -2,9 +2,10 @@
 its deadline, and leaves no process behind.
 
 It is a small process of its own, started fresh (so the driver may hold threads and a GPU) and
-running no code but this (so it may fork). It imports math-verify once, so a new worker costs
-milliseconds. It goes on while the driver is busy elsewhere, adopts what workers leave behind, and
-when the driver disappears, however it does, it kills everything and ends.
+running no code but this (so it may fork). Where a function is the driver's own, which a fresh
+process cannot import, it is a fork of the driver. It imports math-verify once, so a new worker
+costs milliseconds. It goes on while the driver is busy elsewhere, adopts what workers leave behind,
+and when the driver disappears, however it does, it kills everything and ends.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ import psutil
 from hone.config.errors import UserError
 from hone.rewards import wire
 from hone.rewards.builtin import warm_up_math
-from hone.rewards.pool import describe_exit
+from hone.rewards.pool import ONE_THREAD, describe_exit
 from hone.rewards.score import Verdict
 from hone.rewards.worker import Job, become_subreaper, ticket_of, work
 from hone.types import FailureKind, Reward
 
-__all__ = ["ForkServer", "main"]
+__all__ = ["ForkServer", "main", "serve_forked"]
 
 OUT_OF_MEMORY_EXIT = 99
 """Exit code of a worker that ran out of memory and could not even say so."""
@@ -353,7 +354,35 @@ def main() -> None:
     greeting = wire.receive(control)
     if greeting is None:
         return
-    job: Job = pickle.loads(greeting)
+    _serve(control, pickle.loads(greeting))
+
+
+def serve_forked(control: socket.socket, job: Job) -> NoReturn:
+    """Serve the driver, of which this process is a fork, as a fresh process would."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    # What the driver has open is its own: locks, sockets, the streams of a notebook.
+    os.closerange(3, control.fileno())
+    os.closerange(control.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(null, fd)
+    os.close(null)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    os.environ |= ONE_THREAD
+    if "torch" in sys.modules:  # its threads are the driver's
+        sys.modules["torch"].set_num_threads(1)
+    try:
+        _serve(control, job)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _serve(control: socket.socket, job: Job) -> None:
     become_subreaper()
     fork_server = ForkServer(control, job)
     try:

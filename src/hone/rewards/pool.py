@@ -7,6 +7,7 @@ driver ──samples──► fork server ──one sample at a time──► wo
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import select
@@ -15,8 +16,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, NoReturn, Protocol
 
 from hone.config.errors import UserError
 from hone.config.hardware import num_usable_cores
@@ -24,11 +27,13 @@ from hone.rewards import wire
 from hone.rewards.score import Verdict
 from hone.rewards.worker import Job, encode_request
 
-__all__ = ["Pool", "default_num_workers", "describe_exit"]
+__all__ = ["ONE_THREAD", "Pool", "default_num_workers", "describe_exit"]
 
 _log = logging.getLogger(__name__)
 
 FORK_SERVER = "hone.rewards.fork_server"
+# One worker a core: a thread pool in each would only make them fight.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _CLOSE_S = 5.0
 _SLOW_IMPORT_S = 10.0
 """Time between warnings of an import that takes long."""
@@ -130,15 +135,52 @@ class Pool:
             )
 
 
-def _start_fork_server(job: Job) -> tuple[subprocess.Popen[bytes], wire.Stream]:
+class _Process(Protocol):
+    """What `subprocess.Popen` and a fork have in common."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+class _Fork:
+    """A fork of this process, which runs a function."""
+
+    def __init__(self, run: Callable[[], NoReturn]) -> None:
+        with warnings.catch_warnings():
+            # Python warns of threads, whose locks a fork may find taken. It takes none of them:
+            # it runs the reward functions and what they call.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if self._pid == 0:
+            run()
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
+        while True:
+            try:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has waited for it
+                return 0
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(FORK_SERVER, timeout or 0.0)
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+
+def _start_fork_server(job: Job) -> tuple[_Process, wire.Stream]:
     ours, theirs = socket.socketpair()
-    # One worker a core: a thread pool in each would only make them fight.
-    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     with theirs:
+        if job.inherits:
+            serve_forked = import_module(FORK_SERVER).serve_forked
+            return _Fork(lambda: serve_forked(theirs, job)), wire.Stream(ours)
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", FORK_SERVER, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=os.environ | one_thread,
+            env=os.environ | ONE_THREAD,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

@@ -14,16 +14,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hone.config.inherited import inherited
 from hone.config.signatures import did_you_mean, needed_columns, shape_of, signature_problem
 
 __all__ = ["check_signature", "error_location", "resolve"]
 
 
 def resolve(spec: str) -> Callable[..., Any]:
-    """Import the function that `spec` names. Runs the user's module: call it in a worker only.
+    """Import the function that `spec` names, unless it is inherited. Runs the user's module: call
+    it in a worker only.
 
     Raises ValueError saying what is missing, with the nearest name where there is one.
     """
+    if (function := inherited(spec)) is not None:
+        return function
     location, colon, name = spec.rpartition(":")
     if not (colon and location and name):
         raise ValueError(

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from hone.config.errors import UserError
+from hone.config.inherited import inherited
 from hone.config.reward import RewardConfig
 from hone.config.signatures import SHAPES, missing_column
 from hone.rewards.builtin import Builtin, build
@@ -373,4 +374,5 @@ def _job(cfg: RewardConfig, names: Sequence[str]) -> Job:
         driver_pid=os.getpid(),
         import_path=tuple(sys.path),
         num_workers=cfg.num_workers or default_num_workers(),
+        inherits=any(inherited(entry.fn) is not None for entry in cfg.functions),
     )

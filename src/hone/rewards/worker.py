@@ -50,11 +50,13 @@ class Job:
     load_timeout_s: float
     """Deadline of importing all functions."""
     memory_limit_bytes: int
-    """Address space of one process."""
+    """Address space of one process, beside what it inherits."""
     driver_pid: int
     import_path: tuple[str, ...]
     """`sys.path` of the driver."""
     num_workers: int
+    inherits: bool = False
+    """Some functions are the driver's own, so that the fork server is a fork of the driver."""
 
     @property
     def specs(self) -> str:
@@ -64,7 +66,8 @@ class Job:
 
 def work(sock: socket.socket, job: Job) -> NoReturn:
     """Score what arrives on `sock` for the rest of this process's life."""
-    _isolate(job.memory_limit_bytes)
+    taken = psutil.Process().memory_info().vms if job.inherits else 0
+    _isolate(job.memory_limit_bytes + taken)
     pid = os.getpid()
 
     def send(message: Mapping[str, Any]) -> None:

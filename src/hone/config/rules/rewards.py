@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hone.config.extras import missing_extra
+from hone.config.inherited import inherited
 from hone.config.reward import BUILTIN_REWARDS, CODE_TIMEOUT_S, RewardConfig, RewardFunctionConfig
 from hone.config.rules.rule import error, warning
 from hone.config.rules.view import Fact, View, fact
@@ -100,7 +101,14 @@ def _needed(function: RewardFunctionConfig) -> list[str]:
 
 def _problem(fn: str) -> str | None:
     """What is wrong with the name of a reward function, or None."""
+    if inherited(fn) is not None:
+        return None
     target, colon, name = fn.rpartition(":")
+    if target == "__main__":
+        return (
+            "a function of the program that trained with hone.rl, which cannot be imported here. "
+            "Write it into a file, and name path/to/file.py:function."
+        )
     if not colon:
         if fn in BUILTIN_REWARDS:
             return None

@@ -1,0 +1,459 @@
+"""The Python API: the commands of the command line, in this process.
+
+A configuration is the name or path of a recipe, a nested dict, or typed sections. Sections given by
+name are merged into it and win. Everything is checked as on the command line, before anything is
+loaded; what a user can get wrong raises `UserError`, whose traceback ends here. `HONE_TRACEBACK=1`
+in the environment shows where a mistake was found.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+
+from hone.cli import rl as rl_command
+from hone.cli import sft as sft_command
+from hone.cli.command import (
+    check_here,
+    check_loaded,
+    check_plan,
+    load_fitted,
+    plan_here,
+    quiet_transformers,
+)
+from hone.config.base import Section
+from hone.config.errors import UserError
+from hone.config.hardware import known_gpu
+from hone.config.inherited import inheriting
+from hone.config.plan import Command
+from hone.config.recipe import resolve_recipe
+from hone.config.reward import RewardConfig
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.data.given import given_rows, is_source, write_rows
+from hone.notebook import following
+from hone.planner.lines import plan_lines
+from hone.results import Check, Evaluation, RunResult, SampleRecord, read_samples
+
+__all__ = [
+    "Check",
+    "EvaluateConfig",
+    "Evaluation",
+    "GenerateConfig",
+    "RLConfig",
+    "RunResult",
+    "SFTConfig",
+    "SampleRecord",
+    "UserError",
+    "check",
+    "evaluate",
+    "generate",
+    "rl",
+    "sft",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound=Command)
+
+Config: TypeAlias = str | Path | Mapping[str, Any] | Section
+"""A recipe by name or path, a nested dict, or typed sections."""
+RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, Any] | RewardConfig
+"""A function, the name of one as in a recipe, or `{"fn": ..., "weight": ..., "args": {...}}`; or
+the section `reward`, as in `{"functions": [...], "timeout_s": 60}`."""
+Data: TypeAlias = str | Path | Mapping[str, Any] | Iterable[Any]
+"""Rows (dicts, or texts for prompts alone), a pandas DataFrame, a `datasets.Dataset`, the path or
+hub name of a data set, or the section `data` as a dict."""
+
+_log = logging.getLogger("hone")
+_TREES: dict[str, type[Command]] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "eval": EvaluateConfig,
+    "generate": GenerateConfig,
+}
+
+
+def _raises_user_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """As the command line: mistakes are told without a traceback of what found them."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, OSError) as error:
+            if os.environ.get("HONE_TRACEBACK"):
+                raise
+            text = str(error)
+            if not isinstance(error, UserError):
+                text += "\n(HONE_TRACEBACK=1 shows where)"
+        raise UserError(text)
+
+    return call
+
+
+@_raises_user_errors
+def rl(
+    config: Config | None = None,
+    *,
+    reward: RewardLike | Iterable[RewardLike] | None = None,
+    data: Data | None = None,
+    eval_data: Data | None = None,
+    **sections: Any,
+) -> RunResult:
+    """Train by reinforcement learning, as `hone rl` does.
+
+    `reward` takes the place of `reward.functions`, `data` of `data.train`, `eval_data` of
+    `data.eval`; `sections` are merged into `config`. Ctrl-C saves and returns; the same call goes
+    on from there. Raises UserError.
+
+        def correct(completion, answer):
+            return float(completion.strip() == answer)
+
+        rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}]
+        result = hone.rl(
+            reward=correct, data=rows, model={"path": "Qwen/Qwen3-0.6B"}, run={"steps": 20}
+        )
+        pandas.DataFrame(result.metrics).plot("step", "reward/mean")
+    """
+    given = _Given(RLConfig, config, sections, reward, _splits(data, eval_data))
+    return _train(given, rl_command.check, rl_command.train)
+
+
+@_raises_user_errors
+def sft(
+    config: Config | None = None,
+    *,
+    data: Data | None = None,
+    eval_data: Data | None = None,
+    **sections: Any,
+) -> RunResult:
+    """Train on demonstrations, as `hone sft` does.
+
+    `data` takes the place of `data.train`, `eval_data` of `data.eval`. Raises UserError.
+
+        rows = [{"prompt": "1+1=", "completion": "2"}]
+        result = hone.sft(data=rows, model={"path": "Qwen/Qwen3-0.6B"}, run={"steps": 20})
+        result.final["train/loss"], result.model_dir
+    """
+    given = _Given(SFTConfig, config, sections, None, _splits(data, eval_data))
+    return _train(given, check_here, sft_command.train)
+
+
+@_raises_user_errors
+def evaluate(
+    config: Config | None = None,
+    *,
+    reward: RewardLike | Iterable[RewardLike] | None = None,
+    data: Data | None = None,
+    **sections: Any,
+) -> Evaluation:
+    """Score a model on a data set, as `hone eval` does. `data` takes the place of `data.eval`.
+
+    scores = hone.evaluate(model={"path": "runs/mine/model"}, data=rows, reward="exact_match")
+    scores.metrics["eval/reward/mean"], scores.samples[0].completion
+    """
+    given = _Given(EvaluateConfig, config, sections, reward, {"data": ("eval", data)})
+    with given.loaded() as cfg:
+        check_loaded(cfg, given.notes, check_here, given.recipe)
+        from hone.loops.inference import run_evaluation
+
+        quiet_transformers()
+        return Evaluation(cfg.run.dir, run_evaluation(cfg))
+
+
+@_raises_user_errors
+def generate(
+    config: Config | None = None, *, data: Data | None = None, **sections: Any
+) -> list[SampleRecord]:
+    """Sample completions, as `hone generate` does. `data` takes the place of `data.train`; where no
+    `output` is named, nothing is left on disk.
+
+        [sample] = hone.generate(model={"path": "runs/mine/model"}, data=["1+1="])
+        sample.completion, sample.logprobs
+    """
+    given = _Given(GenerateConfig, config, sections, None, {"data": ("train", data)})
+    with given.loaded() as cfg:
+        check_loaded(cfg, given.notes, check_here, given.recipe)
+        from hone.loops.inference import run_generation
+
+        quiet_transformers()
+        run_generation(cfg)
+        return read_samples(cfg.output)
+
+
+@_raises_user_errors
+def check(
+    config: Config | None = None,
+    *,
+    command: str = "rl",
+    reward: RewardLike | Iterable[RewardLike] | None = None,
+    data: Data | None = None,
+    eval_data: Data | None = None,
+    nproc: int | None = 1,
+    gpu: str | None = None,
+    **sections: Any,
+) -> Check:
+    """What `hone check` says of a run of `command` (rl, sft, eval or generate): in `nproc`
+    processes, on this host or on GPUs of type `gpu`. Loads no model and leaves nothing on disk.
+
+    Raises UserError for what is no configuration at all; what else is wrong, it returns.
+
+        found = hone.check("gsm8k", gpu="a100-40g", nproc=8)
+        found.errors, found.warnings, found.derived["samples_per_step"]
+    """
+    if command not in _TREES:
+        raise UserError(f"command={command!r}; allowed: {', '.join(_TREES)}")
+    if nproc is not None and (type(nproc) is not int or nproc < 1):
+        raise UserError(f"nproc={nproc!r}; allowed: a whole number >= 1, or None: any")
+    splits = {"data": ("eval", data)} if command == "eval" else _splits(data, eval_data)
+    given = _Given(_TREES[command], config, sections, reward, splits, starts=False)
+    with given.loaded(keeps_data=False) as cfg:
+        plan = plan_here(cfg, nproc, gpu=None if gpu is None else known_gpu(gpu))
+        derived = {line.name: line.value for line in plan_lines(plan)}
+        return Check(check_plan(plan), derived, cfg.model_dump(mode="json"))
+
+
+def _train(given: _Given[Any], checks: Callable[..., Any], train: Callable[..., Any]) -> RunResult:
+    with given.loaded() as cfg:
+        if isinstance(cfg, RLConfig) and cfg.cluster.is_used and cfg.cluster.num_trainers > 1:
+            raise UserError(
+                f"cluster.num_trainers {cfg.cluster.num_trainers} asks for several processes, and "
+                "this is one. Write the configuration into a recipe and call `hone rl RECIPE`, or "
+                "start this program with torchrun."
+            )
+        check_loaded(cfg, given.notes, checks, given.recipe)
+        with following(cfg.run.dir, cfg.run.steps):
+            outcome = train(cfg)
+        if outcome.stopped_by is not None:
+            _log.warning(
+                "stopped after step %d of %d; the same call goes on from there",
+                outcome.steps,
+                cfg.run.steps,
+            )
+        return RunResult(cfg.run.dir, outcome.steps, outcome.stopped_by)
+
+
+def _splits(data: Any, eval_data: Any) -> dict[str, tuple[str, Any]]:
+    return {"data": ("train", data), "eval_data": ("eval", eval_data)}
+
+
+@dataclass
+class _Given(Generic[T]):
+    """The arguments of a call."""
+
+    tree: type[T]
+    config: Config | None
+    sections: Mapping[str, Any]
+    reward: Any
+    data: Mapping[str, tuple[str, Any]]
+    """By argument: the split that it is, and what was given."""
+    starts: bool = True
+    """Whether it runs here, so that the hub may be asked."""
+    recipe: Path | None = field(default=None, init=False)
+    notes: list[str] = field(default_factory=list[str], init=False)
+    """What is to be told of the configuration."""
+
+    @contextmanager
+    def loaded(self, *, keeps_data: bool = True) -> Generator[T]:
+        """The configuration; inside, functions that cannot be imported are there to be inherited,
+        and rows that were given are on disk, in the run's folder or for as long as this lasts."""
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError(
+                "hone is called from a thread, where no signal can be handled; call it from the "
+                "main thread of the program."
+            )
+        functions: dict[str, Callable[..., Any]] = {}
+        values = self._values(functions)
+        with ExitStack() as stack:
+            stack.enter_context(_logging())
+            stack.enter_context(inheriting(functions))
+            temporary = Path(stack.enter_context(TemporaryDirectory(prefix="hone-")))
+            rows = self._rows()
+            draft, _ = self._fitted([*values, *_sources(rows, temporary)])
+            folder = temporary
+            if isinstance(draft, GenerateConfig):
+                if "output" not in draft.model_fields_set:
+                    values.append(("output", {"output": temporary / "completions.jsonl"}))
+            elif keeps_data:
+                assert isinstance(draft, RLConfig | SFTConfig | EvaluateConfig)
+                folder = draft.run.dir / "data"
+            for split, held in rows.items():
+                write_rows(folder / f"{split}.jsonl", held)
+            cfg, self.notes = self._fitted([*values, *_sources(rows, folder)])
+            yield cfg
+
+    def _fitted(self, values: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[T, list[str]]:
+        return load_fitted(self.tree, self.recipe, (), values, starts=self.starts)
+
+    def _values(
+        self, functions: dict[str, Callable[..., Any]]
+    ) -> list[tuple[str, Mapping[str, Any]]]:
+        """What is merged, in this order, with the name of each for messages. Functions that are to
+        be inherited come into `functions`."""
+        values: list[tuple[str, Mapping[str, Any]]] = []
+        match self.config:
+            case None:
+                pass
+            case str() | Path():
+                self.recipe = resolve_recipe(str(self.config))
+            case Section() | Mapping():
+                values.append(("config", _plain_config(self.config, self.tree, functions)))
+            case _:
+                raise UserError(
+                    f"config is of type {type(self.config).__name__}; give the name or path of a "
+                    f"recipe, a dict of sections, or a {self.tree.__name__}"
+                )
+        for name, section in self.sections.items():
+            plain = _plain(section, name, functions)
+            values.append((f"{name}=", {name: plain}))
+        if isinstance(self.reward, RewardConfig) or (
+            isinstance(self.reward, Mapping) and self.reward.keys() & RewardConfig.model_fields
+        ):
+            values.append(("reward=", {"reward": _plain(self.reward, "reward", functions)}))
+        elif self.reward is not None:
+            entries = [_reward(entry, functions) for entry in _entries(self.reward)]
+            values.append(("reward=", {"reward": {"functions": entries}}))
+        for name, (split, held) in self.data.items():
+            if is_source(held):
+                values.append((f"{name}=", {"data": {split: [{"path": str(held)}]}}))
+            elif _is_section(held):
+                values.append((f"{name}=", {"data": _plain(held, "data", functions)}))
+        return values
+
+    def _rows(self) -> dict[str, list[dict[str, Any]]]:
+        """Rows that are given as they are, by split."""
+        return {
+            split: given_rows(held, name)
+            for name, (split, held) in self.data.items()
+            if held is not None and not is_source(held) and not _is_section(held)
+        }
+
+
+def _is_section(held: Any) -> bool:
+    """Whether the argument `data` is the section of that name, rather than rows or splits."""
+    if isinstance(held, Section):
+        return True
+    # A `DatasetDict` is a dict too; its splits are told of where rows are read.
+    return type(held) is dict and not all(isinstance(value, list) for value in held.values())
+
+
+def _sources(rows: Mapping[str, Any], folder: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    return [
+        ("data=", {"data": {split: [{"path": str(folder / f"{split}.jsonl")}]}}) for split in rows
+    ]
+
+
+def _plain_config(
+    config: Section | Mapping[str, Any],
+    tree: type[Section],
+    functions: dict[str, Callable[..., Any]],
+) -> Mapping[str, Any]:
+    if isinstance(config, Section) and not isinstance(config, tree):
+        raise UserError(
+            f"config is a {type(config).__name__}, and this call takes a {tree.__name__}; give one "
+            "section by its name, as in run=..."
+        )
+    plain = _plain(config, "config", functions)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _plain(value: Any, where: str, functions: dict[str, Callable[..., Any]]) -> Any:
+    """Sections, mappings, tuples and numbers of arrays as a recipe holds them; functions by name.
+
+    Raises UserError for keys that are no text.
+    """
+    if isinstance(value, Section):
+        value = {name: getattr(value, name) for name in value.model_fields_set}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise UserError(f"{where}: the key {key!r} must be a text")
+        return {key: _plain(held, f"{where}.{key}", functions) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(held, f"{where}.{i}", functions) for i, held in enumerate(value)]
+    if isinstance(value, str | int | float | Path | None):
+        return value
+    if callable(value):
+        if not where.endswith(".fn"):
+            raise UserError(f"{where} is a function; functions go into reward=")
+        return _name(value, functions)
+    to_item = getattr(value, "item", None)
+    return to_item() if callable(to_item) else value
+
+
+def _entries(reward: Any) -> list[Any]:
+    if isinstance(reward, str | Mapping) or callable(reward):
+        return [reward]
+    if not isinstance(reward, list | tuple) or not reward:
+        raise UserError(
+            f"reward is {reward!r}; give a function, a name such as 'exact_match' or "
+            "'rewards.py:score', a dict with `fn`, `weight` and `args`, or a list of these"
+        )
+    return list(reward)
+
+
+def _reward(entry: Any, functions: dict[str, Callable[..., Any]]) -> Any:
+    """An entry of `reward.functions`."""
+    if isinstance(entry, Mapping):
+        return _plain(entry, "reward", functions)
+    if isinstance(entry, str):
+        return {"fn": entry}
+    if callable(entry):
+        return {"fn": _name(entry, functions)}
+    raise UserError(
+        f"reward holds {entry!r}, which is no function; give functions, names, or dicts with "
+        "`fn`, `weight` and `args`"
+    )
+
+
+def _name(function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
+    """The name by which a worker imports the function, or else one by which it inherits it."""
+    if isinstance(function, type):
+        raise UserError(
+            f"reward is the class {function.__name__}; give a function, or an instance that can be "
+            "called"
+        )
+    module = getattr(function, "__module__", None)
+    qualified: str = getattr(function, "__qualname__", type(function).__name__)
+    found: Any = sys.modules.get(module) if isinstance(module, str) else None
+    if (
+        module != "__main__"
+        and getattr(found, qualified, None) is function
+        and getattr(found, "__file__", None)
+    ):
+        return f"{module}:{qualified}"
+    base = re.sub(r"\W+", "_", qualified.rpartition(".")[2]).strip("_") or "reward"
+    name, number = f"__main__:{base}", 1
+    while functions.get(name, function) is not function:
+        number += 1
+        name = f"__main__:{base}_{number}"
+    functions[name] = function
+    return name
+
+
+@contextmanager
+def _logging() -> Generator[None]:
+    """Inside, messages of hone are shown on stderr, unless the program handles messages itself."""
+    if logging.getLogger().handlers or _log.handlers:
+        yield
+        return
+    handler, level = logging.StreamHandler(), _log.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        _log.removeHandler(handler)
+        _log.setLevel(level)

@@ -1,0 +1,84 @@
+"""Rows that a program gives as they are, and how they come into a run: as a JSONL file.
+
+A run then finds them again when it goes on, whatever has become of the program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hone.config.errors import UserError
+from hone.data.sources import shorten
+from hone.observe.whole_file import write_whole
+
+__all__ = ["given_rows", "is_source", "write_rows"]
+
+_KINDS = (
+    "a list of dicts, a pandas DataFrame, a `datasets.Dataset`, or the path or hub name of a data "
+    "set"
+)
+
+
+def is_source(data: Any) -> bool:
+    """Whether this names a data set, and is none."""
+    return isinstance(data, str | Path)
+
+
+def given_rows(data: Any, name: str) -> list[dict[str, Any]]:
+    """Rows of a list of dicts or texts, a pandas DataFrame or a `datasets.Dataset`, ready for JSON.
+
+    Raises UserError, which calls the argument `name`, for what is no such thing.
+    """
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        data = data.to_dict("records")
+    if isinstance(data, Mapping):
+        raise UserError(
+            f"{name} is a dict with the keys {', '.join(map(str, data))}; give one split of it, or "
+            "rows: [{'prompt': ..., 'answer': ...}, ...]"
+        )
+    if not isinstance(data, Iterable) or isinstance(data, bytes):
+        raise UserError(f"{name} is of type {type(data).__name__}; give {_KINDS}")
+    rows = [_row(row, f"{name}, row {number}") for number, row in enumerate(data, start=1)]
+    if not rows:
+        raise UserError(f"{name} holds no rows")
+    return rows
+
+
+def write_rows(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as JSON lines; the file appears whole or not at all."""
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    write_whole(file, "".join(lines), "run.dir")
+
+
+def _row(row: Any, where: str) -> dict[str, Any]:
+    if isinstance(row, str):
+        return {"prompt": row}
+    if not isinstance(row, Mapping):
+        raise UserError(
+            f"{where} is of type {type(row).__name__}: {shorten(repr(row))}; a row is a dict of "
+            "columns, as {'prompt': ..., 'answer': ...}, or a prompt as text"
+        )
+    return {str(name): _plain(value, f"{where}, column {name!r}") for name, value in row.items()}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value for JSON. What pandas has for a missing value becomes null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(held, where) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(held, where) for held in value]
+    to_list = getattr(value, "tolist", None)
+    if callable(to_list):  # of numpy
+        return _plain(to_list(), where)
+    raise UserError(
+        f"{where} holds {type(value).__name__}, which JSON has no room for: {shorten(repr(value))}"
+        "; give texts, numbers, lists and dicts, or leave the column out"
+    )

@@ -1,0 +1,183 @@
+"""What the functions of the Python API return, read from what a run has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hone.config.rules import Finding
+from hone.observe.run_folder import RunFolder
+
+__all__ = ["Check", "Evaluation", "RunResult", "SampleRecord", "curves", "read_samples"]
+
+_CURVES = (
+    ("reward/mean", "reward"),
+    ("eval/reward/mean", "held-out reward"),
+    ("train/loss", "loss"),
+    ("eval/loss", "held-out loss"),
+    ("rollout/completion_tokens/mean", "completion tokens"),
+    ("policy/entropy", "entropy"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRecord:
+    """A completion with its rewards, as a run has written it."""
+
+    id: str
+    prompt: str
+    """As the model saw it."""
+    completion: str
+    answer: str | None
+    task: str
+    stop_reason: str
+    """`eos`, `stop_string`, or `length`: it was cut."""
+    reward: float | None
+    """The weighted sum; None where it was not scored, or scoring failed."""
+    parts: Mapping[str, float]
+    """By reward function."""
+    failure: str | None
+    """Why it has no reward."""
+    failure_detail: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Of each token, under the distribution that it was drawn from."""
+    step: int | None = None
+    """The update that it was sampled for; None outside of training."""
+    split: str | None = None
+    """`train` or `eval`; None outside of training."""
+    advantage: float | None = None
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> SampleRecord:
+        """From a row of `samples.jsonl`, `eval_samples.jsonl` or the output of `hone generate`."""
+        names = ("id", "prompt", "answer", "task", "stop_reason", "reward", "failure")
+        own = {name: row[name] for name in (*names, "failure_detail", "token_ids", "logprobs")}
+        return cls(
+            **own,
+            completion=row["text"],
+            parts=row["reward_parts"],
+            step=row.get("step"),
+            split=row.get("split"),
+            advantage=row.get("advantage"),
+        )
+
+
+def read_samples(file: Path) -> list[SampleRecord]:
+    """All samples of a JSONL file; none where there is no such file."""
+    if not file.is_file():
+        return []
+    with file.open(encoding="utf-8") as lines:
+        return [SampleRecord.of_row(json.loads(line)) for line in lines]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A training run that has ended. A notebook shows it as its curves."""
+
+    run_dir: Path
+    steps: int
+    """Updates done in all, earlier launches included."""
+    stopped_by: int | None = None
+    """The signal that ended the run before its last step, 2 for Ctrl-C; None where none did."""
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row a step, of this and earlier launches: `pandas.DataFrame(result.metrics)`."""
+        return [dict(row) for row in RunFolder.read(self.run_dir, has_ended=True).rows]
+
+    @cached_property
+    def final(self) -> dict[str, Any]:
+        """The last value of every metric."""
+        return {name: value for row in self.metrics for name, value in row.items()}
+
+    @cached_property
+    def samples(self) -> list[SampleRecord]:
+        """Those that were written, `log.samples_per_step` of each step."""
+        return read_samples(self.run_dir / "samples.jsonl")
+
+    @property
+    def model_dir(self) -> Path:
+        """The trained model in the format of Hugging Face."""
+        return self.run_dir / "model"
+
+    @property
+    def report(self) -> Path:
+        """The report of the run, a page that works without a network."""
+        return self.run_dir / "report.html"
+
+    def __repr__(self) -> str:
+        shown = {name: self.final[metric] for metric, name in _CURVES if metric in self.final}
+        last = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        return f"RunResult({str(self.run_dir)!r}, steps={self.steps}: {last})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>{curves(self.metrics)}"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The score of a model on a data set."""
+
+    run_dir: Path
+    metrics: Mapping[str, float]
+    """As `eval/reward/mean`, with its standard error over prompts as `eval/reward/stderr`."""
+
+    @cached_property
+    def samples(self) -> list[SampleRecord]:
+        """All of them."""
+        return read_samples(self.run_dir / "eval_samples.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What is known of a run before it starts."""
+
+    findings: Sequence[Finding]
+    derived: Mapping[str, Any]
+    """Numbers that follow from the configuration, as `hone check` prints them."""
+    config: Mapping[str, Any]
+    """The whole configuration, defaults included."""
+
+    @property
+    def errors(self) -> list[str]:
+        """What would stop the run."""
+        return [finding.message for finding in self.findings if finding.level == "error"]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What may be meant otherwise."""
+        return [finding.message for finding in self.findings if finding.level == "warning"]
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> str:
+    """HTML with a small plot of each curve that the rows of `metrics.jsonl` hold."""
+    return "".join(_plots(rows))
+
+
+def _plots(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    width, height = 220, 80
+    for metric, name in _CURVES:
+        held = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+        if len(held) < 2:
+            continue
+        steps, values = [step for step, _ in held], [value for _, value in held]
+        low, high = min(values), max(values)
+        span, length = (high - low) or 1.0, (steps[-1] - steps[0]) or 1
+        points = " ".join(
+            f"{width * (step - steps[0]) / length:.1f},{height * (1 - (value - low) / span):.1f}"
+            for step, value in held
+        )
+        yield (
+            f'<figure style="display:inline-block;margin:4px 12px 4px 0">'
+            f'<figcaption style="font-size:small">{name}: {values[-1]:.4g} '
+            f"({low:.4g} to {high:.4g})</figcaption>"
+            f'<svg width="{width}" height="{height}" viewBox="-2 -2 {width + 4} {height + 4}">'
+            f'<polyline points="{points}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
+            "</svg></figure>"
+        )
