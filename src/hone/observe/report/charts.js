@@ -205,13 +205,14 @@ function drawCurves(figure, chart) {
   const most = Math.max(plot.clientWidth / 1.5, 60);
   const lines = chart.lines.map((line, k) => {
     const steps = DATA.steps[line.run], [from, to] = visible(steps);
-    const cut = (values) => (line.sparse ? { steps: steps.slice(from, to), values: values.slice(from, to) } : thin(steps.slice(from, to), values.slice(from, to), most));
+    const cut = (values) => (line.sparse ? { steps, values } : thin(steps.slice(from, to), values.slice(from, to), most));
     return { ...line, ...cut(line.values), all: line.values, edges: k === 0 && chart.band ? chart.band.map((edge) => cut(edge).values) : null,
       label: SEVERAL ? DATA.names[line.run] : line.label, ink: color(SEVERAL ? line.run : k) };
   });
-  const every = lines.flatMap((l) => l.values.concat(...(l.edges ?? []))).filter((v) => v !== null);
-  const shown = lines.filter((l) => l.steps.length);
-  const y = axis(every, chart.scale), f = frame(plot, ZOOM ?? range(shown.map((l) => l.steps)), y);
+  const shown = lines.filter((l) => l.steps.length), span = ZOOM ?? range(shown.map((l) => l.steps));
+  const inside = (l) => (v, i) => v !== null && (!l.sparse || (l.steps[i] >= span[0] && l.steps[i] <= span[1]));
+  const every = shown.flatMap((l) => [l.values, ...(l.edges ?? [])].flatMap((values) => values.filter(inside(l))));
+  const y = axis(every, chart.scale), f = frame(plot, span, y);
   const clip = `clip-${figure.dataset.section}-${figure.dataset.chart}`;
   let drawn = "";
   for (const line of shown) {

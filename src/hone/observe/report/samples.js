@@ -108,7 +108,7 @@ function completionHtml(sample) {
   return sample.text === undefined ? `<span class="dim">Its text is not in this page.</span>` : escapeHtml(sample.text);
 }
 
-const signed = (v) => (v === null || v === undefined ? "–" : `${v >= 0 ? "+" : "−"}${number(Math.abs(v))}`);
+const signed = (v) => (!v ? number(v) : `${v >= 0 ? "+" : "−"}${number(Math.abs(v))}`);
 
 // A card for each sample of a group, side by side, with the same lines in all.
 function groupHtml(index, group, held, mask) {
@@ -200,6 +200,8 @@ async function start() {
       if (!details.open || body.hasChildNodes()) return;
       body.innerHTML = groupHtml(index, group, await textOfGroup(group), mask);
       highlight(body);
+      const card = body.querySelector(".card:not(.other)"), cards = body.querySelector(".cards");
+      if (card) cards.scrollLeft = card.offsetLeft - cards.offsetLeft;
     };
     details.open = isOpen;
     return details;
@@ -243,7 +245,7 @@ async function start() {
     area.querySelectorAll(".spread").forEach((figure, k) => {
       const plot = figure.querySelector(".plot"), held = bins(shown[k]);
       plot.onclick = null;
-      if (held === null) { plot.innerHTML = ""; return; }
+      if (held === null) { plot.innerHTML = `<p class="dim">None of the samples shown has a ${k ? "length" : "score"}.</p>`; plot.onpointermove = null; return; }
       const y = axis(held.counts, "zero"), width = plot.clientWidth, height = plot.clientHeight, left = PAD.left, bottom = height - 22, slot = (width - left - PAD.right) / held.counts.length;
       const sy = (v) => bottom - ((v - y.low) / (y.high - y.low)) * (bottom - PAD.top), step = tickStep(held.low, held.high, 5);
       const sx = (v) => left + ((v - held.low) / (held.high - held.low)) * (width - left - PAD.right);
