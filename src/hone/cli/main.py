@@ -25,7 +25,7 @@ COMMANDS = {
     "sft": "train on demonstrations",
     "generate": "sample completions for prompts from a file",
     "eval": "score a model on a data set",
-    "report": "draw the report of a run folder",
+    "report": "draw the report of a run, or of several side by side",
     "bench": "measure the engine (beside vLLM where wanted) or training",
     "simulate": "predict step times on GPUs, for every mode and split; needs none",
     "check": "check a recipe and print its derived numbers; needs no GPU",

@@ -186,7 +186,8 @@ class WandbTracker:
         if rows:
             columns, data = sample_table(rows)
             held[f"{split}/samples"] = self._package.Table(columns=columns, data=data)
-        self._run.log(held, step=step)
+        if held:
+            self._run.log(held, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -195,6 +195,8 @@ function interact(plot, f, describe) {
 }
 
 const row = (swatch, label, value) => `<div><i style="background:${swatch}"></i>${escapeHtml(label)}<b>${value}</b></div>`;
+// Drawn to the pixel; where the place has another size, as on paper, it is scaled.
+const svgTag = (plot) => `<svg viewBox="0 0 ${plot.clientWidth} ${plot.clientHeight}" preserveAspectRatio="xMinYMid meet">`;
 const marks = (f) => `<rect class="chosen" y="${PAD.top}" height="${f.bottom - PAD.top}" width="0"/><line class="cursor" style="display:none" y1="${PAD.top}" y2="${f.bottom}"/>`;
 const stepLine = (step) => `<span class="dim">step ${Math.round(step).toLocaleString("en")}</span>`;
 const lastOf = (values) => values.reduce((held, v) => (v === null ? held : v), null);
@@ -232,7 +234,7 @@ function drawCurves(figure, chart) {
       if (noisy) drawn += `<path d="${path(smooth(line.values).map(at))}" fill="none" stroke="${line.ink}" stroke-width="1.9" stroke-linejoin="round"/>`;
     }
   }
-  plot.innerHTML = `<svg>${f.svg}<clipPath id="${clip}"><rect x="${f.left - 4}" width="${f.right - f.left + 8}" y="0" height="${f.bottom + 4}"/></clipPath><g clip-path="url(#${clip})">${drawn}</g>${marks(f)}</svg>`;
+  plot.innerHTML = `${svgTag(plot)}${f.svg}<clipPath id="${clip}"><rect x="${f.left - 4}" width="${f.right - f.left + 8}" y="0" height="${f.bottom + 4}"/></clipPath><g clip-path="url(#${clip})">${drawn}</g>${marks(f)}</svg>`;
   figure.querySelector(".legend").innerHTML = lines.map((l) =>
     `<span><i style="background:${l.ink}"></i>${escapeHtml(l.label)}<b>${format(lastOf(l.all))}</b></span>`).join("");
   interact(plot, f, (target) => {
@@ -272,7 +274,7 @@ function drawBars(figure, chart) {
       base += v;
     });
   });
-  plot.innerHTML = `<svg>${svg}${marks(f)}</svg>`;
+  plot.innerHTML = `${svgTag(plot)}${svg}${marks(f)}</svg>`;
   figure.querySelector(".legend").innerHTML = chart.lines.map((l, k) =>
     `<span><i style="background:${ink(k)}"></i>${escapeHtml(l.label)}<b>${percent(l.share)}</b></span>`).join("");
   interact(plot, f, (target) => {
@@ -294,7 +296,7 @@ function drawColumns(figure, chart) {
   shares.forEach((column, i) => column.forEach((share, bin) => {
     if (share > 0) cells += `<rect x="${(f.sx(i) - f.slot / 2).toFixed(2)}" width="${(f.slot + 0.3).toFixed(2)}" y="${f.sy(chart.low + (bin + 1) * width).toFixed(2)}" height="${(f.sy(0) - f.sy(width) + 0.3).toFixed(2)}" fill="var(--c0)" opacity="${(0.08 + 0.92 * Math.sqrt(share)).toFixed(3)}"/>`;
   }));
-  plot.innerHTML = `<svg>${f.svg}${cells}${marks(f)}</svg>`;
+  plot.innerHTML = `${svgTag(plot)}${f.svg}${cells}${marks(f)}</svg>`;
   interact(plot, f, (target) => {
     const i = nearest(steps, target), most = shares[i].map((share, bin) => [share, bin]).filter(([share]) => share > 0).sort((a, b) => b[0] - a[0]).slice(0, 6);
     return [f.sx(i), stepLine(steps[i]) + most.sort((a, b) => b[1] - a[1]).map(([share, bin]) =>

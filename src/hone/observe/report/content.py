@@ -297,6 +297,7 @@ def _comparison(runs: Sequence[RunFolder]) -> list[Table]:
     )
     environments = differences([flat(run.environment) for run in runs])
     unknown = [run.name for run in runs if not run.environment]
+    nothing = "nothing" if len(runs) - len(unknown) > 1 else "not known"
     return [
         Table(title="Results", columns=["", *names], rows=_results(runs)),
         Table(
@@ -311,7 +312,7 @@ def _comparison(runs: Sequence[RunFolder]) -> list[Table]:
         Table(
             title="What differs between the environments",
             columns=["", *names],
-            rows=environments or [["nothing", *[""] * len(runs)]],
+            rows=environments or [[nothing, *[""] * len(runs)]],
             note=f"Not recorded of {', '.join(unknown)}." if unknown else "",
             is_text=True,
         ),

@@ -120,7 +120,7 @@ function groupHtml(index, group, held, mask) {
     const lines = [...(trained ? [["advantage", signed(index.advantage[i])]] : []), ...functions.map((name) => [name, number(index.parts[name][i])]),
       ["tokens", number(index.tokens[i])], ["end", index.stops[index.stop[i]]]];
     cards.push(`<article class="card${mask[i] ? "" : " other"}">
-      <p class="score">${failure ? `<b class="bad">${escapeHtml(failure)}</b>` : `<b>${number(index.reward[i])}</b>`}<span class="dim">${escapeHtml(sample.id)}</span></p>
+      <p class="score">${failure ? `<b class="bad">${escapeHtml(failure)}</b>` : `<b>${index.reward[i] === null ? "" : number(index.reward[i])}</b>`}<span class="dim">${escapeHtml(sample.id)}</span></p>
       <dl>${lines.map(([name, value]) => `<div><dt>${escapeHtml(name)}</dt><dd>${escapeHtml(String(value))}</dd></div>`).join("")}</dl>
       ${sample.detail ? `<p class="detail bad">${escapeHtml(sample.detail)}</p>` : ""}
       <div class="text">${completionHtml(sample)}</div></article>`);
@@ -155,7 +155,10 @@ async function start() {
   const hasSteps = new Set(index.groups.step).size > 1;
   for (const name of ["from", "to"]) $(name).closest("label").hidden = !hasSteps;
   const orders = { newest: "newest first", oldest: "oldest first", best: "best first", worst: "worst first", spread: "widest spread first", longest: "longest first" };
-  $("order").innerHTML = Object.entries(orders).filter(([name]) => hasSteps || !["newest", "oldest"].includes(name))
+  const hasScores = index.reward.some((v) => v !== null) || index.failure.some((kind) => kind);
+  area.querySelector(".spread").hidden = !hasScores;
+  const offered = (name) => (["newest", "oldest"].includes(name) ? hasSteps : name === "longest" || hasScores);
+  $("order").innerHTML = Object.entries(orders).filter(([name]) => offered(name))
     .map(([name, text]) => `<option value="${name}">${text}</option>`).join("");
   if (!hasSteps) $("order").insertAdjacentHTML("afterbegin", `<option value="oldest">as sampled</option>`);
   $("order").selectedIndex = 0;
@@ -190,7 +193,7 @@ async function start() {
     const labels = [index.runs.length > 1 ? index.runs[index.groups.run[group]] : "", index.splits.length > 1 ? index.splits[index.groups.split[group]] : "", hasSteps ? `step ${index.groups.step[group]}` : ""].filter(Boolean);
     const strip = held.slice(0, 64).map(([v, shown, failed]) => `<i class="${failed ? "failed" : ""}${shown ? "" : " other"}">${failed ? "×" : number(v)}</i>`).join("");
     details.className = "group";
-    details.innerHTML = `<summary><span class="where">${escapeHtml(labels.join(" · ")) || `#${group}`}</span><span class="mean">${number(mean(rewards))}</span><span class="strip">${strip}</span><span class="question"></span></summary><div class="body"></div>`;
+    details.innerHTML = `<summary><span class="where">${escapeHtml(labels.join(" · ")) || `#${group}`}</span>${hasScores ? `<span class="mean">${number(mean(rewards))}</span><span class="strip">${strip}</span>` : ""}<span class="question"></span></summary><div class="body"></div>`;
     textOfGroup(group).then((held) => {
       details.querySelector(".question").textContent = held.prompt.trim().slice(-300) || held.prompt_id;
       details.querySelector(".question").title = held.prompt_id;
@@ -243,13 +246,14 @@ async function start() {
     const score = scoreOf(index, $("by").value), shown = [[], []];
     mask.forEach((m, i) => { if (m) { if ((score[i] ?? null) !== null) shown[0].push(score[i]); shown[1].push(index.tokens[i]); } });
     area.querySelectorAll(".spread").forEach((figure, k) => {
+      if (figure.hidden) return;
       const plot = figure.querySelector(".plot"), held = bins(shown[k]);
       plot.onclick = null;
       if (held === null) { plot.innerHTML = `<p class="dim">None of the samples shown has a ${k ? "length" : "score"}.</p>`; plot.onpointermove = null; return; }
       const y = axis(held.counts, "zero"), width = plot.clientWidth, height = plot.clientHeight, left = PAD.left, bottom = height - 22, slot = (width - left - PAD.right) / held.counts.length;
       const sy = (v) => bottom - ((v - y.low) / (y.high - y.low)) * (bottom - PAD.top), step = tickStep(held.low, held.high, 5);
       const sx = (v) => left + ((v - held.low) / (held.high - held.low)) * (width - left - PAD.right);
-      plot.innerHTML = `<svg>${y.marks.map((m) => `<line class="grid" x1="${left}" x2="${width - PAD.right}" y1="${sy(m)}" y2="${sy(m)}"/><text x="${left - 8}" y="${sy(m)}" dy="3.5" text-anchor="end">${y.label(m)}</text>`).join("")}`
+      plot.innerHTML = `${svgTag(plot)}${y.marks.map((m) => `<line class="grid" x1="${left}" x2="${width - PAD.right}" y1="${sy(m)}" y2="${sy(m)}"/><text x="${left - 8}" y="${sy(m)}" dy="3.5" text-anchor="end">${y.label(m)}</text>`).join("")}`
         + held.counts.map((c, bin) => (c ? `<rect x="${left + bin * slot + 0.5}" width="${Math.max(slot - 1, 1)}" y="${sy(c)}" height="${bottom - sy(c)}" fill="var(--c0)"/>` : "")).join("")
         + ticks(held.low, held.high, step).map((t) => `<text x="${sx(t)}" y="${bottom + 16}" text-anchor="middle">${tick(t, step)}</text>`).join("") + "</svg>";
       const binAt = (event) => Math.min(Math.max(Math.floor((event.clientX - plot.getBoundingClientRect().left - left) / slot), 0), held.counts.length - 1);
