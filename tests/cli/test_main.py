@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,14 +18,15 @@ import pytest
 
 import hone
 from hone.cli import command as commands
-from hone.cli.command import conclude
-from hone.cli.help import TREES
+from hone.cli.command import conclude, take_nproc
+from hone.cli.help import _FIRST_PAGES, TREES
 from hone.cli.main import COMMANDS, main
 from hone.config import UserError, schema
 from hone.config.hardware import Peaks
-from hone.config.load import load_config
+from hone.config.load import load_config, resolve_recipe
 from hone.config.recipe import recipe_names
 from hone.config.run import RunConfig
+from hone.config.tree import TREES as ALL_TREES
 from hone.config.tree import RLConfig
 from hone.distributed.processes import HONE_LAUNCHER
 from hone.observe.console import Console
@@ -85,7 +87,7 @@ def check_help(command: str, text: str) -> None:
 def test_R22_help_explains_every_key(
     command: str, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = output(capsys, command, "--help")
+    text = output(capsys, command, "--help", "all")
     check_help(command, text)
     assert "default: 64]" in text or command in ("eval", "generate")
     assert max(map(len, text.splitlines())) <= 80
@@ -95,7 +97,7 @@ def test_R22_help_planted(
     workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hone.cli.help.fields", lambda tree: list(schema.fields(tree))[:-1])
-    text = output(capsys, "generate", "--help")
+    text = output(capsys, "generate", "--help", "all")
     with pytest.raises(AssertionError):
         check_help("generate", text)
 
@@ -105,7 +107,103 @@ def test_help_of_one_section(workspace: Path, capsys: pytest.CaptureFixture[str]
     assert "--algorithm.kl.estimator  one of k1, k2, k3  [default: k3]" in text
     assert "--algorithm.loss" not in text
     assert "no section 'algoritm'" in output(capsys, "rl", "--help", "algoritm", code=2)
-    assert "--model.path  text  [required]" in output(capsys, "check", "rl", "--help")
+    assert "Did you mean algorithm?" in output(capsys, "rl", "--help", "algoritm", code=2)
+    assert "no recipe is called so. Did you mean gsm8k?" in output(
+        capsys, "rl", "gsm8", "--help", code=2
+    )
+    assert "--model.path  [required]" in output(capsys, "check", "rl", "--help")
+    text = output(capsys, "rl", "--run.steps", "3", "--help", "trainer.recompute")
+    assert text.startswith("  --trainer.recompute  one of off, selective, full  [default: off]")
+
+
+@pytest.mark.parametrize("command", _FIRST_PAGES)
+def test_the_first_page_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What nearly everybody sets, examples that the command takes, all sections by name."""
+    page, tree = _FIRST_PAGES[command], ALL_TREES[command]
+    text = output(capsys, *command.split(), "--help", *["run"] * (command == "simulate"))
+    if command == "simulate":
+        return  # its page has the columns of its table instead
+    flat = " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) < 80
+    for key in page.keys.split():
+        assert schema.locate(tree, key.split(".")) is not None, key
+        assert f"--{key} " in flat
+    for section in tree.model_fields:
+        assert f"\n  {section} " in text
+    joined = page.examples.replace("\\\n", " ")
+    for line in joined.splitlines():
+        program, *words = shlex.split(line, comments=True)
+        assert (program, *words[: len(command.split())]) == ("hone", *command.split())
+        assert all(len(part) <= 78 for part in page.examples.splitlines())
+        words = words[len(command.split()) :]
+        recipe = None if words[0].startswith("-") else words.pop(0)
+        if recipe not in (None, "mine.yaml"):
+            _, words = take_nproc(words)
+            load_config(tree, resolve_recipe(str(recipe)), words)
+    if command == "rl":
+        assert len(page.keys.split()) == 15
+        assert page.examples.count("hone rl") == 3
+
+
+def test_help_of_a_recipe_has_its_values(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output(capsys, "rl", "gsm8k", "--help")
+    assert "--run.steps  [gsm8k: 200]  [default: 100]" in text
+    assert "--reward.functions.0.fn  [gsm8k: math]  [default: exact_match]" in text
+    assert "--trainer.optimizer.warmup_steps  [gsm8k: 5]  [default: 0]" in text
+    assert "--data.train.0.answer_pattern  [gsm8k: ####\\s*(.+)]" in text
+    (workspace / "mine.yaml").write_text("rollout: {temperature: 0.5}\nsimulate: {gpus: 2}")
+    text = output(capsys, "rl", "mine.yaml", "--help", "rollout")
+    assert "--rollout.temperature  number >= 0  [mine: 0.5]  [default: 1.0]" in text
+    text = output(capsys, "eval", "gsm8k", "--help")
+    assert "[gsm8k: 1024]" in text
+    assert "--trainer" not in text
+
+
+def test_a_sections_keys_stand_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """None stands behind the heading of another section."""
+    heading = ""
+    for line in output(capsys, "rl", "--help", "all").splitlines():
+        word = line.strip().partition(" ")[0]
+        if line and line[0] != " " and schema.locate(RLConfig, word.split(".")) is not None:
+            heading = word
+        elif line.startswith("  --"):
+            key = word.removeprefix("--")
+            if key in ("data.train", "data.eval", "reward.functions"):
+                heading = key  # a list, with the keys of an entry
+            else:
+                assert key.rpartition(".")[0].removesuffix(".0") == heading, key
+
+
+@pytest.mark.parametrize(
+    ("env", "escapes"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_colours_are_for_terminals(env: dict[str, str], escapes: bool) -> None:
+    program = (
+        f"import pty; pty.spawn([{sys.executable!r}, '-m', 'hone', 'rl', '--help', 'pipeline'])"
+    )
+    base = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLORTERM", "CI")}
+    base |= {"TERM": "xterm-256color"} | env
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=base,
+        stdin=subprocess.DEVNULL,
+        check=True,
+    )
+    assert "pipeline.max_staleness" in done.stdout
+    assert ("\x1b[32m" in done.stdout) is escapes
+    piped = subprocess.run(
+        [sys.executable, "-m", "hone", "rl", "--help", "pipeline"],
+        capture_output=True,
+        text=True,
+        env=base,
+        check=True,
+    )
+    assert "\x1b" not in piped.stdout
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
         )
     arguments = argv[1:]
     if any(word in ("-h", "--help") for word in arguments):
-        return print_help(f"bench {argv[0]}", [x for x in arguments if not x.startswith("-")])
+        return print_help(f"bench {argv[0]}", arguments)
     if any(word.partition("=")[0] == "--nproc" for word in arguments):
         raise UserError(
             "--nproc is not served by `hone bench`; torchrun starts several processes: "

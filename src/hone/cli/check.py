@@ -20,7 +20,7 @@ from hone.cli.command import (
     take_nproc,
     take_word,
 )
-from hone.cli.help import TREES, print_help
+from hone.cli.help import TREES, is_help, print_help
 from hone.config.hardware import known_gpu
 from hone.config.plan import Command, RunPlan
 from hone.config.printable import printable
@@ -52,9 +52,9 @@ def run(argv: Sequence[str]) -> int:
     nproc, words = take_nproc(argv)
     name, words = take_word("--gpu", words)
     command = words.pop(0) if words and words[0] in TREES else None
-    if not words or "--help" in words or "-h" in words:
+    if not words or is_help(words):
         if command is not None and words:
-            return print_help(command, [word for word in words if not word.startswith("-")])
+            return print_help(command, words)
         sys.stdout.write(_USAGE)
         return 0
     as_json = "--json" in words

@@ -1,33 +1,28 @@
-"""`hone COMMAND --help`: every key with its type, default and meaning."""
+"""`hone COMMAND [RECIPE] --help [SECTION]`: first what everybody sets, then every key."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from hone.config import UserError
 from hone.config.base import Section
 from hone.config.plan import Command
-from hone.config.schema import Field, fields, is_section
-from hone.config.signatures import OWN, SHAPES
-from hone.config.tree import (
-    BenchEngineConfig,
-    BenchTrainConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    RLConfig,
-    SFTConfig,
-    SimulateConfig,
-)
+from hone.config.recipe import read_recipe, recipe_names, resolve_recipe
+from hone.config.schema import Field, fields, is_section, locate
+from hone.config.sharing import key_paths, parts
+from hone.config.tree import TREES as ALL_TREES
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 
-__all__ = ["TREES", "print_help"]
+__all__ = ["TREES", "is_help", "print_help"]
 
 TREES: dict[str, type[Command]] = {
     "rl": RLConfig,
@@ -37,88 +32,325 @@ TREES: dict[str, type[Command]] = {
 }
 """Trees of the commands that `hone check` checks."""
 
-_PAGES: dict[str, type[Section]] = {
-    **TREES,
-    "bench engine": BenchEngineConfig,
-    "bench train": BenchTrainConfig,
-    "simulate": SimulateConfig,
+_MAX_WIDTH, _NARROW = 100, 80
+_ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstPage:
+    """What the first page of a command shows of its keys."""
+
+    keys: str
+    examples: str
+
+
+_FIRST_PAGES: Mapping[str, _FirstPage] = {
+    "rl": _FirstPage(
+        "model.path data.train.0.path data.eval.0.path data.max_prompt_tokens reward.functions.0.fn"
+        " rollout.prompts_per_step rollout.n_samples_per_prompt rollout.max_completion_tokens"
+        " algorithm.loss trainer.optimizer.lr trainer.max_tokens_per_microbatch eval.every_n_steps"
+        " run.steps run.dir log.to",
+        "hone rl gsm8k --model.path Qwen/Qwen3-0.6B --run.steps 3  # a trial\n"
+        "hone rl --model.path Qwen/Qwen3-0.6B --data.train.0.path my.jsonl \\\n"
+        "  --reward.functions.0.fn rewards.py:score           # your data, your reward\n"
+        "hone rl gsm8k --nproc 8 --trainer.parallel.zero_stage 3    # on eight GPUs",
+    ),
+    "sft": _FirstPage(
+        "model.path data.train.0.path data.eval.0.path data.max_tokens data.examples_per_step"
+        " data.train_on_prompt trainer.optimizer.lr trainer.optimizer.warmup_steps"
+        " trainer.optimizer.schedule trainer.max_tokens_per_microbatch model.lora.rank"
+        " eval.every_n_steps run.steps run.dir log.to",
+        "hone sft --model.path Qwen/Qwen3-0.6B --data.train.0.path my.jsonl \\\n"
+        "  --trainer.optimizer.lr 1e-5        # rows with `prompt` and `completion`\n"
+        "hone sft mine.yaml --run.steps 3     # a trial of a recipe\n"
+        "hone sft mine.yaml --nproc 8 --trainer.parallel.zero_stage 3",
+    ),
+    "eval": _FirstPage(
+        "model.path data.eval.0.path data.eval.0.answer_pattern data.max_prompt_tokens"
+        " reward.functions.0.fn eval.n_samples_per_prompt eval.max_completion_tokens"
+        " eval.temperature eval.pass_function run.dir",
+        "hone eval gsm8k                                # the model before training\n"
+        "hone eval gsm8k --model.path runs/gsm8k/model                # and after it\n"
+        "hone eval gsm8k --eval.n_samples_per_prompt 8 --eval.temperature 1 # pass@8",
+    ),
+    "generate": _FirstPage(
+        "model.path data.train.0.path data.train.0.max_rows n_samples_per_prompt"
+        " generation.max_completion_tokens generation.temperature generation.top_p"
+        " generation.stop output",
+        "hone generate --model.path Qwen/Qwen3-0.6B --data.train.0.path my.jsonl\n"
+        "hone generate gsm8k --data.train.0.max_rows 10   # sampled as its run samples\n"
+        "hone generate gsm8k --n_samples_per_prompt 4 --output four.jsonl",
+    ),
+    "simulate": _FirstPage(
+        "simulate.gpus simulate.gpu simulate.lengths.median simulate.lengths.path"
+        " simulate.staleness model.path rollout.prompts_per_step rollout.n_samples_per_prompt"
+        " rollout.max_completion_tokens output",
+        "hone simulate gsm8k --simulate.gpus 8 --output simulate.json",
+    ),
+    "bench engine": _FirstPage(
+        "model.path model.shape workload decode.batch decode.context engine.max_num_seqs"
+        " engine.gpu_memory_utilization against output",
+        "hone bench engine --model.shape qwen3-0.6b --workload groups",
+    ),
+    "bench train": _FirstPage(
+        "model.path model.shape rows.tokens rows.per_step trainer.max_tokens_per_microbatch"
+        " trainer.recompute objective steps output",
+        "hone bench train --model.shape qwen3-0.6b",
+    ),
 }
+"""By command: the keys that nearly everybody sets, in the order in which one thinks of them."""
 
-_MAX_WIDTH = 100
+
+def is_help(argv: Iterable[str]) -> bool:
+    """Whether help is asked for."""
+    return any(word in ("-h", "--help") for word in argv)
 
 
-def print_help(command: str, sections: Sequence[str]) -> int:
-    """Print the keys of a command's tree, or those of the named sections."""
-    tree = _PAGES[command]
-    shown = [field for field in fields(tree) if _selected(field, sections)]
-    if not shown:
-        raise UserError(
-            f"`hone {command}` has no section '{sections[0]}'; its sections are "
-            f"{', '.join(tree.model_fields)}."
-        )
+def print_help(command: str, argv: Sequence[str]) -> int:
+    """Print the first page of a command, or the keys of the sections that `argv` names; with the
+    values of a recipe where it names one. Flags in `argv` are not looked at.
+
+    Raises UserError for a word that is neither a section nor a recipe.
+    """
+    tree = ALL_TREES[command]
+    sections, recipe = _words(command, tree, argv)
+    values = {} if recipe is None else _values(tree, recipe)
+    shown = "" if recipe is None else recipe.stem
     console = Console(highlight=False)
     console.width = min(console.width, _MAX_WIDTH)
-    if not sections:
-        console.print(Text(" ".join((tree.__doc__ or "").split())))
-        console.print(f"usage: hone {command} [RECIPE] [--section.key VALUE ...]", markup=False)
-        if command in TREES:
-            console.print("--nproc N runs it in N processes of this host, one a GPU.", markup=False)
-        console.print(
-            "A switch needs no value: --a.flag, --no-a.flag. Lists: inline YAML, or --a.0 X."
-        )
-    for field in shown:
-        for line in _lines(field):
-            console.print(line)
-    if sections and any(field.key == "reward.functions" for field in shown):
-        console.print(_shapes())
+    if sections:
+        for number, section in enumerate(sections):
+            for line in _section(tree, section, values, shown, is_first=number == 0):
+                console.print(line)
+    else:
+        _print_first_page(console, command, tree, values, shown)
     return 0
 
 
-def _selected(field: Field, sections: Sequence[str]) -> bool:
-    if not sections:
-        return True
-    return any(field.path[: len(x.split("."))] == tuple(x.split(".")) for x in sections)
+def _words(command: str, tree: type[Section], argv: Sequence[str]) -> tuple[list[str], Path | None]:
+    """The sections that are named, and the recipe."""
+    sections: list[str] = []
+    recipe: Path | None = None
+    follows_flag = False
+    for word in argv:
+        is_flag = word.startswith("-")
+        if not is_flag and not follows_flag:
+            if word == _ALL or locate(tree, _path(word)) is not None:
+                sections.append(word)
+            elif recipe is None and (Path(word).is_file() or word in recipe_names()):
+                recipe = resolve_recipe(word)
+            else:
+                raise UserError(_unknown(command, tree, word))
+        follows_flag = is_flag and "=" not in word and word not in ("-h", "--help")
+    return sections, recipe
 
 
-def _lines(field: Field) -> Iterator[Text | Padding]:
-    """One key: a heading for a section, else `--key  allowed  [default]` over its help."""
-    if is_section(field.annotation):
-        yield Text.assemble("\n", (field.key, "bold underline"), f"  {field.help}")
+def _path(word: str) -> list[str]:
+    return word.removeprefix("--").replace("-", "_").split(".")
+
+
+def _unknown(command: str, tree: type[Section], word: str) -> str:
+    known = [*(field.key for field in fields(tree)), *recipe_names()]
+    near = get_close_matches(word, known, 1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return (
+        f"`hone {command}` has no section '{word}', and no recipe is called so.{hint} Sections: "
+        f"{', '.join(tree.model_fields)}. Recipes: {', '.join(recipe_names())}, or the path of a "
+        "YAML file."
+    )
+
+
+def _values(tree: type[Section], recipe: Path) -> dict[tuple[str, ...], Any]:
+    """What a recipe sets of a command's keys."""
+    own = parts(tree, read_recipe(recipe).values).own
+    found: dict[tuple[str, ...], Any] = {}
+    for path in key_paths(own):
+        value: Any = own
+        for part in path:
+            value = value[part]
+        found[path] = value
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            found.update({(*path, "0", *at): x for at, x in _leaves(value[0])})
+    return found
+
+
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from (((name, *at), x) for at, x in _leaves(value))
+        else:
+            yield (name,), value
+
+
+def _print_first_page(
+    console: Console,
+    command: str,
+    tree: type[Section],
+    values: Mapping[tuple[str, ...], Any],
+    recipe: str,
+) -> None:
+    page = _FIRST_PAGES[command]
+    console.print(Text(_joined(tree.__doc__)))
+    console.print(Text(f"\nusage: hone {command} [RECIPE] [--section.key VALUE ...]"))
+    if command in TREES:
+        console.print(Text("       --nproc N runs it in N processes of this host, one a GPU"))
+    console.print(Text("\nexamples:", "bold"))
+    console.print(Padding(Text(page.examples), (0, 0, 0, 2)), soft_wrap=True)
+    console.print(Text("\nkeys that nearly everybody sets:", "bold"))
+    everyday = [found for key in page.keys.split() if (found := locate(tree, key.split(".")))]
+    for field in everyday:
+        for line in _key(tree, field, values, recipe, is_brief=True):
+            console.print(line)
+    shown = {field.path for field in everyday}
+    others = [path for path in values if path not in shown and not _has_entries(path, values)]
+    if told := [field for path in others if (field := locate(tree, path))]:
+        console.print(Text(f"\nand what else {recipe} sets:", "bold"))
+        for field in told:
+            for line in _head(tree, field, values, recipe, is_brief=True):
+                console.print(line)
+    console.print(Text("\nall keys, by section:", "bold"))
+    width = max(map(len, tree.model_fields)) + 2
+    for name, info in tree.model_fields.items():
+        field = Field((name,), info.annotation, info)
+        text = Text.assemble("  ", (name.ljust(width), "cyan"), _sentence(field.help))
+        console.print(text, no_wrap=True, overflow="ellipsis")
+    words = f"hone {command}{f' {recipe}' if recipe else ''} --help"
+    console.print(Text(f"\n`{words} {_example(tree)}` shows a section, `{words} all` all of them."))
+    console.print(
+        Text("A switch needs no value: --a.flag, --no-a.flag. Lists: inline YAML, or --a.0 X.")
+    )
+
+
+def _example(tree: type[Section]) -> str:
+    names = [name for name, info in tree.model_fields.items() if is_section(info.annotation)]
+    return "rollout" if "rollout" in names else names[-1]
+
+
+def _section(
+    tree: type[Section],
+    name: str,
+    values: Mapping[tuple[str, ...], Any],
+    recipe: str,
+    *,
+    is_first: bool,
+) -> Iterator[Text | Padding]:
+    """A section: its heading, its own keys, then each section in it."""
+    if name == _ALL:
+        for number, part in enumerate(_sorted(tree, ())):
+            yield from _block(tree, part, values, recipe, is_first=is_first and number == 0)
         return
-    state = "required" if field.required else f"default: {_default(field.default)}"
-    yield Text.assemble(
-        "  ", (f"--{field.key}", "bold cyan"), f"  {field.allowed}  ", (f"[{state}]", "green")
-    )
-    yield Padding(Text(field.help), (0, 0, 0, 6), expand=False)
+    found = locate(tree, _path(name))
+    assert found is not None, f"{name=}"
+    yield from _block(tree, found, values, recipe, is_first=is_first)
 
 
-def _shapes() -> Table:
-    """What functions of each framework's shape are called with, and what they return."""
-    table = Table(
-        *("shape of", "known by", "arguments, by name", "returns"),
-        title="\nA function is called in the shape that its signature shows",
-        title_justify="left",
-        show_lines=True,
+def _block(
+    tree: type[Section],
+    field: Field,
+    values: Mapping[tuple[str, ...], Any],
+    recipe: str,
+    *,
+    is_first: bool,
+) -> Iterator[Text | Padding]:
+    if is_section(field.annotation):
+        heading = Text.assemble((field.key, "bold underline"), f"  {field.help}")
+        yield heading if is_first else Text.assemble("\n", heading)
+    else:
+        if _has_keys(field) and not is_first:
+            yield Text()
+        yield from _key(tree, field, values, recipe)
+    for entry in _sorted(tree, field.path):
+        yield from _block(tree, entry, values, recipe, is_first=False)
+
+
+def _has_keys(field: Field) -> bool:
+    """Whether it is a section, or a list of sections."""
+    return is_section(field.annotation) or (
+        get_origin(field.annotation) is tuple and is_section(get_args(field.annotation)[0])
     )
-    for shape in (OWN, *SHAPES):
-        arguments = ", ".join(shape.given)
-        if shape.takes_columns:
-            arguments += "; any column of the data"
-        arguments += f". {shape.called_with[0].upper()}{shape.called_with[1:]}"
-        known = "everything else" if shape.mark is None else shape.mark
-        table.add_row(shape.framework, known, arguments, shape.returns)
-    return table
+
+
+def _has_entries(path: tuple[str, ...], values: Mapping[tuple[str, ...], Any]) -> bool:
+    return any(other[: len(path)] == path and len(other) > len(path) for other in values)
+
+
+def _sorted(tree: type[Section], above: tuple[str, ...]) -> list[Field]:
+    """What is directly below a path: plain keys first, since a section's keys would run into those
+    that follow it."""
+    below = [
+        field
+        for field in fields(tree)
+        if field.path[:-1] == above or (field.path[:-2] == above and field.path[-2:-1] == ("0",))
+    ]
+    return sorted(below, key=_has_keys)
+
+
+def _key(
+    tree: type[Section],
+    field: Field,
+    values: Mapping[tuple[str, ...], Any],
+    recipe: str,
+    *,
+    is_brief: bool = False,
+) -> Iterator[Text | Padding]:
+    """One key: `--key  allowed  [default]` over its help."""
+    yield from _head(tree, field, values, recipe, is_brief=is_brief)
+    help_text = _sentence(field.help) if is_brief else field.help
+    yield Padding(Text(help_text), (0, 0, 0, 6), expand=False)
+
+
+def _head(
+    tree: type[Section],
+    field: Field,
+    values: Mapping[tuple[str, ...], Any],
+    recipe: str,
+    *,
+    is_brief: bool = False,
+) -> Iterator[Text | Padding]:
+    """In one line where it fits 80 columns, else what is allowed stands below the key."""
+    key = Text.assemble("  ", (f"--{field.key}", "bold cyan"))
+    parts: list[Any] = [] if is_brief else [field.allowed, "  "]
+    if field.path in values:
+        parts += [(f"[{recipe}: {_default(values[field.path])}]", "bold green"), "  "]
+    told = Text.assemble(*parts, (f"[{_state(tree, field)}]", "green"))
+    if key.cell_len + 2 + told.cell_len <= _NARROW:
+        yield Text.assemble(key, "  ", told)
+    else:
+        yield key
+        yield Padding(told, (0, 0, 0, 6), expand=False)
+
+
+def _state(tree: type[Section], field: Field) -> str:
+    """Whether it is required, else its default; of an entry that of the list it is in."""
+    if "0" in field.path:
+        at = field.path.index("0")
+        entries = locate(tree, field.path[:at])
+        assert entries is not None, f"{field.path=}"
+        if not entries.required and field.required:
+            first: Any = (entries.default or [None])[0]
+            found = None if first is None else getattr(first, field.path[at + 1])
+            return "required in an entry" if found is None else f"default: {_default(found)}"
+    return "required" if field.required else f"default: {_default(field.default)}"
+
+
+def _sentence(text: str) -> str:
+    """The first sentence of a help text."""
+    return text.partition(". ")[0].rstrip(".")
+
+
+def _joined(text: str | None) -> str:
+    return " ".join((text or "").split())
 
 
 def _default(value: Any) -> str:
-    """A default as it would be typed."""
+    """A value as it would be typed."""
     match value:
         case None:
             return "unset"
         case bool() | float() | int():
             return json.dumps(value)
-        case tuple():
-            return json.dumps([_plain(item) for item in value])
+        case tuple() | list():
+            return json.dumps([_plain(item) for item in value], ensure_ascii=False)
         case _:
             return str(value) or '""'
 

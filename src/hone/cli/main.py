@@ -30,6 +30,7 @@ COMMANDS = {
     "simulate": "predict step times on GPUs, for every mode and split; needs none",
     "check": "check a recipe and print its derived numbers; needs no GPU",
     "recipes": "list the recipes that come with hone, show or copy one",
+    "completion": "print a script that completes keys and values in your shell",
 }
 
 _RECIPE_COMMANDS = ("rl", "sft", "generate", "eval")
@@ -42,7 +43,8 @@ usage: hone COMMAND [RECIPE] [--section.key VALUE ...]
 {commands}
 
 RECIPE is a YAML file or the name of a built-in; flags win over it.
-`hone COMMAND --help` explains every key, `hone rl --help rollout` one section.
+`hone rl --help` shows what nearly everybody sets, `hone rl --help rollout` all
+keys of a section, `hone rl gsm8k --help` the values of a recipe.
 
 examples:
   hone quickstart
@@ -161,7 +163,7 @@ def _dispatch(arguments: list[str]) -> int:
     if command in _RECIPE_COMMANDS and any(word in ("-h", "--help") for word in rest):
         from hone.cli.help import print_help
 
-        return print_help(command, [word for word in rest if not word.startswith("-")])
+        return print_help(command, rest)
     return import_module(f"hone.cli.{command}").run(rest)
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hone.cli.command import load_checked, plan_here
-from hone.cli.help import print_help
+from hone.cli.help import is_help, print_help
 from hone.config import UserError
 from hone.config.rules import findings
 from hone.config.tree import SimulateConfig
@@ -64,10 +64,9 @@ _log = logging.getLogger(__name__)
 
 def run(argv: Sequence[str]) -> int:
     """Simulate and print the ranking; write the numbers and the plot where that is asked for."""
-    if not argv or any(word in ("-h", "--help") for word in argv):
-        sections = [word for word in argv if not word.startswith("-")]
-        if sections:
-            return print_help("simulate", sections)
+    if not argv or is_help(argv):
+        if any(not word.startswith("-") for word in argv):
+            return print_help("simulate", argv)
         sys.stdout.write(_USAGE)
         return 0
     if any(word.partition("=")[0] == "--nproc" for word in argv):
