@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 from hone.cli.report import run as report_command
 from hone.config.paths import settings_file
 from hone.observe.differences import differences, flat
+from hone.observe.histogram import Histogram
 from hone.observe.loggers import append_event
 from hone.observe.report.charts import MAX_POINTS
 from hone.observe.report.write import told_apart, write_report
@@ -291,7 +293,20 @@ def test_histograms_of_steps_lie_on_common_bins(tmp_path: Path) -> None:
     chart = charts_of(render(tmp_path)[0])["Rewards"]
     assert (chart["low"], chart["high"], chart["steps"]) == (0.0, 2.0, [1, 2, 3])
     held = [{bin: share for bin, share in enumerate(column) if share} for column in chart["shares"]]
-    assert held == [{0: 0.75, 15: 0.25}, {15: 0.75, 29: 0.25}, {0: 0.75, 29: 0.25}]
+    assert held == [{0: 0.75, 15: 0.25}, {15: 0.75, 30: 0.25}, {0: 0.75, 30: 0.25}]
+
+
+def test_steps_of_equal_values_do_not_widen_the_range(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    rows = [
+        {"step": step, "split": "train", "reward": asdict(found)}
+        for step, values in enumerate(([1.0, 1.0], [0.0, 1.0], [0.0]))
+        if (found := Histogram.of(values)) is not None
+    ]
+    (tmp_path / "histograms.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chart = charts_of(render(tmp_path)[0])["Rewards"]
+    assert (chart["low"], chart["high"]) == (0.0, 1.0)
+    assert [(column[0], column[-1]) for column in chart["shares"]] == [(0, 1), (0.5, 0.5), (1, 0)]
 
 
 def compared(tmp_path: Path) -> list[Path]:

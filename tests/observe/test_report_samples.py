@@ -325,6 +325,30 @@ def test_cards_show_each_sample_and_escape_what_models_write() -> None:
 
 
 @needs_node
+@pytest.mark.parametrize(
+    ("zoom", "kept"),
+    [
+        ("null", [1, 2, 4, 8, 9]),
+        ("[2, 8]", [1, 2, 4, 8, 9]),  # curves go on to the neighbours on either side
+        ("[4, 4]", [2, 4, 8]),
+        ("[5, 6]", [4, 8]),
+        ("[20, 30]", [9]),
+        ("[0, 1]", [1, 2]),
+    ],
+)
+def test_a_zoom_keeps_its_steps(zoom: str, kept: list[int]) -> None:
+    steps = "[1, 2, 4, 8, 9]"
+    assert run_script(f"(ZOOM = {zoom}, {steps}.slice(...visible({steps})))") == kept
+
+
+@needs_node
+def test_a_curve_of_many_points_is_drawn_by_means() -> None:
+    points = "thin([1, 2, 3, 4, 5], [1, null, 5, null, null], 3)"
+    assert run_script(points) == {"steps": [2, 4, 5], "values": [1, 5, None]}
+    assert run_script("thin([1, 2], [3, 4], 2)") == {"steps": [1, 2], "values": [3, 4]}
+
+
+@needs_node
 def test_the_packed_page_opens(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=3)
     html = write_report(folder).read_text()

@@ -10,7 +10,8 @@ import numpy as np
 
 __all__ = ["Histogram"]
 
-NUM_BINS = 30
+NUM_BINS = 31
+"""Odd: the middle of a bin is the middle of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Histogram:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Histogram | None:
-        """Of finite values; None without any. Equal values share the middle bin of a width of 1."""
+        """Of finite values; None without any. Equal values are in the middle of a range of 1."""
         held = np.asarray(values, dtype=np.float64)
         held = held[np.isfinite(held)]
         if not held.size:

@@ -16,11 +16,13 @@ const number = (v) => {
 };
 const percent = (v) => (v === null ? "–" : `${Number((100 * v).toPrecision(3))} %`);
 // Significant digits that tell the marks of an axis, which lie `step` apart, from each other.
-const digitsFor = (v, step) => Math.min(Math.max(3, Math.floor(Math.log10(Math.abs(v) / step) + 1e-9) + 2), 15);
+const digitsFor = (v, step) =>
+  Math.min(Math.max(3, Math.floor(Math.log10(Math.abs(v) / step) + 1e-9) + 2), 15);
 // The label of a mark.
 function tick(v, step) {
   if (v === 0) return "0";
-  const a = Math.abs(v), digits = digitsFor(v, step);
+  const a = Math.abs(v);
+  const digits = digitsFor(v, step);
   if (a >= 1e6) return `${Number((v / 1e6).toPrecision(digits))}M`;
   if (a >= 1e4) return `${Number((v / 1e3).toPrecision(digits))}k`;
   if (a < 1e-3) return Number(v.toPrecision(digits)).toExponential();
@@ -38,7 +40,8 @@ function tickStep(low, high, count) {
 // Its marks.
 function ticks(low, high, step) {
   const found = [];
-  for (let k = Math.ceil(low / step - 1e-9) || 0; k * step <= high + step * 1e-9; k++) found.push(k * step + 0);
+  for (let k = Math.ceil(low / step - 1e-9) || 0; k * step <= high + step * 1e-9; k++)
+    found.push(k * step + 0);
   return found;
 }
 
@@ -54,18 +57,23 @@ function axis(values, scale) {
   const log = scale === "log" && values.some((v) => v > 0);
   const of = log ? (v) => (v > 0 ? Math.log10(v) : null) : (v) => v;
   const mapped = values.map(of).filter((v) => v !== null && v !== undefined);
-  let low = Math.min(...mapped), high = Math.max(...mapped);
+  let low = Math.min(...mapped);
+  let high = Math.max(...mapped);
   if (!mapped.length) [low, high] = [0, 1];
   if (log) [low, high] = [Math.floor(low), Math.max(Math.ceil(high), Math.floor(low) + 1)];
   else if (scale !== "linear") low = Math.min(low, 0);
-  if (high - low <= 1e-9 * Math.abs(high)) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
+  if (high - low <= 1e-9 * Math.abs(high))
+    [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];
   const step = tickStep(low, high, 4);
   if (!log) {
     low = scale !== "linear" && low >= 0 ? 0 : Math.floor(low / step + 1e-9) * step;
     high = Math.ceil(high / step - 1e-9) * step;
   }
-  const label = log ? (e) => (Math.abs(e) < 3 ? String(Number((10 ** e).toPrecision(1))) : `1e${e}`)
-    : scale === "share" ? (v) => `${v === 0 ? 0 : Number((100 * v).toPrecision(digitsFor(v, step)))}%` : (v) => tick(v, step);
+  const label = log
+    ? (e) => (Math.abs(e) < 3 ? String(Number((10 ** e).toPrecision(1))) : `1e${e}`)
+    : scale === "share"
+      ? (v) => `${v === 0 ? 0 : Number((100 * v).toPrecision(digitsFor(v, step)))}%`
+      : (v) => tick(v, step);
   return { of, low, high, marks: log ? decades(low, high) : ticks(low, high, step), label };
 }
 
@@ -79,10 +87,11 @@ function isNoisy(values) {
 // Running median, then running mean, both centred: no lag, and a spike stays out of its neighbours.
 function smooth(values) {
   const reach = Math.max(2, Math.round(values.length / 50));
-  const filter = (list, reduce) => list.map((v, i) => {
-    const near = list.slice(Math.max(0, i - reach), i + reach + 1).filter((w) => w !== null);
-    return v === null || !near.length ? null : reduce(near);
-  });
+  const filter = (list, reduce) =>
+    list.map((v, i) => {
+      const near = list.slice(Math.max(0, i - reach), i + reach + 1).filter((w) => w !== null);
+      return v === null || !near.length ? null : reduce(near);
+    });
   const median = (list) => list.sort((a, b) => a - b)[list.length >> 1];
   return filter(filter(values, median), (list) => list.reduce((a, b) => a + b) / list.length);
 }
@@ -91,7 +100,8 @@ function smooth(values) {
 let ZOOM = null;
 function visible(steps) {
   if (ZOOM === null) return [0, steps.length];
-  let from = steps.findIndex((s) => s >= ZOOM[0]), to = steps.findIndex((s) => s > ZOOM[1]);
+  let from = steps.findIndex((s) => s >= ZOOM[0]);
+  let to = steps.findIndex((s) => s > ZOOM[1]);
   if (from < 0) from = steps.length;
   if (to < 0) to = steps.length;
   return [Math.max(from - 1, 0), Math.min(to + 1, steps.length)];
@@ -112,47 +122,77 @@ function thin(steps, values, count) {
 
 function path(points) {
   let pen = "M";
-  return points.map((p) => {
-    if (p === null) return (pen = "M", "");
-    const part = `${pen}${p[0].toFixed(1)} ${p[1].toFixed(1)}`;
-    pen = "L";
-    return part;
-  }).join("");
+  return points
+    .map((p) => {
+      if (p === null) return ((pen = "M"), "");
+      const part = `${pen}${p[0].toFixed(1)} ${p[1].toFixed(1)}`;
+      pen = "L";
+      return part;
+    })
+    .join("");
+}
+
+// An SVG element as text; numbers are rounded to a hundredth of a pixel.
+function svg(name, attributes, content = "") {
+  const text = (value) => (typeof value === "number" ? Math.round(100 * value) / 100 : value);
+  const shown = Object.entries(attributes).map(([key, value]) => `${key}="${text(value)}"`);
+  return `<${name} ${shown.join(" ")}>${content}</${name}>`;
+}
+
+// A picture that is drawn to the pixel; where its place has another size, as on paper, it is scaled.
+function picture(plot, content) {
+  const viewBox = `0 0 ${plot.clientWidth} ${plot.clientHeight}`;
+  return svg("svg", { viewBox, preserveAspectRatio: "xMinYMid meet" }, content);
+}
+
+// Lines and numbers at the marks of the vertical axis.
+function horizontals(y, sy, left, right) {
+  return y.marks
+    .map((m) => [
+      svg("line", { class: "grid", x1: left, x2: right, y1: sy(m), y2: sy(m) }),
+      svg("text", { x: left - 8, y: sy(m), dy: 3.5, "text-anchor": "end" }, y.label(m)),
+    ])
+    .flat()
+    .join("");
 }
 
 // Axes and their marks; `sx` and `sy` map steps and values to pixels. With `slots` each of so many
 // steps, which need not be evenly apart, has a slot of equal width, and `sx` maps their positions.
 function frame(plot, [first, last], y, slots = null) {
-  const width = plot.clientWidth, height = plot.clientHeight;
-  const labels = y.marks.map(y.label), left = Math.max(PAD.left, 12 + 6.5 * Math.max(...labels.map((l) => l.length)));
-  const right = width - PAD.right, bottom = height - PAD.bottom;
-  const slot = slots ? (right - left) / slots.length : 0, span = last - first;
-  const sx = slots ? (i) => left + (i + 0.5) * slot : (s) => (span ? left + ((s - first) / span) * (right - left) : (left + right) / 2);
+  const width = plot.clientWidth;
+  const widest = Math.max(...y.marks.map((m) => y.label(m).length));
+  const left = Math.max(PAD.left, 12 + 6.5 * widest);
+  const right = width - PAD.right;
+  const bottom = plot.clientHeight - PAD.bottom;
+  const slot = slots ? (right - left) / slots.length : 0;
+  const span = last - first;
+  const sx = slots
+    ? (i) => left + (i + 0.5) * slot
+    : (s) => (span ? left + ((s - first) / span) * (right - left) : (left + right) / 2);
   const sy = (v) => bottom - ((v - y.low) / (y.high - y.low)) * (bottom - PAD.top);
-  let svg = "";
-  y.marks.forEach((m, k) => {
-    const at = sy(m).toFixed(1);
-    svg += `<line class="grid" x1="${left}" x2="${right}" y1="${at}" y2="${at}"/>`;
-    svg += `<text x="${left - 8}" y="${at}" dy="3.5" text-anchor="end">${labels[k]}</text>`;
-  });
-  svg += `<line class="axis" x1="${left}" x2="${right}" y1="${bottom}" y2="${bottom}"/>`;
-  const apart = tickStep(first, last, width < 420 ? 4 : 6);
-  for (const s of span ? ticks(first, last, apart) : [first]) {
-    if (!Number.isInteger(s) || s < first) continue;
-    const at = sx(slots ? nearest(slots, s) : s).toFixed(1);
-    svg += `<text x="${at}" y="${bottom + 16}" text-anchor="middle">${tick(s, apart)}</text>`;
-  }
-  svg += `<text x="${right}" y="${bottom + 29}" text-anchor="end">step</text>`;
-  const stepAt = slots ? (x) => slots[Math.min(Math.max(Math.floor((x - left) / slot), 0), slots.length - 1)]
+  const stepAt = slots
+    ? (x) => slots[Math.min(Math.max(Math.floor((x - left) / slot), 0), slots.length - 1)]
     : (x) => first + (Math.min(Math.max(x - left, 0), right - left) / (right - left || 1)) * span;
-  return { sx, sy, svg, slot, left, right, bottom, stepAt };
+  const apart = tickStep(first, last, width < 420 ? 4 : 6);
+  const named = (span ? ticks(first, last, apart) : [first]).filter((s) => Number.isInteger(s) && s >= first);
+  const middle = { y: bottom + 16, "text-anchor": "middle" };
+  const axes = [
+    horizontals(y, sy, left, right),
+    svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }),
+    ...named.map((s) => svg("text", { x: sx(slots ? nearest(slots, s) : s), ...middle }, tick(s, apart))),
+    svg("text", { x: right, y: bottom + 29, "text-anchor": "end" }, "step"),
+  ];
+  return { sx, sy, slot, left, right, bottom, stepAt, axes: axes.join("") };
 }
 
+// The position of the ascending step that is nearest.
 function nearest(steps, target) {
-  let low = 0, high = steps.length - 1;
+  let low = 0;
+  let high = steps.length - 1;
   while (high - low > 1) {
     const middle = (low + high) >> 1;
-    if (steps[middle] < target) low = middle; else high = middle;
+    if (steps[middle] < target) low = middle;
+    else high = middle;
   }
   return Math.abs(steps[low] - target) <= Math.abs(steps[high] - target) ? low : high;
 }
@@ -160,21 +200,34 @@ function nearest(steps, target) {
 function showTip(event, html) {
   TIP.innerHTML = html;
   TIP.hidden = false;
-  const box = TIP.getBoundingClientRect(), gap = 16;
-  const x = event.clientX + gap + box.width > innerWidth ? event.clientX - gap - box.width : event.clientX + gap;
+  const box = TIP.getBoundingClientRect();
+  const gap = 16;
+  const toTheLeft = event.clientX + gap + box.width > innerWidth;
+  const x = toTheLeft ? event.clientX - gap - box.width : event.clientX + gap;
+  const y = Math.min(event.clientY + gap, innerHeight - box.height - 4);
   TIP.style.left = `${Math.max(4, x)}px`;
-  TIP.style.top = `${Math.max(4, Math.min(event.clientY + gap, innerHeight - box.height - 4))}px`;
+  TIP.style.top = `${Math.max(4, y)}px`;
 }
+
+// What a pointer moves over a chart: a line at its step, and the steps that a drag has chosen.
+const marks = (f) =>
+  svg("rect", { class: "chosen", y: PAD.top, height: f.bottom - PAD.top, width: 0 }) +
+  svg("line", { class: "cursor", style: "display:none", y1: PAD.top, y2: f.bottom });
 
 // Calls `describe(step)` for the step under the pointer, which returns a pixel to mark and what to
 // show there, and lets a drag choose the steps to zoom to.
 function interact(plot, f, describe) {
-  const cursor = plot.querySelector(".cursor"), chosen = plot.querySelector(".chosen");
+  const cursor = plot.querySelector(".cursor");
+  const chosen = plot.querySelector(".chosen");
+  const xOf = (event) => event.clientX - plot.getBoundingClientRect().left;
   let start = null;
-  const x = (event) => event.clientX - plot.getBoundingClientRect().left;
-  plot.onpointerdown = (event) => { start = x(event); plot.setPointerCapture(event.pointerId); plot.onpointermove(event); };
+  plot.onpointerdown = (event) => {
+    start = xOf(event);
+    plot.setPointerCapture(event.pointerId);
+    plot.onpointermove(event);
+  };
   plot.onpointermove = (event) => {
-    const now = x(event);
+    const now = xOf(event);
     if (start !== null && Math.abs(now - start) > 5) {
       chosen.setAttribute("x", Math.max(Math.min(start, now), f.left));
       chosen.setAttribute("width", Math.min(Math.abs(now - start), f.right - f.left));
@@ -186,121 +239,199 @@ function interact(plot, f, describe) {
     showTip(event, html);
   };
   plot.onpointerup = (event) => {
-    const from = start, to = x(event);
+    const [from, to] = [start, xOf(event)].sort((a, b) => a - b);
+    const isDrag = start !== null && to - from > 5;
     start = null;
-    if (from !== null && Math.abs(to - from) > 5) zoomTo([f.stepAt(Math.min(from, to)), f.stepAt(Math.max(from, to))]);
+    if (isDrag) zoomTo([f.stepAt(from), f.stepAt(to)]);
   };
   plot.ondblclick = () => zoomTo(null);
-  plot.onpointercancel = plot.onpointerleave = () => { TIP.hidden = true; cursor.style.display = "none"; start = null; chosen.setAttribute("width", 0); };
+  plot.onpointercancel = plot.onpointerleave = () => {
+    TIP.hidden = true;
+    cursor.style.display = "none";
+    start = null;
+    chosen.setAttribute("width", 0);
+  };
 }
 
-const row = (swatch, label, value) => `<div><i style="background:${swatch}"></i>${escapeHtml(label)}<b>${value}</b></div>`;
-// Drawn to the pixel; where the place has another size, as on paper, it is scaled.
-const svgTag = (plot) => `<svg viewBox="0 0 ${plot.clientWidth} ${plot.clientHeight}" preserveAspectRatio="xMinYMid meet">`;
-const marks = (f) => `<rect class="chosen" y="${PAD.top}" height="${f.bottom - PAD.top}" width="0"/><line class="cursor" style="display:none" y1="${PAD.top}" y2="${f.bottom}"/>`;
+const row = (swatch, label, value) =>
+  `<div><i style="background:${swatch}"></i>${escapeHtml(label)}<b>${value}</b></div>`;
 const stepLine = (step) => `<span class="dim">step ${Math.round(step).toLocaleString("en")}</span>`;
 const lastOf = (values) => values.reduce((held, v) => (v === null ? held : v), null);
-const range = (lists) => [Math.min(...lists.map((l) => l[0])), Math.max(...lists.map((l) => l[l.length - 1]))];
+
+function drawLegend(figure, entries) {
+  const entry = ([ink, label, value]) =>
+    `<span><i style="background:${ink}"></i>${escapeHtml(label)}<b>${value}</b></span>`;
+  figure.querySelector(".legend").innerHTML = entries.map(entry).join("");
+}
+
+// A line of a chart as it is drawn: its points in the zoom, and with `band` those of two edges.
+// One that was measured at some steps only keeps all, to be drawn up to the borders.
+function lineInZoom(line, number, band, most) {
+  const steps = DATA.steps[line.run];
+  const [from, to] = visible(steps);
+  const cut = (values) =>
+    line.sparse ? { steps, values } : thin(steps.slice(from, to), values.slice(from, to), most);
+  return {
+    ...cut(line.values),
+    sparse: line.sparse,
+    edges: band ? band.map((edge) => cut(edge).values) : [],
+    label: SEVERAL ? DATA.names[line.run] : line.label,
+    ink: color(SEVERAL ? line.run : number),
+    last: lastOf(line.values),
+  };
+}
+
+// A curve through the points `[x, y]` or null; a noisy one stands back behind its smooth course.
+function curve(line, at) {
+  const stroke = { fill: "none", stroke: line.ink, "stroke-linejoin": "round" };
+  const points = line.values.map(at);
+  if (line.sparse || line.values.filter((v) => v !== null).length < 2) {
+    const held = points.filter((p) => p !== null);
+    const dot = { r: 3, fill: "var(--card)", stroke: line.ink, "stroke-width": 1.6 };
+    const dots = held.map(([cx, cy]) => svg("circle", { cx, cy, ...dot }));
+    return svg("path", { d: path(held), ...stroke, "stroke-width": 1.6 }) + dots.join("");
+  }
+  if (!isNoisy(line.values)) return svg("path", { d: path(points), ...stroke, "stroke-width": 1.7 });
+  return (
+    svg("path", { d: path(points), ...stroke, "stroke-width": 1, opacity: 0.32 }) +
+    svg("path", { d: path(smooth(line.values).map(at)), ...stroke, "stroke-width": 1.9 })
+  );
+}
+
+function area(line, at) {
+  const [low, high] = line.edges.map((edge) => edge.map(at).filter((p) => p !== null));
+  return svg("path", { d: `${path(high.concat(low.reverse()))}Z`, fill: line.ink, opacity: 0.13 });
+}
 
 function drawCurves(figure, chart) {
-  const plot = figure.querySelector(".plot"), format = chart.scale === "share" ? percent : number;
+  const plot = figure.querySelector(".plot");
+  const format = chart.scale === "share" ? percent : number;
   const most = Math.max(plot.clientWidth / 1.5, 60);
-  const lines = chart.lines.map((line, k) => {
-    const steps = DATA.steps[line.run], [from, to] = visible(steps);
-    const cut = (values) => (line.sparse ? { steps, values } : thin(steps.slice(from, to), values.slice(from, to), most));
-    return { ...line, ...cut(line.values), all: line.values, edges: k === 0 && chart.band ? chart.band.map((edge) => cut(edge).values) : null,
-      label: SEVERAL ? DATA.names[line.run] : line.label, ink: color(SEVERAL ? line.run : k) };
-  });
-  const shown = lines.filter((l) => l.steps.length), span = ZOOM ?? range(shown.map((l) => l.steps));
-  const inside = (l) => (v, i) => v !== null && (!l.sparse || (l.steps[i] >= span[0] && l.steps[i] <= span[1]));
-  const every = shown.flatMap((l) => [l.values, ...(l.edges ?? [])].flatMap((values) => values.filter(inside(l))));
-  const y = axis(every, chart.scale), f = frame(plot, span, y);
-  const clip = `clip-${figure.dataset.section}-${figure.dataset.chart}`;
-  let drawn = "";
-  for (const line of shown) {
+  const lines = chart.lines
+    .map((line, k) => lineInZoom(line, k, k === 0 ? chart.band : null, most))
+    .filter((line) => line.steps.length);
+  const steps = lines.flatMap((line) => [line.steps[0], line.steps[line.steps.length - 1]]);
+  const span = ZOOM ?? [Math.min(...steps), Math.max(...steps)];
+  const isInside = (line, i) => !line.sparse || (line.steps[i] >= span[0] && line.steps[i] <= span[1]);
+  const heights = lines.flatMap((line) =>
+    [line.values, ...line.edges].flatMap((list) => list.filter((v, i) => v !== null && isInside(line, i))),
+  );
+  const y = axis(heights, chart.scale);
+  const f = frame(plot, span, y);
+  const drawn = lines.map((line) => {
     const at = (v, i) => (v === null || y.of(v) === null ? null : [f.sx(line.steps[i]), f.sy(y.of(v))]);
-    if (line.edges) {
-      const [low, high] = line.edges.map((edge) => edge.map(at).filter((p) => p !== null));
-      drawn += `<path d="${path(high.concat(low.reverse()))}Z" fill="${line.ink}" opacity="0.13"/>`;
-    }
-    const points = line.values.map(at);
-    if (line.sparse || line.values.filter((v) => v !== null).length < 2) {
-      const held = points.filter((p) => p !== null);
-      drawn += `<path d="${path(held)}" fill="none" stroke="${line.ink}" stroke-width="1.6"/>`;
-      for (const p of held) drawn += `<circle cx="${p[0].toFixed(1)}" cy="${p[1].toFixed(1)}" r="3" fill="var(--card)" stroke="${line.ink}" stroke-width="1.6"/>`;
-    } else {
-      const noisy = isNoisy(line.values);
-      drawn += `<path d="${path(points)}" fill="none" stroke="${line.ink}" stroke-width="${noisy ? 1 : 1.7}" opacity="${noisy ? 0.32 : 1}" stroke-linejoin="round"/>`;
-      if (noisy) drawn += `<path d="${path(smooth(line.values).map(at))}" fill="none" stroke="${line.ink}" stroke-width="1.9" stroke-linejoin="round"/>`;
-    }
-  }
-  plot.innerHTML = `${svgTag(plot)}${f.svg}<clipPath id="${clip}"><rect x="${f.left - 4}" width="${f.right - f.left + 8}" y="0" height="${f.bottom + 4}"/></clipPath><g clip-path="url(#${clip})">${drawn}</g>${marks(f)}</svg>`;
-  figure.querySelector(".legend").innerHTML = lines.map((l) =>
-    `<span><i style="background:${l.ink}"></i>${escapeHtml(l.label)}<b>${format(lastOf(l.all))}</b></span>`).join("");
+    return (line.edges.length ? area(line, at) : "") + curve(line, at);
+  });
+  const id = `clip-${figure.dataset.section}-${figure.dataset.chart}`;
+  const inside = { x: f.left - 4, width: f.right - f.left + 8, y: 0, height: f.bottom + 4 };
+  const clip = svg("clipPath", { id }, svg("rect", inside));
+  const clipped = svg("g", { "clip-path": `url(#${id})` }, drawn.join(""));
+  plot.innerHTML = picture(plot, f.axes + clip + clipped + marks(f));
+  drawLegend(
+    figure,
+    lines.map((line) => [line.ink, line.label, format(line.last)]),
+  );
+  const told = lines.map((line) => {
+    const held = line.steps.map((step, i) => ({ line, step, i })).filter(({ i }) => line.values[i] !== null);
+    return { held, steps: held.map(({ step }) => step) };
+  });
   interact(plot, f, (target) => {
-    const found = shown.map((l) => {
-      const held = l.steps.map((s, i) => [s, i]).filter(([, i]) => l.values[i] !== null);
-      const i = held.length ? held[nearest(held.map(([s]) => s), target)][1] : 0;
-      return { ...l, i, step: l.steps[i] };
-    });
-    const close = Math.min(...found.map((l) => Math.abs(l.step - target)));
-    const near = found.filter((l) => Math.abs(l.step - target) <= close + 1e-9);
-    const step = near[0].step;
-    return [f.sx(step), stepLine(step) + near.map((l) => (l.values[l.i] === null ? "" : row(l.ink, l.label, format(l.values[l.i])))
-      + (l.edges ? row("transparent", "p05 to p95", `${number(l.edges[0][l.i])} to ${number(l.edges[1][l.i])}`) : "")).join("")];
+    const found = told
+      .filter(({ held }) => held.length)
+      .map(({ held, steps }) => held[nearest(steps, target)]);
+    if (!found.length) return [f.sx(target), stepLine(target)];
+    const closest = found.reduce((a, b) => (Math.abs(b.step - target) < Math.abs(a.step - target) ? b : a));
+    const rows = found
+      .filter(({ step }) => step === closest.step)
+      .map(({ line, i }) => {
+        const edges = line.edges.map((edge) => number(edge[i])).join(" to ");
+        const own = row(line.ink, line.label, format(line.values[i]));
+        return own + (edges ? row("transparent", "p05 to p95", edges) : "");
+      });
+    return [f.sx(closest.step), stepLine(closest.step) + rows.join("")];
   });
 }
 
 // Steps of a chart that has its own, and its lists of values, in the zoom.
 function zoomed(chart, lists) {
-  let [from, to] = visible(chart.steps);
-  if (ZOOM !== null && to - from > 2) [from, to] = [chart.steps[from] < ZOOM[0] ? from + 1 : from, chart.steps[to - 1] > ZOOM[1] ? to - 1 : to];
-  return [chart.steps.slice(from, to), lists.map((list) => list.slice(from, to))];
+  const kept = chart.steps
+    .map((s, i) => [s, i])
+    .filter(([s]) => ZOOM === null || (s >= ZOOM[0] && s <= ZOOM[1]));
+  if (!kept.length) kept.push([chart.steps[nearest(chart.steps, ZOOM[0])], nearest(chart.steps, ZOOM[0])]);
+  return [kept.map(([s]) => s), lists.map((list) => kept.map(([, i]) => list[i]))];
 }
 
 function drawBars(figure, chart) {
   const plot = figure.querySelector(".plot");
-  const ink = (k) => (chart.lines[k].rest ? "var(--rest)" : color(k));
-  const [steps, values] = zoomed(chart, chart.lines.map((l) => l.values));
+  const inks = chart.lines.map((line, k) => (line.rest ? "var(--rest)" : color(k)));
+  const [steps, values] = zoomed(
+    chart,
+    chart.lines.map((line) => line.values),
+  );
   const sums = steps.map((_, i) => values.reduce((sum, list) => sum + (list[i] ?? 0), 0));
-  const y = axis(sums, "zero"), f = frame(plot, [steps[0], steps[steps.length - 1]], y, steps);
-  const wide = Math.max(f.slot - (f.slot > 5 ? 2 : f.slot > 2.5 ? 1 : 0), 0.8);
-  let svg = f.svg;
-  steps.forEach((_, i) => {
+  const f = frame(plot, [steps[0], steps[steps.length - 1]], axis(sums, "zero"), steps);
+  const width = Math.max(f.slot - (f.slot > 5 ? 2 : f.slot > 2.5 ? 1 : 0), 0.8);
+  const bars = steps.map((_, i) => {
     let base = 0;
-    values.forEach((list, k) => {
-      const v = list[i] ?? 0;
-      if (v > 0) svg += `<rect x="${(f.sx(i) - wide / 2).toFixed(2)}" width="${wide.toFixed(2)}" y="${f.sy(base + v).toFixed(2)}" height="${(f.sy(base) - f.sy(base + v)).toFixed(2)}" fill="${ink(k)}"/>`;
-      base += v;
-    });
+    return values
+      .map((list, k) => {
+        const from = base;
+        base += list[i] ?? 0;
+        const height = f.sy(from) - f.sy(base);
+        return height > 0
+          ? svg("rect", { x: f.sx(i) - width / 2, width, y: f.sy(base), height, fill: inks[k] })
+          : "";
+      })
+      .join("");
   });
-  plot.innerHTML = `${svgTag(plot)}${svg}${marks(f)}</svg>`;
-  figure.querySelector(".legend").innerHTML = chart.lines.map((l, k) =>
-    `<span><i style="background:${ink(k)}"></i>${escapeHtml(l.label)}<b>${percent(l.share)}</b></span>`).join("");
+  plot.innerHTML = picture(plot, f.axes + bars.join("") + marks(f));
+  drawLegend(
+    figure,
+    chart.lines.map((line, k) => [inks[k], line.label, percent(line.share)]),
+  );
   interact(plot, f, (target) => {
     const i = nearest(steps, target);
-    return [f.sx(i), stepLine(steps[i])
-      + values.map((list, k) => (list[i] ? row(ink(k), chart.lines[k].label, `${number(list[i])} s`) : "")).reverse().join("")
-      + row("transparent", "whole step", `${number(sums[i])} s`)];
+    const rows = values.map((list, k) =>
+      list[i] ? row(inks[k], chart.lines[k].label, `${number(list[i])} s`) : "",
+    );
+    const whole = row("transparent", "whole step", `${number(sums[i])} s`);
+    return [f.sx(i), stepLine(steps[i]) + rows.reverse().join("") + whole];
   });
 }
 
 function drawColumns(figure, chart) {
-  const plot = figure.querySelector(".plot"), [steps, [shares]] = zoomed(chart, [chart.shares]);
-  const bins = shares[0].length, width = (chart.high - chart.low) / bins;
-  const y = axis([chart.low, chart.high], "linear");
-  [y.low, y.high] = [chart.low, chart.high];
-  y.marks = y.marks.filter((m) => m >= y.low && m <= y.high);
+  const plot = figure.querySelector(".plot");
+  const { low, high } = chart;
+  const [steps, [shares]] = zoomed(chart, [chart.shares]);
+  const binWidth = (high - low) / shares[0].length;
+  const edge = (bin) => low + bin * binWidth;
+  const marked = axis([low, high], "linear");
+  const y = { ...marked, low, high, marks: marked.marks.filter((m) => m >= low && m <= high) };
   const f = frame(plot, [steps[0], steps[steps.length - 1]], y, steps);
-  let cells = "";
-  shares.forEach((column, i) => column.forEach((share, bin) => {
-    if (share > 0) cells += `<rect x="${(f.sx(i) - f.slot / 2).toFixed(2)}" width="${(f.slot + 0.3).toFixed(2)}" y="${f.sy(chart.low + (bin + 1) * width).toFixed(2)}" height="${(f.sy(0) - f.sy(width) + 0.3).toFixed(2)}" fill="var(--c0)" opacity="${(0.08 + 0.92 * Math.sqrt(share)).toFixed(3)}"/>`;
-  }));
-  plot.innerHTML = `${svgTag(plot)}${f.svg}${cells}${marks(f)}</svg>`;
+  const size = { width: f.slot + 0.3, height: f.sy(low) - f.sy(edge(1)) + 0.3, fill: "var(--c0)" };
+  const cells = shares.flatMap((column, i) =>
+    column.map((share, bin) => {
+      if (share === 0) return "";
+      return svg("rect", {
+        x: f.sx(i) - f.slot / 2,
+        y: f.sy(edge(bin + 1)),
+        ...size,
+        opacity: 0.08 + 0.92 * Math.sqrt(share),
+      });
+    }),
+  );
+  plot.innerHTML = picture(plot, f.axes + cells.join("") + marks(f));
   interact(plot, f, (target) => {
-    const i = nearest(steps, target), most = shares[i].map((share, bin) => [share, bin]).filter(([share]) => share > 0).sort((a, b) => b[0] - a[0]).slice(0, 6);
-    return [f.sx(i), stepLine(steps[i]) + most.sort((a, b) => b[1] - a[1]).map(([share, bin]) =>
-      row("transparent", `${number(chart.low + bin * width)} to ${number(chart.low + (bin + 1) * width)}`, percent(share))).join("")];
+    const i = nearest(steps, target);
+    const held = shares[i].map((share, bin) => ({ share, bin })).filter(({ share }) => share > 0);
+    const most = held
+      .sort((a, b) => b.share - a.share)
+      .slice(0, 6)
+      .sort((a, b) => b.bin - a.bin);
+    const rows = most.map(({ share, bin }) =>
+      row("transparent", `${number(edge(bin))} to ${number(edge(bin + 1))}`, percent(share)),
+    );
+    return [f.sx(i), stepLine(steps[i]) + rows.join("")];
   });
 }
 
@@ -313,24 +444,42 @@ function draw(figure) {
 
 // Charts are drawn when they come near the screen; those that were are drawn again after a change.
 const DRAWN = new Set();
-function redraw() { for (const figure of DRAWN) draw(figure); }
-function drawAll() { for (const figure of document.querySelectorAll("[data-chart]")) { DRAWN.add(figure); draw(figure); } }
+function redraw() {
+  for (const figure of DRAWN) draw(figure);
+}
+function drawAll() {
+  for (const figure of document.querySelectorAll("[data-chart]")) {
+    DRAWN.add(figure);
+    draw(figure);
+  }
+}
 
 function zoomTo(steps) {
   ZOOM = steps !== null && Math.ceil(steps[0]) >= Math.floor(steps[1]) ? ZOOM : steps;
   const note = document.getElementById("zoom");
   note.hidden = ZOOM === null;
-  if (ZOOM !== null) note.firstElementChild.textContent = `steps ${Math.ceil(ZOOM[0]).toLocaleString("en")} to ${Math.floor(ZOOM[1]).toLocaleString("en")}`;
+  if (ZOOM !== null)
+    note.firstElementChild.textContent = `steps ${Math.ceil(ZOOM[0]).toLocaleString("en")} to ${Math.floor(ZOOM[1]).toLocaleString("en")}`;
   redraw();
 }
 
 function startCharts() {
-  const seen = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting && !DRAWN.has(entry.target)) { DRAWN.add(entry.target); draw(entry.target); }
-  }, { rootMargin: "300px" });
+  const seen = new IntersectionObserver(
+    (entries) => {
+      for (const entry of entries)
+        if (entry.isIntersecting && !DRAWN.has(entry.target)) {
+          DRAWN.add(entry.target);
+          draw(entry.target);
+        }
+    },
+    { rootMargin: "300px" },
+  );
   for (const figure of document.querySelectorAll("[data-chart]")) seen.observe(figure);
   let pending = 0;
-  addEventListener("resize", () => { cancelAnimationFrame(pending); pending = requestAnimationFrame(redraw); });
+  addEventListener("resize", () => {
+    cancelAnimationFrame(pending);
+    pending = requestAnimationFrame(redraw);
+  });
   addEventListener("beforeprint", drawAll);
   document.getElementById("zoom").onclick = () => zoomTo(null);
 }

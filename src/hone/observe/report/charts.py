@@ -218,22 +218,30 @@ def _histograms(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 def _columns(held: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
     """Histograms on common bins, neighbouring steps added up: `{"low", "high", "steps",
     "shares"}`, with a list of shares of `NUM_BINS` bins for each of the steps."""
-    low = min(row["low"] for _, row in held)
-    high = max(row["high"] for _, row in held)
+    values = [_values(row) for _, row in held]
+    low = min(float(middles.min()) for middles, _ in values)
+    high = max(float(middles.max()) for middles, _ in values)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
     width = math.ceil(len(held) / MAX_COLUMNS)
     steps: list[int] = []
     shares: list[list[float]] = []
     for cut in range(0, len(held), width):
-        counts = np.zeros(NUM_BINS)
-        for _, row in held[cut : cut + width]:
-            edges = np.linspace(row["low"], row["high"], len(row["counts"]) + 1)
-            middles = (edges[:-1] + edges[1:]) / 2
-            # Values at the ends, such as 0 and 1, belong to the bins at the ends.
-            middles[0], middles[-1] = edges[0], edges[-1]
-            counts += np.histogram(middles, NUM_BINS, (low, high), weights=row["counts"])[0]
+        middles, counts = map(np.concatenate, zip(*values[cut : cut + width], strict=True))
+        merged, _ = np.histogram(middles, NUM_BINS, (low, high), weights=counts)
         steps.append(held[min(cut + width, len(held)) - 1][0])
-        shares.append([round(share, 4) for share in (counts / max(counts.sum(), 1)).tolist()])
+        shares.append([round(share, 4) for share in (merged / merged.sum()).tolist()])
     return {"low": low, "high": high, "steps": steps, "shares": shares}
+
+
+def _values(row: Mapping[str, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Where the values of a histogram lie, and how many at each place: in the middle of their bin,
+    or at its end, where the smallest and the largest are."""
+    counts = np.asarray(row["counts"], dtype=np.float64)
+    edges = np.linspace(row["low"], row["high"], len(counts) + 1)
+    middles = (edges[:-1] + edges[1:]) / 2
+    middles[0], middles[-1] = edges[0], edges[-1]
+    return middles[counts > 0], counts[counts > 0]
 
 
 def _phases(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:

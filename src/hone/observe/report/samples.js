@@ -9,7 +9,7 @@ async function unpack(base64) {
   return JSON.parse(await new Response(stream).text());
 }
 
-// What does not depend on a page: from here to `start` everything can be run without one.
+// What does not depend on a page: from here to `SampleBrowser` everything can be run without one.
 
 function sampleRange(index, group) {
   const first = index.groups.first;
@@ -23,8 +23,11 @@ const scoreOf = (index, name) => (name === "" ? index.reward : index.parts[name]
 // a text search has found or null; `run` and `split` are numbers or null, `from` and `to` steps or
 // null, `low` and `high` limits of the score `by`, or null.
 function matching(index, filter) {
-  const { run, split, step } = index.groups, num = index.reward.length, mask = new Uint8Array(num);
-  const score = scoreOf(index, filter.by ?? ""), truncated = ["length", "max_turns"].map((name) => index.stops.indexOf(name));
+  const { run, split, step } = index.groups;
+  const num = index.reward.length;
+  const mask = new Uint8Array(num);
+  const score = scoreOf(index, filter.by ?? "");
+  const truncated = ["length", "max_turns"].map((name) => index.stops.indexOf(name));
   for (let group = 0; group < step.length; group++) {
     if (filter.run !== null && run[group] !== filter.run) continue;
     if (filter.split !== null && split[group] !== filter.split) continue;
@@ -48,10 +51,13 @@ const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / va
 // Groups with a sample in the mask, in an order: newest, oldest, best, worst, spread, longest. A
 // group counts as good as the best of its samples in the mask, and as bad as the worst.
 function ordered(index, mask, order, by = "") {
-  const score = scoreOf(index, by), found = [];
+  const score = scoreOf(index, by);
+  const found = [];
   for (let group = 0; group < index.groups.step.length; group++) {
-    const [first, end] = sampleRange(index, group), scores = [];
-    let any = false, longest = 0;
+    const [first, end] = sampleRange(index, group);
+    const scores = [];
+    let any = false;
+    let longest = 0;
     for (let i = first; i < end; i++) {
       if (!mask[i]) continue;
       any = true;
@@ -59,228 +65,431 @@ function ordered(index, mask, order, by = "") {
       if (score[i] !== null && score[i] !== undefined) scores.push(score[i]);
     }
     if (!any) continue;
-    const best = scores.length ? Math.max(...scores) : null, worst = scores.length ? Math.min(...scores) : null;
-    const keys = { newest: index.groups.step[group], oldest: -index.groups.step[group], best, worst: worst === null ? null : -worst, spread: scores.length ? best - worst : null, longest };
+    const best = scores.length ? Math.max(...scores) : null;
+    const worst = scores.length ? Math.min(...scores) : null;
+    const keys = {
+      newest: index.groups.step[group],
+      oldest: -index.groups.step[group],
+      best,
+      worst: worst === null ? null : -worst,
+      spread: scores.length ? best - worst : null,
+      longest,
+    };
     // Where the best are equal, the better mean, and so on; what has no score comes last.
     const second = { best: mean(scores), worst: scores.length ? -mean(scores) : null };
     found.push([group, keys[order], second[order] ?? 0]);
   }
   const last = (v) => (v === null ? -Infinity : v);
-  found.sort((a, b) => { const x = last(a[1]), y = last(b[1]); return x === y ? b[2] - a[2] || a[0] - b[0] : y > x ? 1 : -1; });
+  found.sort((a, b) => {
+    const x = last(a[1]);
+    const y = last(b[1]);
+    return x === y ? b[2] - a[2] || a[0] - b[0] : y > x ? 1 : -1;
+  });
   return found.map(([group]) => group);
 }
 
 // Counts of values in bins of equal width: {low, high, counts}; null without values.
 function bins(values, count = 30) {
   if (!values.length) return null;
-  let low = Infinity, high = -Infinity;
-  for (const v of values) { low = Math.min(low, v); high = Math.max(high, v); }
+  let low = Infinity;
+  let high = -Infinity;
+  for (const v of values) {
+    low = Math.min(low, v);
+    high = Math.max(high, v);
+  }
   if (low === high) [low, high] = [low - 0.5, high + 0.5];
   const counts = new Array(count).fill(0);
   for (const v of values) counts[Math.min(Math.floor(((v - low) / (high - low)) * count), count - 1)]++;
   return { low, high, counts };
 }
 
-const textOf = (sample) => sample.text ?? (sample.pieces ?? (sample.parts ?? []).map(([text]) => text)).join("");
+const textOf = (sample) =>
+  sample.text ?? (sample.pieces ?? (sample.parts ?? []).map(([text]) => text)).join("");
 
 // Samples of a chunk, whose groups begin at `group`, that hold the words in prompt, text, answer, id
 // or failure; a hit in the prompt or answer is one of all samples of its group.
 function searched(index, chunk, group, words) {
-  const wanted = words.toLowerCase(), has = (text) => String(text ?? "").toLowerCase().includes(wanted), found = [];
+  const wanted = words.toLowerCase();
+  const has = (text) => `${text ?? ""}`.toLowerCase().includes(wanted);
+  const found = [];
   chunk.forEach((held, offset) => {
-    const [first] = sampleRange(index, group + offset), all = has(held.prompt) || has(held.answer) || has(held.prompt_id);
-    held.samples.forEach((sample, i) => { if (all || has(textOf(sample)) || has(sample.id) || has(sample.detail)) found.push(first + i); });
+    const [first] = sampleRange(index, group + offset);
+    const all = has(held.prompt) || has(held.answer) || has(held.prompt_id);
+    held.samples.forEach((sample, i) => {
+      if (all || has(textOf(sample)) || has(sample.id) || has(sample.detail)) found.push(first + i);
+    });
   });
   return found;
 }
 
-// Spans of a text by who wrote it, token by token where those are known.
+// A text by who wrote it, token by token where those are known.
 function completionHtml(sample) {
-  if (sample.pieces) {
-    const { pieces, ids, logprobs, versions, mask } = sample, many = Array.isArray(versions);
-    return pieces.map((piece, i) => {
-      const logprob = logprobs[i] ?? null, own = mask === 1 || mask[i];
-      const shade = !own ? "env" : logprob === null ? "t9" : `t${logprob < 0 ? Math.min(Math.round(-logprob), 8) : 0}`;
-      return `<i class="${shade}" data-t="${ids[i]} ${logprob === null ? "none" : logprob.toFixed(3)} ${many ? versions[i] : versions} ${own ? 1 : 0}">${escapeHtml(piece)}</i>`;
-    }).join("");
-  }
-  if (sample.parts) return sample.parts.map(([text, own]) => (own ? escapeHtml(text) : `<i class="env">${escapeHtml(text)}</i>`)).join("");
-  return sample.text === undefined ? `<span class="dim">Its text is not in this page.</span>` : escapeHtml(sample.text);
+  const environment = (text) => `<i class="env">${escapeHtml(text)}</i>`;
+  if (sample.parts)
+    return sample.parts.map(([text, own]) => (own ? escapeHtml(text) : environment(text))).join("");
+  if (sample.pieces) return sample.pieces.map((piece, i) => tokenHtml(sample, piece, i)).join("");
+  if (sample.text !== undefined) return escapeHtml(sample.text);
+  return '<span class="dim">Its text is not in this page.</span>';
+}
+
+// A token, shaded by its log-probability; `data-t` is what `tokenTip` shows of it.
+function tokenHtml({ ids, logprobs, versions, mask }, piece, i) {
+  const isOwn = mask === 1 || mask[i] === 1;
+  const logprob = logprobs[i] ?? null;
+  const depth = logprob === null ? 9 : Math.min(Math.round(Math.max(-logprob, 0)), 8);
+  const told = logprob === null ? "none" : logprob.toFixed(3);
+  const version = Array.isArray(versions) ? versions[i] : versions;
+  const data = `${ids[i]} ${told} ${version} ${isOwn ? 1 : 0}`;
+  return `<i class="${isOwn ? `t${depth}` : "env"}" data-t="${data}">${escapeHtml(piece)}</i>`;
 }
 
 const signed = (v) => (!v ? number(v) : `${v >= 0 ? "+" : "−"}${number(Math.abs(v))}`);
 
-// A card for each sample of a group, side by side, with the same lines in all.
-function groupHtml(index, group, held, mask) {
-  const [first, end] = sampleRange(index, group), cards = [];
-  const functions = index.functions.filter((name) => { for (let i = first; i < end; i++) if ((index.parts[name][i] ?? null) !== null) return true; return false; });
-  const trained = index.advantage.slice(first, end).some((v) => v !== null);
-  for (let i = first; i < end; i++) {
-    const sample = held.samples[i - first], failure = index.failures[index.failure[i]];
-    const lines = [...(trained ? [["advantage", signed(index.advantage[i])]] : []), ...functions.map((name) => [name, number(index.parts[name][i])]),
-      ["tokens", number(index.tokens[i])], ["end", index.stops[index.stop[i]]]];
-    cards.push(`<article class="card${mask[i] ? "" : " other"}">
-      <p class="score">${failure ? `<b class="bad">${escapeHtml(failure)}</b>` : `<b>${index.reward[i] === null ? "" : number(index.reward[i])}</b>`}<span class="dim">${escapeHtml(sample.id)}</span></p>
-      <dl>${lines.map(([name, value]) => `<div><dt>${escapeHtml(name)}</dt><dd>${escapeHtml(String(value))}</dd></div>`).join("")}</dl>
-      ${sample.detail ? `<p class="detail bad">${escapeHtml(sample.detail)}</p>` : ""}
-      <div class="text">${completionHtml(sample)}</div></article>`);
-  }
-  const answer = held.answer === null || held.answer === undefined ? "" : `<p class="answer"><span class="dim">answer</span> ${escapeHtml(String(held.answer))}</p>`;
-  return `<div class="text prompt">${escapeHtml(held.prompt.trim()) || '<span class="dim">Its texts are not in this page.</span>'}</div>${answer}<div class="cards">${cards.join("")}</div>`;
+// A sample: its score, what makes it up, its text. One that the filter leaves out stands back.
+function cardHtml(index, i, sample, functions, { isTrained, isShown }) {
+  const failure = index.failures[index.failure[i]];
+  const score = failure ? `<b class="bad">${escapeHtml(failure)}</b>` : `<b>${number(index.reward[i])}</b>`;
+  const lines = [
+    ...(isTrained ? [["advantage", signed(index.advantage[i])]] : []),
+    ...functions.map((name) => [name, number(index.parts[name][i])]),
+    ["tokens", number(index.tokens[i])],
+    ["end", index.stops[index.stop[i]]],
+  ];
+  const line = ([name, value]) => `<div><dt>${escapeHtml(name)}</dt><dd>${escapeHtml(value)}</dd></div>`;
+  return `<article class="card${isShown ? "" : " other"}">
+    <p class="score">${score}<span class="dim">${escapeHtml(sample.id)}</span></p>
+    <dl>${lines.map(line).join("")}</dl>
+    ${sample.detail ? `<p class="detail bad">${escapeHtml(sample.detail)}</p>` : ""}
+    <div class="text">${completionHtml(sample)}</div></article>`;
 }
 
-// The page's part: controls, the list, the histograms.
-async function start() {
-  const area = document.getElementById("samples");
-  if (!area) return;
-  const $ = (name) => area.querySelector(`[name=${name}]`), list = area.querySelector(".groups"), count = area.querySelector(".count"), more = area.querySelector(".more");
-  if (typeof DecompressionStream === "undefined") {
-    count.textContent = "This browser cannot open the compressed samples of the page; those of 2023 and later can.";
-    return;
-  }
-  const index = await unpack(document.getElementById("index").textContent);
-  const chunks = [...document.querySelectorAll("script.chunk")], opened = new Map();
-  const open = (chunk) => { if (!opened.has(chunk)) opened.set(chunk, unpack(chunks[chunk].textContent)); return opened.get(chunk); };
-  const firstGroup = index.groups.chunk.reduce((found, chunk, group) => { found[chunk] ??= group; return found; }, []);
-  const textOfGroup = async (group) => { const chunk = index.groups.chunk[group]; return (await open(chunk))[group - firstGroup[chunk]]; };
+// A card for each sample of a group, side by side, with the same lines in all.
+function groupHtml(index, group, held, mask) {
+  const [first, end] = sampleRange(index, group);
+  const has = (column) => column.slice(first, end).some((v) => v !== null && v !== undefined);
+  const functions = index.functions.filter((name) => has(index.parts[name]));
+  const isTrained = has(index.advantage);
+  const cards = held.samples.map((sample, offset) =>
+    cardHtml(index, first + offset, sample, functions, { isTrained, isShown: mask[first + offset] }),
+  );
+  const absent = '<span class="dim">Its texts are not in this page.</span>';
+  const answer = `<p class="answer"><span class="dim">answer</span> ${escapeHtml(String(held.answer))}</p>`;
+  return `<div class="text prompt">${escapeHtml(held.prompt.trim()) || absent}</div>
+    ${held.answer === null ? "" : answer}<div class="cards">${cards.join("")}</div>`;
+}
 
-  const options = (select, names, all) => {
-    select.insertAdjacentHTML("beforeend", `${all === null ? "" : `<option value="">${all}</option>`}${names.map((name, i) => `<option value="${i}">${escapeHtml(name)}</option>`).join("")}`);
-    select.closest("label").hidden = names.length < 2;
-  };
-  options($("run"), index.runs, "all runs");
-  options($("split"), index.splits, "all");
-  $("by").innerHTML = `<option value="">reward</option>${index.functions.map((name) => `<option>${escapeHtml(name)}</option>`).join("")}`;
-  $("by").closest("label").hidden = index.functions.length < 2;
-  const hasSteps = new Set(index.groups.step).size > 1;
-  for (const name of ["from", "to"]) $(name).closest("label").hidden = !hasSteps;
-  const orders = { newest: "newest first", oldest: "oldest first", best: "best first", worst: "worst first", spread: "widest spread first", longest: "longest first" };
-  const hasScores = index.reward.some((v) => v !== null) || index.failure.some((kind) => kind);
-  area.querySelector(".spread").hidden = !hasScores;
-  const offered = (name) => (["newest", "oldest"].includes(name) ? hasSteps : name === "longest" || hasScores);
-  $("order").innerHTML = Object.entries(orders).filter(([name]) => offered(name))
-    .map(([name, text]) => `<option value="${name}">${text}</option>`).join("");
-  if (!hasSteps) $("order").insertAdjacentHTML("afterbegin", `<option value="oldest">as sampled</option>`);
-  $("order").selectedIndex = 0;
-
-  const numberIn = (name) => ($(name).value === "" ? null : Number($(name).value));
-  let limits = { low: null, high: null }, found = null, mask, groups = [], drawn = 0, search = 0;
-
-  function apply() {
-    const filter = { show: $("show").value, by: $("by").value, run: numberIn("run"), split: numberIn("split"), from: numberIn("from"), to: numberIn("to"), found, ...limits };
-    mask = matching(index, filter);
-    groups = ordered(index, mask, $("order").value, $("by").value);
-    const num = mask.reduce((a, b) => a + b, 0), all = index.reward.length;
-    count.textContent = `${num.toLocaleString("en")} of ${all.toLocaleString("en")} samples, in ${groups.length.toLocaleString("en")} ${groups.length === 1 ? "group" : "groups"}`;
-    area.querySelector(".limits").hidden = limits.low === null;
-    list.replaceChildren();
-    drawn = 0;
-    drawMore();
-    drawSpread();
+// The page's part: controls, the list of groups, the histograms of what is shown.
+class SampleBrowser {
+  constructor(area, index, chunks) {
+    Object.assign(this, { area, index, chunks, opened: new Map() });
+    this.list = area.querySelector(".groups");
+    this.count = area.querySelector(".count");
+    this.more = area.querySelector(".more");
+    this.firstGroup = index.groups.chunk.reduce((found, chunk, group) => {
+      found[chunk] ??= group;
+      return found;
+    }, []);
+    this.hasSteps = new Set(index.groups.step).size > 1;
+    this.hasScores = index.reward.some((v) => v !== null) || index.failure.some((kind) => kind);
+    this.limits = { low: null, high: null };
+    this.found = null; // by the search
+    this.searches = 0;
+    this.fillControls();
+    this.listen();
+    this.apply();
   }
 
-  function drawMore() {
-    for (const group of groups.slice(drawn, drawn + PER_PAGE)) list.append(groupElement(group, drawn === 0 && group === groups[0]));
-    drawn = Math.min(drawn + PER_PAGE, groups.length);
-    more.hidden = drawn >= groups.length;
+  field(name) {
+    return this.area.querySelector(`[name=${name}]`);
   }
 
-  function groupElement(group, isOpen) {
-    const [first, end] = sampleRange(index, group), details = document.createElement("details"), score = scoreOf(index, $("by").value);
-    const held = [];
-    for (let i = first; i < end; i++) held.push([score[i], mask[i], index.failure[i]]);
-    const rewards = held.map(([v]) => v).filter((v) => v !== null && v !== undefined);
-    const labels = [index.runs.length > 1 ? index.runs[index.groups.run[group]] : "", index.splits.length > 1 ? index.splits[index.groups.split[group]] : "", hasSteps ? `step ${index.groups.step[group]}` : ""].filter(Boolean);
-    const strip = held.slice(0, 64).map(([v, shown, failed]) => `<i class="${failed ? "failed" : ""}${shown ? "" : " other"}">${failed ? "×" : number(v)}</i>`).join("");
+  // Chunks are unpacked once.
+  open(chunk) {
+    if (!this.opened.has(chunk)) this.opened.set(chunk, unpack(this.chunks[chunk].textContent));
+    return this.opened.get(chunk);
+  }
+
+  async textsOf(group) {
+    const chunk = this.index.groups.chunk[group];
+    return (await this.open(chunk))[group - this.firstGroup[chunk]];
+  }
+
+  // Controls that have nothing to choose from are hidden.
+  fillControls() {
+    const { index, hasSteps, hasScores } = this;
+    const option = ([value, text]) => `<option value="${escapeHtml(value)}">${escapeHtml(text)}</option>`;
+    const fill = (name, choices, isNeeded) => {
+      this.field(name).innerHTML = choices.map(option).join("");
+      this.field(name).closest("label").hidden = !isNeeded;
+    };
+    const numbered = (names) => [["", "all"], ...names.map((name, i) => [String(i), name])];
+    fill("run", numbered(index.runs), index.runs.length > 1);
+    fill("split", numbered(index.splits), index.splits.length > 1);
+    const functions = index.functions.map((name) => [name, name]);
+    fill("by", [["", "reward"], ...functions], functions.length > 1);
+    const orders = [
+      ...(hasSteps
+        ? [
+            ["newest", "newest first"],
+            ["oldest", "oldest first"],
+          ]
+        : [["oldest", "as sampled"]]),
+      ...(hasScores
+        ? [
+            ["best", "best first"],
+            ["worst", "worst first"],
+            ["spread", "widest spread first"],
+          ]
+        : []),
+      ["longest", "longest first"],
+    ];
+    fill("order", orders, true);
+    for (const name of ["from", "to"]) this.field(name).closest("label").hidden = !hasSteps;
+    this.area.querySelector(".spread").hidden = !hasScores;
+  }
+
+  listen() {
+    const forget = () => (this.limits = { low: null, high: null });
+    for (const name of ["show", "by", "run", "split", "from", "to", "order"])
+      this.field(name).addEventListener("input", () => {
+        if (name === "by") forget();
+        this.apply();
+      });
+    this.area.querySelector(".limits").onclick = () => {
+      forget();
+      this.apply();
+    };
+    let typing = 0;
+    this.field("search").addEventListener("input", () => {
+      clearTimeout(typing);
+      typing = setTimeout(() => this.search(), 250);
+    });
+    this.more.onclick = () => this.drawMore();
+    new IntersectionObserver(
+      (entries) => {
+        if (entries.some((entry) => entry.isIntersecting) && !this.more.hidden) this.drawMore();
+      },
+      { rootMargin: "400px" },
+    ).observe(this.more);
+    let pending = 0;
+    addEventListener("resize", () => {
+      cancelAnimationFrame(pending);
+      pending = requestAnimationFrame(() => this.drawSpread());
+    });
+  }
+
+  // Show what the controls ask for.
+  apply() {
+    const { index } = this;
+    const numberIn = (name) => (this.field(name).value === "" ? null : Number(this.field(name).value));
+    this.by = this.field("by").value;
+    this.mask = matching(index, {
+      show: this.field("show").value,
+      by: this.by,
+      run: numberIn("run"),
+      split: numberIn("split"),
+      from: numberIn("from"),
+      to: numberIn("to"),
+      found: this.found,
+      ...this.limits,
+    });
+    this.groups = ordered(index, this.mask, this.field("order").value, this.by);
+    const [num, all, groups] = [
+      this.mask.reduce((a, b) => a + b, 0),
+      index.reward.length,
+      this.groups.length,
+    ].map((n) => n.toLocaleString("en"));
+    this.count.textContent = `${num} of ${all} samples, in ${groups} ${groups === "1" ? "group" : "groups"}`;
+    this.area.querySelector(".limits").hidden = this.limits.low === null;
+    this.list.replaceChildren();
+    this.drawn = 0;
+    this.drawMore();
+    this.drawSpread();
+  }
+
+  drawMore() {
+    const next = this.groups.slice(this.drawn, this.drawn + PER_PAGE);
+    next.forEach((group, i) => this.list.append(this.groupElement(group, this.drawn + i === 0)));
+    this.drawn += next.length;
+    this.more.hidden = this.drawn >= this.groups.length;
+  }
+
+  groupElement(group, isOpen) {
+    const details = document.createElement("details");
     details.className = "group";
-    details.innerHTML = `<summary><span class="where">${escapeHtml(labels.join(" · ")) || `#${group}`}</span>${hasScores ? `<span class="mean">${number(mean(rewards))}</span><span class="strip">${strip}</span>` : ""}<span class="question"></span></summary><div class="body"></div>`;
-    textOfGroup(group).then((held) => {
-      details.querySelector(".question").textContent = held.prompt.trim().slice(-300) || held.prompt_id;
-      details.querySelector(".question").title = held.prompt_id;
+    details.innerHTML = `<summary><span class="where">${escapeHtml(this.placeOf(group))}</span>
+      ${this.hasScores ? this.scoresOf(group) : ""}<span class="question"></span></summary><div class="body"></div>`;
+    this.textsOf(group).then((held) => {
+      const question = details.querySelector(".question");
+      question.textContent = held.prompt.trim().slice(-300) || held.prompt_id;
+      question.title = held.prompt_id;
     });
     details.ontoggle = async () => {
       const body = details.querySelector(".body");
       if (!details.open || body.hasChildNodes()) return;
-      body.innerHTML = groupHtml(index, group, await textOfGroup(group), mask);
-      highlight(body);
-      const card = body.querySelector(".card:not(.other)"), cards = body.querySelector(".cards");
-      if (card) cards.scrollLeft = card.offsetLeft - cards.offsetLeft;
+      body.innerHTML = groupHtml(this.index, group, await this.textsOf(group), this.mask);
+      this.highlight(body);
+      const cards = body.querySelector(".cards");
+      const first = body.querySelector(".card:not(.other)");
+      if (first) cards.scrollLeft = first.offsetLeft - cards.offsetLeft;
     };
     details.open = isOpen;
     return details;
   }
 
-  function highlight(body) {
-    const words = $("search").value.trim();
+  // Run, split and step, as far as there are several.
+  placeOf(group) {
+    const { runs, splits, groups } = this.index;
+    const place = [];
+    if (runs.length > 1) place.push(runs[groups.run[group]]);
+    if (splits.length > 1) place.push(splits[groups.split[group]]);
+    if (this.hasSteps) place.push(`step ${groups.step[group]}`);
+    return place.join(" · ") || `#${group}`;
+  }
+
+  // The mean of a group's scores, and each of them.
+  scoresOf(group) {
+    const [first, end] = sampleRange(this.index, group);
+    const score = scoreOf(this.index, this.by);
+    const marks = [];
+    const held = [];
+    for (let i = first; i < end; i++) {
+      const failed = this.index.failure[i];
+      const kind = `${failed ? "failed" : ""} ${this.mask[i] ? "" : "other"}`;
+      if (marks.length < 64) marks.push(`<i class="${kind}">${failed ? "×" : number(score[i])}</i>`);
+      if ((score[i] ?? null) !== null) held.push(score[i]);
+    }
+    return `<span class="mean">${number(mean(held))}</span><span class="strip">${marks.join("")}</span>`;
+  }
+
+  // Mark the words of the search, where the browser can do so without changing the text.
+  highlight(body) {
+    const words = this.field("search").value.trim().toLowerCase();
     if (!words || !globalThis.CSS?.highlights) return;
-    const ranges = [], texts = document.createTreeWalker(body, NodeFilter.SHOW_TEXT);
+    const marked = CSS.highlights.get("found") ?? new Highlight();
+    const texts = document.createTreeWalker(body, NodeFilter.SHOW_TEXT);
     for (let node = texts.nextNode(); node; node = texts.nextNode()) {
       const text = node.data.toLowerCase();
-      for (let at = text.indexOf(words.toLowerCase()); at >= 0; at = text.indexOf(words.toLowerCase(), at + 1)) {
+      for (let at = text.indexOf(words); at >= 0; at = text.indexOf(words, at + 1)) {
         const range = new Range();
         range.setStart(node, at);
         range.setEnd(node, at + words.length);
-        ranges.push(range);
+        marked.add(range);
       }
     }
-    const held = CSS.highlights.get("found") ?? new Highlight();
-    for (const range of ranges) held.add(range);
-    CSS.highlights.set("found", held);
+    CSS.highlights.set("found", marked);
   }
 
-  async function runSearch() {
-    const words = $("search").value.trim(), own = ++search;
+  async search() {
+    const words = this.field("search").value.trim();
+    const own = ++this.searches;
     globalThis.CSS?.highlights?.clear();
-    if (words === "") { found = null; apply(); return; }
     const hits = new Set();
-    for (let chunk = 0; chunk < chunks.length; chunk++) {
-      for (const i of searched(index, await open(chunk), firstGroup[chunk], words)) hits.add(i);
-      if (own !== search) return; // other words were typed meanwhile
-      if (chunk % 8 === 7) count.textContent = `searching, ${percent(chunk / chunks.length)}`;
+    for (let chunk = 0; words !== "" && chunk < this.chunks.length; chunk++) {
+      for (const i of searched(this.index, await this.open(chunk), this.firstGroup[chunk], words))
+        hits.add(i);
+      if (own !== this.searches) return; // other words were typed meanwhile
+      if (chunk % 8 === 7) this.count.textContent = `searching, ${percent(chunk / this.chunks.length)}`;
     }
-    found = hits;
-    apply();
+    this.found = words === "" ? null : hits;
+    this.apply();
   }
 
-  function drawSpread() {
-    const score = scoreOf(index, $("by").value), shown = [[], []];
-    mask.forEach((m, i) => { if (m) { if ((score[i] ?? null) !== null) shown[0].push(score[i]); shown[1].push(index.tokens[i]); } });
-    area.querySelectorAll(".spread").forEach((figure, k) => {
-      if (figure.hidden) return;
-      const plot = figure.querySelector(".plot"), held = bins(shown[k]);
-      plot.onclick = null;
-      if (held === null) { plot.innerHTML = `<p class="dim">None of the samples shown has a ${k ? "length" : "score"}.</p>`; plot.onpointermove = null; return; }
-      const y = axis(held.counts, "zero"), width = plot.clientWidth, height = plot.clientHeight, left = PAD.left, bottom = height - 22, slot = (width - left - PAD.right) / held.counts.length;
-      const sy = (v) => bottom - ((v - y.low) / (y.high - y.low)) * (bottom - PAD.top), step = tickStep(held.low, held.high, 5);
-      const sx = (v) => left + ((v - held.low) / (held.high - held.low)) * (width - left - PAD.right);
-      plot.innerHTML = `${svgTag(plot)}${y.marks.map((m) => `<line class="grid" x1="${left}" x2="${width - PAD.right}" y1="${sy(m)}" y2="${sy(m)}"/><text x="${left - 8}" y="${sy(m)}" dy="3.5" text-anchor="end">${y.label(m)}</text>`).join("")}`
-        + held.counts.map((c, bin) => (c ? `<rect x="${left + bin * slot + 0.5}" width="${Math.max(slot - 1, 1)}" y="${sy(c)}" height="${bottom - sy(c)}" fill="var(--c0)"/>` : "")).join("")
-        + ticks(held.low, held.high, step).map((t) => `<text x="${sx(t)}" y="${bottom + 16}" text-anchor="middle">${tick(t, step)}</text>`).join("") + "</svg>";
-      const binAt = (event) => Math.min(Math.max(Math.floor((event.clientX - plot.getBoundingClientRect().left - left) / slot), 0), held.counts.length - 1);
-      const edge = (bin) => held.low + ((held.high - held.low) * bin) / held.counts.length;
-      plot.onpointermove = (event) => { const bin = binAt(event); showTip(event, row("var(--c0)", `${number(edge(bin))} to ${number(edge(bin + 1))}`, held.counts[bin].toLocaleString("en"))); };
-      plot.onpointerleave = () => { TIP.hidden = true; };
-      // A click keeps the samples of that bar; its edges may be rounded, so a hair is added.
-      if (k === 0) plot.onclick = (event) => { const bin = binAt(event), hair = 1e-9 * (held.high - held.low); limits = { low: edge(bin) - hair, high: edge(bin + 1) + (bin + 1 < held.counts.length ? -hair : hair) }; apply(); };
+  // Histograms of score and length of the samples shown.
+  drawSpread() {
+    const score = scoreOf(this.index, this.by);
+    const scores = [];
+    const lengths = [];
+    this.mask.forEach((shown, i) => {
+      if (!shown) return;
+      if ((score[i] ?? null) !== null) scores.push(score[i]);
+      lengths.push(this.index.tokens[i]);
     });
+    const [ofScores, ofLengths] = this.area.querySelectorAll(".spread .plot");
+    if (this.hasScores)
+      drawBins(ofScores, bins(scores), (low, high) => {
+        this.limits = { low, high };
+        this.apply();
+      });
+    drawBins(ofLengths, bins(lengths), null);
   }
+}
 
-  for (const name of ["show", "by", "run", "split", "from", "to", "order"]) $(name).addEventListener("input", () => { if (name === "by") limits = { low: null, high: null }; apply(); });
-  area.querySelector(".limits").onclick = () => { limits = { low: null, high: null }; apply(); };
-  let typing = 0;
-  $("search").addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(runSearch, 250); });
-  more.onclick = drawMore;
-  new IntersectionObserver((entries) => { if (entries.some((e) => e.isIntersecting) && !more.hidden) drawMore(); }, { rootMargin: "400px" }).observe(more);
-  let pending = 0;
-  addEventListener("resize", () => { cancelAnimationFrame(pending); pending = requestAnimationFrame(drawSpread); });
-  apply();
+// A histogram; `choose` gets the limits of the bar that is clicked.
+function drawBins(plot, held, choose) {
+  plot.onclick = plot.onpointermove = null;
+  if (held === null) {
+    plot.innerHTML = `<p class="dim">None of the samples shown has one.</p>`;
+    return;
+  }
+  const { low, high, counts } = held;
+  const left = PAD.left;
+  const right = plot.clientWidth - PAD.right;
+  const bottom = plot.clientHeight - 22;
+  const y = axis(counts, "zero");
+  const slot = (right - left) / counts.length;
+  const step = tickStep(low, high, 5);
+  const sx = (v) => left + ((v - low) / (high - low)) * (right - left);
+  const sy = (v) => bottom - ((v - y.low) / (y.high - y.low)) * (bottom - PAD.top);
+  const edge = (bin) => low + ((high - low) * bin) / counts.length;
+  const drawn = [
+    horizontals(y, sy, left, right),
+    ...counts.map((count, bin) =>
+      svg("rect", {
+        x: left + bin * slot + 0.5,
+        width: Math.max(slot - 1, 1),
+        y: sy(count),
+        height: bottom - sy(count),
+        fill: "var(--c0)",
+      }),
+    ),
+    ...ticks(low, high, step).map((t) =>
+      svg("text", { x: sx(t), y: bottom + 16, "text-anchor": "middle" }, tick(t, step)),
+    ),
+  ];
+  plot.innerHTML = picture(plot, drawn.join(""));
+  const binAt = (event) => {
+    const x = event.clientX - plot.getBoundingClientRect().left;
+    return Math.min(Math.max(Math.floor((x - left) / slot), 0), counts.length - 1);
+  };
+  plot.onpointermove = (event) => {
+    const bin = binAt(event);
+    showTip(
+      event,
+      row("var(--c0)", `${number(edge(bin))} to ${number(edge(bin + 1))}`, counts[bin].toLocaleString("en")),
+    );
+  };
+  plot.onpointerleave = () => (TIP.hidden = true);
+  if (choose === null) return;
+  const hair = 1e-9 * (high - low); // edges are rounded; the upper one belongs to the next bar
+  plot.onclick = (event) => {
+    const bin = binAt(event);
+    const isLast = bin === counts.length - 1;
+    choose(edge(bin) - hair, edge(bin + 1) + (isLast ? hair : -hair));
+  };
+}
+
+async function startSamples() {
+  const area = document.getElementById("samples");
+  if (!area) return;
+  if (typeof DecompressionStream === "undefined") {
+    area.querySelector(".count").textContent =
+      "This browser cannot open the compressed samples of the page; those of 2023 and later can";
+    return;
+  }
+  const index = await unpack(document.getElementById("index").textContent);
+  new SampleBrowser(area, index, [...document.querySelectorAll("script.chunk")]);
 }
 
 function tokenTip(event) {
   const token = event.target.closest?.("[data-t]");
   if (!token) return;
   const [id, logprob, version, own] = token.dataset.t.split(" ");
-  const chance = logprob === "none" || own === "0" ? "" : `<div>log-prob<b>${logprob}</b></div><div>probability<b>${percent(Math.exp(Number(logprob)))}</b></div>`;
-  showTip(event, `<div>token<b>${id}</b></div>${own === "0" ? "<div>written by<b>the environment</b></div>" : `${chance}<div>weight version<b>${version}</b></div>`}`);
-  token.onpointerleave = () => { TIP.hidden = true; };
+  const lines = [["token", id]];
+  if (own === "0") lines.push(["written by", "the environment"]);
+  else if (logprob !== "none")
+    lines.push(["log-prob", logprob], ["probability", percent(Math.exp(Number(logprob)))]);
+  if (own === "1") lines.push(["weight version", version]);
+  showTip(event, lines.map(([name, value]) => `<div>${name}<b>${value}</b></div>`).join(""));
+  token.onpointerleave = () => (TIP.hidden = true);
 }
