@@ -38,7 +38,7 @@ from hone.config.inherited import inheriting
 from hone.config.plan import Command
 from hone.config.recipe import resolve_recipe
 from hone.config.reward import RewardConfig
-from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig, SFTDataConfig
 from hone.data.given import given_rows, is_source, write_rows
 from hone.notebook import following
 from hone.planner.lines import plan_lines
@@ -343,8 +343,10 @@ def _is_section(held: Any) -> bool:
     """Whether the argument `data` is the section of that name, rather than rows or splits."""
     if isinstance(held, Section):
         return True
-    # A `DatasetDict` is a dict too; its splits are told of where rows are read.
-    return type(held) is dict and not all(isinstance(value, list) for value in held.values())
+    if type(held) is not dict:  # a `DatasetDict` is a mapping too
+        return False
+    is_table = all(isinstance(value, list) for value in held.values())
+    return not is_table or not held.keys().isdisjoint(SFTDataConfig.model_fields)
 
 
 def _sources(rows: Mapping[str, Any], folder: Path) -> list[tuple[str, Mapping[str, Any]]]:

@@ -97,7 +97,7 @@ ROWS = [
     ("generate_max_len", "rollout.max_completion_tokens"),
     ("actor_learning_rate", "trainer.optimizer.lr"),
     ("agent_func_path", NOT_YET, "one turn"),
-    ("remote_rm_url", NOT_YET, "reward models"),
+    ("remote_rm_url", "reward.functions", "a reward model is not served yet"),
     ("ds.deepcompile", "trainer.compile"),
     # of TRL
     ("model_name_or_path", "model.path"),

@@ -131,7 +131,9 @@ ALIASES: Mapping[str, Alias] = {
     "reward.model": _REWARD_MODEL,
     "reward.remote_url": _REWARD_MODEL,
     "reward_pretrain": _REWARD_MODEL,
-    "remote_rm_url": _REWARD_MODEL,
+    "remote_rm_url": _served(
+        "reward.functions", note="of a file of functions; a reward model is not served yet"
+    ),
     "agent_func_path": _AGENT,
     "multi_turn": _AGENT,
     "reward_funcs": _served("reward.functions"),
@@ -148,6 +150,7 @@ ALIASES: Mapping[str, Alias] = {
     "lora_target_modules": _served("model.lora.target_modules"),
     # data
     "train_files": _served("data.train"),
+    "train_dataset": _served("data.train"),
     "val_files": _served("data.eval"),
     "prompt_data": _served("data.train"),
     "dataset_name": _served("data.train"),

@@ -1,0 +1,47 @@
+"""A GRPO script of TRL: messages, two rewards with weights, one of them `async`, one that abstains.
+`make quickstart` first.
+"""
+
+import re
+from pathlib import Path
+
+from datasets import load_dataset
+
+import hone
+
+
+def make_conversation(example):
+    return {"prompt": [{"role": "user", "content": example["prompt"]}]}
+
+
+dataset = load_dataset("json", data_files="runs/quickstart/train.jsonl", split="train")
+dataset = dataset.map(make_conversation).remove_columns("completion")
+
+
+def format_reward(completions, **kwargs):
+    """Reward exactly two digits."""
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(r"^\d\d$", content) else 0.0 for content in contents]
+
+
+async def large_sums_reward(prompts, completions, answer, trainer_state, **kwargs):
+    """Reward the right number, where it has two digits; others are not judged."""
+    rewards = []
+    for completion, truth in zip(completions, answer):
+        right = float(completion[0]["content"] == truth)
+        rewards.append(right if len(truth) == 2 else None)
+    return rewards
+
+
+result = hone.rl(
+    reward=[format_reward, {"fn": large_sums_reward, "weight": 0.5}],
+    data=dataset,
+    model={
+        "path": "runs/quickstart/sft/model",
+        "chat_template": Path(__file__).with_name("messages.jinja"),
+    },
+    rollout={"prompts_per_step": 32, "n_samples_per_prompt": 8, "max_completion_tokens": 6},
+    trainer={"optimizer": {"lr": 5e-4}},
+    run={"dir": "runs/trl_format", "steps": 60},
+)
+print(result)
