@@ -1,9 +1,12 @@
 """Trackers get metrics, tables of groups and histograms. Each is tried for real where it is
 installed, without a network."""
 
+import csv
 import json
 import math
+import os
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -138,7 +141,45 @@ def test_mlflow_with_a_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "reward/mean")
     assert [(one.step, one.value) for one in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert run.data.metrics["eval/pass_at_1"] == 0.5
-    path = "samples/train/step_000003.json"
-    table = mlflow.load_table(path, run_ids=[run.info.run_id])
+    artifact = f"runs:/{run.info.run_id}/samples/train/step_000003.csv"
+    table = list(csv.DictReader(mlflow.artifacts.load_text(artifact).splitlines()))
     assert len(table) == 8
-    assert set(table["reward/correct"].dropna()) <= {0.0, 1.0}
+    assert {row["reward/correct"] for row in table} <= {"0.0", "1.0", ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        ("wandb", {"WANDB_MODE": "online", "HOME": "/nowhere"}),
+        (
+            "mlflow",
+            {
+                "MLFLOW_TRACKING_URI": "http://127.0.0.1:9",
+                "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+            },
+        ),
+    ],
+)
+def test_a_tracker_that_cannot_start_says_what_to_do(
+    tmp_path: Path, name: str, variables: dict[str, str]
+) -> None:
+    """W&B without a key, MLflow without a server: in a process that has not used them before."""
+    pytest.importorskip(name)
+    script = (
+        "import sys; from pathlib import Path; from hone.config.run import LogConfig\n"
+        "from hone.observe.loggers import RunLog\n"
+        f"RunLog(Path(sys.argv[1]), LogConfig(to=({name!r},)))"
+    )
+    known = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=tmp_path,
+        env=known | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = done.stderr[done.stderr.index("UserError: ") :]
+    assert f"{name} in log.to cannot start: " in last
+    assert ("WANDB_MODE=offline" if name == "wandb" else "MLFLOW_TRACKING_URI") in last

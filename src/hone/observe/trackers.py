@@ -11,16 +11,19 @@ resumed run goes on in the run that the tracker has of it.
 
 from __future__ import annotations
 
+import csv
 import os
 import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from hone.config.errors import UserError
 from hone.config.extras import import_extra
 from hone.config.run import LogConfig
 from hone.observe.differences import flat
@@ -58,7 +61,7 @@ def start_trackers(
     """The trackers of `log.to`. `config` is the resolved configuration, `resume_step` the first
     step that will be computed, or None.
 
-    Raises UserError where a package is missing or broken.
+    Raises UserError where a package is missing or broken, or a tracker cannot start.
     """
     settings: dict[str, Any] = {
         "project": cfg.project,
@@ -200,7 +203,14 @@ def _wandb(run_dir: Path, resume_step: int | None, **settings: Any) -> WandbTrac
     if resume_step is None or not id_file.exists():
         id_file.write_text(uuid.uuid4().hex)
     run_id = id_file.read_text()
-    return WandbTracker(wandb, wandb.init(id=run_id, resume="allow", dir=str(run_dir), **settings))
+    try:
+        run = wandb.init(id=run_id, resume="allow", dir=str(run_dir), **settings)
+    except wandb.Error as error:
+        raise UserError(
+            f"wandb in log.to cannot start: {error} Or set WANDB_MODE=offline in the "
+            "environment; `wandb sync` brings up the records later."
+        ) from error
+    return WandbTracker(wandb, run)
 
 
 def _trackio(resume_step: int | None, **settings: Any) -> WandbTracker:
@@ -229,13 +239,18 @@ class MLflowTracker:
         config: Mapping[str, Any],
     ) -> None:
         self._mlflow = _import_tracker("mlflow")
-        self._mlflow.set_experiment(project)
         id_file = run_dir / "mlflow_id.txt"
-        if resume_step is not None and id_file.exists():
-            self._mlflow.start_run(run_id=id_file.read_text())
-        else:
-            started = self._mlflow.start_run(run_name=name)
-            id_file.write_text(started.info.run_id)
+        known = id_file.read_text() if resume_step is not None and id_file.exists() else None
+        try:
+            self._mlflow.set_experiment(project)
+            run = self._mlflow.start_run(run_id=known, run_name=None if known else name)
+        except self._mlflow.exceptions.MlflowException as error:
+            raise UserError(
+                f"mlflow in log.to cannot start: {error}. MLFLOW_TRACKING_URI in the environment "
+                "names the server, or a local store such as sqlite:///mlflow.db."
+            ) from error
+        id_file.write_text(run.info.run_id)
+        if known is None:
             params = {key: value[:_MLFLOW_PARAM_CHARS] for key, value in flat(config).items()}
             self._mlflow.log_params(params)
         self._mlflow.log_dict(config, "config.json")
@@ -250,9 +265,12 @@ class MLflowTracker:
     ) -> None:
         del histograms
         if rows:
+            # Not `log_table`, which breaks at the limit of a tag's length after some hundred calls.
+            # The pages of MLflow show CSV as a table.
             columns, data = sample_table(rows)
-            table = dict(zip(columns, map(list, zip(*data, strict=True)), strict=True))
-            self._mlflow.log_table(table, f"samples/{split}/step_{step:06d}.json")
+            text = StringIO()
+            csv.writer(text).writerows([columns, *data])
+            self._mlflow.log_text(text.getvalue(), f"samples/{split}/step_{step:06d}.csv")
 
     def close(self) -> None:
         self._mlflow.end_run()
