@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,17 +84,10 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    write(tmp_path, "wandb", range(1, 3), late=math.inf)
-    write(tmp_path, "wandb", range(2, 4), resume_step=2)
-    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(files) == 2
+def wandb_history(folder: Path, proto: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Run id and row of what was logged, run by run."""
     seen: list[tuple[str, dict[str, Any]]] = []
-    for file in files:
+    for file in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
         run_id = ""
         for data in leveldb_records(file.read_bytes()):
             record = proto.Record.FromString(data)
@@ -104,8 +98,23 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 items = record.history.item
                 row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
                 seen.append((run_id, row))
+    return seen
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    write(tmp_path, "wandb", range(1, 3), late=math.inf)
+    write(tmp_path, "wandb", range(2, 4), resume_step=2)
+    seen = wandb_history(tmp_path, proto)
+    deadline = time.monotonic() + 20
+    while max(row["_step"] for _, row in seen) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)  # a process of its own writes the file
+        seen = wandb_history(tmp_path, proto)
     assert len({run_id for run_id, _ in seen}) == 1, "a resumed run keeps its id"
-    last = seen[-1][1]
+    last = max((row for _, row in seen), key=lambda row: row["_step"])
     assert (last["_step"], last["reward/mean"]) == (3, 0.75)
     for split in ("train", "eval"):
         assert last[f"{split}/samples/_type"] == "table-file"
