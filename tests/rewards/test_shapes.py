@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hone.api import check
 from hone.config.signatures import shape_of
 from hone.rewards.score import RewardFunction, arguments, score
 from hone.rewards.scorer import Scorer
@@ -220,6 +221,26 @@ def test_in_killable_workers_and_said_once(tmp_path: Path, caplog: Any) -> None:
     assert [text.split(":")[-1].split("'")[0] for text in told] == [
         "of_trl is called as TRL", "of_verl is called as verl", "of_openrlhf is called as OpenRLHF",
     ]  # fmt: skip
+
+
+def test_check_says_the_shape(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(SOURCE)
+    names = ("of_trl", "of_verl", "of_openrlhf", "own")
+    functions = [{"fn": f"{tmp_path / 'rewards.py'}:{name}"} for name in names]
+    found = check(model={"path": "."}, reward=functions, data=[{"prompt": "a", "level": 1}])
+    shapes = {k: v for k, v in found.derived.items() if k.startswith("reward.")}
+    assert shapes == {
+        "reward.of_trl": "TRL's shape", "reward.of_verl": "verl's shape",
+        "reward.of_openrlhf": "OpenRLHF's shape",
+    }  # fmt: skip
+
+
+def test_an_unknown_name_is_certain_also_where_the_function_has_no_file() -> None:
+    space: dict[str, Any] = {}
+    exec(compile("def f(completion): return undefined", "<stdin>", "exec"), space)
+    assert verdict(space["f"]).is_certain
+    exec(compile("def f(completion): return eval('undefined')", "<stdin>", "exec"), space)
+    assert not verdict(space["f"]).is_certain
 
 
 def test_recognition() -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from hone.config.engine import BLOCK_SIZE
 from hone.config.plan import BatchArithmetic, RunPlan
+from hone.config.signatures import OWN, parsed_parameters, shape_of
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 from hone.planner.run_memory import RunMemory, in_gib
 
@@ -31,7 +32,7 @@ def plan_lines(plan: RunPlan) -> list[Line]:
     """What a run does and takes; nothing where its processes cannot be laid out."""
     if plan.problem is not None:
         return []
-    lines = [*_steps(plan), *_cluster(plan), *_pipeline(plan)]
+    lines = [*_steps(plan), *_shapes(plan), *_cluster(plan), *_pipeline(plan)]
     if plan.batch is not None and plan.trainer is not None:
         lines += [*_layout(plan), *_micro_batches(plan, plan.batch)]
     return [*lines, *_engine(plan), *_memory(plan)]
@@ -59,6 +60,16 @@ def _steps(plan: RunPlan) -> Iterator[Line]:
         rows = batch.samples_per_step
         what = "rows" if isinstance(cfg, SFTConfig) else "samples"
         yield Line("max_tokens_per_step", rows * longest, f"{rows} {what} x {longest}")
+
+
+def _shapes(plan: RunPlan) -> Iterator[Line]:
+    """Of which framework's shape reward functions are, as far as their files tell."""
+    if isinstance(plan.config, RLConfig | EvaluateConfig):
+        reward = plan.config.reward
+        for name, entry in zip(reward.names, reward.functions, strict=True):
+            parameters = parsed_parameters(entry.fn) if ":" in entry.fn else None
+            if parameters is not None and (shape := shape_of(parameters)) is not OWN:
+                yield Line(f"reward.{name}", f"{shape.framework}'s shape", f"its `{shape.mark}`")
 
 
 def _rollouts(batch: BatchArithmetic) -> Iterator[Line]:

@@ -152,7 +152,7 @@ def _is_certain(error: BaseException, function: RewardFunction) -> bool:
     if isinstance(function.function, Builtin):
         return True  # these give every completion a number: it is the row that is wrong
     frames = traceback.extract_tb(error.__traceback__)
-    if any(frame.filename.startswith("<") for frame in frames):
+    if any(frame.filename.startswith("<") and frame.filename != function.file for frame in frames):
         return False  # raised by code that the function has executed: perhaps the completion
     match error:
         case UnboundLocalError():
