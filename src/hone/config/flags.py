@@ -43,7 +43,11 @@ def parse_flags(tree: type[Section], flags: Sequence[str]) -> tuple[list[Flag], 
         word = words.pop(0)
         name, has_value, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") and not has_value:
-            problems.setdefault(word, "not a flag; the recipe goes first, flags are `--key value`")
+            is_key = locate(tree, name.split(".")) is not None
+            hint = f"; did you mean --{word}?" if is_key else ""
+            problems.setdefault(
+                word, f"not a flag; the recipe goes first, flags are `--key value`{hint}"
+            )
             continue
         following = _following(words)
         target, switched_off = _find(tree, name)
@@ -96,6 +100,8 @@ def _find(tree: type[Section], name: str) -> tuple[Field | None, bool]:
 
 def _unknown(tree: type[Section], name: str, word: str) -> str:
     path = name.replace("-", "_").split(".")
+    if name in ("gpu", "json"):
+        return f"a flag of `hone check` alone (flag {word})"
     hint = alias_hint(tree, path, dashes="--") or of_other_command(tree, path)
     if hint is None and (near := nearest(tree, path)):
         hint = f"did you mean --{' or --'.join(near)}?"

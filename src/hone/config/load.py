@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -257,8 +257,11 @@ class _Draft:
             self._problem(at, self._wrong(at, target))
 
     def _wrong(self, at: Key, target: Field) -> str:
-        got = _show(_dig(self.values, at))
-        return f"got {got} ({self._origin(at)}); allowed: {target.allowed}"
+        value = _dig(self.values, at)
+        told = f"got {_show(value)} ({self._origin(at)}); allowed: {target.allowed}"
+        if isinstance(value, str) and get_origin(target.annotation) is tuple:
+            told += f"; for example {_as_list(target, value)}"
+        return told
 
     def _origin(self, at: Key) -> str:
         for length in range(len(at), -1, -1):
@@ -268,6 +271,14 @@ class _Draft:
 
     def _problem(self, at: Sequence[str | int], text: str) -> None:
         self.problems.setdefault(".".join(map(str, at)), text)
+
+
+def _as_list(target: Field, text: str) -> str:
+    """How a list is written that has what a text says."""
+    entry = get_args(target.annotation)[0]
+    if is_section(entry):
+        return f"--{target.key}.0.{next(iter(entry.model_fields))} {text}"
+    return f"--{target.key} '[{', '.join(part.strip() for part in text.split(','))}]'"
 
 
 def _fresh(target: Field | None) -> Any:

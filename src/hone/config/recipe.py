@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from hone.config.errors import UserError
+from hone.config.paths import DATA_SUFFIXES
 
 __all__ = [
     "Key",
@@ -88,6 +89,11 @@ def resolve_recipe(name: str) -> Path:
     """
     path = Path(name)
     if path.is_file():
+        if path.suffix in DATA_SUFFIXES:
+            raise UserError(
+                f"recipe '{name}' is a file of data. A recipe is a YAML file; data are named with "
+                f"--data.train.0.path {name}."
+            )
         return path
     built_in = RECIPES / f"{name}.yaml"
     if path.name == name and not path.suffix and built_in.is_file():

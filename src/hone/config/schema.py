@@ -183,6 +183,8 @@ def _likeness(typed: Sequence[str], known: Sequence[str]) -> float:
     if "_".join(typed) == "_".join(known):
         return 1.0
     leaf = _similarity(typed[-1], known[-1])
+    if len(typed[-1]) > 3 and known[-1].startswith(typed[-1]):
+        leaf = max(leaf, 0.9)  # what was cut short is meant, rather than another word
     if leaf < 0.5:
         return 0.0
     score = 0.7 * leaf + 0.3 * _similarity(".".join(typed[:-1]), ".".join(known[:-1]))
