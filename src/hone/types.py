@@ -14,7 +14,7 @@ This module imports torch for type checkers only, so planners and configuration 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "NOT_SAMPLED",
     "Column",
     "Completion",
     "Engine",
@@ -33,6 +34,7 @@ __all__ = [
     "LossExtent",
     "Message",
     "MicroBatch",
+    "Observation",
     "Prompt",
     "Request",
     "Reward",
@@ -43,6 +45,7 @@ __all__ = [
     "StopReason",
     "TensorRecord",
     "Trainer",
+    "Turn",
     "WeightManifest",
 ]
 
@@ -50,8 +53,12 @@ Message = dict[str, Any]
 """One chat turn, `{"role": ..., "content": ...}`, as chat templates take it."""
 
 
+NOT_SAMPLED = -1
+"""Weight version of a token that no weights have sampled: an environment has inserted it."""
+
+
 class StopReason(StrEnum):
-    """Why generation ended. Written by the engine, never guessed from ids."""
+    """Why generation ended. Written where it ended, never guessed from ids."""
 
     EOS = "eos"
     """An end-of-sequence or stop id was sampled; it is the last token of the completion."""
@@ -63,6 +70,8 @@ class StopReason(StrEnum):
     """The request was withdrawn; the completion is what had been sampled until then."""
     ERROR = "error"
     """No engine can serve the request; `Completion.error` says why."""
+    MAX_TURNS = "max_turns"
+    """Of an episode alone: it had all its turns, and the environment would have gone on."""
 
 
 class FailureKind(StrEnum):
@@ -115,6 +124,8 @@ class Prompt:
     """The prompt as the row has it: text or messages, before any template."""
     raw_answer: Any = None
     """The answer as the row has it, before it is made a text."""
+    messages: tuple[Message, ...] = ()
+    """What the chat template rendered, where an environment may add to it; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +180,54 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment says to a turn that does not end the episode."""
+
+    content: str | Sequence[Message] = ""
+    """A text, which becomes a message of `role`, or whole messages, rendered by the chat template.
+    Where prompts are rendered without one, the text as it is."""
+    role: str | None = "user"
+    """Of the message that a text becomes; None: the text is appended as it is, and the policy
+    goes on in the same message."""
+    _: KW_ONLY
+    token_ids: tuple[int, ...] = ()
+    """Appended as they are, in place of `content`."""
+    reward: float = 0.0
+    """Of the turn that this answers; an episode's reward is the sum."""
+    max_tokens: int | None = None
+    """Longest next turn, in tokens; None: what is left of the episode."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the next turn; none: those of the first turn."""
+    state: Any = None
+    """JSON values that the next call gets; None: what they were."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """What the policy sampled at one go, and what the environment added behind it."""
+
+    start: int
+    """Position in `Sample.token_ids` of its first token."""
+    end: int
+    """Position behind its last token; what was added lies between it and the next turn."""
+    text: str
+    stop_reason: StopReason
+    observed: str = ""
+    """The text added behind the policy's; with a chat template from the end of the message on."""
+    messages: tuple[Message, ...] = ()
+    """Those among it."""
+    reward: float = 0.0
+
+
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """One answer to a prompt.
+    """One answer to a prompt: an episode, of one turn or of several.
 
     `loss_mask` says which completion tokens the policy sampled (and may be trained on); tokens an
-    environment inserted are part of the episode but masked. `len(token_ids) == len(logprobs) ==
-    len(weight_versions) == len(loss_mask)` at all times.
+    environment inserted are part of the episode but masked, with log-probability 0 and weight
+    version `NOT_SAMPLED`. `len(token_ids) == len(logprobs) == len(weight_versions) ==
+    len(loss_mask)` at all times.
     """
 
     id: str
@@ -187,15 +239,30 @@ class Sample:
     weight_versions: list[int]
     loss_mask: list[bool]
     stop_reason: StopReason
+    """Of the last turn, or the limit that ended the episode."""
     text: str = ""
     """The decoded completion, for rewards and people; never re-encoded."""
+    turns: list[Turn] = field(default_factory=list[Turn])
+    seed: int = 0
+    """For the environment; equal in all samples of a group."""
+    state: Any = None
+    """The environment's, JSON values."""
+    must_end: bool = True
+    """No turn or token is left, or it has failed: there is only a score to come."""
+    observation: Observation | None = None
+    """What the environment has just answered, on the way to the next turn."""
     reward: Reward | None = None
     failure: FailureKind | None = None
     failure_detail: str = ""
 
     @property
     def truncated(self) -> bool:
-        return self.stop_reason is StopReason.LENGTH
+        return self.stop_reason in (StopReason.LENGTH, StopReason.MAX_TURNS)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled, whether they are trained or masked."""
+        return sum(version != NOT_SAMPLED for version in self.weight_versions)
 
     @property
     def valid(self) -> bool:

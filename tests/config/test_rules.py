@@ -340,6 +340,12 @@ ROWS: list[Row] = [
     ("rl", "reward.functions.0.fn=scores/py:score", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=code_tests reward.timeout_s=5", "error",
      "reward.functions.0.args.timeout_s reward.timeout_s"),
+    ("rl", "env.path=Game", "error", "env.path"),
+    ("rl", "env.path=nowhere.py:Game", "error", "env.path"),
+    ("rl", "env.path=envs.py:Gmae", "error", "env.path"),
+    ("rl", "env.path=envs.py:Mute", "error", "env.path"),
+    ("rl", "env.max_turns=3", "warning", "env.max_turns env.path"),
+    ("rl", "env.args={depth: 3}", "warning", "env.args env.path"),
     ("rl", "reward.num_workers=100000", "warning", "reward.num_workers"),
     ("rl", "reward.max_failure_rate=1", "warning", "reward.max_failure_rate"),
     ("eval", "eval.pass_threshold=2", "warning", "eval.pass_threshold eval.pass_function"),
@@ -613,6 +619,8 @@ def test_a_sound_configuration_has_no_finding(command: str, workspace: Path) -> 
     "flags",
     [
         "trainer.max_tokens_per_microbatch=4096",
+        "env.path=envs.py:Game env.max_turns=2 eval.pass_function=env eval.every_n_steps=9 "
+        "data.eval_fraction=0.1",
         "rollout.max_completion_tokens=3072",
         "algorithm.kl.coef=0.01",
         "algorithm.kl.coef=0.01 algorithm.kl.placement=reward algorithm.kl.estimator=k1",

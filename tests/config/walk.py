@@ -167,6 +167,13 @@ def write_walk_inputs(folder: Path) -> None:
     (folder / "template.jinja").write_text("{% for m in messages %}1{{ m['content'] }}{% endfor %}")
     (folder / "lengths.jsonl").write_text('{"tokens": 7}\n{"tokens": 99}\n')
     (folder / "requests.jsonl").write_text('{"prompt_tokens": 4, "max_tokens": 3}\n')
+    (folder / "envs.py").write_text(
+        "class Echo:\n"
+        "    def __init__(self, says='+'):\n"
+        "        self.says = says\n"
+        "    def step(self, episode):\n"
+        "        return self.says if len(episode.turns) < 3 else len(episode.turns)\n"
+    )
     with (folder / "rewards.py").open("a") as file:
         file.write(
             "def nine(completion, mark='9'):\n"

@@ -16,6 +16,7 @@ HUB = ("--data.train=[{path: owner/name}]",)
 EVAL_HUB = ("--data.eval=[{path: owner/name, max_rows: 4}]",)
 SPLIT = ("--data.train=[{path: split}]",)
 EVAL_SPLIT = ("--data.eval=[{path: split}]",)
+ECHO = ("--env.path=envs.py:Echo", "--rollout.stop=['1', '2', '3', '4']")
 EXACT_MATCH = ("--reward.functions=[{fn: exact_match}]",)
 LORA = ("--model.lora.rank=2",)
 KL = ("--algorithm.kl.coef=0.1",)
@@ -132,6 +133,9 @@ RL: dict[str, Row] = {
     "engine.enable_sleep": Row("true", "EmbeddedEngine.sleep"),
     "engine.enable_prefix_caching": Row("false", "EmbeddedEngine"),
     "engine.enforce_eager": Row("true", "EmbeddedEngine"),  # of a GPU alone
+    "env.path": Row("envs.py:Echo", "metrics"),
+    "env.args": Row("{says: '-+'}", "samples", ECHO),
+    "env.max_turns": Row("2", "metrics", ECHO),
     "reward.functions": Row("[{fn: 'rewards.py:nine'}]", "metrics"),
     "reward.functions.0.fn": Row("rewards.py:nine", "metrics"),
     "reward.functions.0.weight": Row("2", "metrics"),
@@ -445,7 +449,7 @@ def engine_rows(shown: str, *, generates: bool) -> dict[str, Row]:
 
 
 RUNS = ("--run.", "--rollout.", "--eval.every_n_steps")
-REWARDS = {key: row for key, row in RL.items() if key.startswith("reward.")}
+REWARDS = {key: row for key, row in RL.items() if key.startswith(("env.", "reward."))}
 
 EVALUATE: dict[str, Row] = {
     **run_rows(trains=False),
@@ -680,7 +684,7 @@ NOT_OF_TIME = (
     ),
     "model.lora.alpha",
     "model.lora.load_in_4bit",  # these two change memory alone, and no split that fits or not
-    *(f"{section}." for section in ("data", "reward", "eval", "checkpoint", "log")),
+    *(f"{section}." for section in ("data", "env", "reward", "eval", "checkpoint", "log")),
     *(f"rollout.{name}" for name in ("temperature", "stop")),
     "rollout.dynamic_sampling",
     "rollout.mask_off_policy_tokens",

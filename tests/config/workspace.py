@@ -72,4 +72,8 @@ def fill(folder: Path) -> None:
     (folder / "scores.py").write_text("def score(completion, answer):\n    return 1.0\n")
     (folder / "silent.py").write_text("def score():\n    return 1.0\n")
     (folder / "needy.py").write_text("def score(completion, depth):\n    return 1.0\n")
+    (folder / "envs.py").write_text(
+        "class Game:\n    def step(self, episode):\n        return 1.0\n"
+        "class Mute:\n    def stop(self, episode):\n        return 1.0\n"
+    )
     (folder / "broken.py").write_text("def score(:\n")

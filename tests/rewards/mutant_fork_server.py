@@ -17,7 +17,7 @@ MUTANTS = {
     "samples wait": lambda: setattr(
         fork_server.ForkServer, "_idle", only_when_all_are(fork_server.ForkServer._idle)
     ),
-    "errors score 0": lambda: setattr(score, "_attempt", zero_for_errors(score._attempt)),
+    "errors score 0": lambda: setattr(score, "attempt", zero_for_errors(score.attempt)),
 }
 
 

@@ -22,6 +22,7 @@ from hone.loops import inference, reinforce
 from hone.loops.inference import run_evaluation
 from hone.rewards import pool, scorer
 from hone.rewards.scorer import FailureRateError, Scorer
+from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import evaluate
 from hone.types import FailureKind, Prompt, Sample
 from tests.rewards.scoring import make_sample
@@ -331,8 +332,7 @@ def test_an_evaluation_ends_when_all_of_the_first_samples_fail() -> None:
             engine=FakeEngine(),
             scorer=scorer_,
             cfg=EvaluationConfig(max_completion_tokens=8),
-            decode=str,
-            seed=0,
+            episodes=Episodes(decode=str, run_seed=0, purpose="eval"),
         )
 
 

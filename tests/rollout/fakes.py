@@ -148,6 +148,7 @@ class FakeScorer:
         delay: int = 0,
         fails: Callable[[Sample], FailureKind | None] = lambda _: None,
     ) -> None:
+        self.max_turns = 1
         self.reward, self.delay, self.fails = reward, delay, fails
         self._waiting: list[tuple[int, Sample]] = []
 

@@ -22,6 +22,7 @@ from hone.planner.staleness import batches_ahead, choose, too_late
 from hone.rewards.scorer import FailureRateError
 from hone.rollout import collector as collector_module
 from hone.rollout.collector import Collector
+from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import evaluate
 from hone.rollout.metrics import rollout_metrics
 from hone.rollout.state import group_to_dict
@@ -456,8 +457,7 @@ def test_an_evaluation_in_between_changes_nothing(make_engine: Callable[[], Fake
             engine=collector.engine,
             scorer=collector.scorer,
             cfg=EvaluationConfig(n_samples_per_prompt=2, max_completion_tokens=9),
-            decode=str,
-            seed=3,
+            episodes=Episodes(decode=str, run_seed=3, purpose="eval"),
         )
         assert len(samples) == 6
 

@@ -24,6 +24,7 @@ from hone.engine.worker import EngineWorker, Polled
 from hone.rewards.scorer import Scorer
 from hone.rollout import engine_pool
 from hone.rollout.engine_pool import EnginePool
+from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import evaluate
 from hone.types import (
     Completion,
@@ -329,7 +330,13 @@ def test_R12_a_poisoned_prompt_fails_alone(local):
 
     cfg = EvaluationConfig(n_samples_per_prompt=2, max_completion_tokens=100)
     with Scorer(RewardConfig(), max_completion_tokens=100) as scorer:
-        samples = evaluate([prompt(1)], engine=group, scorer=scorer, cfg=cfg, decode=str, seed=0)
+        samples = evaluate(
+            [prompt(1)],
+            engine=group,
+            scorer=scorer,
+            cfg=cfg,
+            episodes=Episodes(decode=str, run_seed=0, purpose="eval"),
+        )
         assert scorer.stats().num_failed == {FailureKind.ENGINE: 2}
     assert [(s.failure, s.valid, s.reward) for s in samples] == [
         (FailureKind.ENGINE, False, None)

@@ -17,6 +17,7 @@ from hone.config.tree import EvaluateConfig
 from hone.observe.metrics import to_scalars
 from hone.rewards.scorer import FailureRateError
 from hone.rollout.collector import SingleProcess
+from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import PassRule, evaluate, pass_at_k, pass_rule, summarise
 from hone.rollout.requests import requests_for, sampling_params
 from hone.types import FailureKind, Reward, Sample, StopReason
@@ -37,8 +38,7 @@ def run(scorer: FakeScorer, cfg: EvalConfig, num_prompts: int = 12):
         engine=engine,
         scorer=scorer,
         cfg=cfg,
-        decode=str,
-        seed=3,
+        episodes=Episodes(decode=str, run_seed=3, purpose="eval"),
     )
     assert not engine.has_unfinished
     assert not scorer.pending
@@ -69,8 +69,7 @@ def test_a_stopped_evaluation_leaves_nothing_behind(engine: FakeEngine, after: i
         engine=engine,
         scorer=scorer,
         cfg=EvalConfig(max_completion_tokens=8),
-        decode=str,
-        seed=3,
+        episodes=Episodes(decode=str, run_seed=3, purpose="eval"),
         should_stop=lambda: next(steps, None) is None,
     )
     assert samples is None
@@ -91,8 +90,7 @@ def test_an_evaluation_stops_in_all_processes(own_stops: bool) -> None:
         engine=FakeEngine(),
         scorer=FakeScorer(),
         cfg=EvalConfig(max_completion_tokens=8),
-        decode=str,
-        seed=3,
+        episodes=Episodes(decode=str, run_seed=3, purpose="eval"),
         comm=Two(),
         should_stop=lambda: own_stops,
     )
@@ -116,8 +114,7 @@ def test_scoring_ends_once_too_many_have_failed(num_failing: int) -> None:
         engine=FakeEngine(length=lambda r: 1 + int(r.id.partition("-")[2].partition("/")[0])),
         scorer=scorer,
         cfg=EvalConfig(n_samples_per_prompt=4, max_completion_tokens=16),
-        decode=str,
-        seed=3,
+        episodes=Episodes(decode=str, run_seed=3, purpose="eval"),
         max_failure_rate=0.25,
     )
     if num_failing == 10:
@@ -165,8 +162,7 @@ def test_R21_each_sample_of_an_evaluation_has_a_seed_of_its_own() -> None:
         engine=engine,
         scorer=FakeScorer(),
         cfg=cfg,
-        decode=str,
-        seed=3,
+        episodes=Episodes(decode=str, run_seed=3, purpose="eval"),
     )
     assert [request.sampling.seed for request in engine.submitted] == seeds[:15]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,10 @@ from hone.config.run import EvaluationConfig
 from hone.rollout import buffer as buffer_module
 from hone.rollout import collector as collector_module
 from hone.rollout.collector import Collector, SingleProcess
+from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import evaluate
 from hone.rollout.state import group_to_dict
+from hone.types import Request
 from tests.rollout.fakes import (
     CyclicPrompts,
     FakeEngine,
@@ -174,6 +176,10 @@ def bug_own_seeds(prompt_: Any, *args: Any, **kwargs: Any) -> Any:
     return unbroken_requests_for(prompt_, *args, **kwargs)
 
 
+def without_tokens(entry: Any) -> dict[int, Request]:
+    return {index: replace(one, resumed=None) for index, one in entry.requests.items()}
+
+
 unbroken_requests_for = buffer_module.requests_for
 
 
@@ -187,7 +193,7 @@ def test_R21_planted_sharing(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     else:  # what was sampled of an unfinished sample stays with its owner
         update = collector_module._GroupUpdate
         monkeypatch.setattr(
-            update, "of", classmethod(lambda cls, e: cls([], dict.fromkeys(e.requests)))
+            update, "of", classmethod(lambda cls, e: cls([], without_tokens(e), {}))
         )
 
     def check() -> None:
@@ -204,8 +210,7 @@ def evaluated(comm: Any, num_prompts: int) -> list[Any]:
         engine=FakeEngine(),
         scorer=FakeScorer(delay=2),
         cfg=EvaluationConfig(n_samples_per_prompt=3, max_completion_tokens=9),
-        decode=lambda ids: str(list(ids)),
-        seed=3,
+        episodes=Episodes(decode=lambda ids: str(list(ids)), run_seed=3, purpose="eval"),
         comm=comm,
     )
     return [(s.id, s.prompt, s.token_ids, s.reward, s.index) for s in samples]

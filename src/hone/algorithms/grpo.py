@@ -18,7 +18,7 @@ from hone.algorithms.kl import KL_ESTIMATORS
 from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
 from hone.observe.metrics import Metrics, Sum
-from hone.types import Column, Group, Row, Sample
+from hone.types import NOT_SAMPLED, Column, Group, Row, Sample
 
 __all__ = ["GRPO"]
 
@@ -75,10 +75,12 @@ def _row(sample: Sample, group: Group, version: int) -> Row:
 
     A token that the present weights have drawn after older ones counts as stale: it may have been
     drawn over keys and values of theirs, so that the trainer cannot find its log-probability again.
+    What an environment inserted is of no weights, and has no age.
     """
     trained = [t for t, is_trained in enumerate(sample.loss_mask) if is_trained]
     logprobs = [sample.logprobs[t] for t in trained]
-    oldest = list(accumulate((version - drawn for drawn in sample.weight_versions), max))
+    ages = (0 if drawn == NOT_SAMPLED else version - drawn for drawn in sample.weight_versions)
+    oldest = list(accumulate(ages, max))
     staleness = [oldest[t] for t in trained]
     return Row(
         id=sample.id,

@@ -26,6 +26,7 @@ __all__ = [
     "did_you_mean",
     "missing_column",
     "needed_columns",
+    "parsed_class",
     "parsed_parameters",
     "shape_of",
     "signature_problem",
@@ -41,6 +42,7 @@ GIVEN = (
     "metadata",
     "messages",
     "max_completion_tokens",
+    "turns",
 )
 """Names of the arguments every sample has."""
 
@@ -196,6 +198,20 @@ def parsed_parameters(spec: str) -> list[Parameter] | None:
         with suppress(TypeError, ValueError):  # what is written in C may not show them
             return list(signature(function).parameters.values())
         return None
+    node = _definition(spec)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+        return None
+    return _parameters(node.args)
+
+
+def parsed_class(spec: str) -> ast.ClassDef | None:
+    """The class `path/to/file.py:Class` or `package.module:Class` as written; None likewise."""
+    node = _definition(spec)
+    return node if isinstance(node, ast.ClassDef) and not node.decorator_list else None
+
+
+def _definition(spec: str) -> ast.AST | None:
+    """What binds a name at the top of a module, where nothing else does."""
     location, _, name = spec.rpartition(":")
     is_file = location.endswith(".py")
     path = Path(location) if is_file else Path(*location.split(".")).with_suffix(".py")
@@ -204,12 +220,7 @@ def parsed_parameters(spec: str) -> list[Parameter] | None:
     except (OSError, ValueError, SyntaxError):
         return None  # said elsewhere, or a module that is installed
     found = [node for node in ast.walk(tree) if _binds(node, name)]
-    if len(found) != 1 or found[0] not in tree.body:
-        return None
-    (node,) = found
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
-        return None
-    return _parameters(node.args)
+    return found[0] if len(found) == 1 and found[0] in tree.body else None
 
 
 def _binds(node: ast.AST, name: str) -> bool:

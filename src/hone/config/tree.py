@@ -19,6 +19,7 @@ from hone.config.bench import (
 from hone.config.cluster import ClusterConfig
 from hone.config.data import DataConfig, SourceConfig
 from hone.config.engine import EngineConfig
+from hone.config.env import EnvConfig
 from hone.config.model import ModelConfig, TrainedModelConfig
 from hone.config.pipeline import PipelineConfig
 from hone.config.reward import RewardConfig
@@ -59,6 +60,7 @@ class RLConfig(Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
+    env: EnvConfig = EnvConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -127,6 +129,7 @@ class EvaluateConfig(Section):
     model: ModelConfig
     data: EvaluateDataConfig = EvaluateDataConfig()
     engine: EngineConfig = EngineConfig()
+    env: EnvConfig = EnvConfig()
     reward: RewardConfig = RewardConfig()
     eval: StandaloneEvaluationConfig = StandaloneEvaluationConfig()
 

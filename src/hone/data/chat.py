@@ -22,7 +22,7 @@ from hone.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Demonstration", "Rendered", "Renderer"]
+__all__ = ["Demonstration", "Rendered", "Renderer", "uses_chat"]
 
 ENCODE_BATCH = 1024
 """Texts given to the tokenizer at a time: enough to use its threads, little enough memory."""
@@ -38,6 +38,8 @@ class Rendered:
     token_ids: tuple[int, ...]
     is_cut: bool = False
     """The ids are those of the beginning alone, which is too long already."""
+    messages: tuple[Message, ...] = ()
+    """What the chat template rendered, where they are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,19 @@ class Renderer:
     prompt template, after the tokenizer's begin-of-text token if it uses one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        cfg: DataConfig,
+        *,
+        keeps_messages: bool = False,
+    ) -> None:
+        """`keeps_messages` for environments, which may add to them."""
         self.tokenizer = tokenizer
         self.template = cfg.prompt_template
         self.system_prompt = cfg.system_prompt
-        self.uses_chat = _uses_chat(tokenizer, cfg)
+        self.uses_chat = uses_chat(tokenizer, cfg)
+        self.keeps_messages = keeps_messages and self.uses_chat
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
         if not any(match[2] for match in TEMPLATE_FIELD.finditer(self.template)):
             raise UserError(
@@ -81,7 +91,8 @@ class Renderer:
         for example, text, (ids, is_cut) in zip(examples, texts, encoded, strict=True):
             if not (token_ids := (*self.start_ids, *ids)):
                 raise UserError(f"{example.location}: the prompt renders to no tokens at all")
-            found.append(Rendered(text, token_ids, is_cut))
+            messages = tuple(self._messages(example)) if self.keeps_messages else ()
+            found.append(Rendered(text, token_ids, is_cut, messages))
         return found
 
     def demonstrations(
@@ -278,21 +289,22 @@ class Renderer:
         )
 
 
-def _uses_chat(tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> bool:
+def uses_chat(tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> bool:
+    """Whether prompts are rendered by a chat template. Raises UserError where they cannot be."""
     has_template = tokenizer.chat_template is not None
     if cfg.chat == "always" and not has_template:
         raise UserError(
             "data.chat is 'always', but the tokenizer has no chat template; give one in "
             "model.chat_template, or set data.chat to 'auto' or 'never'"
         )
-    uses_chat = has_template and cfg.chat != "never"
-    if cfg.system_prompt is not None and not uses_chat:
+    is_chat = has_template and cfg.chat != "never"
+    if cfg.system_prompt is not None and not is_chat:
         raise UserError(
             "data.system_prompt needs a chat template, and prompts are rendered without one "
             f"(data.chat is {cfg.chat!r}, the tokenizer has {'a' if has_template else 'no'} "
             "template); put the text into data.prompt_template instead"
         )
-    return uses_chat
+    return is_chat
 
 
 def _start_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

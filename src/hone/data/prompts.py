@@ -27,13 +27,15 @@ def load_prompts(
     *,
     seed: int,
     max_prompt_tokens: int | None = None,
+    keeps_messages: bool = False,
 ) -> PromptData:
     """Read, render, filter and split the prompts of all sources.
 
     `max_prompt_tokens` is what the model's context leaves for a prompt; the lower of it and
-    `data.max_prompt_tokens` counts. Raises UserError for anything wrong with the data.
+    `data.max_prompt_tokens` counts. `keeps_messages` as in `Renderer`. Raises UserError for
+    anything wrong with the data.
     """
-    renderer = Renderer(tokenizer, cfg)
+    renderer = Renderer(tokenizer, cfg, keeps_messages=keeps_messages)
     limit = LengthLimit("data.max_prompt_tokens", cfg.max_prompt_tokens, _num_tokens)
     if max_prompt_tokens is not None and max_prompt_tokens < cfg.max_prompt_tokens:
         limit = LengthLimit("the context's room for a prompt", max_prompt_tokens, _num_tokens)
@@ -61,4 +63,5 @@ def _prompt(example: Example, rendered: Rendered) -> Prompt:
         metadata=example.metadata,
         unrendered=example.prompt,
         raw_answer=example.raw_answer,
+        messages=rendered.messages,
     )

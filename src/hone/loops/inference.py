@@ -19,9 +19,10 @@ from hone.config.parallel import ParallelConfig
 from hone.config.paths import settings_file
 from hone.config.tree import EvaluateConfig, GenerateConfig
 from hone.data.prompts import PromptData
+from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.loops.ending import evaluation_cause
-from hone.loops.inputs import decoder, encoder, prompts_of, share_of_workers
+from hone.loops.inputs import decoder, prompts_of, share_of_workers, try_out
 from hone.loops.launch import join
 from hone.loops.workers import make_engine
 from hone.models.load import load_model
@@ -34,8 +35,9 @@ from hone.observe.report.write import write_report
 from hone.observe.run_folder import EVAL_CONFIG, EVAL_ENVIRONMENT, EVAL_METRICS, EVAL_SAMPLES
 from hone.observe.whole_file import write_whole
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
+from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import evaluate, pass_rule, summarise
-from hone.rollout.requests import requests_for, sample_of, sampling_params
+from hone.rollout.requests import requests_for, sampling_params
 from hone.types import Engine, Prompt, Sample
 
 __all__ = ["run_evaluation", "run_generation"]
@@ -82,9 +84,11 @@ def _write_samples(cfg: EvaluateConfig, mesh: Mesh, samples: Sequence[Sample]) -
 def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
     limit = cfg.eval.max_completion_tokens
     tp, tokenizer, data = _prepared(cfg, mesh)
-    with Scorer(share_of_workers(cfg.reward), max_completion_tokens=limit) as scorer:
+    turns = TurnRenderer(tokenizer, cfg.data)
+    rewards = share_of_workers(cfg.reward)
+    with Scorer(rewards, max_completion_tokens=limit, env=cfg.env) as scorer:
         if mesh.is_first:
-            scorer.check_data(data.eval, encoder(tokenizer))
+            try_out(scorer, data.eval, tokenizer, turns)
         engine = _engine(cfg, mesh, tp, tokenizer)
         with _counter(mesh) as progress:
             scorer.on_wait = progress.waiting
@@ -94,8 +98,13 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
                 scorer=scorer,
                 cfg=cfg.eval,
                 stop=cfg.eval.stop,
-                decode=decoder(tokenizer),
-                seed=cfg.run.seed,
+                episodes=Episodes(
+                    decode=decoder(tokenizer),
+                    max_turns=scorer.max_turns,
+                    render=turns,
+                    run_seed=cfg.run.seed,
+                    purpose="eval",
+                ),
                 comm=mesh,
                 max_failure_rate=cfg.reward.max_failure_rate,
                 progress=progress.samples,
@@ -138,8 +147,9 @@ def run_generation(cfg: GenerateConfig) -> int:
 
 def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
     tp, tokenizer, data = _prepared(cfg, mesh)
-    engine, decode = _engine(cfg, mesh, tp, tokenizer), decoder(tokenizer)
-    owners: dict[str, tuple[Prompt, int]] = {}
+    engine, episodes = _engine(cfg, mesh, tp, tokenizer), Episodes(decode=decoder(tokenizer))
+    limit = cfg.generation.max_completion_tokens
+    owners: dict[str, Prompt] = {}
     places: list[tuple[int, int]] = []
     for number, prompt in enumerate(chain(*data.train.sources)):
         if number % tp.num_replicas != tp.replica:
@@ -154,13 +164,15 @@ def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
             number=0,
         )
         engine.submit(requests)
-        owners |= {request.id: (prompt, index) for index, request in enumerate(requests)}
+        owners |= {request.id: prompt for request in requests}
         places += [(number, index) for index in range(len(requests))]
     rows: dict[str, str] = {}
     with _counter(mesh) as counter:
         while engine.has_unfinished:
             for completion in engine.step():
-                sample = sample_of(*owners[completion.request_id], completion, decode)
+                name = completion.request_id
+                sample = episodes.begin(owners[name], name, number=0)
+                episodes.take(sample, completion, max_tokens=limit)
                 rows[sample.id] = json_line(sample_row(sample)).decode()
             counter.samples(len(rows), len(owners))
     own = list(zip(places, (rows[name] for name in owners), strict=True))

@@ -6,16 +6,20 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from hone.config.errors import UserError
 from hone.config.reward import RewardConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
+from hone.data.turns import RenderError, TurnRenderer
 from hone.distributed.processes import processes
 from hone.models.load import load_config
 from hone.models.support import context_length
 from hone.rewards.pool import default_num_workers
+from hone.rewards.scorer import Scorer
 from hone.rollout.requests import Decode
+from hone.types import Prompt
 
-__all__ = ["decoder", "encoder", "prompts_of", "share_of_workers"]
+__all__ = ["decoder", "encoder", "prompts_of", "share_of_workers", "try_out"]
 
 
 def prompts_of(
@@ -23,7 +27,13 @@ def prompts_of(
 ) -> PromptData:
     """The prompts of `cfg.data` that leave a completion its full length."""
     longest = context_length(load_config(cfg.model)) - cfg.max_completion_tokens
-    return load_prompts(cfg.data, tokenizer, seed=cfg.run.seed, max_prompt_tokens=longest)
+    return load_prompts(
+        cfg.data,
+        tokenizer,
+        seed=cfg.run.seed,
+        max_prompt_tokens=longest,
+        keeps_messages=not isinstance(cfg, GenerateConfig) and cfg.env.path is not None,
+    )
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
@@ -46,6 +56,21 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     return encode
+
+
+def try_out(
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    render: TurnRenderer,
+) -> None:
+    """`Scorer.check_data`, and what an environment answers there is rendered. Raises UserError."""
+    sample = scorer.check_data(prompts, encoder(tokenizer))
+    if sample is not None and sample.observation is not None:
+        try:
+            render(sample, sample.observation)
+        except RenderError as error:
+            raise UserError(f"the answer of env.path to row {sample.prompt.id}: {error}") from error
 
 
 def share_of_workers(cfg: RewardConfig) -> RewardConfig:

@@ -19,10 +19,11 @@ from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig
 from hone.data.prompts import PromptData
+from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
-from hone.loops.inputs import decoder, encoder, prompts_of, share_of_workers
+from hone.loops.inputs import decoder, prompts_of, share_of_workers, try_out
 from hone.loops.launch import Launch, load_for_training
 from hone.loops.loop import run_to_end
 from hone.loops.rank0 import Controller, Rank0Collector, Rank0Scorer
@@ -292,9 +293,10 @@ def _scoring(
         yield None
         return
     rewards = cfg.reward if plan.is_apart else share_of_workers(cfg.reward)
-    with Scorer(rewards, max_completion_tokens=cfg.rollout.max_completion_tokens) as scorer:
+    limit = cfg.rollout.max_completion_tokens
+    with Scorer(rewards, max_completion_tokens=limit, env=cfg.env) as scorer:
         if mesh.is_first:
-            scorer.check_data(data.all_rows(), encoder(tokenizer))
+            try_out(scorer, data.all_rows(), tokenizer, TurnRenderer(tokenizer, cfg.data))
         yield scorer
 
 
@@ -319,6 +321,7 @@ def _sampling(
         rollout_cfg=cfg.rollout,
         pipeline_cfg=cfg.pipeline,
         decode=decoder(tokenizer),
+        render=TurnRenderer(tokenizer, cfg.data),
         seed=cfg.run.seed,
         max_failure_rate=cfg.reward.max_failure_rate,
     )

@@ -231,6 +231,15 @@ def sample_row(sample: Sample) -> dict[str, Any]:
         "text": sample.text,
         "num_tokens": len(sample.token_ids),
         "stop_reason": str(sample.stop_reason),
+        "turns": [
+            {
+                "start": turn.start,
+                "end": turn.end,
+                "stop_reason": str(turn.stop_reason),
+                "reward": turn.reward,
+            }
+            for turn in sample.turns
+        ],
         "reward": None if sample.reward is None else sample.reward.total,
         "reward_parts": {} if sample.reward is None else dict(sample.reward.parts),
         "failure": None if sample.failure is None else str(sample.failure),

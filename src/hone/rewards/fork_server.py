@@ -33,7 +33,7 @@ from hone.rewards.builtin import warm_up_math
 from hone.rewards.pool import ONE_THREAD, describe_exit
 from hone.rewards.score import Verdict
 from hone.rewards.worker import Job, become_subreaper, ticket_of, work
-from hone.types import FailureKind, Reward
+from hone.types import FailureKind, Observation, Reward, StopReason
 
 __all__ = ["ForkServer", "main", "serve_forked"]
 
@@ -177,7 +177,7 @@ class ForkServer:
             worker.is_ready = True
             self.driver.put(pickle.dumps(("signatures", message["signatures"])))
         elif "function" in message:
-            worker.function = range(len(self.job.functions))[message["function"]]
+            worker.function = range(len(self.job.names))[message["function"]]
             worker.since = time.monotonic()
         else:
             if worker.request is None or message["ticket"] != ticket_of(worker.request):
@@ -256,9 +256,9 @@ class ForkServer:
             worker.stream.close()
             kind, detail = self._why_it_ended(worker, status)
             if not worker.is_ready:
-                self.fail(f"importing the reward functions ({self.job.specs}): {detail}")
+                self.fail(f"importing {self.job.described}: {detail}")
             elif worker.request is not None and (worker.function is not None or worker.malformed):
-                detail = f"{self.job.functions[worker.function or 0].name}: {detail}"
+                detail = f"{self.job.names[worker.function or 0]}: {detail}"
                 seconds = time.monotonic() - worker.since
                 self._settle(worker, Verdict(failure=kind, detail=detail, seconds=seconds))
             elif worker.request is not None:
@@ -307,8 +307,30 @@ def _decode(message: Mapping[str, Any]) -> Verdict:
             is_certain=bool(message["is_certain"]),
             seconds=seconds,
         )
+    if "observation" in message:
+        return Verdict(observation=_observation(message["observation"]), seconds=seconds)
     parts = {str(name): float(value) for name, value in message["parts"].items()}
-    return Verdict(reward=Reward(total=float(message["total"]), parts=parts), seconds=seconds)
+    reason = message["stop_reason"]
+    return Verdict(
+        reward=Reward(total=float(message["total"]), parts=parts),
+        stop_reason=None if reason is None else StopReason(reason),
+        seconds=seconds,
+    )
+
+
+def _observation(message: Mapping[str, Any]) -> Observation:
+    content, longest = message["content"], message["max_tokens"]
+    if not isinstance(content, str):
+        content = tuple(dict(one) for one in content)
+    return Observation(
+        content,
+        None if message["role"] is None else str(message["role"]),
+        token_ids=tuple(int(number) for number in message["token_ids"]),
+        reward=float(message["reward"]),
+        max_tokens=None if longest is None else int(longest),
+        stop=tuple(str(text) for text in message["stop"]),
+        state=message["state"],
+    )
 
 
 def _num_descendants(pid: int) -> int:

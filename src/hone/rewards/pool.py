@@ -24,6 +24,7 @@ from typing import Any, NoReturn, Protocol
 from hone.config.errors import UserError
 from hone.config.hardware import num_usable_cores
 from hone.rewards import wire
+from hone.rewards.play import EpisodeSoFar
 from hone.rewards.score import Verdict
 from hone.rewards.worker import Job, encode_request
 
@@ -64,8 +65,8 @@ class Pool:
                 if (seconds := time.monotonic() - started) > warned_s + _SLOW_IMPORT_S:
                     warned_s = seconds
                     _log.warning(
-                        "importing the reward functions (%s) has taken %.0f s; after %g s it fails",
-                        job.specs,
+                        "importing %s has taken %.0f s; after %g s it fails",
+                        job.described,
                         seconds,
                         job.load_timeout_s,
                     )
@@ -73,11 +74,14 @@ class Pool:
             self.close()
             raise
 
-    def submit(self, ticket: int, given: Mapping[str, Any]) -> None:
-        """Queue one sample, to be scored from `given` (see `score.arguments`)."""
+    def submit(
+        self, ticket: int, given: Mapping[str, Any], episode: EpisodeSoFar | None = None
+    ) -> None:
+        """Queue one sample, to be scored from `given` (see `score.arguments`), with an environment
+        to be answered from `episode`."""
         assert ticket not in self._pending, f"{ticket=}"
         self._pending.add(ticket)
-        self._stream.put(encode_request(ticket, dict(given)))
+        self._stream.put(encode_request(ticket, dict(given), episode))
 
     def poll(self, timeout_s: float) -> list[tuple[int, Verdict]]:
         """Tickets and verdicts since the last poll; waits at most `timeout_s` for the first."""
@@ -128,8 +132,8 @@ class Pool:
         if self._stream.ended:
             how = describe_exit(self._process.wait(_CLOSE_S))
             raise UserError(
-                f"the parent process of the reward workers ended ({how}). Either a function of "
-                f"reward.functions ({self._job.specs}) has ended it, as os.killpg and os.getppid "
+                f"the parent process of the reward workers ended ({how}). Either the code of "
+                f"{self._job.described} has ended it, as os.killpg and os.getppid "
                 "allow: it may end processes that it has started alone; or the kernel has, for "
                 "want of memory."
             )

@@ -20,9 +20,9 @@ from hone.config.signatures import did_you_mean, needed_columns, shape_of, signa
 __all__ = ["check_signature", "error_location", "resolve"]
 
 
-def resolve(spec: str) -> Callable[..., Any]:
-    """Import the function that `spec` names, unless it is inherited. Runs the user's module: call
-    it in a worker only.
+def resolve(spec: str, what: str = "reward function") -> Callable[..., Any]:
+    """Import the function or class that `spec` names, unless it is inherited. Runs the user's
+    module: call it in a worker only. `what` it is, for messages.
 
     Raises ValueError saying what is missing, with the nearest name where there is one.
     """
@@ -31,7 +31,7 @@ def resolve(spec: str) -> Callable[..., Any]:
     location, colon, name = spec.rpartition(":")
     if not (colon and location and name):
         raise ValueError(
-            f"'{spec}' does not name a reward function; write `package.module:function` or "
+            f"'{spec}' does not name {_a(what)}; write `package.module:function` or "
             f"`path/to/file.py:function`"
         )
     is_file = location.endswith(".py") or "/" in location
@@ -41,13 +41,18 @@ def resolve(spec: str) -> Callable[..., Any]:
     except AttributeError:
         own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         hint = did_you_mean(name, own) or f" Callables there: {', '.join(sorted(own)) or 'none'}."
-        raise ValueError(f"{location} has no function '{name}' (from '{spec}').{hint}") from None
+        kind = what.split()[-1]
+        raise ValueError(f"{location} has no {kind} '{name}' (from '{spec}').{hint}") from None
     if not callable(function):
         raise ValueError(
-            f"'{spec}' is of type {type(function).__name__}, which cannot be called; name a "
-            f"function that returns a number"
+            f"'{spec}' is of type {type(function).__name__}, which cannot be called; name "
+            f"{_a(what)}"
         )
     return function
+
+
+def _a(what: str) -> str:
+    return f"an {what}" if what[0] in "aeiou" else f"a {what}"
 
 
 def check_signature(

@@ -11,38 +11,64 @@ import inspect
 import math
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from hone.config.signatures import shape_of
 from hone.rewards.builtin import Builtin
 from hone.rewards.resolve import error_location
 from hone.rewards.shapes import InvalidScoreError, Part, ScoreTypeError, call_arguments, read_part
-from hone.types import FailureKind, Reward, Sample
+from hone.types import FailureKind, Observation, Reward, Sample, StopReason
 
 __all__ = [
+    "ENV_NAME",
     "RewardFunction",
     "Verdict",
     "arguments",
+    "attempt",
+    "await_result",
     "score",
 ]
 
 MAX_DETAIL_CHARS = 2000
 
+ENV_NAME = "env"
+"""What an environment's share of a reward is called."""
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The outcome for one sample: a reward, or why there is none. Never both."""
+    """The outcome for one sample: a reward, or why there is none, or an observation upon which its
+    episode goes on. Exactly one of them."""
 
     reward: Reward | None = None
+    observation: Observation | None = None
+    stop_reason: StopReason | None = None
+    """The limit that has ended an episode which would have gone on."""
     failure: FailureKind | None = None
     detail: str = ""
     is_certain: bool = False
     """The failure does not depend on the completion: any other one fails as well."""
     seconds: float = 0.0
+
+
+class Scoring(Protocol[T_co]):
+    """A reward function, or an environment."""
+
+    name: str
+    function: Callable[..., Any]
+    file: str | None
+    """Where it is written, for messages."""
+
+    def __call__(self, given: Mapping[str, Any], /) -> T_co:
+        """Raises InvalidScoreError, or whatever the user's code raises."""
+        ...
 
 
 class RewardFunction:
@@ -58,7 +84,6 @@ class RewardFunction:
         self.args = args
         code = getattr(inspect.unwrap(function), "__code__", None)
         self.file: str | None = code.co_filename if code is not None else None
-        """Where it is written, for messages."""
         self._parameters = inspect.signature(function).parameters
         self._shape = shape_of(self._parameters.values())
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
@@ -82,7 +107,7 @@ class RewardFunction:
                 )
         value = self.function(**chosen)
         if inspect.isawaitable(value):
-            value = _event_loop().run(_await(value))
+            value = await_result(value)
         return read_part(value, self._shape, logged)
 
 
@@ -100,6 +125,7 @@ def arguments(sample: Sample, *, max_completion_tokens: int) -> dict[str, Any]:
         "metadata": metadata,
         "messages": metadata.get("messages") if isinstance(unrendered, str) else unrendered,
         "max_completion_tokens": max_completion_tokens,
+        "turns": [turn.text for turn in sample.turns],
         "unrendered": unrendered,
         "raw_answer": sample.prompt.raw_answer,
         "weight_version": max(sample.weight_versions, default=0),
@@ -110,9 +136,11 @@ def score(
     functions: Sequence[RewardFunction],
     given: Mapping[str, Any],
     *,
+    of_env: Part | None = None,
     on_call: Callable[[int], None] | None = None,
 ) -> Verdict:
-    """Call every function and sum weight x score over those that apply.
+    """Call every function and sum weight x score over those that apply, and what an environment has
+    said.
 
     `on_call` gets the index of each function just before it is called. An error in a function
     becomes a failed verdict, never a score.
@@ -122,32 +150,30 @@ def score(
     for index, function in enumerate(functions):
         if on_call is not None:
             on_call(index)
-        outcome = _attempt(function, given)
-        if isinstance(outcome, Part):
-            parts.append(outcome)
-            continue
-        kind, detail, is_certain = outcome
-        detail = f"{function.name}: {detail}"[:MAX_DETAIL_CHARS]
-        seconds = time.perf_counter() - start
-        return Verdict(failure=kind, detail=detail, is_certain=is_certain, seconds=seconds)
-    return _combine(functions, parts, seconds=time.perf_counter() - start)
+        outcome = attempt(function, given)
+        if isinstance(outcome, Verdict):
+            return replace(outcome, seconds=time.perf_counter() - start)
+        parts.append(outcome)
+    return _combine(functions, parts, of_env, seconds=time.perf_counter() - start)
 
 
-def _attempt(
-    function: RewardFunction, given: Mapping[str, Any]
-) -> Part | tuple[FailureKind, str, bool]:
+def attempt(function: Scoring[T], given: Mapping[str, Any]) -> T | Verdict:
+    """What `function` says of `given`, or the verdict that it has failed."""
     try:
         return function(given)
     except InvalidScoreError as error:
-        return FailureKind.INVALID, str(error), isinstance(error, ScoreTypeError)
+        kind, detail = FailureKind.INVALID, str(error)
+        is_certain = isinstance(error, ScoreTypeError)
     except MemoryError:
-        return FailureKind.OUT_OF_MEMORY, "ran out of memory", False
+        kind, detail, is_certain = FailureKind.OUT_OF_MEMORY, "ran out of memory", False
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
-        detail = error_location(error, function.file)
-        return FailureKind.EXCEPTION, detail, _is_certain(error, function)
+        kind, detail = FailureKind.EXCEPTION, error_location(error, function.file)
+        is_certain = _is_certain(error, function)
+    detail = f"{function.name}: {detail}"[:MAX_DETAIL_CHARS]
+    return Verdict(failure=kind, detail=detail, is_certain=is_certain)
 
 
-def _is_certain(error: BaseException, function: RewardFunction) -> bool:
+def _is_certain(error: BaseException, function: Scoring[Any]) -> bool:
     """Whether the error is one of the function's text or call, which no completion avoids."""
     if isinstance(function.function, Builtin):
         return True  # these give every completion a number: it is the row that is wrong
@@ -168,14 +194,21 @@ def _is_certain(error: BaseException, function: RewardFunction) -> bool:
 
 
 def _combine(
-    functions: Sequence[RewardFunction], parts: Sequence[Part], *, seconds: float
+    functions: Sequence[RewardFunction],
+    parts: Sequence[Part],
+    of_env: Part | None,
+    *,
+    seconds: float,
 ) -> Verdict:
     total, named = 0.0, dict[str, float]()
-    for function, part in zip(functions, parts, strict=True):
+    weighted = [(f.name, f.weight, part) for f, part in zip(functions, parts, strict=True)]
+    if of_env is not None:
+        weighted.insert(0, (ENV_NAME, 1.0, of_env))
+    for name, weight, part in weighted:
         if part.score is not None:
-            total += function.weight * part.score
-            named[function.name] = part.score
-            named |= {f"{function.name}/{key}": value for key, value in part.metrics.items()}
+            total += weight * part.score
+            named[name] = part.score
+            named |= {f"{name}/{key}": value for key, value in part.metrics.items()}
     if not named:
         detail = "every reward function returned None, so nothing scored this sample"
     elif not math.isfinite(total):
@@ -186,11 +219,16 @@ def _combine(
     return Verdict(failure=FailureKind.INVALID, detail=detail, seconds=seconds)
 
 
+def await_result(value: Awaitable[Any]) -> Any:
+    """What an awaitable of foreign code gives."""
+    return _event_loop().run(_await(value))
+
+
 @cache
 def _event_loop() -> asyncio.Runner:
     """One event loop for all calls: clients that users keep in a module belong to a loop."""
     return asyncio.Runner()
 
 
-async def _await(value: Coroutine[Any, Any, object] | Any) -> object:
+async def _await(value: Awaitable[Any]) -> object:
     return await value

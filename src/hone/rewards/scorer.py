@@ -5,8 +5,9 @@
         for sample in scorer.poll():
             sample.reward or sample.failure
 
-Every sample comes back exactly once, with either a reward or a failure. No failure ever turns into
-a number.
+Every sample comes back exactly once, with either a reward or a failure; one that goes on in an
+environment with `observation`, to be submitted again after its next turn. No failure ever turns
+into a number.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from hone.config.env import EnvConfig
 from hone.config.errors import UserError
 from hone.config.inherited import inherited
 from hone.config.reward import RewardConfig
 from hone.config.signatures import SHAPES, missing_column
 from hone.rewards.builtin import Builtin, build
+from hone.rewards.play import EpisodeSoFar, episode_of
 from hone.rewards.pool import Pool, default_num_workers
 from hone.rewards.score import RewardFunction, Verdict, arguments, score
-from hone.rewards.worker import FunctionSpec, Job
-from hone.types import FailureKind, Prompt, Sample, StopReason
+from hone.rewards.worker import EnvSpec, FunctionSpec, Job
+from hone.types import FailureKind, Prompt, Sample, StopReason, Turn
 
 __all__ = ["FailureRateError", "Scorer", "ScorerStats", "check_failure_rate", "describe_failures"]
 
@@ -73,14 +76,19 @@ class ScorerStats:
 
 
 class Scorer:
-    """Scores samples by the configured functions.
+    """Scores samples by the configured environment and functions.
 
     Where all of them are trusted built-ins they run here, in `submit`; otherwise all run in worker
     processes. Raises ValueError for a function that cannot be found, loaded or called as it is
     configured, and FailureRateError when none of the first samples can be scored.
     """
 
-    def __init__(self, cfg: RewardConfig, *, max_completion_tokens: int) -> None:
+    def __init__(
+        self, cfg: RewardConfig, *, max_completion_tokens: int, env: EnvConfig | None = None
+    ) -> None:
+        env = env or EnvConfig()
+        self.max_turns = env.max_turns if env.path is not None else 1
+        """Turns of an episode; where one is the last, a sample `must_end`."""
         self.on_wait: Callable[[str], None] | None = None
         """Called with a text on how far scoring is, where the caller has waited for nothing else
         for some seconds."""
@@ -98,19 +106,27 @@ class Scorer:
         self._times_s: deque[float] = deque(maxlen=_NUM_TIMES)
         self._inline: list[RewardFunction] = []
         self._pool: Pool | None = None
+        self._has_env = env.path is not None
+        self._has_answered = False
+        """An observation has come: samples can be scored as far as is known."""
+        if not cfg.functions and not self._has_env:
+            raise ValueError("`reward.functions` is empty; name one, such as `exact_match`")
         builtins = _builtins(cfg, max_completion_tokens)
         names = cfg.names
-        if any(builtin is None or builtin.isolated for builtin in builtins):
-            self._pool = Pool(_job(cfg, names))
+        if self._has_env or any(builtin is None or builtin.isolated for builtin in builtins):
+            self._pool = Pool(_job(cfg, names, env))
             return
         for name, entry, builtin in zip(names, cfg.functions, builtins, strict=True):
             assert builtin is not None
             self._inline.append(RewardFunction(builtin, name=name, weight=entry.weight, args={}))
 
-    def check_data(self, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]) -> None:
+    def check_data(
+        self, prompts: Sequence[Prompt], encode: Callable[[str], list[int]]
+    ) -> Sample | None:
         """Find mistakes of functions before any sample is drawn: look for the columns that they
         need in all of `prompts`, then call each function once, with the first prompt and its answer
-        as the completion, of which `encode` makes the token ids.
+        as the completion, of which `encode` makes the token ids. An environment is called with it
+        as the only turn: where that does not end the episode, the sample is returned.
 
         Raises UserError naming the row, and warns where a call fails as it might for this
         completion alone.
@@ -129,10 +145,9 @@ class Scorer:
                 if lacking:
                     place = f"row {lacking[0].id}, one of {len(lacking):,} of {len(prompts):,} rows"
                     raise UserError(missing_column(entry.fn, name, place, lacking[0].metadata))
-        for prompt in prompts[:1]:
-            self._try_out(prompt, encode)
+        return self._try_out(prompts[0], encode) if prompts else None
 
-    def _try_out(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> None:
+    def _try_out(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> Sample | None:
         text = prompt.answer or prompt.text
         token_ids = encode(text)
         sample = Sample(
@@ -145,6 +160,8 @@ class Scorer:
             loss_mask=[True] * len(token_ids),
             stop_reason=StopReason.EOS,
             text=text,
+            turns=[Turn(start=0, end=len(token_ids), text=text, stop_reason=StopReason.EOS)],
+            must_end=self.max_turns == 1,
         )
         given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
         if self._pool is None:
@@ -152,7 +169,7 @@ class Scorer:
         else:
             ticket = self._num_submitted
             self._num_submitted += 1
-            self._pool.submit(ticket, given)
+            self._pool.submit(ticket, given, self._episode(sample))
             verdicts: list[tuple[int, Verdict]] = []
             while not verdicts:
                 verdicts = self._pool.poll(timeout_s=1.0)
@@ -163,11 +180,16 @@ class Scorer:
                 f"no reward could be computed for row {prompt.id}, with its {what} as the "
                 f"completion ({text[:80]!r}): {verdict.failure}: {verdict.detail}. Each "
                 "function of reward.functions is called once before the model is loaded, and must "
-                "give every completion a number, a wrong one too."
+                "give every completion a number, a wrong one too; so is an environment."
             )
             if verdict.is_certain:
                 raise UserError(problem)
             _log.warning("warning: %s", problem)
+        sample.observation = verdict.observation
+        return sample if verdict.observation is not None else None
+
+    def _episode(self, sample: Sample) -> EpisodeSoFar | None:
+        return episode_of(sample, max_turns=self.max_turns) if self._has_env else None
 
     def submit(self, sample: Sample) -> None:
         """Begin to score `sample`; `poll` returns it when it is done.
@@ -189,10 +211,11 @@ class Scorer:
         ticket = self._num_submitted
         self._num_submitted += 1
         self._samples[ticket] = sample
-        self._pool.submit(ticket, given)
+        self._pool.submit(ticket, given, self._episode(sample))
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
-        """Samples that have come to a verdict; waits at most `timeout_s` for the first one."""
+        """Samples that have come to a verdict, or are to go on; waits at most `timeout_s` for the
+        first one."""
         if self._pool is not None:
             for ticket, verdict in self._pool.poll(0.0 if self._done else timeout_s):
                 self._finish(self._samples.pop(ticket), verdict)
@@ -268,11 +291,16 @@ class Scorer:
         self.close()
 
     def _finish(self, sample: Sample, verdict: Verdict) -> None:
-        assert (verdict.reward is None) != (verdict.failure is None), f"{sample.id=} {verdict=}"
+        said = (verdict.reward, verdict.failure, verdict.observation)
+        assert sum(one is not None for one in said) == 1, f"{sample.id=} {verdict=}"
+        sample.observation = verdict.observation
+        sample.stop_reason = verdict.stop_reason or sample.stop_reason
         sample.reward = verdict.reward
         sample.failure = verdict.failure
         sample.failure_detail = verdict.detail
-        if verdict.failure is None:
+        if verdict.observation is not None:
+            self._has_answered = True
+        elif verdict.failure is None:
             self._num_scored += 1
         else:
             self._num_failed[verdict.failure] += 1
@@ -284,7 +312,7 @@ class Scorer:
         self._check_first_calls(sample)
 
     def _check_first_calls(self, sample: Sample) -> None:
-        if self._num_scored or self._cfg.max_failure_rate == 1:
+        if self._num_scored or self._has_answered or self._cfg.max_failure_rate == 1:
             return
         self._first_failures.append(sample)
         if len(self._first_failures) == _FIRST_CALLS:
@@ -347,8 +375,6 @@ def _cause(detail: str) -> str:
 
 def _builtins(cfg: RewardConfig, max_completion_tokens: int) -> list[Builtin | None]:
     """The built-in behind each function, None for the user's own, which are not touched here."""
-    if not cfg.functions:
-        raise ValueError("`reward.functions` is empty; name at least one, such as `exact_match`")
     builtins: list[Builtin | None] = []
     for index, entry in enumerate(cfg.functions):
         builtin = None
@@ -362,8 +388,9 @@ def _builtins(cfg: RewardConfig, max_completion_tokens: int) -> list[Builtin | N
     return builtins
 
 
-def _job(cfg: RewardConfig, names: Sequence[str]) -> Job:
+def _job(cfg: RewardConfig, names: Sequence[str], env: EnvConfig) -> Job:
     return Job(
+        env=EnvSpec(path=env.path, args=dict(env.args)) if env.path is not None else None,
         functions=tuple(
             FunctionSpec(name=name, spec=entry.fn, weight=entry.weight, args=dict(entry.args))
             for name, entry in zip(names, cfg.functions, strict=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from hone.config.signatures import GIVEN, Shape
 
-__all__ = ["InvalidScoreError", "Part", "ScoreTypeError", "call_arguments", "read_part"]
+__all__ = ["InvalidScoreError", "Part", "ScoreTypeError", "call_arguments", "own_part", "read_part"]
 
 
 class InvalidScoreError(Exception):
@@ -102,11 +102,12 @@ def read_part(value: object, shape: Shape, logged: Mapping[str, Any]) -> Part:
             metrics |= extra if isinstance(extra, Mapping) else {}
             return Part(_finite(_only(score), "a score"), _numbers(metrics))
         case _:
-            return _own_part(value)
+            return own_part(value)
 
 
-def _own_part(value: object) -> Part:
-    """A number, a bool, None, or a mapping with `score` and further numbers."""
+def own_part(value: object) -> Part:
+    """A number, a bool, None, or a mapping with `score` and further numbers. Raises
+    InvalidScoreError."""
     if not isinstance(value, Mapping):
         return Part(None if value is None else _finite(value, "a score"))
     score, others = _split(value, "score")

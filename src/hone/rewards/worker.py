@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import psutil
@@ -23,11 +23,21 @@ import psutil
 from hone.config.signatures import OWN
 from hone.rewards import wire
 from hone.rewards.builtin import build
+from hone.rewards.play import EpisodeSoFar, Player, play
 from hone.rewards.resolve import check_signature, resolve
-from hone.rewards.score import RewardFunction, Verdict, score
+from hone.rewards.score import ENV_NAME, RewardFunction, Verdict, score
 from hone.types import FailureKind
 
-__all__ = ["FunctionSpec", "Job", "become_subreaper", "encode_request", "load", "ticket_of", "work"]
+__all__ = [
+    "EnvSpec",
+    "FunctionSpec",
+    "Job",
+    "become_subreaper",
+    "encode_request",
+    "load",
+    "ticket_of",
+    "work",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +51,19 @@ class FunctionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSpec:
+    """The environment of `env`."""
+
+    path: str
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What every worker of a pool gets."""
 
     functions: tuple[FunctionSpec, ...]
+    env: EnvSpec | None = None
     timeout_s: float
     """Deadline of one call."""
     load_timeout_s: float
@@ -59,9 +78,18 @@ class Job:
     """Some functions are the driver's own, so that the fork server is a fork of the driver."""
 
     @property
-    def specs(self) -> str:
-        """The functions, for messages."""
-        return ", ".join(function.spec for function in self.functions)
+    def names(self) -> tuple[str, ...]:
+        """What may be called, by the index that a worker tells of it."""
+        return (*(function.name for function in self.functions), *([ENV_NAME] * bool(self.env)))
+
+    @property
+    def described(self) -> str:
+        """What is imported, for messages."""
+        parts = [f"env.path ({self.env.path})"] if self.env is not None else []
+        if self.functions:
+            specs = ", ".join(function.spec for function in self.functions)
+            parts.append(f"reward.functions ({specs})")
+        return " and ".join(parts)
 
 
 def work(sock: socket.socket, job: Job) -> NoReturn:
@@ -75,8 +103,11 @@ def work(sock: socket.socket, job: Job) -> NoReturn:
             os._exit(0)  # a child that the user's code forked has returned from it
         wire.send(sock, json.dumps(message).encode())
 
+    def tell(index: int) -> None:
+        send({"function": index})
+
     try:
-        functions, signatures = load(job)
+        env, functions, signatures = load(job)
     except ValueError as error:
         send({"error": str(error)[: wire.MAX_RESULT_BYTES // 8]})
         os._exit(0)
@@ -84,9 +115,12 @@ def work(sock: socket.socket, job: Job) -> NoReturn:
     helpers = {child.pid for child in psutil.Process().children(recursive=True)}
     while (request := wire.receive(sock)) is not None:
         ticket = ticket_of(request)
-        send({"function": 0})
-        given = pickle.loads(memoryview(request)[_TICKET.size :])
-        verdict = score(functions, given, on_call=lambda index: send({"function": index}))
+        send({"function": len(functions) if env is not None else 0})
+        given, episode = pickle.loads(memoryview(request)[_TICKET.size :])
+        if env is not None:
+            verdict = play(env, functions, given, episode, on_call=tell)
+        else:
+            verdict = score(functions, given, on_call=tell)
         if os.getpid() == pid:
             _kill_children(keep=helpers)
         send(_plain(ticket, verdict))
@@ -95,9 +129,9 @@ def work(sock: socket.socket, job: Job) -> NoReturn:
     os._exit(0)
 
 
-def load(job: Job) -> tuple[list[RewardFunction], list[dict[str, Any]]]:
-    """All functions of a job, ready to be called, and of each the `columns` of the data that it
-    needs and the `framework` in whose shape it is called.
+def load(job: Job) -> tuple[Player | None, list[RewardFunction], list[dict[str, Any]]]:
+    """Environment and functions of a job, ready to be called, and of each function the `columns` of
+    the data that it needs and the `framework` in whose shape it is called.
 
     Raises ValueError for the first bad one.
     """
@@ -114,15 +148,17 @@ def load(job: Job) -> tuple[list[RewardFunction], list[dict[str, Any]]]:
             signature = check_signature(function, spec.spec, args)
         functions.append(RewardFunction(function, name=spec.name, weight=spec.weight, args=args))
         signatures.append(signature)
-    return functions, signatures
+    env = Player(job.env.path, job.env.args) if job.env is not None else None
+    return env, functions, signatures
 
 
 _TICKET = struct.Struct("<q")
 
 
-def encode_request(ticket: int, given: dict[str, Any]) -> bytes:
-    """The message that asks a worker to score one sample."""
-    return _TICKET.pack(ticket) + pickle.dumps(given, protocol=pickle.HIGHEST_PROTOCOL)
+def encode_request(ticket: int, given: dict[str, Any], episode: EpisodeSoFar | None) -> bytes:
+    """The message that asks a worker to score one sample, or to answer its last turn."""
+    request = pickle.dumps((given, episode), protocol=pickle.HIGHEST_PROTOCOL)
+    return _TICKET.pack(ticket) + request
 
 
 def ticket_of(request: bytes) -> int:
@@ -134,13 +170,21 @@ def ticket_of(request: bytes) -> int:
 def _plain(ticket: int, verdict: Verdict) -> dict[str, Any]:
     """A verdict for JSON, of which no more is sent than is accepted."""
     plain: dict[str, Any] = {"ticket": ticket, "seconds": verdict.seconds}
-    if verdict.reward is None:
+    if verdict.failure is not None:
         return plain | {
             "failure": verdict.failure,
             "detail": verdict.detail,
             "is_certain": verdict.is_certain,
         }
-    plain |= {"total": verdict.reward.total, "parts": dict(verdict.reward.parts)}
+    if verdict.observation is not None:
+        plain["observation"] = asdict(verdict.observation)
+    else:
+        assert verdict.reward is not None, f"{verdict=}"
+        plain |= {
+            "total": verdict.reward.total,
+            "parts": dict(verdict.reward.parts),
+            "stop_reason": verdict.stop_reason,
+        }
     num_bytes = len(json.dumps(plain))
     if num_bytes <= wire.MAX_RESULT_BYTES:
         return plain

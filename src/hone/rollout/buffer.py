@@ -1,7 +1,8 @@
 """The groups between the draw of their prompt and the step that trains them.
 
 A group's requests go to the engine, its completions to the scorer, its scored samples into the
-group. The collector decides how many groups are started and which of them make a step.
+group; a sample that an environment answers with an observation goes to the engine again. The
+collector decides how many groups are started and which of them make a step.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from hone.algorithms.advantage import has_spread
 from hone.config.rollout import RolloutConfig
 from hone.rewards.scorer import ScorerStats, check_failure_rate
 from hone.rollout.counts import RolloutCounts
-from hone.rollout.requests import Decode, requests_for, sample_of, sampling_params
-from hone.rollout.state import group_from_dict, group_to_dict, request_from_dict
+from hone.rollout.episodes import Episodes
+from hone.rollout.requests import requests_for, sampling_params
+from hone.rollout.state import (
+    group_from_dict,
+    group_to_dict,
+    request_from_dict,
+    sample_from_dict,
+    sample_to_dict,
+)
 from hone.types import (
     Completion,
     EngineStats,
@@ -62,6 +70,8 @@ class SampleScorer(Protocol):
     def cancel(self) -> None: ...
     @property
     def pending(self) -> int: ...
+    @property
+    def max_turns(self) -> int: ...
     def stats(self) -> ScorerStats: ...
 
 
@@ -79,10 +89,14 @@ class InFlightGroup:
     rank: int = 0
     """The process that generates it. The others receive it when it is complete, or when the step
     ends."""
+    episodes: dict[int, Sample] = field(default_factory=dict[int, Sample])
+    """The earlier turns of `requests`, by index."""
     aborted_count: int = 0
     """Changes of weights, or ends of a step, that interrupted it."""
     unscored: int = 0
     """Samples that are with the scorer."""
+    undecided: int = 0
+    """Those of them that may come back for another turn."""
     is_shared: bool = False
     """All processes hold all of its samples."""
     is_kept: bool = False
@@ -90,7 +104,7 @@ class InFlightGroup:
 
     @property
     def generated(self) -> bool:
-        return not self.requests
+        return not self.requests and not self.undecided
 
     @property
     def complete(self) -> bool:
@@ -99,7 +113,7 @@ class InFlightGroup:
     @property
     def num_finished(self) -> int:
         """Samples that the engine has finished, scored or not."""
-        return len(self.group.samples) + self.unscored
+        return len(self.group.samples) + self.unscored - self.undecided
 
     def is_overdue(self, max_aborted_count: int | None) -> bool:
         """Whether it has been interrupted so often that it must finish before the next time."""
@@ -122,13 +136,16 @@ class Buffer:
     scorer: SampleScorer
     prompts: PromptSource
     cfg: RolloutConfig
-    decode: Decode
-    seed: int
+    episodes: Episodes
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     """What is added to; whoever starts a new count replaces it."""
     by_id: dict[str, InFlightGroup] = field(default_factory=dict[str, InFlightGroup])
     num_failed: int = 0
     """Samples that the scorer has returned without a reward."""
+    is_submitted: bool = True
+    """The engine has the requests of all groups, but those of `_next_turns`."""
+    _next_turns: list[Request] = field(default_factory=list[Request])
+    """Requests to be submitted by the next step."""
     _num_started: int = 0
     _discarded: dict[str, InFlightGroup] = field(default_factory=dict[str, InFlightGroup])
     """Dropped groups of which engine or scorer may still return something."""
@@ -144,6 +161,26 @@ class Buffer:
     def __iter__(self) -> Iterator[InFlightGroup]:
         return iter(self.by_id.values())
 
+    @property
+    def has_requests(self) -> bool:
+        """There is work for `step`."""
+        return self.engine.has_unfinished or bool(self._next_turns)
+
+    @property
+    def is_sampling(self) -> bool:
+        """There is, or there may be once the environment has answered."""
+        return self.has_requests or self.num_undecided > 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Samples that are not finished, as far as is known."""
+        return sum(len(entry.requests) + entry.undecided for entry in self)
+
+    @property
+    def num_undecided(self) -> int:
+        """Samples with the scorer that may come back for another turn."""
+        return sum(entry.undecided for entry in self)
+
     # -- into the engine -------------------------------------------------------------------------
 
     def draw(self, num_prompts: int, *, step: int, version: int) -> list[InFlightGroup]:
@@ -151,18 +188,11 @@ class Buffer:
         drawn: list[InFlightGroup] = []
         for prompt in self.prompts.take(max(num_prompts, 0)):
             group_id = f"{step}-{self._num_started}"
-            requests = requests_for(
-                prompt,
-                sampling_params(self.cfg, self.cfg.stop),
-                group_id=group_id,
-                num_samples=self.cfg.n_samples_per_prompt,
-                run_seed=self.seed,
-                purpose="rollout",
-                number=self._num_started,
-            )
+            group = Group(id=group_id, prompt=prompt, samples=[])
+            num = self.cfg.n_samples_per_prompt
             entry = InFlightGroup(
-                group=Group(id=group_id, prompt=prompt, samples=[]),
-                requests=dict(enumerate(requests)),
+                group=group,
+                requests=dict(enumerate(self._first_requests(group, self._num_started, num))),
                 order=self._num_started,
                 start_version=version,
             )
@@ -171,6 +201,17 @@ class Buffer:
             drawn.append(entry)
         return drawn
 
+    def _first_requests(self, group: Group, order: int, num: int) -> list[Request]:
+        return requests_for(
+            group.prompt,
+            sampling_params(self.cfg, self.cfg.stop),
+            group_id=group.id,
+            num_samples=num,
+            run_seed=self.episodes.run_seed,
+            purpose=self.episodes.purpose,
+            number=order,
+        )
+
     def submit(self, entry: InFlightGroup) -> None:
         """Submit the unfinished requests of a group."""
         if entry.requests:
@@ -178,7 +219,9 @@ class Buffer:
 
     def withdraw(self, entries: Iterable[InFlightGroup]) -> None:
         """Abort all requests of the engine, which are those of `entries`; their tokens are kept."""
-        running = [request.id for entry in entries for request in entry.requests.values()]
+        running = [name for entry in entries for name in self._in_engine(entry)]
+        self._next_turns.clear()
+        self.is_submitted = False
         for completion in self.engine.abort(running) if running else []:
             self._on_completion(completion)
         while self.engine.has_unfinished:  # requests that had just finished
@@ -188,13 +231,18 @@ class Buffer:
             for completion in self.engine.abort(running):
                 self._on_completion(completion)
 
-    def discard(self, entry: InFlightGroup, *, is_in_engine: bool) -> None:
+    def _in_engine(self, entry: InFlightGroup) -> list[str]:
+        """The ids of its requests that the engine has."""
+        waiting = {request.id for request in self._next_turns}
+        return [one.id for one in entry.requests.values() if one.id not in waiting]
+
+    def discard(self, entry: InFlightGroup) -> None:
         """Drop a group, and abort its requests where the engine has them."""
         del self.by_id[entry.group.id]
         self._discarded[entry.group.id] = entry
-        if not is_in_engine:
-            entry.requests.clear()
-        running = [request.id for request in entry.requests.values()]
+        running = self._in_engine(entry) if self.is_submitted else []
+        self._next_turns = [one for one in self._next_turns if self._find(one.id) is not entry]
+        entry.requests = {i: one for i, one in entry.requests.items() if one.id in running}
         for completion in self.engine.abort(running) if running else []:
             self._on_completion(completion)
         self._forget(entry)
@@ -202,7 +250,11 @@ class Buffer:
     # -- out of engine and scorer ----------------------------------------------------------------
 
     def step(self) -> None:
-        """One step of the engine; its completions go to the scorer."""
+        """Submit the next turns, then one step of the engine; its completions go to the scorer."""
+        if self._next_turns:
+            # However fast each was answered, the engine gets them in the same order.
+            self.engine.submit(sorted(self._next_turns, key=self._place))
+            self._next_turns.clear()
         for completion in self.engine.step():
             self._on_completion(completion)
         usage = self.engine.stats().kv_cache_usage
@@ -214,9 +266,13 @@ class Buffer:
         for sample in self.scorer.poll(timeout_s):
             entry = self._find(sample.id)
             entry.unscored -= 1
+            entry.undecided -= not sample.must_end
             self.num_failed += sample.failure is not None
             if entry.group.id in self._discarded:
                 self._forget(entry)
+                continue
+            if sample.observation is not None:
+                self._go_on(entry, sample)
                 continue
             entry.group.samples.append(sample)
             if entry.complete:
@@ -249,8 +305,32 @@ class Buffer:
             del entry.requests[index]
             self.counts.num_prompt_tokens += len(request.prompt_ids)
             self.counts.num_cached_tokens += completion.num_cached_tokens
-            entry.unscored += 1
-            self.scorer.submit(sample_of(entry.group.prompt, index, completion, self.decode))
+            sample = entry.episodes.pop(index, None) or self.episodes.begin(
+                entry.group.prompt, completion.request_id, number=entry.order
+            )
+            limit = self.cfg.max_completion_tokens
+            self.episodes.take(sample, completion, max_tokens=limit)
+            self._score(entry, sample)
+
+    def _score(self, entry: InFlightGroup, sample: Sample) -> None:
+        entry.unscored += 1
+        entry.undecided += not sample.must_end
+        self.scorer.submit(sample)
+
+    def _go_on(self, entry: InFlightGroup, sample: Sample) -> None:
+        """Ask for the turn after an observation."""
+        *_, first = self._first_requests(entry.group, entry.order, sample.index + 1)
+        request = self.episodes.next_request(sample, first)
+        if request is None:
+            self._score(entry, sample)
+            return
+        entry.episodes[sample.index] = sample
+        entry.requests[sample.index] = request
+        if self.is_submitted:
+            self._next_turns.append(request)
+
+    def _place(self, request: Request) -> tuple[int, int]:
+        return self._find(request.id).order, int(request.id.rpartition("/")[2])
 
     def _forget(self, entry: InFlightGroup) -> None:
         if entry.complete:
@@ -286,6 +366,7 @@ class Buffer:
                 {
                     "group": group_to_dict(entry.group),
                     "requests": {str(i): asdict(r) for i, r in entry.requests.items()},
+                    "episodes": {str(i): sample_to_dict(s) for i, s in entry.episodes.items()},
                     "order": entry.order,
                     "start_version": entry.start_version,
                     "aborted_count": entry.aborted_count,
@@ -297,17 +378,19 @@ class Buffer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
         self._num_started = state["num_started"]
-        self.by_id = {
-            entry["group"]["id"]: InFlightGroup(
-                group=group_from_dict(entry["group"]),
+        for entry in state["groups"]:
+            group = group_from_dict(entry["group"])
+            self.by_id[group.id] = InFlightGroup(
+                group=group,
                 requests={int(i): request_from_dict(r) for i, r in entry["requests"].items()},
+                episodes={
+                    int(i): sample_from_dict(s, group.prompt) for i, s in entry["episodes"].items()
+                },
                 order=entry["order"],
                 start_version=entry["start_version"],
                 aborted_count=entry["aborted_count"],
                 is_shared=not entry["requests"],
             )
-            for entry in state["groups"]
-        }
 
 
 def check_failures(

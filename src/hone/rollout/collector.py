@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import nlargest
 from threading import Event
 from time import perf_counter
@@ -50,10 +50,11 @@ from hone.rollout.buffer import (
 )
 from hone.rollout.comm import Comm, SingleProcess
 from hone.rollout.counts import RolloutCounts
+from hone.rollout.episodes import Episodes, RenderTurn
 from hone.rollout.evaluate import evaluate
 from hone.rollout.requests import Decode
 from hone.rollout.state import sample_of_values, sample_values
-from hone.types import Completion, Group, Prompt, Sample, SamplingEngine
+from hone.types import Group, Prompt, Request, Sample, SamplingEngine
 
 __all__ = ["Collector", "Comm", "SingleProcess"]
 
@@ -67,22 +68,25 @@ class _GroupUpdate:
     """What the process that generates a group sends to the others, which know its prompt."""
 
     samples: list[dict[str, Any]]
-    resumed: Mapping[int, Completion | None]
-    """The tokens so far of each unfinished sample, by index."""
+    requests: Mapping[int, Request]
+    """Of each unfinished sample, by index, with the tokens so far of its turn."""
+    episodes: Mapping[int, dict[str, Any]]
+    """The earlier turns of those."""
 
     @classmethod
     def of(cls, entry: InFlightGroup) -> _GroupUpdate:
         return cls(
             [sample_values(sample) for sample in entry.group.samples],
-            {index: request.resumed for index, request in entry.requests.items()},
+            dict(entry.requests),
+            {index: sample_values(sample) for index, sample in entry.episodes.items()},
         )
 
     def apply(self, entry: InFlightGroup) -> None:
         prompt = entry.group.prompt
         entry.group.samples = [sample_of_values(values, prompt) for values in self.samples]
-        entry.requests = {
-            index: replace(entry.requests[index], resumed=resumed)
-            for index, resumed in self.resumed.items()
+        entry.requests = dict(self.requests)
+        entry.episodes = {
+            index: sample_of_values(values, prompt) for index, values in self.episodes.items()
         }
 
 
@@ -139,6 +143,8 @@ class Collector:
     seed: int
     max_failure_rate: float = 1.0
     """Failed samples of a step, as a share (0 to 1), that end the run."""
+    render: RenderTurn | None = None
+    """Of observations; needed with an environment."""
     comm: Comm = field(default_factory=SingleProcess)
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     """Of the last step: what happened since the one before it."""
@@ -157,8 +163,6 @@ class Collector:
     _num_assigned: int = 0
     _num_failed: int = 0
     """Failed samples, of all so far, that `_check_failures` has seen."""
-    _is_submitted: bool = True
-    """The engines have the requests of all groups in the buffer."""
     _is_idle: bool = True
     _inside: str = ""
     """The context that the caller must leave before it asks for anything else."""
@@ -170,8 +174,7 @@ class Collector:
             self.scorer,
             self.prompts,
             self.rollout_cfg,
-            self.decode,
-            self.seed,
+            self._episodes("rollout"),
             counts=self._counting,
         )
         self._rounds = self._new_rounds(0)
@@ -238,7 +241,7 @@ class Collector:
         says, and nothing is polled. Samples that were interrupted `rollout.max_aborted_count` times
         are finished before, with `progress` called after each step of the engine."""
         assert not self._inside, f"leave {self._inside}() first"
-        if self._is_submitted and not self._is_idle:
+        if self._buffer.is_submitted and not self._is_idle:
             self._stop_for_weights(progress)
         self._inside = "pause"
         yield
@@ -275,12 +278,20 @@ class Collector:
             scorer=self.scorer,
             cfg=cfg,
             stop=self.rollout_cfg.stop,
-            decode=self.decode,
-            seed=self.seed,
+            episodes=self._episodes("eval"),
             max_failure_rate=self.max_failure_rate,
             comm=self.comm,
             progress=progress,
             should_stop=should_stop,
+        )
+
+    def _episodes(self, purpose: str) -> Episodes:
+        return Episodes(
+            decode=self.decode,
+            max_turns=self.scorer.max_turns,
+            render=self.render,
+            run_seed=self.seed,
+            purpose=purpose,
         )
 
     # -- not ahead: one round after the other ----------------------------------------------------
@@ -301,16 +312,25 @@ class Collector:
     def _generate(self, num_groups: int, progress: Progress | None) -> None:
         """Run the engine until enough groups are generated, then wait for their scores."""
         all_are_needed = len(self._buffer) <= num_groups  # then no process must ask the others
-        while self.engine.has_unfinished if all_are_needed else self._must_step(num_groups):
-            if self.engine.has_unfinished:
+        while self._buffer.is_sampling if all_are_needed else self._must_step(num_groups):
+            if self._buffer.has_requests:
                 self._buffer.step()
-            self._buffer.poll_scores(0.0)
+            self._poll_answers(waits_for_all=not all_are_needed)
             self._check_failures(num_groups)
             self._report(progress, num_groups)
         while any(entry.generated and entry.unscored for entry in self._own()):
             self._buffer.poll_scores(SCORE_WAIT_S)
             self._check_failures(num_groups)
             self._report(progress, num_groups)
+
+    def _poll_answers(self, *, waits_for_all: bool) -> None:
+        """Take scores and observations that have come, and wait for one where the engine has
+        nothing to do; for all that samples go on with where which groups make the step depends on
+        it, so that it does not depend on how fast they are computed."""
+        is_idle = not self._buffer.has_requests and self._buffer.num_undecided > 0
+        self._buffer.poll_scores(SCORE_WAIT_S if is_idle else 0.0)
+        while waits_for_all and self._buffer.num_undecided:
+            self._buffer.poll_scores(SCORE_WAIT_S)
 
     def _must_step(self, num_groups: int) -> bool:
         """Whether engines must make another step: all processes together have generated too few
@@ -319,7 +339,7 @@ class Collector:
         num_generated, num_overdue, num_busy = self.comm.total(
             sum(entry.generated for entry in own),
             sum(entry.is_overdue(self.rollout_cfg.max_aborted_count) for entry in own),
-            self.engine.has_unfinished,
+            self._buffer.is_sampling,
         )
         return num_busy > 0 and (num_overdue > 0 or num_generated < num_groups)
 
@@ -388,10 +408,10 @@ class Collector:
 
     @property
     def _is_busy(self) -> bool:
-        return self.engine.has_unfinished or self.scorer.pending > 0
+        return self._buffer.has_requests or self.scorer.pending > 0
 
     def _poll(self, timeout_s: float, *, admits: bool = True) -> None:
-        if self.engine.has_unfinished:
+        if self._buffer.has_requests:
             self._buffer.step()
             timeout_s = 0.0
         self._poll_scores(timeout_s)
@@ -415,12 +435,12 @@ class Collector:
     def _poll_while(self, condition: Callable[[], bool], progress: Progress | None) -> None:
         """Poll without starting anything."""
         while condition():
-            self._poll(0.0, admits=False)
+            self._poll(SCORE_WAIT_S, admits=False)
             self._report(progress, len(self._buffer))
 
     def _stop_for_weights(self, progress: Progress | None) -> None:
         if self.pipeline_cfg.in_flight == "finish":
-            self._poll_while(lambda: self.engine.has_unfinished, progress)
+            self._poll_while(lambda: self._buffer.is_sampling, progress)
         else:
             limit = self.rollout_cfg.max_aborted_count
             self._poll_while(lambda: any(e.is_overdue(limit) for e in self._buffer), progress)
@@ -460,18 +480,17 @@ class Collector:
         return size - len(self._kept) - len(self._buffer)
 
     def _submit_withdrawn(self) -> None:
-        if not self._is_submitted:
+        if not self._buffer.is_submitted:
             self._num_assigned = 0
             for entry in self._buffer:
                 self._assign_to_rank(entry)
-            self._is_submitted = True
+            self._buffer.is_submitted = True
 
     def _withdraw(self) -> None:
         """Take all requests out of the engine; their tokens are kept, and they go first later."""
         self._buffer.withdraw(self._own())
         for entry in self._buffer:
             entry.prioritise()
-        self._is_submitted = False
 
     def _set_version(self, version: int) -> None:
         """The engine samples with `version` from now on; drop groups that this makes too old.
@@ -494,14 +513,14 @@ class Collector:
             positions = too_late(deadlines, update=self._next_update, size=size)
             late = [entries[position] for position in positions]
         for entry in late:
-            self._buffer.discard(entry, is_in_engine=self._is_submitted)
+            self._buffer.discard(entry)
         self._counting.num_too_old += len(late)
 
     # -- interruptions and state -----------------------------------------------------------------
 
     def _suspend(self) -> None:
         """Withdraw everything from engine and scorer."""
-        if self._is_submitted:
+        if self._buffer.is_submitted:
             self._withdraw()
         while self.scorer.pending:
             self._poll_scores(SCORE_WAIT_S)
@@ -519,7 +538,7 @@ class Collector:
     def _count_interruption(self) -> None:
         for entry in self._buffer:
             entry.aborted_count += not entry.generated
-        self._counting.num_carried_samples = sum(len(entry.requests) for entry in self._buffer)
+        self._counting.num_carried_samples = self._buffer.num_unfinished
 
     def state_dict(self) -> dict[str, Any]:
         """Complete groups, unfinished samples and the running number of groups, as JSON-able
@@ -535,7 +554,7 @@ class Collector:
         """
         assert not len(self._buffer)
         self._buffer.load_state_dict(state)
-        self._is_submitted = False
+        self._buffer.is_submitted = False
 
     # -- counts ----------------------------------------------------------------------------------
 
@@ -550,7 +569,7 @@ class Collector:
             assert max(counts.staleness, default=0) <= self.pipeline_cfg.max_staleness
             counts.wait_s = seconds
             counts.num_buffered_groups = sum(entry.complete for entry in self._buffer)
-            counts.num_in_flight_samples = sum(len(entry.requests) for entry in self._buffer)
+            counts.num_in_flight_samples = self._buffer.num_unfinished
         self.counts = RolloutCounts.over(self.comm.gather(counts))
         self._counting = self._buffer.counts = RolloutCounts()
 

@@ -11,15 +11,18 @@ from itertools import chain
 from hone.config.reward import RewardConfig
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import Last, Mean, Metrics, Sum
+from hone.rewards.score import ENV_NAME
 from hone.rewards.scorer import check_failure_rate
-from hone.rollout.buffer import SampleScorer
+from hone.rollout.buffer import SCORE_WAIT_S, SampleScorer
 from hone.rollout.comm import Comm, SingleProcess
-from hone.rollout.requests import Decode, requests_for, sample_of, sampling_params
+from hone.rollout.episodes import Episodes
+from hone.rollout.requests import requests_for, sampling_params
 from hone.rollout.state import sample_of_values, sample_values
-from hone.types import Prompt, Sample, SamplingEngine, SamplingParams
+from hone.types import Completion, Prompt, Request, Sample, SamplingEngine, SamplingParams
 
 __all__ = [
     "PassRule",
+    "Playing",
     "evaluate",
     "pass_at_k",
     "pass_rule",
@@ -34,8 +37,7 @@ def evaluate(
     engine: SamplingEngine,
     scorer: SampleScorer,
     cfg: EvaluationConfig,
-    decode: Decode,
-    seed: int,
+    episodes: Episodes,
     stop: Sequence[str | int] = (),
     max_failure_rate: float = 1.0,
     comm: Comm | None = None,
@@ -52,25 +54,19 @@ def evaluate(
     differ by the weights alone. `stop` ends completions. Leaves nothing behind in the engine.
     """
     comm = comm or SingleProcess()
-    sampling = sampling_params(cfg, stop)
-    owners = _submit(prompts, engine, sampling, cfg.n_samples_per_prompt, seed=seed, comm=comm)
+    owners = _owners(prompts, sampling_params(cfg, stop), cfg, episodes, comm=comm)
     num_samples = len(prompts) * cfg.n_samples_per_prompt
-    waiting, done = set(owners), dict[str, Sample]()
-    while len(done) < len(owners) and not should_stop():
-        if engine.has_unfinished:
-            for completion in engine.step():
-                prompt, index = owners[completion.request_id]
-                waiting.remove(completion.request_id)
-                scorer.submit(sample_of(prompt, index, completion, decode))
-        scored = scorer.poll(0.0 if engine.has_unfinished else 0.05)
-        done |= {sample.id: sample for sample in scored}
-        if any(sample.failure is not None for sample in scored):
-            check_failure_rate([*done.values()], max_failure_rate, num_samples=num_samples)
+    playing = Playing(engine, scorer, episodes, owners)
+    while not playing.is_done and not should_stop():
+        finished = playing.step()
+        if any(sample.failure is not None for sample in finished):
+            done = [*playing.done.values()]
+            check_failure_rate(done, max_failure_rate, num_samples=num_samples)
         if progress is not None:
-            progress(len(done), len(owners))
-    own = [done[request_id] for request_id in owners] if len(done) == len(owners) else None
+            progress(len(playing.done), len(owners))
+    own = [playing.done[name] for name in owners] if playing.is_done else None
     if own is None:
-        _withdraw(waiting, engine, scorer)
+        playing.withdraw()
     if comm.size == 1:
         return own
     shares = comm.gather(None if own is None else [sample_values(sample) for sample in own])
@@ -85,17 +81,78 @@ def evaluate(
     return found
 
 
-def _submit(
+class Playing:
+    """Samples of given first requests, each with its prompt, by id: played until all have ended."""
+
+    def __init__(
+        self,
+        engine: SamplingEngine,
+        scorer: SampleScorer,
+        episodes: Episodes,
+        owners: Mapping[str, tuple[Prompt, Request]],
+    ) -> None:
+        self._engine, self._scorer, self._episodes = engine, scorer, episodes
+        self._owners = owners
+        self._in_engine = set(owners)
+        self._begun: dict[str, Sample] = {}
+        self.done: dict[str, Sample] = {}
+        engine.submit([request for _, request in owners.values()])
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.done) == len(self._owners)
+
+    def step(self) -> list[Sample]:
+        """A step of the engine, or a moment's wait for scores; the samples that have ended."""
+        if self._engine.has_unfinished:
+            for completion in self._engine.step():
+                self._take(completion)
+        ended: list[Sample] = []
+        for sample in self._scorer.poll(0.0 if self._engine.has_unfinished else SCORE_WAIT_S):
+            if sample.observation is None:
+                ended.append(sample)
+            else:
+                self._go_on(sample)
+        self.done |= {sample.id: sample for sample in ended}
+        return ended
+
+    def _take(self, completion: Completion) -> None:
+        name = completion.request_id
+        prompt, first = self._owners[name]
+        self._in_engine.remove(name)
+        sample = self._begun.pop(name, None) or self._episodes.begin(prompt, name, number=0)
+        self._episodes.take(sample, completion, max_tokens=first.sampling.max_tokens)
+        self._scorer.submit(sample)
+
+    def _go_on(self, sample: Sample) -> None:
+        _, first = self._owners[sample.id]
+        request = self._episodes.next_request(sample, first)
+        if request is None:
+            self._scorer.submit(sample)
+            return
+        self._begun[sample.id] = sample
+        self._in_engine.add(sample.id)
+        self._engine.submit([request])
+
+    def withdraw(self) -> None:
+        """Leave nothing behind in engine and scorer."""
+        self._engine.abort([*self._in_engine])
+        while self._engine.has_unfinished:  # what had just finished, or was with a lost engine
+            self._engine.step()
+            self._engine.abort([*self._in_engine])
+        self._scorer.cancel()
+
+
+def _owners(
     prompts: Sequence[Prompt],
-    engine: SamplingEngine,
     sampling: SamplingParams,
-    num_samples: int,
+    cfg: EvaluationConfig,
+    episodes: Episodes,
     *,
-    seed: int,
     comm: Comm,
-) -> dict[str, tuple[Prompt, int]]:
-    """Give the engine this process's share; by request, the prompt and the number of the sample."""
-    owners: dict[str, tuple[Prompt, int]] = {}
+) -> dict[str, tuple[Prompt, Request]]:
+    """The first requests of this process's share, by id, each with its prompt."""
+    owners: dict[str, tuple[Prompt, Request]] = {}
     for number, prompt in enumerate(prompts):
         if number % comm.size != comm.rank:
             continue
@@ -103,25 +160,13 @@ def _submit(
             prompt,
             sampling,
             group_id=f"eval-{number}",
-            num_samples=num_samples,
-            run_seed=seed,
-            purpose="eval",
+            num_samples=cfg.n_samples_per_prompt,
+            run_seed=episodes.run_seed,
+            purpose=episodes.purpose,
             number=0,
         )
-        engine.submit(requests)
-        owners |= {request.id: (prompt, index) for index, request in enumerate(requests)}
+        owners |= {request.id: (prompt, request) for request in requests}
     return owners
-
-
-def _withdraw(request_ids: Iterable[str], engine: SamplingEngine, scorer: SampleScorer) -> None:
-    """Leave nothing of a stopped evaluation in engine and scorer; the engine still has the requests
-    `request_ids`."""
-    request_ids = list(request_ids)
-    engine.abort(request_ids)
-    while engine.has_unfinished:  # what had just finished, or was with an engine that is lost
-        engine.step()
-        engine.abort(request_ids)
-    scorer.cancel()
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -167,6 +212,8 @@ def pass_rule(
         for name, entry in zip(reward.names, reward.functions, strict=True)
         if name in scores and entry.weight > 0 and entry.fn != "overlong"
     }
+    if ENV_NAME in scores:
+        counted[ENV_NAME] = scores[ENV_NAME]
     shaped = {
         name: next(score for score in held if score not in (0.0, 1.0))
         for name, held in counted.items()
@@ -239,7 +286,7 @@ def _summary(
     metrics: Metrics = {
         f"{prefix}/num_prompts": Sum(len({sample.prompt.id for sample in samples})),
         f"{prefix}/num_samples": Sum(len(samples)),
-        f"{prefix}/completion_tokens/mean": Mean.of([float(len(s.token_ids)) for s in valid]),
+        f"{prefix}/completion_tokens/mean": Mean.of([float(s.num_sampled) for s in valid]),
         f"{prefix}/truncated_share": Mean.of([s.truncated for s in valid]),
         f"{prefix}/failed_share": Mean.of([not s.valid for s in samples]),
     }

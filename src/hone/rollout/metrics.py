@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hone.algorithms.advantage import has_spread
 from hone.observe.metrics import Distribution, Last, Max, Mean, Metrics, Min, Sum
 from hone.rollout.counts import RolloutCounts
-from hone.types import FailureKind, Group, Sample, StopReason
+from hone.types import NOT_SAMPLED, FailureKind, Group, Sample, StopReason
 
 __all__ = ["rollout_metrics"]
 
@@ -24,6 +24,7 @@ def rollout_metrics(groups: Sequence[Group], counts: RolloutCounts) -> Metrics:
     return (
         _reward_metrics(valid)
         | _sample_metrics(samples, valid)
+        | _episode_metrics(valid)
         | _group_metrics(groups)
         | _machine_metrics(counts)
         | _ahead_metrics(counts)
@@ -75,8 +76,8 @@ def _reward_metrics(valid: Sequence[Sample]) -> Metrics:
 
 
 def _sample_metrics(samples: Sequence[Sample], valid: Sequence[Sample]) -> Metrics:
-    lengths = [float(len(sample.token_ids)) for sample in valid]
-    versions = [float(v) for sample in samples for v in sample.weight_versions]
+    lengths = [float(sample.num_sampled) for sample in valid]
+    versions = [float(v) for sample in samples for v in sample.weight_versions if v != NOT_SAMPLED]
     stops = Counter(sample.stop_reason for sample in samples)
     failures = Counter(sample.failure for sample in samples)
     metrics: Metrics = {
@@ -94,6 +95,17 @@ def _sample_metrics(samples: Sequence[Sample], valid: Sequence[Sample]) -> Metri
     for kind in FailureKind:
         metrics[f"rollout/failed/{kind}"] = Sum(failures[kind])
     return metrics
+
+
+def _episode_metrics(valid: Sequence[Sample]) -> Metrics:
+    """How long episodes were; nothing where all were of one turn."""
+    if all(len(sample.turns) <= 1 for sample in valid):
+        return {}
+    inserted = [float(len(s.token_ids) - s.num_sampled) for s in valid]
+    return {
+        "rollout/turns": Distribution.of([float(len(sample.turns)) for sample in valid]),
+        "rollout/observation_tokens": Distribution.of(inserted),
+    }
 
 
 def _group_metrics(groups: Sequence[Group]) -> Metrics:

@@ -1,4 +1,4 @@
-"""Requests for an engine, and samples from what it returns."""
+"""The first request of each sample; `episodes.py` has what comes of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from hone.config.rollout import FilteredSamplingConfig, RolloutConfig
-from hone.types import Completion, FailureKind, Prompt, Request, Sample, SamplingParams
+from hone.types import Prompt, Request, SamplingParams
 
-__all__ = ["Decode", "request_seed", "requests_for", "sample_of", "sampling_params"]
+__all__ = ["Decode", "request_seed", "requests_for", "sampling_params"]
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens left out."""
@@ -64,23 +64,3 @@ def requests_for(
         )
         for index in range(num_samples)
     ]
-
-
-def sample_of(prompt: Prompt, index: int, completion: Completion, decode: Decode) -> Sample:
-    """The sample that a finished completion is. Every token of it was sampled by the policy.
-
-    One with an error has failed.
-    """
-    return Sample(
-        id=completion.request_id,
-        prompt=prompt,
-        index=index,
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        weight_versions=completion.weight_versions,
-        loss_mask=[True] * len(completion.token_ids),
-        stop_reason=completion.stop_reason,
-        text=decode(completion.token_ids),
-        failure=FailureKind.ENGINE if completion.error else None,
-        failure_detail=completion.error,
-    )

@@ -14,7 +14,9 @@ __all__ = [
     "group_from_dict",
     "group_to_dict",
     "request_from_dict",
+    "sample_from_dict",
     "sample_of_values",
+    "sample_to_dict",
     "sample_values",
 ]
 
@@ -36,14 +38,24 @@ def sample_of_values(values: Mapping[str, Any], prompt: Prompt) -> Sample:
 
 def group_to_dict(group: Group) -> dict[str, Any]:
     """All fields, nested; the prompt once, not in every sample."""
-    samples = [asdict(sample) for sample in group.samples]
-    for sample in samples:
-        del sample["prompt"]
+    samples = [sample_to_dict(sample) for sample in group.samples]
     return {"id": group.id, "prompt": asdict(group.prompt), "samples": samples}
+
+
+def sample_to_dict(sample: Sample) -> dict[str, Any]:
+    """All fields but the prompt, nested."""
+    values = asdict(sample)
+    del values["prompt"]
+    return values
+
+
+def sample_from_dict(data: Mapping[str, Any], prompt: Prompt) -> Sample:
+    """Inverse of `sample_to_dict`."""
+    return _SAMPLE.validate_python({**data, "prompt": prompt})
 
 
 def group_from_dict(data: Mapping[str, Any]) -> Group:
     """Inverse of `group_to_dict`."""
     prompt = _PROMPT.validate_python(data["prompt"])
-    samples = [_SAMPLE.validate_python({**row, "prompt": prompt}) for row in data["samples"]]
+    samples = [sample_from_dict(row, prompt) for row in data["samples"]]
     return Group(id=data["id"], prompt=prompt, samples=samples)

@@ -12,11 +12,12 @@ from pathlib import Path
 from hone.config.extras import missing_extra
 from hone.config.inherited import inherited
 from hone.config.reward import BUILTIN_REWARDS, CODE_TIMEOUT_S, RewardConfig, RewardFunctionConfig
-from hone.config.rules.rule import error, warning
+from hone.config.rules.rule import error, unused, warning
 from hone.config.rules.view import Fact, View, fact
 from hone.config.signatures import (
     missing_column,
     needed_columns,
+    parsed_class,
     parsed_parameters,
     signature_problem,
 )
@@ -24,6 +25,7 @@ from hone.config.signatures import (
 __all__ = ["RULES", "needs_columns"]
 
 Found = Iterator[Mapping[str, object]]
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @fact
@@ -142,8 +144,24 @@ def _problem_in_file(path: Path, name: str) -> str | None:
     bound = _bound_names(tree)
     if name in bound or "*" in bound:
         return None
-    functions = [x.name for x in tree.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return f"'{path}' defines no '{name}'; its functions: {', '.join(functions) or 'none'}."
+    defined = [x.name for x in tree.body if isinstance(x, (*_FUNCTIONS, ast.ClassDef))]
+    return f"'{path}' defines no '{name}'; it defines: {', '.join(defined) or 'none'}."
+
+
+def _wrong_env(view: View) -> Found:
+    """What is wrong with the name of the environment, or with the class as far as it is written."""
+    path: str = view["env.path"]
+    if ":" not in path:
+        yield {"problem": "malformed; write path/to/file.py:Class or package.module:Class."}
+    elif (problem := _problem(path)) is not None:
+        yield {"problem": problem}
+    elif (found := parsed_class(path)) is not None and not found.bases:
+        methods = [one.name for one in found.body if isinstance(one, _FUNCTIONS)]
+        if "step" not in methods:
+            yield {
+                "problem": "the class has no method `step`, which answers a turn; it has "
+                f"{', '.join(methods) or 'none'}"
+            }
 
 
 def _bound_names(tree: ast.Module) -> set[str]:
@@ -163,7 +181,8 @@ def _bound_names(tree: ast.Module) -> set[str]:
 
 
 RULES = (
-    error("not reward.functions", fix="name at least one"),
+    error("not reward.functions", given=("env.path = unset",),
+          fix="name at least one | name an environment in env.path"),
     error("@has_only_weights_of_0",
           says="every weight of reward.functions is 0",
           why="so is every reward", fix="give at least one entry a weight"),
@@ -176,6 +195,8 @@ RULES = (
           says="{key}.args.timeout_s is {seconds}, and reward.timeout_s is {reward.timeout_s}",
           why="a program that never ends would count as a failure of scoring, not as wrong",
           fix="raise reward.timeout_s above {seconds}"),
+    error("env.path", each=_wrong_env, says="env.path '{env.path}'", why="{problem}"),
+    unused("env.(args|max_turns)", "env.path = unset", instead="name the environment in env.path"),
     warning("reward.num_workers > @cores",
             why="more than one or two a core only takes memory",
             fix="leave reward.num_workers unset"),

@@ -32,8 +32,11 @@ def unranked_metric(view: View) -> bool:
 
 
 def _passing(view: View) -> Iterator[Mapping[str, object]]:
-    """Names of the reward functions, where the one that lets samples pass is none of them."""
+    """Names of the reward functions, where the one that lets samples pass is none of them, nor the
+    environment."""
     name, names = view["eval.pass_function"], view["reward"].names
+    if view["env.path"] is not None:
+        names = ["env", *names]
     if name is not None and name not in names:
         yield {"names": ", ".join(names) or "none"}
 

@@ -1,0 +1,138 @@
+"""What an environment says, as the tokens that go behind a turn of the policy.
+
+The policy's tokens are never rendered again. Under a chat template a message is rendered by the
+difference: the whole conversation is rendered with a mark in place of each turn of the policy, and
+what follows the last mark, from the end of the policy's message to the header of its next one, is
+appended. What lies before it must be what the sample holds already, piece by piece; a template
+that writes earlier messages anew fails the sample instead of showing the policy another history
+than it was sampled from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from jinja2 import TemplateError
+
+from hone.config.data import DataConfig
+from hone.data.chat import uses_chat
+from hone.data.sources import shorten
+from hone.types import Message, Observation, Sample, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["RenderError", "TurnRenderer"]
+
+_MARK = "hone-turn-{}-of-the-policy"
+_MARKS = re.compile(_MARK.format(r"\d+"))
+
+
+class RenderError(ValueError):
+    """An observation cannot be appended to its sample."""
+
+
+class TurnRenderer:
+    """Renders observations for one tokenizer, as `Renderer` does prompts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> None:
+        self.tokenizer = tokenizer
+        self.uses_chat = uses_chat(tokenizer, cfg)
+
+    def __call__(
+        self, sample: Sample, observation: Observation
+    ) -> tuple[str, tuple[Message, ...], tuple[int, ...]]:
+        """The text behind the last turn, the messages among it, and the ids to append.
+
+        Raises RenderError.
+        """
+        if observation.token_ids:
+            return "", (), observation.token_ids
+        content, messages = observation.content, tuple[Message, ...]()
+        if not isinstance(content, str):
+            messages = tuple(content)
+        elif self.uses_chat and observation.role is not None:
+            messages = ({"role": observation.role, "content": content},)
+        if not messages:
+            assert isinstance(content, str)
+            return content, (), self._encode(content)
+        text = self._behind_last_turn(sample, messages)
+        return text, messages, self._encode(text.removeprefix(self._ended_by(sample)))
+
+    def _behind_last_turn(self, sample: Sample, messages: Sequence[Message]) -> str:
+        if not self.uses_chat:
+            raise RenderError(
+                "the environment answers with chat messages, and prompts are rendered without a "
+                "chat template; answer with a text, or use a tokenizer that has a template with "
+                "data.chat 'auto'"
+            )
+        whole = self._render([*sample.prompt.messages, *_marked(sample), *messages])
+        *pieces, new = _MARKS.split(whole)
+        held = [sample.prompt.text, *(turn.observed for turn in sample.turns[:-1])]
+        if len(pieces) != len(held):
+            raise RenderError(
+                "the chat template does not render the assistant's messages as they are; give "
+                "another one in model.chat_template, or answer with a text of role None"
+            )
+        for number, (now, before) in enumerate(zip(pieces, held, strict=True)):
+            if now != before:
+                where = "the prompt" if number == 0 else f"what follows turn {number}"
+                raise RenderError(
+                    f"the chat template writes {where} anew once messages follow it: it was "
+                    f"{_end(before)}, and is {_end(now)}. What the policy was sampled from cannot "
+                    "change; give a template that keeps it in model.chat_template, or answer with "
+                    "a text of role None"
+                )
+        return new
+
+    def _render(self, messages: list[Message]) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RenderError(
+                f"the chat template does not accept the environment's messages: {error}"
+            ) from error
+        return cast(str, text)
+
+    def _ended_by(self, sample: Sample) -> str:
+        """The text of the end token that the policy has sampled, else nothing."""
+        turn = sample.turns[-1]
+        if turn.stop_reason is not StopReason.EOS:
+            return ""
+        return cast(str, self.tokenizer.decode([sample.token_ids[turn.end - 1]]))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        try:
+            found: Any = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        except Exception as error:
+            # What `tokenizers` raises for text it has no token for, and for half a surrogate pair.
+            if type(error) not in (Exception, TypeError):
+                raise
+            raise RenderError(
+                f"the tokenizer cannot encode the observation ({error}): {shorten(text)}"
+            ) from error
+        return tuple(found["input_ids"])
+
+
+def _marked(sample: Sample) -> list[Message]:
+    """The conversation behind the prompt, a mark for each turn of the policy."""
+    messages: list[Message] = []
+    content = ""
+    for number, turn in enumerate(sample.turns):
+        content += _MARK.format(number)
+        is_last = number == len(sample.turns) - 1
+        if turn.messages or is_last:
+            messages += [{"role": "assistant", "content": content}, *turn.messages]
+            content = ""
+        else:
+            content += turn.observed
+    return messages
+
+
+def _end(text: str) -> str:
+    """What two texts that begin alike are told apart by, for messages."""
+    return repr(text if len(text) <= 60 else f"...{text[-60:]}")
