@@ -32,9 +32,12 @@ ROWS = [
     ("rollout.batch_size", "rollout.prompts_per_step"),
     ("rollout.partial_rollout", "rollout.oversample_prompts", "pipeline.max_staleness"),
     ("reward.model.path", NOT_YET, "reward models"),
-    ("critic.path", NOT_YET, "a critic"),
-    ("critic.optim.lr", NOT_YET, "a critic"),
-    ("critic.ppo_max_token_len_per_gpu", NOT_YET, "a critic"),
+    ("critic.optim.lr", "critic.lr"),
+    ("critic.ppo_max_token_len_per_gpu", "critic.max_tokens_per_microbatch"),
+    ("critic_warmup", "critic.warmup_steps"),
+    ("critic_pretrain", "critic.path"),
+    ("cliprange_value", "critic.value_clip"),
+    ("colocate_critic_reward", "algorithm.advantage", "critic"),
     ("reward_model.path", NOT_YET, "reward models"),
     ("packing_samples", ALWAYS, "packed"),
     ("ds.packing_samples", ALWAYS, "packed"),
@@ -154,7 +157,7 @@ def test_R22_names_of_other_frameworks(name: str, parts: list[str], tmp_path: Pa
     assert in_recipe.startswith(f"did you mean {parts[0]}" if is_key else parts[0]), in_recipe
 
 
-@pytest.mark.parametrize("section", ["critic", "reward_model", "actor_rollout_ref", "vllm", "ds"])
+@pytest.mark.parametrize("section", ["reward_model", "actor_rollout_ref", "vllm", "ds"])
 def test_a_section_of_another_framework_in_a_recipe(section: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(to_yaml({section: {"lr": 1}}))

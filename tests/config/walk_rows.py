@@ -19,6 +19,7 @@ EVAL_SPLIT = ("--data.eval=[{path: split}]",)
 ECHO = ("--env.path=envs.py:Echo", "--rollout.stop=['1', '2', '3', '4']")
 EXACT_MATCH = ("--reward.functions=[{fn: exact_match}]",)
 LORA = ("--model.lora.rank=2",)
+GAE = ("--algorithm.advantage=gae", "--critic.lr=1e-3")
 KL = ("--algorithm.kl.coef=0.1",)
 MINI = ("--trainer.prompts_per_minibatch=2", "--trainer.num_epochs=2")
 MUON = ("--trainer.optimizer.name=muon",)
@@ -171,6 +172,13 @@ RL: dict[str, Row] = {
         ("--reward.functions=[{fn: 'rewards.py:fails'}]", "--reward.max_failure_rate=0"),
     ),
     "algorithm.advantage": Row("rloo", "metrics"),
+    "algorithm.gamma": Row("0.5", "metrics", GAE),
+    "algorithm.lam": Row("0.5", "metrics", (*GAE, "--run.steps=3")),
+    "critic.path": Row("other", "metrics", GAE),
+    "critic.lr": Row("1e-2", "metrics", GAE),
+    "critic.value_clip": Row("1e-6", "metrics", (*GAE, *MINI)),
+    "critic.warmup_steps": Row("1", "weights", GAE),
+    "critic.max_tokens_per_microbatch": Row("24", "metrics", GAE),
     "algorithm.loss": Row("cispo", "metrics", MINI),
     "algorithm.aggregation": Row("sequence_mean", "metrics"),
     "algorithm.clip_low": Row("0.0001", "metrics", MINI),
@@ -692,6 +700,7 @@ NOT_OF_TIME = (
     *(f"engine.{name}" for name in ("backend", "enforce_eager", "max_num_batched_tokens")),
     *(f"algorithm.{name}" for name in ("advantage", "loss", "aggregation", "clip_", "dual_clip")),
     *(f"algorithm.{name}" for name in ("entropy_coef", "kl.placement", "kl.estimator")),
+    *("algorithm.gamma", "algorithm.lam", "critic."),
     *(f"algorithm.correction.{name}" for name in ("low", "high")),
     *(f"trainer.{name}" for name in ("max_tokens_per_forward", "recompute_every_n_layers")),
     *(f"trainer.{name}" for name in ("offload_activations", "compile", "matmul_precision")),

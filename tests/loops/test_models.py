@@ -136,7 +136,7 @@ def test_a_kl_penalty_in_the_reward_lowers_it(make_config: MakeConfig) -> None:
     cfg = AlgorithmConfig(
         kl=KLConfig(coef=0.1, placement="reward", estimator="k1"), advantage="reinforce_pp"
     )
-    models = Models(cast(Any, Ramp(10)), {"reference": Ramp(5)})
+    models = Models({"policy": cast(Any, Ramp(10))}, {"reference": Ramp(5)})
     rows, _ = models.prepare(GRPO(cfg, max_completion_tokens=24), groups, version=0)
     samples = [s for group in groups for s in group.samples]
     returns = [

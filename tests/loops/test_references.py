@@ -140,7 +140,7 @@ def test_the_policy_is_scored_while_a_reference_is(
     cfg = AlgorithmConfig(kl=KLConfig(**kl), advantage="reinforce_pp")
     group = Group(id="p", prompt=prompt, samples=samples)
     algorithm = GRPO(cfg, max_completion_tokens=8)
-    models = Models(cast(Any, Policy()), {"reference": Reference()})
+    models = Models({"policy": cast(Any, Policy())}, {"reference": Reference()})
     rows, _ = models.prepare(algorithm, [group], version=0)
     assert order == expected
     assert all(("logprobs/policy" in row.columns) == ("policy" in order) for row in rows)

@@ -441,3 +441,18 @@ def test_planted_bugs_are_seen(
     monkeypatch.setattr(RunMemory, part, property(bug))
     with pytest.raises(AssertionError):
         seen_by()
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
+def test_a_critic_has_weights_masters_and_moments_of_its_own_and_no_head(name: str):
+    shape = shape_of(name)
+    flags = ("--engine.kv_cache_gib=1", "--trainer.max_tokens_per_microbatch=2048")
+    with_critic = RunMemory(planned(configured(*flags, "--algorithm.advantage=gae"), shape))
+    without = phases(*flags, name=name)
+    params = replace(shape, tied=True).weight_bytes(2) // 2
+    assert with_critic.critic_at_rest == params * (2 + 4 + 8)
+    for phase in with_critic.phases():
+        added = phase.num_bytes - without[phase.title].num_bytes
+        assert added >= with_critic.critic_at_rest, phase.title
+    assert with_critic.critic is not None
+    assert with_critic.critic.activations > 1.5 * with_critic.step.activations, "twice the tokens"

@@ -499,7 +499,7 @@ def reference():
         own = scorer.model.mesh.groups
         found[name] |= {
             "groups are known": own | on_mesh(parallel).groups
-            == Models(group, {"reference": scorer}).groups,
+            == Models({"policy": group}, {"reference": scorer}).groups,
             "groups of its own": len(own - on_mesh(parallel).groups),
         }
     return found

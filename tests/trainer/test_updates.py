@@ -80,7 +80,7 @@ def test_several_steps_remember_the_policy_before_the_first(steps: dict[str, int
         trainer.update(rows)
     for row, logprobs in zip(given, trainer.logprobs(given), strict=True):
         row.columns["logprobs/policy"] = Column(logprobs)
-    rows, _ = Models(trainer).prepare(SFT(), rows, version=0)
+    rows, _ = Models({"policy": trainer}).prepare(SFT(), rows, version=0)
     metrics = to_scalars(trainer.update(rows))
     assert metrics["train/num_optimizer_steps"] == 2
     assert metrics["policy/approx_kl"] > 0

@@ -6,6 +6,7 @@ from typing import Any
 
 from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.grpo import GRPO
+from hone.algorithms.ppo import PPO
 from hone.algorithms.sft import SFT
 from hone.config.tree import RLConfig, SFTConfig
 
@@ -16,4 +17,7 @@ def algorithm_of(cfg: RLConfig | SFTConfig) -> Algorithm[Any]:
     """Of `hone rl` or `hone sft`; what a step collects is theirs."""
     if isinstance(cfg, SFTConfig):
         return SFT()
-    return GRPO(cfg.algorithm, max_completion_tokens=cfg.rollout.max_completion_tokens)
+    longest = cfg.rollout.max_completion_tokens
+    if cfg.algorithm.needs_critic:
+        return PPO(cfg.algorithm, cfg.critic, max_completion_tokens=longest)
+    return GRPO(cfg.algorithm, max_completion_tokens=longest)

@@ -45,22 +45,25 @@ class GRPO:
 
     def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
         """Advantages, one for each trained token."""
-        usable = self._usable(batch)
-        of_samples = iter(rows)
-        scored = [
-            [self._scored(sample, next(of_samples)) for sample in group.valid_samples]
-            for group in usable
-        ]
+        scored = self._scored(rows, batch)
         advantages = ADVANTAGES[self.cfg.advantage](scored)
         for row, values in zip(rows, (a for group in advantages for a in group), strict=True):
             row.columns["advantages"] = Column(values)
-        return {"rollout/groups_without_baseline": Sum(len(batch) - len(usable))}
+        return {"rollout/groups_without_baseline": Sum(len(batch) - len(scored))}
 
     def _usable(self, batch: Sequence[Group]) -> list[Group]:
         needed = self.needs.samples_per_group
         return [group for group in batch if len(group.valid_samples) >= needed]
 
-    def _scored(self, sample: Sample, row: Row) -> ScoredSample:
+    def _scored(self, rows: Sequence[Row], batch: Sequence[Group]) -> list[list[ScoredSample]]:
+        """The samples of which `rows` were made, by group, as estimators see them."""
+        of_samples = iter(rows)
+        return [
+            [self._scored_sample(sample, next(of_samples)) for sample in group.valid_samples]
+            for group in self._usable(batch)
+        ]
+
+    def _scored_sample(self, sample: Sample, row: Row) -> ScoredSample:
         assert sample.reward is not None, sample.id
         if not self.cfg.penalises_reward:
             return ScoredSample(sample.reward.total, torch.zeros(row.num_trained))

@@ -17,6 +17,7 @@ __all__ = [
     "LOSS_NAMES",
     "AlgorithmConfig",
     "CorrectionConfig",
+    "CriticConfig",
     "KLConfig",
     "Needs",
     "Output",
@@ -38,9 +39,9 @@ GROUP_ESTIMATORS = frozenset(name for name, over in BASELINES.items() if over ==
 if TYPE_CHECKING:
     LossName = AdvantageName = str
 else:
-    LossName, AdvantageName = Literal[LOSS_NAMES], Literal[tuple(BASELINES)]
+    LossName, AdvantageName = Literal[LOSS_NAMES], Literal[(*BASELINES, "gae")]
 
-Output = Literal["logprobs", "entropy"]
+Output = Literal["logprobs", "entropy", "values"]
 """What a model gives for each trained token."""
 
 
@@ -51,6 +52,8 @@ class Needs:
     scores: Mapping[str, frozenset[Output]] = field(default_factory=dict[str, frozenset[Output]])
     """What its targets or objectives read of models, by role: each output is a column
     `<output>/<role>` of the rows."""
+    learns_after: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Steps of the run in which a role that learns does not learn yet; others do from the start."""
     samples_per_group: int = 1
     """Valid ones; groups of fewer have no baseline, are left out and counted."""
 
@@ -90,7 +93,16 @@ class AlgorithmConfig(Section):
     """Advantage estimator; `hone/algorithms/advantages` has a file of its name, with its paper, in
     a folder that says what the baseline is taken over. Standard deviations are those of a sample,
     divided by N - 1, plus 1e-6: over the group's valid samples for grpo, over all trained tokens of
-    the step for reinforce_pp and reinforce_pp_baseline."""
+    the step for reinforce_pp and reinforce_pp_baseline. `gae` takes it against a critic, a model of
+    its own that learns what samples earn (PPO, section `critic`)."""
+
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of a token for `gae`: what lies n tokens ahead counts gamma^n. 1 is usual for
+    rewards of whole answers."""
+
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of `gae`: 1 compares what a sample has earned with the value of each token, lower
+    trusts the values of tokens ahead more, which has less variance and more bias."""
 
     loss: LossName = "ppo_clip"
     """Policy loss; `hone/algorithms/losses` has a file of its name that defines it, with its paper.
@@ -123,6 +135,11 @@ class AlgorithmConfig(Section):
     """Engine/trainer mismatch."""
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether a critic learns beside the policy."""
+        return self.advantage == "gae"
+
+    @property
     def penalises_reward(self) -> bool:
         """Whether the KL term is subtracted from rewards."""
         return self.kl.coef > 0 and self.kl.placement == "reward"
@@ -135,3 +152,25 @@ class AlgorithmConfig(Section):
             scores=scores | ({"reference": logprobs} if self.kl.coef > 0 else {}),
             samples_per_group=2 if self.advantage in GROUP_ESTIMATORS else 1,
         )
+
+
+class CriticConfig(Section):
+    """The critic of PPO (`algorithm.advantage` gae): a model of its own, trained as `trainer` says
+    but for what is set here, and written to `<run.dir>/critic` at the end."""
+
+    path: str | None = None
+    """Folder or hub name of the model that it starts from, such as a reward model; unset:
+    `model.path`. A value head `score` that the weights lack starts at 0."""
+
+    lr: float = Field(default=1e-5, ge=0)
+    """Peak learning rate (of AdamW), in place of `trainer.optimizer.lr`."""
+
+    value_clip: float | None = Field(default=0.5, gt=0)
+    """How far an update may move a token's value before its gradient is cut; None does not clip."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the start in which the critic alone learns."""
+
+    max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
+    """Token budget of its passes, with and without gradient; unset: twice that of the policy, whose
+    logits take the other half."""

@@ -104,7 +104,7 @@ _WHOLE = _always(
     "that the trainer scores, which biases every ratio"
 )
 _EPOCHS = _served("trainer.num_epochs", note="optimizer passes over each rollout")
-_CRITIC = _not_yet("a critic; baselines come from groups (algorithm.advantage)")
+_CRITIC = _served("algorithm.advantage", "critic", note="gae; the section critic has its settings")
 _REWARD_MODEL = _not_yet("reward models; rewards are functions (reward.functions)")
 _PIPELINE = _not_yet("pipeline stages; trainer.parallel has ZeRO, tensor and sequence parallelism")
 _EXPERTS = _not_yet("mixtures of experts and expert parallelism")
@@ -125,8 +125,13 @@ ALIASES: Mapping[str, Alias] = {
     "pretrain": _served(_MODEL),
     "model_name_or_path": _served(_MODEL),
     "hf_checkpoint": _served(_MODEL),
-    "critic": _CRITIC,
-    "critic_pretrain": _CRITIC,
+    "critic_pretrain": _served("critic.path"),
+    "critic_learning_rate": _served("critic.lr"),
+    "critic_warmup": _served("critic.warmup_steps"),
+    "num_critic_warmup_steps": _served("critic.warmup_steps"),
+    "cliprange_value": _served("critic.value_clip"),
+    "critic.ppo_max_token_len_per_gpu": _served("critic.max_tokens_per_microbatch"),
+    "lambd": _served("algorithm.lam"),
     "reward_model": _REWARD_MODEL,
     "reward.model": _REWARD_MODEL,
     "reward.remote_url": _REWARD_MODEL,

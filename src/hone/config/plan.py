@@ -53,7 +53,7 @@ Command: TypeAlias = (
 )
 """Any tree that a run is made of; that of `hone simulate` is an `RLConfig`."""
 Dtype = Literal["float32", "bfloat16"]
-RoleName = Literal["policy", "engine", "reference"]
+RoleName = Literal["policy", "engine", "reference", "critic"]
 Layers = Literal["eager", "compiled", "exact", "fused"]
 
 
@@ -356,6 +356,14 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
         number = cfg.cluster.num_references
         apart = Role(name="reference", num_workers=number, where="ray", dtype=dtype)
         roles["reference"] = apart if number else _shared_reference(cfg, axes, dtype)
+    if isinstance(cfg, RLConfig) and cfg.algorithm.needs_critic and trainer is not None:
+        roles["critic"] = Role(
+            name="critic",
+            axes=axes,
+            shares_devices_of="policy",
+            layers="eager" if roles["policy"].layers == "exact" else roles["policy"].layers,
+            dtype=dtype,
+        )
     return roles
 
 

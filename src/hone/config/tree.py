@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hone.config.algorithm import AlgorithmConfig
+from hone.config.algorithm import AlgorithmConfig, CriticConfig
 from hone.config.base import Section
 from hone.config.bench import (
     BenchModelConfig,
@@ -63,6 +63,7 @@ class RLConfig(Section):
     env: EnvConfig = EnvConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     pipeline: PipelineConfig = PipelineConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -76,6 +77,19 @@ class RLConfig(Section):
         prompt."""
         measured = self.eval.max_completion_tokens if self.eval.is_scheduled else 0
         return max(self.rollout.max_completion_tokens, measured)
+
+    @property
+    def critic_trainer(self) -> TrainerConfig:
+        """How the critic is trained: as the policy, but for what `critic` says."""
+        critic, trainer = self.critic, self.trainer
+        most = critic.max_tokens_per_microbatch or 2 * trainer.max_tokens_per_microbatch
+        return trainer.model_copy(
+            update={
+                "optimizer": trainer.optimizer.model_copy(update={"lr": critic.lr}),
+                "max_tokens_per_microbatch": most,
+                "max_tokens_per_forward": most,
+            }
+        )
 
     @property
     def has_engine_thread(self) -> bool:

@@ -231,6 +231,13 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch)
             deque(adapters, maxlen=0)  # gathered by all
 
 
+def export_role(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch) -> None:
+    """Write a model that has learnt beside the policy to `<run.dir>/<role>`. Collective."""
+    policy = trainer.policy
+    folder, weights = launch.dir / trainer.role, trainer.named_weights()
+    export_hf(policy.model, tokenizer, folder, policy.dtype, weights, mesh=launch.mesh)
+
+
 def load_for_training(cfg: ModelConfig, mesh: Mesh, *, seed: int) -> PreTrainedModel:
     """The model that a trainer of `mesh` takes: without weights for several processes, of which
     each reads its shards; whole for one. Raises as `load_model`."""

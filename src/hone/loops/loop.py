@@ -34,7 +34,7 @@ def train(run: Run[Any]) -> Outcome:
             batch = run.collect(step)
             with run.phase("train", step):
                 rows, metrics = run.prepare(batch, step)
-                metrics |= run.update(rows)
+                metrics |= run.update(rows, step)
             with run.phase("push", step):
                 metrics |= run.push(step)
             if run.finish(step, batch, rows, metrics):

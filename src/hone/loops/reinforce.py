@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.algorithm import Algorithm, Objective
 from hone.algorithms.configured import algorithm_of
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
 from hone.config.model_facts import ModelFacts
@@ -34,7 +34,7 @@ from hone.loops.untrained import Untrained, is_stalled, why_untrained
 from hone.loops.workers import Pools, make_engine, thread_pools
 from hone.models.adapters import adapt, is_adapted
 from hone.models.decoder import alias_module
-from hone.models.load import blank_model, compute_dtype
+from hone.models.load import blank_model, compute_dtype, load_value_model
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.metrics import Last, Metrics, to_scalars
 from hone.observe.peaks import device_peaks
@@ -240,7 +240,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         trainer = models.trainer
         start.watch.follow(models.groups)
         if start.checkpoint is not None:
-            restore(trainer, start.checkpoint.parts)
+            restore(models, start.checkpoint.parts)
         random_state = capture_random_state()
         if cfg.trainer.enable_sleep:
             trainer.sleep()  # before the engine looks how much memory there is
@@ -360,12 +360,14 @@ def _models(
     """The trainer of `model`, and the reference: with devices of its own, beside the trainers, or
     where adapters are trained the policy without them."""
     temperature, exact = cfg.rollout.temperature, cfg.model.exact
+    assert plan.batch is not None
+    waits = algorithm.needs.learns_after.get("policy", 0) * plan.batch.optimizer_steps_per_rollout
     mesh, frozen = start.mesh, load() if plan.trainers_hold_reference else None
     trainer = Trainer(
         model,
         cfg.trainer,
         algorithm.objectives["policy"],
-        total_steps=plan.optimizer_steps,
+        total_steps=plan.optimizer_steps - waits,
         seed=cfg.run.seed,
         dump_dir=start.dir,
         temperature=temperature,
@@ -386,7 +388,27 @@ def _models(
         scorers["reference"] = WithoutAdapters(model, trainer)
     is_half = compute_dtype(cfg.model, mesh.device).itemsize == 2
     gate = ParityGate(cfg.trainer.parity, "bfloat16" if is_half else "float32", exact=exact)
-    return Models(trainer, scorers, gate)
+    learners = {"policy": trainer}
+    if "critic" in algorithm.objectives:
+        learners["critic"] = _critic(cfg, plan, start, algorithm.objectives["critic"])
+    return Models(learners, scorers, gate)
+
+
+def _critic(cfg: RLConfig, plan: RunPlan, start: Launch, objective: Objective) -> Trainer:
+    """The critic learns of the rows of the policy, in micro-batches of its own."""
+    model = cfg.model
+    if cfg.critic.path is not None:
+        model = model.model_copy(update={"path": cfg.critic.path, "init": "pretrained"})
+    return Trainer(
+        load_value_model(model, device=start.mesh.device, seed=cfg.run.seed),
+        cfg.critic_trainer,
+        objective,
+        role="critic",
+        total_steps=plan.optimizer_steps,
+        seed=cfg.run.seed,
+        dump_dir=start.dir,
+        mesh=start.mesh,
+    )
 
 
 def _sampled_model(
@@ -420,5 +442,6 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
         # Frozen weights, beside which adapters are trained, get no gradients.
         passes=(2.0 if cfg.model.lora.rank else 3.0) * batch.num_epochs
         + scores_policy
-        + (kl.coef > 0 and not cfg.cluster.num_references),
+        + (kl.coef > 0 and not cfg.cluster.num_references)
+        + (cfg.algorithm.needs_critic and 1 + 3.0 * batch.num_epochs),
     )

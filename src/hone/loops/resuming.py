@@ -11,14 +11,16 @@ import yaml
 from hone.checkpoint.random_state import restore_random_state
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.checkpoint.tree import in_memory
+from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.config.parallel import AxisSizes
 from hone.config.tree import RLConfig, SFTConfig
 from hone.observe.resumed_run import require_resumable, saved_config
 from hone.observe.run_folder import METRICS, RunFolder
+from hone.trainer.models import Models
 from hone.trainer.trainer import Trainer
 
-__all__ = ["announce", "announce_restart", "find_checkpoint", "restore"]
+__all__ = ["announce", "announce_restart", "find_checkpoint", "restore", "saved_names"]
 
 
 def find_checkpoint(cfg: RLConfig | SFTConfig, store: CheckpointStore) -> Checkpoint | None:
@@ -68,12 +70,27 @@ def announce_restart(cfg: RLConfig | SFTConfig) -> Iterator[str]:
         )
 
 
-def restore(trainer: Trainer, parts: Mapping[str, Any]) -> None:
-    """Let trainer and random generators go on from a checkpoint, whatever processes wrote it.
+def saved_names(models: Models) -> dict[str, Trainer]:
+    """What learns, by the name of its part in a checkpoint."""
+    return {
+        "trainer" if role == "policy" else role: trainer
+        for role, trainer in models.learners.items()
+    }
 
-    Each process reads what it holds. Raises ValueError where it belongs to another model.
+
+def restore(models: Models, parts: Mapping[str, Any]) -> None:
+    """Let what learns and random generators go on from a checkpoint, whatever processes wrote it.
+
+    Each process reads what it holds. Raises ValueError where it belongs to another model, and
+    UserError where it has none for a role.
     """
-    trainer.load_state_dict(parts["trainer"], parts["trainer_metadata"])
+    for name, trainer in saved_names(models).items():
+        if name not in parts:
+            raise UserError(
+                f"algorithm.advantage gae needs a {name}, and the checkpoint is of a run without "
+                "one. Set algorithm.advantage as it was, or choose another run.dir."
+            )
+        trainer.load_state_dict(parts[name], parts[f"{name}_metadata"])
     restore_random_state(in_memory(parts["random"]))
 
 

@@ -16,8 +16,9 @@ from hone.algorithms.algorithm import Algorithm
 from hone.checkpoint.random_state import capture_random_state
 from hone.config.errors import UserError
 from hone.loops.interrupt import STOPPING, Interrupt
-from hone.loops.launch import Launch, export
+from hone.loops.launch import Launch, export, export_role
 from hone.loops.recorder import Recorder
+from hone.loops.resuming import saved_names
 from hone.loops.saving import Saver
 from hone.observe.metrics import Metrics, to_scalars
 from hone.trainer.models import Models
@@ -83,10 +84,10 @@ class Run(ABC, Generic[Item]):
         with self.span("experience"):
             return self.models.prepare(self.algorithm, batch, version=step - 1)
 
-    def update(self, rows: Sequence[Row]) -> Metrics:
+    def update(self, rows: Sequence[Row], step: int) -> Metrics:
         """Train on `rows`."""
         with self.span("train"):
-            return self.models.update(rows)
+            return self.models.update(self.algorithm, rows, step)
 
     def push(self, step: int) -> Metrics:
         """Bring weight version `step` to what samples with it."""
@@ -116,12 +117,10 @@ class Run(ABC, Generic[Item]):
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint must hold, by part."""
-        tensors, metadata = self.trainer.state_dict()
-        return {
-            "trainer": tensors,
-            "trainer_metadata": metadata,
-            "random": capture_random_state(),
-        }
+        state: dict[str, Any] = {"random": capture_random_state()}
+        for name, trainer in saved_names(self.models).items():
+            state[name], state[f"{name}_metadata"] = trainer.state_dict()
+        return state
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -177,6 +176,9 @@ class Run(ABC, Generic[Item]):
             return
         writing = Interrupt(launch.mesh, "the model is being written", earlier=outcome.stopped_by)
         with self.phase("save", outcome.steps), writing:
+            for role, trainer in self.models.learners.items():
+                if role != "policy":
+                    export_role(trainer, self.tokenizer, launch)
             export(self.trainer, self.tokenizer, launch)
 
     def _evaluate(self, step: int) -> Metrics:

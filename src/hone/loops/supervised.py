@@ -89,9 +89,10 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SFTRun]:
         dump_dir=start.dir,
         mesh=mesh,
     )
+    models = Models({"policy": trainer})
     if start.checkpoint is not None:
         state: Mapping[str, Any] = start.checkpoint.parts
-        restore(trainer, state)
+        restore(models, state)
         data.train.load_state_dict(state["data"])
     start.save_config()
     with recording(start, model) as recorder:
@@ -99,7 +100,7 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SFTRun]:
             cfg=cfg,
             launch=start,
             algorithm=algorithm,
-            models=Models(trainer),
+            models=models,
             data=data,
             tokenizer=tokenizer,
             recorder=recorder,

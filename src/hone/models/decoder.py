@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hone.attention import AttentionContext
 from hone.models.exact import linear
+from hone.models.heads import value_head
 
 __all__ = [
     "alias_module",
@@ -72,8 +73,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def head_weight(model: PreTrainedModel) -> nn.Parameter:
-    """The output projection [V, D]; the embedding itself where the weights are tied."""
-    return cast(nn.Parameter, cast(nn.Linear, model.get_output_embeddings()).weight)
+    """The output projection [V, D], the embedding itself where the weights are tied; of a model
+    that gives values, their head."""
+    head = model.get_output_embeddings()
+    return cast(nn.Parameter, value_head(model).weight if head is None else head.weight)
 
 
 def logit_softcap(model: PreTrainedModel) -> float | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -26,6 +27,7 @@ from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
 from hone.models.deferred import Weight, defer
+from hone.models.heads import value_head
 from hone.models.support import check_supported
 from hone.models.tensor_parallel import (
     TensorParallel,
@@ -42,6 +44,7 @@ __all__ = [
     "load_config",
     "load_deferred",
     "load_model",
+    "load_value_model",
 ]
 
 logger = logging.getLogger(__name__)
@@ -74,7 +77,9 @@ def load_model(
     config = load_config(cfg)
     check_divides(config, tp.size)
     if cfg.init == "pretrained":
-        model = shard_model(_pretrained(_place(cfg), config, _options(cfg, device)), tp)
+        model = shard_model(
+            _from_files(AutoModelForCausalLM, _place(cfg), config, _options(cfg, device)), tp
+        )
         # The override in transformers has no usable type.
         nn.Module.to(model, "cpu" if on_host else device)
         return model.eval()
@@ -89,6 +94,25 @@ def load_model(
 
     _DrawnWeights(config, _options(cfg, device), seed).give(take, device=device)
     return _filled(model, tensors, tp)
+
+
+def load_value_model(cfg: ModelConfig, *, device: torch.device | str, seed: int) -> PreTrainedModel:
+    """The backbone of `load_model` with a head that gives one value (`hone.models.heads`): that of
+    a folder of such a model, else zeros. Raises as `load_model`."""
+    config, options = load_config(cfg), _options(cfg, torch.device(device))
+    config.num_labels = 1
+    gives_values = any("SequenceClassification" in name for name in config.architectures or ())
+    if cfg.init == "pretrained" and gives_values:
+        model = _from_files(AutoModelForSequenceClassification, _place(cfg), config, options)
+        nn.Module.to(model, device)
+        return model.eval()
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config, **options)
+    backbone = load_model(cfg, device=device, seed=seed).base_model
+    setattr(model, model.base_model_prefix, backbone)
+    value_head(model).to_empty(device=device)
+    nn.init.zeros_(value_head(model).weight)
+    return model.eval()
 
 
 def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) -> PreTrainedModel:
@@ -253,11 +277,11 @@ class _DrawnWeights:
             take(Weight.of(name, buffer))
 
 
-def _pretrained(path: str, config: PreTrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+def _from_files(
+    kind: Any, path: str, config: PreTrainedConfig, options: dict[str, Any]
+) -> PreTrainedModel:
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, output_loading_info=True, **options
-        )
+        loaded = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
     except OSError as error:
         raise FileNotFoundError(
             f"model.path={path!r} holds no loadable weights: {error} "

@@ -18,14 +18,14 @@ measurements: vLLM's division of its share, adapters, engines and references apa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB, EngineConfig
 from hone.config.plan import Role, RunPlan
 from hone.config.tree import RLConfig
-from hone.planner.memory import TrainingMemory, planned_step
+from hone.planner.memory import TrainingMemory, layer_code, planned_step, training_memory
 
 __all__ = ["Phase", "RunMemory", "in_gib"]
 
@@ -116,6 +116,34 @@ class RunMemory:
             num_micro_batches=1 if whole <= budget else 2,
         )
 
+    @cached_property
+    def critic(self) -> TrainingMemory | None:
+        """An optimizer step of the critic, taken to be of the policy's shape: it has no logits."""
+        cfg, plan = self.plan.config, self.plan
+        if "critic" not in plan.roles or not isinstance(cfg, RLConfig):
+            return None
+        assert plan.batch is not None
+        whole = plan.batch.samples_per_optimizer_step * self.longest
+        trainer = cfg.critic_trainer
+        budget = trainer.max_tokens_per_microbatch
+        if trainer.micro_batch_size is not None:
+            budget = trainer.micro_batch_size * self.longest
+        return training_memory(
+            replace(self.shape, tied=True),
+            trainer,
+            dtype=plan.dtype,
+            num_tokens=min(whole, budget),
+            num_trained=0,
+            num_micro_batches=1 if whole <= budget else 2,
+            layers=layer_code(on_gpu=not plan.is_on_cpu, compile=trainer.compile),
+        )
+
+    @property
+    def critic_at_rest(self) -> int:
+        """While the policy or an engine works."""
+        critic = self.critic
+        return 0 if critic is None else critic.weights + critic.masters + critic.optimizer
+
     @property
     def reference(self) -> int:
         """The part of the frozen model of the KL term that lies beside the policy."""
@@ -132,11 +160,16 @@ class RunMemory:
             "masters": 0 if asleep else self.step.masters,
             "moments": 0 if asleep or not has_moments else self.step.optimizer,
             "reference": self.reference,
+            "critic": self.critic_at_rest,
         }
 
     def trainer_at_work(self) -> dict[str, int]:
-        """At the peak of its step, besides the engine."""
-        return {**self.step.parts, "reference": self.reference}
+        """At the peak of its step, or of the critic's, besides the engine."""
+        policy = {**self.step.parts, "reference": self.reference, "critic": self.critic_at_rest}
+        if self.critic is None:
+            return policy
+        critic = self.trainer_at_rest() | {"critic": self.critic.peak}
+        return max(policy, critic, key=lambda parts: sum(parts.values()))
 
     # -- the engine ------------------------------------------------------------------------------
 

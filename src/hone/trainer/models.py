@@ -1,7 +1,7 @@
 """The models of a run by role, and what a step does with them.
 
 rows, metrics = models.prepare(algorithm, batch, version=step - 1)
-metrics |= models.update(rows)
+metrics |= models.update(algorithm, rows, step)
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ Item = TypeVar("Item")
 class Models:
     """What trains and what scores. Passes that the algorithm does not need are not made."""
 
-    trainer: Trainer
-    """Of the policy."""
+    learners: Mapping[str, Trainer]
+    """The roles that learn, in the order in which they do: `policy`, `critic`."""
     scorers: Mapping[str, RowScorer] = field(default_factory=dict[str, RowScorer])
     """The other roles, such as `reference`."""
     parity: ParityGate | None = None
     """Compares what engines recorded with the policy, before anything is trained on it."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """Of the policy."""
+        return self.learners["policy"]
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:
@@ -59,24 +64,32 @@ class Models:
             metrics |= self.parity.check(rows, self.trainer)
         return rows, metrics
 
-    def update(self, rows: Sequence[Row]) -> Metrics:
-        """Train on `rows`. Collective."""
-        return self.trainer.update(rows)
+    def update(self, algorithm: Algorithm[Item], rows: Sequence[Row], step: int) -> Metrics:
+        """Train on `rows` every role that learns in `step`. What the policy's `train/` metrics are
+        for it, `<role>/` ones are for another role. Collective."""
+        metrics: Metrics = {}
+        for role, trainer in self.learners.items():
+            if step > algorithm.needs.learns_after.get(role, 0):
+                own = trainer.update(rows)
+                prefix = "train/" if role == "policy" else f"{role}/"
+                metrics |= {key.replace("train/", prefix): value for key, value in own.items()}
+        return metrics
 
     def _score(self, algorithm: Algorithm[Item], rows: Sequence[Row]) -> None:
         """Add the outputs that the algorithm reads, as columns `<output>/<role>`.
 
-        The policy is scored where the algorithm asks for it, or where several optimizer steps share
-        the rows: with one step it has not moved when its loss is computed. What is elsewhere
+        What learns is scored where the algorithm asks for it, or where several optimizer steps
+        share the rows: with one step it has not moved when its loss is computed. What is elsewhere
         computes meanwhile.
         """
         wanted = dict(algorithm.needs.scores)
-        if before := self.trainer.outputs_before(rows):
-            wanted["policy"] = wanted.get("policy", frozenset()) | before
-        scorers: dict[str, RowScorer] = {"policy": self.trainer, **self.scorers}
+        for role, trainer in self.learners.items():
+            if before := trainer.outputs_before(rows):
+                wanted[role] = wanted.get(role, frozenset()) | before
+        scorers: dict[str, RowScorer] = {**self.learners, **self.scorers}
         missing = sorted(wanted.keys() - scorers.keys())
         assert not missing, f"the algorithm needs models that the run has not: {missing}"
         pending = {role: scorers[role].begin(rows, outputs) for role, outputs in wanted.items()}
-        for role in sorted(pending, key=lambda role: role != "policy"):
+        for role in sorted(pending, key=lambda role: role not in self.learners):
             for row, found in zip(rows, pending[role](), strict=True):
                 row.columns |= {f"{output}/{role}": Column(v) for output, v in found.items()}

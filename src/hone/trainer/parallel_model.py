@@ -24,6 +24,7 @@ from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.decoder import decoder_layers, hidden_states
 from hone.models.exact_decoder import PackedDecoder, require_exact
+from hone.models.heads import token_values
 from hone.observe.metrics import Mean, Metrics, Sum, merge, on_host
 from hone.trainer.context import gather, split
 from hone.trainer.logprobs import token_logprobs
@@ -169,12 +170,12 @@ class ParallelModel:
             if self._sharded is not None:
                 self._sharded.begin_micro_batch(is_last=is_last)
             outputs = self.forward(batch, objective.outputs)
-            logprobs = outputs["logprobs"]
+            scored = outputs["values" if "values" in outputs else "logprobs"]
             if not batch.ids:
-                (0.0 * logprobs.sum()).backward()
+                (0.0 * scored.sum()).backward()
                 continue
             # Nothing from here on waits for the device.
-            logprobs.retain_grad()
+            scored.retain_grad()
             batch = on_device(batch, self.mesh.device)
             found = objective(outputs, batch)
             if found.values.shape != batch.weights.shape:
@@ -185,8 +186,8 @@ class ParallelModel:
             batch_loss = (found.values * batch.weights).sum()
             batch_loss.backward()
             loss += batch_loss.detach()
-            assert logprobs.grad is not None
-            has_gradient = Mean.of(logprobs.grad != 0)
+            assert scored.grad is not None
+            has_gradient = Mean.of(scored.grad != 0)
             shards.append(found.metrics | {"train/share_with_gradient": has_gradient})
         loss, metrics = self._merge_ranks(loss, merge(*shards))
         return loss, metrics | {"train/num_micro_batches": Sum(num_passes)}
@@ -202,6 +203,8 @@ class ParallelModel:
         hidden_TD = self._backbone(share.input_ids, share.position_ids, share.context)
         # Not index_select: gradients of a state that predicts several tokens add up in any order.
         hidden_ND = hidden_TD[share.predict_index]
+        if "values" in outputs:  # of a critic, which has no other head
+            return {"values": gather(token_values(self.module, hidden_ND), share)}
         logprobs, entropy = self._score(
             self.module,
             hidden_ND,

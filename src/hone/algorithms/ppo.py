@@ -1,0 +1,131 @@
+"""PPO with a critic, arXiv:1707.06347: advantages against the values of a model that learns too.
+
+Generalised advantage estimation (arXiv:1506.02438) over the tokens that the policy drew: those of
+an environment, which nothing predicts, lie between two of them as if they were not there. As in
+verl's `compute_gae_advantage_return`, a tool's answer neither decays an advantage nor ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.advantage import ScoredSample, whiten
+from hone.algorithms.aggregation import AGGREGATIONS
+from hone.algorithms.algorithm import Loss, Objective, Outputs
+from hone.algorithms.grpo import GRPO
+from hone.config.algorithm import AlgorithmConfig, CriticConfig, Output
+from hone.observe.metrics import Distribution, Last, Mean, Metrics
+from hone.types import Column, Group, LossExtent, MicroBatch, Row
+
+__all__ = ["PPO", "ValueObjective", "gae"]
+
+
+class PPO(GRPO):
+    """The rows and the policy loss of GRPO; implements `Algorithm`."""
+
+    def __init__(
+        self, cfg: AlgorithmConfig, critic: CriticConfig, *, max_completion_tokens: int
+    ) -> None:
+        """`max_completion_tokens` as in `PolicyObjective`."""
+        super().__init__(cfg, max_completion_tokens=max_completion_tokens)
+        values = frozenset[Output]({"values"})
+        self.needs = replace(
+            self.needs,
+            scores={**self.needs.scores, "critic": values},
+            learns_after={"policy": critic.warmup_steps},
+        )
+        self.objectives: Mapping[str, Objective] = {
+            **self.objectives,
+            "critic": ValueObjective(critic.value_clip),
+        }
+
+    def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
+        """Advantages, normalised over all tokens of the step, and the returns that the critic
+        learns."""
+        samples = [sample for group in self._scored(rows, batch) for sample in group]
+        values = [row.column("values/critic").double() for row in rows]
+        estimates = [
+            gae(_rewards(sample), own, gamma=self.cfg.gamma, lam=self.cfg.lam)
+            for sample, own in zip(samples, values, strict=True)
+        ]
+        (advantages,) = whiten([estimates])
+        returns = [a + v for a, v in zip(estimates, values, strict=True)]
+        for row, advantage, to_learn in zip(rows, advantages, returns, strict=True):
+            row.columns["advantages"] = Column(advantage)
+            row.columns["returns"] = Column(to_learn.float())
+        return _value_metrics(torch.cat([torch.empty(0), *values]), [torch.empty(0), *returns])
+
+
+def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Tensor:
+    """Advantages `A_t = d_t + gamma lam A_t+1` with `d_t = r_t + gamma V_t+1 - V_t`, [N] float64.
+
+    Of the N tokens of a sample that the policy drew; `values` [N] are those before each is drawn.
+    Nothing follows the last: a truncated sample ends too, its value is not continued.
+    """
+    result: list[float] = []
+    advantage = following = 0.0
+    for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
+        advantage = reward + gamma * following - value + gamma * lam * advantage
+        following = value
+        result.append(advantage)
+    return torch.tensor(result[::-1], dtype=torch.float64)
+
+
+def _rewards(sample: ScoredSample) -> Tensor:
+    """Of each token, [N] float64: the KL penalty that it pays, and at the last what the sample has
+    earned."""
+    rewards = -sample.penalties.double()
+    if len(rewards):
+        rewards[-1] += sample.reward
+    return rewards
+
+
+def _value_metrics(values: Tensor, returns: Sequence[Tensor]) -> Metrics:
+    """Before the update. `vf_explained_var` is 1 for values that are the returns, 0 for a constant,
+    negative for worse."""
+    target = torch.cat([*returns]).double()
+    if not len(target):
+        return {}
+    spread = (target - target.mean()).square().mean()
+    residual = target - values
+    explained = 1 - (residual - residual.mean()).square().mean() / spread.clamp(min=1e-12)
+    return {
+        "critic/values": Distribution.of(values),
+        "critic/returns": Distribution.of(target),
+        "critic/vf_explained_var": Last(float(explained)),
+    }
+
+
+class ValueObjective:
+    """Half the squared distance of values from returns. Implements `Objective`.
+
+    A value moves no further than `clip` from what it was before the update and keeps its gradient
+    only as long as that is the worse of the two: `0.5 max((V - R)^2, (clip(V) - R)^2)`, as in the
+    published implementations; averaged over the trained tokens of an optimizer step.
+    """
+
+    outputs: frozenset[Output] = frozenset({"values"})
+    outputs_before: frozenset[Output] = frozenset()
+    columns = frozenset({"returns", "values/critic"})
+    per: LossExtent = "trained"
+
+    def __init__(self, clip: float | None) -> None:
+        """None clips nothing."""
+        self._clip = clip
+
+    def weights(self, rows: Sequence[Row]) -> list[float]:
+        return AGGREGATIONS["token_mean"]([row.num_trained for row in rows], 0)
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> Loss:
+        values, returns = outputs["values"], batch.column("returns")
+        losses = 0.5 * (values - returns).square()
+        if self._clip is None:
+            return Loss(losses)
+        old = batch.column("values/critic")
+        clipped = 0.5 * (old + (values - old).clamp(-self._clip, self._clip) - returns).square()
+        is_clipped = clipped.detach() > losses.detach()
+        return Loss(torch.maximum(losses, clipped), {"train/vf_clipfrac": Mean.of(is_clipped)})

@@ -1,0 +1,183 @@
+"""PPO: whole runs with a critic, its gradient, its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.loops.conftest import MakeConfig
+from tests.tiny_runs import learning_config, lines
+from tests.trainer.examples import gradients, random_rows
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from hone.algorithms.ppo import ValueObjective
+from hone.config.errors import UserError
+from hone.config.model import ModelConfig
+from hone.config.trainer import TrainerConfig
+from hone.loops import reinforce
+from hone.models.load import load_value_model
+from hone.models.tiny import make_tiny_model
+from hone.trainer.trainer import Trainer
+from hone.types import Column, Row
+
+GAE = {"advantage": "gae", "lam": 0.9}
+SHARED = {"prompts_per_minibatch": 2, "optimizer": {"lr": 3e-3}, "logits_chunk_tokens": 64}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal(a: Path, b: Path) -> None:
+    one, other = weights(a), weights(b)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_R17_a_run_with_a_critic_resumes_bit_for_bit_and_writes_it(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    def cfg(name: str, steps: int) -> Any:
+        return make_config(
+            run={"dir": tmp_path / name, "steps": steps, "device": "cpu"},
+            algorithm=GAE,
+            trainer=SHARED,
+            critic={"lr": 1e-3},
+        )
+
+    reinforce.run(cfg("straight", 3))
+    for steps in (1, 3):
+        reinforce.run(cfg("resumed", steps))
+    for model in ("model", "critic"):
+        assert_equal(tmp_path / "straight" / model, tmp_path / "resumed" / model)
+    rows = lines(tmp_path / "straight" / "metrics.jsonl")
+    assert all(row["critic/num_optimizer_steps"] == 2 for row in rows)
+    assert all(row["critic/lr"] == 1e-3 and row["train/lr"] == 3e-3 for row in rows)
+    assert all(-10 < row["critic/vf_explained_var"] <= 1 for row in rows)
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "straight" / "critic", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert loaded.config.num_labels == 1
+    assert loaded.score.weight.abs().sum() > 0
+
+
+def test_a_critic_goes_on_from_one_that_was_written(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    one = {"run": {"dir": tmp_path / "one", "steps": 1, "device": "cpu"}, "algorithm": GAE}
+    reinforce.run(make_config(**one))
+    cfg = ModelConfig(path=str(tmp_path / "one" / "critic"))
+    model = load_value_model(cfg, device="cpu", seed=0)
+    stored = weights(tmp_path / "one" / "critic")
+    assert all(torch.equal(p, stored[name]) for name, p in model.named_parameters())
+    two = one | {"run": {"dir": tmp_path / "two", "steps": 1, "device": "cpu"}}
+    reinforce.run(make_config(**two, critic={"path": str(tmp_path / "one" / "critic")}))
+    (row,) = lines(tmp_path / "two" / "metrics.jsonl")
+    assert row["critic/values/std"] > 0, "a fresh head gives zeros"
+
+
+def test_the_critic_learns_alone_at_first(make_config: MakeConfig, tmp_path: Path) -> None:
+    cfg = make_config(
+        run={"dir": tmp_path / "run", "steps": 3, "device": "cpu"},
+        algorithm=GAE,
+        critic={"warmup_steps": 2},
+    )
+    reinforce.run(cfg)
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert ["train/loss" in row for row in rows] == [False, False, True]
+    assert all(row["critic/loss"] > 0 for row in rows)
+    assert rows[-1]["off_policy/mismatch_kl"] < 1e-9
+    again = cfg.model_copy(
+        update={
+            "critic": cfg.critic.model_copy(update={"warmup_steps": 1}),
+            "run": cfg.run.model_copy(update={"dir": tmp_path / "one", "steps": 1}),
+        }
+    )
+    reinforce.run(again)
+    assert_equal(tmp_path / "one" / "model", Path(cfg.model.path))
+
+
+def test_a_checkpoint_without_a_critic_is_refused(make_config: MakeConfig) -> None:
+    reinforce.run(make_config(run={"dir": make_config().run.dir, "steps": 1, "device": "cpu"}))
+    with pytest.raises(UserError, match=r"gae needs a critic, and the checkpoint is of a run wi"):
+        reinforce.run(make_config(algorithm=GAE))
+
+
+def value_model(folder: Path) -> PreTrainedModel:
+    make_tiny_model(folder, vocab_size=48, hidden_size=32, num_layers=2, seed=0)
+    model = load_value_model(ModelConfig(path=str(folder), init="random"), device="cpu", seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        model.score.weight.normal_(std=0.3, generator=generator)
+    return model
+
+
+def critic_rows() -> list[Row]:
+    rows, generator = random_rows(12, seed=4), torch.Generator().manual_seed(2)
+    for row in rows:
+        row.columns = {
+            name: Column(torch.randn(row.num_trained, generator=generator))
+            for name in ("returns", "values/critic")
+        }
+    return rows
+
+
+@pytest.mark.parametrize(
+    "cut", [{"micro_batch_size": 1}, {"micro_batch_size": 5}, {"max_tokens_per_microbatch": 60}, {}]
+)
+def test_R1_the_gradient_of_a_critic_is_that_of_the_set(
+    cut: dict[str, Any], tmp_path: Path
+) -> None:
+    """In float64, a row at a time through transformers' own attention. The value of a token is that
+    of the state before it."""
+    model, rows = value_model(tmp_path / "model"), critic_rows()
+    config = model.config
+    twin = AutoModelForSequenceClassification.from_config(
+        config, dtype=torch.float64, attn_implementation="eager"
+    )
+    twin.load_state_dict(model.state_dict())
+    twin = twin.double().eval()
+    trainer = Trainer(
+        model, TrainerConfig.model_validate(cut), ValueObjective(0.5), total_steps=9, role="critic"
+    )
+    losses: list[torch.Tensor] = []
+    scored = trainer.begin(rows, frozenset({"values"}))()
+    for row, own in zip(rows, scored, strict=True):
+        hidden = twin.base_model(torch.tensor([row.token_ids])).last_hidden_state[0]
+        trained = [t - 1 for t, is_trained in enumerate(row.loss_mask) if is_trained]
+        values = twin.score(hidden[trained]).squeeze(-1)
+        torch.testing.assert_close(own["values"].double(), values.detach(), atol=1e-5, rtol=1e-4)
+        returns, old = (row.column(name).double() for name in ("returns", "values/critic"))
+        near = old + (values - old).clamp(-0.5, 0.5)
+        losses.append(0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2))
+    expected = torch.cat(losses).mean()
+    expected.backward()
+    loss, _ = trainer.forward_backward(rows)
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+    wanted = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    got = gradients(trainer)
+    assert got.keys() == wanted.keys()
+    largest = max(float(g.abs().max()) for g in wanted.values())
+    for name, want in wanted.items():
+        assert float((got[name] - want).abs().max()) / largest < 1e-5, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_reward_rises_as_it_does_with_groups(inputs: Path, tmp_path: Path, seed: int) -> None:
+    levels = {}
+    for advantage in ("gae", "grpo"):
+        cfg = learning_config(
+            inputs, tmp_path / advantage, seed=seed, algorithm={"advantage": advantage},
+            critic={"lr": 6e-3},
+        )  # fmt: skip
+        reinforce.run(cfg)
+        rewards = [row["reward/mean"] for row in lines(tmp_path / advantage / "metrics.jsonl")]
+        levels[advantage] = sum(rewards[-4:]) / 4
+        assert levels[advantage] > sum(rewards[:4]) / 4 + 0.15, rewards
+    assert levels["gae"] > levels["grpo"] - 0.12, levels
