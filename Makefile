@@ -4,7 +4,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all test-vllm mutants size lint install clean
+.PHONY: help quickstart test test-slow test-all test-vllm mutants size lint docs install clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,6 +26,7 @@ help:
 	@echo "make mutants      plant each known mistake and say which test kills it (ONLY=text, JOBS=2)"
 	@echo "make size         count files, lines by kind and keys"
 	@echo "make lint         run the linters and the type checker"
+	@echo "make docs         build the documentation in build/docs"
 	@echo "make install      set up $(VENV) only"
 	@echo "make clean        remove $(VENV), $(VLLM_VENV) and caches; run folders stay"
 
@@ -54,6 +55,9 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
+
+docs: $(VENV)/.installed-docs
+	@$(BIN)/python docs/site/build.py
 
 install: $(VENV)/.installed
 
@@ -91,6 +95,10 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(call quietly, $(INSTALL) --editable ".[dev]")
 	@$(call quietly, $(INSTALL) --no-deps --upgrade --target $(VENV)/fp8 torchao)
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(call quietly, $(INSTALL) --editable ".[docs]")
 	@touch $@
 
 # Of what vLLM requires three packages are left out: torchvision, torchaudio and torchcodec, whose

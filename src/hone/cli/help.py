@@ -22,7 +22,7 @@ from hone.config.sharing import key_paths, parts
 from hone.config.tree import TREES as ALL_TREES
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 
-__all__ = ["TREES", "is_help", "print_help"]
+__all__ = ["TREES", "default_text", "is_help", "print_help"]
 
 TREES: dict[str, type[Command]] = {
     "rl": RLConfig,
@@ -311,7 +311,7 @@ def _head(
     key = Text.assemble("  ", (f"--{field.key}", "bold cyan"))
     parts: list[Any] = [] if is_brief else [field.allowed, "  "]
     if field.path in values:
-        parts += [(f"[{recipe}: {_default(values[field.path])}]", "bold green"), "  "]
+        parts += [(f"[{recipe}: {default_text(values[field.path])}]", "bold green"), "  "]
     told = Text.assemble(*parts, (f"[{_state(tree, field)}]", "green"))
     if key.cell_len + 2 + told.cell_len <= _NARROW:
         yield Text.assemble(key, "  ", told)
@@ -329,8 +329,8 @@ def _state(tree: type[Section], field: Field) -> str:
         if not entries.required and field.required:
             first: Any = (entries.default or [None])[0]
             found = None if first is None else getattr(first, field.path[at + 1])
-            return "required in an entry" if found is None else f"default: {_default(found)}"
-    return "required" if field.required else f"default: {_default(field.default)}"
+            return "required in an entry" if found is None else f"default: {default_text(found)}"
+    return "required" if field.required else f"default: {default_text(field.default)}"
 
 
 def _sentence(text: str) -> str:
@@ -342,7 +342,7 @@ def _joined(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-def _default(value: Any) -> str:
+def default_text(value: Any) -> str:
     """A value as it would be typed."""
     match value:
         case None:

@@ -1,0 +1,109 @@
+"""`make docs`: the pages of the repository and a generated reference as a site in `build/docs`.
+
+Pages keep their places, so that links work here and there; what they link to comes along.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hone
+from hone.cli.help import default_text
+from hone.config.recipe import RECIPES, recipe_names
+from hone.config.schema import Field, fields, is_section
+from hone.config.tree import TREES
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "build" / "docs-source"
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/README.md",
+         "benchmarks/*.md")  # fmt: skip
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def copy_pages(source: Path) -> None:
+    """The pages, and the files of the repository that they link to."""
+    for page in [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]:
+        for file in [page, *_linked(page)]:
+            target = source / file.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+
+
+def _linked(page: Path) -> Iterator[Path]:
+    for link in _LINK.findall(page.read_text(encoding="utf-8")):
+        file = (page.parent / link).resolve()
+        if "://" not in link and file.is_file() and file.suffix != ".md":
+            yield file
+
+
+def key_reference() -> str:
+    """Every key of every command, from the docstrings of the configuration."""
+    lines = [
+        "# All keys",
+        "",
+        "What recipes and flags set, by command; `hone COMMAND --help SECTION` prints the same.",
+    ]
+    for command, tree in TREES.items():
+        lines += ["", f"## hone {command}", "", _escaped(" ".join((tree.__doc__ or "").split()))]
+        for field in fields(tree):
+            lines += _described(command, field)
+    return "\n".join(lines) + "\n"
+
+
+def _described(command: str, field: Field) -> list[str]:
+    anchor = f"{command.replace(' ', '-')}.{field.key}"
+    if is_section(field.annotation):
+        return ["", f"### `{field.key}` {{ #{anchor} }}", "", _escaped(field.help)]
+    state = "required" if field.required else f"default `{default_text(field.default)}`"
+    heading = f"`--{field.key}` {{ #{anchor} }}"
+    return ["", f"**{heading.partition(' {')[0]}** {field.allowed}; {state}", "",
+            f":   {_escaped(field.help)}"]  # fmt: skip
+
+
+def _escaped(text: str) -> str:
+    """Without what Markdown would read as HTML, outside of code."""
+    parts = text.split("`")
+    parts[::2] = [
+        part.replace("<", "&lt;").replace("*", "\\*").replace("[", "\\[") for part in parts[::2]
+    ]
+    return "`".join(parts)
+
+
+def recipe_reference() -> str:
+    """The recipes that ship, whole."""
+    text = "# Recipes\n\n`hone recipes copy NAME` writes one out.\n"
+    for name in recipe_names():
+        content = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+        text += f"\n## {name}\n\n```yaml\n{content}```\n"
+    return text
+
+
+def python_reference() -> str:
+    """The public names of the package, which mkdocstrings fills in."""
+    names = [name for name in hone.__all__ if name != "__version__"]
+    return "# Python\n" + "".join(f"\n::: hone.api.{name}\n" for name in names)
+
+
+def main() -> int:
+    """Assemble the pages and build the site; a warning is a failure."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    copy_pages(SOURCE)
+    reference = SOURCE / "reference"
+    reference.mkdir(parents=True)
+    (reference / "keys.md").write_text(key_reference(), encoding="utf-8")
+    (reference / "recipes.md").write_text(recipe_reference(), encoding="utf-8")
+    (reference / "python.md").write_text(python_reference(), encoding="utf-8")
+    if "--pages-only" in sys.argv:
+        return 0
+    config = str(Path(__file__).with_name("mkdocs.yml"))
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", config]
+    return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
