@@ -40,6 +40,7 @@ from hone.config.recipe import resolve_recipe
 from hone.config.reward import RewardConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig, SFTDataConfig
 from hone.data.given import given_rows, is_source, write_rows
+from hone.distributed.processes import processes
 from hone.notebook import following
 from hone.planner.lines import plan_lines
 from hone.results import Check, Evaluation, RunResult, SampleRecord, read_samples
@@ -225,7 +226,11 @@ def check(
 
 def _train(given: _Given[Any], checks: Callable[..., Any], train: Callable[..., Any]) -> RunResult:
     with given.loaded() as cfg:
-        if isinstance(cfg, RLConfig) and cfg.cluster.is_used and cfg.cluster.num_trainers > 1:
+        if (
+            isinstance(cfg, RLConfig)
+            and cfg.cluster.is_used
+            and cfg.cluster.num_trainers > processes().world_size == 1
+        ):
             raise UserError(
                 f"cluster.num_trainers {cfg.cluster.num_trainers} asks for several processes, and "
                 "this is one. Write the configuration into a recipe and call `hone rl RECIPE`, or "
@@ -387,6 +392,8 @@ def _plain(value: Any, where: str, functions: dict[str, Callable[..., Any]]) -> 
     if isinstance(value, str | int | float | Path | None):
         return value
     if callable(value):
+        if re.fullmatch(r"(config\.)?reward\.functions\.\d+", where):
+            return {"fn": _name(value, functions)}
         if not where.endswith(".fn"):
             raise UserError(f"{where} is a function; functions go into reward=")
         return _name(value, functions)

@@ -21,7 +21,8 @@ def is_notebook() -> bool:
     """Whether this is a notebook's process: IPython is there, and shows HTML."""
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
+    # Hosted notebooks derive theirs from Jupyter's.
+    return any(base.__name__ == "ZMQInteractiveShell" for base in type(shell).__mro__)
 
 
 @contextmanager

@@ -69,11 +69,12 @@ class SampleRecord:
 
 
 def read_samples(file: Path) -> list[SampleRecord]:
-    """All samples of a JSONL file; none where there is no such file."""
+    """All samples of a JSONL file; none where there is no such file. A last line that is still
+    being written is left out."""
     if not file.is_file():
         return []
     with file.open(encoding="utf-8") as lines:
-        return [SampleRecord.of_row(json.loads(line)) for line in lines]
+        return [SampleRecord.of_row(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,10 @@ class RunResult:
         return self.run_dir / "report.html"
 
     def __repr__(self) -> str:
-        shown = {name: self.final[metric] for metric, name in _CURVES if metric in self.final}
-        last = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        return f"RunResult({str(self.run_dir)!r}, steps={self.steps}: {last})"
+        last = {name: self.final.get(metric) for metric, name in _CURVES}
+        shown = {name: value for name, value in last.items() if value is not None}
+        values = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        return f"RunResult({str(self.run_dir)!r}, steps={self.steps}: {values})"
 
     def _repr_html_(self) -> str:
         return f"<p>{escape(repr(self))}</p>{curves(self.metrics)}"

@@ -39,6 +39,10 @@ def score(completion: str, answer: str, **args: object) -> float:
         ("raise SystemExit(0)", json.dumps(ASSERTS), 0.0, 0.0),
         (f"print('passed' * 99)\n{ADD}", json.dumps(ASSERTS), 1.0, 1.0),
         (READ_ALL, SUMS, 1.0, 1.0),
+        (f"{READ_ALL}\nsys.exit(1)", SUMS, 0.0, 0.0),
+        (f"```python\n{ADD}```\nOutput:\n```\n42\n```", json.dumps(ASSERTS), 1.0, 1.0),
+        (f"```bash\nls\n```\nNow:\n```python3\n{ADD}```", json.dumps(ASSERTS), 1.0, 1.0),
+        (f"import os\nos.fork()\n{ADD}", json.dumps([*ASSERTS, "assert 0"]), 0.0, 2 / 3),
         ("print(3)", SUMS, 0.0, 1 / 2),
         ("import sys\nsys.stdout.write('3  \\n\\n')", SUMS, 0.0, 1 / 2),
     ],
@@ -66,6 +70,7 @@ def test_what_never_ends_fails_at_the_deadline(endless: str) -> None:
     [
         ("add(1, 2) is 3 of course", "a test is not Python"),
         ("[]", "no JSON list of texts"),
+        ("def check(add):\n    assert add(1, 2) == 3\n", "only defines things"),
         ("[1, 2]", "no JSON list of texts"),
         ('{"inputs": []}', "need the lists `inputs` and `outputs`"),
         ('{"inputs": ["1"], "outputs": []}', "have 1 `inputs` and 0 `outputs`"),

@@ -172,7 +172,6 @@ def test_what_they_return(function: Any, parts: dict[str, float]) -> None:
         (of_lists(None), "every reward function returned None"),
         (compute_score(None), "NoneType"),
         (compute_score({"acc": 1}), "without 'score'"),
-        (compute_score({"score": 1, "acc": math.nan}), "metric 'acc'"),
         (reward_func({"scores": [1.0]}), "without 'rewards'"),
         (reward_func({"rewards": torch.ones(2)}), "2 values"),
         (lambda completion_ids, **kwargs: [1.0], "known by `completions`"),

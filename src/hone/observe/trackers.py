@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import socket
 import time
 import uuid
@@ -257,7 +258,7 @@ class MLflowTracker:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         # MLflow names may hold letters, digits, and "_-. /:" only: pass@1 is not one.
-        rows = {name.replace("@", "_at_"): value for name, value in scalars.items()}
+        rows = {_mlflow_name(name): value for name, value in scalars.items()}
         self._mlflow.log_metrics(rows, step=step)
 
     def samples(
@@ -278,3 +279,7 @@ class MLflowTracker:
 
 def _import_tracker(name: str) -> Any:
     return import_extra(name, needed_by=f"{name} in log.to")
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. /:]", "_", name.replace("@", "_at_"))

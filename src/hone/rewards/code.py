@@ -2,14 +2,16 @@
 
     count_passed("def f(x): return x + 1", ["assert f(1) == 2"], deadline=monotonic() + 5)
 
-Each process has an empty folder to work in, an empty environment (no keys of trackers or hubs), no
-network where Linux lets a user make a namespace without one, files of 64 MiB at most and no core
-dumps. Memory and descendants are bounded by the reward worker around it. It does not hide files:
-what this user can read and write, the program can. Where that matters, run hone in a container.
+The processes of a sample have a folder of their own to work in, an empty environment (no keys of
+trackers or hubs), no network where Linux lets a user make a namespace without one, files of 64 MiB
+at most and no core dumps. Memory and descendants are bounded by the reward worker around it. It
+does not hide files: what this user can read and write, the program can. Where that matters, run
+hone in a container.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -26,7 +28,8 @@ from typing import Any
 
 __all__ = ["Example", "count_passed", "program_in", "read_tests"]
 
-_FENCED = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)[ \t]*")
+_PYTHON = ("python", "python3", "py")
 
 # argv[1] is the program. With a file of tests, which is deleted before the program runs, each that
 # passes writes the secret to the standard output, which the program has not. Without, the program
@@ -46,12 +49,12 @@ def run(program, secret, tests):
         os.dup2(null, fd)
     names = {"__name__": "program"}
     exec(compile(program, "program.py", "exec"), names)
-    for test in tests:
+    for number, test in enumerate(tests):
         try:
             exec(compile(test, "test.py", "exec"), names)
         except BaseException:
             continue
-        os.write(out, secret)
+        os.write(out, b"%s%d\\n" % (secret, number))
 if len(sys.argv) > 2:
     with open(sys.argv[2], encoding="utf-8") as file:
         job = json.load(file)
@@ -60,6 +63,13 @@ if len(sys.argv) > 2:
 else:
     exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
 """
+
+
+_TESTS_NOTHING = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
+    *(ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign),
+)
+"""Statements that no program fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +81,23 @@ class Example:
 
 
 def program_in(completion: str) -> str:
-    """The last fenced block of Python, or the whole completion where there is none."""
-    blocks = _FENCED.findall(completion)
-    return blocks[-1] if blocks else completion
+    """The last fenced block that is tagged as Python, else the last without a tag, else the whole
+    completion. A block that is never closed ends with the completion."""
+    blocks: list[tuple[str, list[str]]] = []
+    is_open = False
+    for line in completion.splitlines(keepends=True):
+        fence = _FENCE.fullmatch(line.rstrip("\r\n"))
+        if fence is not None and (not is_open or not fence[1]):
+            is_open = not is_open
+            if is_open:
+                blocks.append((fence[1].lower(), []))
+        elif is_open:
+            blocks[-1][1].append(line)
+    for tags in (_PYTHON, ("",)):
+        found = [lines for tag, lines in blocks if tag in tags]
+        if found:
+            return "".join(found[-1])
+    return completion
 
 
 def read_tests(text: str) -> list[str] | list[Example]:
@@ -95,9 +119,14 @@ def read_tests(text: str) -> list[str] | list[Example]:
         )
     for test in found:
         try:
-            compile(test, "test.py", "exec")
+            statements = ast.parse(test, "test.py").body
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"a test is not Python: {error}") from None
+        if all(isinstance(one, _TESTS_NOTHING) for one in statements):
+            raise ValueError(
+                "a test only defines things, so every program would pass it; append a call, such "
+                "as `check(add)` in data sets like HumanEval"
+            )
     return found
 
 
@@ -126,11 +155,14 @@ def count_passed(program: str, tests: Sequence[str] | Sequence[Example], deadlin
             secret = secrets.token_hex(16)
             job = {"secret": secret, "tests": texts}
             (Path(folder) / "job.json").write_text(json.dumps(job), encoding="utf-8")
-            written = _run(folder, ["job.json"], "", deadline)
-            passed += min(written.count(secret), len(texts))
+            written, _ = _run(folder, ["job.json"], "", deadline)
+            # Each test once, however many processes the program has made of itself.
+            lines = set(written.splitlines())
+            passed += sum(f"{secret}{number}" in lines for number in range(len(texts)))
         for test in tests:
             if isinstance(test, Example) and monotonic() < deadline:
-                passed += _lines(_run(folder, [], test.stdin, deadline)) == _lines(test.stdout)
+                written, has_ended = _run(folder, [], test.stdin, deadline)
+                passed += has_ended and _lines(written) == _lines(test.stdout)
     return passed
 
 
@@ -139,8 +171,9 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _run(folder: str, files: Sequence[str], stdin: str, deadline: float) -> str:
-    """What a process has written until its end or the deadline, at which it is killed."""
+def _run(folder: str, files: Sequence[str], stdin: str, deadline: float) -> tuple[str, bool]:
+    """What a process has written until its end or the deadline, at which it is killed; and whether
+    it ended by itself, without an error."""
     place = Path(folder)
     (place / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
     command = [sys.executable, "-I", "-c", _RUNNER, "program.py", *files]
@@ -164,7 +197,8 @@ def _run(folder: str, files: Sequence[str], stdin: str, deadline: float) -> str:
             pass
         finally:
             _kill(process)
-    return (place / "stdout").read_text(encoding="utf-8", errors="replace")
+        has_ended = process.returncode == 0
+    return (place / "stdout").read_text(encoding="utf-8", errors="replace"), has_ended
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -381,6 +381,16 @@ def main() -> None:
 
 def serve_forked(control: socket.socket, job: Job) -> NoReturn:
     """Serve the driver, of which this process is a fork, as a fresh process would."""
+    try:  # whatever fails here, no second copy of the driver's program may go on
+        _leave_driver(control)
+        _serve(control, job)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _leave_driver(control: socket.socket) -> None:
+    """Give up what a fork shares with the driver, but for `control`."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -397,11 +407,6 @@ def serve_forked(control: socket.socket, job: Job) -> NoReturn:
     os.environ |= ONE_THREAD
     if "torch" in sys.modules:  # its threads are the driver's
         sys.modules["torch"].set_num_threads(1)
-    try:
-        _serve(control, job)
-        os._exit(0)
-    finally:
-        os._exit(1)
 
 
 def _serve(control: socket.socket, job: Job) -> None:

@@ -141,12 +141,14 @@ def _only(value: object) -> Any:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among what a function reports beside its score; texts and lists are left out."""
+    """The finite numbers among what a function reports beside its score; all else is left out."""
     plain = {name: _plain(value) for name, value in values.items()}
     plain = {
         k: v[0] if isinstance(v, list | tuple) and len(v) == 1 else v for k, v in plain.items()
     }
-    return {k: _finite(v, f"metric '{k}'") for k, v in plain.items() if isinstance(v, Real)}
+    # A diagnostic of 0 / 0 must not cost the sample its reward.
+    numbers = {k: float(v) for k, v in plain.items() if isinstance(v, Real)}
+    return {k: number for k, number in numbers.items() if math.isfinite(number)}
 
 
 def _finite(value: object, what: str) -> float:
