@@ -246,7 +246,7 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert "usage: hone bench engine" in output(capsys, "bench")
     assert "usage: hone bench engine" in output(capsys, "bench", "--help")
     assert "there is `hone bench engine`" in output(capsys, "bench", "engin", code=2)
-    text = output(capsys, "bench", "engine", "--help")
+    text = output(capsys, "bench", "engine", "--help", "all")
     flat = " ".join(text.split())
     for field in schema.fields(BenchEngineConfig):
         assert field.key in flat

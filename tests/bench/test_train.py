@@ -296,7 +296,7 @@ def test_rows_carry_what_the_objective_needs() -> None:
 def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert "hone bench train" in output(capsys, "bench")
-    flat = " ".join(output(capsys, "bench", "train", "--help").split())
+    flat = " ".join(output(capsys, "bench", "train", "--help", "all").split())
     for field in schema.fields(BenchTrainConfig):
         assert field.key in flat
         assert field.help in flat
@@ -311,8 +311,8 @@ def test_hone_check_plans_the_peak(
     words = ("check", "sft", "--model.path=model", "--model.init=random", "--data.train.0.path=x")
     found = json.loads(output(capsys, *words, "--json", code=2))["derived"]
     larger = (*words, "--trainer.max_tokens_per_microbatch=1000000", "--json")
-    assert json.loads(output(capsys, *larger, code=2))["derived"]["training_peak_gib"] > 1
-    assert found["training_peak_gib"] < 1
+    peak = json.loads(output(capsys, *larger, code=2))["derived"]["training_peak_gib"]
+    assert peak > found["training_peak_gib"]
     assert "H200 has 140" in " ".join(output(capsys, *words, code=2).split())
     few = (*words, "--trainer.micro_batch_size=2", "--json")
     peak = json.loads(output(capsys, *few, code=2))["derived"]["training_peak_gib"]

@@ -107,7 +107,7 @@ def test_the_settings_are_there_before_torch_and_in_every_process(
     cfg = tiny_config(tmp_path, tmp_path / "run", run={"steps": 1})
     reward = json.dumps([{"fn": f"{tmp_path / 'rewards.py'}:score"}])
     flags = ["--nproc", str(nproc), "--reward.functions", reward]
-    recipe = tmp_path / "recipe.json"
+    recipe = tmp_path / "recipe.yaml"
     recipe.write_text(cfg.model_dump_json(exclude_defaults=True))
     plain = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
     # libgomp prints what it was told when it is loaded, with torch.
