@@ -389,7 +389,9 @@ def _plain(value: Any, where: str, functions: dict[str, Callable[..., Any]]) -> 
         return {key: _plain(held, f"{where}.{key}", functions) for key, held in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(held, f"{where}.{i}", functions) for i, held in enumerate(value)]
-    if isinstance(value, str | int | float | Path | None):
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str | int | float | None):
         return value
     if callable(value):
         if re.fullmatch(r"(config\.)?reward\.functions\.\d+", where):
