@@ -79,8 +79,9 @@ def given_lengths(work: dict[str, Any], record: Path) -> Generator[None]:
     `record`. Nothing is saved at the end of a run."""
     from hone.loops.saving import Saver
     from hone.rollout import buffer
+    from hone.rollout.episodes import Episodes
 
-    make_requests, make_sample = buffer.requests_for, buffer.sample_of
+    make_requests, take_turn = buffer.requests_for, Episodes.take
     with record.open("w", encoding="utf-8", buffering=1) as file:
 
         def requests_for(*args: Any, number: int, **kwargs: Any) -> Any:
@@ -88,15 +89,16 @@ def given_lengths(work: dict[str, Any], record: Path) -> Generator[None]:
             requests = make_requests(*args, number=number, **kwargs)
             return [_cut(x, completion_length(number, i, work)) for i, x in enumerate(requests)]
 
-        def sample_of(prompt: Any, index: int, completion: Any, decode: Any) -> Any:
+        def take(self: Any, sample: Any, completion: Any, **kwargs: Any) -> None:
             number = int(completion.request_id.rpartition("/")[0].rpartition("-")[2])
-            row = ["end", time.perf_counter(), number, index, len(completion.token_ids)]
+            num_tokens = len(completion.token_ids)
+            row = ["end", time.perf_counter(), number, sample.index, num_tokens]
             file.write(json.dumps(row) + "\n")
-            return make_sample(prompt, index, completion, decode)
+            take_turn(self, sample, completion, **kwargs)
 
         with (
             mock.patch.object(buffer, "requests_for", requests_for),
-            mock.patch.object(buffer, "sample_of", sample_of),
+            mock.patch.object(Episodes, "take", take),
             mock.patch.object(Saver, "after", return_value=False),
             mock.patch("hone.loops.run.export", return_value=None),
         ):
