@@ -136,6 +136,7 @@ def masters_follow(trainer) -> None:
         )
 
 
+@torch.no_grad()
 def disturb(module, scale: float = 0.05) -> None:
     """A strong change of every weight, in place."""
     for parameter in module.parameters():
@@ -195,11 +196,7 @@ def check_sync(report: Report, model) -> None:
 def check_gate(report: Report, model) -> None:
     trainer = make_trainer(model)
     dtype = "bfloat16" if ON_GPU else "float32"
-    kinds = {
-        "compiled graphs": {},
-        "graphs": {"compile": False},
-        "no graphs": {"enforce_eager": True},
-    }
+    kinds = {"graphs": {}, "no graphs": {"enforce_eager": True}}
     drawn = {}
     # 128 sequences fill a recorded size. 37 are padded, and pass through smaller sizes as they end.
     for name, settings in kinds.items():

@@ -82,7 +82,7 @@ class BeginLate:
     """`Link.broadcast`, the first time long after it was called."""
 
     def __init__(self) -> None:
-        self._pause_s = HUNG_S + 5.0
+        self._pause_s = HUNG_S + broadcast.SETTLE_S + 3.0  # it must not answer in time
         self._begin = Link.broadcast
 
     def __call__(self, link: Link, tensor: Tensor) -> dist.Work:
@@ -115,12 +115,13 @@ class Served:
             del self.engine, self.receiver
         release()
 
-    def receive(self, spec: ReceiveSpec, hangs: bool) -> float:
+    def receive(self, spec: ReceiveSpec, hangs: bool) -> None:
         if not hangs:
-            return self.receiver.receive(spec, self.rank).seconds
+            self.receiver.receive(spec, self.rank)
+            return
         late = BeginLate()
         with patch.object(Link, "broadcast", lambda link, tensor: late(link, tensor)):
-            return self.receiver.receive(spec, self.rank).seconds
+            self.receiver.receive(spec, self.rank)
 
     def manifest(self) -> WeightManifest:
         return build_manifest(self.engine.named_weights(), self.engine.weight_version)
@@ -269,12 +270,13 @@ def check_hung(own: Trainers) -> None:
         sync.push(2)
     except EngineLostError as error:
         told = str(error)
+    finally:
+        if own.engines is not None:
+            own.engines.hangs = False
     seconds = time.perf_counter() - start
     limit = HUNG_S + broadcast.SETTLE_S + 2.0
     own.run.check(f"named: {told[:30]}", bool(told) and seconds < limit, seconds)
-    time.sleep(6.0)  # the engine comes back
-    if own.engines is not None:
-        own.engines.hangs = False
+    time.sleep(5.0)  # the engine comes back
     move(trainer)
     own.run.check("the next", True, sync.push(3).seconds)
     own.run.check("tensors wrong", not (wrong := own.num_wrong(trainer)), wrong)
