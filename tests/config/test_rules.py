@@ -425,7 +425,6 @@ ROWS: list[Row] = [
     ("sft", "run.dir=train.jsonl/run", "error", "run.dir"),
     ("eval", "run.dir=train.jsonl/run/eval", "error", "run.dir"),
     ("generate", "output=train.jsonl/a.jsonl", "error", "output"),
-    ("generate", "output=notes.txt", "error", "output"),
     # several processes (4 query heads, 2 key heads, inner size 128)
     ("rl", "--nproc=4 trainer.parallel.ring_size=3", "error",
      "trainer.parallel.ring_size trainer.parallel.ulysses_size "

@@ -91,15 +91,74 @@ def test_flags_are_of_the_commands_own_tree(tmp_path: Path) -> None:
         load_config(TREES["eval"], recipe, [*NEEDED, "--rollout.prompts_per_step=3"])
 
 
-def test_an_evaluation_of_a_run_has_a_folder_in_it_and_ends_samples_alike(tmp_path: Path) -> None:
+def test_an_evaluation_ends_samples_as_the_run_does(tmp_path: Path) -> None:
     values = {"rollout": {"stop": ["END"]}, "run": {"steps": 3}}
     cfg: Any = load_config(TREES["eval"], write(tmp_path, values), NEEDED)
-    assert (cfg.run.dir, cfg.eval.stop) == (Path("runs/mine/eval"), ("END",))
-    values["run"]["dir"] = "there"
+    assert cfg.eval.stop == ("END",)
     cfg = load_config(TREES["eval"], write(tmp_path, values | {"eval": {"stop": []}}), NEEDED)
-    assert (cfg.run.dir, cfg.eval.stop) == (Path("there/eval"), ())
-    cfg = load_config(TREES["eval"], write(tmp_path, values), [*NEEDED, "--run.dir=here"])
-    assert cfg.run.dir == Path("here")
+    assert cfg.eval.stop == ()
+
+
+TRAINS = {"run": {"dir": "r", "steps": 3}, "model": {"path": "m", "init": "random"}}
+NO_TRAINING = {"model": {"path": "m"}}
+EVAL, GENERATE = ("eval", "run.dir"), ("generate", "output")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "command", "trained", "flags", "expected"),
+    [
+        (TRAINS, EVAL, "r", "", ("r/model", "r/eval")),
+        (TRAINS, EVAL, "", "", ("m", "r/eval-start")),
+        (TRAINS, EVAL, "r", "--model.path=m", ("m", "r/eval-start")),
+        (TRAINS, EVAL, "r", "--model.path=r/model", ("r/model", "r/eval")),
+        (TRAINS, EVAL, "r", "--model.path=x", ("x", "r/eval")),
+        (TRAINS, EVAL, "r", "--run.dir=here", ("r/model", "here")),
+        (TRAINS, EVAL, "r other", "--run.dir=other", ("other/model", "other")),
+        (TRAINS, GENERATE, "r", "", ("r/model", "r/completions.jsonl")),
+        (TRAINS, GENERATE, "", "", ("m", "r/completions-start.jsonl")),
+        (TRAINS, GENERATE, "r", "--output=x.jsonl", ("r/model", "x.jsonl")),
+        (
+            {"run": {"steps": 3}, "model": {"path": "m"}},
+            EVAL,
+            "",
+            "",
+            ("m", "runs/mine/eval-start"),
+        ),
+        (NO_TRAINING, EVAL, "", "", ("m", "runs/mine")),
+        (NO_TRAINING, EVAL, "runs/mine", "", ("runs/mine/model", "runs/mine/eval")),
+        (NO_TRAINING, GENERATE, "", "", ("m", "completions.jsonl")),
+    ],
+)
+def test_what_a_recipes_run_has_trained_is_what_is_sampled(  # noqa: PLR0917
+    recipe: dict[str, Any],
+    command: tuple[str, str],
+    trained: str,
+    flags: str,
+    expected: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in trained.split():
+        (tmp_path / folder / "model").mkdir(parents=True)
+        (tmp_path / folder / "model" / "config.json").touch()
+    values = recipe | {"data": {"train": [{"path": "t.jsonl"}]}}
+    (name, key), (model, place) = command, expected
+    cfg: Any
+    cfg, notes = load_noted(TREES[name], write(tmp_path, values), flags.split())
+    assert (cfg.model.path, f"{locate(cfg, key)}") == (model, place)
+    is_random = recipe is TRAINS and model == "m"
+    assert cfg.model.init == ("random" if is_random else "pretrained")
+    told = [note for note in notes if note.startswith(f"model.path is {model}: ")]
+    assert len(told) == ("model.path" not in flags and (recipe is not NO_TRAINING or trained != ""))
+    if "output" in cfg.model_fields_set:
+        assert "--output" in flags
+
+
+def locate(cfg: Any, key: str) -> Any:
+    for part in key.split("."):
+        cfg = getattr(cfg, part)
+    return cfg
 
 
 def test_generation_samples_as_the_run_does_and_leaves_evaluation_out(tmp_path: Path) -> None:

@@ -132,6 +132,46 @@ def test_completions_are_replaced_by_the_same_command_alone(tmp_path, monkeypatc
     assert output.read_bytes() == first
 
 
+def test_an_evaluation_is_replaced_by_one_of_the_same_weights_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    flags = (
+        *("--model.path=model", "--run.device=cpu", "--data.eval.0.path=rows.jsonl"),
+        *("--reward.functions.0.fn=exact_match", "--eval.max_completion_tokens=4"),
+    )
+    measured = tmp_path / "runs/eval/eval.json"
+    assert main(["eval", *flags]) == 0
+    first = measured.read_bytes()
+    assert main(["eval", *flags]) == 0, "twice the same"
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "rows.jsonl").rename(tmp_path / "moved/rows.jsonl")
+    flags = ("--data.eval.0.path=moved/rows.jsonl", *(x for x in flags if "rows" not in x))
+    assert main(["eval", *flags]) == 0, "the same rows"
+
+    def refused(*others):
+        for command in (["check", "eval"], ["eval"]):
+            capsys.readouterr()
+            assert main([*command, *flags, *others]) == 2
+            captured = capsys.readouterr()
+            told = " ".join((captured.out + captured.err).split())
+            assert "run.dir 'runs/eval' exists, with an evaluation of other settings: " in told
+            assert "Name another run.dir, or remove 'runs/eval/eval.json'" in told
+        assert measured.read_bytes() == first
+        return told
+
+    assert "eval.temperature is 0.5, was 1.0" in refused("--eval.temperature=0.5")
+    weights = tmp_path / "model/model.safetensors"
+    written_s = weights.stat().st_mtime
+    os.utime(weights, (2e9, 2e9))
+    assert "weights is " in refused()
+    os.utime(weights, (written_s, written_s))
+    (tmp_path / "moved/rows.jsonl").write_text('{"prompt": "1 + 2 =", "answer": "3"}\n')
+    assert "data.eval.0 is 'rows.jsonl'" in refused()
+    measured.unlink()
+    assert main(["eval", *flags]) == 0, "a failed one is no result"
+
+
 def test_the_settings_of_completions_replace_no_other_file(tmp_path, monkeypatch, capsys):
     """Such as a recipe that is named like the output, or the settings of another output."""
     monkeypatch.chdir(tmp_path)

@@ -36,6 +36,7 @@ from hone.data.columns import choose_columns, map_rows
 from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, spawn
+from hone.observe.kept_result import require_same_settings
 from hone.observe.resumed_run import require_resumable
 from hone.planner.fitting import check_gpu_memory, check_host_memory
 from hone.rewards.builtin import BUILTINS, build
@@ -259,6 +260,12 @@ def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
             require_resumable(cfg, has_checkpoints=has_checkpoints)
         except UserError as error:
             found.append(Finding("error", ("run.dir",), f"{error}"))
+    if isinstance(cfg, EvaluateConfig | GenerateConfig):
+        try:
+            require_same_settings(cfg)
+        except UserError as error:
+            key = "run.dir" if isinstance(cfg, EvaluateConfig) else "output"
+            found.append(Finding("error", (key,), f"{error}"))
     if plan.world_size is not None or plan.trainer is None:
         memory = [*check_gpu_memory(plan)]
     else:

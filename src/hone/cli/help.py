@@ -69,8 +69,8 @@ _FIRST_PAGES: Mapping[str, _FirstPage] = {
         "model.path data.eval.0.path data.eval.0.answer_pattern data.max_prompt_tokens"
         " reward.functions.0.fn eval.n_samples_per_prompt eval.max_completion_tokens"
         " eval.temperature eval.pass_function run.dir",
-        "hone eval gsm8k                                # the model before training\n"
-        "hone eval gsm8k --model.path runs/gsm8k/model                # and after it\n"
+        "hone eval gsm8k              # what its run has trained, else the start model\n"
+        "hone eval gsm8k --model.path Qwen/Qwen3-0.6B           # the start model again\n"
         "hone eval gsm8k --eval.n_samples_per_prompt 8 --eval.temperature 1 # pass@8",
     ),
     "generate": _FirstPage(
@@ -78,7 +78,7 @@ _FIRST_PAGES: Mapping[str, _FirstPage] = {
         " generation.max_completion_tokens generation.temperature generation.top_p"
         " generation.stop output",
         "hone generate --model.path Qwen/Qwen3-0.6B --data.train.0.path my.jsonl\n"
-        "hone generate gsm8k --data.train.0.max_rows 10   # sampled as its run samples\n"
+        "hone generate gsm8k --data.train.0.max_rows 10   # what its run has trained\n"
         "hone generate gsm8k --n_samples_per_prompt 4 --output four.jsonl",
     ),
     "simulate": _FirstPage(

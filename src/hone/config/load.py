@@ -61,6 +61,7 @@ def load_noted(
     for flag in parsed:
         draft.assign(flag)
     draft.drop_empty_sections()
+    draft.choose_weights()
     if recipe is not None:
         draft.name_run_folder(recipe.stem)
     draft.refuse_booleans_as_numbers()
@@ -72,6 +73,8 @@ def load_noted(
         config = None
     if config is None or draft.problems:
         raise UserError(_report(draft.problems))
+    if ("output",) not in draft.origins:
+        config.model_fields_set.discard("output")  # `choose_weights` has named it, nobody else
     return config, draft.notes
 
 
@@ -105,18 +108,25 @@ class _Draft:
     hints: type[Section] | None = None
     """The tree of the command whose recipe it is, where that is another one; it knows the keys that
     are near to a wrong one."""
+    run_folder: Path | None = None
+    """That of a recipe which trains, where the command is `hone eval` or `generate`."""
+    start: str | None = None
+    """`model.path` of such a recipe."""
+    recipe_origins: Mapping[Key, str] = field(default_factory=dict[Key, str])
+    """As `origins`, before any flag."""
 
     def take(self, recipe: dict[str, Any], path: Path) -> None:
-        """Take from a recipe what is this command's. An evaluation gets a folder in that of the
-        run which the recipe is for."""
+        """Take from a recipe what is this command's."""
         found = parts(self.tree, recipe)
         self.values, others = found.own, found.others
         self.hints = training_tree([*others, *found.unknown])
         for at in found.unknown:
             self._unknown(at)
+        name = next((name for name, tree in TREES.items() if tree is self.tree), "")
+        if name in SAME:
+            self._find_run(others.get(("run", "dir")), path)
         if not others:
             return
-        name = next(name for name, tree in TREES.items() if tree is self.tree)
         for theirs, ours in SAME.get(name, {}).items():
             above, key = ours.split(".")
             section = self.values.setdefault(above, {}) or {}
@@ -124,10 +134,6 @@ class _Draft:
             if at in others and isinstance(section, dict) and key not in section:
                 self.values[above] = section | {key: others[at]}
                 self.origins[above, key] = self.origins[at]
-        run = self.values.get("run") or {}
-        if self.tree is EvaluateConfig and self.hints is not None and isinstance(run, dict):
-            folder = run.get("dir") or f"runs/{path.stem}"
-            self.values["run"] = run | {"dir": f"{folder}/eval"}
         left_out = dict.fromkeys(_foreign_part(self.tree, at) for at in others)
         for above, key in (unread.split(".") for unread in UNREAD.get(name, ())):
             section = self.values.get(above)
@@ -194,6 +200,47 @@ class _Draft:
         run = self.values.setdefault("run", {})
         if locate(self.tree, ("run", "dir")) is not None and isinstance(run, dict):
             run.setdefault("dir", f"runs/{recipe}")
+
+    def _find_run(self, folder: Any, recipe: Path) -> None:
+        """Take note of the run that the recipe trains, if it does."""
+        run, model = (self.values.get(section) for section in ("run", "model"))
+        own = run.get("dir") if isinstance(run, dict) else None
+        given = folder or own or f"runs/{recipe.stem}"
+        if not isinstance(given, str) or (self.hints is None and not _has_trained(Path(given))):
+            return
+        self.run_folder = Path(given)
+        if own is not None:
+            del self.values["run"]["dir"]
+        self.start = model.get("path") if isinstance(model, dict) else None
+        self.recipe_origins = dict(self.origins)
+
+    def choose_weights(self) -> None:
+        """Of a recipe that trains, `hone eval` and `generate` take what its run has trained, unless
+        a flag names a model, and write into that run's folder."""
+        model, run = self.values.get("model"), self.values.setdefault("run", {})
+        if self.run_folder is None or not isinstance(model, dict) or not isinstance(run, dict):
+            return
+        if "dir" in run and _has_trained(Path(f"{run['dir']}")):
+            self.run_folder = Path(f"{run['dir']}")
+        folder, start = self.run_folder, self.start
+        if start is not None and not self._is_flagged("path"):
+            note = f"the start model, as {folder} holds no trained one"
+            if _has_trained(folder):
+                model["path"] = str(folder / "model")
+                note = f"trained by the run in {folder}; for the start model --model.path {start}"
+            self.notes.append(f"model.path is {model['path']}: {note}")
+        suffix = "-start" if model.get("path") == start else ""
+        if not suffix and not self._is_flagged("init"):
+            model.pop("init", None)  # how the weights of the start model began
+        if self.tree is EvaluateConfig:
+            run.setdefault("dir", f"{folder}/eval{suffix}")
+        else:
+            self.values.setdefault("output", f"{folder}/completions{suffix}.jsonl")
+
+    def _is_flagged(self, key: str) -> bool:
+        """Whether a key of the model is no longer the recipe's."""
+        at = "model", key
+        return self.origins.get(at) != self.recipe_origins.get(at)
 
     def refuse_booleans_as_numbers(self) -> None:
         """True is not 1: a switch that lost its value must not set a number."""
@@ -271,6 +318,11 @@ class _Draft:
 
     def _problem(self, at: Sequence[str | int], text: str) -> None:
         self.problems.setdefault(".".join(map(str, at)), text)
+
+
+def _has_trained(folder: Path) -> bool:
+    """Whether a run has left its model in the folder. It appears there whole."""
+    return (folder / "model" / "config.json").is_file()
 
 
 def _as_list(target: Field, text: str) -> str:

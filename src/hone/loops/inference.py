@@ -14,7 +14,6 @@ import torch
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
-from hone.config.load import dump_config
 from hone.config.parallel import ParallelConfig
 from hone.config.paths import settings_file
 from hone.config.tree import EvaluateConfig, GenerateConfig
@@ -29,6 +28,7 @@ from hone.models.load import load_model
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.environment import save_environment
+from hone.observe.kept_result import settings_text
 from hone.observe.loggers import json_line, sample_row
 from hone.observe.metrics import to_scalars
 from hone.observe.report.write import write_report
@@ -56,7 +56,7 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
     with evaluation_cause(cfg.run.dir), join(cfg.run, ParallelConfig()) as (mesh, watch):
         watch.enter("eval")
         if mesh.is_first:
-            write_whole(cfg.run.dir / EVAL_CONFIG, dump_config(cfg), "run.dir")
+            write_whole(cfg.run.dir / EVAL_CONFIG, settings_text(cfg), "run.dir")
             save_environment(cfg.run.dir / EVAL_ENVIRONMENT, mesh.device, mesh.world.size)
         try:
             samples = _evaluated(cfg, mesh)
@@ -178,7 +178,7 @@ def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
     own = list(zip(places, (rows[name] for name in owners), strict=True))
     everywhere = sorted(chain(*tp.gather_objects(own)))
     if mesh.is_first:
-        write_whole(settings_file(cfg.output), dump_config(cfg), "output")
+        write_whole(settings_file(cfg.output), settings_text(cfg), "output")
         write_whole(cfg.output, "".join(row for _, row in everywhere), "output")
     return len(everywhere)
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from hone.config.data import TEMPLATE_FIELD, SourceBase
 from hone.config.extras import missing_extra
-from hone.config.load import dump_config
-from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local, settings_file
+from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local
 from hone.config.rules.facts import FAMILIES
 from hone.config.rules.rule import Rule, error, unused, warning
 from hone.config.rules.view import NotKnownError, View, differs, fact
@@ -59,28 +58,6 @@ def _bad_output(view: View) -> Found:
         yield {"problem": "is a folder"}
     elif (problem := unwritable(output.parent)) is not None:
         yield {"problem": f"cannot be written: its folder {problem}"}
-
-
-def _kept_completions(view: View) -> Found:
-    """Completions and their settings that are there are replaced by the same command alone."""
-    output, settings = view["output"], settings_file(view["output"])
-    existing = [file for file in (output, settings) if file.is_file()]
-    if not existing:
-        return
-    if settings not in existing:
-        reason = f"output '{output}' exists, and nothing says how it was made"
-    elif settings.read_text(encoding="utf-8", errors="replace") == dump_config(view.plan.config):
-        return
-    elif output in existing:
-        reason = (
-            f"output '{output}' exists, with completions of other settings, those in '{settings}'"
-        )
-    else:
-        reason = (
-            f"'{settings}' exists, where the settings of output '{output}' are kept, and holds "
-            "something else"
-        )
-    yield {"reason": reason, "files": " and ".join(f"'{file}'" for file in existing)}
 
 
 def _read_and_written(view: View) -> Found:
@@ -373,8 +350,6 @@ _DATA = (
 _PLACES = (
     error(each=_bad_run_dir, says="run.dir '{run.dir}' {problem}", fix="name another folder"),
     error(each=_bad_output, says="output '{output}' {problem}", fix="give the path of a new file"),
-    error(each=_kept_completions, only=("generate",), says="{reason}",
-          fix="name another output | remove {files} to have it written anew"),
     error(each=_read_and_written, only=("generate",),
           says="output '{output}' is also read as data.train.{index}.path",
           fix="name another output"),

@@ -1,0 +1,114 @@
+"""What a result of `hone eval` or `hone generate` was made with. Only the same command replaces it.
+
+Settings lie beside a result as YAML that is a recipe. Comments above them say which files they
+meant: of `model.path` the bytes and the time of writing, of data on this host the content.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hone.config.errors import UserError
+from hone.config.load import dump_config
+from hone.config.paths import settings_file
+from hone.config.tree import EvaluateConfig, GenerateConfig
+from hone.observe.differences import differences, flat
+from hone.observe.run_folder import EVAL_CONFIG, EVAL_METRICS
+
+__all__ = ["require_same_settings", "settings_text"]
+
+_HEAD = "# What this was made with; only the same command replaces it.\n"
+_HASHED_BYTES = 1 << 28
+"""Of each data file, from its beginning: a quarter of a second."""
+_MAX_TOLD = 4
+
+
+def settings_text(cfg: EvaluateConfig | GenerateConfig) -> str:
+    """The settings of a result, to be written beside it."""
+    meant = "".join(f"# {key}: {value}\n" for key, value in _files(cfg).items())
+    return f"{_HEAD}{meant}{dump_config(cfg)}"
+
+
+def require_same_settings(cfg: EvaluateConfig | GenerateConfig) -> None:
+    """Raise UserError where the place of the result holds one of other settings, weights or data,
+    or what is none.
+
+    An evaluation that has failed is no result.
+    """
+    if isinstance(cfg, EvaluateConfig):
+        key, place, noun = "run.dir", cfg.run.dir, "an evaluation"
+        result, settings = cfg.run.dir / EVAL_METRICS, cfg.run.dir / EVAL_CONFIG
+        existing = [result] if result.is_file() else []
+    else:
+        key, place, noun = "output", cfg.output, "completions"
+        result, settings = cfg.output, settings_file(cfg.output)
+        existing = [file for file in (result, settings) if file.is_file()]
+    if not existing:
+        return
+    text = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else ""
+    files = " and ".join(f"'{file}'" for file in existing)
+    remedy = f"Name another {key}, or remove {files} to have it made anew."
+    if not text.startswith(_HEAD):
+        raise UserError(f"'{existing[-1]}' exists, and nothing says how it was made. {remedy}")
+    before, now = _flat(text), _flat(settings_text(cfg))
+    changed = [
+        f"{name} is {value}, was {earlier}"
+        for name, earlier, value in differences([before, now])
+        if not _is_place(name, before)
+    ]
+    if changed:
+        told = changed[:_MAX_TOLD] + [f"{len(changed) - _MAX_TOLD} more"] * (
+            len(changed) > _MAX_TOLD
+        )
+        raise UserError(
+            f"{key} '{place}' exists, with {noun} of other settings: {'; '.join(told)}. {remedy}"
+        )
+
+
+def _is_place(name: str, before: dict[str, str]) -> bool:
+    """Whether a setting says where something lies that is known by itself."""
+    owner, _, key = name.rpartition(".")
+    return name in ("run.dir", "output") or (key == "path" and owner in before)
+
+
+def _files(cfg: EvaluateConfig | GenerateConfig) -> dict[str, str]:
+    """What tells the files that settings name from others of their name, by the key of each."""
+    found: dict[str, str] = {}
+    if (folder := Path(cfg.model.path)).is_dir():
+        files = [file.stat() for file in folder.iterdir() if file.is_file()]
+        at = time.gmtime(max((file.st_mtime for file in files), default=0))
+        num_bytes = sum(file.st_size for file in files)
+        found["weights"] = f"{num_bytes:,} bytes, written {time.strftime('%F %T', at)} UTC"
+    for key, path in _local_data(cfg):
+        found[key] = f"'{path.name}', {path.stat().st_size:,} bytes, {_digest(path)}"
+    return found
+
+
+def _local_data(cfg: EvaluateConfig | GenerateConfig) -> Iterator[tuple[str, Path]]:
+    for split in ("train", "eval"):
+        for index, source in enumerate(getattr(cfg.data, split)):
+            path = Path(source.path).expanduser()
+            if path.is_file():
+                yield f"data.{split}.{index}", path
+
+
+def _digest(path: Path) -> str:
+    digest, left = blake2b(digest_size=8), _HASHED_BYTES
+    with path.open("rb") as file:
+        while left > 0 and (block := file.read(min(left, 1 << 20))):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def _flat(text: str) -> dict[str, str]:
+    """Settings by dotted keys, those of the comments too."""
+    comments = [line[2:].partition(": ") for line in text.splitlines() if line.startswith("# ")]
+    settings: Any = yaml.safe_load(text)
+    return {key: value for key, _, value in comments[1:]} | flat(settings)
