@@ -584,6 +584,31 @@ def test_commands_refuse_before_they_load_torch(command: str, workspace: Path) -
     assert "HEAVY []" in text
 
 
+@pytest.mark.parametrize(
+    ("flag", "code", "told"),
+    [
+        ("--log.samples_per_step=1", 0, "holds a run of 4: nothing is left to train"),
+        ("--run.steps=3", 0, "holds a run of 4: nothing is left to train"),
+        ("--trainer.optimizer.lr=0.5", 2, "settings have changed since: trainer.optimizer.lr is"),
+        ("--run.seed=7", 2, "run.seed is 7, was 0"),
+    ],
+)
+def test_a_run_that_is_over_is_told_without_torch(
+    flag: str, code: int, told: str, workspace: Path
+) -> None:
+    flags = [*BASE["rl"], "--run.dir=run", "--run.steps=4"]
+    save_config(commands.load_arguments(RLConfig, flags)[0])
+    for file, text in {
+        "checkpoints/step_4/hone_manifest.json": "{}",
+        "model/config.json": "{}",
+        "events.jsonl": '{"kind": "finished", "timestamp_s": 1.0}\n',
+    }.items():
+        (workspace / "run" / file).parent.mkdir(parents=True, exist_ok=True)
+        (workspace / "run" / file).write_text(text)
+    got, text, _ = run_hone("rl", *flags, flag)
+    assert (got, told in " ".join(text.split()), "HEAVY []" in text) == (code, True, True), text
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_shipped_recipes_load(name: str) -> None:
     """Every recipe in the package fills the tree of at least one command."""

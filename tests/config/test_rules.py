@@ -556,7 +556,7 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
     (("rl", "cluster.num_engines=1 cluster.num_trainers=4", "error", "cluster.num_trainers"),
      {"num_trainers_here": Fact(2, "the processes of this host")}),
     (("rl", "reward.functions.0.fn=needy.py:score", "error", "reward.functions.0.fn"),
-     {"first_rows": [("train.jsonl:1", {"answer"})]}),
+     {"first_rows": {"data.train.0": [("train.jsonl:1", {"answer"})]}}),
     (("rl", "reward.functions.0.args={patern:1}", "error", "reward.functions.0.fn"),
      {"reward_problems": [{"key": "reward.functions.0", "fn": "exact_match",
                            "problem": "no setting 'patern'"}]}),

@@ -20,7 +20,8 @@ from hone.loops import reinforce
 from hone.loops.resuming import announce, find_checkpoint
 from hone.loops.run import Run
 from hone.observe.report.write import write_report
-from hone.observe.resumed_run import save_config
+from hone.observe.resumed_run import newest_step, require_resumable, save_config
+from hone.observe.run_folder import MANIFEST_NAME
 
 ALONE = AxisSizes()
 
@@ -82,6 +83,54 @@ def test_a_run_with_nothing_left_to_do_says_so(make_config: MakeConfig, tmp_path
     cfg = make_config(run=run)
     _, line = announce(checkpoint(), cfg, ALONE)
     assert line.startswith("run.steps is 6: nothing is left to train. Raise it to go on")
+
+
+def a_checkpoint(folder: Path, step: int, order: int) -> None:
+    place = folder / "checkpoints" / f"step_{step}"
+    place.mkdir(parents=True)
+    manifest = {"content": {"metadata": {"step": step, "order": order}}}
+    (place / MANIFEST_NAME).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "told"),
+    [
+        (6, {}, None),
+        (9, {"trainer": {"optimizer": {"lr": 0.5}}}, None),
+        (6, {"trainer": {"optimizer": {"lr": 0.5}}}, "trainer.optimizer.lr is 0.5, was 0.003"),
+        (6, {"reward": {"functions": [{"fn": "math"}]}}, "reward.functions is "),
+        (6, {"log": {"samples_per_step": 3}, "checkpoint": {"keep_last": 1}}, None),
+        (6, {"run": {"seed": 9}}, "run.seed is 9, was 0"),
+        (9, {"run": {"seed": 9}}, "run.seed is 9, was 0"),
+        (9, {"run": {"seed": 9}, "trainer": {"optimizer": {"lr": 0.5}}}, "run.seed is 9, was 0"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused_by_name(
+    steps: int, changes: dict[str, Any], told: str | None, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Of a run that is over, and a seed of any."""
+    run = {"dir": tmp_path, "seed": 0}
+    save_config(make_config(run=run | {"steps": 6}))
+    a_checkpoint(tmp_path, 6, order=1)
+    cfg = make_config(**changes | {"run": run | {"steps": steps} | changes.get("run", {})})
+    if told is None:
+        require_resumable(cfg, newest=newest_step(tmp_path))
+        return
+    with pytest.raises(UserError) as caught:
+        require_resumable(cfg, newest=newest_step(tmp_path))
+    assert told in str(caught.value)
+    assert "another run.dir" in str(caught.value)
+    assert ("has made its 6 steps" in str(caught.value)) == ("run" not in changes)
+
+
+def test_the_newest_checkpoint_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
+    """A run that has gone back to an earlier one has later steps beside it."""
+    assert newest_step(tmp_path) is None
+    for order, step in enumerate((3, 9, 5)):
+        a_checkpoint(tmp_path, step, order)
+    (tmp_path / "checkpoints" / ".step_12.partial").mkdir()
+    (tmp_path / "checkpoints" / "step_20").mkdir()
+    assert newest_step(tmp_path) == 5
 
 
 @pytest.mark.parametrize(

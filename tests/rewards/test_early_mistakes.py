@@ -118,6 +118,64 @@ def test_columns_are_checked_where_the_data_are_here(tmp_path: Path) -> None:
     assert told_of(named, data) == []
 
 
+ANSWERED = {
+    "rewards.py:f": "def f(completion, answer): return float(completion == answer)",
+    "trl.py:f": "def f(completions, answer, **rest): return [1.0]",
+    "verl.py:f": "def f(data_source, solution_str, ground_truth, extra_info=None): return 1.0",
+    "exact_match": None,
+    "math": None,
+}
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+@pytest.mark.parametrize("has_some", [False, True])
+def test_an_answer_that_no_row_has_is_missed_before_the_run(
+    name: str, has_some: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rules, and for what they cannot parse or read by the first look of a run."""
+    monkeypatch.chdir(tmp_path)
+    lines = [f'{{"prompt": "{n}", "result": "1"}}\n' for n in range(70)]
+    (tmp_path / "d.jsonl").write_text("".join(lines))
+    (tmp_path / "e.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
+    paths = ["e.jsonl"] * has_some + ["d.jsonl"]
+    data = DataConfig.model_validate({"train": [{"path": path} for path in paths]})
+    source = ANSWERED[name]
+    if source is not None:
+        (tmp_path / name.removesuffix(":f")).write_text(source)
+    cfg = RewardConfig.model_validate({"functions": [{"fn": name}], "num_workers": 1})
+    (finding,) = told_of(cfg, data)
+    assert finding.level == "error"
+    for told in (
+        f"'{name}' needs the answer",
+        f"64 of the first 64 rows of data.train.{int(has_some)} lack it",
+        "d.jsonl, line 1",
+        "(columns: prompt, result)",
+        f"data.train.{int(has_some)}.columns.answer",
+    ):
+        assert told in finding.message
+    prompts = [
+        Prompt(id=f"d:{n}", token_ids=(1,), text="Q", answer=answer, metadata={"result": "1"})
+        for n, answer in enumerate(["1"] * has_some + [None] * 2)
+    ]
+    told = rf"'{name}' needs the answer .* 2 of {len(prompts)} rows .*columns\.answer"
+    with make(cfg) as scorer_, pytest.raises(UserError, match=told):
+        scorer_.check_data(prompts, encode)
+
+
+def test_an_answer_that_a_function_can_do_without_is_not_missed(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')
+    data = DataConfig.model_validate({"train": [{"path": str(tmp_path / "d.jsonl")}]})
+    for source in (
+        "def f(completion, answer=None): return 1.0",
+        "def f(queries, prompts, labels): return [1.0]",
+        "def f(completion, **rest): return 1.0",
+    ):
+        cfg = reward(tmp_path / "r.py", source)
+        assert told_of(cfg, data) == []
+        with make(cfg) as scorer_:
+            scorer_.check_data([Prompt(id="d:1", token_ids=(1,), text="Q", metadata={})], encode)
+
+
 @pytest.mark.parametrize("looks", ["where needed", "not the second process", "nothing needed"])
 @pytest.mark.parametrize(
     ("name", "content"),
@@ -244,7 +302,10 @@ def test_a_function_that_works_is_called_once_more_and_leaves_no_trace(tmp_path:
 def test_a_row_far_behind_that_lacks_a_column_is_named(tmp_path: Path) -> None:
     cfg = reward(tmp_path / "r.py", "def f(completion, level): return 1.0")
     held = [{"level": 1}] * 200 + [{"lvel": 1}] + [{"level": 1}] * 50
-    with make(cfg) as scorer_, pytest.raises(UserError, match=r"train:201, one of 1 of 251"):
+    with (
+        make(cfg) as scorer_,
+        pytest.raises(UserError, match=r"1 of 251 rows lack it, the first is row train:201"),
+    ):
         scorer_.check_data(rows(*held), encode)
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from hone.distributed.mesh import Mesh
 from hone.observe.disk import sizes
+from hone.observe.run_folder import MANIFEST_NAME
 
 __all__ = [
     "MANIFEST_NAME",
@@ -51,7 +52,6 @@ __all__ = [
     "write_tensors",
 ]
 
-MANIFEST_NAME = "hone_manifest.json"
 _BLOCK_BYTES = 1 << 22
 
 T = TypeVar("T")

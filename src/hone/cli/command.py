@@ -32,12 +32,12 @@ from hone.config.tree import (
     RLConfig,
     SFTConfig,
 )
-from hone.data.columns import choose_columns, map_rows
+from hone.data.columns import Example, choose_columns, map_rows
 from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, spawn
 from hone.observe.kept_result import require_same_settings
-from hone.observe.resumed_run import require_resumable
+from hone.observe.resumed_run import is_finished, newest_step, require_resumable
 from hone.planner.fitting import check_gpu_memory, check_host_memory
 from hone.rewards.builtin import BUILTINS, build
 
@@ -48,6 +48,7 @@ __all__ = [
     "check_plan",
     "chosen_device",
     "conclude",
+    "has_nothing_left",
     "load_arguments",
     "load_checked",
     "load_fitted",
@@ -192,6 +193,8 @@ def run_in_processes(
     cfg, _ = load_arguments(tree, argv, starts=True)
     here = {"gpus_here": _num_gpus(), "cores_here": os.cpu_count() or 1}
     _require_no_error(check(cfg, nproc, num_started=nproc, started_by=asked_by, **here))
+    if isinstance(cfg, RLConfig | SFTConfig) and has_nothing_left(cfg):
+        return 0
     _set_up_openmp(cfg, nproc)
     _log.info("starting %d processes", nproc)
     on_death = partial(_record_death, cfg) if isinstance(cfg, RLConfig | SFTConfig) else None
@@ -255,9 +258,8 @@ def check_plan(plan: RunPlan, **known: Any) -> list[Finding]:
     cfg = plan.config
     found = findings(plan, **known, **first_rows(cfg), **_reward_problems(cfg))
     if _trains(cfg):
-        has_checkpoints = any((cfg.run.dir / "checkpoints").glob("step_*"))
         try:
-            require_resumable(cfg, has_checkpoints=has_checkpoints)
+            require_resumable(cfg, newest=newest_step(cfg.run.dir))
         except UserError as error:
             found.append(Finding("error", ("run.dir",), f"{error}"))
     if isinstance(cfg, EvaluateConfig | GenerateConfig):
@@ -325,7 +327,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
     named = isinstance(cfg, RLConfig | EvaluateConfig) and needs_columns(cfg.reward)
     unread: list[dict[str, Any]] = []
     problems: list[dict[str, Any]] = []
-    rows: list[tuple[str, Collection[str]]] = []
+    rows: dict[str, list[tuple[str, Collection[str]]]] = {}
     for section in ("train", "eval"):
         for index, source in enumerate(getattr(data, section)):
             path = Path(source.path).expanduser()
@@ -344,12 +346,18 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                     read = read_source(source.model_copy(update={"max_rows": head}))
                     columns = choose_columns(read, source, demonstrations=demonstrations)
                     examples = map_rows(read, source, columns, name=source.path)
-                    rows += [(x.location, x.columns) for x in examples]
+                    rows[f"data.{section}.{index}"] = [_held(x) for x in examples]
                 except UserError as error:
                     problems.append({"key": key, "problem": f"{error}"})
     return {"data_problems": problems} | (
         {"first_rows": rows, "unread_arrays": unread} if named else {}
     )
+
+
+def _held(example: Example) -> tuple[str, Collection[str]]:
+    """Where a row is and what it has; `answer` where some column is its answer."""
+    held = set(example.columns) - {"answer"}
+    return example.location, held | ({"answer"} if example.answer is not None else set())
 
 
 def local_gpu() -> Peaks | None:
@@ -369,6 +377,20 @@ def quiet_transformers() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+
+
+def has_nothing_left(cfg: RLConfig | SFTConfig) -> bool:
+    """Whether the run has ended with its model written, which is said: nothing need be loaded."""
+    if not is_finished(cfg):
+        return False
+    _log.info(
+        "run.steps is %d, and %s holds a run of %d: nothing is left to train. Raise it to go on, "
+        "or choose another run.dir",
+        cfg.run.steps,
+        cfg.run.dir,
+        newest_step(cfg.run.dir),
+    )
+    return True
 
 
 def conclude(cfg: RunConfig, *, steps: int, stopped_by: int | None) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hone.cli.command import (
     check_here,
     conclude,
+    has_nothing_left,
     load_arguments,
     load_checked,
     quiet_transformers,
@@ -35,6 +36,8 @@ def run(argv: Sequence[str]) -> int:
     if nproc is not None and nproc > 1:
         return run_in_processes("rl", RLConfig, arguments, check, nproc, asked_by=asked_by)
     cfg = load_checked(RLConfig, arguments, check)
+    if has_nothing_left(cfg):
+        return 0
     outcome = train(cfg)
     return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
 

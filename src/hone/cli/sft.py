@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hone.cli.command import (
     check_here,
     conclude,
+    has_nothing_left,
     load_checked,
     quiet_transformers,
     run_in_processes,
@@ -27,6 +28,8 @@ def run(argv: Sequence[str]) -> int:
     if nproc is not None and nproc > 1:
         return run_in_processes("sft", SFTConfig, arguments, check_here, nproc)
     cfg = load_checked(SFTConfig, arguments, check_here)
+    if has_nothing_left(cfg):
+        return 0
     outcome = train(cfg)
     return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
 

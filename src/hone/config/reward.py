@@ -8,10 +8,18 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["BUILTIN_REWARDS", "CODE_TIMEOUT_S", "RewardConfig", "RewardFunctionConfig"]
+__all__ = [
+    "ANSWER_REWARDS",
+    "BUILTIN_REWARDS",
+    "CODE_TIMEOUT_S",
+    "RewardConfig",
+    "RewardFunctionConfig",
+]
 
 BUILTIN_REWARDS = ("exact_match", "math", "format", "length", "overlong", "code_tests")
 """Scoring functions that come with the package."""
+ANSWER_REWARDS = ("exact_match", "math", "code_tests")
+"""Those of them that need the answer of a row."""
 CODE_TIMEOUT_S = 5.0
 """Seconds that all tests of a sample may take in `code_tests` where nothing else is said."""
 

@@ -56,6 +56,9 @@ class Shape:
     """The parameter by which a function of this shape is recognised."""
     given: tuple[str, ...]
     """Arguments that every call brings."""
+    answer: str | None
+    """The parameter that brings the answer of a row, which a function that requires it cannot do
+    without. OpenRLHF passes an empty label where there is none."""
     takes_columns: bool
     """Any other parameter may be a column of the data."""
     called_with: str
@@ -68,6 +71,7 @@ OWN = Shape(
     "hone",
     None,
     GIVEN,
+    "answer",
     takes_columns=True,
     called_with="one sample",
     returns="a number; None: it does not apply; or a dict with `score` and further numbers",
@@ -86,6 +90,7 @@ SHAPES = (
             "answer",
             "task",
         ),
+        "answer",
         takes_columns=True,
         called_with="lists of one sample; completions of conversational data as messages",
         returns="a list of a number, or None: it does not apply",
@@ -94,6 +99,7 @@ SHAPES = (
         "verl",
         "solution_str",
         ("data_source", "solution_str", "ground_truth", "extra_info"),
+        "ground_truth",
         takes_columns=False,
         called_with="one sample",
         returns="a number, or a dict with `score`, of which further numbers become metrics",
@@ -102,6 +108,7 @@ SHAPES = (
         "OpenRLHF",
         "queries",
         ("queries", "prompts", "labels"),
+        None,
         takes_columns=False,
         called_with="lists of one sample, a query being the prompt and the completion",
         returns="a list or tensor of a number, or a dict with `rewards`, of which `scores` and "
@@ -163,9 +170,12 @@ def signature_problem(
 
 
 def needed_columns(parameters: Sequence[Parameter], args: Mapping[str, Any]) -> list[str]:
-    """Required parameters that only a column of the data can give."""
+    """Columns of the data that a function cannot be called without: `answer`, whatever column of a
+    source has that role, and required parameters that nothing else gives."""
     shape = shape_of(parameters)
-    return _not_given(parameters, args, shape) if shape.takes_columns else []
+    required = {p.name for p in parameters if p.default is Parameter.empty}
+    answer = ["answer"] if shape.answer in required else []
+    return [*answer, *(_not_given(parameters, args, shape) if shape.takes_columns else [])]
 
 
 def _not_given(parameters: Sequence[Parameter], args: Mapping[str, Any], shape: Shape) -> list[str]:
@@ -180,12 +190,27 @@ def _not_given(parameters: Sequence[Parameter], args: Mapping[str, Any], shape: 
     ]
 
 
-def missing_column(spec: str, name: str, place: str, columns: Collection[str]) -> str:
-    """What to tell where a row with `columns` lacks one that a function asks for."""
+def missing_column(
+    spec: str,
+    name: str,
+    lacking: Sequence[tuple[str, Collection[str]]],
+    among: str,
+    *,
+    source: str = "data.train.N",
+) -> str:
+    """What to tell where rows, each a place and its columns, lack what a function asks for; they
+    are `among` so many rows of `source`."""
+    place, columns = lacking[0]
     has = ", ".join(sorted(columns)) or "none"
+    rows = f"{len(lacking):,} of {among} lack it, the first is {place} (columns: {has})"
+    if name == "answer":
+        return (
+            f"'{spec}' needs the answer of each row, and {rows}. Name the column that has it with "
+            f"{source}.columns.answer, or give the parameter a default where rows may lack it."
+        )
     return (
-        f"'{spec}' needs '{name}', which is neither in its args nor a column of {place} (columns: "
-        f"{has}).{did_you_mean(name, [*columns, *GIVEN])}"
+        f"'{spec}' needs '{name}', which is not in its args, and {rows}."
+        f"{did_you_mean(name, [*columns, *GIVEN])}"
     )
 
 

@@ -35,7 +35,7 @@ from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
 from hone.observe.disk import writing
 from hone.observe.environment import save_environment
-from hone.observe.resumed_run import save_config
+from hone.observe.resumed_run import exported_last, save_config
 from hone.observe.run_folder import ENVIRONMENT, LOCK
 from hone.trainer.gathering import wholes
 from hone.trainer.trainer import Trainer
@@ -201,10 +201,10 @@ def is_complete(launch: Launch) -> bool:
 
     A run that ended between its last checkpoint and the export may have a model of earlier steps.
     """
-    found, is_lora = launch.checkpoint, launch.cfg.model.lora.rank > 0
+    found = launch.checkpoint
     if found is None or found.step < launch.total_steps:
         return False
-    written_last = launch.dir / ("adapter/adapter_config.json" if is_lora else "model/config.json")
+    written_last = exported_last(launch.cfg)
     return launch.mesh.broadcast(
         written_last.is_file() and written_last.stat().st_mtime >= found.saved_at
     )

@@ -6,16 +6,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
 from hone.checkpoint.random_state import restore_random_state
 from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.checkpoint.tree import in_memory
 from hone.config.errors import UserError
-from hone.config.load import dump_config
 from hone.config.parallel import AxisSizes
 from hone.config.tree import RLConfig, SFTConfig
-from hone.observe.resumed_run import require_resumable, saved_config
+from hone.observe.resumed_run import changed_settings, newest_step, require_resumable
 from hone.observe.run_folder import METRICS, RunFolder
 from hone.trainer.models import Models
 from hone.trainer.trainer import Trainer
@@ -29,7 +26,7 @@ def find_checkpoint(cfg: RLConfig | SFTConfig, store: CheckpointStore) -> Checkp
     Raises UserError as `require_resumable` does, and CheckpointError for a folder with damaged ones
     only: to start afresh beside them would look like going on.
     """
-    require_resumable(cfg, has_checkpoints=not store.is_empty)
+    require_resumable(cfg, newest=None if store.is_empty else newest_step(cfg.run.dir) or 0)
     if isinstance(cfg.run.resume, int):
         return store.load(cfg.run.resume)
     return None if store.is_empty else store.load("latest")
@@ -44,11 +41,8 @@ def announce(found: Checkpoint, cfg: RLConfig | SFTConfig, sizes: AxisSizes) -> 
             "another run.dir"
         )
         return  # what has changed is not used
-    before, now = _flat(saved_config(cfg.run.dir)), _flat(yaml.safe_load(dump_config(cfg)))
-    changed = [key for key in now if key in before and before[key] != now[key]]
-    for key in changed:
-        if key not in ("run.resume", "run.steps"):
-            yield f"changed since then: {key} is {now[key]}, was {before[key]}"
+    for text in changed_settings(cfg).values():
+        yield f"changed since then: {text}"
 
 
 def announce_restart(cfg: RLConfig | SFTConfig) -> Iterator[str]:
@@ -92,14 +86,6 @@ def restore(models: Models, parts: Mapping[str, Any]) -> None:
             )
         trainer.load_state_dict(parts[name], parts[f"{name}_metadata"])
     restore_random_state(in_memory(parts["random"]))
-
-
-def _flat(tree: Any, above: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
-    if not isinstance(tree, dict):
-        return {above: tree}
-    parts = [_flat(value, f"{above}.{key}" if above else key) for key, value in tree.items()]
-    return {key: value for part in parts for key, value in part.items()}
 
 
 def _origin(found: Checkpoint, own: AxisSizes) -> str:

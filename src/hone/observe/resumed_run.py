@@ -7,16 +7,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.load import dump_config
 from hone.config.model import ModelConfig
 from hone.config.paths import must_be_local
 from hone.config.tree import RLConfig, SFTConfig
-from hone.observe.run_folder import CONFIG, read_config
+from hone.observe.run_folder import CONFIG, MANIFEST_NAME, RunFolder, is_locked, read_config
 from hone.observe.whole_file import write_whole
 
-__all__ = ["require_resumable", "save_config", "saved_config"]
+__all__ = [
+    "changed_settings",
+    "exported_last",
+    "is_finished",
+    "newest_step",
+    "require_resumable",
+    "save_config",
+    "saved_config",
+]
 
 _MODEL = "model.json"
 """Which model the run trains: its place, resolved, how its weights began, and, of a local folder,
@@ -25,12 +35,64 @@ _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "torch_dtype", "dtyp
 """Keys of `config.json` that may change without another architecture."""
 
 
-def require_resumable(tree: RLConfig | SFTConfig, *, has_checkpoints: bool) -> None:
-    """Raise UserError where the run that `run.dir` holds is of another command, trains another
-    model, or has checkpoints and `run.resume` is never."""
+def newest_step(folder: Path) -> int | None:
+    """The step of the checkpoint in a run folder that was saved last, complete or not; None without
+    any."""
+    found = folder.glob("checkpoints/step_*")
+    steps = {int(path.name[5:]): path for path in found if path.name[5:].isdecimal()}
+    return max(steps, key=lambda step: _order(steps[step]), default=None)
+
+
+def _order(checkpoint: Path) -> int:
+    """The place of a checkpoint among those of its run; -1 where its manifest is damaged."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))
+        return int(manifest["content"]["metadata"]["order"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
+
+
+def is_finished(tree: RLConfig | SFTConfig) -> bool:
+    """Whether the run that `run.dir` holds has made all of `run.steps` and written its model, so
+    that nothing is left to do."""
+    folder, newest = tree.run.dir, newest_step(tree.run.dir)
+    if tree.run.resume != "auto" or newest is None or newest < tree.run.steps:
+        return False
+    if is_locked(folder) or not exported_last(tree).is_file():
+        return False
+    end = RunFolder.read(folder).end
+    return end is not None and end["kind"] == "finished"
+
+
+def exported_last(tree: RLConfig | SFTConfig) -> Path:
+    """The file that is written last of what comes of a run."""
+    inner = "adapter/adapter_config.json" if tree.model.lora.rank > 0 else "model/config.json"
+    return tree.run.dir / inner
+
+
+def changed_settings(tree: RLConfig | SFTConfig) -> dict[str, str]:
+    """Settings that differ from those of the run that `run.dir` holds, by key, with both values.
+    What says how far and from where the run goes is left out."""
+    before, now = _flat(saved_config(tree.run.dir)), _flat(yaml.safe_load(dump_config(tree)))
+    return {
+        key: f"{key} is {now[key]}, was {before[key]}"
+        for key in now
+        if key in before and before[key] != now[key] and key not in _HOW_FAR
+    }
+
+
+_HOW_FAR = ("run.dir", "run.resume", "run.steps")
+_OF_RECORDS = ("log.", "checkpoint.")
+"""Sections of which no setting changes what a run trains."""
+
+
+def require_resumable(tree: RLConfig | SFTConfig, *, newest: int | None) -> None:
+    """Raise UserError where the run that `run.dir` holds is of another command; and where it has
+    checkpoints, the `newest` of that step, but trains another model, was begun with another seed,
+    has made all steps with other settings, or `run.resume` is never."""
     run = tree.run
     _require_same_command(run.dir, saved_config(run.dir), tree)
-    if not has_checkpoints:
+    if newest is None:
         return
     if run.resume == "never":
         raise UserError(
@@ -38,6 +100,28 @@ def require_resumable(tree: RLConfig | SFTConfig, *, has_checkpoints: bool) -> N
             "run.dir, or run.resume=auto to go on from them."
         )
     _require_same_model(run.dir, tree.model)
+    changed = changed_settings(tree)
+    if "run.seed" in changed:
+        raise UserError(
+            f"{changed['run.seed']} in the run that run.dir={str(run.dir)!r} holds: the order of "
+            "its rows and its samples follow from it. Choose another run.dir for a run with this "
+            "seed, or set run.seed as it was to go on."
+        )
+    told = [text for key, text in changed.items() if not key.startswith(_OF_RECORDS)]
+    if told and newest >= run.steps and run.resume == "auto":
+        raise UserError(
+            f"run.dir={str(run.dir)!r} holds a run that has made its {newest} steps, so nothing is "
+            f"left to train, and settings have changed since: {'; '.join(told)}. Choose another "
+            "run.dir to train with these, or raise run.steps to go on with them from there."
+        )
+
+
+def _flat(tree: Any, above: str = "") -> dict[str, Any]:
+    """Values by dotted key; a list is one."""
+    if not isinstance(tree, dict):
+        return {above: tree}
+    parts = [_flat(value, f"{above}.{key}" if above else key) for key, value in tree.items()]
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def save_config(cfg: RLConfig | SFTConfig) -> None:

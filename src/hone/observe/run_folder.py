@@ -26,6 +26,7 @@ __all__ = [
     "EVAL_METRICS",
     "EVAL_SAMPLES",
     "LOCK",
+    "MANIFEST_NAME",
     "METRICS",
     "Kind",
     "RunFolder",
@@ -41,6 +42,8 @@ EVAL_METRICS = "eval.json"
 EVAL_ENVIRONMENT = "eval_environment.json"
 EVAL_SAMPLES = "eval_samples.jsonl"
 """Those of `hone eval`, whose folder may be that of a training run."""
+MANIFEST_NAME = "hone_manifest.json"
+"""Of a checkpoint or a model, what makes its folder whole."""
 LOCK = ".lock"
 """A run holds a lock on this file of its folder as long as it is at work."""
 _EVAL_FILES = (EVAL_CONFIG, EVAL_METRICS, EVAL_SAMPLES)

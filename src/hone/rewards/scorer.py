@@ -32,6 +32,7 @@ from hone.config.signatures import SHAPES, missing_column
 from hone.rewards.builtin import Builtin, build
 from hone.rewards.play import EpisodeSoFar, episode_of
 from hone.rewards.pool import Pool, default_num_workers
+from hone.rewards.resolve import check_signature
 from hone.rewards.score import RewardFunction, Verdict, arguments, score
 from hone.rewards.worker import EnvSpec, FunctionSpec, Job
 from hone.types import FailureKind, Prompt, Sample, StopReason, Turn
@@ -131,8 +132,12 @@ class Scorer:
         Raises UserError naming the row, and warns where a call fails as it might for this
         completion alone.
         """
-        signatures = self._pool.signatures if self._pool is not None else None
-        for entry, signature in zip(self._cfg.functions, signatures or [], strict=False):
+        signatures = (
+            [check_signature(each.function, each.name, {}) for each in self._inline]
+            if self._pool is None
+            else self._pool.signatures or []
+        )
+        for entry, signature in zip(self._cfg.functions, signatures, strict=True):
             if shape := next((x for x in SHAPES if x.framework == signature["framework"]), None):
                 _log.info(
                     "%s is called as %s's reward functions, with %s",
@@ -141,10 +146,10 @@ class Scorer:
                     shape.called_with,
                 )
             for name in signature["columns"]:
-                lacking = [p for p in prompts if name not in p.metadata]
+                lacking = [p for p in prompts if _lacks(p, name)]
                 if lacking:
-                    place = f"row {lacking[0].id}, one of {len(lacking):,} of {len(prompts):,} rows"
-                    raise UserError(missing_column(entry.fn, name, place, lacking[0].metadata))
+                    found = [(f"row {prompt.id}", prompt.metadata) for prompt in lacking]
+                    raise UserError(missing_column(entry.fn, name, found, f"{len(prompts):,} rows"))
         return self._try_out(prompts[0], encode) if prompts else None
 
     def _try_out(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> Sample | None:
@@ -322,6 +327,11 @@ class Scorer:
                 "more.",
                 self._first_failures,
             )
+
+
+def _lacks(prompt: Prompt, column: str) -> bool:
+    """Whether its row lacks a column that a function needs, or the answer."""
+    return prompt.answer is None if column == "answer" else column not in prompt.metadata
 
 
 def check_failure_rate(

@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import psutil
 
-from hone.config.signatures import OWN
 from hone.rewards import wire
 from hone.rewards.builtin import build
 from hone.rewards.play import EpisodeSoFar, Player, play
@@ -140,14 +139,12 @@ def load(job: Job) -> tuple[Player | None, list[RewardFunction], list[dict[str, 
     functions: list[RewardFunction] = []
     signatures: list[dict[str, Any]] = []
     for spec in job.functions:
-        signature: dict[str, Any] = {"columns": [], "framework": OWN.framework}
         if ":" not in spec.spec:
             function, args = build(spec.spec, spec.args), {}
         else:
             function, args = resolve(spec.spec), spec.args
-            signature = check_signature(function, spec.spec, args)
+        signatures.append(check_signature(function, spec.spec, args))
         functions.append(RewardFunction(function, name=spec.name, weight=spec.weight, args=args))
-        signatures.append(signature)
     env = Player(job.env.path, job.env.args) if job.env is not None else None
     return env, functions, signatures
 

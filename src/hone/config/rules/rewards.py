@@ -11,7 +11,13 @@ from pathlib import Path
 
 from hone.config.extras import missing_extra
 from hone.config.inherited import inherited
-from hone.config.reward import BUILTIN_REWARDS, CODE_TIMEOUT_S, RewardConfig, RewardFunctionConfig
+from hone.config.reward import (
+    ANSWER_REWARDS,
+    BUILTIN_REWARDS,
+    CODE_TIMEOUT_S,
+    RewardConfig,
+    RewardFunctionConfig,
+)
 from hone.config.rules.rule import error, unused, warning
 from hone.config.rules.view import Fact, View, fact
 from hone.config.signatures import (
@@ -84,19 +90,22 @@ def needs_columns(reward: RewardConfig) -> bool:
 
 
 def _missing_column(view: View) -> Found:
-    """What functions ask for by name and the first rows of the data, each a place and its columns,
+    """What functions ask for by name and the first rows of a source, each a place and its columns,
     do not have."""
     for key, function in _functions(view):
         for name in _needed(function):
-            lacking = next((row for row in view.fact("first_rows") if name not in row[1]), None)
-            if lacking is not None:
-                place, columns = lacking
-                problem = missing_column(function.fn, name, place, columns)
-                yield {"key": key, "problem": problem}
+            for source, rows in view.fact("first_rows").items():
+                lacking = [row for row in rows if name not in row[1]]
+                if lacking:
+                    among = f"the first {len(rows)} rows of {source}"
+                    problem = missing_column(function.fn, name, lacking, among, source=source)
+                    yield {"key": key, "problem": problem}
 
 
 def _needed(function: RewardFunctionConfig) -> list[str]:
     """Columns that a function asks for, as far as parsing its file tells."""
+    if function.fn in ANSWER_REWARDS:
+        return ["answer"]
     parameters = parsed_parameters(function.fn) if ":" in function.fn else None
     return needed_columns(parameters or [], function.args)
 
