@@ -52,6 +52,28 @@ def test_what_passes(completion: str, answer: str, all_passed: float, share: flo
     assert score(completion, answer, partial_credit=True) == pytest.approx(share)
 
 
+REMEMBERS = """
+import pathlib
+kept = pathlib.Path("answer")
+if kept.exists():
+    print(kept.read_text())
+else:
+    a, b = map(int, input().split())
+    kept.write_text(str(a + b))
+    print(a + b)
+"""
+
+
+def test_an_example_does_not_find_what_another_one_has_left() -> None:
+    twice = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})
+    assert score(REMEMBERS, twice) == 1.0
+
+
+def test_what_a_program_does_to_its_folder_is_no_error_of_ours() -> None:
+    rude = "import os, shutil\nprint(7)\nshutil.rmtree(os.getcwd())"
+    assert score(rude, SUMS, partial_credit=True) == 1 / 2
+
+
 @pytest.mark.parametrize(
     "endless",
     ["while True: pass", "import time\ntime.sleep(99)", "import os\nos.fork()\nwhile 1: 0"],

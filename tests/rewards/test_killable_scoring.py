@@ -1,5 +1,6 @@
 """Scoring code that loops, forks, eats memory or crashes costs one sample and nothing else."""
 
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from hone.config.errors import UserError
+from hone.rewards import pool
 from hone.rewards.scorer import Scorer
 from hone.types import FailureKind
 from tests.rewards.misbehaving import CRASHING, GREEDY, HANGING, INVALID, LEAVING, RAISING
@@ -224,6 +226,16 @@ def test_a_reward_that_ends_the_workers_parent_is_named(tmp_path, number):
         scorer.score([make_sample("good", index=i) for i in range(4)])
     for told in (f"killed by {number}", "reward.functions", "deadly.py:score", "os.getppid"):
         assert told in str(caught.value)
+
+
+def test_a_parent_that_closes_its_connection_and_lives_on_is_ended(monkeypatch):
+    monkeypatch.setattr(pool, "_CLOSE_S", 0.1)
+    with misbehaving_scorer(num_workers=1) as scorer:
+        scorer.submit(make_sample("good"))
+        scorer._pool._stream.sock.shutdown(socket.SHUT_RD)
+        with pytest.raises(UserError, match="its connection was closed, and it has been killed"):
+            while scorer.pending:
+                scorer.poll(1.0)
 
 
 def test_async_functions_score_and_are_killed():

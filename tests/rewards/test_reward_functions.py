@@ -101,7 +101,7 @@ def test_none_leaves_a_part_out_and_only_nones_are_invalid():
     nothing = as_function(lambda: None, name="nothing", weight=100.0)
     silent = as_function(lambda: {"score": None, "m": 1.0}, name="silent")
     outcome = verdict(nothing, as_function(lambda: 1.0), silent)
-    assert outcome.reward.parts == {"f": 1.0}
+    assert outcome.reward.parts == {"f": 1.0, "silent/m": 1.0}
     assert outcome.reward.total == 1.0
     assert verdict(nothing, silent).failure is FailureKind.INVALID
 

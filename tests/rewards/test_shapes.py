@@ -13,6 +13,7 @@ import torch
 
 from hone.api import check
 from hone.config.signatures import shape_of
+from hone.rewards.builtin import Builtin
 from hone.rewards.score import RewardFunction, arguments, score
 from hone.rewards.scorer import Scorer
 from hone.types import FailureKind, Prompt, Sample, StopReason
@@ -167,6 +168,8 @@ def test_what_they_return(function: Any, parts: dict[str, float]) -> None:
         (of_lists([0.0, 1.0]), "2 values"),
         (of_lists([]), "0 values"),
         (of_lists(["1"]), "returned str"),
+        (of_lists(1.0), "returned 1.0; a function that takes `completions`"),
+        (of_lists(torch.tensor(1.0)), "return [score]"),
         (of_lists([math.nan]), "nan"),
         (of_lists([None]), "every reward function returned None"),
         (of_lists(None), "every reward function returned None"),
@@ -242,6 +245,19 @@ def test_an_unknown_name_is_certain_also_where_the_function_has_no_file() -> Non
     assert not verdict(space["f"]).is_certain
 
 
+@pytest.mark.parametrize(
+    ("error", "is_certain"), [(ValueError("no answer"), True), (OSError("disk full"), False)]
+)
+def test_of_a_built_in_only_what_it_says_of_a_row_is_certain(
+    error: Exception, is_certain: bool
+) -> None:
+    class Failing(Builtin):
+        def __call__(self, *, completion: str) -> float:
+            raise error
+
+    assert verdict(Failing()).is_certain == is_certain
+
+
 def test_recognition() -> None:
     from inspect import signature
 
@@ -255,4 +271,6 @@ def test_recognition() -> None:
         lambda queries, prompts, labels: [1.0],
         lambda completion, prompts, labels: 1.0,
         lambda **kwargs: 1.0,
-    ) == ["TRL", "TRL", "verl", "OpenRLHF", "hone", "hone"]
+        lambda completion, queries: 1.0,
+        lambda completion, solution_str: 1.0,
+    ) == ["TRL", "TRL", "verl", "OpenRLHF", *["hone"] * 4]

@@ -92,7 +92,8 @@ SHAPES = (
         ),
         "answer",
         takes_columns=True,
-        called_with="lists of one sample; completions of conversational data as messages",
+        called_with="lists of one sample, so that it cannot compare the completions of a prompt; "
+        "completions of conversational data are messages",
         returns="a list of a number, or None: it does not apply",
     ),
     Shape(
@@ -110,7 +111,8 @@ SHAPES = (
         ("queries", "prompts", "labels"),
         None,
         takes_columns=False,
-        called_with="lists of one sample, a query being the prompt and the completion",
+        called_with="lists of one sample, so that it cannot compare the completions of a prompt; "
+        "a query is the prompt and the completion",
         returns="a list or tensor of a number, or a dict with `rewards`, of which `scores` and "
         "`extra_logs` become metrics",
     ),
@@ -121,8 +123,11 @@ _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def shape_of(parameters: Iterable[Parameter]) -> Shape:
-    """The shape that a signature shows."""
+    """The shape that a signature shows. `completion` is hone's alone, beside which a name of other
+    frameworks is a column; only `completions` is too near to tell."""
     names = {parameter.name for parameter in parameters}
+    if "completion" in names and "completions" not in names:
+        return OWN
     return next((shape for shape in SHAPES if shape.mark in names), OWN)
 
 

@@ -221,7 +221,8 @@ _SAMPLING = (
         "zero_spread",
         above("rollout/zero_spread_share", 0.95, steps=2),
         "Nearly all groups earn one and the same reward, so there is nothing to learn from: the "
-        "task is too hard, too easy, or the reward does not read the answers.",
+        "task is too hard, too easy, or the reward does not read the answers. A function that "
+        "compares the completions of a prompt with each other sees one at a time here.",
     ),
     Rule(
         "truncated",

@@ -2,7 +2,7 @@
 
     count_passed("def f(x): return x + 1", ["assert f(1) == 2"], deadline=monotonic() + 5)
 
-The processes of a sample have a folder of their own to work in, an empty environment (no keys of
+Each process has a folder of its own to work in, an empty environment (no keys of
 trackers or hubs), no network where Linux lets a user make a namespace without one, files of 64 MiB
 at most and no core dumps. Memory and descendants are bounded by the reward worker around it. It
 does not hide files: what this user can read and write, the program can. Where that matters, run
@@ -146,23 +146,21 @@ def _joined(lines: Any) -> str:
 
 def count_passed(program: str, tests: Sequence[str] | Sequence[Example], deadline: float) -> int:
     """How many tests pass before `deadline`, a time of `time.monotonic`. Assertions share one
-    process, in order; every example has one."""
+    process, in order; every example has one, and a folder, so that none finds what another one has
+    left."""
     passed = 0
-    with tempfile.TemporaryDirectory(prefix="hone-code-") as folder:
-        (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace")
-        texts = [test for test in tests if isinstance(test, str)]
-        if texts:
-            secret = secrets.token_hex(16)
-            job = {"secret": secret, "tests": texts}
-            (Path(folder) / "job.json").write_text(json.dumps(job), encoding="utf-8")
-            written, _ = _run(folder, ["job.json"], "", deadline)
-            # Each test once, however many processes the program has made of itself.
-            lines = set(written.splitlines())
-            passed += sum(f"{secret}{number}" in lines for number in range(len(texts)))
-        for test in tests:
-            if isinstance(test, Example) and monotonic() < deadline:
-                written, has_ended = _run(folder, [], test.stdin, deadline)
-                passed += has_ended and _lines(written) == _lines(test.stdout)
+    texts = [test for test in tests if isinstance(test, str)]
+    if texts:
+        secret = secrets.token_hex(16)
+        job = json.dumps({"secret": secret, "tests": texts})
+        written, _ = _run(program, deadline, job=job)
+        # Each test once, however many processes the program has made of itself.
+        lines = set(written.splitlines())
+        passed += sum(f"{secret}{number}" in lines for number in range(len(texts)))
+    for test in tests:
+        if isinstance(test, Example) and monotonic() < deadline:
+            written, has_ended = _run(program, deadline, stdin=test.stdin)
+            passed += has_ended and _lines(written) == _lines(test.stdout)
     return passed
 
 
@@ -171,34 +169,39 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _run(folder: str, files: Sequence[str], stdin: str, deadline: float) -> tuple[str, bool]:
+def _run(
+    program: str, deadline: float, *, stdin: str = "", job: str | None = None
+) -> tuple[str, bool]:
     """What a process has written until its end or the deadline, at which it is killed; and whether
-    it ended by itself, without an error."""
-    place = Path(folder)
-    (place / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-    command = [sys.executable, "-I", "-c", _RUNNER, "program.py", *files]
-    env = {"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8"}
+    it ended by itself, without an error. `job` are the tests for its runner."""
+    files = {"program.py": program} | ({} if job is None else {"job.json": job})
     with (
-        (place / "stdin").open("rb") as given,
-        (place / "stdout").open("wb") as written,
-        subprocess.Popen(
-            command,
+        tempfile.TemporaryDirectory(prefix="hone-code-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as given,  # without names: the program cannot remove them
+        tempfile.TemporaryFile() as written,
+    ):
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8", errors="replace")
+        given.write(stdin.encode(errors="replace"))
+        given.seek(0)
+        with subprocess.Popen(
+            [sys.executable, "-I", "-c", _RUNNER, *files],
             stdin=given,
             stdout=written,
             stderr=subprocess.DEVNULL,
             cwd=folder,
-            env=env,
+            env={"PATH": os.defpath, "HOME": folder, "LANG": "C.UTF-8"},
             start_new_session=True,
-        ) as process,
-    ):
-        try:
-            process.wait(max(deadline - monotonic(), 0.01))
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            _kill(process)
-        has_ended = process.returncode == 0
-    return (place / "stdout").read_text(encoding="utf-8", errors="replace"), has_ended
+        ) as process:
+            try:
+                process.wait(max(deadline - monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                _kill(process)
+            has_ended = process.returncode == 0
+        written.seek(0)
+        return written.read().decode(errors="replace"), has_ended
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

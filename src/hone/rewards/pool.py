@@ -130,13 +130,23 @@ class Pool:
                 self._pending.remove(ticket)
                 self._verdicts.append((ticket, verdict))
         if self._stream.ended:
-            how = describe_exit(self._process.wait(_CLOSE_S))
+            how = self._how_it_ended()
             raise UserError(
                 f"the parent process of the reward workers ended ({how}). Either the code of "
                 f"{self._job.described} has ended it, as os.killpg and os.getppid "
                 "allow: it may end processes that it has started alone; or the kernel has, for "
                 "want of memory."
             )
+
+
+    def _how_it_ended(self) -> str:
+        """How the fork server has ended, whose connection is closed."""
+        try:
+            return describe_exit(self._process.wait(_CLOSE_S))
+        except subprocess.TimeoutExpired:  # its code has closed the connection, or it is stuck
+            self._process.kill()
+            self._process.wait()
+            return "its connection was closed, and it has been killed"
 
 
 class _Process(Protocol):

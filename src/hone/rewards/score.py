@@ -176,7 +176,9 @@ def attempt(function: Scoring[T], given: Mapping[str, Any]) -> T | Verdict:
 def _is_certain(error: BaseException, function: Scoring[Any]) -> bool:
     """Whether the error is one of the function's text or call, which no completion avoids."""
     if isinstance(function.function, Builtin):
-        return True  # these give every completion a number: it is the row that is wrong
+        # These give every completion a number, and say so of a row that is wrong. Anything else is
+        # of this host, as a full disk, or of a library that the completion has led astray.
+        return isinstance(error, ValueError)
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.startswith("<") and frame.filename != function.file for frame in frames):
         return False  # raised by code that the function has executed: perhaps the completion
@@ -208,8 +210,8 @@ def _combine(
         if part.score is not None:
             total += weight * part.score
             named[name] = part.score
-            named |= {f"{name}/{key}": value for key, value in part.metrics.items()}
-    if not named:
+        named |= {f"{name}/{key}": value for key, value in part.metrics.items()}
+    if all(part.score is None for _, _, part in weighted):
         detail = "every reward function returned None, so nothing scored this sample"
     elif not math.isfinite(total):
         detail = f"the weighted sum of {named} is {total}"

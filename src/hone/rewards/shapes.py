@@ -90,7 +90,7 @@ def read_part(value: object, shape: Shape, logged: Mapping[str, Any]) -> Part:
     """
     match shape.framework:
         case "TRL":
-            score = _only(value)
+            score = None if value is None else _of_list(value)
             return Part(None if score is None else _finite(score, "a score"), _numbers(logged))
         case "verl":
             score, others = _split(value, "score")
@@ -138,6 +138,17 @@ def _only(value: object) -> Any:
     if len(value) != 1:
         raise ScoreTypeError(f"returned {len(value)} values for a list of one sample; return one")
     return _only(value[0])
+
+
+def _of_list(value: object) -> Any:
+    """The one value of a list of one sample, which a function of TRL returns."""
+    if not isinstance(_plain(value), list | tuple):
+        raise ScoreTypeError(
+            f"returned {value!r:.80}; a function that takes `completions` is called as TRL's, with "
+            "a list of one, and returns a list with a score for each: return [score]. Take "
+            "`completion` to be called with one and return a number."
+        )
+    return _only(value)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
