@@ -138,7 +138,6 @@ class Pool:
                 "want of memory."
             )
 
-
     def _how_it_ended(self) -> str:
         """How the fork server has ended, whose connection is closed."""
         try:
