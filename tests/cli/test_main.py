@@ -117,8 +117,11 @@ def test_help_of_one_section(workspace: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("command", _FIRST_PAGES)
-def test_the_first_page_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_page_of_a_command(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What nearly everybody sets, examples that the command takes, all sections by name."""
+    monkeypatch.setenv("COLUMNS", "80")
     page, tree = _FIRST_PAGES[command], ALL_TREES[command]
     text = output(capsys, *command.split(), "--help", *["run"] * (command == "simulate"))
     if command == "simulate":
