@@ -311,9 +311,8 @@ ROWS: list[Row] = [
     # the critic
     ("rl", "critic.lr=1e-4", "warning", "critic.lr algorithm.advantage"),
     ("rl", "algorithm.gamma=0.9", "warning", "algorithm.gamma algorithm.advantage"),
-    ("rl", "algorithm.advantage=gae trainer.enable_sleep=true", "error",
-     "algorithm.advantage trainer.enable_sleep"),
-    ("rl", "--nproc=2 algorithm.advantage=gae", "error", "algorithm.advantage"),
+    ("rl", "algorithm.advantage=gae critic.max_tokens_per_microbatch=99 trainer.micro_batch_size=4",
+     "warning", "critic.max_tokens_per_microbatch trainer.micro_batch_size"),
     ("rl", "algorithm.advantage=gae critic.warmup_steps=999999", "error",
      "critic.warmup_steps run.steps"),
     ("rl", "algorithm.advantage=gae critic.max_tokens_per_microbatch=8", "error",

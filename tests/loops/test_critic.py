@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
+from tests.loops.test_processes import assert_same_run, run_hone
 from tests.tiny_runs import learning_config, lines
 from tests.trainer.examples import gradients, random_rows
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -21,7 +22,7 @@ from hone.loops import reinforce
 from hone.models.load import load_value_model
 from hone.models.tiny import make_tiny_model
 from hone.trainer.trainer import Trainer
-from hone.types import Column, Row
+from hone.types import Column, Group, Row
 
 GAE = {"advantage": "gae", "lam": 0.9}
 SHARED = {"prompts_per_minibatch": 2, "optimizer": {"lr": 3e-3}, "logits_chunk_tokens": 64}
@@ -105,6 +106,59 @@ def test_a_checkpoint_without_a_critic_is_refused(make_config: MakeConfig) -> No
     reinforce.run(make_config(run={"dir": make_config().run.dir, "steps": 1, "device": "cpu"}))
     with pytest.raises(UserError, match=r"gae needs a critic, and the checkpoint is of a run wi"):
         reinforce.run(make_config(algorithm=GAE))
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_a_critic_that_sleeps_leaves_the_device_and_learns_the_same(
+    make_config: MakeConfig, tmp_path: Path, offload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, whose masters are apart from the weights."""
+    collect, seen = reinforce.RLRun.collect, dict[str, list[int]]()
+
+    def watched(run: reinforce.RLRun, step: int) -> list[Group]:
+        weights = run.models.learners["critic"].policy.parameters.values()
+        there = sum(weight.untyped_storage().nbytes() for weight in weights)
+        seen.setdefault(run.launch.dir.name, []).append(there)
+        return collect(run, step)
+
+    monkeypatch.setattr(reinforce.RLRun, "collect", watched)
+    for name, option in {"awake": {}, "asleep": {"enable_sleep": True, "offload": offload}}.items():
+        reinforce.run(
+            make_config(
+                run={"dir": tmp_path / name, "steps": 2, "device": "cpu"},
+                model={"path": make_config().model.path, "dtype": "bfloat16", "init": "random"},
+                algorithm=GAE,
+                trainer=SHARED | option,
+                critic={"lr": 1e-3},
+            )
+        )
+    if offload == "none":  # else a CPU holds the weights for their checksums too
+        assert seen["asleep"] == [0, 0] < seen["awake"]
+    for model in ("model", "critic"):
+        assert_equal(tmp_path / "awake" / model, tmp_path / "asleep" / model)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_R24_two_processes_with_a_critic_are_one_run(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Then on in one process, and once more in two from a critic that two have written."""
+    sections: dict[str, Any] = {"algorithm": GAE, "trainer": SHARED, "critic": {"lr": 1e-3}}
+    one = make_config(run={"dir": tmp_path / "one"}, **sections)
+    reinforce.run(one)
+    two = make_config(run={"dir": tmp_path / "two", "steps": 2}, **sections)
+    run_hone("rl", two, tmp_path, "--nproc", "2", "--trainer.parallel.zero_stage=3")
+    reinforce.run(make_config(run={"dir": tmp_path / "two"}, **sections))
+    assert_same_run(one.run.dir, two.run.dir)
+    critics = [weights(cfg.run.dir / "critic") for cfg in (one, two)]
+    assert critics[0].keys() == critics[1].keys()
+    for name, tensor in critics[0].items():
+        assert float((tensor - critics[1][name]).abs().max()) < 1e-5, name
+    sections["critic"]["path"] = str(tmp_path / "two" / "critic")
+    three = make_config(run={"dir": tmp_path / "three", "steps": 1}, **sections)
+    run_hone("rl", three, tmp_path, "--nproc", "2")
+    assert lines(three.run.dir / "metrics.jsonl")[0]["critic/values/std"] > 0
 
 
 def value_model(folder: Path) -> PreTrainedModel:

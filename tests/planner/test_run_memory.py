@@ -25,6 +25,7 @@ from hone.engine import kv_cache
 from hone.families.shape import ModelShape, public_shape
 from hone.planner import run_memory
 from hone.planner.fitting import check_gpu_memory
+from hone.planner.host_memory import host_roles
 from hone.planner.lines import plan_lines
 from hone.planner.memory import training_memory
 from hone.planner.run_memory import Phase, RunMemory
@@ -455,4 +456,33 @@ def test_a_critic_has_weights_masters_and_moments_of_its_own_and_no_head(name: s
         added = phase.num_bytes - without[phase.title].num_bytes
         assert added >= with_critic.critic_at_rest, phase.title
     assert with_critic.critic is not None
-    assert with_critic.critic.activations > 1.5 * with_critic.step.activations, "twice the tokens"
+    assert with_critic.critic.activations == pytest.approx(with_critic.step.activations, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_processes_share_a_critic_as_they_share_the_policy(stage: int) -> None:
+    shape = shape_of("qwen3-1.7b")
+    cfg = configured("--algorithm.advantage=gae", f"--trainer.parallel.zero_stage={stage}")
+    run = RunMemory(planned(cfg, shape, world_size=4))
+    params = replace(shape, tied=True).weight_bytes(2) // 2
+    assert run.critic_at_rest == pytest.approx(params * (4 + 8) / 4, rel=1e-3), "masters, moments"
+    assert run.critic is not None
+    assert run.critic.gathered == run.step.gathered
+
+
+def test_a_critic_of_the_policys_size_fits_an_h200_by_default() -> None:
+    assert findings("--algorithm.advantage=gae", name="qwen3-1.7b") == []
+    twice = "--critic.max_tokens_per_microbatch=32768"
+    (told,) = findings("--algorithm.advantage=gae", twice, name="qwen3-1.7b")
+    assert "critic 92.3" in told
+    assert "critic.max_tokens_per_microbatch to 16384" in told
+
+
+def test_a_critic_sleeps_with_the_policy() -> None:
+    flags = ("--algorithm.advantage=gae", "--trainer.enable_sleep=true")
+    plan = planned(configured(*flags), shape_of("qwen3-1.7b"))
+    asleep = {phase.title: phase.parts["critic"] for phase in RunMemory(plan).phases()}
+    assert asleep["generate"] == asleep["sync"] == 0 < asleep["train"]
+    (host,) = host_roles(plan, num_local=1)
+    run = RunMemory(plan)
+    assert host.num_bytes == run.step.masters + run.step.optimizer + run.critic_at_rest

@@ -172,5 +172,6 @@ class CriticConfig(Section):
     """Steps at the start in which the critic alone learns."""
 
     max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
-    """Token budget of its passes, with and without gradient; unset: twice that of the policy, whose
-    logits take the other half."""
+    """Token budget of one forward and backward pass of it on one device, and half that of passes
+    without gradient; unset: the budgets of the policy. Its layers keep as much of a token as the
+    policy's, and the logits that it does not have come in chunks there."""

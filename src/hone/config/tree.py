@@ -82,14 +82,12 @@ class RLConfig(Section):
     def critic_trainer(self) -> TrainerConfig:
         """How the critic is trained: as the policy, but for what `critic` says."""
         critic, trainer = self.critic, self.trainer
-        most = critic.max_tokens_per_microbatch or 2 * trainer.max_tokens_per_microbatch
-        return trainer.model_copy(
-            update={
-                "optimizer": trainer.optimizer.model_copy(update={"lr": critic.lr}),
-                "max_tokens_per_microbatch": most,
-                "max_tokens_per_forward": most,
-            }
-        )
+        optimizer = trainer.optimizer.model_copy(update={"lr": critic.lr})
+        budgets: dict[str, int | None] = {}
+        if critic.max_tokens_per_microbatch is not None:
+            budgets["max_tokens_per_microbatch"] = critic.max_tokens_per_microbatch
+            budgets["max_tokens_per_forward"] = None
+        return trainer.model_copy(update={"optimizer": optimizer, **budgets})
 
     @property
     def has_engine_thread(self) -> bool:

@@ -130,10 +130,10 @@ class RLRun(Run[Group]):
         if engine is not None:  # a rule keeps it from engines with devices of their own
             engine.sleep()
         if self.cfg.trainer.enable_sleep:
-            self.trainer.wake()
+            self.models.wake()
         yield
         if self.cfg.trainer.enable_sleep:
-            self.trainer.sleep()
+            self.models.sleep()
         if engine is not None:
             engine.wake()
 
@@ -243,7 +243,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
             restore(models, start.checkpoint.parts)
         random_state = capture_random_state()
         if cfg.trainer.enable_sleep:
-            trainer.sleep()  # before the engine looks how much memory there is
+            models.sleep()  # before the engine looks how much memory there is
 
         sampling = stack.enter_context(
             _sampling(
@@ -399,15 +399,16 @@ def _critic(cfg: RLConfig, plan: RunPlan, start: Launch, objective: Objective) -
     model = cfg.model
     if cfg.critic.path is not None:
         model = model.model_copy(update={"path": cfg.critic.path, "init": "pretrained"})
+    mesh, seed = start.mesh, cfg.run.seed
     return Trainer(
-        load_value_model(model, device=start.mesh.device, seed=cfg.run.seed),
+        load_value_model(model, device=mesh.device, seed=seed, deferred=mesh.world.size > 1),
         cfg.critic_trainer,
         objective,
         role="critic",
         total_steps=plan.optimizer_steps,
-        seed=cfg.run.seed,
+        seed=seed,
         dump_dir=start.dir,
-        mesh=start.mesh,
+        mesh=mesh,
     )
 
 

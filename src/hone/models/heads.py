@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 __all__ = ["token_values", "value_head"]
@@ -23,6 +24,8 @@ def value_head(model: PreTrainedModel) -> nn.Linear:
 def token_values(model: PreTrainedModel, hidden_ND: Tensor) -> Tensor:
     """Values [N] of hidden states, in float32 or wider: returns are compared with them, whose
     differences bfloat16 would round away."""
-    weight_1D = value_head(model).weight
+    weight_1D: Tensor = value_head(model).weight
+    if isinstance(weight_1D, DTensor):  # whole on every rank of the tensor axis
+        weight_1D = weight_1D.to_local()
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     return (hidden_ND.to(dtype) @ weight_1D.to(dtype).T).squeeze(-1)

@@ -26,7 +26,7 @@ from hone.config import plan
 from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
-from hone.models.deferred import Weight, defer
+from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
 from hone.models.support import check_supported
 from hone.models.tensor_parallel import (
@@ -96,23 +96,33 @@ def load_model(
     return _filled(model, tensors, tp)
 
 
-def load_value_model(cfg: ModelConfig, *, device: torch.device | str, seed: int) -> PreTrainedModel:
+def load_value_model(
+    cfg: ModelConfig, *, device: torch.device | str, seed: int, deferred: bool = False
+) -> PreTrainedModel:
     """The backbone of `load_model` with a head that gives one value (`hone.models.heads`): that of
-    a folder of such a model, else zeros. Raises as `load_model`."""
+    a folder of such a model, else zeros. With `deferred` weights come as those of `load_deferred`.
+    Raises as `load_model`."""
     config, options = load_config(cfg), _options(cfg, torch.device(device))
     config.num_labels = 1
-    gives_values = any("SequenceClassification" in name for name in config.architectures or ())
-    if cfg.init == "pretrained" and gives_values:
-        model = _from_files(AutoModelForSequenceClassification, _place(cfg), config, options)
-        nn.Module.to(model, device)
-        return model.eval()
     with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(config, **options)
-    backbone = load_model(cfg, device=device, seed=seed).base_model
-    setattr(model, model.base_model_prefix, backbone)
-    value_head(model).to_empty(device=device)
+        model = AutoModelForSequenceClassification.from_config(config, **options).eval()
+    if cfg.init == "pretrained" and any(
+        "SequenceClassification" in name for name in config.architectures or ()
+    ):
+        if deferred and _defer_to_files(model, cfg):
+            return model
+        whole = _from_files(AutoModelForSequenceClassification, _place(cfg), config, options)
+        nn.Module.to(whole, "cpu" if deferred else device)
+        return whole.eval()
+    load = load_deferred if deferred else load_model
+    causal = load(cfg, device=device, seed=seed)
+    if (source := take_source(causal)) is not None:
+        defer(model, _BackboneWeights(source, value_head(model).in_features))
+        return model
+    setattr(model, model.base_model_prefix, causal.base_model)
+    value_head(model).to_empty(device=causal.device)
     nn.init.zeros_(value_head(model).weight)
-    return model.eval()
+    return model
 
 
 def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) -> PreTrainedModel:
@@ -128,17 +138,7 @@ def load_deferred(cfg: ModelConfig, *, device: torch.device | str, seed: int) ->
         config = copy.deepcopy(model.config)
         defer(model, _DrawnWeights(config, _options(cfg, device), seed))
         return model
-    try:
-        defer(model, find_weights(_place(cfg), model, _computed_buffers(model)))
-    except OtherFormatError as error:
-        size = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize / 2**30
-        logger.warning(
-            "The weights of %s can be loaded only whole: %s. Each process takes %.1f GiB of host "
-            "memory for them; a folder that hone or save_pretrained wrote is read in parts.",
-            cfg.path,
-            error,
-            size,
-        )
+    if not _defer_to_files(model, cfg):
         return load_model(cfg, device=device, seed=seed, on_host=True)
     return model
 
@@ -209,6 +209,24 @@ def _skeleton(cfg: ModelConfig, device: torch.device) -> PreTrainedModel:
     return model.eval()
 
 
+def _defer_to_files(model: PreTrainedModel, cfg: ModelConfig) -> bool:
+    """Have the tensors of `model`, which are on the meta device, come from the files of `cfg.path`.
+    False, and a line in the log, where those are not simply its tensors."""
+    try:
+        defer(model, find_weights(_place(cfg), model, _computed_buffers(model)))
+    except OtherFormatError as error:
+        size = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize / 2**30
+        logger.warning(
+            "The weights of %s can be loaded only whole: %s. Each process takes %.1f GiB of host "
+            "memory for them; a folder that hone or save_pretrained wrote is read in parts.",
+            cfg.path,
+            error,
+            size,
+        )
+        return False
+    return True
+
+
 def _computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
     """The buffers of a model that lies on the meta device which follow from its config, and are not
     saved. They are computed on the CPU, as where transformers loads the model."""
@@ -275,6 +293,22 @@ class _DrawnWeights:
                     setattr(module, name, parameter)
         for name, buffer in model.named_buffers():
             take(Weight.of(name, buffer))
+
+
+@dataclass(frozen=True, slots=True)
+class _BackboneWeights:
+    """Of a causal language model all but its head, and zeros for a head that gives values."""
+
+    source: WeightSource
+    hidden_size: int
+
+    def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
+        def take_backbone(weight: Weight) -> None:
+            if weight.name != "lm_head.weight":
+                take(weight)
+
+        self.source.give(take_backbone, device=device)
+        take(Weight.of("score.weight", torch.zeros(1, self.hidden_size)))
 
 
 def _from_files(

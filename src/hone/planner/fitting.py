@@ -183,6 +183,10 @@ def _smaller_budgets(plan: RunPlan) -> Iterator[Change]:
     while plan.trainer.micro_batch_size is None and budget >= _longest_part(plan):
         yield {"trainer.max_tokens_per_microbatch": budget}
         budget //= 2
+    own = _get(plan.config, "critic.max_tokens_per_microbatch") if "critic" in plan.roles else None
+    while own is not None and own // 2 >= _longest_part(plan):
+        own //= 2
+        yield {"critic.max_tokens_per_microbatch": own}
 
 
 def _longest_part(plan: RunPlan) -> int:

@@ -72,7 +72,7 @@ def host_roles(plan: RunPlan, *, num_local: int, at_least: bool = False) -> list
     roles: list[HostRole] = []
     for name, number in numbers.items():
         widest = max((x for role, x in phases if role == name), key=lambda x: x.num_bytes)
-        offloaded = {"offloaded": run.step.host} if name == "trainer" else {}
+        offloaded = {"offloaded": run.offloaded} if name == "trainer" else {}
         roles.append(HostRole(name, number, {**widest.parts, **offloaded}))
     return roles
 
@@ -87,9 +87,9 @@ def _offloaded(run: RunMemory, num_local: int) -> Iterator[HostRole]:
     if run.plan.trainer is None:
         return
     step, sleeps = run.step, getattr(run.plan.trainer, "enable_sleep", False)
-    asleep = step.masters + step.optimizer if sleeps else 0
-    if step.host or asleep:
-        yield HostRole("trainer", num_local, {"offloaded": step.host, "asleep": asleep})
+    asleep = step.masters + step.optimizer + run.critic_at_rest if sleeps else 0
+    if run.offloaded or asleep:
+        yield HostRole("trainer", num_local, {"offloaded": run.offloaded, "asleep": asleep})
 
 
 def shortage(

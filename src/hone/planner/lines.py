@@ -175,6 +175,15 @@ def _micro_batches(plan: RunPlan, batch: BatchArithmetic) -> Iterator[Line]:
     forward = trainer.max_tokens_per_forward or 2 * budget
     yield Line("tokens_per_microbatch", budget, "forward and backward, on one device")
     yield Line("tokens_per_forward", forward, "forward only, on one device")
+    if "critic" in plan.roles and isinstance(plan.config, RLConfig):
+        own = plan.config.critic.max_tokens_per_microbatch
+        how = "critic.max_tokens_per_microbatch"
+        if own is None:
+            how = (
+                "as the policy's: layers keep as much of a token, and the logits that a critic has "
+                f"not are {trainer.logits_chunk_tokens} tokens' at a time"
+            )
+        yield Line("critic_tokens_per_microbatch", own or budget, how)
     if sizes.context > 1:
         how = f"{budget} x ring {sizes.ring} x ulysses {sizes.ulysses}"
         yield Line("tokens_per_packed_row", row, how)
@@ -231,12 +240,16 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
             held["engine"] = (run.engine_weights, f"{plan.dtype}, the engine's own")
         if run.reference:
             held["reference"] = (run.reference, f"{plan.dtype}, for the KL term")
+        if run.critic is not None:
+            held["critic"] = (run.critic_at_rest, "its weights, masters and moments")
         for name, (num_bytes, what) in held.items():
             yield _gib(f"{name}_gib", num_bytes, what if name == "engine" else f"{what}, {how}")
         total = sum(num_bytes for num_bytes, _ in held.values())
         yield _gib("total_gib", total, "of one device, before activations and KV cache")
-        yield _gib("host_gib", step.host, "of a process, in host memory: what is offloaded")
+        yield _gib("host_gib", run.offloaded, "of a process, in host memory: what is offloaded")
         yield _gib("training_peak_gib", step.peak, _sentences(in_gib(step.parts), has))
+        if run.critic is not None:
+            yield _gib("critic_peak_gib", run.critic.peak, in_gib(run.critic.parts))
     else:
         yield _gib("weights_gib", run.engine_weights, plan.dtype)
     if run.is_known and not plan.is_on_cpu and plan.engine is not None:

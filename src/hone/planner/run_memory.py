@@ -5,9 +5,9 @@
 
 A step generates, trains and syncs. Where trainer and engine share a device, what one holds while
 the other works decides whether the run fits: the KV cache stays unless `engine.enable_sleep`,
-masters and moments stay unless `trainer.enable_sleep`. Where they are apart, each has a device of
-its own, as has a reference with `cluster.num_references`. Commands that only train or only sample
-have one phase.
+masters, moments and all of a critic stay unless `trainer.enable_sleep`. Where they are apart, each
+has a device of its own, as has a reference with `cluster.num_references`. Commands that only train
+or only sample have one phase.
 
 Of the trainer all is `training_memory`. The cache is sized as the engine does it when it starts,
 before the trainer has moments, which is why a cache that was granted may be missing later. On an
@@ -24,6 +24,7 @@ from typing import Literal
 
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB, EngineConfig
 from hone.config.plan import Role, RunPlan
+from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
 from hone.planner.memory import TrainingMemory, layer_code, planned_step, training_memory
 
@@ -101,20 +102,10 @@ class RunMemory:
     @cached_property
     def step(self) -> TrainingMemory:
         """An optimizer step with the largest micro-batches that the run's rows can make."""
-        plan, sizes = self.plan, self.plan.policy.axes
+        plan = self.plan
         assert plan.trainer is not None
-        assert plan.batch is not None
-        rows = -(-plan.batch.samples_per_optimizer_step // sizes.data)
-        micro = plan.trainer.micro_batch_size
-        whole = -(-rows * self.longest // sizes.context)
-        budget = plan.trainer.max_tokens_per_microbatch
-        if micro is not None:
-            budget = -(-min(micro, rows) * self.longest // sizes.context)
-        return planned_step(
-            plan,
-            num_tokens=min(whole, budget),
-            num_micro_batches=1 if whole <= budget else 2,
-        )
+        num_tokens, num_micro_batches = self._micro_batches(plan.trainer)
+        return planned_step(plan, num_tokens=num_tokens, num_micro_batches=num_micro_batches)
 
     @cached_property
     def critic(self) -> TrainingMemory | None:
@@ -122,27 +113,41 @@ class RunMemory:
         cfg, plan = self.plan.config, self.plan
         if "critic" not in plan.roles or not isinstance(cfg, RLConfig):
             return None
-        assert plan.batch is not None
-        whole = plan.batch.samples_per_optimizer_step * self.longest
         trainer = cfg.critic_trainer
-        budget = trainer.max_tokens_per_microbatch
-        if trainer.micro_batch_size is not None:
-            budget = trainer.micro_batch_size * self.longest
+        num_tokens, num_micro_batches = self._micro_batches(trainer)
         return training_memory(
             replace(self.shape, tied=True),
             trainer,
             dtype=plan.dtype,
-            num_tokens=min(whole, budget),
+            num_tokens=num_tokens,
             num_trained=0,
-            num_micro_batches=1 if whole <= budget else 2,
+            num_micro_batches=num_micro_batches,
             layers=layer_code(on_gpu=not plan.is_on_cpu, compile=trainer.compile),
+            sizes=plan.roles["critic"].axes,
         )
+
+    def _micro_batches(self, trainer: SFTTrainerConfig) -> tuple[int, int]:
+        """Tokens that a device has of the largest micro-batch of an optimizer step, and whether
+        there are several, as 1 or 2."""
+        plan, sizes, micro = self.plan, self.plan.policy.axes, trainer.micro_batch_size
+        assert plan.batch is not None
+        rows = plan.rows_per_data_rank
+        whole = -(-rows * self.longest // sizes.context)
+        budget = trainer.max_tokens_per_microbatch
+        if micro is not None:
+            budget = -(-min(micro, rows) * self.longest // sizes.context)
+        return min(whole, budget), 1 if whole <= budget else 2
 
     @property
     def critic_at_rest(self) -> int:
-        """While the policy or an engine works."""
+        """While the policy works."""
         critic = self.critic
         return 0 if critic is None else critic.weights + critic.masters + critic.optimizer
+
+    @property
+    def offloaded(self) -> int:
+        """In host memory: what is offloaded of policy and critic."""
+        return self.step.host + (self.critic.host if self.critic else 0)
 
     @property
     def reference(self) -> int:
@@ -155,12 +160,15 @@ class RunMemory:
     def trainer_at_rest(self, *, has_moments: bool = True) -> dict[str, int]:
         """While the engine works."""
         asleep = getattr(self.plan.trainer, "enable_sleep", False) and not self.plan.is_apart
+        critic = self.critic_at_rest
+        if self.critic is not None and not has_moments:
+            critic -= self.critic.optimizer
         return {
             "weights": self.step.weights,
             "masters": 0 if asleep else self.step.masters,
             "moments": 0 if asleep or not has_moments else self.step.optimizer,
             "reference": self.reference,
-            "critic": self.critic_at_rest,
+            "critic": 0 if asleep else critic,
         }
 
     def trainer_at_work(self) -> dict[str, int]:
@@ -168,7 +176,8 @@ class RunMemory:
         policy = {**self.step.parts, "reference": self.reference, "critic": self.critic_at_rest}
         if self.critic is None:
             return policy
-        critic = self.trainer_at_rest() | {"critic": self.critic.peak}
+        held = {name: policy[name] for name in ("weights", "masters", "moments", "reference")}
+        critic = held | {"critic": self.critic.peak}
         return max(policy, critic, key=lambda parts: sum(parts.values()))
 
     # -- the engine ------------------------------------------------------------------------------

@@ -75,6 +75,16 @@ class Models:
                 metrics |= {key.replace("train/", prefix): value for key, value in own.items()}
         return metrics
 
+    def sleep(self) -> None:
+        """Let all that learn leave the device to an engine, as `Trainer.sleep`."""
+        for trainer in self.learners.values():
+            trainer.sleep()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` moved away. Raises as `Policy.wake`."""
+        for trainer in self.learners.values():
+            trainer.wake()
+
     def _score(self, algorithm: Algorithm[Item], rows: Sequence[Row]) -> None:
         """Add the outputs that the algorithm reads, as columns `<output>/<role>`.
 

@@ -295,11 +295,13 @@ class StateOffload:
     def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors to the host and free their device memory, down to the driver.
 
-        Until `restore` none of them may be used. Raises UserError, with nothing moved, where the
-        host has too little memory.
+        Until `restore` none of them may be used. What is not torch's own memory, as that of a file
+        which a CPU has mapped, stays. Raises UserError, with nothing moved, where the host has too
+        little memory.
         """
         assert not self._away, "tensors that are away would be lost"
-        storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
+        own = (t.untyped_storage() for t in tensors)
+        storages = {s.data_ptr(): s for s in own if s.nbytes() and s.resizable()}
         if not storages:
             return
         device = next(iter(storages.values())).device

@@ -77,9 +77,11 @@ class Optimizer:
         self._policy.load_masters(_with_prefix(tensors, "weights/"))
         self._rule.load_state_dict(_with_prefix(tensors, "optimizer/"))
 
-    def sleep(self) -> None:
-        """Move masters and moments to pinned host memory. Raises as `Policy.sleep`."""
-        self._policy.sleep(self._rule.device_tensors())
+    def sleep(self, *, with_weights: bool = False) -> None:
+        """Move masters and moments, and the module's weights if asked, to pinned host memory.
+        Raises as `Policy.sleep`."""
+        weights = [p.detach() for p in self._policy.parameters.values()] if with_weights else []
+        self._policy.sleep([*self._rule.device_tensors(), *weights])
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away. Raises as `Policy.wake`."""

@@ -8,6 +8,7 @@ arXiv:2205.05198):
     q, k, v, gate, up        rows: a rank's own heads and inner size
     o, down                  columns: parts of a sum, added up while the tokens are dealt out
     norms                    whole on every rank, each sees its share of tokens or of heads
+    head of values           whole on every rank, each sees all tokens
 
 A layer gathers all tokens before attention and before the MLP and deals them out again behind. Any
 number of tokens will do: the last ranks' shares are filled up with rows that nobody reads. Hidden
@@ -45,6 +46,8 @@ from transformers import PreTrainedModel
 from hone.distributed.mesh import Mesh
 from hone.families.registry import SPECS
 from hone.families.spec import Split
+from hone.models.decoder import head_weight
+from hone.models.heads import value_head
 
 __all__ = ["first_row", "gather_rows", "parallelize"]
 
@@ -61,7 +64,7 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
         return
     head: Any = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
-    is_tied = head.weight is embedding.weight
+    is_tied = head_weight(model) is embedding.weight
     base: Any = model.base_model
     for name, layer_class in _split_modules(model):
         module = base.get_submodule(name)
@@ -69,6 +72,8 @@ def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
         module.__class__ = layer_class
     if is_tied:
         head.weight = embedding.weight
+    elif head is None:
+        ValueHead.split(value_head(model), mesh.tensor_mesh)
     else:
         ColumnLinear.split(head, mesh.tensor_mesh)
     for layer in base.layers:
@@ -154,6 +159,12 @@ class SharedNorm(SplitModule):
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return _shared(self.weight) * normed.to(x.dtype)
+
+
+class ValueHead(SplitModule):
+    """One row for all tokens, on every rank, each of which has its whole gradient."""
+
+    placements: ClassVar = {"weight": Replicate()}
 
 
 _CLASSES: dict[Split, type[SplitModule]] = {

@@ -220,9 +220,9 @@ class Trainer:
         self.num_updates = metadata["num_updates"]
 
     def sleep(self) -> None:
-        """Move masters and moments to pinned host memory, so that an engine has the device. Raises
-        as `Policy.sleep`."""
-        self.optimizer.sleep()
+        """Move masters and moments to pinned host memory, so that an engine has the device, and
+        with them the weights of a role that no engine samples with. Raises as `Policy.sleep`."""
+        self.optimizer.sleep(with_weights=self.role != "policy")
 
     def wake(self) -> None:
         """Bring back what `sleep` moved away. Raises as `Policy.wake`."""
