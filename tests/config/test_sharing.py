@@ -31,6 +31,25 @@ def nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
     return value
 
 
+def test_demonstrations_take_a_recipe_of_reinforcement_learning(tmp_path: Path) -> None:
+    values = {
+        "run": {"dir": "runs/both", "steps": 3},
+        "data": {"max_tokens": 99, "examples_per_step": 4},
+        "rollout": {"temperature": 0.5},
+        "reward": {"functions": [{"fn": "math"}]},
+        "trainer": {"prompts_per_minibatch": 2, "optimizer": {"lr": 0.25}},
+    }
+    recipe = write(tmp_path, values)
+    cfg, notes = load_noted(SFTConfig, recipe, NEEDED)
+    assert (cfg.run.steps, cfg.trainer.optimizer.lr, cfg.data.max_tokens) == (3, 0.25, 99)
+    assert cfg.run.dir == Path("runs/both/sft")
+    left_out = "rollout, reward, trainer.prompts_per_minibatch"
+    assert notes == [f"`hone sft` leaves out of mine.yaml: {left_out}"]
+    run, notes = load_noted(RLConfig, recipe, NEEDED)
+    assert (run.run.dir, run.rollout.temperature) == (Path("runs/both"), 0.5)
+    assert notes == ["`hone rl` leaves out of mine.yaml: data.max_tokens, data.examples_per_step"]
+
+
 @pytest.mark.parametrize("trained", [RLConfig, SFTConfig])
 @pytest.mark.parametrize("command", OTHERS)
 def test_every_command_takes_a_whole_recipe_of_training(
@@ -65,7 +84,10 @@ def test_a_misspelt_key_of_training_is_a_mistake_in_every_command(tmp_path: Path
     ("command", "values", "told"),
     [
         ("rl", {"data": {"max_tokens": 9}}, "it is a key of `hone sft`, not of this command"),
-        ("sft", {"rollout": {"temperature": 1}}, "it is a key of `hone rl`"),
+        ("rl", {"data": {"max_tokens": 9}, "rollout": {"temperature": 1}}, None),
+        ("sft", {"trainer": {"prompts_per_minibatch": 9}}, "it is a key of `hone rl`"),
+        ("sft", {"rollout": {"temprature": 1}}, "did you mean rollout.temperature"),
+        ("sft", {"reward": {}, "trainer": {"optimiser": 1}}, "did you mean trainer.optimizer"),
         ("rl", {"steps": 3}, "did you mean run.steps"),
         ("eval", {"modle": {"path": "m"}}, "modle: unknown key"),
         ("eval", {"trainer": {"lr": 1}}, "did you mean trainer.optimizer.lr"),

@@ -22,8 +22,8 @@ from hone.config.errors import UserError
 from hone.config.flags import Flag, parse_flags
 from hone.config.recipe import Key, read_recipe, resolve_recipe, to_yaml
 from hone.config.schema import Field, fields, is_section, locate, members, nearest
-from hone.config.sharing import SAME, UNREAD, parts, training_tree
-from hone.config.tree import TREES, EvaluateConfig
+from hone.config.sharing import SAME, UNREAD, is_for_rl, parts, training_tree
+from hone.config.tree import TREES, RLConfig, SFTConfig
 
 __all__ = ["dump_config", "load_config", "load_noted", "resolve_recipe"]
 
@@ -116,10 +116,12 @@ class _Draft:
     """As `origins`, before any flag."""
 
     def take(self, recipe: dict[str, Any], path: Path) -> None:
-        """Take from a recipe what is this command's."""
+        """Take from a recipe what is this command's. Demonstrations by a recipe of `hone rl` get a
+        folder in that of its run."""
         found = parts(self.tree, recipe)
         self.values, others = found.own, found.others
-        self.hints = training_tree([*others, *found.unknown])
+        if self.tree is not RLConfig:
+            self.hints = training_tree([*others, *found.unknown])
         for at in found.unknown:
             self._unknown(at)
         name = next((name for name, tree in TREES.items() if tree is self.tree), "")
@@ -134,6 +136,10 @@ class _Draft:
             if at in others and isinstance(section, dict) and key not in section:
                 self.values[above] = section | {key: others[at]}
                 self.origins[above, key] = self.origins[at]
+        run = self.values.get("run") or {}
+        if self.tree is SFTConfig and is_for_rl(recipe) and isinstance(run, dict):
+            folder = run.get("dir") or f"runs/{path.stem}"
+            self.values["run"] = run | {"dir": f"{folder}/sft"}
         left_out = dict.fromkeys(_foreign_part(self.tree, at) for at in others)
         for above, key in (unread.split(".") for unread in UNREAD.get(name, ())):
             section = self.values.get(above)
@@ -275,7 +281,8 @@ class _Draft:
 
     def _unknown(self, at: Key) -> None:
         path = [str(part) for part in at]
-        tree = self.hints or self.tree
+        is_flag = self._origin(at).startswith("flag ")
+        tree = self.tree if is_flag or self.hints is None else self.hints
         hint = alias_hint(tree, path) or of_other_command(tree, path)
         if hint is None:
             near = nearest(tree, path)

@@ -3,8 +3,9 @@
     found = parts(EvaluateConfig, values)
 
 `hone eval`, `generate`, `simulate` and `bench` leave out what only training has, and every command
-leaves out the sections of commands that do not train. What `hone rl` and `hone sft` have of their
-own is a mistake in a recipe of the other.
+leaves out the sections of commands that do not train. A recipe with sections that `hone rl` alone
+has serves `hone sft` too, each without what the other alone has; in one of demonstrations alone a
+key of `hone rl` is a mistake, as is one of `hone sft` where no such section is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from hone.config.base import Section
 from hone.config.schema import Field, fields, is_section, locate
 from hone.config.tree import TREES, RLConfig, SFTConfig
 
-__all__ = ["SAME", "UNREAD", "Parts", "command_of", "key_paths", "parts", "training_tree"]
+__all__ = [
+    "SAME",
+    "UNREAD",
+    "Parts",
+    "command_of",
+    "is_for_rl",
+    "key_paths",
+    "parts",
+    "training_tree",
+]
 
 _TRAINING = (RLConfig, SFTConfig)
 
@@ -50,22 +60,37 @@ class Parts:
 def parts(tree: type[Section], values: Mapping[str, Any]) -> Parts:
     """What of a recipe is for `tree`."""
     found = Parts()
-    found.own.update(_own(tree, values, (), found))
+    reads_past = [
+        other
+        for other in TREES.values()
+        if other is not tree
+        and (other not in _TRAINING or tree not in _TRAINING or is_for_rl(values))
+    ]
+    found.own.update(_own(tree, reads_past, values, (), found))
     return found
 
 
+def is_for_rl(values: Mapping[str, Any]) -> bool:
+    """Whether a recipe has sections that of the commands which train `hone rl` alone has."""
+    return bool(values.keys() & (RLConfig.model_fields.keys() - SFTConfig.model_fields.keys()))
+
+
 def _own(
-    tree: type[Section], values: Mapping[str, Any], above: tuple[str, ...], found: Parts
+    tree: type[Section],
+    others: Collection[type[Section]],
+    values: Mapping[str, Any],
+    above: tuple[str, ...],
+    found: Parts,
 ) -> dict[str, Any]:
     own: dict[str, Any] = {}
     is_ours = not above or locate(tree, above) is not None
     for name, value in values.items():
         path = (*above, name)
-        target = locate(tree, path) or _in_others(tree, path)
+        target = locate(tree, path) or _in_others(others, path)
         if target is None and not is_ours:
             found.unknown.append(path)
         elif target is not None and is_section(target.annotation) and isinstance(value, dict):
-            part = _own(tree, value, path, found)
+            part = _own(tree, others, value, path, found)
             if locate(tree, path) is not None:
                 own[name] = part
         elif target is None or locate(tree, path) is not None:
@@ -75,14 +100,14 @@ def _own(
     return own
 
 
-def _in_others(tree: type[Section], path: Sequence[str]) -> Field | None:
-    """A key that `tree` leaves to other commands."""
+def _in_others(others: Collection[type[Section]], path: Sequence[str]) -> Field | None:
+    """A key that a command leaves to these others."""
     is_trained = any(path[0] in each.model_fields for each in _TRAINING)
-    for other in TREES.values():
+    for other in others:
         target = locate(other, path)
-        if target is None or other is tree:
+        if target is None:
             continue
-        if other in _TRAINING and tree not in _TRAINING:
+        if other in _TRAINING:
             return target
         if not is_trained and is_section(other.model_fields[path[0]].annotation):
             return target
