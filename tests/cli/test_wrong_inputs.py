@@ -19,7 +19,7 @@ FILES: dict[str, str | bytes] = {
     "twice.yaml": "run: {steps: 1, steps: 2}\n",
     "binary.yaml": b"\xff\xfe\x00",
     "names.yaml": GOOD + "trainer: {learning_rate: 1}\nrollout: {n_sample: 3}\n",
-    "sft.yaml": GOOD + "rollout: {temperature: 1}\n",
+    "sft.yaml": GOOD + "trainer: {prompts_per_minibatch: 1}\n",
     "text.jsonl": "hello\n",
     "other.jsonl": '{"x": 1}\n',
     "none.jsonl": "",
@@ -41,7 +41,7 @@ ROWS: list[tuple[str, str]] = [
     ("rl train.jsonl", "is a file of data. A recipe is a YAML file; data are named with --data"),
     ("rl names.yaml", "did you mean trainer.optimizer.lr?"),
     ("rl names.yaml", "did you mean rollout.n_samples_per_prompt?"),
-    ("sft sft.yaml", "it is a key of `hone rl`, `hone simulate`, not of this command"),
+    ("sft sft.yaml", "it is a key of `hone rl`, `hone simulate`, "),
     ("rl r.yaml r.yaml", "the recipe goes first"),
     # keys and values
     ("rl r.yaml --run.step 3", "did you mean --run.steps?"),
