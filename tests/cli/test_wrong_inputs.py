@@ -20,6 +20,8 @@ FILES: dict[str, str | bytes] = {
     "binary.yaml": b"\xff\xfe\x00",
     "names.yaml": GOOD + "trainer: {learning_rate: 1}\nrollout: {n_sample: 3}\n",
     "sft.yaml": GOOD + "trainer: {prompts_per_minibatch: 1}\n",
+    "flat.yaml": "model: x\ndata: {train: t.jsonl}\n",
+    "arun/config.yaml": "{}",
     "text.jsonl": "hello\n",
     "other.jsonl": '{"x": 1}\n',
     "none.jsonl": "",
@@ -81,7 +83,16 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --model.path mute", "Set model.tokenizer to a folder or hub name."),
     ("rl r.yaml --data.max_prompt_tokens 5000", "Lower data.max_prompt_tokens"),
     # data
-    ("rl r.yaml --data.train x.jsonl", "for example --data.train.0.path x.jsonl"),
+    ("rl r.yaml --data x.jsonl", "did you mean --data.train.0.path x.jsonl?"),
+    ("rl r.yaml --model x", "did you mean --model.path x?"),
+    ("rl r.yaml --reward r.py:f", "did you mean --reward.functions.0.fn r.py:f?"),
+    ("rl flat.yaml", "did you mean model: {path: x}?"),
+    ("rl flat.yaml", "did you mean train: [{path: t.jsonl}]?"),
+    ("generate r.yaml --prompt Hi", "prompts are rows of a file"),
+    ("train r.yaml", "Did you mean `hone rl` or `hone sft`?"),
+    ("grpo r.yaml", "Did you mean `hone rl`?"),
+    ("report .", "It holds runs: arun."),
+    ("rl r.yaml --data.train x.jsonl", "did you mean --data.train.0.path x.jsonl?"),
     ("rl r.yaml --data.train '[{path: x'", "line 1, column 10"),
     ("rl r.yaml --data.train.3.path x.jsonl", "which has 1 entries: the next is 1"),
     ("rl r.yaml --data.train.0.path no.jsonl", "there is no 'no.jsonl'"),
@@ -92,7 +103,7 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --eval.every_n_steps 5", "there is nothing to evaluate on"),
     ("generate r.yaml --output empty", "is a folder. Give the path of a new file."),
     # rewards
-    ("rl r.yaml --reward.functions math", "for example --reward.functions.0.fn math"),
+    ("rl r.yaml --reward.functions math", "did you mean --reward.functions.0.fn math?"),
     ("rl r.yaml --reward.functions.0.fn no.py:score", "there is no file 'no.py'"),
     ("rl r.yaml --reward.functions.0.fn scores.py", "your own: package.module:function or"),
     ("rl r.yaml --reward.functions.0.fn broken.py:score", "line 1 of 'broken.py' is not valid"),
@@ -116,6 +127,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files.fill(tmp_path)
     for name, content in FILES.items():
         data = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -16,7 +16,11 @@ from hone.checkpoint.store import Checkpoint, CheckpointStore
 from hone.config.errors import UserError
 from hone.config.parallel import AxisSizes
 from hone.config.tree import RLConfig, SFTConfig
+from hone.distributed.mesh import Mesh
+from hone.distributed.processes import processes
+from hone.distributed.watch import Watch
 from hone.loops import reinforce
+from hone.loops.launch import Launch
 from hone.loops.resuming import announce, find_checkpoint
 from hone.loops.run import Run
 from hone.observe.report.write import write_report
@@ -75,6 +79,18 @@ def test_what_has_changed_is_told(make_config: MakeConfig, tmp_path: Path) -> No
     assert "changed since then: trainer.optimizer.lr is 0.0001, was 0.003" in lines
     assert f"changed since then: model.path is other, was {old.model.path}" in lines
     assert not any("run." in line for line in lines)
+
+
+def test_what_has_changed_is_an_event_of_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    run = {"dir": tmp_path, "steps": 9}
+    save_config(make_config(run=run))
+    for lr in (0.003, 0.5, 0.5):  # as it was, another, the same again
+        cfg = make_config(run=run, trainer={"optimizer": {"lr": lr}})
+        mesh, store = Mesh.alone("cpu"), CheckpointStore(tmp_path / "checkpoints")
+        Launch(cfg, mesh, Watch(processes(), 9.0), store, checkpoint()).save_config()
+    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["kind"], event["step"]) == ("changed", 6)
+    assert event["settings"] == ["trainer.optimizer.lr is 0.5, was 0.003"]
 
 
 def test_a_run_with_nothing_left_to_do_says_so(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -348,6 +348,52 @@ def test_several_runs_are_overlaid_and_what_differs_is_listed(tmp_path: Path) ->
     assert "different kinds" not in page.text
 
 
+def test_unequal_rewards_are_said_first(tmp_path: Path) -> None:
+    folders = compared(tmp_path)
+    said = "These runs are not rewarded by the same functions"
+    functions = [{"fn": "math", "weight": 1.0, "args": {}}, {"fn": "r.py:short", "weight": 0.1}]
+    for held in (functions[:1], functions):
+        for folder in folders[len(held) - 1 :]:
+            config = yaml.safe_load((folder / "config.yaml").read_text())
+            config["reward"] = {"functions": held}
+            (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        if held != functions:
+            assert said not in " ".join(render(*folders)[1].text.split())
+    text = " ".join(render(*folders)[1].text.split())
+    assert said in text
+    assert "; b: math + r.py:short x 0.1)" in text
+
+
+def test_settings_that_have_changed_midway_are_said_first(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=3)
+    told = "Settings have changed after step 2: trainer.optimizer.lr is 0.1, was 0.003."
+    assert told not in " ".join(render(folder)[1].text.split())
+    append_event(folder, "changed", step=2, settings=["trainer.optimizer.lr is 0.1, was 0.003"])
+    assert told in " ".join(render(folder)[1].text.split())
+    other = write_run(tmp_path / "other", num_steps=3)
+    text = " ".join(render(folder, other)[1].text.split())
+    assert "Settings of run have changed after step 2" in text
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        (["runs/a", "runs/b"], "runs/comparison.html"),
+        (["runs/q/rl", "runs/b"], "runs/comparison.html"),
+        (["one/a", "two/b"], "one/comparison.html"),
+        (["a", "b"], "comparison.html"),
+    ],
+)
+def test_a_comparison_lies_where_its_runs_do(
+    runs: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in runs:
+        write_run(Path(run), num_steps=2)
+    assert write_report(*map(Path, runs)) == Path(expected)
+    assert [str(p) for p in Path().rglob("comparison.html")] == [expected]
+
+
 def test_runs_of_different_kinds_are_said_to_be(tmp_path: Path) -> None:
     rl = write_run(tmp_path / "rl", num_steps=3)
     sft = write_run(tmp_path / "sft", num_steps=3, supervised=True)

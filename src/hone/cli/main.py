@@ -33,6 +33,23 @@ COMMANDS = {
     "completion": "print a script that completes keys and values in your shell",
 }
 
+_OTHER_NAMES = {
+    "train": ("rl", "sft"),
+    "grpo": ("rl",),
+    "ppo": ("rl",),
+    "finetune": ("sft", "rl"),
+    "fine-tune": ("sft", "rl"),
+    "evaluate": ("eval",),
+    "infer": ("generate",),
+    "inference": ("generate",),
+    "sample": ("generate",),
+    "plot": ("report",),
+    "compare": ("report",),
+    "plan": ("check",),
+    "validate": ("check",),
+}
+"""What others call these commands, or a person might."""
+
 _RECIPE_COMMANDS = ("rl", "sft", "generate", "eval")
 
 _USAGE = """\
@@ -157,8 +174,9 @@ def _dispatch(arguments: list[str]) -> int:
         sys.stdout.write(f"hone {__version__}\n")
         return 0
     if command not in COMMANDS:
-        near = get_close_matches(command, COMMANDS, 1)
-        hint = f"Did you mean `hone {near[0]}`?" if near else f"Commands: {', '.join(COMMANDS)}."
+        near = _OTHER_NAMES.get(command.lower()) or get_close_matches(command, COMMANDS, 1)
+        meant = " or ".join(f"`hone {name}`" for name in near)
+        hint = f"Did you mean {meant}?" if near else f"Commands: {', '.join(COMMANDS)}."
         raise UserError(f"there is no command '{command}'. {hint}")
     if command in _RECIPE_COMMANDS and any(word in ("-h", "--help") for word in rest):
         from hone.cli.help import print_help

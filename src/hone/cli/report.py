@@ -29,7 +29,8 @@ def run(argv: Sequence[str]) -> int:
         "--output",
         metavar="FILE",
         type=Path,
-        help="HTML file to write (RUN/report.html; of several runs comparison.html)",
+        help="HTML file to write (RUN/report.html; of several runs comparison.html in the folder "
+        "that they share)",
     )
     arguments = parser.parse_args(argv)
     sys.stdout.write(f"{write_report(*arguments.runs, output=arguments.output)}\n")

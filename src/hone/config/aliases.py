@@ -109,6 +109,22 @@ _REWARD_MODEL = _not_yet("reward models; rewards are functions (reward.functions
 _PIPELINE = _not_yet("pipeline stages; trainer.parallel has ZeRO, tensor and sequence parallelism")
 _EXPERTS = _not_yet("mixtures of experts and expert parallelism")
 _AGENT = _not_yet("several turns and tools; rollouts have one turn")
+_SERVER = _served(
+    "cluster.num_engines", note="engines apart are started by the run; there is no server to reach"
+)
+_SAMPLING = _not_yet("other ways to sample than rollout.temperature and rollout.stop")
+_STRUCTURED = _not_yet("structured outputs")
+_LORA_KINDS = _not_yet("other kinds of adapters than LoRA, and dropout in them; see model.lora")
+_OF_ENV = _served("env.path", note="a class whose method step answers each turn")
+_MOVING_REFERENCE = _not_yet("a reference that moves; it is the model that the run began with")
+_BETAS = _served("trainer.optimizer.betas")
+_IN_MEMORY = _always("rows are read and tokenised once, when a run starts")
+_EACH_STEP = _always("every step is recorded and shown; log.samples_per_step says how many samples")
+_HUB = _not_yet("uploads; run.dir/model is a folder that `huggingface-cli upload` takes")
+_HALF = _served(
+    "model.dtype", note="auto is bfloat16 on a GPU and float32 on a CPU; float16 is not served"
+)
+_COMPILED = _served("trainer.compile", note="on or off, with torch's defaults")
 _PROFILER = _not_yet("profilers; hone bench train and hone bench engine measure where time goes")
 
 ALIASES: Mapping[str, Alias] = {
@@ -147,15 +163,50 @@ ALIASES: Mapping[str, Alias] = {
     "use_liger_kernel": _not_yet("Liger's kernels"),
     "attn_implementation": _always("the fastest attention that the device has is chosen"),
     "flash_attn": _always("the fastest attention that the device has is chosen"),
-    "bf16": _served("model.dtype"),
+    "bf16": _HALF,
+    "fp16": _HALF,
+    "bf16_full_eval": _HALF,
+    "fp16_full_eval": _HALF,
+    "torch_dtype": _HALF,
+    "tf32": _served("trainer.matmul_precision", note="tf32"),
+    "model_init_kwargs": _served("model", note="its keys, such as model.dtype"),
+    "model_revision": _not_yet("revisions of the hub; download one, and name its folder"),
+    "processing_class": _served("model.tokenizer"),
+    "chat_template_path": _served("model.chat_template"),
+    "chat_template_kwargs": _not_yet("arguments of chat templates; set model.chat_template"),
+    "eos_token": _served("rollout.stop", note="beside the model's own end of sequence"),
+    "pad_token": _PACKED,
+    "disable_dropout": _always("nothing is dropped out"),
+    "use_cpu": _served("run.device", note="cpu"),
+    "no_cuda": _served("run.device", note="cpu"),
     # adapters
     "lora_rank": _RANK,
     "lora_r": _RANK,
     "lora_alpha": _served("model.lora.alpha"),
     "lora_target_modules": _served("model.lora.target_modules"),
+    "use_peft": _RANK,
+    "peft_config": _served("model.lora"),
+    "lora_dropout": _LORA_KINDS,
+    "load_in_8bit": _not_yet("8-bit weights; model.lora.load_in_4bit keeps them in 4"),
+    "use_dora": _LORA_KINDS,
+    "use_rslora": _LORA_KINDS,
+    "modules_to_save": _LORA_KINDS,
     # data
     "train_files": _served("data.train"),
     "train_dataset": _served("data.train"),
+    "eval_dataset": _served("data.eval"),
+    "dataset": _served("data.train"),
+    "prompts": _served("data.train", note="a file with a column prompt"),
+    "prompt_file": _served("data.train", note="a file with a column prompt"),
+    "shuffle_dataset": _served("data.shuffle"),
+    "remove_unused_columns": _always("rewards get every column that they ask for by name"),
+    "dataset_text_field": _served("data.train.0.columns.prompt"),
+    "dataset_num_proc": _IN_MEMORY,
+    "dataloader_num_workers": _IN_MEMORY,
+    "dataloader_pin_memory": _IN_MEMORY,
+    "dataloader_drop_last": _IN_MEMORY,
+    "dataloader_prefetch_factor": _IN_MEMORY,
+    "data_seed": _served("run.seed"),
     "val_files": _served("data.eval"),
     "prompt_data": _served("data.train"),
     "dataset_name": _served("data.train"),
@@ -172,6 +223,12 @@ ALIASES: Mapping[str, Alias] = {
     "max_seq_length": _served(
         "data.max_tokens", "data.max_prompt_tokens", "rollout.max_completion_tokens"
     ),
+    "max_length": _served(
+        "data.max_tokens", "data.max_prompt_tokens", "rollout.max_completion_tokens"
+    ),
+    "completion_only_loss": _served("data.train_on_prompt"),
+    "assistant_only_loss": _served("data.train_on_prompt"),
+    "neftune_noise_alpha": _not_yet("noise in embeddings"),
     # batches
     "batch_size": _served("rollout.prompts_per_step", "data.examples_per_step"),
     "train_batch_size": _PROMPTS,
@@ -197,6 +254,15 @@ ALIASES: Mapping[str, Alias] = {
         "it follows from the rows of an optimizer step (trainer.prompts_per_minibatch) and what "
         "fits a micro-batch (trainer.max_tokens_per_microbatch)"
     ),
+    "steps_per_generation": _served(
+        "trainer.prompts_per_minibatch",
+        note="a rollout of rollout.prompts_per_step prompts makes one optimizer step for so many",
+    ),
+    "per_device_eval_batch_size": _FORWARD_BUDGET,
+    "auto_find_batch_size": _DYNAMIC,
+    "pad_to_multiple_of": _PACKED,
+    "packing_strategy": _PACKED,
+    "average_tokens_across_devices": _always("losses are averaged over the tokens of all devices"),
     "use_dynamic_bsz": _DYNAMIC,
     "use_dynamic_batch": _DYNAMIC,
     "use_dynamic_batch_size": _DYNAMIC,
@@ -223,6 +289,7 @@ ALIASES: Mapping[str, Alias] = {
     "num_train_epochs": _served("run.steps", note="rollouts of rollout.prompts_per_step prompts"),
     # sampling
     "num_generations": _SAMPLES,
+    "num_generations_eval": _served("eval.n_samples_per_prompt"),
     "rollout.n": _SAMPLES,
     "generate_max_len": _COMPLETION,
     "max_new_tokens": _COMPLETION,
@@ -242,6 +309,14 @@ ALIASES: Mapping[str, Alias] = {
     "rollout.top_k": _WHOLE,
     "rollout.min_p": _WHOLE,
     "stop_token_ids": _served("rollout.stop"),
+    "generation_kwargs": _SAMPLING,
+    "repetition_penalty": _SAMPLING,
+    "vllm_structured_outputs_regex": _STRUCTURED,
+    "vllm_guided_decoding_regex": _STRUCTURED,
+    "tools": _OF_ENV,
+    "environment_factory": _OF_ENV,
+    "rollout_func": _OF_ENV,
+    "max_tool_calling_iterations": _served("env.max_turns"),
     # engine
     "cuda_graphs": _served("engine.enforce_eager"),
     "vllm_gpu_memory_utilization": _ENGINE_MEMORY,
@@ -259,7 +334,15 @@ ALIASES: Mapping[str, Alias] = {
     "vllm_max_model_length": _LENGTHS,
     "block_size": _always("pages of the KV cache have 16 tokens"),
     "vllm_mode": _COLOCATED,
-    "use_vllm": _served("engine.backend"),
+    "vllm_model_impl": _always("vLLM computes its own models"),
+    "vllm_server_base_url": _SERVER,
+    "vllm_server_host": _SERVER,
+    "vllm_server_port": _SERVER,
+    "vllm_server_timeout": _SERVER,
+    "vllm_group_port": _SERVER,
+    "use_transformers_paged": _always("keys and values are always paged"),
+    "cache_implementation": _always("keys and values are always paged"),
+    "use_vllm": _served("engine.backend", note="vllm; embedded, the default, needs no vLLM"),
     "vllm_num_engines": _served("cluster.num_engines"),
     "vllm_tensor_parallel_size": _served("engine.tensor_parallel_size"),
     "rollout_num_gpus_per_engine": _served("engine.tensor_parallel_size"),
@@ -306,14 +389,20 @@ ALIASES: Mapping[str, Alias] = {
     "expert_parallel_size": _EXPERTS,
     "expert_model_parallel_size": _EXPERTS,
     "expert_tensor_parallel_size": _EXPERTS,
+    "fsdp": _served("trainer.parallel.zero_stage", note="3 shards weights too"),
+    "ds3_gather_for_generation": _always("engines hold whole layers or their tensor-parallel part"),
+    "ddp_timeout": _served("trainer.parallel.timeout_s"),
     "overlap_comm": _OVERLAP,
     "overlap_grad_reduce": _OVERLAP,
     "deepcompile": _served("trainer.compile"),
     "use_torch_compile": _served("trainer.compile"),
     "torch_compile": _served("trainer.compile"),
+    "torch_compile_backend": _COMPILED,
+    "torch_compile_mode": _COMPILED,
     # memory
     "gradient_checkpointing": _RECOMPUTE,
     "gradient_checkpointing_enable": _RECOMPUTE,
+    "gradient_checkpointing_kwargs": _RECOMPUTE,
     "enable_gradient_checkpointing": _RECOMPUTE,
     "recompute_granularity": _RECOMPUTE,
     "recompute_method": _served("trainer.recompute", "trainer.recompute_every_n_layers"),
@@ -335,6 +424,27 @@ ALIASES: Mapping[str, Alias] = {
     # the learning rule
     "adv_estimator": _served("algorithm.advantage"),
     "advantage_estimator": _served("algorithm.advantage"),
+    "scale_rewards": _served(
+        "algorithm.advantage",
+        note="grpo divides by the deviation of a group, reinforce_pp_baseline by that of a batch, "
+        "dr_grpo by nothing",
+    ),
+    "reward_weights": _served("reward.functions.0.weight"),
+    "multi_objective_aggregation": _not_yet(
+        "rewards that are normalised one by one; their weighted sum is"
+    ),
+    "sapo_temperature_neg": _not_yet("other temperatures of sapo than those of its paper"),
+    "sapo_temperature_pos": _not_yet("other temperatures of sapo than those of its paper"),
+    "sync_ref_model": _MOVING_REFERENCE,
+    "ref_model_mixup_alpha": _MOVING_REFERENCE,
+    "ref_model_sync_steps": _MOVING_REFERENCE,
+    "top_entropy_quantile": _not_yet("training on the tokens of highest entropy alone"),
+    "off_policy_mask_threshold": _not_yet(
+        "a mask by divergence and advantage; algorithm.correction.kind sequence_mask goes by ratio"
+    ),
+    "use_bias_correction_kl": _not_yet("a KL term weighted by the importance ratio"),
+    "vllm_importance_sampling_mode": _CORRECTION,
+    "label_smoothing_factor": _not_yet("smoothed labels"),
     "loss_type": _served("algorithm.loss", "algorithm.aggregation"),
     "loss_agg_mode": _served("algorithm.aggregation"),
     "importance_sampling_level": _served("algorithm.loss", note="gspo has ratios of sequences"),
@@ -344,7 +454,7 @@ ALIASES: Mapping[str, Alias] = {
     "clip_ratio_c": _served("algorithm.dual_clip"),
     "eps_clip": _served("algorithm.clip_low", "algorithm.clip_high"),
     "eps_clip_low_high": _served("algorithm.clip_low", "algorithm.clip_high"),
-    "epsilon": _served("algorithm.clip_low"),
+    "epsilon": _served("algorithm.clip_low", "algorithm.clip_high"),
     "epsilon_high": _served("algorithm.clip_high"),
     "delta": _served("algorithm.dual_clip"),
     "beta": _served("algorithm.kl.coef"),
@@ -366,7 +476,12 @@ ALIASES: Mapping[str, Alias] = {
     "learning_rate": _served("trainer.optimizer.lr"),
     "actor_learning_rate": _served("trainer.optimizer.lr"),
     "optim": _served("trainer.optimizer.name"),
-    "adam_betas": _served("trainer.optimizer.betas"),
+    "adam_betas": _BETAS,
+    "adam_beta1": _BETAS,
+    "adam_beta2": _BETAS,
+    "adam_epsilon": _served("trainer.optimizer.eps"),
+    "optim_args": _served("trainer.optimizer"),
+    "lr_scheduler_kwargs": _served("trainer.optimizer.schedule", "trainer.optimizer.min_lr_ratio"),
     "grad_clip": _served("trainer.optimizer.max_grad_norm"),
     "clip_grad": _served("trainer.optimizer.max_grad_norm"),
     "max_norm": _served("trainer.optimizer.max_grad_norm"),
@@ -377,11 +492,23 @@ ALIASES: Mapping[str, Alias] = {
     "warmup_ratio": _served("trainer.optimizer.warmup_steps"),
     # records
     "save_steps": _served("checkpoint.every_n_steps"),
+    "save_strategy": _served("checkpoint.every_n_steps"),
+    "save_only_model": _always("the model alone is in run.dir/model at the end"),
+    "load_best_model_at_end": _served("checkpoint.keep_best"),
+    "metric_for_best_model": _served("eval.metric"),
+    "greater_is_better": _served("eval.metric", note="of which larger is better"),
     "save_freq": _served("checkpoint.every_n_steps"),
     "save_interval": _served("checkpoint.every_n_steps"),
     "max_ckpt_num": _served("checkpoint.keep_last"),
     "save_total_limit": _served("checkpoint.keep_last"),
     "eval_steps": _served("eval.every_n_steps"),
+    "eval_strategy": _served("eval.every_n_steps"),
+    "eval_on_start": _served("eval.at_start"),
+    "logging_steps": _EACH_STEP,
+    "logging_strategy": _EACH_STEP,
+    "logging_first_step": _EACH_STEP,
+    "log_completions": _served("log.samples_per_step"),
+    "num_completions_to_print": _served("log.samples_per_step"),
     "eval_interval": _served("eval.every_n_steps"),
     "test_freq": _served("eval.every_n_steps"),
     "val_before_train": _served("eval.at_start"),
@@ -396,6 +523,12 @@ ALIASES: Mapping[str, Alias] = {
     "use_tensorboard": _TRACKERS,
     "tensorboard": _TRACKERS,
     "project_name": _served("log.project"),
+    "run_name": _served("run.dir", note="its last part is the run's name"),
+    "callbacks": _not_yet("callbacks; metrics.jsonl and events.jsonl grow with the run"),
+    "push_to_hub": _HUB,
+    "hub_model_id": _HUB,
+    "hub_token": _HUB,
+    "hub_strategy": _HUB,
     "use_pytorch_profiler": _PROFILER,
     "profile_target": _PROFILER,
     "sglang_profile": _PROFILER,

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from hone.config.aliases import alias_hint, of_other_command
 from hone.config.base import Section
 from hone.config.recipe import parse_value
-from hone.config.schema import Field, locate, members, nearest
+from hone.config.schema import Field, is_section, locate, members, nearest
 
 __all__ = ["Flag", "parse_flags"]
 
@@ -102,10 +103,23 @@ def _unknown(tree: type[Section], name: str, word: str) -> str:
     path = name.replace("-", "_").split(".")
     if name in ("gpu", "json"):
         return f"a flag of `hone check` alone (flag {word})"
+    if name == "prompt":
+        return (
+            f'unknown key (flag {word}); prompts are rows of a file, such as {{"prompt": "Hi"}}, '
+            "which --data.train.0.path names"
+        )
     hint = alias_hint(tree, path, dashes="--") or of_other_command(tree, path)
-    if hint is None and (near := nearest(tree, path)):
+    near = [] if hint else [key for key in nearest(tree, path) if _is_meant(tree, name, key)]
+    if near:
         hint = f"did you mean --{' or --'.join(near)}?"
     return f"unknown key (flag {word}){f'; {hint}' if hint else ''}"
+
+
+def _is_meant(tree: type[Section], name: str, key: str) -> bool:
+    """Whether a near key is one that a flag sets; a section is hardly, unless it is misspelt."""
+    target = locate(tree, key.split("."))
+    assert target is not None, f"{key=}"
+    return not is_section(target.annotation) or bool(get_close_matches(name, [key], 1, 0.75))
 
 
 def _is_switch(target: Field) -> bool:

@@ -311,10 +311,14 @@ class _Draft:
             self._problem(at, self._wrong(at, target))
 
     def _wrong(self, at: Key, target: Field) -> str:
-        value = _dig(self.values, at)
-        told = f"got {_show(value)} ({self._origin(at)}); allowed: {target.allowed}"
+        value, origin = _dig(self.values, at), self._origin(at)
+        got = f"got {_show(value)} ({origin})"
+        if isinstance(value, str) and (key := _text_key(target)) is not None:
+            return f"{got}; did you mean {_written(key, value, at, origin)}?"
+        told = f"{got}; allowed: {target.allowed}"
         if isinstance(value, str) and get_origin(target.annotation) is tuple:
-            told += f"; for example {_as_list(target, value)}"
+            items = ", ".join(part.strip() for part in value.split(","))
+            told += f"; for example --{target.key} '[{items}]'"
         return told
 
     def _origin(self, at: Key) -> str:
@@ -332,12 +336,30 @@ def _has_trained(folder: Path) -> bool:
     return (folder / "model" / "config.json").is_file()
 
 
-def _as_list(target: Field, text: str) -> str:
-    """How a list is written that has what a text says."""
-    entry = get_args(target.annotation)[0]
-    if is_section(entry):
-        return f"--{target.key}.0.{next(iter(entry.model_fields))} {text}"
-    return f"--{target.key} '[{', '.join(part.strip() for part in text.split(','))}]'"
+def _text_key(target: Field) -> list[str] | None:
+    """Where a text goes that was given for a section, or a list of them: the path of its first
+    key, the required ones before others; None where that takes no text."""
+    kind, path = target.annotation, list[str]()
+    while (is_list := get_origin(kind) is tuple) or is_section(kind):
+        if is_list:
+            kind = get_args(kind)[0]
+            path.append("0")
+            continue
+        content = kind.model_fields
+        name = next((x for x, each in content.items() if each.is_required()), next(iter(content)))
+        path.append(name)
+        kind = content[name].annotation
+    has_section = any(part != "0" for part in path)
+    return path if has_section and str in members(kind) else None
+
+
+def _written(path: Sequence[str], value: str, at: Key, origin: str) -> str:
+    """How a text is set at a `path` under `at`: as a flag, or in a recipe."""
+    if origin.startswith("flag "):
+        return f"--{'.'.join([*map(str, at), *path])} {value}"
+    for part in reversed(path):
+        value = f"[{value}]" if part == "0" else f"{{{part}: {value}}}"
+    return f"{at[-1]}: {value}"
 
 
 def _fresh(target: Field | None) -> Any:

@@ -35,7 +35,8 @@ from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
 from hone.observe.disk import writing
 from hone.observe.environment import save_environment
-from hone.observe.resumed_run import exported_last, save_config
+from hone.observe.loggers import append_event
+from hone.observe.resumed_run import changed_settings, exported_last, save_config
 from hone.observe.run_folder import ENVIRONMENT, LOCK
 from hone.trainer.gathering import wholes
 from hone.trainer.trainer import Trainer
@@ -67,8 +68,12 @@ class Launch:
 
     def save_config(self) -> None:
         """Write the configuration, versions and devices into the run folder, once nothing stands
-        against resuming. One that trains nothing leaves that which the run was trained with."""
+        against resuming; what has changed since it was written there is an event. A launch that
+        trains nothing leaves that which the run was trained with."""
         if self.mesh.is_first and self.steps_done < self.total_steps:
+            if self.steps_done and (changed := changed_settings(self.cfg)):
+                fields = {"step": self.steps_done, "settings": [*changed.values()]}
+                append_event(self.dir, "changed", **fields)
             save_config(self.cfg)
             save_environment(self.dir / ENVIRONMENT, self.mesh.device, self.mesh.world.size)
 

@@ -85,10 +85,10 @@ class RunFolder:
         if path.is_file() and settings_file(path).is_file():
             text, config = _read_yaml(settings_file(path))
             return cls(path, path.name, [], [], text, config, {}, {}, is_running=False)
-        if not any((path / name).is_file() for name in _FILES):
+        if not _is_run(path):
             raise UserError(
                 f"{path} is no run: give the folder that `run.dir` named, or a file that `hone "
-                "generate` has written."
+                f"generate` has written.{_runs_inside(path)}"
             )
         merged: dict[int, dict[str, Any]] = {}
         for row in _json_rows(path / METRICS):
@@ -188,6 +188,18 @@ class RunFolder:
             if event.get("kind") in _ENDS and event.get("timestamp_s", 0.0) >= newest_s
         ]
         return ends[-1] if ends else None
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in _FILES)
+
+
+def _runs_inside(path: Path) -> str:
+    """What to tell of the runs in a folder that is none."""
+    inside = sorted(each.parent for name in _FILES for each in path.glob(f"*/{name}"))
+    inside = list(dict.fromkeys(inside))
+    more = f" and {len(inside) - 5} more" * (len(inside) > 5)
+    return f" It holds runs: {', '.join(map(str, inside[:5]))}{more}." if inside else ""
 
 
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:

@@ -145,9 +145,48 @@ def _notes(runs: Sequence[RunFolder], samples: SampleStore | None) -> list[str]:
             "where they have the same metric, which need not mean the same: a loss of one kind is "
             "not that of another."
         )
+    notes += _unequal_rewards(runs)
+    for run in runs:
+        of_run = f" of {run.name}" * (len(runs) > 1)
+        notes += [
+            f"Settings{of_run} have changed after step {event.get('step')}: "
+            f"{'; '.join(event.get('settings', []))}. What stands before was made with the earlier "
+            "ones."
+            for event in run.events
+            if event.get("kind") == "changed"
+        ]
     if samples is not None and samples.left_out:
         notes.append(samples.left_out)
     return notes
+
+
+def _unequal_rewards(runs: Sequence[RunFolder]) -> list[str]:
+    """What to say where runs that earn rewards earn them for different things."""
+    rewarded = [run for run in runs if run.setting("reward.functions") or run.setting("env.path")]
+    held = {run.name: [run.setting("reward.functions"), run.setting("env")] for run in rewarded}
+    if all(each == held[rewarded[0].name] for each in held.values()):
+        return []
+    listed = "; ".join(f"{run.name}: {_rewards(run)}" for run in rewarded)
+    return [
+        f"These runs are not rewarded by the same functions ({listed}). Rewards, and what is "
+        "counted from them, have one name here and are not one measure: compare what `hone eval` "
+        "says of each model with one and the same reward."
+    ]
+
+
+def _rewards(run: RunFolder) -> str:
+    functions = [
+        " ".join(
+            [
+                function["fn"],
+                *([f"x {function['weight']:g}"] * (function.get("weight", 1.0) != 1.0)),
+                *([str(function["args"])] if function.get("args") else []),
+            ]
+        )
+        for function in run.setting("reward.functions") or []
+    ]
+    env = run.setting("env.path")
+    return " + ".join([*([env] if env else []), *functions]) or "nothing"
 
 
 def _facts(run: RunFolder) -> list[tuple[str, str]]:

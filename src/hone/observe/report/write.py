@@ -1,7 +1,7 @@
 """`report.html`, from the files of runs alone; it needs nothing else to open.
 
     write_report(Path("runs/gsm8k"))  # -> runs/gsm8k/report.html
-    write_report(Path("runs/a"), Path("runs/b"))  # both in one page: ./comparison.html
+    write_report(Path("runs/a"), Path("runs/b"))  # both in one page: runs/comparison.html
 
 Data flow: `RunFolder.read` parses the files; `content.describe` says what the page holds, as one
 `Page` of plain values; `page.html.jinja` lays it out; `charts.js` and `samples.js` draw from the
@@ -12,6 +12,7 @@ anything in it: sections without data are left out, and an empty run says so.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +34,8 @@ def write_report(
     """Write the report of a run, or of several in comparison, and return its path.
 
     A run is its folder, or the JSONL file that `hone generate` has written. By default the page
-    lies in the folder, beside the file, or for several runs in `comparison.html` of the working
-    directory. `has_ended` as in `RunFolder.read`.
+    lies in the folder, beside the file, or for several runs in `comparison.html` of the folder that
+    they share. `has_ended` as in `RunFolder.read`.
 
     Raises UserError where a path is no run, and DiskError where the report cannot be written.
     """
@@ -43,7 +44,7 @@ def write_report(
         raise UserError("a run is named twice; name each run of a comparison once.")
     read = [RunFolder.read(path, has_ended=has_ended) for path in paths]
     runs = [replace(run, name=name) for run, name in zip(read, told_apart(paths), strict=True)]
-    target = output or _default_output(run_dir, len(runs))
+    target = output or _default_output(paths)
     write_whole(target, _render(describe(runs)), "run.dir" if output is None else "--output")
     return target
 
@@ -56,10 +57,15 @@ def told_apart(paths: Sequence[Path]) -> list[str]:
     return next(["/".join(n) for n in held] for held in names if len(set(held)) == len(paths))
 
 
-def _default_output(run: Path, num_runs: int) -> Path:
-    if num_runs > 1:
-        return Path("comparison.html")
-    return run.with_name(f"{run.name}.report.html") if run.is_file() else run / "report.html"
+def _default_output(paths: Sequence[Path]) -> Path:
+    run = paths[0]
+    if len(paths) == 1:
+        return run.with_name(f"{run.name}.report.html") if run.is_file() else run / "report.html"
+    parents = [path.resolve().parent for path in paths]
+    shared = Path(os.path.commonpath(parents))
+    # What runs far apart share is the root, or a home: there is nothing of theirs.
+    folder = shared if shared in parents else parents[0]
+    return Path(os.path.relpath(folder)) / "comparison.html"
 
 
 def _render(page: Page) -> str:
