@@ -23,7 +23,7 @@ from hone.config.flags import Flag, parse_flags
 from hone.config.recipe import Key, read_recipe, resolve_recipe, to_yaml
 from hone.config.schema import Field, fields, is_section, locate, members, nearest
 from hone.config.sharing import SAME, UNREAD, is_for_rl, parts, training_tree
-from hone.config.tree import TREES, RLConfig, SFTConfig
+from hone.config.tree import TREES, EvaluateConfig, RLConfig, SFTConfig
 
 __all__ = ["dump_config", "load_config", "load_noted", "resolve_recipe"]
 
