@@ -318,7 +318,6 @@ ROWS: list[Row] = [
     ("rl", "algorithm.advantage=gae critic.max_tokens_per_microbatch=8", "error",
      "critic.max_tokens_per_microbatch data.max_prompt_tokens rollout.max_completion_tokens"),
     ("rl", "algorithm.advantage=gae critic.lr=0", "warning", "critic.lr"),
-    ("simulate", "algorithm.advantage=gae", "error", "algorithm.advantage"),
     ("rl", "algorithm.correction.kind=icepop algorithm.correction.low=2", "error",
      "algorithm.correction.low algorithm.correction.high"),
     ("rl", "algorithm.correction.kind=tis algorithm.correction.high=0.9", "error",

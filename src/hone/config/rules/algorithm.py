@@ -49,9 +49,6 @@ RULES = (
              why="there is no critic", instead="algorithm.advantage = gae")
       for keys in ("critic.(path|lr|value_clip|warmup_steps|max_tokens_per_microbatch)",
                    "algorithm.(gamma|lam)")),
-    error("algorithm.advantage = gae", only=("simulate",),
-          why="the time of a critic is not modelled",
-          fix="algorithm.advantage = grpo"),
     error("critic.warmup_steps >= run.steps", given=("algorithm.advantage = gae",), only=("rl",),
           why="the policy would never learn",
           fix="lower critic.warmup_steps | raise run.steps"),
