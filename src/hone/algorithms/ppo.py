@@ -2,7 +2,8 @@
 
 Generalised advantage estimation (arXiv:1506.02438) over the tokens that the policy drew: those of
 an environment, which nothing predicts, lie between two of them as if they were not there. As in
-verl's `compute_gae_advantage_return`, a tool's answer neither decays an advantage nor ends it.
+verl's `compute_gae_advantage_return`, a tool's answer neither decays an advantage nor ends it;
+OpenRLHF's `get_advantages_and_returns` makes each of its tokens a step of value 0, which does.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class PPO(GRPO):
 
     def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
         """Advantages, normalised over all tokens of the step, and the returns that the critic
-        learns."""
+        learns. The former are divided by the standard deviation (N - 1) plus 1e-6, in verl by
+        `sqrt(variance + 1e-8)`, in OpenRLHF by that of N."""
         samples = [sample for group in self._scored(rows, batch) for sample in group]
         values = [row.column("values/critic").double() for row in rows]
         estimates = [
