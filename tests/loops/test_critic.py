@@ -12,7 +12,7 @@ from tests.loops.conftest import MakeConfig
 from tests.loops.test_processes import assert_same_run, run_hone
 from tests.tiny_runs import learning_config, lines
 from tests.trainer.examples import gradients, random_rows
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from hone.algorithms.ppo import ValueObjective
 from hone.config.errors import UserError
@@ -79,6 +79,14 @@ def test_a_critic_goes_on_from_one_that_was_written(
     reinforce.run(make_config(**two, critic={"path": str(tmp_path / "one" / "critic")}))
     (row,) = lines(tmp_path / "two" / "metrics.jsonl")
     assert row["critic/values/std"] > 0, "a fresh head gives zeros"
+
+
+def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "lm", vocab_size=48, hidden_size=32, num_layers=2, seed=0)
+    config = AutoConfig.from_pretrained(tmp_path / "lm", num_labels=3)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
+    with pytest.raises(UserError, match="tells 3 classes apart"):
+        load_value_model(ModelConfig(path=str(tmp_path / "three")), device="cpu", seed=0)
 
 
 def test_the_critic_learns_alone_at_first(make_config: MakeConfig, tmp_path: Path) -> None:

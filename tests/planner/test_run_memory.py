@@ -478,6 +478,14 @@ def test_a_critic_of_the_policys_size_fits_an_h200_by_default() -> None:
     assert "critic.max_tokens_per_microbatch to 16384" in told
 
 
+def test_a_critic_is_planned_with_its_own_shape() -> None:
+    """Policy of 0.6B, critic of 4B."""
+    cfg = configured("--algorithm.advantage=gae", "--critic.path=Qwen/Qwen3-4B")
+    run = RunMemory(planned(cfg, shape_of("qwen3-0.6b")))
+    params = replace(shape_of("qwen3-4b"), tied=True).weight_bytes(2) // 2
+    assert run.critic_at_rest == params * (2 + 4 + 8)
+
+
 def test_a_critic_sleeps_with_the_policy() -> None:
     flags = ("--algorithm.advantage=gae", "--trainer.enable_sleep=true")
     plan = planned(configured(*flags), shape_of("qwen3-1.7b"))

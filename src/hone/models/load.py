@@ -103,12 +103,16 @@ def load_value_model(
     a folder of such a model, else zeros. With `deferred` weights come as those of `load_deferred`.
     Raises as `load_model`."""
     config, options = load_config(cfg), _options(cfg, torch.device(device))
+    classifies = any("SequenceClassification" in name for name in config.architectures or ())
+    if classifies and config.num_labels != 1:
+        raise UserError(
+            f"{cfg.path!r} tells {config.num_labels} classes apart; what gives values, a critic or "
+            "a reward model, has one label. Choose such a model, or a language model."
+        )
     config.num_labels = 1
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config, **options).eval()
-    if cfg.init == "pretrained" and any(
-        "SequenceClassification" in name for name in config.architectures or ()
-    ):
+    if cfg.init == "pretrained" and classifies:
         if deferred and _defer_to_files(model, cfg):
             return model
         whole = _from_files(AutoModelForSequenceClassification, _place(cfg), config, options)

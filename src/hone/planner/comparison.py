@@ -319,7 +319,7 @@ def _rates(cfg: SimulateConfig, placement: Placement, plan: RunPlan) -> Rates:
         )
         forward_flops = shape.forward_flops(rows, num_head_tokens=num_trained)
         if "critic" in plan.roles:  # its values, and its update; it has no words to tell apart
-            flops += (1 + 3 * num_epochs) * shape.forward_flops(rows, num_head_tokens=0)
+            flops += (1 + 3 * num_epochs) * run.critic_shape.forward_flops(rows, num_head_tokens=0)
         seconds = (flops + num_scored * forward_flops) / training
         if num_references:  # beside the policy's own scores, before the update
             beside_s = has_old * forward_flops / training

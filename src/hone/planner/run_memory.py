@@ -23,9 +23,11 @@ from functools import cached_property
 from typing import Literal
 
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB, EngineConfig
+from hone.config.model_facts import ModelFacts
 from hone.config.plan import Role, RunPlan
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
+from hone.families.shape import ModelShape
 from hone.planner.memory import TrainingMemory, layer_code, planned_step, training_memory
 
 __all__ = ["Phase", "RunMemory", "in_gib"]
@@ -108,15 +110,23 @@ class RunMemory:
         return planned_step(plan, num_tokens=num_tokens, num_micro_batches=num_micro_batches)
 
     @cached_property
+    def critic_shape(self) -> ModelShape:
+        """That of `critic.path` where it is set and known, else the policy's; without its head."""
+        cfg = self.plan.config
+        path = cfg.critic.path if isinstance(cfg, RLConfig) else None
+        facts = None if path is None else ModelFacts.known(path)
+        return replace((facts and facts.shape) or self.shape, tied=True)
+
+    @cached_property
     def critic(self) -> TrainingMemory | None:
-        """An optimizer step of the critic, taken to be of the policy's shape: it has no logits."""
+        """An optimizer step of the critic, which has no logits."""
         cfg, plan = self.plan.config, self.plan
         if "critic" not in plan.roles or not isinstance(cfg, RLConfig):
             return None
         trainer = cfg.critic_trainer
         num_tokens, num_micro_batches = self._micro_batches(trainer)
         return training_memory(
-            replace(self.shape, tied=True),
+            self.critic_shape,
             trainer,
             dtype=plan.dtype,
             num_tokens=num_tokens,
