@@ -35,12 +35,13 @@ from hone.config.base import Section
 from hone.config.errors import UserError
 from hone.config.hardware import known_gpu
 from hone.config.inherited import inheriting
+from hone.config.paths import standing_in
 from hone.config.plan import Command
 from hone.config.recipe import resolve_recipe
 from hone.config.reward import RewardConfig
+from hone.config.rules import Finding
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig, SFTDataConfig
-from hone.data.given import given_rows, is_source, write_rows
-from hone.distributed.processes import processes
+from hone.data.given import GivenRows, given_rows, is_source
 from hone.notebook import following
 from hone.planner.lines import plan_lines
 from hone.results import Check, Evaluation, RunResult, SampleRecord, read_samples
@@ -158,14 +159,15 @@ def evaluate(
     data: Data | None = None,
     **sections: Any,
 ) -> Evaluation:
-    """Score a model on a data set, as `hone eval` does. `data` takes the place of `data.eval`.
+    """Score a model on a data set, as `hone eval` does.
 
-    scores = hone.evaluate(model={"path": "runs/mine/model"}, data=rows, reward="exact_match")
-    scores.metrics["eval/reward/mean"], scores.samples[0].completion
+    `reward` takes the place of `reward.functions`, `data` of `data.eval`. Raises UserError.
+
+        scores = hone.evaluate(model={"path": "runs/mine/model"}, data=rows, reward="exact_match")
+        scores.metrics["eval/reward/mean"], scores.samples[0].completion
     """
     given = _Given(EvaluateConfig, config, sections, reward, {"data": ("eval", data)})
-    with given.loaded() as cfg:
-        check_loaded(cfg, given.notes, check_here, given.recipe)
+    with given.loaded(check_here) as cfg:
         from hone.loops.inference import run_evaluation
 
         quiet_transformers()
@@ -183,8 +185,7 @@ def generate(
         sample.completion, sample.logprobs
     """
     given = _Given(GenerateConfig, config, sections, None, {"data": ("train", data)})
-    with given.loaded() as cfg:
-        check_loaded(cfg, given.notes, check_here, given.recipe)
+    with given.loaded(check_here) as cfg:
         from hone.loops.inference import run_generation
 
         quiet_transformers()
@@ -218,25 +219,27 @@ def check(
         raise UserError(f"nproc={nproc!r}; allowed: a whole number >= 1, or None: any")
     splits = {"data": ("eval", data)} if command == "eval" else _splits(data, eval_data)
     given = _Given(_TREES[command], config, sections, reward, splits, starts=False)
-    with given.loaded(keeps_data=False) as cfg:
+    with given.loaded() as cfg:
         plan = plan_here(cfg, nproc, gpu=None if gpu is None else known_gpu(gpu))
         derived = {line.name: line.value for line in plan_lines(plan)}
         return Check(check_plan(plan), derived, cfg.model_dump(mode="json"))
 
 
 def _train(given: _Given[Any], checks: Callable[..., Any], train: Callable[..., Any]) -> RunResult:
-    with given.loaded() as cfg:
+    def own_checks(cfg: Command, world_size: int) -> list[Finding]:
         if (
             isinstance(cfg, RLConfig)
             and cfg.cluster.is_used
-            and cfg.cluster.num_trainers > processes().world_size == 1
+            and cfg.cluster.num_trainers > world_size == 1
         ):
             raise UserError(
                 f"cluster.num_trainers {cfg.cluster.num_trainers} asks for several processes, and "
                 "this is one. Write the configuration into a recipe and call `hone rl RECIPE`, or "
                 "start this program with torchrun."
             )
-        check_loaded(cfg, given.notes, checks, given.recipe)
+        return checks(cfg, world_size)
+
+    with given.loaded(own_checks) as cfg:
         with following(cfg.run.dir, cfg.run.steps):
             outcome = train(cfg)
         if outcome.stopped_by is not None:
@@ -265,36 +268,41 @@ class _Given(Generic[T]):
     starts: bool = True
     """Whether it runs here, so that the hub may be asked."""
     recipe: Path | None = field(default=None, init=False)
-    notes: list[str] = field(default_factory=list[str], init=False)
-    """What is to be told of the configuration."""
 
     @contextmanager
-    def loaded(self, *, keeps_data: bool = True) -> Generator[T]:
+    def loaded(self, checks: Callable[..., list[Finding]] | None = None) -> Generator[T]:
         """The configuration; inside, functions that cannot be imported are there to be inherited,
-        and rows that were given are on disk, in the run's folder or for as long as this lasts."""
+        and rows that were given to be read.
+
+        Rows are written to where the run finds them again once it has passed `checks`; what lies
+        there stays as it is.
+        """
         if threading.current_thread() is not threading.main_thread():
             raise UserError(
                 "hone is called from a thread, where no signal can be handled; call it from the "
                 "main thread of the program."
             )
         functions: dict[str, Callable[..., Any]] = {}
-        values = self._values(functions)
+        values, rows = self._values(functions), self._rows()
         with ExitStack() as stack:
             stack.enter_context(_logging())
             stack.enter_context(inheriting(functions))
             temporary = Path(stack.enter_context(TemporaryDirectory(prefix="hone-")))
-            rows = self._rows()
+            files = [given.write(temporary) for given in rows]
             draft, _ = self._fitted([*values, *_sources(rows, temporary)])
-            folder = temporary
-            if isinstance(draft, GenerateConfig):
-                if "output" not in draft.model_fields_set:
-                    values.append(("output", {"output": temporary / "completions.jsonl"}))
-            elif keeps_data:
-                assert isinstance(draft, RLConfig | SFTConfig | EvaluateConfig)
-                folder = draft.run.dir / "data"
-            for split, held in rows.items():
-                write_rows(folder / f"{split}.jsonl", held)
-            cfg, self.notes = self._fitted([*values, *_sources(rows, folder)])
+            folder = _data_folder(draft)
+            if isinstance(draft, GenerateConfig) and "output" not in draft.model_fields_set:
+                values.append(("output", {"output": temporary / "completions.jsonl"}))
+                folder = temporary
+            cfg, notes = self._fitted([*values, *_sources(rows, folder)])
+            stand_ins = {str(x.file(folder)): held for x, held in zip(rows, files, strict=True)}
+            with standing_in(stand_ins):
+                if checks is None:
+                    yield cfg
+                    return
+                check_loaded(cfg, notes, checks, self.recipe)
+            for given in rows:
+                given.write(folder)
             yield cfg
 
     def _fitted(self, values: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[T, list[str]]:
@@ -335,13 +343,13 @@ class _Given(Generic[T]):
                 values.append((f"{name}=", {"data": _plain(held, "data", functions)}))
         return values
 
-    def _rows(self) -> dict[str, list[dict[str, Any]]]:
-        """Rows that are given as they are, by split."""
-        return {
-            split: given_rows(held, name)
+    def _rows(self) -> list[GivenRows]:
+        """Rows that are given as they are."""
+        return [
+            GivenRows.of(split, given_rows(held, name))
             for name, (split, held) in self.data.items()
             if held is not None and not is_source(held) and not _is_section(held)
-        }
+        ]
 
 
 def _is_section(held: Any) -> bool:
@@ -354,10 +362,19 @@ def _is_section(held: Any) -> bool:
     return not is_table or not held.keys().isdisjoint(SFTDataConfig.model_fields)
 
 
-def _sources(rows: Mapping[str, Any], folder: Path) -> list[tuple[str, Mapping[str, Any]]]:
+def _sources(rows: Sequence[GivenRows], folder: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """The settings that name the files of rows in a folder."""
     return [
-        ("data=", {"data": {split: [{"path": str(folder / f"{split}.jsonl")}]}}) for split in rows
+        ("data=", {"data": {given.split: [{"path": str(given.file(folder))}]}}) for given in rows
     ]
+
+
+def _data_folder(cfg: Command) -> Path:
+    """Where rows stay that a program has given."""
+    if isinstance(cfg, GenerateConfig):
+        return cfg.output.with_name(f"{cfg.output.name}.data")
+    assert isinstance(cfg, RLConfig | SFTConfig | EvaluateConfig)
+    return cfg.run.dir / "data"
 
 
 def _plain_config(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hone.observe.run_folder import METRICS, RunFolder
+from hone.observe.run_folder import METRICS
 from hone.results import curves
 
 __all__ = ["following", "is_notebook"]
@@ -34,10 +36,11 @@ def following(run_dir: Path, num_steps: int) -> Generator[None]:
     from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 
     handle: Any = display(HTML(""), display_id=True)
-    ended = threading.Event()
+    ended, table = threading.Event(), _Table(run_dir / METRICS)
 
     def show() -> None:
-        handle.update(HTML(_page(run_dir, num_steps)))
+        if table.grow():
+            handle.update(HTML(_page(table.rows, num_steps)))
 
     def follow() -> None:
         while not ended.wait(_EVERY_S):
@@ -53,8 +56,39 @@ def following(run_dir: Path, num_steps: int) -> Generator[None]:
         show()
 
 
-def _page(run_dir: Path, num_steps: int) -> str:
-    rows = RunFolder.read(run_dir).rows if (run_dir / METRICS).is_file() else []
+class _Table:
+    """The rows of a JSONL file that another thread appends to."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._inode, self._end = 0, 0
+        self._rows: dict[int, dict[str, Any]] = {}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One a step, ascending."""
+        return [self._rows[step] for step in sorted(self._rows)]
+
+    def grow(self) -> bool:
+        """Read what has been appended since; whether there is any. A run that goes on puts another
+        file in the place of the one that it finds: that is read from its beginning."""
+        if not self._file.is_file():
+            return False
+        with self._file.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._end, self._rows = inode, 0, {}
+            file.seek(self._end)
+            appended = file.read()
+        whole = appended[: appended.rfind(b"\n") + 1]  # the last line may be half written
+        for line in whole.splitlines():
+            row = json.loads(line)
+            self._rows.setdefault(row["step"], {}).update(row)
+        self._end += len(whole)
+        return bool(whole)
+
+
+def _page(rows: Sequence[Mapping[str, Any]], num_steps: int) -> str:
     done = rows[-1]["step"] if rows else 0
     bar = f'<progress value="{done}" max="{num_steps}"></progress> step {done} of {num_steps}'
     return f"<div>{bar}</div>{curves(rows)}"

@@ -52,6 +52,8 @@ class SampleRecord:
     split: str | None = None
     """`train` or `eval`; None outside of training."""
     advantage: float | None = None
+    """The mean over its trained tokens, of which those of `gae` and of a penalty in the reward have
+    one each; None where it was not trained."""
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> SampleRecord:

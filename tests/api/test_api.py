@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
 import sys
+import textwrap
 import time
 import types
 from pathlib import Path
@@ -14,12 +16,14 @@ from typing import Any
 import pandas as pd
 import psutil
 import pytest
+import yaml
 from datasets import Dataset
 
 import hone
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.run import RunConfig
 from hone.data.given import given_rows
+from hone.loops.launch import lock_run_dir
 from hone.notebook import following, is_notebook
 from hone.results import curves
 from tests.tiny_runs import lines, write_inputs
@@ -81,11 +85,13 @@ def test_a_run_with_functions_of_this_process_and_rows_in_memory() -> None:
     assert result.report.is_file()
     assert "reward" in repr(result)
     assert "<svg" in result._repr_html_()
-    assert lines(Path("runs/rl/data/train.jsonl")) == rows()
+    (file,) = Path("runs/rl/data").glob("*/train.jsonl")
+    assert lines(file) == rows()
     # the same call finds the run finished; one with more steps goes on
-    assert hone.rl(DATA, reward=reward, data=rows(), **SECTIONS).steps == 3
+    given = {"reward": reward, "data": rows(), "eval_data": rows()[:4]}
+    assert hone.rl(DATA, **given, **SECTIONS).steps == 3
     longer = {**SECTIONS, "run": {"steps": 4, "device": "cpu"}}
-    assert hone.rl(DATA, reward=reward, data=rows(), **longer).steps == 4
+    assert hone.rl(DATA, **given, **longer).steps == 4
 
 
 @pytest.mark.slow
@@ -160,6 +166,69 @@ def test_evaluation_and_generation() -> None:
         DATA, data=["1+1="], output=Path("kept.jsonl"), generation=generation, **GENERATION
     )
     assert len(lines(Path("kept.jsonl"))) == 1
+    settings = yaml.safe_load(Path("kept.jsonl.config.yaml").read_text())
+    assert lines(Path(settings["data"]["train"][0]["path"])) == [{"prompt": "1+1="}]
+    assert Path(settings["data"]["train"][0]["path"]).is_relative_to("kept.jsonl.data")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_refused_call_leaves_the_folder_of_a_run_as_it_is() -> None:
+    folder = Path("runs/mine/data")
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text("an earlier run's\n")
+    sections = SECTIONS | {"run": {"steps": 1, "device": "cpu", "dir": "runs/mine"}}
+    before = contents(Path("runs"))
+    for mistake in ({"reward": lambda completion, level: 1.0}, {"trainer": {"gpus": 1}}):
+        with pytest.raises(hone.UserError):
+            hone.rl(DATA, **{"data": rows(), "reward": "exact_match", **sections} | mistake)
+        assert contents(Path("runs")) == before
+    with lock_run_dir(Path("runs/mine")), pytest.raises(hone.UserError, match="another run is at"):
+        hone.rl(DATA, data=rows(), reward="exact_match", **sections)
+    assert contents(Path("runs")).items() >= before.items()
+
+
+@pytest.mark.slow
+def test_rows_and_functions_that_have_changed_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def call(reward: Any, *, steps: int, num_rows: int = 80) -> None:
+        caplog.clear()
+        sections = SECTIONS | {"run": {"steps": steps, "device": "cpu"}}
+        hone.rl(DATA, data=rows()[:num_rows], eval_data=rows()[-4:], reward=reward, **sections)
+
+    def told() -> list[str]:
+        begin = "changed since then: "
+        messages = [record.getMessage() for record in caplog.records]
+        return [x.removeprefix(begin).split(" is ")[0] for x in messages if x.startswith(begin)]
+
+    caplog.set_level("INFO", logger="hone")
+    call(reward := constant(1.0), steps=1)
+    (before,) = Path("runs/rl/data").glob("*/train.jsonl")
+    earlier = before.read_bytes()
+    call(reward, steps=2)
+    assert told() == []
+    call(constant(1.0, doubled=True), steps=3)
+    assert told() == ["the code of reward.functions.0.fn (__main__:score)"]
+    with pytest.raises(hone.UserError, match=r"num_rows was \[80\] and is now \[40\]"):
+        call(constant(1.0, doubled=True), steps=4, num_rows=40)
+    assert told() == ["data.train"]
+    assert before.read_bytes() == earlier
+    for steps, changed in ((3, "the code of reward.functions.0.fn .__main__:score. is"), (1, "")):
+        with pytest.raises(hone.UserError, match=f"nothing is left to train, .*: {changed}"):
+            call(constant(1.0), steps=steps)
+    call(constant(1.0, doubled=True), steps=3)
+
+
+def constant(value: float, *, doubled: bool = False) -> Any:
+    def score(completion: str) -> float:
+        return value
+
+    def twice(completion: str) -> float:
+        return 2 * value
+
+    twice.__qualname__ = score.__qualname__
+    return twice if doubled else score
 
 
 @pytest.mark.slow
@@ -249,6 +318,37 @@ def test_a_notebook_shows_bar_and_curves(monkeypatch: pytest.MonkeyPatch, inputs
     assert "step 3 of 4" in shown[-1]
     assert curves(table) in shown[-1]
     assert curves(table[:1]) == ""
+
+
+def test_a_notebook_reads_what_is_appended_alone(tmp_path: Path) -> None:
+    from hone.notebook import _Table  # pyright: ignore[reportPrivateUsage]
+
+    file = tmp_path / "metrics.jsonl"
+    table = _Table(file)
+    assert not table.grow()
+    file.write_text('{"step": 1, "a": 0}\n{"step": 2')
+    assert table.grow()
+    assert table.rows == [{"step": 1, "a": 0}]
+    assert not table.grow()
+    with file.open("r+") as held:  # would be read if it were read again
+        held.write("x" * 19)
+        held.seek(0, 2)
+        held.write(', "a": 1}\n{"step": 2, "b": 2}\n')
+    assert table.grow()
+    assert table.rows == [{"step": 1, "a": 0}, {"step": 2, "a": 1, "b": 2}]
+    other = tmp_path / "other"
+    other.write_text('{"step": 1, "a": 5}\n')
+    other.replace(file)  # as a run does that goes on
+    assert table.grow()
+    assert table.rows == [{"step": 1, "a": 5}]
+
+
+def test_the_examples_of_docstrings_are_code() -> None:
+    for call in (hone.rl, hone.sft, hone.evaluate, hone.generate, hone.check):
+        text = inspect.getdoc(call) or ""
+        example = [line for line in text.splitlines() if line.startswith("    ")]
+        assert example, call
+        compile(textwrap.dedent("\n".join(example)), call.__name__, "exec")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.bench.fakes import SHAPE
 
 from hone.config.hardware import GPUS
@@ -19,7 +20,7 @@ from hone.observe.loggers import RunLog
 from hone.observe.metrics import Last, Metrics, Sum
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
-from hone.types import Group, Prompt, Row, Sample, StopReason
+from hone.types import Column, Group, Prompt, Row, Sample, StopReason
 
 LIMITS = Limits(
     shape=SHAPE,
@@ -107,3 +108,14 @@ def test_engines_are_at_work_for_a_share_of_the_time_in_which_they_are_counted(
     (row,) = map(json.loads, (tmp_path / "metrics.jsonl").open())
     assert row["time/step_s"] == 6.0
     assert row["perf/engine_busy_share"] == pytest.approx(share)
+
+
+def test_the_advantage_of_a_sample_is_the_mean_of_its_tokens(tmp_path: Path) -> None:
+    row = replace(ROWS[0], id="s0", columns={"advantages": Column(torch.tensor([1.0] * 4 + [6]))})
+    with RunLog(tmp_path, LogConfig(to=())) as log, Console(9) as console:
+        recorder = Recorder(Mesh.alone("cpu"), Spans(), Alarms(), log, console)
+        with recorder.spans.span("generate"):
+            pass
+        recorder.record(1, {}, groups=GROUPS, rows=[row])
+    written = [json.loads(line)["advantage"] for line in (tmp_path / "samples.jsonl").open()]
+    assert written == [2.0, None, None, None]

@@ -37,3 +37,12 @@ def test_a_file_that_cannot_take_its_place_leaves_nothing(tmp_path: Path) -> Non
     with pytest.raises(OSError), whole_file(path) as file:  # noqa: PT011 - the system's own text
         file.write("x")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_processes_that_write_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with whole_file(path) as one, whole_file(path) as other:
+        one.write("one")
+        other.write("other")
+    assert path.read_text() == "one"
+    assert list(tmp_path.iterdir()) == [path]

@@ -19,7 +19,7 @@ from hone.config.fit import fit_to_context
 from hone.config.hardware import Peaks, available_host_bytes, installed_gpu, max_gpus
 from hone.config.load import load_noted, resolve_recipe
 from hone.config.model_facts import ModelFacts
-from hone.config.paths import DATA_SUFFIXES
+from hone.config.paths import DATA_SUFFIXES, local_path
 from hone.config.plan import Command, Devices, RunPlan, resolve
 from hone.config.rules import Finding, findings
 from hone.config.rules.rewards import needs_columns
@@ -330,7 +330,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
     rows: dict[str, list[tuple[str, Collection[str]]]] = {}
     for section in ("train", "eval"):
         for index, source in enumerate(getattr(data, section)):
-            path = Path(source.path).expanduser()
+            path = local_path(source.path)
             if not path.is_file() or path.suffix not in DATA_SUFFIXES:
                 continue
             head = min(source.max_rows or _NUM_CHECKED_ROWS, _NUM_CHECKED_ROWS)

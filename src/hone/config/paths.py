@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["DATA_SUFFIXES", "is_saved_dataset", "must_be_local", "settings_file"]
+__all__ = [
+    "DATA_SUFFIXES",
+    "is_saved_dataset",
+    "local_path",
+    "must_be_local",
+    "settings_file",
+    "standing_in",
+]
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 """Files that hold rows."""
 _SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")
+_STAND_INS: dict[str, Path] = {}
+
+
+def local_path(path: str) -> Path:
+    """Where the data set of a `path` is read on this host, if it is here."""
+    return _STAND_INS.get(path) or Path(path).expanduser()
+
+
+@contextmanager
+def standing_in(files: Mapping[str, Path]) -> Generator[None]:
+    """Inside, data sets of these paths, which no run has written yet, are read from these files."""
+    _STAND_INS.update(files)
+    try:
+        yield
+    finally:
+        for path in files:
+            _STAND_INS.pop(path, None)
 
 
 def must_be_local(path: str) -> bool:

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import Parameter, signature
-from pathlib import Path
 from typing import Any
 
+from hone.config.function_code import module_file
 from hone.config.inherited import inherited
 
 __all__ = [
@@ -242,11 +242,9 @@ def parsed_class(spec: str) -> ast.ClassDef | None:
 
 def _definition(spec: str) -> ast.AST | None:
     """What binds a name at the top of a module, where nothing else does."""
-    location, _, name = spec.rpartition(":")
-    is_file = location.endswith(".py")
-    path = Path(location) if is_file else Path(*location.split(".")).with_suffix(".py")
+    name = spec.rpartition(":")[2]
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(module_file(spec).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return None  # said elsewhere, or a module that is installed
     found = [node for node in ast.walk(tree) if _binds(node, name)]

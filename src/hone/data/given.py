@@ -1,13 +1,16 @@
 """Rows that a program gives as they are, and how they come into a run: as a JSONL file.
 
-A run then finds them again when it goes on, whatever has become of the program.
+A run then finds them again when it goes on, whatever has become of the program. Other rows get
+another folder, so that those of earlier runs stay, and settings that name it are seen to differ.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from hone.config.errors import UserError
 from hone.data.sources import shorten
 from hone.observe.whole_file import write_whole
 
-__all__ = ["given_rows", "is_source", "write_rows"]
+__all__ = ["GivenRows", "given_rows", "is_source"]
 
 _KINDS = (
     "a list of dicts, a pandas DataFrame, a `datasets.Dataset`, or the path or hub name of a data "
@@ -48,10 +51,28 @@ def given_rows(data: Any, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def write_rows(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as JSON lines; the file appears whole or not at all."""
-    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    write_whole(file, "".join(lines), "run.dir")
+@dataclass(frozen=True, slots=True)
+class GivenRows:
+    """Rows of a split, as JSON lines."""
+
+    split: str
+    text: str
+
+    @classmethod
+    def of(cls, split: str, rows: Iterable[Mapping[str, Any]]) -> GivenRows:
+        lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        return cls(split, "".join(lines))
+
+    def file(self, folder: Path) -> Path:
+        """Where they belong in `folder`: `<digest of the rows>/<split>.jsonl`."""
+        return folder / sha256(self.text.encode()).hexdigest()[:12] / f"{self.split}.jsonl"
+
+    def write(self, folder: Path) -> Path:
+        """Write that file, whole or not at all, unless it is there. Raises DiskError."""
+        file = self.file(folder)
+        if not file.is_file():
+            write_whole(file, self.text, "run.dir")
+        return file
 
 
 def _row(row: Any, where: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from hone.config.data import SourceBase
 from hone.config.errors import UserError
 from hone.config.extras import import_extra
 from hone.config.hub import cache_alone, unreachable
-from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local
+from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
 
 __all__ = ["Row", "is_json_array", "read_source", "short_name", "shorten", "source_names"]
 
@@ -44,7 +44,7 @@ def read_source(source: SourceBase) -> list[Row]:
 
     Raises UserError for a source that is missing, unreadable or empty, and for a bad row.
     """
-    path = Path(source.path).expanduser()
+    path = local_path(source.path)
     if path.is_file():
         rows = _read_file(path)
     elif is_saved_dataset(path):

@@ -236,7 +236,7 @@ class Recorder:
         self.log.log(step, scalars)
         if groups:
             advantages = {
-                row.id: float(row.column("advantages")[-1])
+                row.id: float(row.column("advantages").double().mean())
                 for row in rows
                 if "advantages" in row.columns and row.num_trained
             }

@@ -163,7 +163,7 @@ class RunLog:
         samples; with `failed_first` groups without a failed sample only where others are too few.
         The histograms are of all samples.
 
-        `advantages` maps sample ids to the advantage each was trained with.
+        `advantages` maps the id of each trained sample to the mean advantage of its tokens.
         """
         rows: list[dict[str, Any]] = []
         for group in _chosen(groups, self._samples_per_step, failed_first=failed_first):

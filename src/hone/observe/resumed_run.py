@@ -11,6 +11,7 @@ import yaml
 
 from hone.config.base import Section
 from hone.config.errors import UserError
+from hone.config.function_code import code_digest
 from hone.config.load import dump_config
 from hone.config.model import ModelConfig
 from hone.config.paths import must_be_local
@@ -31,6 +32,8 @@ __all__ = [
 _MODEL = "model.json"
 """Which model the run trains: its place, resolved, how its weights began, and, of a local folder,
 `config.json`."""
+_FUNCTIONS = "functions.json"
+"""Digests of the code of the user's functions, by the keys that name them."""
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 """Keys of `config.json` that may change without another architecture."""
 
@@ -71,9 +74,10 @@ def exported_last(tree: RLConfig | SFTConfig) -> Path:
 
 
 def changed_settings(tree: RLConfig | SFTConfig) -> dict[str, str]:
-    """Settings that differ from those of the run that `run.dir` holds, by key, with both values.
-    What says how far and from where the run goes is left out."""
-    before, now = _flat(saved_config(tree.run.dir)), _flat(yaml.safe_load(dump_config(tree)))
+    """Settings and code of functions that differ from those of the run that `run.dir` holds, by
+    key, with both values. What says how far and from where the run goes is left out."""
+    before = _flat(saved_config(tree.run.dir)) | _saved_digests(tree.run.dir)
+    now = _flat(yaml.safe_load(dump_config(tree))) | _function_digests(tree)
     return {
         key: f"{key} is {now[key]}, was {before[key]}"
         for key in now
@@ -125,10 +129,12 @@ def _flat(tree: Any, above: str = "") -> dict[str, Any]:
 
 
 def save_config(cfg: RLConfig | SFTConfig) -> None:
-    """Write the configuration into its run folder, and which model it means: once nothing stands
-    against resuming there."""
+    """Write the configuration into its run folder, and which model and which code of functions it
+    means: once nothing stands against resuming there."""
     write_whole(cfg.run.dir / CONFIG, dump_config(cfg), "run.dir")
     write_whole(cfg.run.dir / _MODEL, json.dumps(_identity(cfg.model), indent=2), "run.dir")
+    functions = json.dumps(_function_digests(cfg), indent=2)
+    write_whole(cfg.run.dir / _FUNCTIONS, functions, "run.dir")
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
@@ -136,6 +142,27 @@ def saved_config(folder: Path) -> dict[str, Any]:
     UserError where it cannot be read."""
     _, saved = read_config(folder)
     return saved
+
+
+def _function_digests(cfg: RLConfig | SFTConfig) -> dict[str, str]:
+    """Digests of the code of rewards and environment, by the keys that name them: of those that
+    this host has the code of."""
+    if not isinstance(cfg, RLConfig):
+        return {}
+    specs = {f"reward.functions.{i}.fn": f.fn for i, f in enumerate(cfg.reward.functions)}
+    if cfg.env.path is not None:
+        specs["env.path"] = cfg.env.path
+    digests = {f"the code of {key} ({spec})": code_digest(spec) for key, spec in specs.items()}
+    return {what: digest for what, digest in digests.items() if digest is not None}
+
+
+def _saved_digests(folder: Path) -> dict[str, str]:
+    """Those of the run that the folder holds; empty where none were kept, or they are damaged."""
+    try:
+        held = json.loads((folder / _FUNCTIONS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}
 
 
 def _require_same_command(folder: Path, saved: Mapping[str, Any], tree: Section) -> None:

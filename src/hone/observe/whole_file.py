@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +19,12 @@ def whole_file(path: Path) -> Generator[TextIO]:
     """A UTF-8 file that appears at `path`, in place of any other, when the block ends well.
 
     After an error `path` is as it was, and nothing lies beside it. Missing folders are made.
+    Several processes may write one path: the last to end well has it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
+        with unfinished.open("x", encoding="utf-8") as file:
             yield file
         os.replace(unfinished, path)
     finally:

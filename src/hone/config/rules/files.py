@@ -13,7 +13,7 @@ from typing import Any
 
 from hone.config.data import TEMPLATE_FIELD, SourceBase
 from hone.config.extras import missing_extra
-from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, must_be_local
+from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
 from hone.config.rules.facts import FAMILIES
 from hone.config.rules.rule import Rule, error, unused, warning
 from hone.config.rules.view import NotKnownError, View, differs, fact
@@ -211,7 +211,7 @@ def _sources(view: View, *sections: str) -> Iterator[tuple[str, SourceBase]]:
 
 def _missing_source(view: View) -> Found:
     for key, source in _sources(view):
-        path = Path(source.path).expanduser()
+        path = local_path(source.path)
         if must_be_local(source.path) and not path.exists():
             present = sorted(x.name for x in path.parent.glob("*") if x.suffix in DATA_SUFFIXES)
             there = f"'{path.parent}' holds {', '.join(present[:5])}" if present else ""
@@ -220,7 +220,7 @@ def _missing_source(view: View) -> Found:
 
 def _unreadable_source(view: View) -> Found:
     for key, source in _sources(view):
-        path = Path(source.path).expanduser()
+        path = local_path(source.path)
         if path.is_file() and path.suffix not in DATA_SUFFIXES:
             yield {"key": key, "path": source.path, "suffix": path.suffix}
 
@@ -228,7 +228,7 @@ def _unreadable_source(view: View) -> Found:
 def _missing_reader(view: View) -> Found:
     """What to tell where a source cannot be read for want of a library."""
     for key, source in _sources(view):
-        path, given = Path(source.path).expanduser(), f"{key}.path '{source.path}'"
+        path, given = local_path(source.path), f"{key}.path '{source.path}'"
         missing = None
         if path.is_file() and path.suffix not in DATA_SUFFIXES:
             continue

@@ -150,7 +150,7 @@ function cardHtml(index, i, sample, functions, { isTrained, isShown }) {
   const failure = index.failures[index.failure[i]];
   const score = failure ? `<b class="bad">${escapeHtml(failure)}</b>` : `<b>${number(index.reward[i])}</b>`;
   const lines = [
-    ...(isTrained ? [["advantage", signed(index.advantage[i])]] : []),
+    ...(isTrained ? [["mean advantage", signed(index.advantage[i])]] : []),
     ...functions.map((name) => [name, number(index.parts[name][i])]),
     ["tokens", number(index.tokens[i])],
     ["end", index.stops[index.stop[i]]],
