@@ -21,6 +21,7 @@ EXACT_MATCH = ("--reward.functions=[{fn: exact_match}]",)
 LORA = ("--model.lora.rank=2",)
 GAE = ("--algorithm.advantage=gae", "--critic.lr=1e-3")
 KL = ("--algorithm.kl.coef=0.1",)
+TEACHER = ("--teacher.path=other",)
 MINI = ("--trainer.prompts_per_minibatch=2", "--trainer.num_epochs=2")
 MUON = ("--trainer.optimizer.name=muon",)
 EIGHT = ("--run.device=cuda", "--model.path=Qwen/Qwen3-8B", "--nproc=8")
@@ -174,6 +175,8 @@ RL: dict[str, Row] = {
     "algorithm.advantage": Row("rloo", "metrics"),
     "algorithm.gamma": Row("0.5", "metrics", GAE),
     "algorithm.lam": Row("0.5", "metrics", (*GAE, "--run.steps=3")),
+    "teacher.path": Row("other", "metrics"),
+    "teacher.reward_coef": Row("0.5", "metrics", TEACHER),
     "critic.path": Row("other", "metrics", GAE),
     "critic.lr": Row("1e-2", "metrics", GAE),
     "critic.value_clip": Row("1e-6", "metrics", (*GAE, *MINI)),
@@ -700,7 +703,7 @@ NOT_OF_TIME = (
     *(f"engine.{name}" for name in ("backend", "enforce_eager", "max_num_batched_tokens")),
     *(f"algorithm.{name}" for name in ("advantage", "loss", "aggregation", "clip_", "dual_clip")),
     *(f"algorithm.{name}" for name in ("entropy_coef", "kl.placement", "kl.estimator")),
-    *("algorithm.gamma", "algorithm.lam", "critic."),
+    *("algorithm.gamma", "algorithm.lam", "critic.", "teacher."),
     *(f"algorithm.correction.{name}" for name in ("low", "high")),
     *(f"trainer.{name}" for name in ("max_tokens_per_forward", "recompute_every_n_layers")),
     *(f"trainer.{name}" for name in ("offload_activations", "compile", "matmul_precision")),

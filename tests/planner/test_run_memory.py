@@ -424,7 +424,11 @@ def test_remedies_share_tokens_offload_and_set_engines_apart(
     ("part", "bug", "seen_by"),
     [
         ("engine_weights", lambda run: 0, test_weights_lie_there_as_often_as_somebody_needs_them),
-        ("reference", lambda run: 0, test_weights_lie_there_as_often_as_somebody_needs_them),
+        (
+            "frozen",
+            lambda run: {"reference": 0},
+            test_weights_lie_there_as_often_as_somebody_needs_them,
+        ),
         ("cache", lambda run: 70 * GIB, test_the_cache_is_the_smallest_of_three),
         (
             "engine_step",
@@ -494,3 +498,16 @@ def test_a_critic_sleeps_with_the_policy() -> None:
     (host,) = host_roles(plan, num_local=1)
     run = RunMemory(plan)
     assert host.num_bytes == run.step.masters + run.step.optimizer + run.critic_at_rest
+
+
+def test_a_teacher_lies_beside_the_policy_with_its_own_size() -> None:
+    """Of 8B beside 0.6B, sharded over two; of the policy's shape where its own is not known."""
+    cfg = configured("--engine.kv_cache_gib=1", "--teacher.path=a/b")
+    small, large = shape_of("qwen3-0.6b"), shape_of("qwen3-8b")
+    facts, known = ModelFacts.of_shape(small), ModelFacts.of_shape(large)
+    for teacher, shape in ((known, large), (None, small)):
+        for world_size in (1, 2):
+            plan = resolve(cfg, facts, Devices(), world_size=world_size, teacher=teacher)
+            for phase in RunMemory(plan).phases():
+                expected = shape.weight_bytes(2) // world_size
+                assert phase.parts["teacher"] == expected, phase.title

@@ -240,7 +240,14 @@ def plan_here(
             per_node=num_gpus or None,
             host_bytes=available_host_bytes() if num_gpus else None,
         )
-    return resolve(cfg, _known_model(cfg, may_fetch=starts), devices, world_size=world_size)
+    teacher = cfg.teacher.path if isinstance(cfg, RLConfig) else None
+    return resolve(
+        cfg,
+        _known_model(cfg, may_fetch=starts),
+        devices,
+        world_size=world_size,
+        teacher=None if teacher is None else ModelFacts.known(teacher, may_fetch=starts),
+    )
 
 
 def _known_model(cfg: Command, *, may_fetch: bool = False) -> ModelFacts | None:

@@ -21,6 +21,7 @@ __all__ = [
     "KLConfig",
     "Needs",
     "Output",
+    "TeacherConfig",
 ]
 
 # Losses and estimators by their files, which are not imported here: they need torch.
@@ -175,3 +176,17 @@ class CriticConfig(Section):
     """Token budget of one forward and backward pass of it on one device, and half that of passes
     without gradient; unset: the budgets of the policy. Its layers keep as much of a token as the
     policy's, and the logits that it does not have come in chunks there."""
+
+
+class TeacherConfig(Section):
+    """The teacher of on-policy distillation: a frozen model that scores what the policy samples."""
+
+    path: str | None = None
+    """Folder or hub name of a model with the policy's tokens, such as a larger one of its family.
+    Each trained token's advantage is then how much likelier the teacher finds it than the policy
+    does, less the mean over the step, which follows the reverse KL to the teacher; unset: there is
+    no teacher, and advantages come from rewards alone."""
+
+    reward_coef: float = Field(default=0.0, ge=0)
+    """Factor of the advantages that `algorithm.advantage` takes from rewards, which are added to
+    the teacher's; 0 learns from the teacher alone, and rewards are only measured."""

@@ -148,6 +148,21 @@ ALIASES: Mapping[str, Alias] = {
     "cliprange_value": _served("critic.value_clip"),
     "critic.ppo_max_token_len_per_gpu": _served("critic.max_tokens_per_microbatch"),
     "lambd": _served("algorithm.lam"),
+    "teacher_model": _served("teacher"),
+    "distillation": _served("teacher"),
+    "distillation.enabled": _served("teacher.path", note="a teacher switches it on"),
+    "teacher_model_path": _served("teacher.path"),
+    "teacher_model_name_or_path": _served("teacher.path"),
+    "teacher_model.model_path": _served("teacher.path"),
+    "use_opd": _served("teacher.path", note="a teacher switches it on"),
+    "opd_teacher_load": _served("teacher.path"),
+    "opd_kl_coef": _served(
+        "teacher.reward_coef", note="here the rewards' advantages have the factor: its inverse"
+    ),
+    "use_task_rewards": _served("teacher.reward_coef"),
+    "distillation_loss.loss_mode": _always(
+        "the reverse KL of sampled tokens, as policy gradient (algorithm.loss)"
+    ),
     "reward_model": _REWARD_MODEL,
     "reward.model": _REWARD_MODEL,
     "reward.remote_url": _REWARD_MODEL,

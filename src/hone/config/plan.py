@@ -53,7 +53,7 @@ Command: TypeAlias = (
 )
 """Any tree that a run is made of; that of `hone simulate` is an `RLConfig`."""
 Dtype = Literal["float32", "bfloat16"]
-RoleName = Literal["policy", "engine", "reference", "critic"]
+RoleName = Literal["policy", "engine", "reference", "critic", "teacher"]
 Layers = Literal["eager", "compiled", "exact", "fused"]
 
 
@@ -141,6 +141,8 @@ class RunPlan:
     config: Command
     model: ModelFacts | None
     """None: there is no `config.json` here, and the name is not that of a public shape."""
+    teacher: ModelFacts | None
+    """Likewise of `teacher.path`; None also without a teacher."""
     devices: Devices
     world_size: int | None
     """Processes that train, or without a trainer sample; None: not known yet, so that `roles` has
@@ -319,13 +321,20 @@ def resolve(
     devices: Devices,
     *,
     world_size: int | None = None,
+    teacher: ModelFacts | None = None,
 ) -> RunPlan:
     """Decide how `config` runs on `devices`, in `world_size` processes where that is known.
 
     Never raises: what cannot be is for the rules to say.
     """
     plan = RunPlan(
-        config=config, model=model, devices=devices, world_size=world_size, roles={}, batch=None
+        config=config,
+        model=model,
+        teacher=teacher,
+        devices=devices,
+        world_size=world_size,
+        roles={},
+        batch=None,
     )
     axes, problem = AxisSizes(), None
     if plan.trainer is not None:
@@ -355,7 +364,9 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
     if isinstance(cfg, RLConfig) and cfg.algorithm.kl.coef > 0 and not cfg.model.lora.rank:
         number = cfg.cluster.num_references
         apart = Role(name="reference", num_workers=number, where="ray", dtype=dtype)
-        roles["reference"] = apart if number else _shared_reference(cfg, axes, dtype)
+        roles["reference"] = apart if number else _frozen("reference", cfg, axes, dtype)
+    if isinstance(cfg, RLConfig) and cfg.teacher.path is not None:
+        roles["teacher"] = _frozen("teacher", cfg, axes, dtype)
     if isinstance(cfg, RLConfig) and cfg.algorithm.needs_critic and trainer is not None:
         roles["critic"] = Role(
             name="critic",
@@ -367,11 +378,12 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
     return roles
 
 
-def _shared_reference(cfg: RLConfig, axes: AxisSizes, dtype: Dtype) -> Role:
+def _frozen(name: RoleName, cfg: RLConfig, axes: AxisSizes, dtype: Dtype) -> Role:
+    """A model that scores beside the policy, over all trainers."""
     # Sizes of its own that fit no mesh are for the rules to refuse.
     with suppress(UserError):
         axes = AxisSizes.of(cfg.trainer.parallel.for_reference, axes.world)
-    return Role(name="reference", axes=axes, shares_devices_of="policy", dtype=dtype)
+    return Role(name=name, axes=axes, shares_devices_of="policy", dtype=dtype)
 
 
 def _training_layers(plan: RunPlan, trainer: SFTTrainerConfig) -> Layers:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hone.config.algorithm import AlgorithmConfig, CriticConfig
+from hone.config.algorithm import AlgorithmConfig, CriticConfig, TeacherConfig
 from hone.config.base import Section
 from hone.config.bench import (
     BenchModelConfig,
@@ -64,6 +64,7 @@ class RLConfig(Section):
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
     pipeline: PipelineConfig = PipelineConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -77,6 +78,14 @@ class RLConfig(Section):
         prompt."""
         measured = self.eval.max_completion_tokens if self.eval.is_scheduled else 0
         return max(self.rollout.max_completion_tokens, measured)
+
+    @property
+    def teacher_model(self) -> ModelConfig | None:
+        """The teacher, loaded as the policy is but for what `teacher` says; None without one."""
+        if self.teacher.path is None:
+            return None
+        own = {"path": self.teacher.path, "init": "pretrained", "tokenizer": None, "exact": False}
+        return ModelConfig(**self.model.model_dump(exclude={"lora"}) | own)
 
     @property
     def critic_trainer(self) -> TrainerConfig:

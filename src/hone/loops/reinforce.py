@@ -35,7 +35,7 @@ from hone.loops.workers import Pools, make_engine, thread_pools
 from hone.models.adapters import adapt, is_adapted
 from hone.models.decoder import alias_module
 from hone.models.load import blank_model, compute_dtype, load_value_model
-from hone.models.tokenizer import load_tokenizer
+from hone.models.tokenizer import load_tokenizer, require_same_tokens
 from hone.observe.metrics import Last, Metrics, to_scalars
 from hone.observe.peaks import device_peaks
 from hone.rewards.scorer import Scorer, check_failure_rate
@@ -222,6 +222,9 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
     devices = Devices(kind="cpu" if mesh.device.type == "cpu" else "cuda")
     plan = resolve(cfg, ModelFacts.read(cfg.model.path), devices, world_size=mesh.world.size)
     tokenizer = load_tokenizer(cfg.model)
+    if cfg.teacher_model is not None:
+        teachers = load_tokenizer(cfg.teacher_model, path_key="teacher.path")
+        require_same_tokens(tokenizer, teachers, cfg.teacher_model.path)
     data = prompts_of(cfg, tokenizer)
     with ExitStack() as stack:
         scorer = stack.enter_context(_scoring(cfg, plan, mesh, data=data, tokenizer=tokenizer))
@@ -357,8 +360,9 @@ def _models(
     load: Callable[[], PreTrainedModel],
     pools: Pools | None,
 ) -> Models:
-    """The trainer of `model`, and the reference: with devices of its own, beside the trainers, or
-    where adapters are trained the policy without them."""
+    """The trainer of `model`, and what scores: the reference, with devices of its own, beside the
+    trainers, or where adapters are trained the policy without them; a teacher beside the trainers.
+    """
     temperature, exact = cfg.rollout.temperature, cfg.model.exact
     assert plan.batch is not None
     waits = algorithm.needs.learns_after.get("policy", 0) * plan.batch.optimizer_steps_per_rollout
@@ -386,6 +390,9 @@ def _models(
         )
     elif is_adapted(model):
         scorers["reference"] = WithoutAdapters(model, trainer)
+    if cfg.teacher_model is not None:
+        teacher = load_for_training(cfg.teacher_model, mesh, seed=cfg.run.seed)
+        scorers["teacher"] = FrozenScorer(teacher, cfg.trainer, temperature=temperature, mesh=mesh)
     is_half = compute_dtype(cfg.model, mesh.device).itemsize == 2
     gate = ParityGate(cfg.trainer.parity, "bfloat16" if is_half else "float32", exact=exact)
     learners = {"policy": trainer}
@@ -429,7 +436,8 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
     dtype = compute_dtype(cfg.model, mesh.device)
     assert batch is not None
     puts_kl_in_rewards = kl.coef > 0 and kl.placement == "reward"
-    scores_policy = batch.optimizer_steps_per_rollout > 1 or puts_kl_in_rewards
+    has_teacher = cfg.teacher.path is not None
+    scores_policy = batch.optimizer_steps_per_rollout > 1 or puts_kl_in_rewards or has_teacher
     return Limits(
         shape=ModelShape.from_config(model.config.to_dict()),
         peaks=None if plan.is_on_cpu else device_peaks(mesh.device, dtype),
@@ -440,7 +448,8 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
         bytes_per_value=plan.num_bytes,
         kv_bytes_per_value=cache_dtype(cfg.engine, dtype).itemsize,
         max_num_seqs=cfg.engine.max_num_seqs,
-        # Frozen weights, beside which adapters are trained, get no gradients.
+        # Frozen weights, beside which adapters are trained, get no gradients. Passes of a teacher
+        # are not counted, which may be of any size.
         passes=(2.0 if cfg.model.lora.rank else 3.0) * batch.num_epochs
         + scores_policy
         + (kl.coef > 0 and not cfg.cluster.num_references)

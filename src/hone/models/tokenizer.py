@@ -8,17 +8,18 @@ from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
 
-__all__ = ["load_tokenizer"]
+__all__ = ["load_tokenizer", "require_same_tokens"]
 
 
-def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(cfg: ModelConfig, *, path_key: str = "model.path") -> PreTrainedTokenizerBase:
     """The tokenizer of `cfg`, with `cfg.chat_template` in place of its own where that is set.
+    `path_key` is the key that says `cfg.path`, for messages.
 
     Raises FileNotFoundError where the tokenizer or the template file cannot be found, UserError
     where the hub would have it and cannot be reached, and where its files cannot be read.
     """
     source = cfg.tokenizer or cfg.path
-    key = "model.tokenizer" if cfg.tokenizer else "model.path"
+    key = "model.tokenizer" if cfg.tokenizer else path_key
     place = locate_model(source, key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=cfg.trust_remote_code)
@@ -38,3 +39,21 @@ def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
             raise FileNotFoundError(f"model.chat_template={str(cfg.chat_template)!r}: no such file")
         tokenizer.chat_template = cfg.chat_template.read_text(encoding="utf-8")
     return tokenizer
+
+
+def require_same_tokens(
+    own: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str
+) -> None:
+    """Raise UserError where a token of the policy is another, or none, to the teacher at `path`,
+    which would score other texts than the policy wrote. The teacher may know more tokens."""
+    known = teacher.get_vocab()
+    differing = {text: i for text, i in own.get_vocab().items() if known.get(text) != i}
+    if differing:
+        text = min(differing, key=differing.__getitem__)
+        there = "no such token" if text not in known else f"token {known[text]}"
+        raise UserError(
+            f"teacher.path={path!r} has another tokenizer than the policy: {len(differing):,} of "
+            f"{len(own):,} tokens differ, the first is {text!r}, token {differing[text]} of the "
+            f"policy and {there} of the teacher. Choose a teacher with the policy's tokens, or "
+            "train on the teacher's completions with `hone sft`."
+        )

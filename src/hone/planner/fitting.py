@@ -137,7 +137,7 @@ def changed(plan: RunPlan, change: Change) -> RunPlan:
     world_size = plan.world_size
     if isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         world_size = cfg.cluster.num_trainers
-    return resolve(cfg, plan.model, plan.devices, world_size=world_size)
+    return resolve(cfg, plan.model, plan.devices, world_size=world_size, teacher=plan.teacher)
 
 
 # -- GPUs ----------------------------------------------------------------------------------------

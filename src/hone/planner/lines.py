@@ -238,8 +238,10 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         }
         if run.role is not None and run.role.shares_devices_of and run.engine_weights:
             held["engine"] = (run.engine_weights, f"{plan.dtype}, the engine's own")
-        if run.reference:
-            held["reference"] = (run.reference, f"{plan.dtype}, for the KL term")
+        purposes = {"reference": "for the KL term", "teacher": "frozen"}
+        for role, num_bytes in run.frozen.items():
+            if num_bytes:
+                held[role] = (num_bytes, f"{plan.dtype}, {purposes[role]}")
         if run.critic is not None:
             held["critic"] = (run.critic_at_rest, "its weights, masters and moments")
         for name, (num_bytes, what) in held.items():

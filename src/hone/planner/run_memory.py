@@ -24,7 +24,7 @@ from typing import Literal
 
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB, EngineConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.plan import Role, RunPlan
+from hone.config.plan import Role, RoleName, RunPlan
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
 from hone.families.shape import ModelShape
@@ -160,12 +160,20 @@ class RunMemory:
         return self.step.host + (self.critic.host if self.critic else 0)
 
     @property
-    def reference(self) -> int:
-        """The part of the frozen model of the KL term that lies beside the policy."""
-        role = self.plan.roles.get("reference")
+    def frozen(self) -> dict[str, int]:
+        """The parts of frozen models that lie beside the policy: of the KL term's reference, and of
+        a teacher, which is taken to be of the policy's shape where its own is not known."""
+        teacher = self.plan.teacher and self.plan.teacher.shape
+        return {
+            "reference": self._beside("reference", self.shape),
+            "teacher": self._beside("teacher", teacher or self.shape),
+        }
+
+    def _beside(self, name: RoleName, shape: ModelShape) -> int:
+        role = self.plan.roles.get(name)
         if role is None or role.shares_devices_of is None:
             return 0
-        return -(-self.shape.weight_bytes(self.num_bytes) // (role.axes.fsdp * role.axes.tensor))
+        return -(-shape.weight_bytes(self.num_bytes) // (role.axes.fsdp * role.axes.tensor))
 
     def trainer_at_rest(self, *, has_moments: bool = True) -> dict[str, int]:
         """While the engine works."""
@@ -177,13 +185,13 @@ class RunMemory:
             "weights": self.step.weights,
             "masters": 0 if asleep else self.step.masters,
             "moments": 0 if asleep or not has_moments else self.step.optimizer,
-            "reference": self.reference,
+            **self.frozen,
             "critic": 0 if asleep else critic,
         }
 
     def trainer_at_work(self) -> dict[str, int]:
         """At the peak of its step, or of the critic's, besides the engine."""
-        policy = {**self.step.parts, "reference": self.reference, "critic": self.critic_at_rest}
+        policy = {**self.step.parts, **self.frozen, "critic": self.critic_at_rest}
         if self.critic is None:
             return policy
         held = {name: policy[name] for name in ("weights", "masters", "moments", "reference")}

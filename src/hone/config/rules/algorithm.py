@@ -14,7 +14,7 @@ _KIND = "algorithm.correction.kind"
 _OPTIMIZER = "trainer.optimizer"
 
 RULES = (
-    error(_GROUPS, "rollout.n_samples_per_prompt = 1",
+    error(_GROUPS, "rollout.n_samples_per_prompt = 1", given=("@learns_from_rewards",),
           why="it compares the samples of a prompt, so that every advantage would be 0",
           fix="raise rollout.n_samples_per_prompt | algorithm.advantage = reinforce_pp"),
     warning("algorithm.advantage = dr_grpo", "algorithm.aggregation = sequence_mean",
@@ -62,6 +62,24 @@ RULES = (
            instead="remove trainer.micro_batch_size"),
     warning("critic.lr = 0", given=("algorithm.advantage = gae",),
             why="the critic learns nothing", fix="use 1e-5, which is usual"),
+    # The teacher.
+    unused("teacher.reward_coef", "teacher.path = unset",
+           why="advantages come from rewards alone", instead="name a model in teacher.path"),
+    unused("algorithm.advantage", "teacher.path", given=("not @learns_from_rewards",),
+           why="the teacher alone makes advantages", instead="set teacher.reward_coef"),
+    error("teacher.path", "algorithm.advantage = gae",
+          why="the critic learns what is to be earned, and a teacher credits each token by itself",
+          fix="algorithm.advantage = grpo | remove teacher.path"),
+    error("teacher.path", "algorithm.kl.coef", "algorithm.kl.placement = reward",
+          given=("not @learns_from_rewards",),
+          why="no rewards are trained on, from which the penalty could be subtracted",
+          fix="algorithm.kl.placement = loss | set teacher.reward_coef"),
+    error("teacher.path", only=("simulate",),
+          why="the time of a teacher is not modelled",
+          fix="remove teacher.path"),
+    warning("teacher.path", "rollout.dynamic_sampling", given=("not @learns_from_rewards",),
+            why="it drops prompts whose samples earn the same, of which a teacher teaches as much",
+            fix="rollout.dynamic_sampling = false"),
     # The KL term.
     unused("algorithm.kl.(placement|estimator)", "algorithm.kl.coef = 0",
            why="no KL term is computed", instead="set algorithm.kl.coef"),

@@ -112,6 +112,12 @@ def optimizer_steps_per_rollout(view: View) -> Fact:
 
 
 @fact
+def learns_from_rewards(view: View) -> bool:
+    """Whether rewards make advantages, rather than a teacher alone."""
+    return view["teacher.path"] is None or view["teacher.reward_coef"] > 0
+
+
+@fact
 def minibatch_below(view: View) -> int:
     """The largest mini-batch that divides a step and is no larger than what was asked for."""
     asked = view["trainer.prompts_per_minibatch"]

@@ -95,6 +95,18 @@ def _no_config(view: View) -> Found:
         }
 
 
+def _no_teacher(view: View) -> Found:
+    folder = Path(view["teacher.path"] or "")
+    if view["teacher.path"] is None or not folder.is_dir():
+        return
+    needed = {"config.json": ("config.json",), "weights": ("*.safetensors",)}
+    needed["tokenizer"] = _TOKENIZER_FILES
+    for missing, patterns in needed.items():
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            yield {"path": folder, "missing": missing}
+            return
+
+
 @fact
 def has_config(view: View) -> bool:
     """Whether the model's folder is here and has its `config.json`."""
@@ -179,7 +191,10 @@ _MODEL = (
             says=f"{key} '{{path}}' does not exist",
             fix="{near} | give a folder with config.json, or a hub name with its owner, such as "
             "Qwen/Qwen3-0.6B")
-      for key in ("model.path", "model.tokenizer")),
+      for key in ("model.path", "model.tokenizer", "teacher.path")),
+    error(each=_no_teacher, says="teacher.path '{path}' holds no {missing}",
+          fix="give the folder of a model in the Hugging Face layout: config.json, weights, "
+          "tokenizer"),
     *(warning(each=_not_here(key, must_exist=False),
               says=f"{key} '{{path}}' is taken for a name on the hub",
               why="the folder '{parent}' is here and has no '{name}'",

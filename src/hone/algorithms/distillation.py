@@ -1,0 +1,60 @@
+"""On-policy distillation: the policy samples, a teacher's log-probabilities say what to change.
+
+Each trained token is credited with how much likelier the teacher finds it than the policy does,
+`log p_teacher - log p_policy`, whose expectation over the policy's samples is the negative reverse
+KL: its policy gradient is that of the divergence of a token's distribution (MiniLLM,
+arXiv:2306.08543; GKD, arXiv:2306.13649; Thinking Machines, "On-Policy Distillation", 2025). Nothing
+is discounted onto later tokens. The mean over the step's tokens is the baseline, as in
+tinker-cookbook; that of arXiv:2605.07865, the divergence of each token's distribution, would need
+the logits of all words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hone.algorithms.grpo import GRPO
+from hone.config.algorithm import AlgorithmConfig, Output, TeacherConfig
+from hone.observe.metrics import Mean, Metrics
+from hone.types import Column, Group, Row
+
+__all__ = ["Distillation"]
+
+
+class Distillation(GRPO):
+    """The rows and the policy loss of GRPO; implements `Algorithm`.
+
+    With `teacher.reward_coef` the advantages that GRPO takes from rewards are added, times it.
+    """
+
+    def __init__(
+        self, cfg: AlgorithmConfig, teacher: TeacherConfig, *, max_completion_tokens: int
+    ) -> None:
+        """`max_completion_tokens` as in `PolicyObjective`."""
+        super().__init__(cfg, max_completion_tokens=max_completion_tokens)
+        self._reward_coef = teacher.reward_coef
+        logprobs = frozenset[Output]({"logprobs"})
+        self.needs = replace(
+            self.needs,
+            scores={**self.needs.scores, "policy": logprobs, "teacher": logprobs},
+            samples_per_group=self.needs.samples_per_group if teacher.reward_coef else 1,
+        )
+
+    def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
+        """Advantages, one for each trained token."""
+        metrics = super().targets(rows, batch) if self._reward_coef else Metrics()
+        gaps = [
+            row.column("logprobs/teacher").double() - row.column("logprobs/policy").double()
+            for row in rows
+        ]
+        everyones = torch.cat([torch.empty(0, dtype=torch.float64), *gaps])
+        baseline = everyones.mean() if len(everyones) else 0.0
+        for row, gap in zip(rows, gaps, strict=True):
+            advantages = gap - baseline
+            if self._reward_coef:
+                advantages += self._reward_coef * row.column("advantages").double()
+            row.columns["advantages"] = Column(advantages.float())
+        return metrics | {"teacher/kl": Mean.of(-everyones)}

@@ -1,0 +1,148 @@
+"""Distillation: whole runs with a teacher, alone, in several processes and ahead of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.loops.conftest import MakeConfig
+from tests.loops.test_processes import assert_same_run, run_hone
+from tests.tiny_runs import lines
+from transformers import AutoModelForCausalLM
+
+from hone.config.errors import UserError
+from hone.data.arithmetic import ALPHABET
+from hone.loops import reinforce
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from hone.types import Row
+
+
+def make_teacher(folder: Path, alphabet: str = ALPHABET, *, family: str = "qwen3") -> str:
+    """A larger model with the tokens of the policy's, which is sure of what it says."""
+    make_tiny_model(
+        folder,
+        tokenizer=make_char_tokenizer(alphabet),
+        family=family,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        hidden_size=48,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        seed=7,
+    )
+    file = folder / "model.safetensors"
+    scaled = {name: 6 * w if w.dim() == 2 else w for name, w in load_file(file).items()}
+    save_file(scaled, file, metadata={"format": "pt"})
+    return str(folder)
+
+
+def metrics(run_dir: Path, name: str = "teacher/kl") -> list[float]:
+    return [row[name] for row in lines(run_dir / "metrics.jsonl") if name in row]
+
+
+def test_the_columns_are_what_the_teacher_says(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Of the policy's own tokens, in float64 and one row at a time."""
+    found: list[Row] = []
+    path = make_teacher(tmp_path / "teacher", family="llama")
+    cfg = make_config(
+        run={"steps": 1},
+        rollout={"temperature": 0.7},
+        teacher={"path": path, "reward_coef": 0.5},
+        log={"samples_per_step": 99},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        targets = reinforce.algorithm_of(cfg).__class__.targets
+
+        def watched(self: Any, rows: Any, batch: Any) -> Any:
+            found.extend(rows)
+            return targets(self, rows, batch)
+
+        patch.setattr("hone.algorithms.distillation.Distillation.targets", watched)
+        reinforce.run(cfg)
+    teacher = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    assert len(found) == 16
+    for row in found:
+        ids = torch.tensor([row.token_ids])
+        logits = teacher(ids).logits[0, :-1].double() / 0.7
+        logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        expected = logprobs[torch.tensor(row.loss_mask[1:])]
+        torch.testing.assert_close(
+            row.column("logprobs/teacher").double(), expected.detach(), atol=1e-4, rtol=1e-4
+        )
+    (row,) = lines(cfg.run.dir / "metrics.jsonl")
+    gaps = torch.cat([r.column("logprobs/policy") - r.column("logprobs/teacher") for r in found])
+    assert row["teacher/kl"] == pytest.approx(float(gaps.mean()), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_R24_two_processes_are_one_run(
+    family: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {
+        "teacher": {"path": make_teacher(tmp_path / "teacher", family=family)},
+        "trainer": {"prompts_per_minibatch": 2, "optimizer": {"lr": 3e-3, "eps": 1e-5}},
+        "log": {"samples_per_step": 99},
+    }
+    one = make_config(run={"dir": tmp_path / "one"}, **sections)
+    reinforce.run(one)
+    two = make_config(run={"dir": tmp_path / "two"}, **sections)
+    run_hone("rl", two, tmp_path, "--nproc", "2")
+    assert_same_run(one.run.dir, two.run.dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"pipeline": {"max_staleness": 1}, "algorithm": {"correction": {"kind": "tis"}}},
+        {
+            "model": {"lora": {"rank": 16}},
+            "algorithm": {"kl": {"coef": 1e-3}},
+            "trainer": {"optimizer": {"lr": 0.05}, "logits_chunk_tokens": 64},
+        },
+        {"rollout": {"n_samples_per_prompt": 1, "prompts_per_step": 64}},
+    ],
+    ids=["ahead of training", "adapters and a reference", "one sample of a prompt"],
+)
+def test_the_divergence_from_the_teacher_falls(
+    sections: dict[str, Any], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    cfg = make_config(
+        **{
+            "run": {"steps": 40},
+            "rollout": {"prompts_per_step": 16} | sections.get("rollout", {}),
+            "engine": {"max_num_seqs": 64},
+            "teacher": {"path": make_teacher(tmp_path / "teacher")},
+            "trainer": {"optimizer": {"lr": 1e-2}, "logits_chunk_tokens": 64},
+        }
+        | {name: held for name, held in sections.items() if name != "rollout"}
+    )
+    reinforce.run(cfg)
+    divergences = metrics(cfg.run.dir)
+    assert len(divergences) == 40
+    assert sum(divergences[-5:]) < 0.6 * sum(divergences[:5]), divergences
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "said"),
+    [
+        ("0123456789", "tokens differ, the first is"),
+        ("9876543210", "token"),
+    ],
+)
+def test_a_teacher_with_other_tokens_is_refused(
+    alphabet: str, said: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    path = make_teacher(tmp_path / "teacher", alphabet=alphabet)
+    cfg = make_config(teacher={"path": path})
+    with pytest.raises(UserError, match="has another tokenizer than the policy") as caught:
+        reinforce.run(cfg)
+    assert said in str(caught.value)
+    assert not (cfg.run.dir / "metrics.jsonl").exists(), "before anything is sampled"
