@@ -35,6 +35,7 @@ __all__ = [
     "Message",
     "MicroBatch",
     "Observation",
+    "Preference",
     "Prompt",
     "Request",
     "Reward",
@@ -332,6 +333,20 @@ class Row:
         if name not in self.columns:
             raise KeyError(f"row {self.id!r} has no column {name!r}, only {sorted(self.columns)}")
         return self.columns[name].values
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two completions of a prompt, the chosen one first, or one that is good or not: rows whose
+    completions, with their end tokens, are trained."""
+
+    id: str
+    rows: tuple[Row, ...]
+    labels: tuple[bool, ...]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for row in self.rows for token in row.token_ids]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -72,6 +72,7 @@ class Algorithm(Protocol[Item]):
         are about to be trained."""
         ...
 
-    def targets(self, rows: Sequence[Row], batch: Sequence[Item]) -> Metrics:
-        """Complete the rows of the same batch, once the roles of `needs` have scored them."""
+    def targets(self, rows: list[Row], batch: Sequence[Item]) -> Metrics:
+        """Complete the rows of the same batch, once the roles of `needs` have scored them. Rows
+        that were made for a score alone are taken out."""
         ...

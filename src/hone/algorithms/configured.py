@@ -8,14 +8,20 @@ from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.distillation import Distillation
 from hone.algorithms.grpo import GRPO
 from hone.algorithms.ppo import PPO
+from hone.algorithms.preferences.dpo import DPO
+from hone.algorithms.preferences.kto import KTO
 from hone.algorithms.sft import SFT
-from hone.config.tree import RLConfig, SFTConfig
+from hone.config.tree import DPOConfig, RLConfig, SFTConfig
 
 __all__ = ["algorithm_of"]
 
 
 def algorithm_of(cfg: RLConfig | SFTConfig) -> Algorithm[Any]:
-    """Of `hone rl` or `hone sft`; what a step collects is theirs."""
+    """Of a command that trains; what a step collects is its own."""
+    if isinstance(cfg, DPOConfig):
+        if cfg.algorithm.is_unpaired:
+            return KTO(cfg.algorithm, max_tokens=cfg.data.max_tokens)
+        return DPO(cfg.algorithm)
     if isinstance(cfg, SFTConfig):
         return SFT()
     longest = cfg.rollout.max_completion_tokens

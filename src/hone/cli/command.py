@@ -27,12 +27,14 @@ from hone.config.run import RunConfig
 from hone.config.tree import (
     BenchEngineConfig,
     BenchTrainConfig,
+    DPOConfig,
     EvaluateConfig,
     GenerateConfig,
     RLConfig,
     SFTConfig,
 )
 from hone.data.columns import Example, choose_columns, map_rows
+from hone.data.pairs import read_pairs
 from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, spawn
@@ -101,7 +103,7 @@ def load_fitted(
 
 def _trains(cfg: Section) -> TypeGuard[RLConfig | SFTConfig]:
     """Whether it is of a command that trains; that of `hone simulate` has the same sections."""
-    return type(cfg) in (RLConfig, SFTConfig)
+    return type(cfg) in (RLConfig, SFTConfig, DPOConfig)
 
 
 def split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -331,6 +333,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
     if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) or processes().rank > 0:
         return {}
     data, demonstrations = cfg.data, isinstance(cfg, SFTConfig)
+    pairs = cfg if isinstance(cfg, DPOConfig) else None
     named = isinstance(cfg, RLConfig | EvaluateConfig) and needs_columns(cfg.reward)
     unread: list[dict[str, Any]] = []
     problems: list[dict[str, Any]] = []
@@ -351,6 +354,10 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                     continue
                 try:
                     read = read_source(source.model_copy(update={"max_rows": head}))
+                    if pairs is not None:
+                        unpaired = pairs.algorithm.is_unpaired
+                        read_pairs(read, source, source.path, is_unpaired=unpaired)
+                        continue
                     columns = choose_columns(read, source, demonstrations=demonstrations)
                     examples = map_rows(read, source, columns, name=source.path)
                     rows[f"data.{section}.{index}"] = [_held(x) for x in examples]

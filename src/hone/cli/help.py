@@ -20,13 +20,14 @@ from hone.config.recipe import read_recipe, recipe_names, resolve_recipe
 from hone.config.schema import Field, fields, is_section, locate
 from hone.config.sharing import key_paths, parts
 from hone.config.tree import TREES as ALL_TREES
-from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.config.tree import DPOConfig, EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
 
 __all__ = ["TREES", "default_text", "is_help", "print_help"]
 
 TREES: dict[str, type[Command]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
+    "dpo": DPOConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
 }
@@ -64,6 +65,16 @@ _FIRST_PAGES: Mapping[str, _FirstPage] = {
         "  --trainer.optimizer.lr 1e-5        # rows with `prompt` and `completion`\n"
         "hone sft mine.yaml --run.steps 3     # a trial of a recipe\n"
         "hone sft mine.yaml --nproc 8 --trainer.parallel.zero_stage 3",
+    ),
+    "dpo": _FirstPage(
+        "model.path data.train.0.path data.eval.0.path data.max_tokens data.examples_per_step"
+        " algorithm.loss algorithm.beta trainer.optimizer.lr trainer.optimizer.warmup_steps"
+        " trainer.max_tokens_per_microbatch model.lora.rank eval.every_n_steps run.steps run.dir"
+        " log.to",
+        "hone dpo --model.path runs/sft/model --data.train.0.path pairs.jsonl \\\n"
+        "  --trainer.optimizer.lr 1e-6        # `prompt`, `chosen` and `rejected`\n"
+        "hone dpo mine.yaml --algorithm.loss kto     # `prompt`, `completion`, `label`\n"
+        "hone dpo mine.yaml --nproc 8 --trainer.parallel.zero_stage 3",
     ),
     "eval": _FirstPage(
         "model.path data.eval.0.path data.eval.0.answer_pattern data.max_prompt_tokens"

@@ -23,6 +23,7 @@ COMMANDS = {
     "quickstart": "make a tiny model and watch it learn arithmetic on this machine",
     "rl": "train by reinforcement learning with verifiable rewards",
     "sft": "train on demonstrations",
+    "dpo": "learn from preferences: DPO, KTO, ORPO, SimPO and kin",
     "generate": "sample completions for prompts from a file",
     "eval": "score a model on a data set",
     "report": "draw the report of a run, or of several side by side",
@@ -34,9 +35,12 @@ COMMANDS = {
 }
 
 _OTHER_NAMES = {
-    "train": ("rl", "sft"),
+    "train": ("rl", "sft", "dpo"),
     "grpo": ("rl",),
     "ppo": ("rl",),
+    "kto": ("dpo",),
+    "orpo": ("dpo",),
+    "simpo": ("dpo",),
     "finetune": ("sft", "rl"),
     "fine-tune": ("sft", "rl"),
     "evaluate": ("eval",),
@@ -50,7 +54,7 @@ _OTHER_NAMES = {
 }
 """What others call these commands, or a person might."""
 
-_RECIPE_COMMANDS = ("rl", "sft", "generate", "eval")
+_RECIPE_COMMANDS = ("rl", "sft", "dpo", "generate", "eval")
 
 _USAGE = """\
 hone: post-training of language models by reinforcement learning.
@@ -71,7 +75,12 @@ examples:
 
 
 _GOES_ON = "the same command goes on from the last checkpoint, or starts over without one"
-_AFTERWARDS = {"rl": _GOES_ON, "sft": _GOES_ON, "quickstart": "the same command goes on"}
+_AFTERWARDS = {
+    "rl": _GOES_ON,
+    "sft": _GOES_ON,
+    "dpo": _GOES_ON,
+    "quickstart": "the same command goes on",
+}
 """What is left of a command that was interrupted where it could not save, by its name."""
 
 _MEMORY_ADVICE = """\

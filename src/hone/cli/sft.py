@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["run", "train"]
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str], *, command: str = "sft", tree: type[SFTConfig] = SFTConfig) -> int:
     """Check the recipe, then train. Torch is loaded only after every check has passed."""
     nproc, arguments = take_nproc(argv)
     if nproc is not None and nproc > 1:
-        return run_in_processes("sft", SFTConfig, arguments, check_here, nproc)
-    cfg = load_checked(SFTConfig, arguments, check_here)
+        return run_in_processes(command, tree, arguments, check_here, nproc)
+    cfg = load_checked(tree, arguments, check_here)
     if has_nothing_left(cfg):
         return 0
     outcome = train(cfg)

@@ -27,6 +27,7 @@ from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import (
     BenchEngineConfig,
     BenchTrainConfig,
+    DPOConfig,
     EvaluateConfig,
     GenerateConfig,
     RLConfig,
@@ -365,6 +366,8 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
         number = cfg.cluster.num_references
         apart = Role(name="reference", num_workers=number, where="ray", dtype=dtype)
         roles["reference"] = apart if number else _frozen("reference", cfg, axes, dtype)
+    if isinstance(cfg, DPOConfig) and cfg.has_frozen_reference:
+        roles["reference"] = _frozen("reference", cfg, axes, dtype)
     if isinstance(cfg, RLConfig) and cfg.teacher.path is not None:
         roles["teacher"] = _frozen("teacher", cfg, axes, dtype)
     if isinstance(cfg, RLConfig) and cfg.algorithm.needs_critic and trainer is not None:
@@ -378,7 +381,7 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
     return roles
 
 
-def _frozen(name: RoleName, cfg: RLConfig, axes: AxisSizes, dtype: Dtype) -> Role:
+def _frozen(name: RoleName, cfg: RLConfig | DPOConfig, axes: AxisSizes, dtype: Dtype) -> Role:
     """A model that scores beside the policy, over all trainers."""
     # Sizes of its own that fit no mesh are for the rules to refuse.
     with suppress(UserError):

@@ -5,7 +5,8 @@
 `hone eval`, `generate`, `simulate` and `bench` leave out what only training has, and every command
 leaves out the sections of commands that do not train. A recipe with sections that `hone rl` alone
 has serves `hone sft` too, each without what the other alone has; in one of demonstrations alone a
-key of `hone rl` is a mistake, as is one of `hone sft` where no such section is.
+key of `hone rl` is a mistake, as is one of `hone sft` where no such section is. `hone dpo` has a
+section `algorithm` of its own, so its recipes are its alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from hone.config.base import Section
 from hone.config.schema import Field, fields, is_section, locate
-from hone.config.tree import TREES, RLConfig, SFTConfig
+from hone.config.tree import TREES, DPOConfig, RLConfig, SFTConfig
 
 __all__ = [
     "SAME",
@@ -29,7 +30,7 @@ __all__ = [
     "training_tree",
 ]
 
-_TRAINING = (RLConfig, SFTConfig)
+_TRAINING = (RLConfig, SFTConfig, DPOConfig)
 
 SAME: Mapping[str, Mapping[str, str]] = {
     "eval": {"rollout.stop": "eval.stop"},
@@ -115,7 +116,7 @@ def _in_others(others: Collection[type[Section]], path: Sequence[str]) -> Field 
 
 
 def training_tree(paths: Collection[tuple[str, ...]]) -> type[Section] | None:
-    """The tree that trains and knows the most of these keys; None where neither knows any."""
+    """The tree that trains and knows the most of these keys; None where none knows any."""
 
     def depth(tree: type[Section], path: tuple[str, ...]) -> int:
         return max(n for n in range(len(path) + 1) if not n or locate(tree, path[:n]))
@@ -126,7 +127,8 @@ def training_tree(paths: Collection[tuple[str, ...]]) -> type[Section] | None:
 
 
 def command_of(paths: Collection[tuple[str, ...]]) -> str:
-    """Which of `rl`, `sft`, `eval` and `generate` a recipe and flags with these keys are for.
+    """Which command, `rl`, `sft`, `dpo`, `eval` or `generate`, a recipe and flags with these keys
+    are for.
 
     The one that knows the most of them, and of equals one whose required keys are all there; of
     these the first.
@@ -138,7 +140,7 @@ def command_of(paths: Collection[tuple[str, ...]]) -> str:
         given = {path[:length] for path in paths for length in range(1, len(path) + 1)}
         return known, all(key.path in given for key in fields(tree) if _is_needed(key.path, tree))
 
-    return max(("rl", "sft", "eval", "generate"), key=fitness)
+    return max(("rl", "sft", "dpo", "eval", "generate"), key=fitness)
 
 
 def _is_needed(path: tuple[str, ...], tree: type[Section]) -> bool:

@@ -22,6 +22,7 @@ from hone.config.engine import EngineConfig
 from hone.config.env import EnvConfig
 from hone.config.model import ModelConfig, TrainedModelConfig
 from hone.config.pipeline import PipelineConfig
+from hone.config.preference import PreferenceConfig
 from hone.config.reward import RewardConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
 from hone.config.run import (
@@ -42,9 +43,11 @@ __all__ = [
     "TREES",
     "BenchEngineConfig",
     "BenchTrainConfig",
+    "DPOConfig",
     "EvaluateConfig",
     "EvaluateDataConfig",
     "GenerateConfig",
+    "PairsDataConfig",
     "RLConfig",
     "SFTConfig",
     "SFTDataConfig",
@@ -111,14 +114,19 @@ class RLConfig(Section):
         return 1 if self.has_engine_thread else self.cluster.num_engines
 
 
-class SFTDataConfig(DataConfig):
-    """Data of supervised fine-tuning: rows with a demonstration."""
+class RowsDataConfig(DataConfig):
+    """Data that are trained as they are read."""
 
     max_tokens: int = Field(default=2048, ge=2)
     """Longest prompt plus completion, in tokens; longer rows follow `overlong_prompts`."""
 
     examples_per_step: int = Field(default=64, ge=1)
-    """Rows per optimizer step, over all devices."""
+    """Rows of the data per optimizer step, over all devices; of `hone dpo` pairs, or completions
+    with a label."""
+
+
+class SFTDataConfig(RowsDataConfig):
+    """Data of supervised fine-tuning: rows with a demonstration."""
 
     train_on_prompt: bool = False
     """Also learn the prompt's tokens; off: the completion's only."""
@@ -134,6 +142,25 @@ class SFTConfig(Section):
     eval: SFTEvalConfig = SFTEvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+
+class PairsDataConfig(RowsDataConfig):
+    """Data of `hone dpo`: rows with `prompt`, `chosen` and `rejected`, plain or conversational;
+    without `prompt` it is their common start. For kto also rows with `prompt`, `completion` and
+    `label`."""
+
+
+class DPOConfig(SFTConfig):
+    """`hone dpo`: learn from preferences (DPO, KTO, ORPO, SimPO, CPO and kin)."""
+
+    # Sections are frozen, so that another type with the keys that are read is sound.
+    data: PairsDataConfig  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+    algorithm: PreferenceConfig = PreferenceConfig()
+
+    @property
+    def has_frozen_reference(self) -> bool:
+        """Whether a copy of the start lies beside the policy; adapters switched off need none."""
+        return self.algorithm.needs_reference and not self.model.lora.rank
 
 
 class EvaluateDataConfig(DataConfig):
@@ -236,6 +263,7 @@ class SimulateConfig(RLConfig):
 TREES: Mapping[str, type[Section]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
+    "dpo": DPOConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
     "simulate": SimulateConfig,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,21 @@ from hone.config.errors import UserError
 from hone.data.sources import Row, short_name, shorten
 from hone.types import Message
 
-__all__ = ["Columns", "Example", "as_text", "choose_columns", "map_rows"]
+__all__ = [
+    "Columns",
+    "Example",
+    "as_message",
+    "as_text",
+    "choose_column",
+    "choose_columns",
+    "map_rows",
+    "prompt_in",
+    "read_examples",
+    "required",
+    "value_of",
+]
+
+logger = logging.getLogger(__name__)
 
 USUAL_NAMES = {
     "prompt": (("prompt",), ("messages",), ("question", "problem", "input", "instruction")),
@@ -81,18 +96,18 @@ def choose_columns(
     completion column, if any, is one like others. Raises UserError where a role has no column, or
     its name fits several.
     """
-    prompt, completion, answer = _choose(rows, source, "prompt"), None, None
+    prompt, completion, answer = choose_column(rows, source, "prompt"), None, None
     if demonstrations:
-        completion = _choose(rows, source, "completion", required=False)
+        completion = choose_column(rows, source, "completion", required=False)
         # A dialogue may bring its demonstration along, as its last turn.
         if completion is None and not _is_dialogue(rows, prompt):
             prompt = "messages" if source.columns.prompt is None else prompt
             if not _is_dialogue(rows, prompt):
-                completion = _choose(rows, source, "completion")
+                completion = choose_column(rows, source, "completion")
     else:
         needs_answer = source.answer_pattern is not None
-        answer = _choose(rows, source, "answer", required=needs_answer)
-    task = _choose(rows, source, "task", required=False) if source.task is None else None
+        answer = choose_column(rows, source, "answer", required=needs_answer)
+    task = choose_column(rows, source, "task", required=False) if source.task is None else None
     assert prompt is not None
     return Columns(prompt, answer, completion, task, demonstrations)
 
@@ -111,6 +126,15 @@ def map_rows(
         reader.check_kinds(row, kinds)
         examples.append(reader.read(row, f"{name}:{number}"))
     return examples
+
+
+def read_examples(
+    rows: Sequence[Row], source: SourceBase, name: str, *, demonstrations: bool = False
+) -> list[Example]:
+    """`map_rows` by the columns of `choose_columns`, which are logged."""
+    columns = choose_columns(rows, source, demonstrations=demonstrations)
+    logger.info("%s: %s", source.path, columns)
+    return map_rows(rows, source, columns, name=name)
 
 
 def as_text(value: Any) -> str:
@@ -133,7 +157,7 @@ class _RowReader:
         self.pattern = _compile(source.answer_pattern)
 
     def read(self, row: Row, row_id: str) -> Example:
-        prompt = self._prompt(row)
+        prompt = prompt_in(row, self.chosen["prompt"])
         completion = None
         if self.demonstrations:
             prompt, completion = self._demonstration(row, prompt)
@@ -144,9 +168,9 @@ class _RowReader:
             )
         task = self.default_task
         if self.chosen["task"] is not None:
-            task = as_text(self._required(row, "task"))
+            task = as_text(required(row, self.chosen["task"], "task"))
         answer, column = self._answer(row), self.chosen["answer"]
-        raw, metadata = _value(row.columns, column), dict(row.columns)
+        raw, metadata = value_of(row.columns, column), dict(row.columns)
         if self.pattern is not None:
             raw = answer
             metadata |= {column: answer} if column in metadata else {}
@@ -167,7 +191,7 @@ class _RowReader:
         for role, column in self.chosen.items():
             if column is None:
                 continue
-            kind = _kind(_value(row.columns, column))
+            kind = _kind(value_of(row.columns, column))
             first = kinds.setdefault(role, (kind, row.location))
             if kind not in (first[0], "nothing"):
                 raise UserError(
@@ -175,31 +199,10 @@ class _RowReader:
                     f"{first[1]}; all rows of a source must be of one kind"
                 )
 
-    def _required(self, row: Row, role: str) -> Any:
-        column = self.chosen[role]
-        value = _value(row.columns, column)
-        if value is None:
-            raise UserError(
-                f"{row.location}: nothing in column {column!r}, which was to give the {role}; "
-                f"the row has {_listed(row.columns)}"
-            )
-        return value
-
-    def _prompt(self, row: Row) -> str | list[Message]:
-        value = self._required(row, "prompt")
-        if isinstance(value, str) and value.strip():
-            return value
-        if isinstance(value, list) and value:
-            return [_message(turn, row) for turn in value]
-        raise UserError(
-            f"{row.location}: the prompt in column {self.chosen['prompt']!r} must be non-empty "
-            f"text or a list of chat messages, got {shorten(json.dumps(value, default=str))}"
-        )
-
     def _answer(self, row: Row) -> str | None:
         if self.chosen["answer"] is None:
             return None
-        answer = as_text(self._required(row, "answer"))
+        answer = as_text(required(row, self.chosen["answer"], "answer"))
         if self.pattern is None:
             return answer
         match = self.pattern.search(answer)
@@ -215,13 +218,13 @@ class _RowReader:
         self, row: Row, prompt: str | list[Message]
     ) -> tuple[str | list[Message], Message]:
         if self.chosen["completion"] is not None:
-            value = self._required(row, "completion")
+            value = required(row, self.chosen["completion"], "completion")
             turns = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
         else:
             assert isinstance(prompt, list)
             prompt, turns = prompt[:-1], prompt[-1:]
         is_turn = isinstance(turns, list) and len(turns) == 1
-        message = _message(turns[0], row) if is_turn else {"role": "", "content": ""}
+        message = as_message(turns[0], row) if is_turn else {"role": "", "content": ""}
         content = message["content"]
         if message["role"] != "assistant" or not isinstance(content, str) or not content:
             shown = shorten(json.dumps(turns, default=str))
@@ -234,14 +237,18 @@ class _RowReader:
         return prompt, message
 
 
-def _choose(
+def choose_column(
     rows: Sequence[Row], source: SourceBase, role: str, *, required: bool = True
 ) -> str | None:
+    """The column of a role, as `source.columns` says or its usual names show; None: there is none.
+
+    Raises UserError where a required role has no column, or its name fits several.
+    """
     key = "answer" if role == "completion" else role
     named: str | None = getattr(source.columns, key)
     tiers = USUAL_NAMES[role] if named is None else ((named,),)
     for tier in tiers:
-        held = [n for n in tier if any(_value(row.columns, n) is not None for row in rows)]
+        held = [n for n in tier if any(value_of(row.columns, n) is not None for row in rows)]
         if len(held) > 1:
             raise UserError(
                 f"{source.path}: the {role} may be in any of the columns {', '.join(held)}. Name "
@@ -259,11 +266,35 @@ def _choose(
     )
 
 
+def required(row: Row, column: str | None, role: str) -> Any:
+    """The value of a column that was to give `role`. Raises UserError where the row has none."""
+    value = value_of(row.columns, column)
+    if value is None:
+        raise UserError(
+            f"{row.location}: nothing in column {column!r}, which was to give the {role}; "
+            f"the row has {_listed(row.columns)}"
+        )
+    return value
+
+
+def prompt_in(row: Row, column: str | None) -> str | list[Message]:
+    """The prompt in a column. Raises UserError where it is neither text nor messages."""
+    value = required(row, column, "prompt")
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, list) and value:
+        return [as_message(turn, row) for turn in value]
+    raise UserError(
+        f"{row.location}: the prompt in column {column!r} must be non-empty text or a list of "
+        f"chat messages, got {shorten(json.dumps(value, default=str))}"
+    )
+
+
 def _is_dialogue(rows: Sequence[Row], column: str | None) -> bool:
-    return isinstance(_value(rows[0].columns, column), list)
+    return isinstance(value_of(rows[0].columns, column), list)
 
 
-def _value(columns: Mapping[str, Any], name: str | None) -> Any:
+def value_of(columns: Mapping[str, Any], name: str | None) -> Any:
     """The value of a column, or of `outer.inner` where a column holds an object."""
     if name is None or name in columns:
         return columns.get(name) if name else None
@@ -275,7 +306,8 @@ def _value(columns: Mapping[str, Any], name: str | None) -> Any:
     return value
 
 
-def _message(turn: Any, row: Row) -> Message:
+def as_message(turn: Any, row: Row) -> Message:
+    """A turn of a dialogue. Raises UserError where it is none."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         shown = shorten(json.dumps(turn, default=str))
         raise UserError(f"{row.location}: a chat message needs a role and content, got {shown}")

@@ -7,9 +7,20 @@ from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from hone.config.errors import UserError
-from hone.data.columns import Example
 
-__all__ = ["DroppedRow", "FilterReport", "LengthLimit", "filter_length"]
+__all__ = ["DroppedRow", "FilterReport", "LengthLimit", "Located", "filter_length"]
+
+
+class Located(Protocol):
+    """A row before it is rendered."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def location(self) -> str:
+        """Where it stands, for messages."""
+        ...
 
 
 class RenderedRow(Protocol):
@@ -19,6 +30,7 @@ class RenderedRow(Protocol):
         ...
 
 
+E = TypeVar("E", bound=Located)
 T = TypeVar("T", bound=RenderedRow)
 
 
@@ -79,19 +91,19 @@ class FilterReport:
 
 
 def filter_length(
-    examples: Sequence[Example],
+    examples: Sequence[E],
     rows: Sequence[T],
     limits: Sequence[LengthLimit[T]],
     *,
     overlong: Literal["drop", "error"],
     report: FilterReport,
-) -> list[tuple[Example, T]]:
+) -> list[tuple[E, T]]:
     """The rows of one source that keep all limits, of which the last is on the whole row; the
     others are listed in the report.
 
     Raises UserError if a longer row is an error, or if no row is left.
     """
-    kept: list[tuple[Example, T]] = []
+    kept: list[tuple[E, T]] = []
     dropped: list[DroppedRow] = []
     for example, row in zip(examples, rows, strict=True):
         broken = next((x for x in limits if x.length(row) > x.max_tokens), None)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.data import DataConfig
 from hone.data.chat import Rendered, Renderer
-from hone.data.columns import Example
+from hone.data.columns import Example, read_examples
 from hone.data.filters import LengthLimit
 from hone.data.split import Data, load_data
 from hone.data.stream import Stream
@@ -41,6 +41,7 @@ def load_prompts(
         limit = LengthLimit("the context's room for a prompt", max_prompt_tokens, _num_tokens)
     return load_data(
         cfg,
+        read=read_examples,
         render=lambda examples: renderer.prompts(examples, max_tokens=limit.max_tokens),
         limits=[limit],
         make=_prompt,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.tree import SFTDataConfig
 from hone.data.chat import Demonstration, Renderer
-from hone.data.columns import Example
+from hone.data.columns import Example, read_examples
 from hone.data.filters import LengthLimit
 from hone.data.split import Data, load_data
 from hone.data.stream import Stream
@@ -41,6 +42,7 @@ def load_sft(cfg: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: in
 
     return load_data(
         cfg,
+        read=partial(read_examples, demonstrations=True),
         render=lambda examples: renderer.demonstrations(
             examples, max_prompt_tokens=cfg.max_prompt_tokens, max_tokens=cfg.max_tokens
         ),
@@ -51,7 +53,6 @@ def load_sft(cfg: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: in
         make=make,
         content=lambda row: (row.id, row.token_ids, row.loss_mask),
         seed=seed,
-        demonstrations=True,
     )
 
 

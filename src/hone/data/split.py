@@ -9,15 +9,15 @@ from typing import Generic, TypeVar
 
 from hone.config.data import DataConfig, SourceBase
 from hone.config.errors import UserError
-from hone.data.columns import Example, choose_columns, map_rows
-from hone.data.filters import FilterReport, LengthLimit, RenderedRow, filter_length
-from hone.data.sources import read_source, source_names
+from hone.data.filters import FilterReport, LengthLimit, Located, RenderedRow, filter_length
+from hone.data.sources import Row, read_source, source_names
 from hone.data.stream import Item, Stream, keyed_hash
 
 __all__ = ["Data", "is_held_out", "load_data"]
 
 logger = logging.getLogger(__name__)
 
+E = TypeVar("E", bound=Located)
 R = TypeVar("R", bound=RenderedRow)
 T = TypeVar("T", bound=Item)
 
@@ -43,15 +43,16 @@ def is_held_out(row_id: str, *, seed: int, fraction: float) -> bool:
 def load_data(
     cfg: DataConfig,
     *,
-    render: Callable[[Sequence[Example]], Sequence[R]],
+    read: Callable[[Sequence[Row], SourceBase, str], Sequence[E]],
+    render: Callable[[Sequence[E]], Sequence[R]],
     limits: Sequence[LengthLimit[R]],
-    make: Callable[[Example, R], T],
+    make: Callable[[E, R], T],
     content: Callable[[T], object],
     seed: int,
-    demonstrations: bool = False,
 ) -> Data[T]:
-    """Read every source, `render` its examples, drop those beyond the `limits`, `make` rows of the
-    others, and part training from evaluation rows. `content` is what of a row identifies the data.
+    """Every source is `read`, given its rows and the first half of their ids; `render` its
+    examples, drop those beyond the `limits`, `make` rows of the others, and part training from
+    evaluation rows. `content` is what of a row identifies the data.
 
     Raises UserError for anything wrong with the data, also if a source keeps no training row, or
     `eval_fraction` holds none out.
@@ -61,10 +62,7 @@ def load_data(
     report = FilterReport()
 
     def load(source: SourceBase, name: str) -> list[T]:
-        rows = read_source(source)
-        columns = choose_columns(rows, source, demonstrations=demonstrations)
-        logger.info("%s: %s", source.path, columns)
-        examples = map_rows(rows, source, columns, name=name)
+        examples = read(read_source(source), source, name)
         rendered = render(examples)
         kept = filter_length(
             examples, rendered, limits, overlong=cfg.overlong_prompts, report=report

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the same loop and trainer, packed rows, no engine."""
+"""Training on rows of files: `hone sft` and `hone dpo`. The same loop and trainer, no engine."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hone.algorithms.algorithm import Algorithm
 from hone.algorithms.configured import algorithm_of
-from hone.config.tree import SFTConfig
-from hone.data.sft import SFTData, load_sft
+from hone.config.model_facts import ModelFacts
+from hone.config.plan import Devices, resolve
+from hone.config.tree import DPOConfig, SFTConfig
+from hone.data.pairs import load_pairs
+from hone.data.sft import load_sft
+from hone.data.split import Data
 from hone.loops.launch import Launch, load_for_training
 from hone.loops.loop import run_to_end
 from hone.loops.recorder import recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Run
-from hone.models.adapters import adapt
+from hone.models.adapters import adapt, is_adapted
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.metrics import Mean, Metrics
 from hone.trainer.models import Models
+from hone.trainer.packing import collate
+from hone.trainer.scorer import FrozenScorer, RowScorer, WithoutAdapters
 from hone.trainer.trainer import Trainer
 from hone.types import Row
 
-__all__ = ["SFTRun", "build_run", "evaluate", "run"]
+__all__ = ["SupervisedRun", "build_run", "evaluate", "run"]
 
 
 def run(cfg: SFTConfig) -> Outcome:
@@ -38,13 +46,13 @@ class _Stopped(Exception):
 
 
 @dataclass(kw_only=True)
-class SFTRun(Run[Row]):
-    """Trains on demonstrations."""
+class SupervisedRun(Run[Any]):
+    """Trains on demonstrations or preferences, as its algorithm takes them."""
 
     cfg: SFTConfig
-    data: SFTData
+    data: Data[Any]
 
-    def collect(self, step: int) -> list[Row]:
+    def collect(self, step: int) -> list[Any]:
         del step
         with self.span("data"):
             return self.data.train.take(self.cfg.data.examples_per_step)
@@ -52,7 +60,9 @@ class SFTRun(Run[Row]):
     def evaluate(self, step: int) -> Metrics:
         del step
         try:
-            return evaluate(self.trainer, self.data.eval, before_pass=self._stop_if_asked)
+            return evaluate(
+                self.models, self.algorithm, self.data.eval, before_pass=self._stop_if_asked
+            )
         except _Stopped:
             return {}
 
@@ -64,7 +74,7 @@ class SFTRun(Run[Row]):
     def rank(self, evaluated: Mapping[str, float]) -> float | None:
         return -evaluated["eval/loss"] if evaluated else None
 
-    def record(self, step: int, batch: list[Row], rows: Sequence[Row], metrics: Metrics) -> None:
+    def record(self, step: int, batch: list[Any], rows: Sequence[Row], metrics: Metrics) -> None:
         self.recorder.record(step, metrics, rows=rows)
 
     def state(self) -> dict[str, Any]:
@@ -72,31 +82,25 @@ class SFTRun(Run[Row]):
 
 
 @contextmanager
-def build_run(cfg: SFTConfig, start: Launch) -> Generator[SFTRun]:
+def build_run(cfg: SFTConfig, start: Launch) -> Generator[SupervisedRun]:
     """Build a run, restored from its checkpoint."""
     mesh = start.mesh
     tokenizer = load_tokenizer(cfg.model)
-    data = load_sft(cfg.data, tokenizer, seed=cfg.run.seed)
-    model = load_for_training(cfg.model, mesh, seed=cfg.run.seed)
+    data = _data(cfg, tokenizer)
+    load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
+    model = load()
     if cfg.model.lora.rank:
         adapt(model, cfg.model.lora, seed=cfg.run.seed)
     algorithm = algorithm_of(cfg)
-    trainer = Trainer(
-        model,
-        cfg.trainer,
-        algorithm.objectives["policy"],
-        total_steps=cfg.run.steps,
-        dump_dir=start.dir,
-        mesh=mesh,
-    )
-    models = Models({"policy": trainer})
+    models = _models(cfg, start, model, algorithm, load)
+    start.watch.follow(models.groups)
     if start.checkpoint is not None:
         state: Mapping[str, Any] = start.checkpoint.parts
         restore(models, state)
         data.train.load_state_dict(state["data"])
     start.save_config()
     with recording(start, model) as recorder:
-        yield SFTRun(
+        yield SupervisedRun(
             cfg=cfg,
             launch=start,
             algorithm=algorithm,
@@ -107,9 +111,55 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SFTRun]:
         )
 
 
+def _data(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
+    if isinstance(cfg, DPOConfig):
+        unpaired = cfg.algorithm.is_unpaired
+        return load_pairs(cfg.data, tokenizer, seed=cfg.run.seed, is_unpaired=unpaired)
+    return load_sft(cfg.data, tokenizer, seed=cfg.run.seed)
+
+
+def _models(
+    cfg: SFTConfig,
+    start: Launch,
+    model: PreTrainedModel,
+    algorithm: Algorithm[Any],
+    load: Callable[[], PreTrainedModel],
+) -> Models:
+    """The trainer of `model` and, where the algorithm asks for it, the reference: a copy of the
+    start, or where adapters are trained the policy without them."""
+    mesh = start.mesh
+    devices = Devices(kind="cpu" if mesh.device.type == "cpu" else "cuda")
+    plan = resolve(cfg, ModelFacts.read(cfg.model.path), devices, world_size=mesh.world.size)
+    frozen = load() if plan.trainers_hold_reference else None
+    trainer = Trainer(
+        model,
+        cfg.trainer,
+        algorithm.objectives["policy"],
+        total_steps=cfg.run.steps,
+        dump_dir=start.dir,
+        mesh=mesh,
+    )
+    scorers: dict[str, RowScorer] = {}
+    if frozen is not None:
+        scorers["reference"] = FrozenScorer(frozen, cfg.trainer, mesh=mesh)
+    elif "reference" in algorithm.needs.scores and is_adapted(model):
+        scorers["reference"] = WithoutAdapters(model, trainer)
+    return Models({"policy": trainer}, scorers)
+
+
 def evaluate(
-    trainer: Trainer, rows: Sequence[Row], *, before_pass: Callable[[], None] = lambda: None
+    models: Models,
+    algorithm: Algorithm[Any],
+    items: Sequence[Any],
+    *,
+    before_pass: Callable[[], None] = lambda: None,
 ) -> Metrics:
-    """Mean cross-entropy over the trained tokens, in nats; no gradient. Collective. `before_pass`
-    as in `row_outputs`."""
-    return {"eval/loss": Mean.of(-torch.cat(trainer.logprobs(rows, before_pass=before_pass)))}
+    """The mean of the loss, of each token, row or unit as the objective says, and the objective's
+    metrics, as `eval/...`; no gradient. Collective. `before_pass` as in `row_outputs`."""
+    rows, _ = models.prepare(algorithm, items, version=0)
+    objective = algorithm.objectives["policy"]
+    logprobs = torch.cat(models.trainer.logprobs(rows, before_pass=before_pass))
+    batch = collate(rows, objective.weights(rows), "cpu", per=objective.per)
+    loss = objective({"logprobs": logprobs}, batch)
+    metrics = {f"eval/{name}": metric for name, metric in loss.metrics.items()}
+    return {"eval/loss": Mean.of(loss.values), **metrics}

@@ -100,11 +100,20 @@ def rl_columns(*, runs_ahead: bool, has_reference: bool, has_limit: bool) -> tup
     )
 
 
+_LOSS = Column("loss", "train/loss", 10, _compact)
 SFT_COLUMNS = (
-    Column("loss", "train/loss", 10, _compact),
+    _LOSS,
     Column("grad", "train/grad_norm", 10, _compact),
     Column("lr", "train/lr", 10, _compact),
     *_SPEED,
+)
+
+
+PAIR_COLUMNS = (
+    _LOSS,
+    Column("accuracy", "rewards/accuracies", 9, _compact),
+    Column("margin", "rewards/margins", 9, _compact),
+    *SFT_COLUMNS[1:],
 )
 
 
@@ -176,6 +185,8 @@ class Console:
         is_supervised = "train/loss" in scalars or "eval/loss" in scalars
         is_supervised = is_supervised and "reward/mean" not in scalars
         columns = SFT_COLUMNS if is_supervised else self._rl_columns
+        if is_supervised and "rewards/margins" in scalars:
+            columns = PAIR_COLUMNS
         if self._lines % HEADER_EVERY == 0:
             titles = "".join(f"{column.title:>{column.width}}" for column in columns)
             self._print(Text(f"{'step':>6}{titles}", style="dim"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,14 +166,20 @@ def _saved_digests(folder: Path) -> dict[str, str]:
 
 
 def _require_same_command(folder: Path, saved: Mapping[str, Any], tree: Section) -> None:
-    """Raise UserError where `hone sft` would go on with a run of `hone rl`, or the other way."""
-    own, other = ("rollout" in names for names in (type(tree).model_fields, saved))
+    """Raise UserError where `hone sft` would go on with a run of `hone rl`, say."""
+    own, other = (_command(names) for names in (type(tree).model_fields, saved))
     if saved and own != other:
-        command = "hone rl" if other else "hone sft"
         raise UserError(
-            f"run.dir={str(folder)!r} holds a run of `{command}`: choose another run.dir. What it "
-            f"has trained is in its folder `model`, for model.path."
+            f"run.dir={str(folder)!r} holds a run of `hone {other}`: choose another run.dir. What "
+            f"it has trained is in its folder `model`, for model.path."
         )
+
+
+def _command(sections: Collection[str]) -> str:
+    """That trains by a tree with these sections."""
+    if "rollout" in sections:
+        return "rl"
+    return "dpo" if "algorithm" in sections else "sft"
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:

@@ -53,7 +53,7 @@ _FILES = (CONFIG, METRICS, "events.jsonl", *_EVAL_FILES)
 _ENDS = ("error", "interrupted", "finished")
 """Kinds of the events that end a launch."""
 
-Kind = Literal["rl", "sft", "eval", "generate"]
+Kind = Literal["rl", "sft", "dpo", "eval", "generate"]
 """The command that has made a run."""
 
 
@@ -115,7 +115,7 @@ class RunFolder:
         if "rollout" in self.config:
             return "rl"
         if "trainer" in self.config:
-            return "sft"
+            return "dpo" if "algorithm" in self.config else "sft"
         if not self.rows and any((self.path / name).is_file() for name in _EVAL_FILES):
             return "eval"
         return "rl" if self.values("reward/mean") or not self.rows else "sft"

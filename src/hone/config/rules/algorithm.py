@@ -7,7 +7,7 @@ from hone.config.rules.rule import error, unused, warning
 
 __all__ = ["RULES"]
 
-_TRAINING = ("rl", "sft")
+_TRAINING = ("rl", "sft", "dpo")
 _GROUPS = f"algorithm.advantage = {'|'.join(sorted(GROUP_ESTIMATORS))}"
 _WHOLE_SEQUENCES = "algorithm.advantage = grpo|dr_grpo|rloo"
 _KIND = "algorithm.correction.kind"

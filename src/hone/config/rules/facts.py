@@ -75,9 +75,20 @@ def sequences_per_step(view: View) -> Fact:
         return Fact(view["rows.per_step"], "the number of rows of a step", "rows.per_step")
     if view.plan.batch is None:
         raise NotKnownError("sequences_per_step")
-    key = "data.examples_per_step" if view.command == "sft" else "trainer.prompts_per_minibatch"
+    key = "trainer.prompts_per_minibatch"
+    if view.command in ("sft", "dpo"):
+        key = "data.examples_per_step"
     number = view.plan.batch.samples_per_optimizer_step
     return Fact(number, "the number of sequences of an optimizer step", key)
+
+
+@fact
+def longest_pair(view: View) -> Fact:
+    """Tokens of the longest pair of rows."""
+    if view.command != "dpo" or view["algorithm.loss"] == "kto":
+        raise NotKnownError("longest_pair")
+    share = -(-2 * view["data.max_tokens"] // view.number("context_size"))
+    return Fact(share, "a process's share of the longest pair", "2 x data.max_tokens")
 
 
 @fact

@@ -24,7 +24,7 @@ Found = Iterator[Mapping[str, object]]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-_NEEDS_TOKENIZER = ("rl", "sft", "eval", "generate")
+_NEEDS_TOKENIZER = ("rl", "sft", "dpo", "eval", "generate")
 
 
 # -- places --------------------------------------------------------------------------------------
@@ -294,6 +294,7 @@ def has_constant_prompts(view: View) -> bool:
 _OF_REWARDS = ("columns.task", "answer_pattern", "task")
 _UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sft": {"train": _OF_REWARDS, "eval": _OF_REWARDS},
+    "dpo": {"train": _OF_REWARDS, "eval": _OF_REWARDS},
     "eval": {"train": ("weight",)},
     "generate": {"train": ("weight",)},
 }
@@ -312,7 +313,7 @@ def _unused_columns(view: View) -> Found:
 
 
 _DATA = (
-    error("not data.train", only=("rl", "sft", "generate"), fix="name at least one source"),
+    error("not data.train", only=("rl", "sft", "dpo", "generate"), fix="name at least one source"),
     error("not data.eval", "not @held_out", only=("eval",),
           says="there is nothing to evaluate on",
           why="data.eval names no source, and data.eval_fraction holds no rows of data.train out",

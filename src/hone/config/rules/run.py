@@ -83,7 +83,7 @@ RULES = (
     warning("checkpoint.every_n_steps > run.steps", given=("checkpoint.every_n_steps is set",),
             why="only the end is saved, and a crash loses everything",
             fix="lower checkpoint.every_n_steps"),
-    unused("log.samples_per_step", only=("sft",), why="`hone sft` samples nothing"),
+    unused("log.samples_per_step", only=("sft", "dpo"), why="nothing is sampled"),
     *(needs(name, f"log.to has {name}", by=f"{name} in log.to", instead="remove it")
       for name in get_args(Tracker)),
 )  # fmt: skip

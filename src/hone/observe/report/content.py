@@ -25,6 +25,7 @@ DASH = "\N{EN DASH}"
 _KINDS: Mapping[Kind, str] = {
     "rl": "reinforcement learning",
     "sft": "supervised fine-tuning",
+    "dpo": "preference optimisation",
     "eval": "evaluation",
     "generate": "generation",
 }
@@ -196,11 +197,11 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
     split = "eval" if run.kind == "eval" and run.setting("data.eval") else "train"
     sources = run.setting(f"data.{split}") or []
     seconds = run.values("time/step_s")
-    trains = run.kind in ("rl", "sft")
+    trains = run.kind in ("rl", "sft", "dpo")
     facts = [
         ("Model", run.setting("model.path")),
         ("Data", ", ".join(Path(source["path"]).name for source in sources)),
-        ("Algorithm", run.setting("algorithm.advantage")),
+        ("Algorithm", run.setting("algorithm.advantage") or run.setting("algorithm.loss")),
         ("Steps", (f"{done:,} of {steps:,}" if steps else f"{done:,}") if trains else None),
         ("Duration", _duration(sum(seconds)) if seconds else None),
         ("Device", run.environment.get("device")),

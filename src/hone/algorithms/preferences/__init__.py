@@ -1,0 +1,1 @@
+"""Learning from preferences: which of two completions is better, or whether one is good."""

@@ -1,0 +1,120 @@
+"""DPO and its kin: the better of two completions becomes more likely than the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hone.algorithms.algorithm import Loss, Objective, Outputs
+from hone.algorithms.preferences.losses import LOSSES, SFT_WEIGHT, Pairs
+from hone.config.algorithm import Needs, Output
+from hone.config.preference import PreferenceConfig
+from hone.observe.metrics import Mean, Metrics
+from hone.types import Column, LossExtent, MicroBatch, Preference, Row
+
+__all__ = ["DPO", "PairObjective", "labelled_rows", "sum_of_rows"]
+
+
+class DPO:
+    """Implements `Algorithm` for pairs. A unit is a pair; what a pair weighs is one over the pairs
+    of the optimizer step, over all ranks."""
+
+    def __init__(self, cfg: PreferenceConfig) -> None:
+        self.cfg = cfg
+        reference: dict[str, frozenset[Output]] = {"reference": frozenset({"logprobs"})}
+        self.needs = Needs(scores=reference if cfg.needs_reference else {})
+        self.objectives: Mapping[str, Objective] = {"policy": PairObjective(cfg)}
+
+    def rows(self, batch: Sequence[Preference], version: int) -> list[Row]:
+        del version
+        return labelled_rows(batch)
+
+    def targets(self, rows: Sequence[Row], batch: Sequence[Preference]) -> Metrics:
+        """What turns the sum of a pair's cross-entropies into its share of the mean over tokens."""
+        chosen = sum(row.num_trained for row in rows if bool(row.column("chosen")))
+        share = Column(torch.tensor([len(batch) / max(chosen, 1)]), "row")
+        for row in rows:
+            row.columns["pairs_per_token"] = share
+        return {}
+
+
+class PairObjective:
+    """A loss of pairs, or several with weights. Implements `Objective`."""
+
+    outputs: frozenset[Output] = frozenset({"logprobs"})
+    outputs_before: frozenset[Output] = frozenset()
+    per: LossExtent = "unit"
+
+    def __init__(self, cfg: PreferenceConfig) -> None:
+        self.cfg = cfg
+        reference = {"logprobs/reference"} if cfg.needs_reference else set[str]()
+        self.columns = frozenset({"chosen", "pairs_per_token"} | reference)
+
+    def weights(self, rows: Sequence[Row]) -> list[float]:
+        return [1 / len({row.unit for row in rows})] * len(rows)
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> Loss:
+        cfg, is_chosen = self.cfg, batch.column("chosen").bool()
+        logprobs = sum_of_rows(outputs["logprobs"], batch)
+        reference = torch.zeros_like(logprobs)
+        if cfg.needs_reference:
+            reference = sum_of_rows(batch.column("logprobs/reference"), batch)
+        num_tokens = sum_of_rows(torch.ones_like(outputs["logprobs"]), batch)
+
+        def of_units(values: Tensor, mask: Tensor) -> Tensor:
+            zeros = values.new_zeros(batch.num_units)
+            return zeros.index_add(0, batch.unit_index, torch.where(mask, values, 0.0))
+
+        pairs = Pairs(
+            chosen=of_units(logprobs, is_chosen),
+            rejected=of_units(logprobs, ~is_chosen),
+            reference_chosen=of_units(reference, is_chosen),
+            reference_rejected=of_units(reference, ~is_chosen),
+            num_chosen=of_units(num_tokens, is_chosen),
+            num_rejected=of_units(num_tokens, ~is_chosen),
+        )
+        share = of_units(batch.column("pairs_per_token").float(), is_chosen)
+        values = torch.zeros_like(pairs.chosen)
+        for name, weight in cfg.losses.items():
+            term = LOSSES[name](pairs, cfg)
+            if name in SFT_WEIGHT:
+                term = term - SFT_WEIGHT[name] * pairs.chosen * share
+            values = values + weight * term
+        return Loss(values, _metrics(pairs, cfg))
+
+
+def _metrics(pairs: Pairs, cfg: PreferenceConfig) -> Metrics:
+    """By the names of TRL. simpo's rewards are of mean log-probabilities; orpo's here of sums."""
+    with torch.no_grad():
+        chosen, rejected = pairs.chosen_scores, pairs.rejected_scores
+        if "simpo" in cfg.losses:
+            chosen, rejected = chosen / pairs.num_chosen, rejected / pairs.num_rejected
+        return {
+            "rewards/chosen": Mean.of(cfg.beta * chosen),
+            "rewards/rejected": Mean.of(cfg.beta * rejected),
+            "rewards/margins": Mean.of(cfg.beta * (chosen - rejected)),
+            "rewards/accuracies": Mean.of((chosen > rejected).float()),
+            "logps/chosen": Mean.of(pairs.chosen),
+            "logps/rejected": Mean.of(pairs.rejected),
+            "nll_loss": Mean(-pairs.chosen.double().sum(), pairs.num_chosen.double().sum()),
+        }
+
+
+def labelled_rows(batch: Sequence[Preference]) -> list[Row]:
+    """The rows of preferences, fresh, with a column `chosen` that is their label; those of a pair
+    are one unit, also where a step has a pair twice."""
+    rows: list[Row] = []
+    for number, item in enumerate(batch):
+        unit = f"{number}:{item.id}" if len(item.rows) > 1 else ""
+        for row, label in zip(item.rows, item.labels, strict=True):
+            chosen = Column(torch.tensor([label]), "row")
+            rows.append(replace(row, group_id=unit, unit=unit, columns={"chosen": chosen}))
+    return rows
+
+
+def sum_of_rows(values: Tensor, batch: MicroBatch) -> Tensor:
+    """Values of the trained tokens [N], summed over each row: [S]."""
+    return values.new_zeros(batch.num_sequences).index_add(0, batch.sequence_index, values)

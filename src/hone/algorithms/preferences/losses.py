@@ -1,0 +1,193 @@
+"""Losses of pairs: pure functions, one value for each pair.
+
+A score is the log-probability of a completion, summed over its tokens, less the reference's:
+`log pi(y|x) - log ref(y|x)`; beta times it is the implicit reward. Names, values and defaults are
+those of TRL 1.16 (`DPOTrainer`, `CPOTrainer`, `ORPOTrainer`), but for what a docstring names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.config.preference import PreferenceConfig
+
+__all__ = ["LOSSES", "SFT_WEIGHT", "Pairs", "kto"]
+
+DISCOPOP_TAU = 0.05
+"""Temperature of the blend, as in the paper."""
+SFT_WEIGHT: Mapping[str, float] = {"sft": 1.0, "cpo": 1.0, "orpo": 1.0}
+"""Losses that hold the cross-entropy of chosen tokens, with its weight: their mean over the tokens
+of an optimizer step. Of the others' names 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """U pairs, [U] float each."""
+
+    chosen: Tensor  # log-probabilities, summed over the tokens of the completion
+    rejected: Tensor
+    reference_chosen: Tensor  # 0 where the loss has no reference
+    reference_rejected: Tensor
+    num_chosen: Tensor  # tokens
+    num_rejected: Tensor
+
+    @property
+    def chosen_scores(self) -> Tensor:
+        return self.chosen - self.reference_chosen
+
+    @property
+    def rejected_scores(self) -> Tensor:
+        return self.rejected - self.reference_rejected
+
+    @property
+    def delta(self) -> Tensor:
+        """Score of the chosen less that of the rejected."""
+        return self.chosen_scores - self.rejected_scores
+
+
+def sigmoid(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """DPO, arXiv:2305.18290; with `label_smoothing` conservative DPO
+    (https://ericmitchell.ai/cdpo.pdf), which TRL's `sigmoid` no longer has."""
+    return _smoothed(cfg.beta * pairs.delta, cfg)
+
+
+def hinge(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """SLiC, arXiv:2305.10425, on normalised likelihoods as in RSO, arXiv:2309.06657."""
+    return torch.relu(1 - cfg.beta * pairs.delta)
+
+
+def ipo(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """IPO, arXiv:2310.12036, eq. 17. Scores are means over tokens, as in TRL and by word of the
+    authors; OpenRLHF takes their sums."""
+    delta = pairs.chosen_scores / pairs.num_chosen - pairs.rejected_scores / pairs.num_rejected
+    return (delta - 1 / (2 * cfg.beta)) ** 2
+
+
+def exo_pair(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """EXO, arXiv:2402.00856, eq. 16: the reverse divergence from smoothed labels."""
+    epsilon = torch.tensor(cfg.label_smoothing, dtype=pairs.delta.dtype)
+    logits = cfg.beta * pairs.delta
+    right = torch.sigmoid(logits) * (F.logsigmoid(logits) - torch.log1p(-epsilon))
+    return right + torch.sigmoid(-logits) * (F.logsigmoid(-logits) - torch.log(epsilon))
+
+
+def nca_pair(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """NCA, arXiv:2402.05369: each reward against zero, so that the chosen one's does not fall."""
+    chosen, rejected = cfg.beta * pairs.chosen_scores, cfg.beta * pairs.rejected_scores
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def robust(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """Robust DPO, arXiv:2403.00409: unbiased where labels are flipped with `label_smoothing`."""
+    logits, flipped = cfg.beta * pairs.delta, cfg.label_smoothing
+    clean = -(1 - flipped) * F.logsigmoid(logits)
+    return (clean + flipped * F.logsigmoid(-logits)) / (1 - 2 * flipped)
+
+
+def bco_pair(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """BCO on pairs, arXiv:2404.04656, without the moving mean of rewards, as in TRL."""
+    chosen, rejected = cfg.beta * pairs.chosen_scores, cfg.beta * pairs.rejected_scores
+    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
+
+
+def sppo_hard(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """SPPO, arXiv:2405.00675, eq. 4.7 with probabilities 1 and 0."""
+    return (pairs.chosen_scores - 0.5 / cfg.beta) ** 2 + (
+        pairs.rejected_scores + 0.5 / cfg.beta
+    ) ** 2
+
+
+def apo_zero(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """APO, arXiv:2408.06266, eq. 7: chosen ones are better than what the model says."""
+    chosen = 1 - torch.sigmoid(cfg.beta * pairs.chosen_scores)
+    return chosen + torch.sigmoid(cfg.beta * pairs.rejected_scores)
+
+
+def apo_down(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """APO, arXiv:2408.06266, eq. 8: chosen ones are worse than what the model says."""
+    chosen = torch.sigmoid(cfg.beta * pairs.chosen_scores)
+    return chosen + 1 - torch.sigmoid(cfg.beta * pairs.delta)
+
+
+def discopop(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """DiscoPOP, arXiv:2406.08414, eq. 5: logistic and exponential loss, blended by the logits."""
+    logits = cfg.beta * pairs.delta
+    share = torch.sigmoid(logits / DISCOPOP_TAU)
+    return -F.logsigmoid(logits) * (1 - share) + torch.exp(-logits) * share
+
+
+def cpo(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """CPO, arXiv:2401.08417: DPO whose reference is uniform, with the cross-entropy of the chosen
+    one (`SFT_WEIGHT`)."""
+    return _smoothed(cfg.beta * (pairs.chosen - pairs.rejected), cfg)
+
+
+def simpo(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """SimPO, arXiv:2405.14734: mean log-probabilities, and a margin between rewards. TRL adds the
+    cross-entropy of the chosen one by default: `{simpo: 1, sft: 1}`."""
+    delta = pairs.chosen / pairs.num_chosen - pairs.rejected / pairs.num_rejected
+    return _smoothed(cfg.beta * delta - cfg.simpo_gamma, cfg)
+
+
+def orpo(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """ORPO, arXiv:2403.07691, beta times the odds ratio's term; with the cross-entropy of the
+    chosen completion (`SFT_WEIGHT`), which TRL takes over the prompt's tokens too."""
+    chosen, rejected = pairs.chosen / pairs.num_chosen, pairs.rejected / pairs.num_rejected
+    return -cfg.beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+
+
+def sft(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
+    """The cross-entropy of the chosen completion alone, which is not of the pair but of its
+    tokens (`SFT_WEIGHT`)."""
+    del cfg
+    return torch.zeros_like(pairs.chosen)
+
+
+def kto(scores: Tensor, is_desirable: Tensor, divergence: Tensor, cfg: PreferenceConfig) -> Tensor:
+    """KTO, arXiv:2402.01306, of S completions: `1 - sigmoid(beta (score - divergence))` of a
+    desirable one, `1 - sigmoid(beta (divergence - score))` of another.
+
+    `divergence` is the mean score of completions that belong to other prompts, at least 0: an
+    estimate of the policy's distance from the reference. [S] each.
+    """
+    sign = 2 * is_desirable.to(scores.dtype) - 1
+    desirable, undesirable = cfg.desirable_weight, cfg.undesirable_weight
+    weights = torch.where(
+        is_desirable, scores.new_tensor(desirable), scores.new_tensor(undesirable)
+    )
+    return weights * (1 - torch.sigmoid(cfg.beta * sign * (scores - divergence)))
+
+
+def _smoothed(logits: Tensor, cfg: PreferenceConfig) -> Tensor:
+    flipped = cfg.label_smoothing
+    return -(1 - flipped) * F.logsigmoid(logits) - flipped * F.logsigmoid(-logits)
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    """`log(p / (1 - p))`. A probability of 1, where it is infinite, is taken as the one before."""
+    below = torch.clamp(logprobs, max=-torch.finfo(logprobs.dtype).tiny)
+    return below - torch.log(-torch.expm1(below))
+
+
+LOSSES: Mapping[str, Callable[[Pairs, PreferenceConfig], Tensor]] = {
+    "sigmoid": sigmoid,
+    "hinge": hinge,
+    "ipo": ipo,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "robust": robust,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "discopop": discopop,
+    "cpo": cpo,
+    "simpo": simpo,
+    "orpo": orpo,
+    "sft": sft,
+}

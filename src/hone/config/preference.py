@@ -1,0 +1,78 @@
+"""The learning rule of `hone dpo`: losses over preferences."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.base import Section
+
+__all__ = ["REFERENCE_FREE", "UNPAIRED", "PairLossName", "PreferenceConfig"]
+
+PairLossName = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "cpo",
+    "simpo",
+    "orpo",
+    "sft",
+]
+
+REFERENCE_FREE = frozenset({"cpo", "simpo", "orpo", "sft"})
+"""Losses that no reference model enters."""
+
+UNPAIRED = frozenset({"kto"})
+"""Losses of single completions with a label."""
+
+
+class PreferenceConfig(Section):
+    """Everything that turns preferences into a gradient."""
+
+    loss: PairLossName | Literal["kto"] | dict[PairLossName, float] = "sigmoid"
+    """Loss, by the names of TRL: `sigmoid` is DPO's; `hone/algorithms/preferences/losses.py` has a
+    function and a paper for each. A mapping adds several with weights, such as `{sigmoid: 1, sft:
+    0.2}`. `kto` learns from single completions with a `label`; `cpo`, `simpo`, `orpo` and `sft`
+    need no reference model."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How strongly the policy is held to the reference: the reward of a completion is beta times
+    the logarithm of its probability over the reference's. 2 is usual for simpo."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Probability that a preference is the wrong way round, for sigmoid, robust, exo_pair (which
+    needs it above 0), cpo and simpo."""
+
+    simpo_gamma: float = Field(default=0.5, ge=0)
+    """Margin between the rewards of the two that simpo asks for."""
+
+    desirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of completions with a true label, for kto. Balanced: number times weight within 1 to
+    4/3 of the others'."""
+
+    undesirable_weight: float = Field(default=1.0, ge=0)
+    """Weight of completions with a false label, for kto."""
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Weights by name; of kto, itself alone."""
+        return {**self.loss} if isinstance(self.loss, dict) else {self.loss: 1.0}
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether it learns from single completions."""
+        return not UNPAIRED.isdisjoint(self.losses)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model scores the rows."""
+        return not REFERENCE_FREE.issuperset(self.losses)

@@ -1,0 +1,302 @@
+"""Losses of preferences against the formulas of their papers, by hand in float64, and through the
+trainer: whatever cut into micro-batches, the gradient is that of the whole step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from hone.algorithms.preferences.dpo import DPO, PairObjective
+from hone.algorithms.preferences.kto import KTO
+from hone.algorithms.preferences.losses import LOSSES, SFT_WEIGHT, Pairs, kto
+from hone.config.preference import REFERENCE_FREE, PairLossName, PreferenceConfig
+from hone.config.trainer import SFTTrainerConfig
+from hone.observe.metrics import to_scalars
+from hone.trainer.models import Models
+from hone.trainer.scorer import FrozenScorer
+from hone.trainer.trainer import Trainer
+from hone.types import Preference, Row
+from tests.trainer.examples import eager_twin, gradients, random_rows, tiny_model
+
+CUTS: list[dict[str, Any]] = [
+    {"micro_batch_size": 2},
+    {"micro_batch_size": 5},
+    {"max_tokens_per_microbatch": 90},
+    {},
+]
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def log_odds(mean_logprob: float) -> float:
+    p = math.exp(mean_logprob)
+    return math.log(p / (1 - p))
+
+
+def by_hand(
+    name: str, scores: tuple[float, float], lengths: tuple[int, int], cfg: PreferenceConfig
+) -> float:
+    """The loss of one pair; of a loss without reference scores are log-probabilities."""
+    (c, r), (nc, nr) = scores, lengths
+    beta, eps = cfg.beta, cfg.label_smoothing
+    x = beta * (c - r)
+    smoothed = lambda z: -(1 - eps) * math.log(sigmoid(z)) - eps * math.log(sigmoid(-z))  # noqa: E731
+    match name:
+        case "sigmoid" | "cpo":
+            return smoothed(x)
+        case "hinge":
+            return max(0.0, 1 - x)
+        case "ipo":
+            return (c / nc - r / nr - 1 / (2 * beta)) ** 2
+        case "exo_pair":
+            p = sigmoid(x)
+            return p * math.log(p / (1 - eps)) + (1 - p) * math.log((1 - p) / eps)
+        case "nca_pair":
+            p, q = sigmoid(beta * c), sigmoid(beta * r)
+            return -math.log(p) - 0.5 * math.log(1 - p) - 0.5 * math.log(1 - q)
+        case "robust":
+            p = sigmoid(x)
+            return (-(1 - eps) * math.log(p) + eps * math.log(1 - p)) / (1 - 2 * eps)
+        case "bco_pair":
+            return -math.log(sigmoid(beta * c)) - math.log(1 - sigmoid(beta * r))
+        case "sppo_hard":
+            return (c - 1 / (2 * beta)) ** 2 + (r + 1 / (2 * beta)) ** 2
+        case "apo_zero":
+            return 1 - sigmoid(beta * c) + sigmoid(beta * r)
+        case "apo_down":
+            return sigmoid(beta * c) + 1 - sigmoid(x)
+        case "discopop":
+            share = sigmoid(x / 0.05)
+            return (1 - share) * -math.log(sigmoid(x)) + share * math.exp(-x)
+        case "simpo":
+            return smoothed(beta * (c / nc - r / nr) - cfg.simpo_gamma)
+        case "orpo":
+            return -beta * math.log(sigmoid(log_odds(c / nc) - log_odds(r / nr)))
+        case _:
+            return 0.0
+
+
+def random_pairs(number: int, seed: int) -> Pairs:
+    draw = torch.Generator().manual_seed(seed)
+
+    def values() -> Tensor:
+        return -10 * torch.rand(number, generator=draw, dtype=torch.float64) - 0.1
+
+    lengths = torch.randint(1, 9, (2, number), generator=draw).double()
+    return Pairs(values(), values(), values(), values(), *lengths)
+
+
+@pytest.mark.parametrize("name", get_args(PairLossName))
+def test_R21_each_loss_equals_its_formula(name: str) -> None:
+    cfg = PreferenceConfig(beta=0.3, label_smoothing=0.1)
+    pairs = random_pairs(40, seed=len(name))
+    got = LOSSES[name](pairs, cfg)
+    free = name in REFERENCE_FREE
+    for i, value in enumerate(got.tolist()):
+        c = pairs.chosen[i] - (0 if free else pairs.reference_chosen[i])
+        r = pairs.rejected[i] - (0 if free else pairs.reference_rejected[i])
+        lengths = int(pairs.num_chosen[i]), int(pairs.num_rejected[i])
+        assert value == pytest.approx(by_hand(name, (float(c), float(r)), lengths, cfg), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(set(get_args(PairLossName)) - {"sft", "sppo_hard", "ipo"}))
+def test_a_likelier_chosen_one_lowers_the_loss(name: str) -> None:
+    """The planted mistake is the swap, which raises it. (Losses with a target other than as much as
+    possible are left out.)"""
+    if name == "apo_down":
+        pytest.skip("lowers the chosen one too, by design")
+    cfg = PreferenceConfig(beta=0.1, label_smoothing=0.01)
+    pairs = random_pairs(40, seed=1)
+    chosen = pairs.chosen.clone().requires_grad_()
+    moved = Pairs(chosen, *(getattr(pairs, k) for k in list(Pairs.__slots__)[1:]))
+    value = LOSSES[name](moved, cfg).sum()
+    (slope,) = torch.autograd.grad(value, chosen)
+    assert (slope <= 1e-12).float().mean() > (0.5 if name in ("nca_pair", "discopop") else 0.99)
+
+
+def test_kto_equals_its_formula() -> None:
+    cfg = PreferenceConfig(loss="kto", beta=0.2, desirable_weight=1.5, undesirable_weight=0.7)
+    scores = torch.linspace(-9, 9, 19, dtype=torch.float64)
+    good = torch.arange(19) % 3 == 0
+    divergence = torch.full_like(scores, 1.25)
+    for score, is_good, value in zip(
+        scores.tolist(), good.tolist(), kto(scores, good, divergence, cfg).tolist(), strict=True
+    ):
+        z = 0.2 * (score - 1.25)
+        expected = 1.5 * (1 - sigmoid(z)) if is_good else 0.7 * (1 - sigmoid(-z))
+        assert value == pytest.approx(expected, rel=1e-12)
+
+
+def preferences(number: int, *, single: bool = False) -> list[Preference]:
+    rows = random_rows((1 if single else 2) * number, seed=3)
+    if single:
+        return [Preference(row.id, (row,), (i % 2 == 0,)) for i, row in enumerate(rows)]
+    return [
+        Preference(f"pair {i}", (rows[i], rows[number + i]), (True, False)) for i in range(number)
+    ]
+
+
+def models_of(objective: Any, **cut: Any) -> Models:
+    cfg = SFTTrainerConfig.model_validate(cut)
+    model, reference = tiny_model(), tiny_model()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.9)
+    return Models(
+        {"policy": Trainer(model, cfg, objective, total_steps=10)},
+        {"reference": FrozenScorer(reference, cfg)},
+    )
+
+
+def totals(twin: Any, rows: Sequence[Row]) -> Tensor:
+    found: list[Tensor] = []
+    for row in rows:
+        log_p = torch.log_softmax(twin(torch.tensor([row.token_ids])).logits[0], -1)
+        trained = [t for t, is_trained in enumerate(row.loss_mask) if is_trained]
+        found.append(torch.stack([log_p[t - 1, row.token_ids[t]] for t in trained]).sum())
+    return torch.stack(found)
+
+
+def expected_gradient(cfg: PreferenceConfig, items: Sequence[Preference]) -> tuple[float, Any]:
+    """In float64, a row at a time, over all pairs of the step."""
+    model, reference = tiny_model(), tiny_model()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.9)
+    twin, frozen = eager_twin(model), eager_twin(reference)
+    chosen, rejected = ([item.rows[side] for item in items] for side in (0, 1))
+    counts = [
+        torch.tensor([row.num_trained for row in rows]).double() for rows in (chosen, rejected)
+    ]
+    with torch.no_grad():
+        held = [totals(frozen, rows) for rows in (chosen, rejected)]
+    own = [totals(twin, rows) for rows in (chosen, rejected)]
+    loss = torch.zeros((), dtype=torch.float64)
+    for name, weight in cfg.losses.items():
+        loss = loss + weight * LOSSES[name](Pairs(*own, *held, *counts), cfg).mean()
+        loss = loss - weight * SFT_WEIGHT.get(name, 0.0) * own[0].sum() / counts[0].sum()
+    loss.backward()
+    return float(loss.detach()), {
+        n: p.grad for n, p in twin.named_parameters() if p.grad is not None
+    }
+
+
+def assert_close(trainer: Trainer, expected: Any) -> None:
+    largest = max(float(g.abs().max()) for g in expected.values())
+    for name, got in gradients(trainer).items():
+        assert float((got - expected[name]).abs().max()) / largest < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    "loss", ["sigmoid", "ipo", "orpo", {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}]
+)
+def test_R1_the_gradient_of_pairs_does_not_depend_on_micro_batches(loss: Any) -> None:
+    cfg, items = PreferenceConfig(loss=loss), preferences(8)
+    value, expected = expected_gradient(cfg, items)
+    for cut in CUTS:
+        algorithm = DPO(cfg)
+        models = models_of(algorithm.objectives["policy"], **cut)
+        rows, _ = models.prepare(algorithm, items, version=0)
+        got, _ = models.trainer.forward_backward(rows)
+        assert float(got) == pytest.approx(value, rel=1e-5)
+        assert_close(models.trainer, expected)
+
+
+@pytest.mark.parametrize("mistake", ["swapped", "no reference", "mean of micro-batches"])
+def test_R1_planted_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, items = PreferenceConfig(), preferences(8)
+    _, expected = expected_gradient(cfg, items)
+    algorithm = DPO(cfg)
+    objective = algorithm.objectives["policy"]
+    if mistake == "swapped":
+        items = [Preference(x.id, x.rows, (False, True)) for x in items]
+    elif mistake == "mean of micro-batches":
+        monkeypatch.setattr(PairObjective, "weights", lambda self, rows: [1.0] * len(rows))
+    models = models_of(objective, micro_batch_size=4)
+    rows, _ = models.prepare(algorithm, items, version=0)
+    if mistake == "no reference":
+        for row in rows:
+            row.columns["logprobs/reference"].values.zero_()
+    models.trainer.forward_backward(rows)
+    with pytest.raises(AssertionError):
+        assert_close(models.trainer, expected)
+
+
+def test_metrics_have_the_names_and_values_of_trl() -> None:
+    cfg, items = PreferenceConfig(beta=0.5), preferences(6)
+    algorithm = DPO(cfg)
+    models = models_of(algorithm.objectives["policy"], micro_batch_size=2)
+    rows, _ = models.prepare(algorithm, items, version=0)
+    _, metrics = models.trainer.forward_backward(rows)
+    found = to_scalars(metrics)
+    own = models.trainer.logprobs(rows)
+    sums = torch.stack([x.sum() for x in own]).double()
+    held = torch.stack([row.column("logprobs/reference").sum() for row in rows]).double()
+    rewards = 0.5 * (sums - held)
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    assert found["rewards/chosen"] == pytest.approx(float(chosen.mean()), rel=1e-5)
+    assert found["rewards/rejected"] == pytest.approx(float(rejected.mean()), rel=1e-5)
+    assert found["rewards/margins"] == pytest.approx(float((chosen - rejected).mean()), rel=1e-5)
+    assert found["rewards/accuracies"] == float((chosen > rejected).double().mean())
+    assert found["logps/chosen"] == pytest.approx(float(sums[0::2].mean()), rel=1e-5)
+    per_token = -float(sums[0::2].sum()) / sum(row.num_trained for row in rows[0::2])
+    assert found["nll_loss"] == pytest.approx(per_token, rel=1e-5)
+
+
+def test_kto_estimates_its_divergence_from_neighbours_completions() -> None:
+    cfg, items = PreferenceConfig(loss="kto"), preferences(6, single=True)
+    algorithm = KTO(cfg, max_tokens=64)
+    models = models_of(algorithm.objectives["policy"], micro_batch_size=2)
+    rows, metrics = models.prepare(algorithm, items, version=0)
+    assert [row.id for row in rows] == [item.id for item in items]
+    own, reference = eager_twin(tiny_model()), tiny_model()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.9)
+        swapped: list[Row] = []
+        for i, item in enumerate(items):
+            (row,), (before,) = item.rows, items[i - 1].rows
+            prompt = row.token_ids[: row.loss_mask.index(True)]
+            said = before.token_ids[before.loss_mask.index(True) :]
+            mask = [False] * len(prompt) + [True] * len(said)
+            swapped.append(Row(id="", token_ids=prompt + said, loss_mask=mask))
+        scores = totals(own, swapped) - totals(eager_twin(reference), swapped)
+    expected = max(float(scores.mean()), 0.0)
+    assert to_scalars(metrics)["kl"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert all(float(row.column("divergence")) == pytest.approx(expected, abs=1e-4) for row in rows)
+    models.trainer.forward_backward(rows)
+    first = gradients(models.trainer)
+    whole = models_of(algorithm.objectives["policy"])
+    rows, _ = whole.prepare(algorithm, items, version=0)
+    whole.trainer.forward_backward(rows)
+    for name, got in gradients(whole.trainer).items():
+        assert torch.allclose(got, first[name], atol=1e-6), name
+
+
+def test_a_pair_that_a_step_has_twice_is_two_units() -> None:
+    (item,) = preferences(1)
+    rows = DPO(PreferenceConfig()).rows([item, item], 0)
+    assert len({row.unit for row in rows}) == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_smoothing_is_a_mixture_of_both_orders(seed: int) -> None:
+    pairs = random_pairs(10, seed)
+    swapped = Pairs(
+        pairs.rejected,
+        pairs.chosen,
+        pairs.reference_rejected,
+        pairs.reference_chosen,
+        pairs.num_rejected,
+        pairs.num_chosen,
+    )
+    plain = PreferenceConfig()
+    mixed = 0.8 * LOSSES["sigmoid"](pairs, plain) + 0.2 * LOSSES["sigmoid"](swapped, plain)
+    assert torch.allclose(LOSSES["sigmoid"](pairs, PreferenceConfig(label_smoothing=0.2)), mixed)
