@@ -73,7 +73,7 @@ def parts(tree: type[Section], values: Mapping[str, Any]) -> Parts:
 
 def is_for_rl(values: Mapping[str, Any]) -> bool:
     """Whether a recipe has sections that of the commands which train `hone rl` alone has."""
-    return bool(values.keys() & (RLConfig.model_fields.keys() - SFTConfig.model_fields.keys()))
+    return bool(values.keys() & (RLConfig.model_fields.keys() - DPOConfig.model_fields.keys()))
 
 
 def _own(
