@@ -99,8 +99,11 @@ def _no_teacher(view: View) -> Found:
     folder = Path(view["teacher.path"] or "")
     if view["teacher.path"] is None or not folder.is_dir():
         return
-    needed = {"config.json": ("config.json",), "weights": ("*.safetensors",)}
-    needed["tokenizer"] = _TOKENIZER_FILES
+    needed: dict[str, tuple[str, ...]] = {
+        "config.json": ("config.json",),
+        "weights": ("*.safetensors",),
+        "tokenizer": _TOKENIZER_FILES,
+    }
     for missing, patterns in needed.items():
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             yield {"path": folder, "missing": missing}
