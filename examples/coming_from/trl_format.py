@@ -1,5 +1,5 @@
 """A GRPO script of TRL: messages, two rewards with weights, one of them `async`, one that abstains.
-`make quickstart` first.
+`pip install datasets` and `make quickstart` first.
 """
 
 import re

@@ -1,11 +1,13 @@
 """A GRPO script of TRL: accuracy by a column of the data set. `make quickstart` first."""
 
-from datasets import load_dataset
+import json
+from pathlib import Path
 
 import hone
 
-dataset = load_dataset("json", data_files="runs/quickstart/train.jsonl", split="train")
-dataset = dataset.rename_column("answer", "solution").remove_columns("completion")
+# Rows as plain dicts; a data set of `datasets` is taken as it is, too.
+rows = map(json.loads, Path("runs/quickstart/train.jsonl").open(encoding="utf-8"))
+dataset = [{"prompt": row["prompt"], "solution": row["answer"]} for row in rows]
 
 
 def accuracy_reward(completions, solution, **kwargs):

@@ -1,5 +1,5 @@
-"""A recipe of verl: a score by source of the data, with what it is made of. `make quickstart`
-first.
+"""A recipe of verl: a score by source of the data, with what it is made of.
+`pip install datasets` and `make quickstart` first.
 """
 
 import re

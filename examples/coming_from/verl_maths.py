@@ -1,4 +1,4 @@
-"""A recipe of verl: its Parquet and its `compute_score`. `make quickstart` first."""
+"""verl's Parquet and `compute_score`. `pip install datasets` and `make quickstart` first."""
 
 from pathlib import Path
 
