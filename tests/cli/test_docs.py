@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from hone.config.schema import fields, is_section
 from hone.config.tree import TREES
+from hone.envs import Env, Episode
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,3 +50,46 @@ def test_every_page_has_its_place(site: ModuleType) -> None:
     nav = (ROOT / "docs/site/mkdocs.yml").read_text().partition("\nnav:")[2]
     for page in (ROOT / "docs").glob("*.md"):
         assert f"docs/{page.name}" in nav, page.name
+
+
+EXTENDING = (ROOT / "docs/extending.md").read_text()
+
+
+def test_the_diffs_of_the_page_on_extending_are_in_the_repository() -> None:
+    """What a diff adds or leaves as it is stands in its file, in this order; what it removes does
+    not stand between."""
+    num_hunks = 0
+    for diff in re.findall(r"^```diff\n(.*?)^```", EXTENDING, re.DOTALL | re.MULTILINE):
+        for name, body in re.findall(r"^\+\+\+ b/(\S+)\n(.*?)(?=^--- |\Z)", diff, re.DOTALL | re.M):
+            if name == "mine.yaml":
+                continue
+            text = (ROOT / name).read_text()
+            for hunk in re.split(r"^@@.*\n", body, flags=re.MULTILINE)[1:]:
+                kept = [line[1:] for line in hunk.splitlines() if not line.startswith("-")]
+                assert "\n".join(kept) in text, f"{name}: {kept}"
+                num_hunks += 1
+    assert num_hunks > 10
+
+
+def test_the_environment_of_the_page_on_extending_works() -> None:
+    (source,) = re.findall(r"```python\n# guess.py\n(.*?)```", EXTENDING, re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(source, namespace)
+    env: Env = namespace["Guess"]()
+    said = [env.step(episode(*turns)) for turns in (["7 "], ["7", "x"], ["7", "x", "42"])]
+    assert said == ["higher", "a whole number, please", 1 / 3]
+    assert env.step(episode("50", must_end=True)) == 0.0
+
+
+def episode(*turns: str, must_end: bool = False) -> Episode:
+    return Episode(
+        turns=turns,
+        stop_reason="eos",
+        must_end=must_end,
+        state=None,
+        seed=0,
+        prompt="?",
+        answer="42",
+        task="",
+        metadata={},
+    )

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hone.attention import ATTENTION_NAME
+from hone.config.trainer import SFTTrainerConfig
 from hone.models.decoder import decoder_layers
 from hone.models.tiny import SHAPES
 from hone.trainer.policy import Policy
@@ -61,9 +62,12 @@ def compiled_policy(
 ) -> Policy:
     """As a trainer of one process has it."""
     layers = decoder_layers(model)
-    apply_recompute(
-        layers, mode=recompute, every=recompute_every_n_layers, offload=offload_activations
+    cfg = SFTTrainerConfig(
+        recompute=recompute,
+        recompute_every_n_layers=recompute_every_n_layers,
+        offload_activations=offload_activations,
     )
+    apply_recompute(layers, cfg)
     policy = Policy(model, **offloads)
     for layer in layers:
         layer.compile(dynamic=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.loops.conftest import MakeConfig
 from tests.loops.test_processes import assert_same_run, run_hone
-from tests.tiny_runs import lines
+from tests.tiny_runs import learning_config, lines
 from transformers import AutoModelForCausalLM
 
 from hone.config.errors import UserError
@@ -20,7 +21,9 @@ from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.types import Row
 
 
-def make_teacher(folder: Path, alphabet: str = ALPHABET, *, family: str = "qwen3") -> str:
+def make_teacher(
+    folder: Path, alphabet: str = ALPHABET, *, family: str = "qwen3", seed: int = 7
+) -> str:
     """A larger model with the tokens of the policy's, which is sure of what it says."""
     make_tiny_model(
         folder,
@@ -33,7 +36,7 @@ def make_teacher(folder: Path, alphabet: str = ALPHABET, *, family: str = "qwen3
         hidden_size=48,
         intermediate_size=64,
         max_position_embeddings=64,
-        seed=7,
+        seed=seed,
     )
     file = folder / "model.safetensors"
     scaled = {name: 6 * w if w.dim() == 2 else w for name, w in load_file(file).items()}
@@ -103,7 +106,7 @@ def test_R24_two_processes_are_one_run(
     [
         {"pipeline": {"max_staleness": 1}, "algorithm": {"correction": {"kind": "tis"}}},
         {
-            "model": {"lora": {"rank": 16}},
+            "model": {"path": "student", "lora": {"rank": 16}},
             "algorithm": {"kl": {"coef": 1e-3}},
             "trainer": {"optimizer": {"lr": 0.05}, "logits_chunk_tokens": 64},
         },
@@ -112,8 +115,13 @@ def test_R24_two_processes_are_one_run(
     ids=["ahead of training", "adapters and a reference", "one sample of a prompt"],
 )
 def test_the_divergence_from_the_teacher_falls(
-    sections: dict[str, Any], make_config: MakeConfig, tmp_path: Path
+    sections: dict[str, Any],
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_teacher(Path("student"), seed=1)  # whose head, which adapters leave, can be sure as well
     cfg = make_config(
         **{
             "run": {"steps": 40},
@@ -146,3 +154,28 @@ def test_a_teacher_with_other_tokens_is_refused(
         reinforce.run(cfg)
     assert said in str(caught.value)
     assert not (cfg.run.dir / "metrics.jsonl").exists(), "before anything is sampled"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_student_reaches_its_teacher_in_fewer_updates_than_by_rewards(
+    seed: int, inputs: Path, tmp_path: Path
+) -> None:
+    """The teacher is what the rewards made of the student; both see as many samples an update."""
+    reinforce.run(learning_config(inputs, tmp_path / "rl", seed=seed))
+    by_rewards = metrics(tmp_path / "rl", "reward/mean")
+    path = str(tmp_path / "rl" / "model")
+    reinforce.run(learning_config(inputs, tmp_path / "student", seed=seed, teacher={"path": path}))
+    by_teacher = metrics(tmp_path / "student", "reward/mean")
+    level = by_rewards[0] + 0.8 * (sum(by_rewards[-3:]) / 3 - by_rewards[0])
+    first = [updates_until(level, rewards) for rewards in (by_teacher, by_rewards)]
+    assert first[0] < first[1], (first, by_teacher, by_rewards)
+    divergences = metrics(tmp_path / "student")
+    assert divergences[-1] < 0.2 * divergences[0], divergences
+
+
+def updates_until(level: float, rewards: list[float]) -> int:
+    """Updates before a step whose samples, and those of the next, earn `level`."""
+    levels = map(min, pairwise(rewards))
+    return next((n for n, least in enumerate(levels) if least >= level), len(rewards))

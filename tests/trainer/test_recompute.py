@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hone.attention import PackedContext
+from hone.config.trainer import SFTTrainerConfig
 from hone.models.decoder import alias_module, hidden_states
 from hone.trainer import recompute
 from hone.trainer.offload import ActivationOffload
@@ -26,8 +27,14 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 
 def model_with(mode: Any, dtype: torch.dtype = torch.float32, **settings: Any) -> PreTrainedModel:
     model = tiny_model(dtype=dtype, num_hidden_layers=NUM_LAYERS)
-    apply_recompute(layers_of(model), mode=mode, **settings)
+    apply_recompute(layers_of(model), configured(mode, **settings))
     return model
+
+
+def configured(mode: Any, *, every: int = 1, offload: bool = False) -> SFTTrainerConfig:
+    return SFTTrainerConfig(
+        recompute=mode, recompute_every_n_layers=every, offload_activations=offload
+    )
 
 
 def loss_of(model: PreTrainedModel, lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0) -> Tensor:
@@ -78,7 +85,7 @@ def test_compiled_layers_recompute_the_same_bits():
     for mode, offload in (("off", False), ("selective", True), ("full", False)):
         torch._dynamo.reset()
         model = tiny_model(num_hidden_layers=2)
-        apply_recompute(layers_of(model), mode=mode, offload=offload)
+        apply_recompute(layers_of(model), configured(mode, offload=offload))
         for layer in layers_of(model):
             layer.compile(backend="aot_eager", dynamic=True)
         gradients_of(model, lengths=(3, 4, 9), seed=1)
@@ -127,7 +134,7 @@ def test_passes_without_gradient_keep_nothing(monkeypatch: pytest.MonkeyPatch):
 
 def test_layers_that_cannot_recompute_are_refused():
     with pytest.raises(ValueError, match="Linear is no GradientCheckpointingLayer"):
-        apply_recompute(nn.ModuleList([nn.Linear(2, 2)]), mode="full")
+        apply_recompute(nn.ModuleList([nn.Linear(2, 2)]), configured("full"))
 
 
 def test_the_trainer_passes_its_settings_on():

@@ -121,12 +121,7 @@ class ParallelModel:
         model = cls(module, cfg, mesh, temperature=temperature, exact=exact)
         parallelize(module, mesh)
         if not exact:  # whose decoder recomputes by itself
-            apply_recompute(
-                decoder_layers(module),
-                mode=cfg.recompute,
-                every=cfg.recompute_every_n_layers,
-                offload=cfg.offload_activations,
-            )
+            apply_recompute(decoder_layers(module), cfg)
         if is_alone:
             policy = Policy(
                 module,

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import GradientCheckpointingLayer
 
-from hone.config.trainer import RecomputeMode
+from hone.config.trainer import RecomputeMode, SFTTrainerConfig
 from hone.trainer.offload import ActivationOffload
 
 __all__ = ["apply_recompute"]
@@ -53,17 +53,15 @@ _KEPT = frozenset(
 """Operators whose results `selective` keeps."""
 
 
-def apply_recompute(
-    layers: nn.ModuleList, *, mode: RecomputeMode, every: int = 1, offload: bool = False
-) -> None:
-    """Let layers 0, `every`, 2 `every` and so on compute again what they do not keep.
+def apply_recompute(layers: nn.ModuleList, cfg: SFTTrainerConfig) -> None:
+    """Let the layers that `cfg` names compute again what they do not keep.
 
-    With `offload`, the inputs they keep wait in pinned host memory (`ActivationOffload`). Call
+    With `offload_activations`, what they keep waits in host memory (`ActivationOffload`). Call
     before `layer.compile` and `fully_shard`. Only the layers themselves are put in training mode,
     which is when they recompute; what they are made of stays in evaluation mode, so no dropout is
     switched on. Raises ValueError for layers that transformers cannot checkpoint.
     """
-    if mode == "off":
+    if cfg.recompute == "off":
         return
     for layer in layers:
         if not isinstance(layer, GradientCheckpointingLayer):
@@ -71,8 +69,8 @@ def apply_recompute(
                 f"{type(layer).__name__} is no GradientCheckpointingLayer of transformers; set "
                 "trainer.recompute to off for this model"
             )
-    run = _layer_runner(mode, ActivationOffload() if offload else None)
-    for layer in list(layers)[::every]:
+    run = _layer_runner(cfg.recompute, ActivationOffload() if cfg.offload_activations else None)
+    for layer in list(layers)[:: cfg.recompute_every_n_layers]:
         recomputed: Any = layer
         recomputed.gradient_checkpointing = True
         recomputed._gradient_checkpointing_func = run

@@ -96,17 +96,13 @@ def _no_config(view: View) -> Found:
 
 
 def _no_teacher(view: View) -> Found:
-    folder = Path(view["teacher.path"] or "")
-    if view["teacher.path"] is None or not folder.is_dir():
+    path = view["teacher.path"]
+    if path is None or not Path(path).is_dir():
         return
-    needed: dict[str, tuple[str, ...]] = {
-        "config.json": ("config.json",),
-        "weights": ("*.safetensors",),
-        "tokenizer": _TOKENIZER_FILES,
-    }
-    for missing, patterns in needed.items():
-        if not any(any(folder.glob(pattern)) for pattern in patterns):
-            yield {"path": folder, "missing": missing}
+    needed = (("config.json",), ("*.safetensors",), _TOKENIZER_FILES)
+    for missing, patterns in zip(("config.json", "weights", "tokenizer"), needed, strict=True):
+        if not any(any(Path(path).glob(pattern)) for pattern in patterns):
+            yield {"path": path, "missing": missing}
             return
 
 
