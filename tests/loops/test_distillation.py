@@ -108,7 +108,7 @@ def test_R24_two_processes_are_one_run(
         {
             "model": {"path": "student", "lora": {"rank": 16}},
             "algorithm": {"kl": {"coef": 1e-3}},
-            "trainer": {"optimizer": {"lr": 0.05}, "logits_chunk_tokens": 64},
+            "trainer": {"optimizer": {"lr": 0.02}, "logits_chunk_tokens": 64},
         },
         {"rollout": {"n_samples_per_prompt": 1, "prompts_per_step": 64}},
     ],
