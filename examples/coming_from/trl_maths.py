@@ -6,7 +6,7 @@ from pathlib import Path
 import hone
 
 # Rows as plain dicts; a data set of `datasets` is taken as it is, too.
-rows = map(json.loads, Path("runs/quickstart/train.jsonl").open(encoding="utf-8"))
+rows = map(json.loads, Path("runs/quickstart/train.jsonl").read_text().splitlines())
 dataset = [{"prompt": row["prompt"], "solution": row["answer"]} for row in rows]
 
 

@@ -635,10 +635,11 @@ def test_shipped_recipes_load(name: str) -> None:
         (
             0,
             "--run.device=auto",
-            "Planned for GPUs, where model.dtype auto is bfloat16, though this host has none",
+            "Planned for this host's CPU, where a run would be: no GPU is here. --gpu NAME",
         ),
         (1, "--run.device=auto", "Planned for the GPUs of this host"),
         (0, "--run.device=cpu", "Planned for this host's CPU (run.device cpu)."),
+        (0, "--run.device=cuda", "Planned for GPUs (run.device cuda), though this host has none"),
     ],
 )
 def test_check_says_for_what_hardware_it_plans(

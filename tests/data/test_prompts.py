@@ -57,6 +57,15 @@ def test_long_prompts_are_dropped_and_listed(tmp_path, caplog):
     assert len(loaded.train) == 5
 
 
+def test_how_many_rows_are_for_what_is_told(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    held_out = source(tmp_path, "b", rows(3))
+    load(source(tmp_path, "a", rows(1_200)), eval=(held_out,))
+    assert "a.jsonl: 1,200 rows, prompt from" in caplog.text
+    assert "b.jsonl: 3 rows, prompt from" in caplog.text
+    assert "1,203 of 1,203 rows kept (1,200 to train on, 3 held out), longest" in caplog.text
+
+
 def test_the_lower_limit_counts(tmp_path):
     a = source(tmp_path, "a", rows(2) + rows(1, length=20))
     assert len(load(a, max_prompt_tokens=10).train) == 2

@@ -86,7 +86,7 @@ def test_supervised_runs_show_their_loss() -> None:
 
 
 def test_fast_steps_share_a_line() -> None:
-    fast = ROW | {"time/step_s": 0.2}
+    fast = ROW | {"time/step_s": 0.8}
     rows = [fast, fast, fast | {"eval/reward/mean": 0.5}, *[fast] * 4, ROW, fast]
     steps = [int(line.split()[0]) for line in lines_of(rows)[1:]]
     assert steps == [1, 3, 6, 8, 9], "the first, evaluated, due, slow, and the last"

@@ -84,27 +84,36 @@ def _command_of(words: Sequence[str]) -> str:
 
 
 def _findings(plan: RunPlan) -> list[Finding]:
-    """And, of a run that could be elsewhere, warnings of what this host's CPU cannot hold."""
+    """What is wrong; that this host's memory is too small is a warning where the run could be
+    elsewhere."""
     found = check_plan(plan)
-    if plan.config.run.device != "auto" or plan.devices.gpu or plan.devices.per_node is not None:
+    if plan.config.run.device != "auto" or not plan.is_on_cpu:
         return found
     here = "without a GPU here, run.device auto is a run on this host's CPU, and "
-    on_cpu = check_host(plan_here(plan.config, plan.world_size, starts=True))
-    return [*found, *(replace(x, level="warning", message=here + x.message) for x in on_cpu)]
+    on_cpu = set(check_host(plan))
+    return [
+        replace(one, level="warning", message=here + one.message) if one in on_cpu else one
+        for one in found
+    ]
 
 
 def _planned_for(plan: RunPlan) -> str:
     """Which devices the numbers are for."""
     number, gpu = plan.devices_of_roles(), plan.devices.gpu
-    if plan.is_on_cpu:
+    if plan.is_on_cpu and plan.config.run.device == "cpu":
         return "Planned for this host's CPU (run.device cpu)."
+    if plan.is_on_cpu:
+        return (
+            "Planned for this host's CPU, where a run would be: no GPU is here. --gpu NAME (h200, "
+            "a100-40g, 4090, ...) plans for GPUs."
+        )
     if gpu is not None:
         return f"Planned for {number} x {gpu.name} of {gpu.memory_gib} GiB."
     if plan.devices.per_node is not None:
         return "Planned for the GPUs of this host, of which hone knows nothing; --gpu NAME does."
     return (
-        "Planned for GPUs, where model.dtype auto is bfloat16, though this host has none: --gpu "
-        "NAME (h200, a100-40g, 4090, ...) says which, --run.device=cpu plans for this host's CPU."
+        "Planned for GPUs (run.device cuda), though this host has none: --gpu NAME (h200, "
+        "a100-40g, 4090, ...) says which."
     )
 
 

@@ -226,11 +226,10 @@ def plan_here(
 ) -> RunPlan:
     """The plan of `cfg` in so many processes, on what this host has, or with `gpu` on such GPUs.
 
-    Without a GPU `run.device` auto is the CPU for what `starts` here, and a GPU of which nothing is
-    known for `hone check`, which plans for other hosts too.
+    Without a GPU here `run.device` auto is the CPU, as it is for a run that starts here.
     """
-    device, num_gpus = cfg.run.device, _num_gpus()
-    on_cpu = chosen_device(device) == "cpu" if starts else device == "cpu"
+    num_gpus = _num_gpus()
+    on_cpu = chosen_device(cfg.run.device) == "cpu"
     if gpu is not None:
         devices = Devices(kind="cuda", gpu=gpu)
     elif on_cpu:

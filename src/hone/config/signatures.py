@@ -92,8 +92,7 @@ SHAPES = (
         ),
         "answer",
         takes_columns=True,
-        called_with="lists of one sample, so that it cannot compare the completions of a prompt; "
-        "completions of conversational data are messages",
+        called_with="lists of one sample, so that it cannot compare the completions of a prompt",
         returns="a list of a number, or None: it does not apply",
     ),
     Shape(

@@ -133,7 +133,7 @@ def read_examples(
 ) -> list[Example]:
     """`map_rows` by the columns of `choose_columns`, which are logged."""
     columns = choose_columns(rows, source, demonstrations=demonstrations)
-    logger.info("%s: %s", source.path, columns)
+    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", columns)
     return map_rows(rows, source, columns, name=name)
 
 

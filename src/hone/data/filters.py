@@ -79,9 +79,13 @@ class FilterReport:
     def num_kept(self) -> int:
         return self.num_rows - len(self.dropped)
 
-    def summary(self, num_listed: int = 5) -> str:
-        """One line for people, naming the first dropped rows."""
-        text = f"{self.num_kept} of {self.num_rows} rows kept, longest {self.longest_tokens} tokens"
+    def summary(self, num_held_out: int, num_listed: int = 5) -> str:
+        """One line for people, naming the first dropped rows. `num_held_out` of the others are
+        evaluated on."""
+        text = f"{self.num_kept:,} of {self.num_rows:,} rows kept"
+        if num_held_out:
+            text += f" ({self.num_kept - num_held_out:,} to train on, {num_held_out:,} held out)"
+        text += f", longest {self.longest_tokens:,} tokens"
         if not self.dropped:
             return text
         listed = [f"{row.location} ({row.length})" for row in self.dropped[:num_listed]]

@@ -123,15 +123,16 @@ def read_pairs(
     if is_unpaired and not {"chosen", "rejected"} <= named:
         completion = choose_column(rows, source, "completion")
         _require("label", named, source)
-        logger.info("%s: prompt %s, completion %s, label", source.path, prompt, completion)
+        told = f"prompt {prompt}, completion {completion}, label"
+        logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", told)
         return [
             _labelled(row, source, f"{name}:{number}", prompt=prompt, completion=completion)
             for number, row in enumerate(rows, start=1)
         ]
     for column in _NAMES:
         _require(column, named, source)
-    shown = prompt or "their common start"
-    logger.info("%s: prompt %s, chosen, rejected", source.path, shown)
+    told = f"prompt {prompt or 'their common start'}, chosen, rejected"
+    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", told)
     pairs = [
         _pair(row, source, f"{name}:{number}", prompt=prompt)
         for number, row in enumerate(rows, start=1)

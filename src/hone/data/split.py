@@ -71,11 +71,12 @@ def load_data(
 
     sources = [*cfg.train, *cfg.eval]
     loaded = list(map(load, sources, source_names(sources)))
-    logger.log(logging.WARNING if report.dropped else logging.INFO, "%s", report.summary())
     train = loaded[: len(cfg.train)]
     evaluation = [row for rows in loaded[len(cfg.train) :] for row in rows]
     if not cfg.eval and cfg.eval_fraction:
         train, evaluation = _hold_out(cfg, train, seed)
+    level = logging.WARNING if report.dropped else logging.INFO
+    logger.log(level, "%s", report.summary(len(evaluation)))
     weights = [source.weight for source in cfg.train]
     stream = Stream(train, seed=seed, weights=weights, shuffle=cfg.shuffle, content=content)
     return Data(stream, evaluation, report)

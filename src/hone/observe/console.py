@@ -7,7 +7,7 @@
 `KL_rollout` is how far the policy that is trained is from the one that sampled; with a KL term
 `KL_ref`, how far it is from the reference, stands in its place. `R_step` is there on a GPU alone.
 
-Of steps that are over in less than half a second one in each half second has a line, and each that
+Of steps that are over in less than two seconds one in each two seconds has a line, and each that
 was evaluated. Without a terminal the same lines come without bar and colour, so that logs stay
 plain text.
 """
@@ -36,7 +36,7 @@ from hone.config.printable import printable
 __all__ = ["SFT_COLUMNS", "Column", "Console", "rl_columns"]
 
 HEADER_EVERY = 40
-_LINE_EVERY_S = 0.5
+_LINE_EVERY_S = 2.0
 _WAITING_LINE_EVERY_S = 20.0
 _EVALUATIONS = {"eval/reward/mean": "eval", "eval/loss": "eval loss"}
 """Metrics of an evaluation, and how a line names them."""

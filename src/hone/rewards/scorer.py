@@ -139,11 +139,15 @@ class Scorer:
         )
         for entry, signature in zip(self._cfg.functions, signatures, strict=True):
             if shape := next((x for x in SHAPES if x.framework == signature["framework"]), None):
+                as_messages = shape.framework == "TRL" and any(
+                    not isinstance(prompt.unrendered, str) for prompt in prompts
+                )
                 _log.info(
-                    "%s is called as %s's reward functions, with %s",
+                    "%s is called as %s's reward functions, with %s%s",
                     entry.fn,
                     shape.framework,
                     shape.called_with,
+                    "; completions are messages, as prompts are" * as_messages,
                 )
             for name in signature["columns"]:
                 lacking = [p for p in prompts if _lacks(p, name)]
