@@ -302,13 +302,9 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         assert field.help in flat
 
 
-def test_hone_check_plans_the_peak(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hone.config.hardware import GPUS
-
-    monkeypatch.setattr("hone.cli.command.local_gpu", lambda: GPUS[0])
+def test_hone_check_plans_the_peak(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("check", "sft", "--model.path=model", "--model.init=random", "--data.train.0.path=x")
+    words = (*words, "--gpu=h200")
     found = json.loads(output(capsys, *words, "--json", code=2))["derived"]
     larger = (*words, "--trainer.max_tokens_per_microbatch=1000000", "--json")
     peak = json.loads(output(capsys, *larger, code=2))["derived"]["training_peak_gib"]

@@ -318,6 +318,8 @@ class Recorder(contextlib.ExitStack):
         patch.setitem(sys.modules, "wandb", tracker)
         self._record(patch, tracker, "init", keys=("project",))
         patch.setattr(command, "local_gpu", lambda: self.gpu)
+        if self.gpu is not None:
+            patch.setattr(command, "_num_gpus", lambda: None)  # it is not known how many
         return self
 
     def _watch_benchmarks(self, patch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_commands_refuse_before_they_start_and_hone_check_says_so(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a host of 23 GiB without a GPU; `hone check` plans `auto` for other hosts too."""
+    """On a host of 23 GiB without a GPU; that `auto` may be elsewhere makes it a warning."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hone.cli.command.max_gpus", lambda visible: 0)
     monkeypatch.setattr("hone.cli.command.available_host_bytes", lambda: 23 * GIB)
