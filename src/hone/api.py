@@ -186,7 +186,7 @@ def generate(
     """
     given = _Given(GenerateConfig, config, sections, None, {"data": ("train", data)})
     with given.loaded(check_here) as cfg:
-        from hone.loops.inference import run_generation
+        from hone.loops.generation import run_generation
 
         quiet_transformers()
         run_generation(cfg)

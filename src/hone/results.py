@@ -58,11 +58,12 @@ class SampleRecord:
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> SampleRecord:
         """From a row of `samples.jsonl`, `eval_samples.jsonl` or the output of `hone generate`."""
-        names = ("id", "prompt", "answer", "task", "stop_reason", "reward", "failure")
+        names = ("id", "answer", "task", "stop_reason", "reward", "failure")
         own = {name: row[name] for name in (*names, "failure_detail", "token_ids", "logprobs")}
         return cls(
             **own,
-            completion=row["text"],
+            prompt=row.get("rendered", row["prompt"]),
+            completion=row["completion"] if "completion" in row else row["text"],
             parts=row["reward_parts"],
             step=row.get("step"),
             split=row.get("split"),

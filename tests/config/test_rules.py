@@ -500,7 +500,14 @@ ROWS: list[Row] = [
      "engine.tensor_parallel_size"),
     ("generate", "--nproc=1 engine.tensor_parallel_size=2", "error",
      "engine.tensor_parallel_size"),
-    ("eval", "engine.tensor_parallel_size=2", "error", "engine.tensor_parallel_size"),
+    ("eval", "--nproc=3 engine.tensor_parallel_size=2", "error", "engine.tensor_parallel_size"),
+    ("eval", "engine.tensor_parallel_size=2 env.path=envs.py:Game", "error",
+     "engine.tensor_parallel_size env.path"),
+    ("generate", "keep=best n_samples_per_prompt=2", "error", "keep reward.functions"),
+    ("generate", "keep=pairs reward.functions=[{fn: math}]", "error", "keep n_samples_per_prompt"),
+    ("generate", "keep=best reward.functions=[{fn: math}]", "warning",
+     "keep n_samples_per_prompt"),
+    ("generate", "pass_threshold=0.5", "warning", "pass_threshold keep"),
     # what one row above shows for another key, or what other commands have
     ("sft", "trainer.offload=parameters trainer.optimizer.name=muon "
      "trainer.optimizer.muon_lr=1e-3", "error",

@@ -479,6 +479,7 @@ EVALUATE: dict[str, Row] = {
     **eval_rows("scores"),
     "eval.stop": Row("['1', 5, 6]", "scores"),
 }
+SCORED = ("--reward.functions=[{fn: 'rewards.py:even'}]", "--reward.num_workers=1")
 HELD_OUT = ("--data.eval=[]", "--data.train=[{path: eval.jsonl}]", "--data.eval_fraction=0.5")
 EVALUATE |= {
     key.replace("data.eval", "data.train"): Row(
@@ -531,6 +532,20 @@ GENERATE: dict[str, Row] = {
     },
     "data.eval_fraction": Row("0.5", "samples"),
     "n_samples_per_prompt": Row("2", "samples"),
+    **{
+        key: replace(
+            row,
+            shows="samples" if row.shows == "metrics" else row.shows,
+            given=(
+                *SCORED[1:],
+                *(flag for flag in row.given or SCORED[:1] if not flag.startswith(RUNS)),
+            ),
+        )
+        for key, row in REWARDS.items()
+        if key.startswith("reward.")
+    },
+    "keep": Row("best", "samples", (*SCORED, "--n_samples_per_prompt=2")),
+    "pass_threshold": Row("0", "samples", (*SCORED, "--keep=passing")),
     "output": Row("elsewhere.jsonl", "files"),
 }
 

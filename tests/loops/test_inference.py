@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -86,6 +87,26 @@ def test_several_processes_write_the_rows_of_one_in_their_order_and_the_first_ta
         assert "10 completions written to completions.jsonl" in first
         assert "warning: engine.max_num_batched_tokens" in first
         assert second == ""
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_devices_scores_what_one_does(tmp_path):
+    make_tiny_model(tmp_path / "model", num_layers=1, hidden_size=32)
+    rows = "".join(f'{{"prompt": "{i} + {i} =", "answer": "1"}}\n' for i in range(NUM_PROMPTS))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "r.py").write_text("def letters(completion): return float(len(completion))")
+    flags = ("--data.eval.0.path=rows.jsonl", "--reward.functions.0.fn=r.py:letters")
+    flags = (*FLAGS[:2], *flags, "--eval.max_completion_tokens=6", "--eval.n_samples_per_prompt=2")
+    scores = []
+    for size, world_size in ((1, 1), (2, 2), (2, 4)):
+        own = (f"--run.dir=e{size}{world_size}", f"--engine.tensor_parallel_size={size}")
+        texts, codes = run_processes(tmp_path, world_size, "eval", *flags, *own)
+        assert codes == [0] * world_size, texts
+        assert all(text == "" for text in texts[1:]), texts
+        scores.append(json.loads((tmp_path / own[0][10:] / "eval.json").read_text()))
+        assert len(lines(tmp_path / own[0][10:] / "eval_samples.jsonl")) == 2 * NUM_PROMPTS
+    assert scores[0]["eval/reward/mean"] > 0
+    assert scores[1] == scores[2] == pytest.approx(scores[0])
 
 
 @pytest.mark.slow

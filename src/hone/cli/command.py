@@ -312,9 +312,10 @@ def _num_gpus() -> int | None:
 
 def _reward_problems(cfg: Command) -> dict[str, Any]:
     """What is wrong with the arguments of built-in reward functions."""
-    if not isinstance(cfg, RLConfig | EvaluateConfig):
+    if not isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig):
         return {}
-    longest = cfg.rollout if isinstance(cfg, RLConfig) else cfg.eval
+    sections = {RLConfig: "rollout", EvaluateConfig: "eval", GenerateConfig: "generation"}
+    longest = getattr(cfg, sections[type(cfg)])
     found: list[dict[str, str]] = []
     for index, function in enumerate(cfg.reward.functions):
         if function.fn in BUILTINS:
@@ -333,7 +334,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
         return {}
     data, demonstrations = cfg.data, isinstance(cfg, SFTConfig)
     pairs = cfg if isinstance(cfg, DPOConfig) else None
-    named = isinstance(cfg, RLConfig | EvaluateConfig) and needs_columns(cfg.reward)
+    named = not isinstance(cfg, SFTConfig) and needs_columns(cfg.reward)
     unread: list[dict[str, Any]] = []
     problems: list[dict[str, Any]] = []
     rows: dict[str, list[tuple[str, Collection[str]]]] = {}

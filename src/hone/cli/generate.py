@@ -25,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
     if nproc is not None and nproc > 1:
         return run_in_processes("generate", GenerateConfig, arguments, check_here, nproc)
     cfg = load_checked(GenerateConfig, arguments, check_here)
-    from hone.loops.inference import run_generation
+    from hone.loops.generation import run_generation
 
     quiet_transformers()
     _log.info("%d completions written to %s", run_generation(cfg), cfg.output)

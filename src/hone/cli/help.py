@@ -87,10 +87,10 @@ _FIRST_PAGES: Mapping[str, _FirstPage] = {
     "generate": _FirstPage(
         "model.path data.train.0.path data.train.0.max_rows n_samples_per_prompt"
         " generation.max_completion_tokens generation.temperature generation.top_p"
-        " generation.stop output",
+        " generation.stop reward.functions.0.fn keep output",
         "hone generate --model.path Qwen/Qwen3-0.6B --data.train.0.path my.jsonl\n"
         "hone generate gsm8k --data.train.0.max_rows 10   # what its run has trained\n"
-        "hone generate gsm8k --n_samples_per_prompt 4 --output four.jsonl",
+        "hone generate gsm8k --n_samples_per_prompt 8 --keep best --output best.jsonl",
     ),
     "simulate": _FirstPage(
         "simulate.gpus simulate.gpu simulate.lengths.median simulate.lengths.path"

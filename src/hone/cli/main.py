@@ -75,12 +75,9 @@ examples:
 
 
 _GOES_ON = "the same command goes on from the last checkpoint, or starts over without one"
-_AFTERWARDS = {
-    "rl": _GOES_ON,
-    "sft": _GOES_ON,
-    "dpo": _GOES_ON,
-    "quickstart": "the same command goes on",
-}
+_SAME = "the same command goes on"
+_AFTERWARDS = dict.fromkeys(("rl", "sft", "dpo"), _GOES_ON)
+_AFTERWARDS |= dict.fromkeys(("quickstart", "generate"), _SAME)
 """What is left of a command that was interrupted where it could not save, by its name."""
 
 _MEMORY_ADVICE = """\

@@ -12,6 +12,7 @@ __all__ = [
     "ANSWER_REWARDS",
     "BUILTIN_REWARDS",
     "CODE_TIMEOUT_S",
+    "GenerateRewardConfig",
     "RewardConfig",
     "RewardFunctionConfig",
 ]
@@ -74,3 +75,12 @@ class RewardConfig(Section):
                 candidate = f"{name}_{number}"
             unique.append(candidate)
         return unique
+
+
+class GenerateRewardConfig(RewardConfig):
+    """The reward of a completion, where it is to have one."""
+
+    functions: tuple[RewardFunctionConfig, ...] = ()
+    """Scoring functions; the total is their weighted sum. None named: completions are not scored.
+    Before the model is loaded each is called once on the first row, with its answer as the
+    completion."""

@@ -23,7 +23,7 @@ from hone.config.env import EnvConfig
 from hone.config.model import ModelConfig, TrainedModelConfig
 from hone.config.pipeline import PipelineConfig
 from hone.config.preference import PreferenceConfig
-from hone.config.reward import RewardConfig
+from hone.config.reward import GenerateRewardConfig, RewardConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
 from hone.config.run import (
     CheckpointConfig,
@@ -196,10 +196,19 @@ class GenerateConfig(Section):
     generation: GenerationConfig = GenerationConfig()
     n_samples_per_prompt: int = Field(default=1, ge=1)
     """Samples drawn for each prompt."""
+    reward: GenerateRewardConfig = GenerateRewardConfig()
+    keep: Literal["all", "best", "passing", "pairs"] = "all"
+    """What of a prompt's completions is written: `all`; the `best` by total reward, the first of
+    equals; those `passing`, as `pass_threshold` says; `pairs`, a row with the best as `chosen` and
+    the worst as `rejected`, where they differ in reward. All but `all` leave out what could not be
+    scored."""
+    pass_threshold: float = 1.0
+    """Total reward from which a completion is `passing`."""
     output: Path = Path("completions.jsonl")
-    """JSONL file that receives one row a sample; the settings lie beside it as
-    `<output>.config.yaml`. The same command writes both anew, one with other settings replaces
-    neither."""
+    """JSONL file that receives one row a completion, in the order of the prompts, whole once all
+    are there; the settings lie beside it as `<output>.config.yaml`. Until then what is done lies in
+    `<output>.parts`, from where the same command goes on. One with other settings replaces none of
+    these."""
 
     @property
     def max_completion_tokens(self) -> int:

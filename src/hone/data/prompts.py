@@ -15,7 +15,7 @@ from hone.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PromptData", "PromptStream", "load_prompts"]
+__all__ = ["PromptData", "PromptStream", "load_prompts", "make_prompt"]
 
 PromptStream: TypeAlias = Stream[Prompt]
 PromptData: TypeAlias = Data[Prompt]
@@ -44,7 +44,7 @@ def load_prompts(
         read=read_examples,
         render=lambda examples: renderer.prompts(examples, max_tokens=limit.max_tokens),
         limits=[limit],
-        make=_prompt,
+        make=make_prompt,
         content=lambda prompt: (prompt.id, prompt.token_ids, prompt.answer, prompt.task),
         seed=seed,
     )
@@ -54,7 +54,8 @@ def _num_tokens(rendered: Rendered) -> int:
     return len(rendered.token_ids)
 
 
-def _prompt(example: Example, rendered: Rendered) -> Prompt:
+def make_prompt(example: Example, rendered: Rendered) -> Prompt:
+    """A prompt of a row and how it is rendered."""
     return Prompt(
         id=example.id,
         token_ids=rendered.token_ids,

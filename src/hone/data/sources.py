@@ -23,7 +23,16 @@ from hone.config.extras import import_extra
 from hone.config.hub import cache_alone, unreachable
 from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
 
-__all__ = ["Row", "is_json_array", "read_source", "short_name", "shorten", "source_names"]
+__all__ = [
+    "Row",
+    "count_rows",
+    "is_json_array",
+    "iter_source",
+    "read_source",
+    "short_name",
+    "shorten",
+    "source_names",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +49,14 @@ class Row:
 
 
 def read_source(source: SourceBase) -> list[Row]:
-    """All rows of a source, at most `max_rows`.
+    """All rows of a source, at most `max_rows`. Raises UserError as `iter_source`."""
+    return list(iter_source(source))
 
+
+def iter_source(source: SourceBase) -> Iterator[Row]:
+    """The rows of a source as they are read, at most `max_rows`.
+
+    Of a JSON array, and of what `datasets` loads from the hub, more than the row is in memory.
     Raises UserError for a source that is missing, unreadable or empty, and for a bad row.
     """
     path = local_path(source.path)
@@ -56,10 +71,22 @@ def read_source(source: SourceBase) -> list[Row]:
         raise UserError(f"no such file or folder: {source.path}")
     else:
         rows = _read_hub(source)
-    read = list(islice(rows, source.max_rows))
-    if not read:
+    is_empty = True
+    for row in islice(rows, source.max_rows):
+        is_empty = False
+        yield row
+    if is_empty:
         raise UserError(f"{source.path} holds no rows")
-    return read
+
+
+def count_rows(source: SourceBase) -> int:
+    """The rows that `iter_source` yields; lines of JSON are counted and not parsed."""
+    path = Path(source.path).expanduser()
+    if path.suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as lines:
+            rows = (line for line in lines if not line.isspace())
+            return sum(1 for _ in islice(rows, source.max_rows))
+    return sum(1 for _ in iter_source(source))
 
 
 def is_json_array(path: Path) -> bool:

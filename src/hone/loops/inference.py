@@ -1,4 +1,4 @@
-"""Evaluation and generation with a model as it is: no trainer, no updates."""
+"""`hone eval`: a model as it is, without trainer and updates; and what `hone generate` shares."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import logging
 import math
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from time import monotonic
 
 import torch
@@ -15,9 +15,7 @@ from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from hone.config.parallel import ParallelConfig
-from hone.config.paths import settings_file
 from hone.config.tree import EvaluateConfig, GenerateConfig
-from hone.data.prompts import PromptData
 from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.loops.ending import evaluation_cause
@@ -36,11 +34,10 @@ from hone.observe.run_folder import EVAL_CONFIG, EVAL_ENVIRONMENT, EVAL_METRICS,
 from hone.observe.whole_file import write_whole
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
 from hone.rollout.episodes import Episodes
-from hone.rollout.evaluate import evaluate, pass_rule, summarise
-from hone.rollout.requests import requests_for, sampling_params
-from hone.types import Engine, Prompt, Sample
+from hone.rollout.evaluate import Unscored, evaluate, pass_rule, summarise
+from hone.types import Engine, Sample
 
-__all__ = ["run_evaluation", "run_generation"]
+__all__ = ["Counter", "counting", "load_engine", "run_evaluation"]
 
 _log = logging.getLogger(__name__)
 _LINE_EVERY_S = 20.0
@@ -65,14 +62,15 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
             raise
         _write_samples(cfg, mesh, samples)
         check_failure_rate(samples, cfg.reward.max_failure_rate)
-        rule = pass_rule(samples, cfg.eval, cfg.reward)
-        scalars = to_scalars(summarise(samples, cfg.eval, rule))
-        if isinstance(rule, str):
-            _log.info("there is no pass@k: %s", rule)
+        scalars: dict[str, float] = {}
         if mesh.is_first:
+            rule = pass_rule(samples, cfg.eval, cfg.reward)
+            scalars = to_scalars(summarise(samples, cfg.eval, rule))
+            if isinstance(rule, str):
+                _log.info("there is no pass@k: %s", rule)
             write_whole(cfg.run.dir / EVAL_METRICS, json.dumps(scalars, indent=2), "run.dir")
             write_report(cfg.run.dir)
-    return scalars
+        return mesh.broadcast(scalars)
 
 
 def _write_samples(cfg: EvaluateConfig, mesh: Mesh, samples: Sequence[Sample]) -> None:
@@ -83,15 +81,25 @@ def _write_samples(cfg: EvaluateConfig, mesh: Mesh, samples: Sequence[Sample]) -
 
 def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
     limit = cfg.eval.max_completion_tokens
-    tp, tokenizer, data = _prepared(cfg, mesh)
+    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, mesh.device)
+    torch.manual_seed(cfg.run.seed)
+    tokenizer = load_tokenizer(cfg.model)
+    data = prompts_of(cfg, tokenizer)
     turns = TurnRenderer(tokenizer, cfg.data)
     rewards = share_of_workers(cfg.reward)
-    with Scorer(rewards, max_completion_tokens=limit, env=cfg.env) as scorer:
+    with ExitStack() as stack:
+        scorer, max_turns = Unscored(), 1
+        if tp.rank == 0:
+            scorer = Scorer(rewards, max_completion_tokens=limit, env=cfg.env)
+            stack.enter_context(scorer)
+            max_turns = scorer.max_turns
         if mesh.is_first:
+            assert isinstance(scorer, Scorer)
             try_out(scorer, data.eval, tokenizer, turns)
-        engine = _engine(cfg, mesh, tp, tokenizer)
-        with _counter(mesh) as progress:
-            scorer.on_wait = progress.waiting
+        engine = load_engine(cfg, mesh, tp, tokenizer)
+        with counting(mesh, "samples") as progress:
+            if isinstance(scorer, Scorer):
+                scorer.on_wait = progress.waiting
             samples = evaluate(
                 data.eval,
                 engine=engine,
@@ -100,111 +108,85 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
                 stop=cfg.eval.stop,
                 episodes=Episodes(
                     decode=decoder(tokenizer),
-                    max_turns=scorer.max_turns,
+                    max_turns=max_turns,
                     render=turns,
                     run_seed=cfg.run.seed,
                     purpose="eval",
                 ),
-                comm=mesh,
+                comm=mesh if tp.size == 1 else _Replicas(tp),
                 max_failure_rate=cfg.reward.max_failure_rate,
-                progress=progress.samples,
+                progress=progress.count,
             )
         assert samples is not None, "nothing asks it to stop"
         return samples
 
 
-def _prepared(
-    cfg: EvaluateConfig | GenerateConfig, mesh: Mesh
-) -> tuple[TensorParallel, PreTrainedTokenizerBase, PromptData]:
-    """What is there before any weight is loaded."""
-    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, mesh.device)
-    torch.manual_seed(cfg.run.seed)
-    tokenizer = load_tokenizer(cfg.model)
-    return tp, tokenizer, prompts_of(cfg, tokenizer)
-
-
-def _engine(
+def load_engine(
     cfg: EvaluateConfig | GenerateConfig,
     mesh: Mesh,
     tp: TensorParallel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Engine:
+    """The engine of this process, with the weights of `model.path`."""
     own = None if cfg.engine.backend == "vllm" else tp
     model = load_model(cfg.model, device=mesh.device, seed=cfg.run.seed, tp=own)
     return make_engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)
 
 
-def run_generation(cfg: GenerateConfig) -> int:
-    """Sample `n_samples_per_prompt` completions for each prompt into `output`; their number.
+class _Replicas:
+    """Engines of several devices each, as processes that evaluate together."""
 
-    Of several processes each group takes its share of the prompts, and the first process writes
-    all rows, in the order of the prompts.
-    """
-    with join(cfg.run, ParallelConfig()) as (mesh, watch):
-        watch.enter("generate")
-        return _generated(cfg, mesh)
+    def __init__(self, tp: TensorParallel) -> None:
+        self.rank, self.size = tp.replica, tp.num_replicas
+        self.gather = tp.gather_objects
 
-
-def _generated(cfg: GenerateConfig, mesh: Mesh) -> int:
-    tp, tokenizer, data = _prepared(cfg, mesh)
-    engine, episodes = _engine(cfg, mesh, tp, tokenizer), Episodes(decode=decoder(tokenizer))
-    limit = cfg.generation.max_completion_tokens
-    owners: dict[str, Prompt] = {}
-    places: list[tuple[int, int]] = []
-    for number, prompt in enumerate(chain(*data.train.sources)):
-        if number % tp.num_replicas != tp.replica:
-            continue
-        requests = requests_for(
-            prompt,
-            sampling_params(cfg.generation, cfg.generation.stop),
-            group_id=f"{number}",
-            num_samples=cfg.n_samples_per_prompt,
-            run_seed=cfg.run.seed,
-            purpose="generate",
-            number=0,
-        )
-        engine.submit(requests)
-        owners |= {request.id: prompt for request in requests}
-        places += [(number, index) for index in range(len(requests))]
-    rows: dict[str, str] = {}
-    with _counter(mesh) as counter:
-        while engine.has_unfinished:
-            for completion in engine.step():
-                name = completion.request_id
-                sample = episodes.begin(owners[name], name, number=0)
-                episodes.take(sample, completion, max_tokens=limit)
-                rows[sample.id] = json_line(sample_row(sample)).decode()
-            counter.samples(len(rows), len(owners))
-    own = list(zip(places, (rows[name] for name in owners), strict=True))
-    everywhere = sorted(chain(*tp.gather_objects(own)))
-    if mesh.is_first:
-        write_whole(settings_file(cfg.output), settings_text(cfg), "output")
-        write_whole(cfg.output, "".join(row for _, row in everywhere), "output")
-    return len(everywhere)
+    def total(self, *counts: int) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*self.gather(counts), strict=True)))
 
 
-class _Counter:
-    """A bar of the first process's finished samples, shown on a terminal and gone at the end."""
+class Counter:
+    """What the first process has done of its share and how long the rest takes: a bar on a
+    terminal, gone at the end, and lines elsewhere."""
 
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
-        self._task = bar.add_task("samples", total=None)
+    def __init__(self, bar: Progress, noun: str) -> None:
+        self._bar, self._noun = bar, noun
+        self._task = bar.add_task(noun, total=None)
+        self._begun: tuple[float, int] | None = None
+        """When and at what number the counting began."""
         self._told_at = -math.inf
+        self._is_silent = bar.disable or bar.console.is_terminal
+        """Whether there are no lines."""
 
-    def samples(self, done: int, total: int) -> None:
+    def count(self, done: int, total: int) -> None:
+        """Show how many are done; without a terminal in a line now and then."""
         self._bar.update(self._task, completed=done, total=total)
+        now = monotonic()
+        if self._begun is None:
+            self._begun = now, done
+            self._told_at = now
+        if self._is_silent or now - self._told_at < _LINE_EVERY_S or done == self._begun[1]:
+            return
+        self._told_at, (began_s, before) = now, self._begun
+        left_s = (now - began_s) / (done - before) * (total - done)
+        _log.info("%s of %s %s, %s left", f"{done:,}", f"{total:,}", self._noun, _time(left_s))
 
     def waiting(self, text: str) -> None:
         """Say what keeps the samples waiting; without a terminal in a line now and then."""
         if self._bar.console.is_terminal:
             self._bar.update(self._task, description=text)
-        elif not self._bar.disable and monotonic() - self._told_at > _LINE_EVERY_S:
+        elif not self._is_silent and monotonic() - self._told_at > _LINE_EVERY_S:
             self._told_at = monotonic()
             _log.info("%s", text)
 
 
 @contextmanager
-def _counter(mesh: Mesh) -> Generator[_Counter]:
+def counting(mesh: Mesh, noun: str) -> Generator[Counter]:
+    """A counter of things called `noun`."""
     columns = Progress.get_default_columns()
     with Progress(*columns, transient=True, disable=not mesh.is_first) as bar:
-        yield _Counter(bar)
+        yield Counter(bar, noun)
+
+
+def _time(seconds: float) -> str:
+    """`1:02:03`, hours, minutes and seconds."""
+    return f"{timedelta(seconds=round(seconds))}"

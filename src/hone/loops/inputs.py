@@ -19,21 +19,23 @@ from hone.rewards.scorer import Scorer
 from hone.rollout.requests import Decode
 from hone.types import Prompt
 
-__all__ = ["decoder", "encoder", "prompts_of", "share_of_workers", "try_out"]
+__all__ = ["decoder", "encoder", "prompts_of", "room_for_prompts", "share_of_workers", "try_out"]
 
 
-def prompts_of(
-    cfg: RLConfig | EvaluateConfig | GenerateConfig, tokenizer: PreTrainedTokenizerBase
-) -> PromptData:
+def prompts_of(cfg: RLConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBase) -> PromptData:
     """The prompts of `cfg.data` that leave a completion its full length."""
-    longest = context_length(load_config(cfg.model)) - cfg.max_completion_tokens
     return load_prompts(
         cfg.data,
         tokenizer,
         seed=cfg.run.seed,
-        max_prompt_tokens=longest,
-        keeps_messages=not isinstance(cfg, GenerateConfig) and cfg.env.path is not None,
+        max_prompt_tokens=room_for_prompts(cfg),
+        keeps_messages=cfg.env.path is not None,
     )
+
+
+def room_for_prompts(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> int:
+    """Tokens of the model's context that completions of full length leave to their prompts."""
+    return context_length(load_config(cfg.model)) - cfg.max_completion_tokens
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:

@@ -19,6 +19,7 @@ from hone.config.load import dump_config
 from hone.config.paths import settings_file
 from hone.config.tree import EvaluateConfig, GenerateConfig
 from hone.observe.differences import differences, flat
+from hone.observe.parts import parts_folder
 from hone.observe.run_folder import EVAL_CONFIG, EVAL_METRICS
 
 __all__ = ["require_same_settings", "settings_text"]
@@ -48,12 +49,15 @@ def require_same_settings(cfg: EvaluateConfig | GenerateConfig) -> None:
     else:
         key, place, noun = "output", cfg.output, "completions"
         result, settings = cfg.output, settings_file(cfg.output)
-        existing = [file for file in (result, settings) if file.is_file()]
+        places = (result, parts_folder(cfg.output), settings)
+        existing = [place for place in places if place.exists()]
     if not existing:
         return
     text = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else ""
     files = " and ".join(f"'{file}'" for file in existing)
     remedy = f"Name another {key}, or remove {files} to have it made anew."
+    if existing == [settings] and text.startswith(_HEAD):
+        return  # of a result that was removed
     if not text.startswith(_HEAD):
         raise UserError(f"'{existing[-1]}' exists, and nothing says how it was made. {remedy}")
     before, now = _flat(text), _flat(settings_text(cfg))

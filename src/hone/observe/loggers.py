@@ -27,10 +27,20 @@ from hone.observe.disk import AppendedFile, writing
 from hone.observe.histogram import Histogram
 from hone.observe.trackers import Tracker, start_trackers
 from hone.observe.whole_file import whole_file
-from hone.types import Group, Sample
+from hone.types import Group, Message, Sample
 
-__all__ = ["PER_TOKEN", "RunLog", "append_event", "json_line", "sample_row"]
+__all__ = [
+    "PER_TOKEN",
+    "RunLog",
+    "append_event",
+    "completion_row",
+    "json_line",
+    "pair_row",
+    "sample_row",
+]
 
+_SAME_ROLES = ("completion", "response", "output", "ground_truth")
+"""Columns that would be taken for the completion or the answer beside ours."""
 PER_TOKEN = "prompt_token_ids"
 """The first of the fields of a sample's row that have a value for each token."""
 
@@ -73,7 +83,7 @@ def _cut(path: Path, resume_step: int | None) -> None:
 
 def json_line(row: Mapping[str, Any]) -> bytes:
     """A row of a JSONL file, with its end of line."""
-    text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str)
     return f"{text}\n".encode(errors="backslashreplace")
 
 
@@ -214,6 +224,41 @@ def _histograms(groups: Sequence[Group]) -> dict[str, Histogram]:
         "completion_tokens": Histogram.of([len(s.token_ids) for s in samples]),
     }
     return {name: histogram for name, histogram in found.items() if histogram is not None}
+
+
+def completion_row(sample: Sample) -> dict[str, Any]:
+    """As `sample_row`, as a row of data to train on: `prompt` and `completion` as such a row has
+    them, and the other columns of the prompt's row."""
+    row, prompt = sample_row(sample), sample.prompt
+    rest = {key: row.pop(key) for key in [*row][[*row].index(PER_TOKEN) :]}
+    own = {"id": row.pop("id"), "prompt": prompt.unrendered, "completion": row.pop("text")}
+    if (rendered := row.pop("prompt")) != prompt.unrendered:
+        row["rendered"] = rendered
+    columns = {
+        name: value
+        for name, value in prompt.metadata.items()
+        if name not in own | row | rest and name not in _SAME_ROLES
+    }
+    return own | row | columns | rest
+
+
+def pair_row(best: Sample, worst: Sample) -> dict[str, Any]:
+    """As `completion_row` of the better one, with `chosen` and `rejected` for its completion:
+    texts, or messages where the prompt is a list of them."""
+    row: dict[str, Any] = {}
+    for key, value in completion_row(best).items():
+        if key == "completion":
+            row |= {"chosen": _turn(best), "rejected": _turn(worst)}
+            row |= {"rejected_reward": None if worst.reward is None else worst.reward.total}
+        else:
+            row[key] = value
+    return row
+
+
+def _turn(sample: Sample) -> str | list[Message]:
+    if isinstance(sample.prompt.unrendered, str):
+        return sample.text
+    return [{"role": "assistant", "content": sample.text}]
 
 
 def sample_row(sample: Sample) -> dict[str, Any]:

@@ -64,9 +64,9 @@ _TENSOR_PARALLEL = (
           fix="give engines devices of their own: cluster.num_engines, each with as many, and "
           "cluster.num_trainers | where the model fits one device beside the trainer's share, "
           f"{_SIZE} 1"),
-    error(f"{_SIZE} > 1", only=("eval",),
-          why="`hone eval` samples on one device",
-          fix=f"{_SIZE} = 1 | use `hone generate`, which serves larger models, without rewards"),
+    error(f"{_SIZE} > 1", "env.path is set", only=("eval",),
+          why="what an environment answers, and when, is known to the first device alone",
+          fix=f"{_SIZE} = 1"),
     error(f"{_SIZE} > 1", "not @has_fused_layers",
           given=(f"{_BACKEND} = embedded", "@serves_tensor_parallel"),
           says=f"{_SIZE} is {{{_SIZE}}}, and {{the_model}} is of the family {{family}}",
@@ -74,7 +74,7 @@ _TENSOR_PARALLEL = (
     error(f"{_SIZE} > 1", "@undivided", given=("@serves_tensor_parallel",),
           says=f"{_SIZE} is {{{_SIZE}}}, which does not divide {{undivided}} of {{the_model}}",
           fix=f"use a smaller power of two for {_SIZE}; further devices run as replicas"),
-    error(f"{_SIZE} does not divide @num_processes", only=("generate",),
+    error(f"{_SIZE} does not divide @num_processes", only=("eval", "generate"),
           why="each device of an engine takes a process, and further engines are replicas",
           fix=f"start a multiple of {{{_SIZE}}} processes (torchrun --nproc-per-node N)"),
     error(f"{_SIZE} != @num_processes", only=("bench engine",),

@@ -80,7 +80,7 @@ def sample_store(runs: Sequence[RunFolder]) -> SampleStore | None:
             {
                 "prompt_id": first.get("prompt_id", ""),
                 "task": first.get("task", ""),
-                "prompt": first.get("prompt", "") if has_text else "",
+                "prompt": first.get("rendered", first.get("prompt", "")) if has_text else "",
                 "answer": first.get("answer"),
                 "samples": held,
             }
@@ -195,11 +195,11 @@ def _text_of(row: _Row, split: Splitter | None, *, with_tokens: bool) -> dict[st
         held["detail"] = head["failure_detail"]
     turns = head.get("turns") or []
     if split is None or not (with_tokens or len(turns) > 1):
-        return held | {"text": head.get("text", "")}
+        return held | {"text": head.get("text", head.get("completion", ""))}
     whole = row.whole()
     ids: list[int] = whole.get("token_ids") or []
     if not ids:
-        return held | {"text": head.get("text", "")}
+        return held | {"text": head.get("text", head.get("completion", ""))}
     pieces, mask = split(ids), whole.get("loss_mask") or [1] * len(ids)
     if not with_tokens:
         return held | {"parts": _parts(pieces, mask)}

@@ -1,0 +1,89 @@
+"""Prompts of `hone generate`, read and rendered as they are needed: a block of rows at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from hone.config.data import DataConfig, SourceBase
+from hone.config.errors import UserError
+from hone.data.chat import Renderer
+from hone.data.columns import Columns, choose_columns, map_rows
+from hone.data.prompts import make_prompt
+from hone.data.sources import Row, count_rows, iter_source, source_names
+from hone.data.split import is_held_out
+from hone.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["num_rows", "read_prompts"]
+
+_log = logging.getLogger(__name__)
+
+BLOCK_ROWS = 256
+
+
+def read_prompts(
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, max_prompt_tokens: int
+) -> Iterator[Prompt]:
+    """The prompts of `data.train` in the order of its files, without those that `eval_fraction`
+    holds out, that are longer than `max_prompt_tokens` or than `data.max_prompt_tokens`.
+
+    The columns of a source are chosen by its first block of rows. Raises UserError for anything
+    wrong with the data, when it is reached.
+    """
+    renderer = Renderer(tokenizer, cfg)
+    limit = min(max_prompt_tokens, cfg.max_prompt_tokens)
+    fraction = 0.0 if cfg.eval else cfg.eval_fraction
+    for source, name in zip(cfg.train, source_names(cfg.train), strict=True):
+        num_read = num_kept = num_long = 0
+        columns = None
+        for rows in _blocks(iter_source(source)):
+            columns = columns or _columns(rows, source)
+            examples = [
+                replace(example, id=f"{name}:{num_read + number}")
+                for number, example in enumerate(map_rows(rows, source, columns, name=name), 1)
+            ]
+            num_read += len(rows)
+            for example, rendered in zip(
+                examples, renderer.prompts(examples, max_tokens=limit), strict=True
+            ):
+                if is_held_out(example.id, seed=seed, fraction=fraction):
+                    continue
+                if len(rendered.token_ids) <= limit:
+                    num_kept += 1
+                    yield make_prompt(example, rendered)
+                elif cfg.overlong_prompts == "error":
+                    raise UserError(
+                        f"{example.location}: {len(rendered.token_ids)} tokens or more, but there "
+                        f"is room for {limit}; raise the limit data.max_prompt_tokens, shorten the "
+                        "row, or set data.overlong_prompts to 'drop'"
+                    )
+                else:
+                    num_long += 1
+        told = f"{source.path}: {num_kept:,} of {num_read:,} rows kept"
+        if num_long:
+            told += f"; {num_long:,} dropped as too long, of more than {limit} tokens"
+        if not num_kept:
+            raise UserError(f"{told}. Raise data.max_prompt_tokens, or lower data.eval_fraction.")
+        _log.log(logging.WARNING if num_long else logging.INFO, "%s", told)
+
+
+def num_rows(cfg: DataConfig) -> int:
+    """The rows of `data.train`, kept or not."""
+    return sum(map(count_rows, cfg.train))
+
+
+def _blocks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while block := list(islice(rows, BLOCK_ROWS)):
+        yield block
+
+
+def _columns(rows: Sequence[Row], source: SourceBase) -> Columns:
+    columns = choose_columns(rows, source)
+    _log.info("%s: %s", source.path, columns)
+    return columns

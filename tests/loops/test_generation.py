@@ -1,0 +1,180 @@
+"""`hone generate`: what is kept, what a kill leaves, what goes on, and what is read again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+from tests.tiny_runs import lines
+
+from hone.cli.main import main
+from hone.data.arithmetic import ALPHABET, generate, write_jsonl
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from hone.observe.parts import parts_folder
+
+FLAGS = (
+    *("--model.path=model", "--run.device=cpu", "--data.train.0.path=rows.jsonl"),
+    *("--data.chat=never", "--data.max_prompt_tokens=8", "--generation.max_completion_tokens=6"),
+    *("--engine.max_num_seqs=8", "--n_samples_per_prompt=4", "--reward.num_workers=1"),
+)
+DIGITS = '--reward.functions=[{fn: "rewards.py:digits"}]'
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    make_tiny_model(
+        folder / "model",
+        tokenizer=make_char_tokenizer(ALPHABET),
+        num_layers=1,
+        hidden_size=32,
+        max_position_embeddings=64,
+    )
+    rows = [row | {"level": n % 3} for n, row in enumerate(generate(40, 0))]
+    write_jsonl(folder / "rows.jsonl", rows)
+    (folder / "rewards.py").write_text(
+        "def digits(completion):\n"
+        "    return float(sum(letter.isdigit() for letter in completion))\n"
+        "def fails(completion, answer):\n"
+        "    if completion != answer and not completion[:1].isdigit(): raise ValueError('no')\n"
+        "    return 1.0\n"
+    )
+    return folder
+
+
+@pytest.fixture
+def here(inputs, tmp_path, monkeypatch):
+    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def made(*flags):
+    """The rows that a run writes."""
+    output = Path("completions.jsonl")
+    for place in (output, Path("completions.jsonl.config.yaml")):
+        place.unlink(missing_ok=True)
+    assert main(["generate", *FLAGS, *flags]) == 0
+    assert not parts_folder(output).exists()
+    return lines(output)
+
+
+def groups_of(rows):
+    found = {}
+    for row in rows:
+        found.setdefault(row["prompt_id"], []).append(row)
+    return found
+
+
+def test_what_is_kept(here):
+    every = groups_of(made(DIGITS))
+    assert [len(group) for group in every.values()] == [4] * 40
+
+    def total(row):
+        return row["reward"]
+
+    expected = {
+        "best": [max(group, key=total) for group in every.values()],
+        "passing": [row for group in every.values() for row in group if row["reward"] >= 3.0],
+    }
+    assert 0 < len(expected["passing"]) < 160
+    for keep, rows in expected.items():
+        flags = ["--pass_threshold=3"] if keep == "passing" else []
+        assert made(DIGITS, f"--keep={keep}", *flags) == rows
+    pairs = made(DIGITS, "--keep=pairs")
+    both = [(max(group, key=total), min(group, key=total)) for group in every.values()]
+    both = [(best, worst) for best, worst in both if best["reward"] > worst["reward"]]
+    assert 0 < len(both) < 40
+    assert [(row["chosen"], row["rejected"]) for row in pairs] == [
+        (best["completion"], worst["completion"]) for best, worst in both
+    ]
+    assert all("completion" not in row for row in pairs)
+
+
+def test_completions_that_cannot_be_scored_are_kept_by_all_alone(here, caplog):
+    fails = '--reward.functions=[{fn: "rewards.py:fails"}]'
+    rows = made(fails, "--reward.max_failure_rate=1")
+    failed = [row for row in rows if row["reward"] is None]
+    assert 0 < len(failed) < 160
+    assert f"{len(failed):,} of them have no reward" in caplog.text
+    scored = made(fails, "--reward.max_failure_rate=1", "--keep=passing")
+    assert scored == [row for row in rows if row["reward"] is not None]
+
+
+def test_too_many_failures_end_it_and_what_is_done_stays(here, capsys):
+    rewards = here / "rewards.py"
+    fails, text = '--reward.functions=[{fn: "rewards.py:fails"}]', rewards.read_text()
+    assert main(["generate", *FLAGS, fails, "--reward.max_failure_rate=0.2"]) != 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "completions have no reward, more than the allowed 20% of all" in told
+    assert "ValueError: no" in told
+    assert not Path("completions.jsonl").exists()
+    rewards.write_text(text.replace("raise ValueError('no')", "return 0.0"))
+    assert main(["generate", *FLAGS, fails, "--reward.max_failure_rate=0.2"]) == 0
+    rows = lines(Path("completions.jsonl"))
+    assert [row["id"] for row in rows] == [f"{n}/{i}" for n in range(40) for i in range(4)]
+    assert rows[-1]["reward"] is not None
+
+
+def test_a_row_is_one_of_training_data(here):
+    row = made(DIGITS, "--keep=best", "--data.prompt_template=={prompt}")[0]
+    given = json.loads((here / "rows.jsonl").read_text().splitlines()[0])
+    assert row["prompt"] == given["prompt"]
+    assert row["rendered"] == f"={given['prompt']}"
+    assert (row["answer"], row["level"]) == (given["answer"], given["level"])
+    shutil.move("completions.jsonl", "best.jsonl")
+    flags = ("--model.path=model", "--run.device=cpu", "--data.train.0.path=best.jsonl")
+    flags = (*flags, "--data.chat=never", "--run.steps=2", "--data.examples_per_step=4")
+    flags = (*flags, "--log.to=[]", "--trainer.logits_chunk_tokens=64")
+    assert main(["sft", *flags, "--data.max_tokens=24", "--data.max_prompt_tokens=8"]) == 0
+
+
+def start(*flags):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "hone", "generate", *FLAGS, *flags],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kills_lose_and_double_nothing(here):
+    """Killed as soon as some more groups are done, so in the middle of others; and a line that is
+    half written is cut off."""
+    write_jsonl(here / "rows.jsonl", generate(600, 1, high=99))
+    flags, output = (DIGITS, "--keep=passing", "--pass_threshold=3"), Path("completions.jsonl")
+    expected = made(*flags)
+    size = output.stat().st_size
+    output.unlink()
+    part = parts_folder(output) / "0-of-1.jsonl"
+    chance, num_kills, done = random.Random(0), 0, 0
+    while not output.exists():
+        process, begun_s = start(*flags), monotonic()
+        wanted = done + chance.randrange(size // 5, size // 3)
+        while process.poll() is None and (not part.exists() or part.stat().st_size < wanted):
+            assert monotonic() - begun_s < 300
+            sleep(0.001)
+        process.kill()
+        _, told = process.communicate()
+        assert process.returncode in (0, -9), told
+        if part.exists():
+            num_kills, done = num_kills + 1, part.stat().st_size
+            with part.open("ab") as file:
+                file.write(b'{"id": "7/0", "prompt": "ha')
+    assert num_kills >= 2
+    found = lines(output)
+    for row, other in zip(found, expected, strict=True):
+        # A product's last bits depend on how many rows it is computed with.
+        assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)
+    assert found == expected
