@@ -504,8 +504,8 @@ ROWS: list[Row] = [
     ("eval", "engine.tensor_parallel_size=2 env.path=envs.py:Game", "error",
      "engine.tensor_parallel_size env.path"),
     ("generate", "keep=best n_samples_per_prompt=2", "error", "keep reward.functions"),
-    ("generate", "keep=pairs reward.functions=[{fn: math}]", "error", "keep n_samples_per_prompt"),
-    ("generate", "keep=best reward.functions=[{fn: math}]", "warning",
+    ("generate", "keep=pairs reward.functions.0.fn=math", "error", "keep n_samples_per_prompt"),
+    ("generate", "keep=best reward.functions.0.fn=math", "warning",
      "keep n_samples_per_prompt"),
     ("generate", "pass_threshold=0.5", "warning", "pass_threshold keep"),
     # what one row above shows for another key, or what other commands have
