@@ -139,9 +139,10 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
                 rows = [json_line(row) for row in _chosen(samples, cfg)]
                 writer.append(number, samples, rows)
             counter.count(writer.done.num_groups, total)
-        num_tokens, passed_s = engine.stats().num_generated_tokens, monotonic() - begun_s
-        told = f"{num_tokens:,} tokens in {passed_s:.1f} s, {num_tokens / passed_s:,.0f} tok/s"
-        _log.info("%s", told)
+        stats, passed_s = engine.stats(), monotonic() - begun_s
+        told = f"{stats.num_generated_tokens:,} tokens in {passed_s:.1f} s, "
+        told += f"{stats.busy_s / passed_s:.1%} of it in the engine"
+        _log.info("%s: %.0f tok/s", told, stats.num_generated_tokens / passed_s)
 
 
 def _tried_out(
