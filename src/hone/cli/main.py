@@ -76,8 +76,13 @@ examples:
 
 _GOES_ON = "the same command goes on from the last checkpoint, or starts over without one"
 _SAME = "the same command goes on"
-_AFTERWARDS: dict[str, str] = dict.fromkeys(("rl", "sft", "dpo"), _GOES_ON)
-_AFTERWARDS |= dict.fromkeys(("quickstart", "generate"), _SAME)
+_AFTERWARDS = {
+    "rl": _GOES_ON,
+    "sft": _GOES_ON,
+    "dpo": _GOES_ON,
+    "quickstart": _SAME,
+    "generate": _SAME,
+}
 """What is left of a command that was interrupted where it could not save, by its name."""
 
 _MEMORY_ADVICE = """\
