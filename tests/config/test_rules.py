@@ -24,6 +24,7 @@ from hone.config.rules.view import Fact
 from hone.config.tree import (
     BenchEngineConfig,
     BenchTrainConfig,
+    DPOConfig,
     EvaluateConfig,
     GenerateConfig,
     RLConfig,
@@ -36,6 +37,7 @@ from tests.config.workspace import BASE
 TREES: dict[str, type[Any]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
+    "dpo": DPOConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
     "bench engine": BenchEngineConfig,
@@ -65,6 +67,9 @@ ROWS: list[Row] = [
     ("sft", "trainer.max_tokens_per_microbatch=2000", "error",
      "trainer.max_tokens_per_microbatch data.max_tokens"),
     ("sft", "trainer.micro_batch_size=65", "warning", "trainer.micro_batch_size"),
+    ("dpo", "trainer.max_tokens_per_microbatch=4095", "error",
+     "trainer.max_tokens_per_microbatch data.max_tokens"),
+    ("dpo", "trainer.micro_batch_size=1", "error", "trainer.micro_batch_size"),
     # batches
     ("rl", "trainer.prompts_per_minibatch=7", "error",
      "trainer.prompts_per_minibatch rollout.prompts_per_step"),

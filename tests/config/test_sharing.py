@@ -16,7 +16,7 @@ from hone.config.sharing import command_of, key_paths
 from hone.config.tree import TREES, GenerateConfig, RLConfig, SFTConfig
 
 NEEDED = ["--model.path=m", "--data.train=[{path: t.jsonl}]"]
-OTHERS = [name for name in TREES if name not in ("rl", "sft")]
+OTHERS = [name for name in TREES if name not in ("rl", "sft", "dpo")]
 
 
 def write(folder: Path, values: dict[str, Any]) -> Path:
@@ -83,7 +83,7 @@ def test_a_misspelt_key_of_training_is_a_mistake_in_every_command(tmp_path: Path
 @pytest.mark.parametrize(
     ("command", "values", "told"),
     [
-        ("rl", {"data": {"max_tokens": 9}}, "it is a key of `hone sft`, not of this command"),
+        ("rl", {"data": {"max_tokens": 9}}, "it is a key of `hone sft`, `hone dpo`, not"),
         ("rl", {"data": {"max_tokens": 9}, "rollout": {"temperature": 1}}, None),
         ("sft", {"trainer": {"prompts_per_minibatch": 9}}, "it is a key of `hone rl`"),
         ("sft", {"rollout": {"temprature": 1}}, "did you mean rollout.temperature"),

@@ -41,6 +41,11 @@ BASE: dict[str, list[str]] = {
         "--data.train=[{path: train.jsonl}]",
         "--trainer.optimizer.lr=1e-5",
     ],
+    "dpo": [
+        "--model.path=model",
+        "--data.train=[{path: pairs.jsonl}]",
+        "--trainer.optimizer.lr=1e-6",
+    ],
     "eval": ["--model.path=model", "--data.eval=[{path: train.jsonl}]"],
     "generate": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
     "bench engine": ["--model.path=model", "--output=numbers.json"],
@@ -57,6 +62,7 @@ def fill(folder: Path) -> None:
     (model / "tokenizer.json").write_text("{}")
     (model / "chat_template.jinja").write_text("{{ messages }}")
     (model / "model.safetensors").write_bytes(b"")
+    (folder / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
     (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "completion": "2"}\n')
     (folder / "notes.txt").write_text("no data set")
     (folder / "bare").mkdir()

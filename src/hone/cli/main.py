@@ -35,7 +35,7 @@ COMMANDS = {
 }
 
 _OTHER_NAMES = {
-    "train": ("rl", "sft", "dpo"),
+    "train": ("rl", "sft"),
     "grpo": ("rl",),
     "ppo": ("rl",),
     "kto": ("dpo",),

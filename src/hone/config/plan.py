@@ -430,7 +430,8 @@ def _batch(config: Command) -> BatchArithmetic | None:
             samples, epochs = config.rollout.n_samples_per_prompt, config.trainer.num_epochs
         case SFTConfig():
             prompts = mini = config.data.examples_per_step
-            samples = epochs = 1
+            is_paired = isinstance(config, DPOConfig) and not config.algorithm.is_unpaired
+            samples, epochs = 2 if is_paired else 1, 1
         case _:
             return None
     return BatchArithmetic(

@@ -238,7 +238,8 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         }
         if run.role is not None and run.role.shares_devices_of and run.engine_weights:
             held["engine"] = (run.engine_weights, f"{plan.dtype}, the engine's own")
-        purposes = {"reference": "for the KL term", "teacher": "frozen"}
+        is_rl = isinstance(plan.config, RLConfig)
+        purposes = {"reference": "for the KL term" if is_rl else "frozen", "teacher": "frozen"}
         for role, num_bytes in run.frozen.items():
             if num_bytes:
                 held[role] = (num_bytes, f"{plan.dtype}, {purposes[role]}")

@@ -194,7 +194,7 @@ class RunMemory:
         policy = {**self.step.parts, **self.frozen, "critic": self.critic_at_rest}
         if self.critic is None:
             return policy
-        held = {name: policy[name] for name in ("weights", "masters", "moments", "reference")}
+        held = {name: policy[name] for name in ("weights", "masters", "moments", *self.frozen)}
         critic = held | {"critic": self.critic.peak}
         return max(policy, critic, key=lambda parts: sum(parts.values()))
 
