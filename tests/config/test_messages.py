@@ -20,12 +20,6 @@ ROWS = [
         ["Set it to 1"],
     ),
     (
-        "eval",
-        "engine.tensor_parallel_size=4",
-        ["engine.tensor_parallel_size is 4", "`hone eval` samples on one device", "hone generate"],
-        ["cluster.num_engines"],
-    ),
-    (
         "rl",
         "--nproc=2 model.lora.rank=8 trainer.parallel.tensor_parallel_size=2",
         ["model.lora.rank is 8", "trainer.parallel.zero_stage 3"],

@@ -234,7 +234,7 @@ def test_a_second_launch_has_nothing_left_to_do(
     first = make_config()
     reinforce.run(first)
     before = files_of(first.run.dir)
-    second = make_config(trainer={"optimizer": {"lr": 1e-5}}, run={"steps": 2})
+    second = make_config(run={"steps": 2})
     with monkeypatch.context() as patch:
         patch.delattr(reinforce, "build_run")
         assert reinforce.run(second) == Outcome(steps=3)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hone.algorithms.sft import CrossEntropy
+from hone.algorithms.sft import SFT, CrossEntropy
 from hone.checkpoint.sharded import local_part, own_part
 from hone.checkpoint.store import CheckpointStore
 from hone.config.algorithm import AlgorithmConfig
@@ -513,7 +513,7 @@ def supervised():
     found = []
     for mesh in (None, on_mesh()):
         trainer = Trainer(tiny_model(), cfg, CrossEntropy(), total_steps=10, mesh=mesh)
-        measure = partial(evaluate, trainer)
+        measure = partial(evaluate, Models({"policy": trainer}), SFT())
         steps = (measure, trainer.update, trainer.update, measure)
         found.append([scalars(step(rows)) for step in steps])
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -246,14 +247,15 @@ def test_supervised_training_learns_and_resumes():
         return Trainer(tiny_model(), cfg, CrossEntropy(), total_steps=20)
 
     straight = trainer()
-    before = to_scalars(evaluate(straight, rows))["eval/loss"]
+    measure = partial(evaluate, Models({"policy": straight}), SFT())
+    before = to_scalars(measure(rows))["eval/loss"]
     assert to_scalars(straight.update(rows))["train/loss"] == pytest.approx(before, rel=1e-5)
     for _ in range(9):
         straight.update(rows)
     saved = {n: t.clone() for n, t in straight.state_dict()[0].items()}, straight.state_dict()[1]
     for _ in range(10):
         straight.update(rows)
-    assert to_scalars(evaluate(straight, rows))["eval/loss"] < 0.5 * before
+    assert to_scalars(measure(rows))["eval/loss"] < 0.5 * before
     resumed = trainer()
     resumed.load_state_dict(*saved)
     for _ in range(10):
