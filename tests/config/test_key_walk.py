@@ -22,6 +22,7 @@ from hone.config.base import Section
 from hone.config.tree import (
     BenchEngineConfig,
     BenchTrainConfig,
+    DPOConfig,
     EvaluateConfig,
     GenerateConfig,
     RLConfig,
@@ -34,6 +35,7 @@ from tests.config.walk_rows import NOT_OF_TIME, ROWS
 TREES: dict[str, type[Section]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
+    "dpo": DPOConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
     "bench engine": BenchEngineConfig,

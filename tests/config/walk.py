@@ -87,6 +87,19 @@ BASE: Mapping[str, tuple[str, ...]] = {
         "--eval.every_n_steps=2",
         "--log.to=[]",
     ),
+    "dpo": (
+        "--run.steps=2",
+        "--data.train=[{path: pairs/train.jsonl}]",
+        "--data.eval=[{path: pairs/test.jsonl, max_rows: 4}]",
+        "--data.chat=never",
+        "--data.max_prompt_tokens=8",
+        "--data.max_tokens=24",
+        "--data.examples_per_step=4",
+        "--trainer.optimizer.lr=3e-3",
+        "--trainer.logits_chunk_tokens=64",
+        "--eval.every_n_steps=2",
+        "--log.to=[]",
+    ),
     "eval": (
         "--data.eval=[{path: eval.jsonl, max_rows: 4}]",
         "--data.chat=never",
@@ -164,6 +177,20 @@ def write_walk_inputs(folder: Path) -> None:
         for n, row in enumerate(problems)
     ]
     write_jsonl(folder / "columns.jsonl", columns)
+    (folder / "pairs").mkdir()
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": f"{9 - n % 9}"}
+        for n, row in enumerate(problems)
+    ]
+    write_jsonl(folder / "pairs" / "train.jsonl", pairs[:12])
+    write_jsonl(folder / "pairs" / "test.jsonl", pairs[12:])
+    labelled = [
+        pair | {"q": "9+9=", "completion": "4", "c": "55", "label": n % 2 == 0}
+        for n, pair in enumerate(pairs[6:])
+    ]
+    write_jsonl(folder / "preferred.jsonl", labelled)
+    single = ("prompt", "completion", "c", "label")
+    write_jsonl(folder / "labelled.jsonl", [{k: row[k] for k in single} for row in labelled])
     (folder / "template.jinja").write_text("{% for m in messages %}1{{ m['content'] }}{% endfor %}")
     (folder / "lengths.jsonl").write_text('{"tokens": 7}\n{"tokens": 99}\n')
     (folder / "requests.jsonl").write_text('{"prompt_tokens": 4, "max_tokens": 3}\n')
@@ -396,6 +423,7 @@ def _some_rows(*_: Any, **__: Any) -> Any:
     import datasets
 
     rows = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
+    rows = [row | {"chosen": row["answer"], "rejected": "5"} for row in rows]
     return datasets.Dataset.from_list(rows)
 
 

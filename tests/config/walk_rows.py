@@ -408,6 +408,66 @@ SFT: dict[str, Row] = {
 }
 
 
+def dpo_sources(section: str) -> dict[str, Row]:
+    key, other = f"data.{section}.0", "[{path: pairs/test.jsonl}]"
+    columns = (f"--data.{section}=[{{path: preferred.jsonl}}]",)
+    labelled = (
+        *KTO,
+        "--data.train=[{path: labelled.jsonl}]",
+        "--data.eval=[{path: labelled.jsonl}]",
+    )
+    if section == "eval":
+        other = "[{path: pairs/train.jsonl}]"
+    rows = {
+        f"data.{section}": Row(other, "metrics"),
+        f"{key}.path": Row("preferred.jsonl", "metrics"),
+        f"{key}.split": Row("test", "metrics", (f"--data.{section}=[{{path: pairs}}]",)),
+        f"{key}.subset": Row(
+            "main", "datasets.load_dataset", (f"--data.{section}=[{{path: owner/name}}]",)
+        ),
+        f"{key}.max_rows": Row("2", "metrics"),
+        f"{key}.columns.prompt": Row("q", "metrics", columns),
+        f"{key}.columns.answer": Row("c", "metrics", labelled),
+        f"{key}.columns.task": not_used(f"{key}.columns.task", "kind"),
+        f"{key}.answer_pattern": not_used(f"{key}.answer_pattern", "^."),
+        f"{key}.task": not_used(f"{key}.task", "sums"),
+    }
+    if section == "train":
+        both = ("--data.train=[{path: pairs/train.jsonl}, {path: preferred.jsonl}]",)
+        rows[f"{key}.weight"] = Row("5", "metrics", both)
+    return rows
+
+
+KTO = ("--algorithm.loss=kto",)
+DPO: dict[str, Row] = {
+    **{
+        key: replace(row, command=row.command and "check dpo")
+        for key, row in SFT.items()
+        if not key.startswith(("data.train", "data.eval.")) and key != "data.eval"
+    },
+    **dpo_sources("train"),
+    **dpo_sources("eval"),
+    **{
+        f"trainer.{key}": replace(SFT[f"trainer.{key}"], value=value)
+        for key, value in (("max_tokens_per_microbatch", "48"), ("micro_batch_size", "2"))
+    },
+    **{
+        f"trainer.parallel.reference_{name}_size": Row("3", "findings", EIGHT, command="check dpo")
+        for name in ("ring", "ulysses")
+    },
+    "checkpoint.keep_best": replace(
+        SFT["checkpoint.keep_best"],
+        given=(*SFT["checkpoint.keep_best"].given, "--algorithm.loss=ipo"),
+    ),
+    "algorithm.loss": Row("hinge", "metrics"),
+    "algorithm.beta": Row("0.7", "metrics"),
+    "algorithm.label_smoothing": Row("0.2", "metrics"),
+    "algorithm.simpo_gamma": Row("0.9", "metrics", ("--algorithm.loss=simpo",)),
+    "algorithm.desirable_weight": Row("2", "metrics", KTO),
+    "algorithm.undesirable_weight": Row("2", "metrics", KTO),
+}
+
+
 def inference_sources(section: str, key: str, shown: str, told: tuple[str, ...]) -> dict[str, Row]:
     columns = (f"--data.{section}=[{{path: columns.jsonl, max_rows: 4}}]",)
     return {
@@ -734,6 +794,7 @@ the rows of `rl` show what they change."""
 ROWS: dict[str, dict[str, Row]] = {
     "rl": RL,
     "sft": SFT,
+    "dpo": DPO,
     "eval": EVALUATE,
     "generate": GENERATE,
     "bench engine": BENCH_ENGINE,

@@ -12,6 +12,7 @@ from hone.config.rollout import FilteredSamplingConfig, GenerationConfig
 
 __all__ = [
     "CheckpointConfig",
+    "DPORunConfig",
     "EvalConfig",
     "EvaluateRunConfig",
     "EvaluationConfig",
@@ -67,6 +68,14 @@ class SFTRunConfig(RunConfig):
     """Identity and length of a run."""
 
     dir: Path = Path("runs/sft")
+    """As for `hone rl`: unset, `runs/` and the recipe's name; the default is for a run without
+    recipe. One that holds a run of another model or command is refused."""
+
+
+class DPORunConfig(SFTRunConfig):
+    """Identity and length of a run."""
+
+    dir: Path = Path("runs/dpo")
     """As for `hone rl`: unset, `runs/` and the recipe's name; the default is for a run without
     recipe. One that holds a run of another model or command is refused."""
 

@@ -27,6 +27,7 @@ from hone.config.reward import GenerateRewardConfig, RewardConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
 from hone.config.run import (
     CheckpointConfig,
+    DPORunConfig,
     EvalConfig,
     EvaluateRunConfig,
     GenerateRunConfig,
@@ -154,6 +155,7 @@ class DPOConfig(SFTConfig):
     """`hone dpo`: learn from preferences (DPO, KTO, ORPO, SimPO, CPO and kin)."""
 
     # Sections are frozen, so that another type with the keys that are read is sound.
+    run: DPORunConfig = DPORunConfig()
     data: PairsDataConfig  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     algorithm: PreferenceConfig = PreferenceConfig()
 
