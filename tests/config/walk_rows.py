@@ -439,6 +439,7 @@ def dpo_sources(section: str) -> dict[str, Row]:
 
 
 KTO = ("--algorithm.loss=kto",)
+KEEP_BEST = SFT["checkpoint.keep_best"]
 DPO: dict[str, Row] = {
     **{
         key: replace(row, command=row.command and "check dpo")
@@ -455,10 +456,7 @@ DPO: dict[str, Row] = {
         f"trainer.parallel.reference_{name}_size": Row("3", "findings", EIGHT, command="check dpo")
         for name in ("ring", "ulysses")
     },
-    "checkpoint.keep_best": replace(
-        SFT["checkpoint.keep_best"],
-        given=(*SFT["checkpoint.keep_best"].given, "--algorithm.loss=ipo"),
-    ),
+    "checkpoint.keep_best": replace(KEEP_BEST, given=(*KEEP_BEST.given, "--algorithm.loss=ipo")),
     "algorithm.loss": Row("hinge", "metrics"),
     "algorithm.beta": Row("0.7", "metrics"),
     "algorithm.label_smoothing": Row("0.2", "metrics"),

@@ -155,7 +155,7 @@ class DPOConfig(SFTConfig):
     """`hone dpo`: learn from preferences (DPO, KTO, ORPO, SimPO, CPO and kin)."""
 
     # Sections are frozen, so that another type with the keys that are read is sound.
-    run: DPORunConfig = DPORunConfig()
+    run: DPORunConfig = DPORunConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     data: PairsDataConfig  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     algorithm: PreferenceConfig = PreferenceConfig()
 
