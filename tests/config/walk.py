@@ -55,6 +55,17 @@ class Row:
     """Another command to show the effect with: `check`, for what takes several GPUs."""
 
 
+SUPERVISED = (
+    "--run.steps=2",
+    "--data.chat=never",
+    "--data.max_prompt_tokens=8",
+    "--data.max_tokens=24",
+    "--data.examples_per_step=4",
+    "--trainer.optimizer.lr=3e-3",
+    "--trainer.logits_chunk_tokens=64",
+    "--eval.every_n_steps=2",
+    "--log.to=[]",
+)
 BASE: Mapping[str, tuple[str, ...]] = {
     "rl": (
         "--run.steps=2",
@@ -75,30 +86,14 @@ BASE: Mapping[str, tuple[str, ...]] = {
         "--log.to=[]",
     ),
     "sft": (
-        "--run.steps=2",
+        *SUPERVISED,
         "--data.train=[{path: train.jsonl, columns: {answer: answer}}]",
         "--data.eval=[{path: eval.jsonl, max_rows: 4, columns: {answer: answer}}]",
-        "--data.chat=never",
-        "--data.max_prompt_tokens=8",
-        "--data.max_tokens=24",
-        "--data.examples_per_step=4",
-        "--trainer.optimizer.lr=3e-3",
-        "--trainer.logits_chunk_tokens=64",
-        "--eval.every_n_steps=2",
-        "--log.to=[]",
     ),
     "dpo": (
-        "--run.steps=2",
+        *SUPERVISED,
         "--data.train=[{path: pairs/train.jsonl}]",
         "--data.eval=[{path: pairs/test.jsonl, max_rows: 4}]",
-        "--data.chat=never",
-        "--data.max_prompt_tokens=8",
-        "--data.max_tokens=24",
-        "--data.examples_per_step=4",
-        "--trainer.optimizer.lr=3e-3",
-        "--trainer.logits_chunk_tokens=64",
-        "--eval.every_n_steps=2",
-        "--log.to=[]",
     ),
     "eval": (
         "--data.eval=[{path: eval.jsonl, max_rows: 4}]",

@@ -19,6 +19,7 @@ __all__ = [
     "Example",
     "as_message",
     "as_text",
+    "assistant_message",
     "choose_column",
     "choose_columns",
     "map_rows",
@@ -218,20 +219,16 @@ class _RowReader:
         self, row: Row, prompt: str | list[Message]
     ) -> tuple[str | list[Message], Message]:
         if self.chosen["completion"] is not None:
-            value = required(row, self.chosen["completion"], "completion")
-            turns = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
+            value: Any = required(row, self.chosen["completion"], "completion")
         else:
             assert isinstance(prompt, list)
-            prompt, turns = prompt[:-1], prompt[-1:]
-        is_turn = isinstance(turns, list) and len(turns) == 1
-        message = as_message(turns[0], row) if is_turn else {"role": "", "content": ""}
-        content = message["content"]
-        if message["role"] != "assistant" or not isinstance(content, str) or not content:
-            shown = shorten(json.dumps(turns, default=str))
-            raise UserError(
-                f"{row.location}: a demonstration must be non-empty text, or one assistant "
-                f"message with text at the end of the dialogue, got {shown}"
-            )
+            prompt, value = prompt[:-1], prompt[-1:]
+        message = assistant_message(
+            value,
+            row,
+            must="a demonstration must be non-empty text, or one assistant message with text at "
+            "the end of the dialogue",
+        )
         if not prompt:
             raise UserError(f"{row.location}: no message stands before the demonstration")
         return prompt, message
@@ -288,6 +285,19 @@ def prompt_in(row: Row, column: str | None) -> str | list[Message]:
         f"{row.location}: the prompt in column {column!r} must be non-empty text or a list of "
         f"chat messages, got {shorten(json.dumps(value, default=str))}"
     )
+
+
+def assistant_message(value: Any, row: Row, *, must: str) -> Message:
+    """A completion, text or a list of one message, as the assistant's message. Raises UserError,
+    with what it `must` be, where it is neither or says nothing."""
+    turns = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
+    is_turn = isinstance(turns, list) and len(turns) == 1
+    message = as_message(turns[0], row) if is_turn else {"role": "", "content": ""}
+    content = message["content"]
+    if message["role"] != "assistant" or not isinstance(content, str) or not content:
+        shown = shorten(json.dumps(turns, default=str))
+        raise UserError(f"{row.location}: {must}, got {shown}")
+    return message
 
 
 def _is_dialogue(rows: Sequence[Row], column: str | None) -> bool:

@@ -25,10 +25,10 @@ from hone.data.chat import Demonstration, Renderer
 from hone.data.columns import (
     Example,
     as_message,
+    assistant_message,
     choose_column,
     prompt_in,
     required,
-    value_of,
 )
 from hone.data.filters import LengthLimit
 from hone.data.sources import Row as SourceRow
@@ -123,16 +123,16 @@ def read_pairs(
     if is_unpaired and not {"chosen", "rejected"} <= named:
         completion = choose_column(rows, source, "completion")
         _require("label", named, source)
-        told = f"prompt {prompt}, completion {completion}, label"
-        logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", told)
+        columns = f"prompt {prompt}, completion {completion}, label"
+        logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", columns)
         return [
             _labelled(row, source, f"{name}:{number}", prompt=prompt, completion=completion)
             for number, row in enumerate(rows, start=1)
         ]
     for column in _NAMES:
         _require(column, named, source)
-    told = f"prompt {prompt or 'their common start'}, chosen, rejected"
-    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", told)
+    columns = f"prompt {prompt or 'their common start'}, chosen, rejected"
+    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", columns)
     pairs = [
         _pair(row, source, f"{name}:{number}", prompt=prompt)
         for number, row in enumerate(rows, start=1)
@@ -186,29 +186,19 @@ def _pair(row: SourceRow, source: SourceBase, row_id: str, *, prompt: str | None
             f"{row.location}: chosen and rejected must both be text, or both lists of chat "
             f"messages, got {shorten(json.dumps(values, default=str))}"
         )
-    asked: str | list[Message]
-    if isinstance(values[0], str):
-        texts = values
-        if prompt is None:
-            start = _common_start(*values)
-            asked, texts = values[0][:start], [value[start:] for value in values]
-        else:
-            asked = prompt_in(row, prompt)
-        said = [_assistant(text, row, name) for text, name in zip(texts, _NAMES, strict=True)]
+    if kinds == {list}:
+        values = [[as_message(turn, row) for turn in value] for value in values]
+        start = _shared_turns(*values)
+        has_own_prompt = prompt is not None and start == 0
     else:
-        dialogues = [[as_message(turn, row) for turn in value] for value in values]
-        both = zip(*dialogues, strict=False)
-        same = takewhile(lambda turns: turns[0] == turns[1], both)
-        shared = len(list(same))
-        shared = min(shared, *(len(turns) - 1 for turns in dialogues))
-        asked = dialogues[0][:shared]
-        if prompt is not None and not (shared and len(dialogues[0]) > 1):
-            asked = prompt_in(row, prompt)
-            shared = 0
-        said = [
-            _assistant(turns[shared:], row, name)
-            for turns, name in zip(dialogues, _NAMES, strict=True)
-        ]
+        has_own_prompt = prompt is not None
+        start = 0 if has_own_prompt else _common_start(*values)
+    asked: str | list[Message] = values[0][:start]
+    if has_own_prompt:
+        asked = prompt_in(row, prompt)
+    said = [
+        _assistant(value[start:], row, name) for value, name in zip(values, _NAMES, strict=True)
+    ]
     if not asked or (isinstance(asked, str) and not asked.strip()):
         raise UserError(
             f"{row.location}: there is no column prompt, and chosen and rejected have no common "
@@ -216,6 +206,12 @@ def _pair(row: SourceRow, source: SourceBase, row_id: str, *, prompt: str | None
         )
     examples = tuple(_example(row, source, row_id, asked, message) for message in said)
     return Compared(row_id, row.location, examples, (True, False))
+
+
+def _shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """Turns that both dialogues begin with; the last turn of each is its completion."""
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], pairs))
 
 
 def _common_start(chosen: str, rejected: str) -> int:
@@ -227,17 +223,8 @@ def _common_start(chosen: str, rejected: str) -> int:
 
 
 def _assistant(value: Any, row: SourceRow, name: str) -> Message:
-    """A completion: text, or one message of the assistant."""
-    turns = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
-    is_turn = isinstance(turns, list) and len(turns) == 1
-    message = as_message(turns[0], row) if is_turn else {"role": "", "content": ""}
-    content = message["content"]
-    if message["role"] != "assistant" or not isinstance(content, str) or not content:
-        raise UserError(
-            f"{row.location}: {name} must be non-empty text, or end with one assistant message "
-            f"after the turns that both share, got {shorten(json.dumps(turns, default=str))}"
-        )
-    return message
+    must = f"{name} must be non-empty text, or end with one assistant message after the turns that "
+    return assistant_message(value, row, must=f"{must}both share")
 
 
 def _example(
@@ -256,7 +243,7 @@ def _example(
         task=source.task or short_name(source),
         metadata=dict(row.columns),
         columns=row.columns,
-        raw_answer=value_of(row.columns, None),
+        raw_answer=None,
     )
 
 

@@ -78,7 +78,7 @@ RULES = (
           why="the time of a teacher is not modelled",
           fix="remove teacher.path"),
     warning("teacher.path", "rollout.dynamic_sampling", given=("not @learns_from_rewards",),
-            why="it drops prompts whose samples earn the same, of which a teacher teaches as much",
+            why="it drops prompts whose samples earn the same, and a teacher scores those as well",
             fix="rollout.dynamic_sampling = false"),
     # The KL term.
     unused("algorithm.kl.(placement|estimator)", "algorithm.kl.coef = 0",
