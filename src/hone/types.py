@@ -343,6 +343,8 @@ class Preference:
     id: str
     rows: tuple[Row, ...]
     labels: tuple[bool, ...]
+    margin: float = 0.0
+    """Of a pair, by how much the chosen one's reward should exceed the other's."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -12,7 +12,7 @@ from hone.config.aliases import ALIASES
 from hone.config.base import Section
 from hone.config.load import load_config
 from hone.config.recipe import to_yaml
-from hone.config.tree import BenchTrainConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.config.tree import BenchTrainConfig, DPOConfig, GenerateConfig, RLConfig, SFTConfig
 
 NEEDED = ["--model.path=m", "--data.train=[{path: d.jsonl}]"]
 NOT_YET = "not served yet"
@@ -214,7 +214,9 @@ def test_every_alias_names_keys_that_exist_and_shadows_none() -> None:
         assert name not in own, f"{name=} is the name of a key of our own"
         for key in keys:
             path = key.split(".")
-            assert any(schema.locate(tree, path) for tree in (RLConfig, SFTConfig)), f"{name=}"
+            assert any(schema.locate(tree, path) for tree in (RLConfig, SFTConfig, DPOConfig)), (
+                f"{name=}"
+            )
 
 
 @pytest.mark.parametrize(

@@ -180,11 +180,11 @@ def write_walk_inputs(folder: Path) -> None:
     write_jsonl(folder / "pairs" / "train.jsonl", pairs[:12])
     write_jsonl(folder / "pairs" / "test.jsonl", pairs[12:])
     labelled = [
-        pair | {"q": "9+9=", "completion": "4", "c": "55", "label": n % 2 == 0}
+        pair | {"q": "9+9=", "completion": "4", "c": "55", "label": n % 2 == 0, "good": n % 3 == 0}
         for n, pair in enumerate(pairs[6:])
     ]
     write_jsonl(folder / "preferred.jsonl", labelled)
-    single = ("prompt", "completion", "c", "label")
+    single = ("prompt", "completion", "c", "label", "good")
     write_jsonl(folder / "labelled.jsonl", [{k: row[k] for k in single} for row in labelled])
     (folder / "template.jinja").write_text("{% for m in messages %}1{{ m['content'] }}{% endfor %}")
     (folder / "lengths.jsonl").write_text('{"tokens": 7}\n{"tokens": 99}\n')

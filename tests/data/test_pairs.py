@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hone.config.data import SourceConfig
+from hone.config.data import PairColumnsConfig, PairSourceConfig
 from hone.config.errors import UserError
 from hone.config.tree import PairsDataConfig
 from hone.data.pairs import load_pairs, read_pairs
@@ -22,15 +23,19 @@ def says(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def written(folder: Path, rows: list[dict[str, Any]]) -> SourceConfig:
+def written(
+    folder: Path, rows: list[dict[str, Any]], columns: Mapping[str, str] = {}
+) -> PairSourceConfig:
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return SourceConfig(path=str(path))
+    return PairSourceConfig(path=str(path), columns=PairColumnsConfig(**columns))
 
 
-def read(folder: Path, *rows: dict[str, Any], is_unpaired: bool = False) -> list[Any]:
-    source = written(folder, list(rows))
-    return read_pairs(read_source(source), source, "pairs", is_unpaired=is_unpaired)
+def read(
+    folder: Path, *rows: dict[str, Any], columns: Mapping[str, str] = {}, **rest: bool
+) -> list[Any]:
+    source = written(folder, list(rows), columns)
+    return read_pairs(read_source(source), source, "pairs", **rest)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +44,11 @@ def read(folder: Path, *rows: dict[str, Any], is_unpaired: bool = False) -> list
         ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "2+2=", ("4", "5")),
         ({"chosen": "2+2=4", "rejected": "2+2=5"}, "2+2=", ("4", "5")),
         ({"chosen": "is it 4", "rejected": "is it 5"}, "is it", (" 4", " 5")),
+        ({"chosen": "it is 14", "rejected": "it is 15"}, "it is", (" 14", " 15")),
+        ({"chosen": "it is four", "rejected": "it is fourteen"}, "it is", (" four", " fourteen")),
+        ({"chosen": "it is 4", "rejected": "it is 4, or 5"}, "it is 4", ("", ", or 5")),
+        ({"prompt": "2+2=", "chosen": "4", "rejected": ""}, "2+2=", ("4", "")),
+        ({"prompt": ASK, "chosen": [says("4")], "rejected": [says("")]}, ASK, ("4", "")),
         ({"prompt": ASK, "chosen": [says("4")], "rejected": [says("5")]}, ASK, ("4", "5")),
         ({"prompt": ASK, "chosen": "4", "rejected": "5"}, ASK, ("4", "5")),
         ({"chosen": [*ASK, says("4")], "rejected": [*ASK, says("5")]}, ASK, ("4", "5")),
@@ -73,15 +83,17 @@ def test_completions_with_labels_and_pairs_taken_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "is_unpaired", "said"),
     [
-        ({"prompt": "a", "completion": "b", "label": True}, False, "no column 'chosen'; found"),
-        ({"prompt": "a", "chosen": "b"}, False, "no column 'rejected'"),
-        ({"prompt": "a", "completion": "b"}, True, "no column 'label'"),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            False,
+            "no column for the chosen completion: .* Name the right one in `columns.chosen`",
+        ),
+        ({"prompt": "a", "chosen": "b"}, False, "no column for the rejected completion"),
+        ({"prompt": "a", "completion": "b"}, True, "no column for the label"),
         ({"prompt": "a", "completion": "b", "label": "good"}, True, "must be true or false"),
         ({"chosen": "yes", "rejected": "no"}, False, "no common start"),
         ({"prompt": "a", "chosen": "b", "rejected": [says("c")]}, False, "must both be text"),
-        ({"prompt": "a", "chosen": "b", "rejected": ""}, False, "rejected must be non-empty"),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, False, "nothing in column 'rejected'"),
-        ({"chosen": ASK, "rejected": ASK}, False, "must be non-empty"),
+        ({"chosen": ASK, "rejected": ASK}, False, "must be text, or end with one assistant"),
     ],
 )
 def test_what_is_no_preference_is_refused(
@@ -91,9 +103,88 @@ def test_what_is_no_preference_is_refused(
         read(tmp_path, row, is_unpaired=is_unpaired)
 
 
-def test_equal_completions_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    read(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "b"})
-    assert "1 of 1 pairs have one completion twice" in caplog.text
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "said"),
+    [
+        ("b", "b", "1 of 2 rows have one completion twice"),
+        ("", "c", "1 of 2 rows prefer to say nothing"),
+    ],
+)
+def test_pairs_that_teach_little_are_counted(
+    chosen: str, rejected: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    read(tmp_path, usual, usual | {"chosen": chosen, "rejected": rejected})
+    assert said in caplog.text
+
+
+NAMED = {"q": "2+2=", "good": "4", "bad": "5", "by": 0.5, "chosen": "x", "rejected": "x"}
+
+
+def test_columns_may_have_other_names(tmp_path: Path) -> None:
+    columns = {"prompt": "q", "chosen": "good", "rejected": "bad", "margin": "by"}
+    (pair,) = read(tmp_path, NAMED, columns=columns, reads_margin=True)
+    assert [x.completion["content"] for x in pair.completions] == ["4", "5"]
+    assert [x.prompt for x in pair.completions] == ["2+2="] * 2
+    assert pair.margin == 0.5
+    columns = {"prompt": "q", "answer": "bad", "label": "is_good"}
+    (single,) = read(
+        tmp_path,
+        {"q": "2+2=", "bad": "5", "is_good": False, "label": True},
+        columns=columns,
+        is_unpaired=True,
+    )
+    assert single.completions[0].completion["content"] == "5"
+    assert single.labels == (False,)
+
+
+@pytest.mark.parametrize(
+    ("margin", "reads", "found"),
+    [(2, True, 2.0), (-0.5, True, -0.5), (2, False, 0.0), ("much", False, 0.0)],
+)
+def test_margins_are_read_where_asked_for(
+    margin: Any, reads: bool, found: float, tmp_path: Path
+) -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
+    (read_pair,) = read(tmp_path, pair, reads_margin=reads)
+    assert read_pair.margin == found
+    (read_pair,) = read(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"})
+    assert read_pair.margin == 0
+
+
+@pytest.mark.parametrize("column", ["prompt", "chosen", "rejected", "margin"])
+def test_a_row_may_lack_no_column_that_others_have(column: str, tmp_path: Path) -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}
+    with pytest.raises(UserError, match=f"line 2: nothing in column '{column}'"):
+        read(tmp_path, pair, pair | {column: None}, reads_margin=True)
+
+
+@pytest.mark.parametrize("margin", ["much", True, float("nan")])
+def test_a_margin_is_a_number(margin: Any, tmp_path: Path) -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
+    with pytest.raises(UserError, match=r"line 1: the margin must be a finite number, got"):
+        read(tmp_path, pair, reads_margin=True)
+
+
+def test_texts_without_a_prompt_are_no_messages(tmp_path: Path) -> None:
+    tokenizer = make_char_tokenizer("2+=45")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    cfg = PairsDataConfig(train=(written(tmp_path, [{"chosen": "2+2=4", "rejected": "2+2=5"}]),))
+    with pytest.raises(UserError, match=r"line 1: chosen and rejected are texts without a prompt"):
+        load_pairs(cfg, tokenizer, seed=0)
+    data = load_pairs(cfg.model_copy(update={"chat": "never"}), tokenizer, seed=0)
+    assert len(data.train) == 1
+
+
+def test_an_empty_completion_is_its_end_token(tmp_path: Path) -> None:
+    rows = [{"prompt": "2+2=", "chosen": "4", "rejected": "", "margin": 2}]
+    tokenizer = make_char_tokenizer("2+=4")
+    cfg = PairsDataConfig(train=(written(tmp_path, rows),), chat="never")
+    data = load_pairs(cfg, tokenizer, seed=0, reads_margin=True)
+    (pair,) = data.train.sources[0]
+    assert [sum(row.loss_mask) for row in pair.rows] == [2, 1]
+    assert pair.rows[1].token_ids[-1] == tokenizer.eos_token_id
+    assert pair.margin == 2
 
 
 def test_completions_alone_are_trained_and_both_keep_the_limits(tmp_path: Path) -> None:

@@ -9,7 +9,16 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["TEMPLATE_FIELD", "ColumnsConfig", "DataConfig", "SourceBase", "SourceConfig"]
+__all__ = [
+    "TEMPLATE_FIELD",
+    "ColumnsConfig",
+    "DataConfig",
+    "PairColumnsConfig",
+    "PairSourceBase",
+    "PairSourceConfig",
+    "SourceBase",
+    "SourceConfig",
+]
 
 TEMPLATE_FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
 """In `prompt_template`, `{name}` is filled in and `{{name}}` gives `{name}`; other braces, as in
@@ -32,6 +41,23 @@ class ColumnsConfig(Section):
     task: str | None = None
     """Column that routes rewards and names metrics. Usual names: task, data_source,
     datasource."""
+
+
+class PairColumnsConfig(ColumnsConfig):
+    """Names of the columns of preferences; unset, those of TRL."""
+
+    chosen: str | None = None
+    """The better completion: text, or chat messages. Usual name: chosen."""
+
+    rejected: str | None = None
+    """The worse completion. Usual name: rejected."""
+
+    label: str | None = None
+    """Whether a single completion, which is in `answer`'s column, is good. Usual name: label."""
+
+    margin: str | None = None
+    """By how much more than 0 the chosen one's reward should exceed the other's. Usual name:
+    margin."""
 
 
 class SourceBase(Section):
@@ -66,6 +92,18 @@ class SourceConfig(SourceBase):
 
     weight: float = Field(default=1.0, gt=0)
     """Share of this source in the mix, relative to the others."""
+
+
+class PairSourceBase(SourceBase):
+    """One data set of preferences."""
+
+    # Sections are frozen, so that a narrower type is sound.
+    columns: PairColumnsConfig = PairColumnsConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Column mapping."""
+
+
+class PairSourceConfig(PairSourceBase, SourceConfig):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """One data set of preferences to train on."""
 
 
 class DataConfig(Section):

@@ -17,7 +17,7 @@ from hone.config.bench import (
     RowsConfig,
 )
 from hone.config.cluster import ClusterConfig
-from hone.config.data import DataConfig, SourceConfig
+from hone.config.data import DataConfig, PairSourceBase, PairSourceConfig, SourceConfig
 from hone.config.engine import EngineConfig
 from hone.config.env import EnvConfig
 from hone.config.model import ModelConfig, TrainedModelConfig
@@ -149,6 +149,13 @@ class PairsDataConfig(RowsDataConfig):
     """Data of `hone dpo`: rows with `prompt`, `chosen` and `rejected`, plain or conversational;
     without `prompt` it is their common start. For kto also rows with `prompt`, `completion` and
     `label`."""
+
+    # Sections are frozen, so that narrower types are sound.
+    train: tuple[PairSourceConfig, ...]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Sources to train on, mixed by their weights."""
+
+    eval: tuple[PairSourceBase, ...] = ()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Sources to evaluate on. Empty: rows are held out of `train`, see `eval_fraction`."""
 
 
 class DPOConfig(SFTConfig):

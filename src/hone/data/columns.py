@@ -40,10 +40,17 @@ USUAL_NAMES = {
     ),
     "completion": (("completion", "response", "output"),),
     "task": (("task",), ("data_source", "datasource")),
+    "chosen": (("chosen",),),
+    "rejected": (("rejected",),),
+    "label": (("label",),),
+    "margin": (("margin",),),
 }
 """Where a role is looked for: the first of these tiers that a source has. Two names of one tier are
 ambiguous. verl's `reward_model.ground_truth` is nothing else, and so comes first; where rows have
 an `answer` and a `solution`, the latter is the way to the former."""
+
+
+_NOUNS = {"chosen": "chosen completion", "rejected": "rejected completion"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +265,7 @@ def choose_column(
     candidates = ", ".join(name for tier in tiers for name in tier)
     found = dict.fromkeys(name for row in rows for name in row.columns)
     raise UserError(
-        f"{source.path}: no column for the {role}: looked for {candidates}; "
+        f"{source.path}: no column for the {_NOUNS.get(role, role)}: looked for {candidates}; "
         f"found {_listed(found)}. Name the right one in `columns.{key}` of this source."
     )
 
@@ -287,14 +294,18 @@ def prompt_in(row: Row, column: str | None) -> str | list[Message]:
     )
 
 
-def assistant_message(value: Any, row: Row, *, must: str) -> Message:
+def assistant_message(value: Any, row: Row, *, must: str, may_be_empty: bool = False) -> Message:
     """A completion, text or a list of one message, as the assistant's message. Raises UserError,
-    with what it `must` be, where it is neither or says nothing."""
+    with what it `must` be, where it is neither or, unless that may be, says nothing."""
     turns = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
     is_turn = isinstance(turns, list) and len(turns) == 1
     message = as_message(turns[0], row) if is_turn else {"role": "", "content": ""}
     content = message["content"]
-    if message["role"] != "assistant" or not isinstance(content, str) or not content:
+    if (
+        message["role"] != "assistant"
+        or not isinstance(content, str)
+        or not (content or may_be_empty)
+    ):
         shown = shorten(json.dumps(turns, default=str))
         raise UserError(f"{row.location}: {must}, got {shown}")
     return message

@@ -4,15 +4,17 @@
     {"chosen": [{"role": "user", ...}, {"role": "assistant", ...}], "rejected": [...]}
     {"prompt": "2+2=", "completion": "4", "label": true}
 
-These are the columns of TRL, plain and conversational; without `prompt` it is what `chosen` and
-`rejected` have in common at their start.
+These are the columns of TRL, plain and conversational, unless a source names others; without
+`prompt` it is what `chosen` and `rejected` have in common at their start. An empty completion is
+one that ends at once: its end token alone is trained.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -52,9 +54,13 @@ class Compared:
     location: str
     completions: tuple[Example, ...]
     labels: tuple[bool, ...]
+    margin: float = 0.0
+    is_split: bool = False
+    """The prompt is what two texts have in common at their start."""
 
 
 _NAMES = ("chosen", "rejected")
+_NOTHING: Message = {"role": "assistant", "content": ""}
 PairsData: TypeAlias = Data[Preference]
 
 
@@ -68,16 +74,30 @@ class _Rendered:
 
 
 def load_pairs(
-    cfg: PairsDataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, is_unpaired: bool
+    cfg: PairsDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    is_unpaired: bool = False,
+    reads_margin: bool = False,
 ) -> PairsData:
-    """Read, render, filter and split the preferences of all sources. With
-    `is_unpaired` each completion is an item of its own. Of a pair both rows keep the limits.
+    """Read, render, filter and split the preferences of all sources. With `is_unpaired` each
+    completion is an item of its own. Of a pair both rows keep the limits. With `reads_margin` a
+    source may have a column of margins.
 
     Raises UserError for anything wrong with the data.
     """
     renderer = Renderer(tokenizer, cfg)
 
     def render(items: Sequence[Compared]) -> list[_Rendered]:
+        split = next((item for item in items if item.is_split), None)
+        if renderer.uses_chat and split is not None:
+            raise UserError(
+                f"{split.location}: chosen and rejected are texts without a prompt, and the chat "
+                "template needs to know which part of them is the user's message. Add a column "
+                "prompt, write them as chat messages, or set data.chat to 'never' to train the "
+                "texts as they are"
+            )
         rendered = iter(
             renderer.demonstrations(
                 [example for item in items for example in item.completions],
@@ -92,7 +112,7 @@ def load_pairs(
 
     return load_data(
         cfg,
-        read=partial(read_pairs, is_unpaired=is_unpaired),
+        read=partial(read_pairs, is_unpaired=is_unpaired, reads_margin=reads_margin),
         render=render,
         limits=[
             LengthLimit(
@@ -103,89 +123,97 @@ def load_pairs(
             LengthLimit("data.max_tokens", cfg.max_tokens, longest(lambda row: len(row.token_ids))),
         ],
         make=_preference,
-        content=lambda item: (item.id, item.token_ids, item.labels),
+        content=lambda item: (item.id, item.token_ids, item.labels, item.margin),
         seed=seed,
     )
 
 
 def read_pairs(
-    rows: Sequence[SourceRow], source: SourceBase, name: str, *, is_unpaired: bool
+    rows: Sequence[SourceRow],
+    source: SourceBase,
+    name: str,
+    *,
+    is_unpaired: bool = False,
+    reads_margin: bool = False,
 ) -> list[Compared]:
     """The preferences of a source, with ids `<name>:<row>` counted from 1. With `is_unpaired` a
-    pair is read as two labelled completions.
+    pair is read as two labelled completions. `source.columns` are a `PairColumnsConfig`.
 
     Raises UserError naming row and remedy.
     """
-    prompt = choose_column(rows, source, "prompt", required=False)
-    if prompt == "messages":
-        prompt = None
-    named = {column for row in rows for column in row.columns}
-    if is_unpaired and not {"chosen", "rejected"} <= named:
-        completion = choose_column(rows, source, "completion")
-        _require("label", named, source)
-        columns = f"prompt {prompt}, completion {completion}, label"
-        logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", columns)
-        return [
-            _labelled(row, source, f"{name}:{number}", prompt=prompt, completion=completion)
-            for number, row in enumerate(rows, start=1)
-        ]
-    for column in _NAMES:
-        _require(column, named, source)
-    columns = f"prompt {prompt or 'their common start'}, chosen, rejected"
-    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", columns)
-    pairs = [
-        _pair(row, source, f"{name}:{number}", prompt=prompt)
-        for number, row in enumerate(rows, start=1)
+    choose = partial(choose_column, rows, source)
+    prompt = choose("prompt", required=False)
+    if prompt == "messages" and source.columns.prompt is None:
+        prompt = None  # of many data sets it is the prompt with the chosen completion
+    columns = {"prompt": prompt}
+    columns |= {role: choose(role, required=not is_unpaired) for role in _NAMES}
+    has_pairs = None not in (columns["chosen"], columns["rejected"])
+    if not has_pairs:
+        columns = {"prompt": prompt or "prompt"}
+        columns |= {role: choose(role) for role in ("completion", "label")}
+    elif reads_margin:
+        columns["margin"] = choose("margin", required=False)
+    told = ", ".join(f"{role} from '{column}'" for role, column in columns.items() if column)
+    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", told)
+    read = _pair if has_pairs else _labelled
+    items = [
+        read(row, source, f"{name}:{number}", columns) for number, row in enumerate(rows, start=1)
     ]
-    same = [x for x in pairs if x.completions[0].completion == x.completions[1].completion]
-    if same:
-        logger.warning(
-            "%s: %d of %d pairs have one completion twice, which teaches nothing; the first is %s",
-            source.path,
-            len(same),
-            len(pairs),
-            same[0].location,
+    if has_pairs:
+        _warn_of(
+            "have one completion twice, which teaches nothing",
+            [x for x in items if x.completions[0].completion == x.completions[1].completion],
+            source,
+            len(items),
         )
-    return [single for pair in pairs for single in _singles(pair)] if is_unpaired else pairs
+    _warn_of(
+        "prefer to say nothing, which teaches to end at once",
+        [x for x in items if x.labels[0] and x.completions[0].completion == _NOTHING],
+        source,
+        len(items),
+    )
+    return [each for x in items for each in _singles(x)] if is_unpaired and has_pairs else items
 
 
-def _require(column: str, named: Collection[str], source: SourceBase) -> None:
-    if column not in named:
-        raise UserError(
-            f"{source.path}: no column {column!r}; found {', '.join(sorted(named))}. Pairs need "
-            "prompt (or a common start), chosen and rejected; rows of kto prompt, completion and "
-            "label. Rename the columns."
+def _warn_of(what: str, items: Sequence[Compared], source: SourceBase, num_rows: int) -> None:
+    if items:
+        where = items[0].location
+        logger.warning(
+            "%s: %d of %d rows %s; the first is %s", source.path, len(items), num_rows, what, where
         )
 
 
 def _singles(pair: Compared) -> list[Compared]:
     return [
-        Compared(f"{pair.id}:{'chosen' if label else 'rejected'}", pair.location, (x,), (label,))
-        for x, label in zip(pair.completions, pair.labels, strict=True)
+        Compared(f"{pair.id}:{name}", pair.location, (x,), (label,), is_split=pair.is_split)
+        for x, label, name in zip(pair.completions, pair.labels, _NAMES, strict=True)
     ]
 
 
 def _labelled(
-    row: SourceRow, source: SourceBase, row_id: str, *, prompt: str | None, completion: str | None
+    row: SourceRow, source: SourceBase, row_id: str, columns: Mapping[str, str | None]
 ) -> Compared:
-    label = required(row, "label", "label")
+    label = required(row, columns["label"], "label")
     if label not in (True, False, 0, 1):
         raise UserError(
             f"{row.location}: the label must be true or false, got {shorten(json.dumps(label))}"
         )
-    said = _assistant(required(row, completion, "completion"), row, completion or "")
-    example = _example(row, source, row_id, prompt_in(row, prompt or "prompt"), said)
+    said = _assistant(required(row, columns["completion"], "completion"), row, "completion")
+    example = _example(row, source, row_id, prompt_in(row, columns["prompt"]), said)
     return Compared(row_id, row.location, (example,), (bool(label),))
 
 
-def _pair(row: SourceRow, source: SourceBase, row_id: str, *, prompt: str | None) -> Compared:
-    values = [required(row, name, f"{name} completion") for name in _NAMES]
+def _pair(
+    row: SourceRow, source: SourceBase, row_id: str, columns: Mapping[str, str | None]
+) -> Compared:
+    values = [required(row, columns[name], f"{name} completion") for name in _NAMES]
     kinds = {type(value) for value in values}
     if len(kinds) > 1 or not kinds <= {str, list}:
         raise UserError(
             f"{row.location}: chosen and rejected must both be text, or both lists of chat "
             f"messages, got {shorten(json.dumps(values, default=str))}"
         )
+    prompt = columns["prompt"]
     if kinds == {list}:
         values = [[as_message(turn, row) for turn in value] for value in values]
         start = _shared_turns(*values)
@@ -204,8 +232,24 @@ def _pair(row: SourceRow, source: SourceBase, row_id: str, *, prompt: str | None
             f"{row.location}: there is no column prompt, and chosen and rejected have no common "
             "start that could be it"
         )
-    examples = tuple(_example(row, source, row_id, asked, message) for message in said)
-    return Compared(row_id, row.location, examples, (True, False))
+    return Compared(
+        row_id,
+        row.location,
+        tuple(_example(row, source, row_id, asked, message) for message in said),
+        (True, False),
+        margin=_margin(row, columns.get("margin")),
+        is_split=kinds == {str} and not has_own_prompt,
+    )
+
+
+def _margin(row: SourceRow, column: str | None) -> float:
+    if column is None:
+        return 0.0
+    value = required(row, column, "margin")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        shown = shorten(json.dumps(value, default=str))
+        raise UserError(f"{row.location}: the margin must be a finite number, got {shown}")
+    return float(value)
 
 
 def _shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
@@ -215,16 +259,19 @@ def _shared_turns(chosen: Sequence[Message], rejected: Sequence[Message]) -> int
 
 
 def _common_start(chosen: str, rejected: str) -> int:
-    """Characters that both begin with, but for a space before the difference, which belongs to what
-    follows."""
+    """Characters that both begin with, but for what belongs to the difference: the beginning of a
+    word or number that goes on in one of them, and the space before it."""
     pairs = zip(chosen, rejected, strict=False)
     length = sum(1 for _ in takewhile(lambda both: both[0] == both[1], pairs))
+    if any(text[length : length + 1].isalnum() for text in (chosen, rejected)):
+        while length and chosen[length - 1].isalnum():
+            length -= 1
     return length - 1 if length and chosen[length - 1] == " " else length
 
 
 def _assistant(value: Any, row: SourceRow, name: str) -> Message:
-    must = f"{name} must be non-empty text, or end with one assistant message after the turns that "
-    return assistant_message(value, row, must=f"{must}both share")
+    must = f"{name} must be text, or end with one assistant message after the turns that both share"
+    return assistant_message(value, row, must=must, may_be_empty=True)
 
 
 def _example(
@@ -257,4 +304,4 @@ def _preference(item: Compared, rendered: _Rendered) -> Preference:
         )
         for said, name in zip(rendered.completions, names, strict=True)
     )
-    return Preference(item.id, rows, item.labels)
+    return Preference(item.id, rows, item.labels, item.margin)

@@ -293,7 +293,7 @@ def has_constant_prompts(view: View) -> bool:
 _OF_REWARDS = ("columns.task", "answer_pattern", "task")
 _UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sft": {"train": _OF_REWARDS, "eval": _OF_REWARDS},
-    "dpo": {"train": _OF_REWARDS, "eval": _OF_REWARDS},
+    "dpo": dict.fromkeys(("train", "eval"), (*_OF_REWARDS, "columns.margin")),
     "eval": {"train": ("weight",)},
     "generate": {"train": ("weight",)},
 }
