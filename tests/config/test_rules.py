@@ -345,6 +345,17 @@ ROWS: list[Row] = [
      "algorithm.correction.low algorithm.correction.kind"),
     ("rl", "algorithm.correction.high=5", "warning",
      "algorithm.correction.high algorithm.correction.kind"),
+    # preferences
+    ("dpo", "algorithm.simpo_gamma=1", "warning", "algorithm.simpo_gamma algorithm.loss"),
+    ("dpo", 'algorithm.loss={"hinge":1,"ipo":1} algorithm.label_smoothing=0.1', "warning",
+     "algorithm.label_smoothing algorithm.loss"),
+    ("dpo", "algorithm.desirable_weight=2", "warning",
+     "algorithm.desirable_weight algorithm.loss"),
+    ("dpo", "algorithm.loss=simpo trainer.parallel.reference_ring_size=1", "warning",
+     "trainer.parallel.reference_ring_size"),
+    ("dpo", "algorithm.loss={}", "error", "algorithm.loss"),
+    ("dpo", 'algorithm.loss={"exo_pair":1}', "error", "algorithm.loss algorithm.label_smoothing"),
+    ("dpo", "data.train.0.columns.margin=by", "warning", "data.train.0.columns.margin"),
     # the optimizer
     ("rl", "trainer.optimizer.lr=0", "warning", "trainer.optimizer.lr"),
     ("rl", "trainer.optimizer.betas=[0.9,1.0]", "error", "trainer.optimizer.betas"),

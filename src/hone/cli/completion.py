@@ -14,7 +14,7 @@ from hone.config import UserError
 from hone.config.base import Section
 from hone.config.recipe import recipe_names
 from hone.config.schema import fields, is_section, members
-from hone.config.tree import TREES
+from hone.config.tree import RECIPE_COMMANDS, TREES
 
 __all__ = ["SHELLS", "run"]
 
@@ -44,10 +44,10 @@ def run(argv: Sequence[str]) -> int:
 
 def _second_words() -> dict[str, list[str]]:
     """What may follow a command, files apart."""
-    recipes, checked = recipe_names(), ["rl", "sft", "eval", "generate"]
+    recipes = recipe_names()
     return {
         **{name: recipes for name in TREES if " " not in name},
-        "check": [*checked, *recipes],
+        "check": [*RECIPE_COMMANDS, *recipes],
         "bench": [name.partition(" ")[2] for name in TREES if " " in name],
         "recipes": ["show", "copy"],
         "completion": list(SHELLS),
@@ -59,9 +59,9 @@ def _flags() -> dict[str, list[str]]:
     """The flags of each command, `bench` by its benchmarks; of `check` those of all that it
     checks."""
     found = {name: [*_keys(tree), "--help"] for name, tree in TREES.items()}
-    for name in ("rl", "sft", "eval", "generate"):
+    for name in RECIPE_COMMANDS:
         found[name].append("--nproc")
-    checked = dict.fromkeys(x for name in ("rl", "sft", "eval", "generate") for x in found[name])
+    checked = dict.fromkeys(x for name in RECIPE_COMMANDS for x in found[name])
     return found | {"check": [*checked, "--gpu", "--json"]}
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["REFERENCE_FREE", "UNPAIRED", "PairLossName", "PreferenceConfig"]
+__all__ = ["REFERENCE_FREE", "UNPAIRED", "USED_BY", "PairLossName", "PreferenceConfig"]
 
 PairLossName = Literal[
     "sigmoid",
@@ -34,11 +35,22 @@ REFERENCE_FREE = frozenset({"cpo", "simpo", "orpo", "sft"})
 UNPAIRED = frozenset({"kto"})
 """Losses of single completions with a label."""
 
+USED_BY: Mapping[str, frozenset[str]] = {
+    "beta": UNPAIRED.union(get_args(PairLossName)) - {"sft"},
+    "label_smoothing": frozenset({"sigmoid", "exo_pair", "robust", "cpo", "simpo"}),
+    "simpo_gamma": frozenset({"simpo"}),
+    "desirable_weight": UNPAIRED,
+    "undesirable_weight": UNPAIRED,
+}
+"""The losses that a key of `PreferenceConfig` acts on."""
+
 
 class PreferenceConfig(Section):
     """Everything that turns preferences into a gradient."""
 
-    loss: PairLossName | Literal["kto"] | dict[PairLossName, float] = "sigmoid"
+    loss: PairLossName | Literal["kto"] | dict[PairLossName, Annotated[float, Field(gt=0)]] = (
+        "sigmoid"
+    )
     """Loss, by the names of TRL: `sigmoid` is DPO's; `hone/algorithms/preferences/losses.py` has a
     function and a paper for each. A mapping adds several with weights, such as `{sigmoid: 1, sft:
     0.2}`. `kto` learns from single completions with a `label`; `cpo`, `simpo`, `orpo` and `sft`

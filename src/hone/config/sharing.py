@@ -17,7 +17,7 @@ from typing import Any
 
 from hone.config.base import Section
 from hone.config.schema import Field, fields, is_section, locate
-from hone.config.tree import TREES, DPOConfig, RLConfig, SFTConfig
+from hone.config.tree import RECIPE_COMMANDS, TREES, DPOConfig, RLConfig, SFTConfig
 
 __all__ = [
     "SAME",
@@ -127,8 +127,7 @@ def training_tree(paths: Collection[tuple[str, ...]]) -> type[Section] | None:
 
 
 def command_of(paths: Collection[tuple[str, ...]]) -> str:
-    """Which command, `rl`, `sft`, `dpo`, `eval` or `generate`, a recipe and flags with these keys
-    are for.
+    """Which of `RECIPE_COMMANDS` a recipe and flags with these keys are for.
 
     The one that knows the most of them, and of equals one whose required keys are all there; of
     these the first.
@@ -140,7 +139,7 @@ def command_of(paths: Collection[tuple[str, ...]]) -> str:
         given = {path[:length] for path in paths for length in range(1, len(path) + 1)}
         return known, all(key.path in given for key in fields(tree) if _is_needed(key.path, tree))
 
-    return max(("rl", "sft", "dpo", "eval", "generate"), key=fitness)
+    return max(RECIPE_COMMANDS, key=fitness)
 
 
 def _is_needed(path: tuple[str, ...], tree: type[Section]) -> bool:

@@ -41,6 +41,8 @@ from hone.config.simulate import SimulatedModelConfig, SimulationConfig
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 
 __all__ = [
+    "RECIPE_COMMANDS",
+    "SUPERVISED",
     "TREES",
     "BenchEngineConfig",
     "BenchTrainConfig",
@@ -289,3 +291,9 @@ TREES: Mapping[str, type[Section]] = {
     "bench train": BenchTrainConfig,
 }
 """By the words after `hone`."""
+
+SUPERVISED = tuple(name for name, tree in TREES.items() if issubclass(tree, SFTConfig))
+"""Commands that train on rows of files; nothing is sampled."""
+
+RECIPE_COMMANDS = ("rl", *SUPERVISED, "eval", "generate")
+"""Commands that a recipe may be for."""

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from hone.config.algorithm import GROUP_ESTIMATORS
+from hone.config.preference import USED_BY, PreferenceConfig
 from hone.config.rules.rule import error, unused, warning
+from hone.config.rules.view import View, differs, fact
+from hone.config.tree import SUPERVISED
 
 __all__ = ["RULES"]
 
-_TRAINING = ("rl", "sft", "dpo")
+_TRAINING = ("rl", *SUPERVISED)
 _GROUPS = f"algorithm.advantage = {'|'.join(sorted(GROUP_ESTIMATORS))}"
 _WHOLE_SEQUENCES = "algorithm.advantage = grpo|dr_grpo|rloo"
 _KIND = "algorithm.correction.kind"
 _OPTIMIZER = "trainer.optimizer"
+
+
+def _unused_by_losses(view: View) -> Iterator[Mapping[str, str]]:
+    """Keys that were set and act on none of the losses, with those that they act on."""
+    cfg: PreferenceConfig = view["algorithm"]
+    for name in differs(cfg, *USED_BY):
+        if USED_BY[name].isdisjoint(cfg.losses):
+            yield {"key": f"algorithm.{name}", "losses": ", ".join(sorted(USED_BY[name]))}
+
+
+@fact
+def has_exo_pair(view: View) -> bool:
+    """Whether it is the loss of preferences, or one of them."""
+    cfg = view["algorithm"]
+    return isinstance(cfg, PreferenceConfig) and "exo_pair" in cfg.losses
+
 
 RULES = (
     error(_GROUPS, "rollout.n_samples_per_prompt = 1", given=("@learns_from_rewards",),
@@ -129,6 +150,16 @@ RULES = (
               why="samples come from a slightly different policy than the trainer's",
               fix=f"{_KIND} = tis")
       for rounded in ("engine.kv_cache_dtype = fp8", "trainer.matmul_precision = fp8")),
+    # Preferences.
+    warning(each=_unused_by_losses, only=("dpo",),
+            says="{key} is set and has no effect, since algorithm.loss is {algorithm.loss}",
+            why="it is a setting of {losses}", fix="remove {key}"),
+    error("not algorithm.loss", says="algorithm.loss names no loss",
+          why="nothing would be learnt", fix="algorithm.loss = sigmoid"),
+    error("@has_exo_pair", "algorithm.label_smoothing = 0",
+          says="algorithm.loss is {algorithm.loss}, and algorithm.label_smoothing is 0",
+          why="exo_pair compares with smoothed labels, and is infinite without",
+          fix="algorithm.label_smoothing = 0.001"),
     # The optimizer.
     warning(f"{_OPTIMIZER}.lr = 0", only=_TRAINING,
             why="nothing is learnt", fix="use 1e-6, which is usual for RL, or what you need"),

@@ -11,6 +11,7 @@ from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB
 from hone.config.extras import installed_version
 from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
+from hone.config.tree import SUPERVISED
 from hone.families.registry import FUSED_FAMILIES, SPECS, TENSOR_FAMILIES
 from hone.families.spec import PROJECTIONS
 
@@ -76,7 +77,7 @@ def sequences_per_step(view: View) -> Fact:
     if view.plan.batch is None:
         raise NotKnownError("sequences_per_step")
     key = "trainer.prompts_per_minibatch"
-    if view.command in ("sft", "dpo"):
+    if view.command in SUPERVISED:
         key = "data.examples_per_step"
     number = view.plan.batch.samples_per_optimizer_step
     return Fact(number, "the number of sequences of an optimizer step", key)

@@ -17,6 +17,7 @@ from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_
 from hone.config.rules.facts import FAMILIES
 from hone.config.rules.rule import Rule, error, unused, warning
 from hone.config.rules.view import NotKnownError, View, differs, fact
+from hone.config.tree import RECIPE_COMMANDS, SUPERVISED
 
 __all__ = ["RULES", "unwritable"]
 
@@ -24,7 +25,6 @@ Found = Iterator[Mapping[str, object]]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-_NEEDS_TOKENIZER = ("rl", "sft", "dpo", "eval", "generate")
 
 
 # -- places --------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ _MODEL = (
           "(*.safetensors)",
           fix="set model.init to random to draw them from the seed"),
     error("@has_config", "not @has_tokenizer", given=("model.tokenizer = unset",),
-          only=_NEEDS_TOKENIZER,
+          only=RECIPE_COMMANDS,
           says="model.path '{model.path}' holds no tokenizer, and model.tokenizer is unset",
           fix="set model.tokenizer to a folder or hub name"),
     *(error(each=_not_here(key, must_exist=True),
@@ -312,7 +312,8 @@ def _unused_columns(view: View) -> Found:
 
 
 _DATA = (
-    error("not data.train", only=("rl", "sft", "dpo", "generate"), fix="name at least one source"),
+    error("not data.train", only=("rl", *SUPERVISED, "generate"),
+          fix="name at least one source"),
     error("not data.eval", "not @held_out", only=("eval",),
           says="there is nothing to evaluate on",
           why="data.eval names no source, and data.eval_fraction holds no rows of data.train out",

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import PurePath
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 from hone.config.base import Section
 from hone.config.extras import missing_extra
@@ -166,6 +166,9 @@ def _in_words(value: object) -> str:
             return f"{value:g}"
         case Section():
             return "set"
+        case dict():
+            entries = cast("dict[str, object]", value).items()
+            return f"{{{', '.join(f'{key}: {_in_words(held)}' for key, held in entries)}}}"
         case tuple() | list():
             return f"[{', '.join(map(_in_words, value))}]" if value else "empty"
         case str() | PurePath() if re.search(r"[\s/']|^$", str(value)):

@@ -9,6 +9,7 @@ from hone.config.reward import BUILTIN_REWARDS
 from hone.config.rules.rule import error, needs, unused, warning
 from hone.config.rules.view import View, fact
 from hone.config.run import EvaluationConfig, Tracker
+from hone.config.tree import SUPERVISED
 
 __all__ = ["RULES"]
 
@@ -83,7 +84,7 @@ RULES = (
     warning("checkpoint.every_n_steps > run.steps", given=("checkpoint.every_n_steps is set",),
             why="only the end is saved, and a crash loses everything",
             fix="lower checkpoint.every_n_steps"),
-    unused("log.samples_per_step", only=("sft", "dpo"), why="nothing is sampled"),
+    unused("log.samples_per_step", only=SUPERVISED, why="nothing is sampled"),
     *(needs(name, f"log.to has {name}", by=f"{name} in log.to", instead="remove it")
       for name in get_args(Tracker)),
 )  # fmt: skip

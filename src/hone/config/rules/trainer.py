@@ -9,6 +9,7 @@ from hone.config.parallel import ulysses_problem
 from hone.config.rules.facts import TENSOR
 from hone.config.rules.rule import error, excludes, needs, unused, warning
 from hone.config.rules.view import View
+from hone.config.tree import SUPERVISED
 from hone.families.spec import PROJECTIONS
 
 __all__ = ["RULES"]
@@ -65,7 +66,7 @@ _BATCHES = (
     warning("@context_size > 1", f"{_BUDGET} >= @longest", given=(_BY_TOKENS,),
             why="rows fit into one device, and sharing them costs time and saves nothing",
             fix=f"set both sizes to 1 | {_BUDGET} = {{longest_share}}"),
-    warning("@sequences_per_step < @num_shares", only=("sft", "dpo", "bench train"),
+    warning("@sequences_per_step < @num_shares", only=(*SUPERVISED, "bench train"),
             why="the others have nothing to train",
             fix="raise it to a multiple of {num_shares} | start fewer processes"),
     warning("rollout.prompts_per_step < @num_processes",
@@ -173,7 +174,7 @@ _FORMATS = (
           given=(f"{_TENSOR} = 1", "@context_size = 1"),
           why="sums over processes are taken in another order than the engine's",
           fix="train in one process | model.exact = false"),
-    unused("model.exact", only=("sft", "dpo"),
+    unused("model.exact", only=SUPERVISED,
            why="it makes trainer and engine compute the same bits, and there is no engine"),
     unused("model.exact", "objective = sft",
            why="it makes trainer and engine compute the same bits, and there is no engine",
@@ -196,8 +197,9 @@ _AXES = (
       for key in (f"{_PARALLEL}.ulysses_size", f"{_PARALLEL}.reference_ulysses_size")),
     unused(f"{_PARALLEL}.(reference_ring_size|reference_ulysses_size)",
            given=("not @trainers_hold_reference",),
-           why="the trainers have no reference model of their own (without a KL term there is "
-           "none; with adapters it is the policy without them; or it has devices of its own)"),
+           why="the trainers have no reference model of their own (without a KL term, or with a "
+           "loss that needs none, there is none; with adapters it is the policy without them; or "
+           "it has devices of its own)"),
     error("@reference_replica does not divide @num_laid_out", given=("@trainers_hold_reference",),
           fix="use sizes whose product does"),
     unused(f"{_PARALLEL}.(zero_stage|fsdp_size|forward_prefetch|balance_data)",

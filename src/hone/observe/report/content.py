@@ -197,7 +197,7 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
     split = "eval" if run.kind == "eval" and run.setting("data.eval") else "train"
     sources = run.setting(f"data.{split}") or []
     seconds = run.values("time/step_s")
-    trains = run.kind in ("rl", "sft", "dpo")
+    trains = run.kind not in ("eval", "generate")
     facts = [
         ("Model", run.setting("model.path")),
         ("Data", ", ".join(Path(source["path"]).name for source in sources)),
