@@ -155,7 +155,9 @@ ROWS = [
     ("over_sampling_batch_size", "rollout.oversample_prompts"),
     ("sglang_mem_fraction_static", "engine.gpu_memory_utilization"),
     ("rollout_num_gpus_per_engine", "engine.tensor_parallel_size"),
-    ("use_pytorch_profiler", NOT_YET, "profilers"),
+    ("use_pytorch_profiler", "profile.train.steps"),
+    ("sglang_profile_num_steps", "profile.rollout.num_forwards"),
+    ("record_memory_history", "profile.memory.recorder"),
 ]
 
 

@@ -539,6 +539,24 @@ ROWS: list[Row] = [
      "data.chat model.chat_template"),
     ("rl", "data.eval.0.path=other.jsonl", "warning", "data.eval eval.every_n_steps"),
     ("sft", "log.samples_per_step=4", "warning", "log.samples_per_step"),
+    # traces
+    ("sft", "profile.memory.recorder=torch run.device=cpu", "error", "profile.memory.recorder"),
+    ("rl", "profile.memory.after_steps=2", "warning",
+     "profile.memory.after_steps profile.memory.recorder"),
+    ("rl", "profile.rollout.steps=[1] profile.rollout.activities=[gpu] run.device=cpu", "error",
+     "profile.rollout.activities"),
+    ("sft", "profile.train.steps=[3] run.steps=3", "warning", "profile.train.steps run.steps"),
+    ("rl", "profile.rollout.steps=[3] run.steps=3", "warning", "profile.rollout.steps run.steps"),
+    ("sft", "profile.train.steps=[0] profile.train.with_stack=true", "warning",
+     "profile.train.with_stack"),
+    ("sft", "profile.train.steps=[0] profile.train.with_memory=true", "warning",
+     "profile.train.with_memory"),
+    ("rl", "profile.rollout.steps=[0] profile.rollout.with_stack=true", "warning",
+     "profile.rollout.with_stack"),
+    ("sft", "profile.train.with_flops=true", "warning",
+     "profile.train.with_flops profile.train.steps"),
+    ("rl", "profile.rollout.by_stage=true", "warning",
+     "profile.rollout.by_stage profile.rollout.steps"),
     ("eval", "engine.enable_sleep=true", "warning", "engine.enable_sleep"),
     ("rl", "reward.functions.0.fn=silent.py:score", "error", "reward.functions.0.fn"),
     ("rl", "cluster.num_engines=1 cluster.num_trainers=8 cluster.num_nodes=2 "
@@ -831,6 +849,8 @@ NEEDS: list[tuple[str, str, str, str, str]] = [
     *[("rl", f"log.to=[{name}]", name, "log.to", f"hone-rl[{name}]")
       for name in ("wandb", "mlflow", "trackio")],
     ("sft", "", "tensorboard", "log.to", "tensorboard"),
+    ("sft", "profile.memory.recorder=memray", "memray", "profile.memory.recorder",
+     "hone-rl[memray]"),
 ]  # fmt: skip
 """Command, flags, the package that they need, the key that the message must name, and what pip is
 told to install."""

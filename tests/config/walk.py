@@ -7,10 +7,12 @@ in this process. What needs a GPU, Ray, vLLM or a tracker is a fake that records
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -265,6 +267,11 @@ def _files(folder: Path) -> Seen:
             seen["metrics"] = [_of_the_run(json.loads(line)) for line in path.open()]
         elif path.name in ("samples.jsonl", "eval_samples.jsonl", "completions.jsonl"):
             seen["samples"] = path.read_text()
+        elif path.name.endswith(".trace.json.gz"):
+            with gzip.open(path) as file:
+                names = [event["name"] for event in json.load(file)["traceEvents"]]
+            ranges = [name for name in names if name.startswith("hone/")]
+            seen.setdefault("traces", []).append([re.sub(r"\d{9,}", "", path.name), ranges])
         elif path.name == "eval.json":
             seen["scores"] = json.loads(path.read_text())
         elif path.name == "model.safetensors" and "checkpoints" not in path.parts:
@@ -318,7 +325,7 @@ class Recorder(contextlib.ExitStack):
         ):
             self._record(patch, loader, "from_pretrained", keys=("trust_remote_code",))
         self._record(patch, torch, "compile", result=lambda function, **_: function)
-        for built in (EmbeddedEngine, Trainer, Scorer, Watch):
+        for built in (EmbeddedEngine, Trainer, Scorer, Watch, torch.profiler.profile):
             self._record(patch, built, "__init__", name=built.__name__)
         self._record(
             patch, CheckpointStore, "__init__", name="CheckpointStore", keys=("keep_best",)

@@ -28,6 +28,8 @@ EIGHT = ("--run.device=cuda", "--model.path=Qwen/Qwen3-8B", "--nproc=8")
 APART = ("--cluster.num_engines=2", "--algorithm.correction.kind=tis")
 AHEAD = (*APART, "--pipeline.max_staleness=1")
 PARTIAL = ("--rollout.oversample_prompts=2",)
+TRACED = ("--profile.train.steps=[0]",)
+TRACED_ENGINE = ("--profile.rollout.steps=[0]",)
 OFF = "log:has no effect|is not used|needs|not for|"
 
 
@@ -306,6 +308,16 @@ def course_rows() -> dict[str, Row]:
             ),
         ),
         "checkpoint.export_dtype": Row("bfloat16", "dtype"),
+        "profile.dir": Row("elsewhere", "log:trace: elsewhere/train_trace", TRACED),
+        "profile.train.steps": Row("[0]", "traces"),
+        "profile.train.target": Row("train_actor", "traces", TRACED),
+        "profile.train.with_stack": Row("true", "profile", TRACED),
+        "profile.train.with_memory": Row("true", "profile", TRACED),
+        "profile.train.with_flops": Row("true", "profile", TRACED),
+        "profile.memory.recorder": Row("memray", "log:of 2 steps, are in .*memray.bin"),
+        "profile.memory.after_steps": Row(
+            "1", "log:of 1 steps", ("--profile.memory.recorder=memray",)
+        ),
         "log.to": Row("[tensorboard]", "files"),
         "log.project": Row("mine", "wandb.init", ("--log.to=[wandb]",)),
         "log.samples_per_step": Row("1", "samples"),
@@ -313,6 +325,14 @@ def course_rows() -> dict[str, Row]:
 
 
 RL |= trainer_rows("metrics", rl=True) | cluster_rows() | eval_rows("metrics") | course_rows()
+RL |= {
+    "profile.rollout.steps": Row("[0]", "traces"),
+    "profile.rollout.num_forwards": Row("1", "traces", TRACED_ENGINE),
+    "profile.rollout.activities": Row("[gpu]", "log:no GPU to record", TRACED_ENGINE),
+    "profile.rollout.by_stage": Row("true", "traces", TRACED_ENGINE),
+    "profile.rollout.with_stack": Row("true", "profile", TRACED_ENGINE),
+    "profile.rollout.record_shapes": Row("true", "profile", TRACED_ENGINE),
+}
 RL["checkpoint.keep_best"] = Row(
     "false",
     "files",
@@ -772,7 +792,10 @@ NOT_OF_TIME = (
     ),
     "model.lora.alpha",
     "model.lora.load_in_4bit",  # these two change memory alone, and no split that fits or not
-    *(f"{section}." for section in ("data", "env", "reward", "eval", "checkpoint", "log")),
+    *(
+        f"{section}."
+        for section in ("data", "env", "reward", "eval", "checkpoint", "log", "profile")
+    ),
     *(f"rollout.{name}" for name in ("temperature", "stop")),
     "rollout.dynamic_sampling",
     "rollout.mask_off_policy_tokens",

@@ -125,7 +125,8 @@ _HALF = _served(
     "model.dtype", note="auto is bfloat16 on a GPU and float32 on a CPU; float16 is not served"
 )
 _COMPILED = _served("trainer.compile", note="on or off, with torch's defaults")
-_PROFILER = _not_yet("profilers; hone bench train and hone bench engine measure where time goes")
+_PROFILED = _served("profile.train.steps", note="a list of steps, counted from 0")
+_SAMPLING_PROFILED = _served("profile.rollout.steps", note="a list of rollouts, counted from 0")
 
 ALIASES: Mapping[str, Alias] = {
     # models and roles
@@ -547,9 +548,29 @@ ALIASES: Mapping[str, Alias] = {
     "hub_model_id": _HUB,
     "hub_token": _HUB,
     "hub_strategy": _HUB,
-    "use_pytorch_profiler": _PROFILER,
-    "profile_target": _PROFILER,
-    "sglang_profile": _PROFILER,
+    "use_pytorch_profiler": _PROFILED,
+    "profile_step_start": _PROFILED,
+    "profile_step_end": _PROFILED,
+    "profile_target": _served("profile.train.target"),
+    "profile_with_stack": _served("profile.train.with_stack"),
+    "profile_with_memory": _served("profile.train.with_memory"),
+    "profile_with_flops": _served("profile.train.with_flops"),
+    "sglang_profile": _SAMPLING_PROFILED,
+    "sglang_profile_step_start": _SAMPLING_PROFILED,
+    "sglang_profile_step_end": _SAMPLING_PROFILED,
+    "sglang_profile_steps": _SAMPLING_PROFILED,
+    "sglang_profile_num_steps": _served("profile.rollout.num_forwards"),
+    "sglang_profile_activities": _served("profile.rollout.activities"),
+    "sglang_profile_by_stage": _served("profile.rollout.by_stage"),
+    "sglang_profile_with_stack": _served("profile.rollout.with_stack"),
+    "sglang_profile_record_shapes": _served("profile.rollout.record_shapes"),
+    "sglang_profile_output_dir": _served("profile.dir"),
+    "record_memory_history": _served("profile.memory.recorder"),
+    "memory_recorder": _served("profile.memory.recorder"),
+    "memory_snapshot_num_steps": _served("profile.memory.after_steps"),
+    "memory_snapshot_dir": _served("profile.dir"),
+    "memory_snapshot_path": _served("profile.dir"),
+    "tb_experiment_name": _served("run.dir", note="traces are in its folder `traces`"),
 }
 """By name, the parts of a path joined by dots."""
 

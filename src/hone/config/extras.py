@@ -20,6 +20,7 @@ INSTALL = {
     "cuda.bindings": "cuda-bindings",
     "datasets": "hone-rl[data]",
     "math_verify": "math-verify",
+    "memray": "hone-rl[memray]",
     "mlflow": "hone-rl[mlflow]",
     "pyarrow": "pyarrow",
     "ray": "hone-rl[ray]",

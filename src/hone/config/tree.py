@@ -23,6 +23,7 @@ from hone.config.env import EnvConfig
 from hone.config.model import ModelConfig, TrainedModelConfig
 from hone.config.pipeline import PipelineConfig
 from hone.config.preference import PreferenceConfig
+from hone.config.profile import ProfileConfig, RLProfileConfig
 from hone.config.reward import GenerateRewardConfig, RewardConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
 from hone.config.run import (
@@ -77,6 +78,7 @@ class RLConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    profile: RLProfileConfig = RLProfileConfig()
 
     @property
     def max_completion_tokens(self) -> int:
@@ -145,6 +147,7 @@ class SFTConfig(Section):
     eval: SFTEvalConfig = SFTEvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    profile: ProfileConfig = ProfileConfig()
 
 
 class PairsDataConfig(RowsDataConfig):

@@ -162,6 +162,11 @@ class Mesh:
     def size(self) -> int:
         return self.world.size
 
+    @property
+    def place(self) -> str:
+        """The rank and its coordinates, for names of files: `rank3_dp1_tp1_pp0`."""
+        return f"rank{self.rank}_dp{self.data.rank}_tp{self.tensor.rank}_pp0"
+
     def total(self, *counts: int) -> tuple[int, ...]:
         """Each count, added up over all processes. Collective, without pickles."""
         if self.world.size == 1:

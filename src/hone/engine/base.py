@@ -16,6 +16,7 @@ from hone.engine.sequence import Sequence
 from hone.models.manifest import build_manifest, compare
 from hone.models.support import context_length
 from hone.models.tensor_parallel import TensorParallel
+from hone.observe.tracing import EngineTracer
 from hone.types import Request, WeightManifest
 
 __all__ = ["EngineBase", "EngineState", "check_context"]
@@ -56,6 +57,8 @@ class EngineBase:
         check_context(config, self.max_model_len)
         self.weight_version = 0
         """Version of the weights that sample now; 0 before the first sync."""
+        self.tracer: EngineTracer | None = None
+        """Told of each forward pass."""
         self._tensor_parallel = tensor_parallel
         self._vocab_size = int(config.vocab_size)
         self._eos_token_ids = frozenset(eos_token_ids)

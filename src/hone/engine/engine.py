@@ -270,9 +270,13 @@ class EmbeddedEngine(EngineBase):
         started_s = perf_counter()
         plan = self._scheduler.schedule()
         if plan:
+            if self.tracer is not None:
+                self.tracer.begin(self.weight_version, is_prefill=bool(plan.chunks))
             self._in_flight.append(self._runner.launch(plan, self.weight_version))
             self._num_steps += 1
         self._collect(self._max_in_flight if plan else 0)
+        if self.tracer is not None:
+            self.tracer.end(is_idle=not self._sequences)
         self._busy_s += perf_counter() - started_s
 
     def _drain(self) -> None:

@@ -8,7 +8,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from hone.observe.environment import save_environment
 from hone.observe.loggers import append_event
 from hone.observe.resumed_run import changed_settings, exported_last, save_config
 from hone.observe.run_folder import ENVIRONMENT, LOCK
+from hone.observe.tracing import Tracing
 from hone.trainer.gathering import wholes
 from hone.trainer.trainer import Trainer
 
@@ -65,6 +66,7 @@ class Launch:
     store: CheckpointStore
     checkpoint: Checkpoint | None
     """What to resume from; None starts afresh."""
+    tracing: Tracing
 
     def save_config(self) -> None:
         """Write the configuration, versions and devices into the run folder, once nothing stands
@@ -174,7 +176,15 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
                 run.dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_run_dir(run.dir))
         stack.enter_context(ending.cause())
-        yield Launch(cfg, mesh, watch, store, found)
+        tracing = Tracing(
+            cfg.profile,
+            cfg.profile.folder(run.dir),
+            place=mesh.place,
+            device=mesh.device,
+            steps_done=0 if found is None else found.step,
+        )
+        with closing(tracing):
+            yield Launch(cfg, mesh, watch, store, found, tracing)
 
 
 @contextmanager

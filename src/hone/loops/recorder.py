@@ -261,7 +261,19 @@ def recording(
         max_mismatch_kl=1e-4 if model.dtype == torch.float32 else 1e-2,
         max_staleness=cfg.pipeline.max_staleness if is_rl and runs_ahead else 0,
     )
-    recorder = Recorder(launch.mesh, Spans(on_begin=launch.watch.enter), alarms, limits=limits)
+
+    def begin(path: str) -> None:
+        launch.watch.enter(path)
+        launch.tracing.begin(path)
+
+    def end(path: str) -> None:
+        launch.tracing.end(path)
+        if launch.tracing.has_trace:
+            with spans.span("trace"):
+                launch.tracing.write()
+
+    spans = Spans(on_begin=begin, on_end=end)
+    recorder = Recorder(launch.mesh, spans, alarms, limits=limits)
     with ExitStack() as stack:
         if is_first:
             resume_step = launch.steps_done + 1 if launch.checkpoint is not None else None

@@ -331,7 +331,14 @@ def _sampling(
     if sampled is not None:
         assert scorer is not None
         owns_weights = plan.roles["engine"].aliases_weights_of is None
-        engine = make_engine(cfg, sampled, tokenizer, owns_weights=owns_weights, device=mesh.device)
+        engine = make_engine(
+            cfg,
+            sampled,
+            tokenizer,
+            owns_weights=owns_weights,
+            device=mesh.device,
+            name=f"engine {mesh.rank}",
+        )
         collector = collector_of(engine, scorer, comm=mesh)
         yield Sampling(data, scorer, engine, collector, WeightSync(trainer, engine))
         return

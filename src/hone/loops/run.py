@@ -21,6 +21,7 @@ from hone.loops.recorder import Recorder
 from hone.loops.resuming import saved_names
 from hone.loops.saving import Saver
 from hone.observe.metrics import Metrics, to_scalars
+from hone.observe.tracing import PREPARATION, UPDATE
 from hone.trainer.models import Models
 from hone.trainer.trainer import Trainer
 from hone.types import Row
@@ -81,12 +82,12 @@ class Run(ABC, Generic[Item]):
 
     def prepare(self, batch: list[Item], step: int) -> tuple[list[Row], Metrics]:
         """Its rows, with everything that the losses need."""
-        with self.span("experience"):
+        with self.span(PREPARATION):
             return self.models.prepare(self.algorithm, batch, version=step - 1)
 
     def update(self, rows: Sequence[Row], step: int) -> Metrics:
         """Train on `rows`."""
-        with self.span("train"):
+        with self.span(UPDATE):
             return self.models.update(self.algorithm, rows, step)
 
     def push(self, step: int) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.distributed.pool import RecordEvent, ThreadWorker
+from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.worker import EngineWorker, LockStep
 from hone.loops.launch import choose_device
@@ -22,6 +24,7 @@ from hone.models.load import blank_model, load_model
 from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
+from hone.observe.tracing import EngineTracer, MemoryRecorder
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.scorer_pool import ScorerPool
 from hone.rollout.vllm import VLLMEngine
@@ -74,16 +77,18 @@ def make_engine(
     owns_weights: bool,
     tensor_parallel: TensorParallel | None = None,
     device: torch.device | None = None,
+    name: str = "engine 0",
 ) -> Engine:
     """The engine of `engine.backend` over `model`, which with `tensor_parallel` is this rank's.
 
     vLLM has weights of its own: for it the model is whole in any case, may lie on meta, and
-    `device` says where vLLM runs."""
+    `device` says where vLLM runs. Traces go by its `name`."""
     eos = eos_token_ids(model, tokenizer)
     longest = cfg.data.max_prompt_tokens + cfg.max_completion_tokens
     max_model_len = min(longest, context_length(model.config))
+    engine: VLLMEngine | EmbeddedEngine
     if cfg.engine.backend == "vllm":
-        return VLLMEngine(
+        engine = VLLMEngine(
             model,
             cfg.engine,
             eos_token_ids=eos,
@@ -92,16 +97,25 @@ def make_engine(
             device=device,
             tensor_parallel=tensor_parallel,
         )
-    return EmbeddedEngine(
-        model,
-        cfg.engine,
-        eos_token_ids=eos,
-        tokenizer=tokenizer,
-        max_model_len=max_model_len,
-        owns_weights=owns_weights,
-        tensor_parallel=tensor_parallel,
-        exact=cfg.model.exact,
-    )
+    else:
+        engine = EmbeddedEngine(
+            model,
+            cfg.engine,
+            eos_token_ids=eos,
+            tokenizer=tokenizer,
+            max_model_len=max_model_len,
+            owns_weights=owns_weights,
+            tensor_parallel=tensor_parallel,
+            exact=cfg.model.exact,
+        )
+    if isinstance(cfg, RLConfig) and cfg.profile.rollout.steps:
+        engine.tracer = EngineTracer(
+            cfg.profile.rollout,
+            cfg.profile.folder(cfg.run.dir),
+            name=name,
+            tp_rank=0 if tensor_parallel is None else tensor_parallel.rank,
+        )
+    return engine
 
 
 def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
@@ -118,7 +132,7 @@ def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
     else:
         model = blank_model(cfg.model, device=device, tp=tp)
     engine = make_engine(
-        cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp, device=device
+        cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp, device=device, name=name
     )
     receiver = WeightReceiver(engine, device)
     group = None
@@ -147,6 +161,10 @@ def build_reference(cfg: RLConfig) -> FrozenScorer:
 
 def build_worker(role: str, cfg: RLConfig, name: str) -> EngineWorker | FrozenScorer:
     """An engine, or else a reference, in the process that it has for itself."""
+    place = f"{name.replace(' ', '')}_tp{processes().rank}"
+    folder = cfg.profile.folder(cfg.run.dir) / "memory_snapshot"
+    recorder = MemoryRecorder(cfg.profile.memory, folder, place, choose_device(cfg.run))
+    atexit.register(recorder.close)  # it lives as long as the process
     return build_engine_worker(cfg, name=name) if role == "engine" else build_reference(cfg)
 
 

@@ -31,7 +31,7 @@ class Spans:
     """Nested timers of one thread. A span costs about a microsecond.
 
     `clock` returns seconds; `max_trace_events` bounds the memory of the trace, oldest dropped.
-    `on_begin` is called with the path of each span that begins.
+    `on_begin` and `on_end` are called with the path of each span that begins and has ended.
     """
 
     def __init__(
@@ -39,11 +39,14 @@ class Spans:
         *,
         clock: Callable[[], float] = time.perf_counter,
         max_trace_events: int = 100_000,
-        on_begin: Callable[[str], None] | None = None,
+        on_begin: Callable[[str], None] = lambda path: None,
+        on_end: Callable[[str], None] = lambda path: None,
     ) -> None:
-        self._on_begin = on_begin
+        self._on_begin, self._on_end = on_begin, on_end
         self._clock = clock
         self._origin = self._taken_at = clock()
+        self._origin_ns = time.time_ns()
+        """Wall clock time of that, by which traces of several processes are laid side by side."""
         self._open: list[tuple[str, float]] = []  # path, start; innermost last
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._trace: deque[tuple[str, float, float]] = deque(maxlen=max_trace_events)
@@ -57,12 +60,12 @@ class Spans:
         start = self._clock()
         self._open.append((path, start))
         try:
-            if self._on_begin is not None:
-                self._on_begin(path)
+            self._on_begin(path)
             yield
         finally:
             self._open.pop()
             end = self._clock()
+            self._on_end(path)
             self._seconds[path] += end - max(start, self._taken_at)
             self._trace.append((path, start, end))
 
@@ -98,4 +101,9 @@ class Spans:
 
     def write_trace(self, path: Path) -> None:
         """Write a file that https://ui.perfetto.dev and chrome://tracing open."""
-        path.write_text(json.dumps({"traceEvents": self.trace_events(), "displayTimeUnit": "ms"}))
+        trace = {
+            "traceEvents": self.trace_events(),
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": self._origin_ns,
+        }
+        path.write_text(json.dumps(trace))

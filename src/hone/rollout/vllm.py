@@ -139,6 +139,9 @@ class VLLMEngine(EngineBase):
         if not self._sequences:
             return []
         started_s = perf_counter()
+        if self.tracer is not None:
+            begins = any(not sequence.logprobs for sequence in self._sequences.values())
+            self.tracer.begin(self.weight_version, is_prefill=begins)
         with self._eagerly():
             outputs = self._llm.step()
         self._num_steps += 1
@@ -161,6 +164,8 @@ class VLLMEngine(EngineBase):
                     f"{output.outputs[0].finish_reason!r}, which nobody asked for"
                 )
         self._withdraw(excess)
+        if self.tracer is not None:
+            self.tracer.end(is_idle=not self._sequences)
         self._busy_s += perf_counter() - started_s
         return finished
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from hone.algorithms.algorithm import Algorithm
+from hone.observe.merged_trace import RANGE
 from hone.observe.metrics import Metrics
 from hone.trainer.scorer import FrozenScorer, RowScorer
 from hone.trainer.trainer import Trainer
@@ -70,7 +72,8 @@ class Models:
         metrics: Metrics = {}
         for role, trainer in self.learners.items():
             if step > algorithm.needs.learns_after.get(role, 0):
-                own = trainer.update(rows)
+                with record_function(f"{RANGE}update {role}"):
+                    own = trainer.update(rows)
                 prefix = "train/" if role == "policy" else f"{role}/"
                 metrics |= {key.replace("train/", prefix): value for key, value in own.items()}
         return metrics
@@ -101,5 +104,7 @@ class Models:
         assert not missing, f"the algorithm needs models that the run has not: {missing}"
         pending = {role: scorers[role].begin(rows, outputs) for role, outputs in wanted.items()}
         for role in sorted(pending, key=lambda role: role not in self.learners):
-            for row, found in zip(rows, pending[role](), strict=True):
+            with record_function(f"{RANGE}score {role}"):
+                scores = pending[role]()
+            for row, found in zip(rows, scores, strict=True):
                 row.columns |= {f"{output}/{role}": Column(v) for output, v in found.items()}

@@ -20,6 +20,7 @@ from hone.config.rules import (
     facts,
     files,
     host,
+    profile,
     rewards,
     run,
     sampling,
@@ -31,7 +32,7 @@ from hone.config.rules.view import Fact, View
 
 __all__ = ["RULES", "TOPICS", "Fact", "Finding", "Rule", "facts", "findings", "matches"]
 
-TOPICS = (files, rewards, sampling, engine, trainer, algorithm, cluster, run, bench, host)
+TOPICS = (files, rewards, sampling, engine, trainer, algorithm, cluster, run, profile, bench, host)
 RULES: tuple[Rule, ...] = tuple(rule for topic in TOPICS for rule in topic.RULES)
 
 

@@ -1,0 +1,229 @@
+"""The traces of a step, of all its processes, as one; and what in them takes longest.
+
+A step is traced by trainers, in `train_trace`, and by the engines that sampled with the weights
+from before it, in `rollout_trace`. Torch's traces count microseconds from a base that each names,
+so that those of several processes, and hosts with clocks in step, lie side by side.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from hone.config.errors import UserError
+
+__all__ = ["FACTS", "RANGE", "Longest", "StepTrace", "read_step"]
+
+FACTS = "hone"
+"""Where a trace says of which step and process it is."""
+RANGE = "hone/"
+"""What the names of our ranges begin with, to tell them from those of libraries."""
+Event = dict[str, Any]
+_OWN_US = "own_us"
+_NUM_LONGEST = 10
+_SUFFIX = ".trace.json.gz"
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_TRACKS = {"process_name", "process_labels", "process_sort_index"}
+"""Metadata events that say what is drawn beside a process; ours take their place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """A kernel, with all its calls, or a gap between two."""
+
+    name: str
+    num_calls: int
+    total_us: float
+    share: float
+    """Of the time of its phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """What the processes of a run did in a step."""
+
+    step: int
+    files: Sequence[Path]
+    events: Sequence[Event]
+    """Of Chrome's trace format, in microseconds."""
+    kernels: Mapping[str, Sequence[Longest]]
+    """By phase: the kernels that take longest, over all calls and processes; operators, without
+    what they call, where no GPU was traced."""
+    gaps: Mapping[str, Sequence[Longest]]
+    """By phase: the longest times in which a process had no kernel at work."""
+
+    def write(self, path: Path) -> None:
+        """Write a file that ui.perfetto.dev opens."""
+        trace = {"displayTimeUnit": "ms", "traceEvents": self.events}
+        with gzip.open(path, "wt", compresslevel=4) as file:
+            json.dump(trace, file)
+
+
+def read_step(folder: Path, step: int | None = None) -> StepTrace:
+    """Merge the traces of `step`, of the newest that is there where none is given.
+
+    Raises UserError where there is no trace of it, and where a file is damaged.
+    """
+    found: defaultdict[int, list[tuple[Path, dict[str, Any]]]] = defaultdict(list)
+    for path in sorted(folder.glob(f"*_trace/**/*{_SUFFIX}")):
+        if not path.name.startswith("."):  # one that is being written
+            trace = _read(path)
+            found[trace[FACTS]["step"]].append((path, trace))
+    if not found:
+        raise UserError(
+            f"There is no trace in '{folder}'. Set profile.train.steps or profile.rollout.steps, "
+            "such as [10], and give the command of the run again."
+        )
+    step = max(found) if step is None else step
+    if step not in found:
+        steps = ", ".join(map(str, sorted(found)))
+        raise UserError(f"There is no trace of step {step} in '{folder}'; there are {steps}.")
+    return _merged(step, found[step])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            trace: dict[str, Any] = json.load(file)
+        trace[FACTS]["step"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no trace of hone, or damaged ({error}): remove it.") from error
+    return trace
+
+
+def _merged(step: int, traces: Sequence[tuple[Path, dict[str, Any]]]) -> StepTrace:
+    events: list[Event] = []
+    phases: defaultdict[str, list[_Phase]] = defaultdict(list)
+    for number, (_, trace) in enumerate(traces):
+        process: str = trace[FACTS]["process"]
+        base_us = trace.get("baseTimeNanoseconds", 0) / 1000
+        own = list(_renumbered(trace["traceEvents"], number, process, base_us))
+        events += own
+        for phase in _phases(own, process):
+            phases[phase.name].append(phase)
+    origin = min((event["ts"] for event in events if event["ph"] == "X"), default=0.0)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = max(event["ts"] - origin, 0.0)
+    return StepTrace(
+        step,
+        [path for path, _ in traces],
+        events,
+        {name: _longest_kernels(found) for name, found in phases.items()},
+        {name: _longest_gaps(found) for name, found in phases.items()},
+    )
+
+
+def _renumbered(
+    events: Sequence[Event], number: int, process: str, base_us: float
+) -> Iterator[Event]:
+    """The events with processes of their own, that say whose they are."""
+    tracks: dict[Any, int] = {}
+    labels: dict[Any, str] = {}
+    for event in events:
+        if event["name"] == "process_labels":
+            labels[event["pid"]] = event["args"]["labels"]
+    for event in events:
+        if event["name"] in _TRACKS or event.get("cat") == "Trace":
+            continue
+        own = dict(event)
+        pid = tracks.setdefault(event["pid"], 1000 * (number + 1) + len(tracks))
+        own["pid"] = pid
+        if "ts" in own:
+            own["ts"] = own["ts"] + base_us
+        if "id" in own:  # arrows from launch to kernel
+            own["id"] = f"{number}.{own['id']}"
+        yield own
+    for original, pid in tracks.items():
+        name = f"{process}: {labels.get(original, original)}"
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    """A range of ours in one process, in which there is none of ours."""
+
+    name: str
+    process: str
+    begin: float
+    end: float
+    work: Sequence[Event]
+    """What began inside, in its order."""
+
+
+def _phases(events: Sequence[Event], process: str) -> Iterator[_Phase]:
+    """The innermost ranges of ours that have work."""
+    work = [event for event in events if event.get("cat") in _ON_DEVICE]
+    work = work or _operators(event for event in events if event.get("cat") == "cpu_op")
+    work.sort(key=lambda event: event["ts"])
+    starts = [event["ts"] for event in work]
+    ranges = [
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(RANGE))
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith(RANGE)
+    ]
+    ranges.sort(key=lambda one: (one[0], -one[1]))
+    for own, following in zip_longest(ranges, ranges[1:]):
+        begin, end, name = own
+        if following is not None and following[0] < end:
+            continue  # it has another one inside
+        inside = work[bisect_left(starts, begin) : bisect_left(starts, end)]
+        if inside:
+            yield _Phase(name, process, begin, end, inside)
+
+
+def _operators(events: Iterable[Event]) -> list[Event]:
+    """Operators of a host, each with the time that is its own, without what it calls."""
+    found: list[Event] = []
+    open_calls: list[Event] = []
+    for event in sorted(events, key=lambda event: (event["tid"], event["ts"], -event["dur"])):
+        while open_calls and not _is_inside(event, open_calls[-1]):
+            open_calls.pop()
+        if open_calls:
+            open_calls[-1][_OWN_US] -= event["dur"]
+        open_calls.append(event | {_OWN_US: event["dur"]})
+        found.append(open_calls[-1])
+    return found
+
+
+def _is_inside(event: Event, outer: Event) -> bool:
+    return event["tid"] == outer["tid"] and event["ts"] < outer["ts"] + outer["dur"]
+
+
+def _longest_kernels(phases: Sequence[_Phase]) -> list[Longest]:
+    total: defaultdict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
+    for event in chain.from_iterable(phase.work for phase in phases):
+        total[event["name"]] += event.get(_OWN_US, event["dur"])
+        calls[event["name"]] += 1
+    passed_us = sum(phase.end - phase.begin for phase in phases)
+    longest = sorted(total, key=lambda name: -total[name])[:_NUM_LONGEST]
+    return [Longest(name, calls[name], total[name], total[name] / passed_us) for name in longest]
+
+
+def _longest_gaps(phases: Sequence[_Phase]) -> list[Longest]:
+    """Times in which nothing ran, on any stream of a process."""
+    passed_us = sum(phase.end - phase.begin for phase in phases)
+    gaps: list[Longest] = []
+    for phase in phases:
+        busy_until, last = phase.begin, "the beginning"
+        end: Event = {"ts": phase.end, "dur": 0.0, "name": "the end"}
+        for event in [*phase.work, end]:
+            if (length := event["ts"] - busy_until) > 0:
+                between = f"{phase.process}: {_short(last)} .. {_short(event['name'])}"
+                gaps.append(Longest(between, 1, length, length / passed_us))
+            if event["ts"] + event["dur"] > busy_until:
+                busy_until, last = event["ts"] + event["dur"], event["name"]
+    return sorted(gaps, key=lambda gap: -gap.total_us)[:_NUM_LONGEST]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 32 else f"{name[:29]}..."

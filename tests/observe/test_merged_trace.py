@@ -1,0 +1,130 @@
+"""A step of several processes as one trace, and what in it takes longest."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.cli.main import main
+from hone.config import UserError
+from hone.observe.merged_trace import read_step
+
+
+def span(name: str, begin: float, end: float, cat: str = "kernel", **more: Any) -> dict[str, Any]:
+    own = {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": end - begin}
+    return own | {"pid": 0, "tid": 7} | more
+
+
+def phase(name: str, begin: float, end: float) -> dict[str, Any]:
+    return span(f"hone/{name}", begin, end, "user_annotation", pid=99, tid=1)
+
+
+def write(path: Path, step: int, process: str, events: list[Any], *, base_us: int = 0) -> None:
+    labels = {"ph": "M", "name": "process_labels", "pid": 0, "tid": 0, "ts": 0}
+    trace = {
+        "hone": {"step": step, "process": process},
+        "baseTimeNanoseconds": base_us * 1000,
+        "traceEvents": [labels | {"args": {"labels": "GPU 0"}}, *events],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wt") as file:
+        json.dump(trace, file)
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """Two trainers and an engine, whose clocks have different bases."""
+    trainer = [
+        phase("experience", 0, 100),
+        phase("train", 100, 1100),
+        phase("update policy", 110, 1000),
+        span("gemm", 120, 520),
+        span("gemm", 520, 620),
+        span("copy", 500, 700, tid=8),  # beside, on another stream
+        span("adam", 900, 1000),
+        {"ph": "s", "id": 4, "name": "ac2g", "cat": "ac2g", "pid": 0, "tid": 7, "ts": 120},
+    ]
+    folder = tmp_path / "run" / "traces"
+    for rank in (0, 1):
+        path = folder / "train_trace" / f"train_overall_rank{rank}.1.pt.trace.json.gz"
+        write(path, 3, f"rank{rank}", trainer, base_us=5000)
+    path = folder / "rollout_trace" / "rollout_2" / "engine0-1-TP-0.trace.json.gz"
+    write(path, 3, "engine0 TP-0", [phase("decode", 0, 50), span("attention", 10, 40)])
+    path = folder / "rollout_trace" / "rollout_0" / "engine0-1-TP-0.trace.json.gz"
+    write(path, 1, "engine0 TP-0", [phase("decode", 0, 50), span("attention", 10, 40)])
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    return folder
+
+
+def test_processes_of_a_step_lie_side_by_side(traces: Path, tmp_path: Path) -> None:
+    found = read_step(traces)
+    assert (found.step, len(found.files)) == (3, 3)
+    names = {
+        event["pid"]: event["args"]["name"]
+        for event in found.events
+        if event["name"] == "process_name"
+    }
+    assert sorted(names.values()) == sorted(
+        f"{process}: {track}"
+        for process in ("engine0 TP-0", "rank0", "rank1")
+        for track in ("GPU 0", "99")
+    )
+    begins = {
+        names[event["pid"]]: event["ts"] for event in found.events if event["name"] == "attention"
+    }
+    assert begins == {"engine0 TP-0: GPU 0": 10.0}  # microseconds from the first event
+    assert sorted(event["ts"] for event in found.events if event["name"] == "adam") == [5900.0] * 2
+    arrows = {event["id"] for event in found.events if "id" in event}
+    assert len(arrows) == 2  # not from one process to the other
+    found.write(tmp_path / "all.json.gz")
+    with gzip.open(tmp_path / "all.json.gz") as file:
+        assert len(json.load(file)["traceEvents"]) == len(found.events)
+
+
+def test_kernels_and_gaps_are_those_of_the_innermost_phases(traces: Path) -> None:
+    found = read_step(traces, 3)
+    assert list(found.kernels) == ["decode", "update policy"]  # others have no work, or one inside
+    of_update = [(one.name, one.num_calls, one.total_us) for one in found.kernels["update policy"]]
+    assert of_update == [("gemm", 4, 1000.0), ("copy", 2, 400.0), ("adam", 2, 200.0)]
+    assert found.kernels["update policy"][0].share == pytest.approx(1000 / 1780)
+    gaps = [(one.name, one.total_us) for one in found.gaps["update policy"]]
+    assert gaps[:2] == [(f"rank{rank}: copy .. adam", 200.0) for rank in (0, 1)]
+    assert gaps[2:] == [(f"rank{rank}: the beginning .. gemm", 10.0) for rank in (0, 1)]
+
+
+def test_operators_of_a_host_count_without_what_they_call(tmp_path: Path) -> None:
+    events = [
+        phase("train", 0, 100),
+        span("linear", 0, 50, "cpu_op"),
+        span("mm", 10, 40, "cpu_op"),
+        span("mm", 0, 20, "cpu_op", tid=8),
+    ]
+    write(tmp_path / "train_trace" / "a.trace.json.gz", 1, "rank0", events)
+    kernels = read_step(tmp_path).kernels["train"]
+    assert [(one.name, one.total_us) for one in kernels] == [("mm", 50.0), ("linear", 20.0)]
+
+
+def test_the_command_writes_beside_the_traces(traces: Path, capsys: Any) -> None:
+    assert main(["trace", f"{traces.parent}", "--step", "1"]) == 0
+    assert (traces / "step_1.trace.json.gz").is_file()
+    assert (
+        "decode: longest kernels\n       0.030 ms  60.0%      1 x  attention"
+        in capsys.readouterr().out
+    )
+    assert main(["trace", f"{traces.parent}"]) == 0  # what it has written is no trace of a step
+    assert main(["trace", f"{traces.parent}", "--step", "2"]) == 2
+    assert "no trace of step 2" in capsys.readouterr().err
+
+
+def test_what_is_no_trace_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"profile\.train\.steps"):
+        read_step(tmp_path)
+    path = tmp_path / "train_trace" / "a.trace.json.gz"
+    path.parent.mkdir()
+    path.write_bytes(b"half")
+    with pytest.raises(UserError, match=r"a\.trace\.json\.gz is no trace of hone, or damaged"):
+        read_step(tmp_path)
