@@ -483,6 +483,7 @@ DPO: dict[str, Row] = {
     "checkpoint.keep_best": replace(KEEP_BEST, given=(*KEEP_BEST.given, "--algorithm.loss=ipo")),
     "algorithm.loss": Row("{hinge: 1, sft: 0.1}", "metrics"),
     "algorithm.beta": Row("0.7", "metrics"),
+    "algorithm.reference_cache": Row("kept", "log:scored by the reference, and kept in kept/"),
     "algorithm.label_smoothing": Row("0.2", "metrics"),
     "algorithm.simpo_gamma": Row("0.9", "metrics", ("--algorithm.loss=simpo",)),
     "algorithm.desirable_weight": Row("2", "metrics", KTO),

@@ -10,9 +10,11 @@ import pytest
 from safetensors.torch import load_file
 from tests.loops.test_processes import assert_same_run, run_hone
 
+from hone.config.errors import UserError
 from hone.config.tree import DPOConfig
 from hone.data.arithmetic import generate, right_and_backwards, write_jsonl
 from hone.loops import supervised
+from hone.trainer.scorer import FrozenScorer
 
 
 @pytest.fixture
@@ -48,6 +50,11 @@ def metrics(cfg: DPOConfig) -> list[dict[str, float]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def same_weights(*cfgs: DPOConfig) -> bool:
+    one, two = (load_file(cfg.run.dir / "model" / "model.safetensors") for cfg in cfgs)
+    return all(tensor.equal(two[name]) for name, tensor in one.items())
+
+
 @pytest.mark.parametrize(
     "loss", ["sigmoid", "kto", "orpo", {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}]
 )
@@ -69,8 +76,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit(make_dpo: Any) -> None:
     supervised.run(whole)
     supervised.run(parted)
     supervised.run(make_dpo("parted"))
-    one, two = (load_file(cfg.run.dir / "model" / "model.safetensors") for cfg in (whole, parted))
-    assert all(tensor.equal(two[name]) for name, tensor in one.items())
+    assert same_weights(whole, parted)
 
 
 def test_without_adapters_is_the_reference_of_a_run_that_trains_them(make_dpo: Any) -> None:
@@ -91,3 +97,92 @@ def test_R24_two_processes_train_the_same(loss: str, make_dpo: Any, tmp_path: Pa
     for cfg in (one, two):
         (cfg.run.dir / "samples.jsonl").write_text("")
     assert_same_run(one.run.dir, two.run.dir)
+
+
+class TestReferenceCache:
+    """What the reference says of the rows, scored before the first step and kept."""
+
+    def test_it_changes_nothing_but_where_the_scores_come_from(
+        self, make_dpo: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO")
+        kept = {"algorithm": {"reference_cache": tmp_path / "kept"}}
+        live, first, again = make_dpo("live"), make_dpo("first", **kept), make_dpo("again", **kept)
+        supervised.run(live)
+        supervised.run(first)
+        assert "146 rows scored by the reference, and kept in" in caplog.text
+        (file,) = (tmp_path / "kept").iterdir()
+        written = file.stat().st_mtime_ns
+        supervised.run(again)
+        assert "what the reference says of 146 rows: " in caplog.text
+        assert file.stat().st_mtime_ns == written
+        assert same_weights(first, again)
+        for one, two in zip(metrics(live), metrics(first), strict=True):
+            for name in ("train/loss", "rewards/margins", "eval/rewards/margins"):
+                assert one.get(name) == pytest.approx(two.get(name), abs=1e-5)
+
+    def test_a_resumed_run_is_the_same_bit_by_bit(self, make_dpo: Any, tmp_path: Path) -> None:
+        """Also where the file has gone: the start, not what was trained, is scored again."""
+        kept = {"algorithm": {"reference_cache": tmp_path / "kept"}}
+        whole = make_dpo("whole", **kept)
+        supervised.run(whole)
+        supervised.run(make_dpo("parted", run={"steps": 2}, **kept))
+        (file,) = (tmp_path / "kept").iterdir()
+        file.unlink()
+        parted = make_dpo("parted", **kept)
+        supervised.run(parted)
+        assert file.exists()
+        assert same_weights(whole, parted)
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"model": {"init": "random"}},
+            {"model": {"dtype": "bfloat16"}},
+            {"data": {"max_tokens": 15}},
+            {"data": {"prompt_template": "{prompt}0"}},
+            {"model": {"lora": {"rank": 2}}},
+        ],
+    )
+    def test_anything_else_has_a_file_of_its_own(
+        self, changed: dict[str, Any], make_dpo: Any, tmp_path: Path
+    ) -> None:
+        kept = {"algorithm": {"reference_cache": tmp_path / "kept"}, "run": {"steps": 1}}
+        supervised.run(make_dpo("one", **kept))
+        supervised.run(make_dpo("two", **kept, **changed))
+        is_other = changed != {"data": {"max_tokens": 15}}  # which leaves no row out
+        assert len([*(tmp_path / "kept").iterdir()]) == 1 + is_other
+
+    def test_no_model_is_held(self, make_dpo: Any, tmp_path: Path) -> None:
+        assert make_dpo("live").has_frozen_reference
+        cfg = make_dpo("kept", algorithm={"reference_cache": tmp_path})
+        assert not cfg.has_frozen_reference
+        cfg = make_dpo("kto", algorithm={"reference_cache": tmp_path, "loss": "kto"})
+        assert cfg.has_frozen_reference  # its completions of other prompts are no rows of the data
+
+    def test_a_damaged_file_is_named(self, make_dpo: Any, tmp_path: Path) -> None:
+        kept = {"algorithm": {"reference_cache": tmp_path / "kept"}, "run": {"steps": 1}}
+        supervised.run(make_dpo("one", **kept))
+        (file,) = (tmp_path / "kept").iterdir()
+        file.write_bytes(file.read_bytes()[:-8])
+        with pytest.raises(UserError, match=f"cannot read {file}.*remove it"):
+            supervised.run(make_dpo("two", **kept))
+
+
+@pytest.mark.parametrize(("loss", "passes"), [("sigmoid", 1), ("kto", 1), ("orpo", 0)])
+def test_held_out_rows_are_scored_by_the_reference_once(
+    loss: str, passes: int, make_dpo: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+    begin = FrozenScorer.begin
+
+    def counted(self: FrozenScorer, rows: Any, outputs: Any) -> Any:
+        scored.append(len(rows))
+        return begin(self, rows, outputs)
+
+    monkeypatch.setattr(FrozenScorer, "begin", counted)
+    cfg = make_dpo("run", algorithm={"loss": loss}, eval={"every_n_steps": 1})
+    supervised.run(cfg)
+    steps = 4 if passes else 0
+    assert len(scored) == steps + passes
+    assert len({json.dumps(row["eval/loss"]) for row in metrics(cfg)}) == 4

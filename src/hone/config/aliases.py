@@ -482,6 +482,9 @@ ALIASES: Mapping[str, Alias] = {
     "kl_loss_coef": _served("algorithm.kl.coef"),
     "use_kl_loss": _served("algorithm.kl.coef", "algorithm.kl.placement"),
     "use_kl_in_reward": _served("algorithm.kl.placement"),
+    "precompute_ref_log_probs": _served(
+        "algorithm.reference_cache", note="a folder, which switches it on"
+    ),
     "kl_loss_type": _served("algorithm.kl.estimator"),
     "kl_estimator": _served("algorithm.kl.estimator"),
     "entropy_coeff": _served("algorithm.entropy_coef"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -41,6 +42,7 @@ USED_BY: Mapping[str, frozenset[str]] = {
     "simpo_gamma": frozenset({"simpo"}),
     "desirable_weight": UNPAIRED,
     "undesirable_weight": UNPAIRED,
+    "reference_cache": frozenset(get_args(PairLossName)) - REFERENCE_FREE,
 }
 """The losses that a key of `PreferenceConfig` acts on."""
 
@@ -74,6 +76,12 @@ class PreferenceConfig(Section):
     undesirable_weight: float = Field(default=1.0, ge=0)
     """Weight of completions with a false label, for kto."""
 
+    reference_cache: Path | None = None
+    """Folder for what the reference says of the rows, in a file named by a digest of weights, rows
+    and settings. All are scored before the first step, unless an earlier run has left the file, and
+    no reference model is held in training. Unset: it is, and scores each step's rows. Not for kto,
+    which makes rows of its own."""
+
     @property
     def losses(self) -> dict[str, float]:
         """Weights by name; of kto, itself alone."""
@@ -88,3 +96,9 @@ class PreferenceConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a reference model scores the rows."""
         return not REFERENCE_FREE.issuperset(self.losses)
+
+    @property
+    def kept_reference(self) -> Path | None:
+        """`reference_cache` where a loss uses it."""
+        is_used = not USED_BY["reference_cache"].isdisjoint(self.losses)
+        return self.reference_cache if is_used else None

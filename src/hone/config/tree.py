@@ -173,8 +173,11 @@ class DPOConfig(SFTConfig):
 
     @property
     def has_frozen_reference(self) -> bool:
-        """Whether a copy of the start lies beside the policy; adapters switched off need none."""
-        return self.algorithm.needs_reference and not self.model.lora.rank
+        """Whether a copy of the start lies beside the policy. Adapters switched off need none, nor
+        rows that are scored before anything is trained."""
+        algorithm = self.algorithm
+        is_scored = algorithm.kept_reference is not None or self.model.lora.rank > 0
+        return algorithm.needs_reference and not is_scored
 
 
 class EvaluateDataConfig(DataConfig):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.algorithm import Algorithm, Outputs
 from hone.algorithms.configured import algorithm_of
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, resolve
@@ -27,6 +28,7 @@ from hone.loops.run import Outcome, Run
 from hone.models.adapters import adapt, is_adapted
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.metrics import Mean, Metrics
+from hone.trainer.kept_scores import KeptScores
 from hone.trainer.models import Models
 from hone.trainer.packing import collate
 from hone.trainer.scorer import FrozenScorer, RowScorer, WithoutAdapters
@@ -51,6 +53,8 @@ class SupervisedRun(Run[Any]):
 
     cfg: SFTConfig
     data: Data[Any]
+    kept: dict[str, list[Outputs]] = field(default_factory=dict[str, list[Outputs]])
+    """What models that do not learn say of the held-out rows."""
 
     def collect(self, step: int) -> list[Any]:
         del step
@@ -61,7 +65,11 @@ class SupervisedRun(Run[Any]):
         del step
         try:
             return evaluate(
-                self.models, self.algorithm, self.data.eval, before_pass=self._stop_if_asked
+                self.models,
+                self.algorithm,
+                self.data.eval,
+                kept=self.kept,
+                before_pass=self._stop_if_asked,
             )
         except _Stopped:
             return {}
@@ -93,6 +101,8 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SupervisedRun]:
         adapt(model, cfg.model.lora, seed=cfg.run.seed)
     algorithm = algorithm_of(cfg)
     models = _models(cfg, start, model, algorithm, load)
+    if isinstance(cfg, DPOConfig) and (folder := cfg.algorithm.kept_reference) is not None:
+        models.scorers = {"reference": _kept_scores(cfg, folder, models, data)}
     start.watch.follow(models.groups)
     if start.checkpoint is not None:
         state: Mapping[str, Any] = start.checkpoint.parts
@@ -147,16 +157,26 @@ def _models(
     return Models({"policy": trainer}, scorers)
 
 
+def _kept_scores(cfg: DPOConfig, folder: Path, models: Models, data: Data[Any]) -> KeptScores:
+    """What the policy, which nothing has trained yet, says of all rows."""
+    rows = [row for item in data.all_rows() for row in item.rows]
+    settings = cfg.model.model_dump(exclude={"path"}), cfg.trainer.model_dump(exclude={"optimizer"})
+    scorer = models.scorers.get("reference", models.trainer)
+    return KeptScores.of(rows, scorer, models.trainer, folder, str(settings))
+
+
 def evaluate(
     models: Models,
     algorithm: Algorithm[Any],
     items: Sequence[Any],
     *,
+    kept: dict[str, list[Outputs]] | None = None,
     before_pass: Callable[[], None] = lambda: None,
 ) -> Metrics:
     """The mean of the loss, of each token, row or unit as the objective says, and the objective's
-    metrics, as `eval/...`; no gradient. Collective. `before_pass` as in `row_outputs`."""
-    rows, _ = models.prepare(algorithm, items, version=0)
+    metrics, as `eval/...`; no gradient. Collective. `kept` as in `Models.prepare`, `before_pass` as
+    in `row_outputs`."""
+    rows, _ = models.prepare(algorithm, items, version=0, kept=kept)
     objective = algorithm.objectives["policy"]
     logprobs = torch.cat(models.trainer.logprobs(rows, before_pass=before_pass))
     batch = collate(rows, objective.weights(rows), "cpu", per=objective.per)

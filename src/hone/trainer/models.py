@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from hone.algorithms.algorithm import Algorithm
+from hone.algorithms.algorithm import Algorithm, Outputs
 from hone.observe.merged_trace import RANGE
 from hone.observe.metrics import Metrics
 from hone.trainer.scorer import FrozenScorer, RowScorer
@@ -52,15 +52,21 @@ class Models:
         return groups
 
     def prepare(
-        self, algorithm: Algorithm[Item], batch: Sequence[Item], *, version: int
+        self,
+        algorithm: Algorithm[Item],
+        batch: Sequence[Item],
+        *,
+        version: int,
+        kept: dict[str, list[Outputs]] | None = None,
     ) -> tuple[list[Row], Metrics]:
         """The rows to train of what a step has collected, with everything that the losses need.
-        `version` is that of the policy that is about to be trained. Collective.
+        `version` is that of the policy that is about to be trained. `kept` is what roles that do
+        not learn have said of the same batch before, and takes what they say now. Collective.
 
         Raises UserError where engines and trainer disagree in the first step of a launch."""
         rows = algorithm.rows(batch, version)
         if rows:
-            self._score(algorithm, rows)
+            self._score(algorithm, rows, {} if kept is None else kept)
         metrics = algorithm.targets(rows, batch)
         if self.parity is not None:
             metrics |= self.parity.check(rows, self.trainer)
@@ -88,7 +94,9 @@ class Models:
         for trainer in self.learners.values():
             trainer.wake()
 
-    def _score(self, algorithm: Algorithm[Item], rows: Sequence[Row]) -> None:
+    def _score(
+        self, algorithm: Algorithm[Item], rows: Sequence[Row], kept: dict[str, list[Outputs]]
+    ) -> None:
         """Add the outputs that the algorithm reads, as columns `<output>/<role>`.
 
         What learns is scored where the algorithm asks for it, or where several optimizer steps
@@ -102,9 +110,16 @@ class Models:
         scorers: dict[str, RowScorer] = {**self.learners, **self.scorers}
         missing = sorted(wanted.keys() - scorers.keys())
         assert not missing, f"the algorithm needs models that the run has not: {missing}"
-        pending = {role: scorers[role].begin(rows, outputs) for role, outputs in wanted.items()}
+        pending = {
+            role: scorers[role].begin(rows, outputs)
+            for role, outputs in wanted.items()
+            if role not in kept
+        }
+        scored: dict[str, list[Outputs]] = {**kept}
         for role in sorted(pending, key=lambda role: role not in self.learners):
             with record_function(f"{RANGE}score {role}"):
-                scores = pending[role]()
-            for row, found in zip(rows, scores, strict=True):
+                scored[role] = pending[role]()
+        kept |= {role: found for role, found in scored.items() if role in self.scorers}
+        for role, of_rows in scored.items():
+            for row, found in zip(rows, of_rows, strict=True):
                 row.columns |= {f"{output}/{role}": Column(v) for output, v in found.items()}
