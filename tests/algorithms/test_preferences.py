@@ -253,6 +253,19 @@ def test_metrics_have_the_names_and_values_of_trl() -> None:
     assert found["nll_loss"] == pytest.approx(per_token, rel=1e-5)
 
 
+def test_orpo_says_its_odds() -> None:
+    algorithm = DPO(PreferenceConfig(loss="orpo"))
+    models = models_of(algorithm.objectives["policy"], micro_batch_size=2)
+    rows, _ = models.prepare(algorithm, preferences(6), version=0)
+    _, metrics = models.trainer.forward_backward(rows)
+    odds = [log_odds(float(x.double().mean())) for x in models.trainer.logprobs(rows)]
+    ratios = [chosen - rejected for chosen, rejected in zip(odds[::2], odds[1::2], strict=True)]
+    found = to_scalars(metrics)
+    assert found["log_odds_chosen"] == pytest.approx(sum(ratios) / 6, rel=1e-4)
+    expected = sum(map(math.log, map(sigmoid, ratios))) / 6
+    assert found["log_odds_ratio"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_kto_estimates_its_divergence_from_neighbours_completions() -> None:
     cfg, items = PreferenceConfig(loss="kto"), preferences(6, single=True)
     algorithm = KTO(cfg, max_tokens=64)

@@ -116,6 +116,31 @@ def test_a_supervised_run(tmp_path: Path) -> None:
     assert "No alarm was raised" in page.text
 
 
+@pytest.mark.parametrize(
+    ("loss", "named"),
+    [("hinge", "hinge"), ({"sigmoid": 1.0, "sft": 0.2}, "sigmoid + sft x 0.2")],
+)
+def test_a_run_on_preferences(loss: Any, named: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=50, supervised=True)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["algorithm"] = {"loss": loss}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        margins = {"rewards/margins": row["step"] / 10, "rewards/accuracies": 0.75}
+        row |= {"rewards/chosen": 0.1, "rewards/rejected": -0.2, "logps/chosen": -3.0} | margins
+        row |= {f"eval/{name}": x for name, x in margins.items()} if "eval/loss" in row else {}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html, page = render(folder)
+    charts = charts_of(html)
+    lines = {title: [line["label"] for line in chart["lines"]] for title, chart in charts.items()}
+    assert lines["Margin"] == lines["Pairs in the right order"] == ["training", "held out"]
+    assert lines["Implicit rewards"] == ["chosen", "rejected"]
+    assert charts["Margin"]["lines"][0]["values"][-1] == 5.0
+    assert "Held-out accuracy" in page.text
+    assert f"Algorithm {named} " in re.sub(r"\s+", " ", page.text)
+
+
 def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     _, page = render(tmp_path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.algorithm import Loss, Objective, Outputs
-from hone.algorithms.preferences.losses import LOSSES, SFT_WEIGHT, Pairs
+from hone.algorithms.preferences.losses import LOSSES, SFT_WEIGHT, Pairs, log_odds_of_chosen
 from hone.config.algorithm import Needs, Output
 from hone.config.preference import PreferenceConfig
 from hone.observe.metrics import Mean, Metrics
@@ -92,7 +92,7 @@ def _metrics(pairs: Pairs, cfg: PreferenceConfig) -> Metrics:
         chosen, rejected = pairs.chosen_scores, pairs.rejected_scores
         if "simpo" in cfg.losses:
             chosen, rejected = chosen / pairs.num_chosen, rejected / pairs.num_rejected
-        return {
+        metrics: Metrics = {
             "rewards/chosen": Mean.of(cfg.beta * chosen),
             "rewards/rejected": Mean.of(cfg.beta * rejected),
             "rewards/margins": Mean.of(cfg.beta * (chosen - rejected)),
@@ -101,6 +101,13 @@ def _metrics(pairs: Pairs, cfg: PreferenceConfig) -> Metrics:
             "logps/rejected": Mean.of(pairs.rejected),
             "nll_loss": Mean(-pairs.chosen.double().sum(), pairs.num_chosen.double().sum()),
         }
+        if "orpo" in cfg.losses:
+            odds = log_odds_of_chosen(pairs)
+            metrics |= {
+                "log_odds_chosen": Mean.of(odds),
+                "log_odds_ratio": Mean.of(torch.nn.functional.logsigmoid(odds)),
+            }
+        return metrics
 
 
 def labelled_rows(batch: Sequence[Preference]) -> list[Row]:

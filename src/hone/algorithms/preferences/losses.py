@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hone.config.preference import PreferenceConfig
 
-__all__ = ["LOSSES", "SFT_WEIGHT", "Pairs", "kto"]
+__all__ = ["LOSSES", "SFT_WEIGHT", "Pairs", "kto", "log_odds_of_chosen"]
 
 DISCOPOP_TAU = 0.05
 """Temperature of the blend, as in the paper."""
@@ -137,8 +137,13 @@ def simpo(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
 def orpo(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:
     """ORPO, arXiv:2403.07691, beta times the odds ratio's term; with the cross-entropy of the
     chosen completion (`SFT_WEIGHT`), which TRL takes over the prompt's tokens too."""
+    return -cfg.beta * F.logsigmoid(log_odds_of_chosen(pairs))
+
+
+def log_odds_of_chosen(pairs: Pairs) -> Tensor:
+    """Logarithm of the ratio of odds, chosen over rejected, of mean probabilities of tokens."""
     chosen, rejected = pairs.chosen / pairs.num_chosen, pairs.rejected / pairs.num_rejected
-    return -cfg.beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+    return _log_odds(chosen) - _log_odds(rejected)
 
 
 def sft(pairs: Pairs, cfg: PreferenceConfig) -> Tensor:

@@ -56,6 +56,34 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
         Chart("Gradient norm", "", {"train/grad_norm": "before clipping"}),
         Chart("Learning rate", "", {"train/lr": "peak group"}),
     ),
+    "Preferences": (
+        Chart(
+            "Margin",
+            "reward of the chosen less the other's",
+            {"rewards/margins": "training", "eval/rewards/margins": "held out"},
+            "linear",
+        ),
+        Chart(
+            "Pairs in the right order",
+            "share",
+            {"rewards/accuracies": "training", "eval/rewards/accuracies": "held out"},
+            "share",
+        ),
+        Chart(
+            "Implicit rewards",
+            "",
+            {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
+            "linear",
+        ),
+        Chart(
+            "Log-probabilities",
+            "nats per completion",
+            {"logps/chosen": "chosen", "logps/rejected": "rejected"},
+            "linear",
+        ),
+        Chart("Odds of the chosen", "log of the ratio", {"log_odds_chosen": "training"}, "linear"),
+        Chart("Divergence in the loss", "nats per completion", {"kl": "from the reference"}),
+    ),
     "Distance between policies": (
         Chart(
             "Engine and trainer",

@@ -6,6 +6,7 @@ curves of one metric in one chart.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -179,8 +180,7 @@ def _rewards(run: RunFolder) -> str:
     functions = [
         " ".join(
             [
-                function["fn"],
-                *([f"x {function['weight']:g}"] * (function.get("weight", 1.0) != 1.0)),
+                _weighted(function["fn"], function.get("weight", 1.0)),
                 *([str(function["args"])] if function.get("args") else []),
             ]
         )
@@ -188,6 +188,17 @@ def _rewards(run: RunFolder) -> str:
     ]
     env = run.setting("env.path")
     return " + ".join([*([env] if env else []), *functions]) or "nothing"
+
+
+def _losses(run: RunFolder) -> str | None:
+    losses = run.setting("algorithm.loss")
+    if not isinstance(losses, Mapping):
+        return losses
+    return " + ".join(itertools.starmap(_weighted, losses.items()))
+
+
+def _weighted(name: str, weight: float) -> str:
+    return name if weight == 1.0 else f"{name} x {weight:g}"
 
 
 def _facts(run: RunFolder) -> list[tuple[str, str]]:
@@ -201,7 +212,7 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
     facts = [
         ("Model", run.setting("model.path")),
         ("Data", ", ".join(Path(source["path"]).name for source in sources)),
-        ("Algorithm", run.setting("algorithm.advantage") or run.setting("algorithm.loss")),
+        ("Algorithm", run.setting("algorithm.advantage") or _losses(run)),
         ("Steps", (f"{done:,} of {steps:,}" if steps else f"{done:,}") if trains else None),
         ("Duration", _duration(sum(seconds)) if seconds else None),
         ("Device", run.environment.get("device")),
@@ -218,6 +229,7 @@ def _tiles(run: RunFolder) -> list[Tile]:
     for metric, title, better in (
         ("eval/reward/mean", "Evaluation reward", 1),
         ("eval/pass@1", f"Evaluation pass@1{passing}", 1),
+        ("eval/rewards/accuracies", "Held-out accuracy", 1),
         ("eval/loss", "Held-out loss", -1),
         ("reward/mean", "Training reward", 1),
         ("train/loss", "Training loss", -1),
