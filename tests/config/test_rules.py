@@ -51,6 +51,9 @@ Row = tuple[str, str, Level, str]
 host, which has N), level, and the keys that the message must
 name."""
 
+WHOLE = "reward.functions.0.fn=ranks.py:rank reward.functions.0.whole_groups=true"
+"""A function that compares the completions of a prompt."""
+
 ROWS: list[Row] = [
     # budgets (G9, G12)
     ("rl", "trainer.max_tokens_per_microbatch=2047", "error",
@@ -386,6 +389,11 @@ ROWS: list[Row] = [
     ("rl", "env.path=envs.py:Mute", "error", "env.path"),
     ("rl", "env.max_turns=3", "warning", "env.max_turns env.path"),
     ("rl", 'env.args={"depth":3}', "warning", "env.args env.path"),
+    ("rl", "reward.functions.0.whole_groups=true", "error", "reward.functions.0.fn"),
+    ("rl", "reward.functions.0.fn=scores.py:score reward.functions.0.whole_groups=true", "error",
+     "reward.functions.0.fn"),
+    ("rl", f"{WHOLE} env.path=envs.py:Game", "error", "reward.functions.0.whole_groups env.path"),
+    ("eval", WHOLE, "warning", "reward.functions.0.whole_groups eval.n_samples_per_prompt"),
     ("rl", "reward.num_workers=100000", "warning", "reward.num_workers"),
     ("rl", "reward.max_failure_rate=1", "warning", "reward.max_failure_rate"),
     ("eval", "eval.pass_threshold=2", "warning", "eval.pass_threshold eval.pass_function"),

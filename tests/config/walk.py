@@ -202,6 +202,8 @@ def write_walk_inputs(folder: Path) -> None:
         file.write(
             "def nine(completion, mark='9'):\n"
             "    return float(mark in completion)\n"
+            "def of_lists(completions):\n"
+            "    return [float(len(completions))] * len(completions)\n"
             "def told(prompt, answer, task):\n"
             "    return sum(map(ord, f'{prompt}{answer}{task}')) / 1000\n"
             "def slow(completion, answer):\n"

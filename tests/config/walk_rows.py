@@ -146,6 +146,9 @@ RL: dict[str, Row] = {
     "reward.functions.0.args": Row(
         "{mark: '1'}", "metrics", ("--reward.functions=[{fn: 'rewards.py:nine'}]",)
     ),
+    "reward.functions.0.whole_groups": Row(
+        "true", "metrics", ("--reward.functions=[{fn: 'rewards.py:of_lists'}]",)
+    ),
     "reward.timeout_s": Row(
         "0.1",
         "metrics",

@@ -147,13 +147,16 @@ class FakeScorer:
         *,
         delay: int = 0,
         fails: Callable[[Sample], FailureKind | None] = lambda _: None,
+        takes_whole_groups: bool = False,
     ) -> None:
         self.max_turns = 1
+        self.takes_whole_groups = takes_whole_groups
         self.reward, self.delay, self.fails = reward, delay, fails
         self._waiting: list[tuple[int, Sample]] = []
 
-    def submit(self, sample: Sample) -> None:
-        self._waiting.append((draw("delay", sample.id) % (self.delay + 1), sample))
+    def submit(self, *samples: Sample) -> None:
+        for sample in samples:
+            self._waiting.append((draw("delay", sample.id) % (self.delay + 1), sample))
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
         del timeout_s

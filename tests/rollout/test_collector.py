@@ -117,6 +117,39 @@ def test_the_speed_of_scoring_changes_nothing(delay: int, oversample: int, dynam
         check_groups(actual, size=3)
 
 
+class RecordingScorer(FakeScorer):
+    """Keeps the ids of each submission."""
+
+    def __init__(self) -> None:
+        super().__init__(delay=2, takes_whole_groups=True)
+        self.submitted: list[list[str]] = []
+
+    def submit(self, *samples: Sample) -> None:
+        self.submitted.append([sample.id for sample in samples])
+        super().submit(*samples)
+
+
+@given(oversample=st.integers(0, 5), dynamic=st.booleans(), ahead=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_a_scorer_of_whole_groups_gets_each_in_one_piece(
+    oversample: int, dynamic: bool, ahead: bool
+) -> None:
+    """Whatever is carried over, with the samples that one which goes step by step gets."""
+    options: dict[str, Any] = {"dynamic_sampling": dynamic, "max_completion_tokens": 40}
+    options |= {"pipeline": {"max_staleness": 1}} if ahead else {"oversample_prompts": oversample}
+    scorer = RecordingScorer()
+    whole = make(scorer, engine=FakeEngine(end_every=15), **options)
+    single = make(engine=FakeEngine(end_every=15), **options)
+    for step in range(4):
+        groups = collect(whole, step)
+        check_groups(groups, size=3)
+        if not ahead:
+            assert tokens(groups) == tokens(collect(single, step))
+        for group in groups:
+            (submitted,) = (ids for ids in scorer.submitted if ids[0].startswith(f"{group.id}/"))
+            assert submitted == [sample.id for sample in group.samples]
+
+
 def test_dynamic_sampling_keeps_only_groups_that_teach() -> None:
     collector = make(dynamic_sampling=True)
     dropped = 0
@@ -317,11 +350,14 @@ def test_R20_truncated_follows_the_stop_reason(policy: str) -> None:
         assert sample.loss_mask == [trained] * len(sample.token_ids)
 
 
-def test_R17_state_goes_through_json_and_back() -> None:
-    """Of samples that are under way, too: tokens, log-probabilities and the weights of each."""
+@pytest.mark.parametrize("whole_groups", [False, True])
+def test_R17_state_goes_through_json_and_back(whole_groups: bool) -> None:
+    """Of samples that are under way, too: tokens, log-probabilities and the weights of each; and of
+    those that have ended and wait for their group."""
 
     def fresh() -> Collector:
         return make(
+            FakeScorer(takes_whole_groups=whole_groups),
             engine=FakeEngine(end_every=15),
             oversample_prompts=4,
             max_completion_tokens=40,

@@ -104,8 +104,8 @@ def test_scoring_ends_once_too_many_have_failed(num_failing: int) -> None:
     last = "eval-9/3"
 
     class Slow(FakeScorer):
-        def submit(self, sample: Sample) -> None:
-            self._waiting.append((10**3 if sample.id == last else 0, sample))
+        def submit(self, *samples: Sample) -> None:
+            self._waiting += [(10**3 if sample.id == last else 0, sample) for sample in samples]
 
     scorer = Slow(fails=lambda s: FailureKind.TIMEOUT if s.id in failing else None)
     scored = partial(

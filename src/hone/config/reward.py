@@ -39,6 +39,10 @@ class RewardFunctionConfig(Section):
     """Keyword arguments for every call. `math`: `latex_only: true` reads results in LaTeX alone, as
     TRL's `accuracy_reward`; otherwise bare numbers and what stands behind `####` count too."""
 
+    whole_groups: bool = False
+    """Call a function that takes lists, in TRL's or OpenRLHF's shape, once for all completions of a
+    prompt, which it may compare. Off: once for each, with lists of one."""
+
 
 class RewardConfig(Section):
     """The reward of a sample: a weighted sum of functions, run in killable worker processes."""

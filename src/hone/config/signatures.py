@@ -26,6 +26,7 @@ __all__ = [
     "did_you_mean",
     "missing_column",
     "needed_columns",
+    "one_at_a_time",
     "parsed_class",
     "parsed_parameters",
     "shape_of",
@@ -61,6 +62,8 @@ class Shape:
     without. OpenRLHF passes an empty label where there is none."""
     takes_columns: bool
     """Any other parameter may be a column of the data."""
+    takes_lists: bool
+    """So that it can be called with several completions."""
     called_with: str
     """For messages."""
     returns: str
@@ -73,6 +76,7 @@ OWN = Shape(
     GIVEN,
     "answer",
     takes_columns=True,
+    takes_lists=False,
     called_with="one sample",
     returns="a number; None: it does not apply; or a dict with `score` and further numbers",
 )
@@ -92,8 +96,9 @@ SHAPES = (
         ),
         "answer",
         takes_columns=True,
-        called_with="lists of one sample, so that it cannot compare the completions of a prompt",
-        returns="a list of a number, or None: it does not apply",
+        takes_lists=True,
+        called_with="lists of one sample",
+        returns="a list with a number for each, or None: it does not apply",
     ),
     Shape(
         "verl",
@@ -101,6 +106,7 @@ SHAPES = (
         ("data_source", "solution_str", "ground_truth", "extra_info"),
         "ground_truth",
         takes_columns=False,
+        takes_lists=False,
         called_with="one sample",
         returns="a number, or a dict with `score`, of which further numbers become metrics",
     ),
@@ -110,10 +116,10 @@ SHAPES = (
         ("queries", "prompts", "labels"),
         None,
         takes_columns=False,
-        called_with="lists of one sample, so that it cannot compare the completions of a prompt; "
-        "a query is the prompt and the completion",
-        returns="a list or tensor of a number, or a dict with `rewards`, of which `scores` and "
-        "`extra_logs` become metrics",
+        takes_lists=True,
+        called_with="lists of one sample; a query is the prompt and the completion",
+        returns="a list or tensor with a number for each, or a dict with `rewards`, of "
+        "which `scores` and `extra_logs` become metrics",
     ),
 )
 """The shapes of other frameworks; `OWN` is that of a function which has no mark of theirs."""
@@ -131,9 +137,10 @@ def shape_of(parameters: Iterable[Parameter]) -> Shape:
 
 
 def signature_problem(
-    parameters: Sequence[Parameter], spec: str, args: Mapping[str, Any]
+    parameters: Sequence[Parameter], spec: str, args: Mapping[str, Any], *, whole_groups: bool
 ) -> str | None:
-    """Why the function `spec` cannot be called in its shape with `args`, or None.
+    """Why the function `spec` cannot be called in its shape with `args`, or with `whole_groups`, or
+    None.
 
     A required parameter that its shape does not give and that is not in `args` is taken for a
     column of the data, where the shape's framework passes columns.
@@ -146,6 +153,8 @@ def signature_problem(
             f"'{spec}' takes `completion`, as hone's own functions, and `{shape.mark}`, as those "
             f"of {shape.framework}; keep one of them"
         )
+    if whole_groups and not shape.takes_lists:
+        return one_at_a_time(f"'{spec}', in {shape.framework}'s shape,")
     for parameter in parameters:
         if parameter.kind is Parameter.POSITIONAL_ONLY and parameter.default is Parameter.empty:
             return (
@@ -171,6 +180,15 @@ def signature_problem(
             f"name what it needs among its parameters, such as `completion` and `answer`"
         )
     return None
+
+
+def one_at_a_time(what: str) -> str:
+    """Why `what` cannot be called with whole groups."""
+    return (
+        f"{what} scores one completion a call, and whole_groups is true. Let it take `completions` "
+        "and columns as lists, as TRL's reward functions do, and return a list with a score for "
+        "each, or leave whole_groups out"
+    )
 
 
 def needed_columns(parameters: Sequence[Parameter], args: Mapping[str, Any]) -> list[str]:

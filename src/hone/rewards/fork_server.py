@@ -32,7 +32,7 @@ from hone.rewards import wire
 from hone.rewards.builtin import warm_up_math
 from hone.rewards.pool import ONE_THREAD, describe_exit
 from hone.rewards.score import Verdict
-from hone.rewards.worker import Job, become_subreaper, ticket_of, work
+from hone.rewards.worker import Job, become_subreaper, size_of, ticket_of, work
 from hone.types import FailureKind, Observation, Reward, StopReason
 
 __all__ = ["ForkServer", "main", "serve_forked"]
@@ -182,7 +182,10 @@ class ForkServer:
         else:
             if worker.request is None or message["ticket"] != ticket_of(worker.request):
                 raise ValueError("a verdict on a sample that it was not scoring")
-            self._settle(worker, _decode(message))
+            verdict = _decode(message)
+            if verdict.failure is None and len(verdict.of_group) != size_of(worker.request):
+                raise ValueError("a verdict on more or fewer samples than it was scoring")
+            self._settle(worker, verdict)
 
     def _settle(self, worker: _Worker, verdict: Verdict) -> None:
         assert worker.request is not None
@@ -307,6 +310,8 @@ def _decode(message: Mapping[str, Any]) -> Verdict:
             is_certain=bool(message["is_certain"]),
             seconds=seconds,
         )
+    if "of_group" in message:
+        return Verdict(of_group=tuple(map(_decode, message["of_group"])), seconds=seconds)
     if "observation" in message:
         return Verdict(observation=_observation(message["observation"]), seconds=seconds)
     parts = {str(name): float(value) for name, value in message["parts"].items()}

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn, Protocol
 
@@ -75,13 +75,16 @@ class Pool:
             raise
 
     def submit(
-        self, ticket: int, given: Mapping[str, Any], episode: EpisodeSoFar | None = None
+        self,
+        ticket: int,
+        given: dict[str, Any] | list[dict[str, Any]],
+        episode: EpisodeSoFar | None = None,
     ) -> None:
         """Queue one sample, to be scored from `given` (see `score.arguments`), with an environment
-        to be answered from `episode`."""
+        to be answered from `episode`; or a list of them, to be scored together."""
         assert ticket not in self._pending, f"{ticket=}"
         self._pending.add(ticket)
-        self._stream.put(encode_request(ticket, dict(given), episode))
+        self._stream.put(encode_request(ticket, given, episode))
 
     def poll(self, timeout_s: float) -> list[tuple[int, Verdict]]:
         """Tickets and verdicts since the last poll; waits at most `timeout_s` for the first."""

@@ -56,7 +56,7 @@ def _a(what: str) -> str:
 
 
 def check_signature(
-    function: Callable[..., Any], spec: str, args: Mapping[str, Any]
+    function: Callable[..., Any], spec: str, args: Mapping[str, Any], *, whole_groups: bool = False
 ) -> dict[str, Any]:
     """The `columns` that `function` needs beside a sample's arguments and `args`, and the
     `framework` in whose shape it is called.
@@ -70,7 +70,7 @@ def check_signature(
             f"'{spec}' does not show its parameters (it is written in C?); wrap it in a Python "
             f"function that names the arguments it needs"
         ) from None
-    problem = signature_problem(parameters, spec, args)
+    problem = signature_problem(parameters, spec, args, whole_groups=whole_groups)
     if problem is not None:
         raise ValueError(problem)
     return {

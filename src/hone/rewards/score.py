@@ -20,17 +20,19 @@ from typing import Any, Protocol, TypeVar
 from hone.config.signatures import shape_of
 from hone.rewards.builtin import Builtin
 from hone.rewards.resolve import error_location
-from hone.rewards.shapes import InvalidScoreError, Part, ScoreTypeError, call_arguments, read_part
+from hone.rewards.shapes import InvalidScoreError, Part, ScoreTypeError, call_arguments, read_parts
 from hone.types import FailureKind, Observation, Reward, Sample, StopReason
 
 __all__ = [
     "ENV_NAME",
     "RewardFunction",
     "Verdict",
+    "add_own",
     "arguments",
     "attempt",
     "await_result",
     "score",
+    "score_group",
 ]
 
 MAX_DETAIL_CHARS = 2000
@@ -45,9 +47,11 @@ T_co = TypeVar("T_co", covariant=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The outcome for one sample: a reward, or why there is none, or an observation upon which its
-    episode goes on. Exactly one of them."""
+    episode goes on; or those of several samples that were scored in one call. Exactly one of
+    them."""
 
     reward: Reward | None = None
+    of_group: tuple[Verdict, ...] = ()
     observation: Observation | None = None
     stop_reason: StopReason | None = None
     """The limit that has ended an episode which would have gone on."""
@@ -66,7 +70,7 @@ class Scoring(Protocol[T_co]):
     file: str | None
     """Where it is written, for messages."""
 
-    def __call__(self, given: Mapping[str, Any], /) -> T_co:
+    def __call__(self, given: Any, /) -> T_co:
         """Raises InvalidScoreError, or whatever the user's code raises."""
         ...
 
@@ -76,8 +80,16 @@ class RewardFunction:
     shape that it shows."""
 
     def __init__(
-        self, function: Callable[..., Any], *, name: str, weight: float, args: Mapping[str, Any]
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str,
+        weight: float,
+        args: Mapping[str, Any],
+        whole_groups: bool = False,
     ) -> None:
+        self.whole_groups = whole_groups
+        """It is called with all samples of a prompt, else with one."""
         self.function = function
         self.name = name
         self.weight = weight
@@ -88,10 +100,10 @@ class RewardFunction:
         self._shape = shape_of(self._parameters.values())
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
 
-    def __call__(self, given: Mapping[str, Any]) -> Part:
-        """Score one sample. Raises InvalidScoreError, or whatever the function raises."""
+    def __call__(self, givens: Sequence[Mapping[str, Any]]) -> list[Part]:
+        """Score samples in one call. Raises InvalidScoreError, or whatever the function raises."""
         logged: dict[str, Any] = {}
-        available = call_arguments(self._shape, given, self.args, logged)
+        available = call_arguments(self._shape, givens, self.args, logged)
         if self._takes_all:
             chosen = {key: value for key, value in available.items() if key.isidentifier()}
         else:
@@ -100,7 +112,7 @@ class RewardFunction:
             required = parameter.default is parameter.empty
             variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             if required and not variable and name not in chosen:
-                columns = ", ".join(sorted(given["metadata"])) or "none"
+                columns = ", ".join(sorted(givens[0]["metadata"])) or "none"
                 raise TypeError(
                     f"'{self.name}' needs '{name}', which is neither in its args nor a column of "
                     f"this row (columns: {columns})"
@@ -108,7 +120,7 @@ class RewardFunction:
         value = self.function(**chosen)
         if inspect.isawaitable(value):
             value = await_result(value)
-        return read_part(value, self._shape, logged)
+        return read_parts(value, self._shape, logged, len(givens))
 
 
 def arguments(sample: Sample, *, max_completion_tokens: int) -> dict[str, Any]:
@@ -139,25 +151,63 @@ def score(
     of_env: Part | None = None,
     on_call: Callable[[int], None] | None = None,
 ) -> Verdict:
-    """Call every function and sum weight x score over those that apply, and what an environment has
-    said.
+    """Call every function but those of whole groups, and sum weight x score over those that apply,
+    and what an environment has said. All may abstain where a whole group is still to be scored.
 
     `on_call` gets the index of each function just before it is called. An error in a function
     becomes a failed verdict, never a score.
     """
     start = time.perf_counter()
-    parts: list[Part] = []
+    weighted = [] if of_env is None else [(ENV_NAME, 1.0, of_env)]
     for index, function in enumerate(functions):
+        if function.whole_groups:
+            continue
         if on_call is not None:
             on_call(index)
-        outcome = attempt(function, given)
+        outcome = attempt(function, [given])
         if isinstance(outcome, Verdict):
             return replace(outcome, seconds=time.perf_counter() - start)
-        parts.append(outcome)
-    return _combine(functions, parts, of_env, seconds=time.perf_counter() - start)
+        (part,) = outcome
+        weighted.append((function.name, function.weight, part))
+    may_abstain = any(function.whole_groups for function in functions)
+    return _combine(weighted, may_abstain=may_abstain, seconds=time.perf_counter() - start)
 
 
-def attempt(function: Scoring[T], given: Mapping[str, Any]) -> T | Verdict:
+def score_group(
+    functions: Sequence[RewardFunction],
+    givens: Sequence[Mapping[str, Any]],
+    *,
+    on_call: Callable[[int], None],
+) -> Verdict:
+    """Call every function of whole groups once with all of `givens`: a verdict of each, or one
+    failure of all. `on_call` as in `score`."""
+    start = time.perf_counter()
+    called: list[list[tuple[str, float, Part]]] = []
+    for index, function in enumerate(functions):
+        if not function.whole_groups:
+            continue
+        on_call(index)
+        outcome = attempt(function, givens)
+        if isinstance(outcome, Verdict):
+            return replace(outcome, seconds=time.perf_counter() - start)
+        called.append([(function.name, function.weight, part) for part in outcome])
+    seconds = time.perf_counter() - start
+    found = [_combine(one, may_abstain=True, seconds=seconds) for one in zip(*called, strict=True)]
+    return Verdict(of_group=tuple(found), seconds=seconds)
+
+
+def add_own(own: Verdict, in_group: Verdict) -> Verdict:
+    """What functions have said of one sample by itself, a reward, and of it `in_group`."""
+    seconds = own.seconds + in_group.seconds
+    if in_group.reward is None:
+        return replace(in_group, seconds=seconds)
+    assert own.reward is not None, f"{own=}"
+    parts = {**own.reward.parts, **in_group.reward.parts}
+    total = own.reward.total + in_group.reward.total
+    return _checked(total, parts, may_abstain=False, seconds=seconds)
+
+
+def attempt(function: Scoring[T], given: Any) -> T | Verdict:
     """What `function` says of `given`, or the verdict that it has failed."""
     try:
         return function(given)
@@ -196,22 +246,23 @@ def _is_certain(error: BaseException, function: Scoring[Any]) -> bool:
 
 
 def _combine(
-    functions: Sequence[RewardFunction],
-    parts: Sequence[Part],
-    of_env: Part | None,
-    *,
-    seconds: float,
+    weighted: Sequence[tuple[str, float, Part]], *, may_abstain: bool, seconds: float
 ) -> Verdict:
     total, named = 0.0, dict[str, float]()
-    weighted = [(f.name, f.weight, part) for f, part in zip(functions, parts, strict=True)]
-    if of_env is not None:
-        weighted.insert(0, (ENV_NAME, 1.0, of_env))
     for name, weight, part in weighted:
         if part.score is not None:
             total += weight * part.score
             named[name] = part.score
         named |= {f"{name}/{key}": value for key, value in part.metrics.items()}
-    if all(part.score is None for _, _, part in weighted):
+    return _checked(total, named, may_abstain=may_abstain, seconds=seconds)
+
+
+def _checked(
+    total: float, named: Mapping[str, float], *, may_abstain: bool, seconds: float
+) -> Verdict:
+    """The reward, unless nothing scored the sample (further numbers have a `/`), or it is not
+    finite."""
+    if not may_abstain and all("/" in name for name in named):
         detail = "every reward function returned None, so nothing scored this sample"
     elif not math.isfinite(total):
         detail = f"the weighted sum of {named} is {total}"

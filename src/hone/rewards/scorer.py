@@ -19,21 +19,21 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from hone.config.env import EnvConfig
 from hone.config.errors import UserError
 from hone.config.inherited import inherited
 from hone.config.reward import RewardConfig
-from hone.config.signatures import SHAPES, missing_column
+from hone.config.signatures import SHAPES, Shape, missing_column
 from hone.rewards.builtin import Builtin, build
 from hone.rewards.play import EpisodeSoFar, episode_of
 from hone.rewards.pool import Pool, default_num_workers
 from hone.rewards.resolve import check_signature
-from hone.rewards.score import RewardFunction, Verdict, arguments, score
+from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score
 from hone.rewards.worker import EnvSpec, FunctionSpec, Job
 from hone.types import FailureKind, Prompt, Sample, StopReason, Turn
 
@@ -76,6 +76,15 @@ class ScorerStats:
     """99th percentile of the time in reward functions, over the last 10,000 samples; nan: none."""
 
 
+@dataclass(slots=True)
+class _Group:
+    """Samples of a prompt that functions compare, once each has been scored by itself."""
+
+    num_left: int
+    """Of them that have not been, or have not failed."""
+    scored: list[tuple[Sample, Verdict]] = field(default_factory=list[tuple[Sample, Verdict]])
+
+
 class Scorer:
     """Scores samples by the configured environment and functions.
 
@@ -99,7 +108,13 @@ class Scorer:
         """Of the samples since nothing was pending: how many came, came to a verdict, failed."""
         self._waiting_since: float | None = None
         self._max_completion_tokens = max_completion_tokens
-        self._samples: dict[int, Sample] = {}  # by ticket
+        self.takes_whole_groups = any(entry.whole_groups for entry in cfg.functions)
+        """All samples of a prompt must be submitted together."""
+        self._asked: dict[int, tuple[Sample, _Group | None] | _Group] = {}
+        """What workers have: a sample, with its group where functions compare them, or a group; by
+        ticket."""
+        self._num_open = 0
+        """Samples that were submitted and have no verdict."""
         self._done: list[Sample] = []
         self._num_submitted = 0
         self._num_scored = 0
@@ -146,7 +161,7 @@ class Scorer:
                     "%s is called as %s's reward functions, with %s%s",
                     entry.fn,
                     shape.framework,
-                    shape.called_with,
+                    _called_with(shape, whole_groups=entry.whole_groups),
                     "; completions are messages, as prompts are" * as_messages,
                 )
             for name in signature["columns"]:
@@ -176,13 +191,10 @@ class Scorer:
         if self._pool is None:
             verdict = score(self._inline, given)
         else:
-            ticket = self._num_submitted
-            self._num_submitted += 1
-            self._pool.submit(ticket, given, self._episode(sample))
-            verdicts: list[tuple[int, Verdict]] = []
-            while not verdicts:
-                verdicts = self._pool.poll(timeout_s=1.0)
-            ((_, verdict),) = verdicts
+            verdict = self._wait_for(self._pool, given, self._episode(sample))
+            if self.takes_whole_groups and verdict.reward is not None:
+                in_group = self._wait_for(self._pool, [given, given])
+                verdict = add_own(verdict, *in_group.of_group[:1] or (in_group,))
         if verdict.failure is not None:
             what = "answer" if prompt.answer else "prompt"
             problem = (
@@ -197,43 +209,93 @@ class Scorer:
         sample.observation = verdict.observation
         return sample if verdict.observation is not None else None
 
+    def _wait_for(
+        self,
+        pool: Pool,
+        given: dict[str, Any] | list[dict[str, Any]],
+        episode: EpisodeSoFar | None = None,
+    ) -> Verdict:
+        """The verdict on one request; nothing else is under way."""
+        pool.submit(self._new_ticket(), given, episode)
+        verdicts: list[tuple[int, Verdict]] = []
+        while not verdicts:
+            verdicts = pool.poll(timeout_s=1.0)
+        ((_, verdict),) = verdicts
+        return verdict
+
+    def _new_ticket(self) -> int:
+        self._num_submitted += 1
+        return self._num_submitted - 1
+
     def _episode(self, sample: Sample) -> EpisodeSoFar | None:
         return episode_of(sample, max_turns=self.max_turns) if self._has_env else None
 
-    def submit(self, sample: Sample) -> None:
-        """Begin to score `sample`; `poll` returns it when it is done.
+    def submit(self, *samples: Sample) -> None:
+        """Begin to score `samples`; `poll` returns each when it is done. Where functions take whole
+        groups, they are all of a prompt.
 
         One that has failed already comes back as it is.
         """
+        group = _Group(len(samples)) if self.takes_whole_groups else None
+        for sample in samples:
+            self._submit(sample, group)
+
+    def _submit(self, sample: Sample, group: _Group | None) -> None:
         assert sample.reward is None, f"{sample.id=} {sample.reward=}"
         if sample.failure is not None:
             self._num_failed[sample.failure] += 1
             self._done.append(sample)
+            if group is not None:
+                group.num_left -= 1
             return
-        if not self._samples:
+        if not self._num_open:
             self._batch.clear()
         self._batch["samples"] += 1
+        self._num_open += 1
         given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
         if self._pool is None:
             self._finish(sample, score(self._inline, given))
             return
-        ticket = self._num_submitted
-        self._num_submitted += 1
-        self._samples[ticket] = sample
+        ticket = self._new_ticket()
+        self._asked[ticket] = (sample, group)
         self._pool.submit(ticket, given, self._episode(sample))
+
+    def _take(self, pool: Pool, ticket: int, verdict: Verdict) -> None:
+        """A verdict on a sample, or on a group."""
+        asked = self._asked.pop(ticket)
+        if isinstance(asked, _Group):
+            each = verdict.of_group or (verdict,) * len(asked.scored)  # one failure of all
+            for (sample, own), in_group in zip(asked.scored, each, strict=True):
+                self._finish(sample, add_own(own, in_group))
+            return
+        sample, group = asked
+        if group is None or verdict.failure is not None:
+            self._finish(sample, verdict)
+        else:
+            group.scored.append((sample, verdict))
+        if group is None:
+            return
+        group.num_left -= 1
+        if group.num_left == 0 and group.scored:
+            group.scored.sort(key=lambda one: one[0].index)  # however fast each was scored
+            ticket = self._new_ticket()
+            self._asked[ticket] = group
+            limit = self._max_completion_tokens
+            givens = [arguments(one, max_completion_tokens=limit) for one, _ in group.scored]
+            pool.submit(ticket, givens)
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
         """Samples that have come to a verdict, or are to go on; waits at most `timeout_s` for the
         first one."""
         if self._pool is not None:
             for ticket, verdict in self._pool.poll(0.0 if self._done else timeout_s):
-                self._finish(self._samples.pop(ticket), verdict)
+                self._take(self._pool, ticket, verdict)
             self._report_waiting(timeout_s)
         done, self._done = self._done, []
         return done
 
     def _report_waiting(self, timeout_s: float) -> None:
-        if not self._samples or timeout_s == 0.0:  # else the caller has other work
+        if not self._num_open or timeout_s == 0.0:  # else the caller has other work
             self._waiting_since = None
             return
         now = monotonic()
@@ -251,14 +313,15 @@ class Scorer:
         """Give up on all pending samples: `poll` returns none of them."""
         if self._pool is not None:
             self._pool.cancel()
-        self._samples.clear()
+        self._asked.clear()
+        self._num_open = 0
         self._done.clear()
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Score all of `samples` and return them in the same order. Nothing else may be pending."""
+        """Score all of `samples` and return them in the same order. Nothing else may be pending.
+        Where functions take whole groups, they are all of one prompt."""
         assert self.pending == 0, f"{self.pending=}"
-        for sample in samples:
-            self.submit(sample)
+        self.submit(*samples)
         while self.pending:
             self.poll(timeout_s=1.0)
         return list(samples)
@@ -271,7 +334,7 @@ class Scorer:
     @property
     def pending(self) -> int:
         """Samples submitted and not yet returned by `poll`."""
-        return len(self._samples) + len(self._done)
+        return self._num_open + len(self._done)
 
     def stats(self) -> ScorerStats:
         times = sorted(self._times_s)
@@ -300,6 +363,7 @@ class Scorer:
         self.close()
 
     def _finish(self, sample: Sample, verdict: Verdict) -> None:
+        self._num_open -= 1
         said = (verdict.reward, verdict.failure, verdict.observation)
         assert sum(one is not None for one in said) == 1, f"{sample.id=} {verdict=}"
         sample.observation = verdict.observation
@@ -331,6 +395,14 @@ class Scorer:
                 "more.",
                 self._first_failures,
             )
+
+
+def _called_with(shape: Shape, *, whole_groups: bool) -> str:
+    if not shape.takes_lists:
+        return shape.called_with
+    if whole_groups:
+        return "lists of all completions of a prompt"
+    return f"{shape.called_with}; with whole_groups it could compare those of a prompt"
 
 
 def _lacks(prompt: Prompt, column: str) -> bool:
@@ -406,7 +478,13 @@ def _job(cfg: RewardConfig, names: Sequence[str], env: EnvConfig) -> Job:
     return Job(
         env=EnvSpec(path=env.path, args=dict(env.args)) if env.path is not None else None,
         functions=tuple(
-            FunctionSpec(name=name, spec=entry.fn, weight=entry.weight, args=dict(entry.args))
+            FunctionSpec(
+                name=name,
+                spec=entry.fn,
+                weight=entry.weight,
+                args=dict(entry.args),
+                whole_groups=entry.whole_groups,
+            )
             for name, entry in zip(names, cfg.functions, strict=True)
         ),
         timeout_s=cfg.timeout_s,

@@ -1,7 +1,7 @@
 """What a reward function is called with, and what its result means, by the shape of its signature.
 
 A function of TRL or OpenRLHF takes lists: it gets lists of one sample, so that each sample has its
-deadline and its own failure.
+deadline and its own failure, or lists of all samples of a prompt, with `whole_groups`.
 
 Sources: TRL `GRPOTrainer._calculate_rewards`, verl `NaiveRewardManager`, OpenRLHF's
 `examples/python/reward_func.py`.
@@ -18,7 +18,14 @@ from typing import Any
 
 from hone.config.signatures import GIVEN, Shape
 
-__all__ = ["InvalidScoreError", "Part", "ScoreTypeError", "call_arguments", "own_part", "read_part"]
+__all__ = [
+    "InvalidScoreError",
+    "Part",
+    "ScoreTypeError",
+    "call_arguments",
+    "own_part",
+    "read_parts",
+]
 
 
 class InvalidScoreError(Exception):
@@ -38,15 +45,23 @@ class Part:
 
 
 def call_arguments(
-    shape: Shape, given: Mapping[str, Any], args: Mapping[str, Any], logged: dict[str, Any]
+    shape: Shape,
+    givens: Sequence[Mapping[str, Any]],
+    args: Mapping[str, Any],
+    logged: dict[str, Any],
 ) -> dict[str, Any]:
-    """All that a function of this shape may ask for by name, from `given` (see `score.arguments`)
-    and its own `args`. What a function of TRL logs while it runs comes into `logged`."""
+    """All that a function of this shape may ask for by name, from what is `given` of each sample
+    (see `score.arguments`) and its own `args`. What a function of TRL logs while it runs comes into
+    `logged`. Only a shape that takes lists is called with several."""
+    given = givens[0]
     columns: Mapping[str, Any] = given["metadata"]
     match shape.framework:
         case "TRL":
-            named = {"answer": given["answer"], "task": given["task"]} | dict(columns)
-            return {name: [value] for name, value in named.items()} | {**args} | _trl(given, logged)
+            rows = [
+                {"answer": g["answer"], "task": g["task"]} | dict(g["metadata"]) for g in givens
+            ]
+            lists = {name: [row.get(name) for row in rows] for name in rows[0]}
+            return lists | {**args} | _trl(givens, logged)
         case "verl":
             return {**args} | {
                 "data_source": columns.get("data_source", given["task"]),
@@ -55,54 +70,61 @@ def call_arguments(
                 "extra_info": dict(columns.get("extra_info") or {}),
             }
         case "OpenRLHF":
-            label = given["raw_answer"]
+            labels = [g["raw_answer"] for g in givens]
             return {**args} | {
-                "queries": [given["prompt"] + given["completion"]],
-                "prompts": [given["prompt"]],
-                "labels": ["" if label is None else label],
+                "queries": [g["prompt"] + g["completion"] for g in givens],
+                "prompts": [g["prompt"] for g in givens],
+                "labels": ["" if label is None else label for label in labels],
             }
         case _:
             return {**columns} | {**args} | {name: given[name] for name in GIVEN}
 
 
-def _trl(given: Mapping[str, Any], logged: dict[str, Any]) -> dict[str, Any]:
-    prompt, completion = given["unrendered"], given["completion"]
-    if not isinstance(prompt, str):
-        completion = [{"role": "assistant", "content": completion}]
-
+def _trl(givens: Sequence[Mapping[str, Any]], logged: dict[str, Any]) -> dict[str, Any]:
     def log_extra(name: str, values: Sequence[Any]) -> None:
         logged[name] = values
 
     return {
-        "prompts": [prompt],
-        "completions": [completion],
-        "completion_ids": [given["completion_ids"]],
-        "trainer_state": SimpleNamespace(global_step=given["weight_version"]),
+        "prompts": [given["unrendered"] for given in givens],
+        "completions": [
+            given["completion"]
+            if isinstance(given["unrendered"], str)
+            else [{"role": "assistant", "content": given["completion"]}]
+            for given in givens
+        ],
+        "completion_ids": [given["completion_ids"] for given in givens],
+        "trainer_state": SimpleNamespace(
+            global_step=max(given["weight_version"] for given in givens)
+        ),
         "log_metric": logged.__setitem__,
         "log_extra": log_extra,
     }
 
 
-def read_part(value: object, shape: Shape, logged: Mapping[str, Any]) -> Part:
-    """Check what a function of this shape returned, with what it has `logged`.
+def read_parts(value: object, shape: Shape, logged: Mapping[str, Any], num: int) -> list[Part]:
+    """Check what a function of this shape returned for `num` samples, with what it has `logged`;
+    its part of each.
 
     Raises InvalidScoreError for what is no score, and for a number that is not finite.
     """
     match shape.framework:
         case "TRL":
-            score = None if value is None else _of_list(value)
-            return Part(None if score is None else _finite(score, "a score"), _numbers(logged))
+            scores = [None] * num if value is None else _of_list(value, num)
+            others = logged
         case "verl":
             score, others = _split(value, "score")
-            return Part(_finite(_plain(score), "a score"), _numbers(others))
+            scores = [_finite(_plain(score), "a score")]
         case "OpenRLHF":
             score, others = _split(value, "rewards")
-            metrics = {key: item for key, item in others.items() if key != "extra_logs"}
-            extra = others.get("extra_logs")
-            metrics |= extra if isinstance(extra, Mapping) else {}
-            return Part(_finite(_only(score), "a score"), _numbers(metrics))
+            extra = others.pop("extra_logs", None)
+            others |= extra if isinstance(extra, Mapping) else {}
+            scores = [_finite(one, "a score") for one in _each(score, num)]
         case _:
-            return own_part(value)
+            return [own_part(value)]
+    return [
+        Part(None if score is None else _finite(score, "a score"), _numbers(others, index, num))
+        for index, score in enumerate(scores)
+    ]
 
 
 def own_part(value: object) -> Part:
@@ -130,32 +152,39 @@ def _plain(value: object) -> Any:
     return to_list() if callable(to_list) else value
 
 
-def _only(value: object) -> Any:
-    """The one value of a list, tuple, tensor or array of one sample; a single one as it is."""
+def _each(value: object, num: int) -> list[Any]:
+    """The values of a list, tuple, tensor or array with one for each of `num` samples; a single one
+    as it is."""
     value = _plain(value)
     if not isinstance(value, list | tuple):
-        return value
-    if len(value) != 1:
-        raise ScoreTypeError(f"returned {len(value)} values for a list of one sample; return one")
-    return _only(value[0])
+        if num == 1:
+            return [value]
+        raise ScoreTypeError(f"returned {value!r:.80} for {num} completions; return a list")
+    if len(value) != num:
+        raise ScoreTypeError(
+            f"returned {len(value)} values for a list of {num}; return one for each completion"
+        )
+    return [_each(one, 1)[0] if isinstance(one, list | tuple) else one for one in value]
 
 
-def _of_list(value: object) -> Any:
-    """The one value of a list of one sample, which a function of TRL returns."""
+def _of_list(value: object, num: int) -> list[Any]:
+    """The values of a list with one for each of `num` samples, which a function of TRL returns."""
     if not isinstance(_plain(value), list | tuple):
         raise ScoreTypeError(
             f"returned {value!r:.80}; a function that takes `completions` is called as TRL's, with "
-            "a list of one, and returns a list with a score for each: return [score]. Take "
+            f"a list of {num}, and returns a list with a score for each: return [score]. Take "
             "`completion` to be called with one and return a number."
         )
-    return _only(value)
+    return _each(value, num)
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers among what a function reports beside its score; all else is left out."""
+def _numbers(values: Mapping[str, Any], index: int, num: int) -> dict[str, float]:
+    """The finite numbers among what a function reports beside the scores of `num` samples, of the
+    one at `index` where there is a list of them; all else is left out."""
     plain = {name: _plain(value) for name, value in values.items()}
     plain = {
-        k: v[0] if isinstance(v, list | tuple) and len(v) == 1 else v for k, v in plain.items()
+        k: v[index] if isinstance(v, list | tuple) and len(v) == num else v
+        for k, v in plain.items()
     }
     # A diagnostic of 0 / 0 must not cost the sample its reward.
     numbers = {k: float(v) for k, v in plain.items() if isinstance(v, Real)}

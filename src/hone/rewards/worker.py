@@ -24,7 +24,7 @@ from hone.rewards import wire
 from hone.rewards.builtin import build
 from hone.rewards.play import EpisodeSoFar, Player, play
 from hone.rewards.resolve import check_signature, resolve
-from hone.rewards.score import ENV_NAME, RewardFunction, Verdict, score
+from hone.rewards.score import ENV_NAME, RewardFunction, Verdict, score, score_group
 from hone.types import FailureKind
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "become_subreaper",
     "encode_request",
     "load",
+    "size_of",
     "ticket_of",
     "work",
 ]
@@ -47,6 +48,7 @@ class FunctionSpec:
     spec: str
     weight: float
     args: dict[str, Any]
+    whole_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +117,10 @@ def work(sock: socket.socket, job: Job) -> NoReturn:
     while (request := wire.receive(sock)) is not None:
         ticket = ticket_of(request)
         send({"function": len(functions) if env is not None else 0})
-        given, episode = pickle.loads(memoryview(request)[_TICKET.size :])
-        if env is not None:
+        given, episode = pickle.loads(memoryview(request)[_HEADER.size :])
+        if isinstance(given, list):
+            verdict = score_group(functions, given, on_call=tell)
+        elif env is not None:
             verdict = play(env, functions, given, episode, on_call=tell)
         else:
             verdict = score(functions, given, on_call=tell)
@@ -143,25 +147,44 @@ def load(job: Job) -> tuple[Player | None, list[RewardFunction], list[dict[str, 
             function, args = build(spec.spec, spec.args), {}
         else:
             function, args = resolve(spec.spec), spec.args
-        signatures.append(check_signature(function, spec.spec, args))
-        functions.append(RewardFunction(function, name=spec.name, weight=spec.weight, args=args))
+        signatures.append(
+            check_signature(function, spec.spec, args, whole_groups=spec.whole_groups)
+        )
+        functions.append(
+            RewardFunction(
+                function,
+                name=spec.name,
+                weight=spec.weight,
+                args=args,
+                whole_groups=spec.whole_groups,
+            )
+        )
     env = Player(job.env.path, job.env.args) if job.env is not None else None
     return env, functions, signatures
 
 
-_TICKET = struct.Struct("<q")
+_HEADER = struct.Struct("<qq")
+"""The ticket, and how many samples are scored together; 0: one by itself."""
 
 
-def encode_request(ticket: int, given: dict[str, Any], episode: EpisodeSoFar | None) -> bytes:
-    """The message that asks a worker to score one sample, or to answer its last turn."""
+def encode_request(
+    ticket: int, given: dict[str, Any] | list[dict[str, Any]], episode: EpisodeSoFar | None
+) -> bytes:
+    """The message that asks a worker to score one sample, or to answer its last turn; or to score
+    a list of them together."""
     request = pickle.dumps((given, episode), protocol=pickle.HIGHEST_PROTOCOL)
-    return _TICKET.pack(ticket) + request
+    num = len(given) if isinstance(given, list) else 0
+    return _HEADER.pack(ticket, num) + request
 
 
 def ticket_of(request: bytes) -> int:
     """The ticket of an encoded request."""
-    (ticket,) = _TICKET.unpack_from(request)
-    return ticket
+    return _HEADER.unpack_from(request)[0]
+
+
+def size_of(request: bytes) -> int:
+    """How many samples an encoded request asks to score together; 0: one by itself."""
+    return _HEADER.unpack_from(request)[1]
 
 
 def _plain(ticket: int, verdict: Verdict) -> dict[str, Any]:
@@ -175,6 +198,8 @@ def _plain(ticket: int, verdict: Verdict) -> dict[str, Any]:
         }
     if verdict.observation is not None:
         plain["observation"] = asdict(verdict.observation)
+    elif verdict.of_group:
+        plain["of_group"] = [_plain(ticket, one) for one in verdict.of_group]
     else:
         assert verdict.reward is not None, f"{verdict=}"
         plain |= {

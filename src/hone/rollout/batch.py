@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hone.rollout.buffer import SCORE_WAIT_S, SampleScorer
 from hone.rollout.episodes import Episodes
@@ -32,6 +32,8 @@ class _Group:
     prompt: Prompt
     samples: dict[int, Sample]
     """That have ended, by index."""
+    unscored: list[Sample] = field(default_factory=list[Sample])
+    """That are to be scored."""
 
 
 class Batch:
@@ -104,13 +106,16 @@ class Batch:
     def _take(self, completion: Completion) -> None:
         self._num_in_engine -= 1
         name = completion.request_id
-        prompt = self._groups[name.partition("/")[0]].prompt
-        sample = self._episodes.begin(prompt, name, number=0)
+        group = self._groups[name.partition("/")[0]]
+        sample = self._episodes.begin(group.prompt, name, number=0)
         self._episodes.take(sample, completion, max_tokens=self._sampling.max_tokens)
         if self._scorer is None:
             self._finish(sample)
-        else:
-            self._scorer.submit(sample)
+            return
+        group.unscored.append(sample)
+        if not self._scorer.takes_whole_groups or len(group.unscored) == self._num_samples:
+            self._scorer.submit(*sorted(group.unscored, key=lambda one: one.index))
+            group.unscored.clear()
 
     def _poll(self) -> None:
         """Take what has been scored. The engine waits where too much has not."""

@@ -65,13 +65,15 @@ class PromptSource(Protocol):
 class SampleScorer(Protocol):
     """What a rollout needs of `hone.rewards.scorer.Scorer`."""
 
-    def submit(self, sample: Sample) -> None: ...
+    def submit(self, *samples: Sample) -> None: ...
     def poll(self, timeout_s: float = 0.0) -> list[Sample]: ...
     def cancel(self) -> None: ...
     @property
     def pending(self) -> int: ...
     @property
     def max_turns(self) -> int: ...
+    @property
+    def takes_whole_groups(self) -> bool: ...
     def stats(self) -> ScorerStats: ...
 
 
@@ -90,7 +92,8 @@ class InFlightGroup:
     """The process that generates it. The others receive it when it is complete, or when the step
     ends."""
     episodes: dict[int, Sample] = field(default_factory=dict[int, Sample])
-    """The earlier turns of `requests`, by index."""
+    """The earlier turns of `requests`, by index; and samples that have ended, and wait for all of
+    the group to have, where reward functions compare them."""
     aborted_count: int = 0
     """Changes of weights, or ends of a step, that interrupted it."""
     unscored: int = 0
@@ -113,7 +116,8 @@ class InFlightGroup:
     @property
     def num_finished(self) -> int:
         """Samples that the engine has finished, scored or not."""
-        return len(self.group.samples) + self.unscored - self.undecided
+        num_waiting = len(self.episodes.keys() - self.requests.keys())
+        return len(self.group.samples) + num_waiting + self.unscored - self.undecided
 
     def is_overdue(self, max_aborted_count: int | None) -> bool:
         """Whether it has been interrupted so often that it must finish before the next time."""
@@ -313,9 +317,14 @@ class Buffer:
             self._score(entry, sample)
 
     def _score(self, entry: InFlightGroup, sample: Sample) -> None:
-        entry.unscored += 1
-        entry.undecided += not sample.must_end
-        self.scorer.submit(sample)
+        entry.episodes[sample.index] = sample
+        if self.scorer.takes_whole_groups and entry.requests:
+            return
+        ended = sorted(entry.episodes.keys() - entry.requests.keys())
+        samples = [entry.episodes.pop(index) for index in ended]
+        entry.unscored += len(samples)
+        entry.undecided += sum(not one.must_end for one in samples)
+        self.scorer.submit(*samples)
 
     def _go_on(self, entry: InFlightGroup, sample: Sample) -> None:
         """Ask for the turn after an observation."""

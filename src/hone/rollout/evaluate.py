@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -86,6 +86,7 @@ class Unscored:
     """In the place of a scorer in a process whose samples nobody looks at: they have no reward."""
 
     max_turns = 1
+    takes_whole_groups = False
 
     def __init__(self) -> None:
         self._samples: list[Sample] = []
@@ -94,8 +95,8 @@ class Unscored:
     def pending(self) -> int:
         return len(self._samples)
 
-    def submit(self, sample: Sample) -> None:
-        self._samples.append(sample)
+    def submit(self, *samples: Sample) -> None:
+        self._samples += samples
 
     def poll(self, timeout_s: float = 0.0) -> list[Sample]:
         done, self._samples = self._samples, []
@@ -124,6 +125,9 @@ class Playing:
         self._owners = owners
         self._in_engine = set(owners)
         self._begun: dict[str, Sample] = {}
+        self._sizes = Counter(map(_group_of, owners))
+        self._ended: dict[str, list[Sample]] = defaultdict(list)
+        """Samples that are to be scored, by group."""
         self.done: dict[str, Sample] = {}
         engine.submit([request for _, request in owners.values()])
 
@@ -151,13 +155,20 @@ class Playing:
         self._in_engine.remove(name)
         sample = self._begun.pop(name, None) or self._episodes.begin(prompt, name, number=0)
         self._episodes.take(sample, completion, max_tokens=first.sampling.max_tokens)
-        self._scorer.submit(sample)
+        self._score(sample)
+
+    def _score(self, sample: Sample) -> None:
+        name = _group_of(sample.id)
+        self._ended[name].append(sample)
+        if self._scorer.takes_whole_groups and len(self._ended[name]) < self._sizes[name]:
+            return
+        self._scorer.submit(*sorted(self._ended.pop(name), key=lambda one: one.index))
 
     def _go_on(self, sample: Sample) -> None:
         _, first = self._owners[sample.id]
         request = self._episodes.next_request(sample, first)
         if request is None:
-            self._scorer.submit(sample)
+            self._score(sample)
             return
         self._begun[sample.id] = sample
         self._in_engine.add(sample.id)
@@ -170,6 +181,10 @@ class Playing:
             self._engine.step()
             self._engine.abort([*self._in_engine])
         self._scorer.cancel()
+
+
+def _group_of(request_id: str) -> str:
+    return request_id.rpartition("/")[0]
 
 
 def _owners(

@@ -23,6 +23,7 @@ from hone.config.rules.view import Fact, View, fact
 from hone.config.signatures import (
     missing_column,
     needed_columns,
+    one_at_a_time,
     parsed_class,
     parsed_parameters,
     signature_problem,
@@ -62,11 +63,22 @@ def _wrong(view: View) -> Found:
 
 def _wrong_signature(view: View) -> Found:
     for key, function in _functions(view):
-        if _problem(function.fn) is None and ":" in function.fn:
-            parameters = parsed_parameters(function.fn)
-            if parameters is not None:
-                problem = signature_problem(parameters, function.fn, function.args)
-                yield from [] if problem is None else [{"key": key, "problem": problem}]
+        problem = None
+        if _problem(function.fn) is not None:
+            continue
+        if ":" not in function.fn:
+            problem = one_at_a_time(f"'{function.fn}'") if function.whole_groups else None
+        elif (parameters := parsed_parameters(function.fn)) is not None:
+            problem = signature_problem(
+                parameters, function.fn, function.args, whole_groups=function.whole_groups
+            )
+        yield from [] if problem is None else [{"key": key, "problem": problem}]
+
+
+def _comparing(view: View) -> Found:
+    """Functions that are called with whole groups."""
+    for key, function in _functions(view):
+        yield from [{"key": f"{key}.whole_groups"}] * function.whole_groups
 
 
 def _missing_package(view: View) -> Found:
@@ -212,6 +224,13 @@ RULES = (
           says="{key}.args.timeout_s is {seconds}, and reward.timeout_s is {reward.timeout_s}",
           why="a program that never ends would count as a failure of scoring, not as wrong",
           fix="raise reward.timeout_s above {seconds}"),
+    error("env.path", each=_comparing, says="{key} is on, and env.path is '{env.path}'",
+          why="an environment scores each episode when it ends, and alone",
+          fix="leave {key} out | unset env.path"),
+    warning("sampling.n_samples_per_prompt = 1", each=_comparing,
+            says="{key} is on, and sampling.n_samples_per_prompt is 1",
+            why="there is nothing to compare a completion with",
+            fix="raise sampling.n_samples_per_prompt"),
     error("env.path", each=_wrong_env, says="env.path '{env.path}'", why="{problem}"),
     unused("env.(args|max_turns)", "env.path = unset", instead="name the environment in env.path"),
     warning("reward.num_workers > @cores",
