@@ -23,8 +23,9 @@ class SimulatedModelConfig(TrainedModelConfig):
     """Folder in the Hugging Face layout, of which `config.json` is read, or the hub name of a
     public shape, such as `Qwen/Qwen3-0.6B`."""
 
-    shape: Literal["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b"] | None = None
-    """Public shape, in place of `path`."""
+    shape: str | None = None
+    """Public shape, in place of `path`: qwen3-8b, qwen2.5-7b, llama-3.1-70b, mistral-7b-v0.3 and
+    others of these families."""
 
 
 class LengthsConfig(Section):

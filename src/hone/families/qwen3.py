@@ -5,27 +5,9 @@ from hone.families.spec import (
     DENSE_TENSOR_PLAN,
     HEAD_NORMS_TENSOR_PLAN,
     DecodeLayout,
-    Json,
     ModelSpec,
+    sizes,
 )
-
-
-def _public(
-    num_layers: int, hidden_size: int, num_heads: int, intermediate_size: int, *, tied: bool = True
-) -> Json:
-    return {
-        "model_type": "qwen3",
-        "num_hidden_layers": num_layers,
-        "hidden_size": hidden_size,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": intermediate_size,
-        "vocab_size": 151_936,
-        "max_position_embeddings": 40_960,
-        "tie_word_embeddings": tied,
-    }
-
 
 SPEC = ModelSpec(
     model_type="qwen3",
@@ -35,9 +17,14 @@ SPEC = ModelSpec(
     decode=DecodeLayout("transformers.models.qwen3.modeling_qwen3", "Qwen3"),
     tensor_plan={**DENSE_TENSOR_PLAN, **HEAD_NORMS_TENSOR_PLAN},
     public={
-        "qwen3-0.6b": _public(28, 1024, 16, 3072),
-        "qwen3-1.7b": _public(28, 2048, 16, 6144),
-        "qwen3-4b": _public(36, 2560, 32, 9728),
-        "qwen3-8b": _public(36, 4096, 32, 12288, tied=False),
+        f"qwen3-{name}": sizes("qwen3", *numbers, 151_936, head_dim=128, context=40_960, tied=tied)
+        for name, tied, numbers in (
+            ("0.6b", True, (28, 1024, 16, 8, 3072)),
+            ("1.7b", True, (28, 2048, 16, 8, 6144)),
+            ("4b", True, (36, 2560, 32, 8, 9728)),
+            ("8b", False, (36, 4096, 32, 8, 12288)),
+            ("14b", False, (40, 5120, 40, 8, 17408)),
+            ("32b", False, (64, 5120, 64, 8, 25600)),
+        )
     },
 )

@@ -194,6 +194,9 @@ class ModelShape:
 
 
 def public_shape(name: str) -> ModelShape | None:
-    """The shape of a public model by its name in lower case, such as `qwen3-8b`; None: unknown."""
-    config = public_configs().get(name)
+    """The shape of a public model by its name in lower case, such as `qwen3-8b`, which its variants
+    (`qwen3-8b-base`) share; None: unknown."""
+    for variant in ("-instruct", "-base", "-chat"):
+        name = name.removesuffix(variant)
+    config = public_configs().get(name.removeprefix("meta-"))
     return None if config is None else ModelShape.from_config(config)

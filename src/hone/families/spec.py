@@ -21,6 +21,7 @@ __all__ = [
     "ModelSpec",
     "Split",
     "listed_or",
+    "sizes",
 ]
 
 Json = Mapping[str, Any]
@@ -152,3 +153,31 @@ class ModelSpec:
         if self.slides is None or not window or config.get("use_sliding_window") is False:
             return tuple(None for _ in indices)
         return tuple(window if self.slides(config, i) else None for i in indices)
+
+
+def sizes(
+    model_type: str,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    intermediate_size: int,
+    vocab_size: int,
+    *,
+    context: int,
+    tied: bool,
+    head_dim: int | None = None,
+) -> Json:
+    """The `config.json` of a public model, in what matters here."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "intermediate_size": intermediate_size,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+        "head_dim": head_dim or hidden_size // num_heads,
+    }

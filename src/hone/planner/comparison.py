@@ -27,11 +27,10 @@ from hone.config.tree import SimulateConfig
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.fitting import GPUS_OF_A_NODE, changed, does_fit, remedies
 from hone.planner.lengths import draw_lengths
-from hone.planner.memory import adapter_params
-from hone.planner.roofline import training_flops
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulated_engine import EngineRates
 from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
+from hone.planner.training_time import TrainingTime
 
 __all__ = ["Comparison", "Outcome", "compare", "launch_words", "placement_rates", "run_flags"]
 
@@ -283,10 +282,9 @@ def placement_rates(
 
 
 def _rates(cfg: SimulateConfig, placement: Placement, plan: RunPlan) -> Rates:
-    gpu, shape, batch = plan.devices.gpu, plan.shape, plan.batch
+    gpu, shape = plan.devices.gpu, plan.shape
     assert gpu is not None
     assert shape is not None
-    assert batch is not None
     run = RunMemory(plan)
     assumed_cfg, size = cfg.simulate, placement.tensor_parallel_size
     speed = (2.0 * assumed_cfg.tensor_parallel_scaling) ** math.log2(size)
@@ -303,32 +301,9 @@ def _rates(cfg: SimulateConfig, placement: Placement, plan: RunPlan) -> Rates:
         prefill_key_s=shape.attention_flops_per_key / prefill,
         prefill_seq_s=2.0 * shape.head_params / prefill,
     )
-    trainers = placement.num_trainers
-    training = gpu.flops_per_s * assumed_cfg.training_share * trainers
-    if trainers > 1:
-        training *= assumed_cfg.training_scaling
-    num_epochs, adapters = cfg.trainer.num_epochs, adapter_params(shape, cfg.model.lora)
-    has_old, has_reference = batch.optimizer_steps_per_rollout > 1, cfg.algorithm.kl.coef > 0
-    num_references = cfg.cluster.num_references
-    num_scored = has_old + (has_reference and not num_references)
-    scoring = gpu.flops_per_s * assumed_cfg.training_share * num_references
-
-    def train_s(rows: Sequence[int], num_trained: int) -> float:
-        flops = num_epochs * training_flops(
-            shape, rows, num_head_tokens=num_trained, num_adapter_params=adapters or None
-        )
-        forward_flops = shape.forward_flops(rows, num_head_tokens=num_trained)
-        if "critic" in plan.roles:  # its values, and its update; it has no words to tell apart
-            flops += (1 + 3 * num_epochs) * run.critic_shape.forward_flops(rows, num_head_tokens=0)
-        seconds = (flops + num_scored * forward_flops) / training
-        if num_references:  # beside the policy's own scores, before the update
-            beside_s = has_old * forward_flops / training
-            seconds += max(forward_flops / scoring - beside_s, 0.0)
-        return seconds + assumed_cfg.overhead_s
-
     return Rates(
         engine=engine,
-        train_s=train_s,
+        train_s=TrainingTime(plan, assumed_cfg).step_s,
         sync_s=assumed_cfg.switch_s
         if placement.colocated
         else weights / assumed_cfg.sync_bytes_per_s,

@@ -1,0 +1,158 @@
+"""What a step takes the trainers: products of matrices, what saves memory, and what travels.
+
+    seconds = TrainingTime(plan, assumed).step_s(lengths, num_trained)
+
+Products are those of `roofline.training_flops` at the share of the matrix rate that `simulate`
+assumes. On top of them come, by count and with the rates of benchmarks/memory.md:
+
+* recomputed layers: their forward pass once more; keeping the results of attention saves a fifth;
+* offloaded states: every optimizer step brings them to the device and back, gradients one way,
+  parameters twice a micro-batch;
+* collectives: a micro-batch reduces its gradients, and gathers weights twice with stage 3. They run
+  beside the products of four fifths of a pass, and take time where the link is too slow for that.
+  Those of tensor and Ulysses parallelism hold up the pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hone.config.plan import RunPlan
+from hone.config.simulate import SimulationConfig
+from hone.config.trainer import SFTTrainerConfig
+from hone.config.tree import RLConfig
+from hone.planner.memory import adapter_params
+from hone.planner.roofline import training_flops
+from hone.planner.run_memory import RunMemory
+
+__all__ = ["TrainingTime"]
+
+_RECOMPUTED = {"off": 0.0, "selective": 0.8, "full": 1.0}
+"""Share of a layer's forward pass: measured 18 and 22 % of a step of 1.7B, 22 and 27 % of 4B."""
+_HIDDEN = 0.8
+"""Share of a pass beside which collectives run."""
+_REACHED = 0.7
+"""Share of a link's rate that collectives reach."""
+_GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingTime:
+    """Of a plan whose model's shape and GPU are known."""
+
+    plan: RunPlan
+    assumed: SimulationConfig
+
+    def step_s(self, lengths: Sequence[int], num_trained: int) -> float:
+        """All trainers together, for an update: of rows of these lengths, prompts included, of
+        whose tokens so many are trained."""
+        plan, cfg, trainer = self.plan, self._config, self._config.trainer
+        shape, batch = plan.shape, plan.batch
+        assert shape is not None
+        assert batch is not None
+        epochs, num_tokens = trainer.num_epochs, sum(lengths)
+        adapters = adapter_params(shape, cfg.model.lora)
+        flops = epochs * training_flops(
+            shape, lengths, num_head_tokens=num_trained, num_adapter_params=adapters or None
+        )
+        flops += (
+            epochs
+            * self._recomputed_share(trainer)
+            * shape.forward_flops(lengths, num_head_tokens=0)
+        )
+        if "critic" in plan.roles:  # its values, and its update; it has no words to tell apart
+            critic = RunMemory(plan).critic_shape
+            flops += (1 + 3 * epochs) * critic.forward_flops(lengths, num_head_tokens=0)
+        forward = shape.forward_flops(lengths, num_head_tokens=num_trained)
+        has_old, has_reference = batch.optimizer_steps_per_rollout > 1, cfg.algorithm.kl.coef > 0
+        num_references = cfg.cluster.num_references
+        flops += (has_old + (has_reference and not num_references)) * forward
+        seconds = flops / self._rate
+        if num_references:  # beside the policy's own scores, before the update
+            scoring = self._gpu_rate * num_references
+            seconds += max(forward / scoring - has_old * forward / self._rate, 0.0)
+        seconds += epochs * self._collectives_s(num_tokens, flops / epochs / self._rate)
+        seconds += self._offloads_s(epochs * self._num_micro_batches(num_tokens))
+        return seconds + self.assumed.overhead_s
+
+    @property
+    def _config(self) -> RLConfig:
+        assert isinstance(self.plan.config, RLConfig)
+        return self.plan.config
+
+    @property
+    def _gpu_rate(self) -> float:
+        gpu = self.plan.devices.gpu
+        assert gpu is not None
+        return gpu.flops_per_s * self.assumed.training_share
+
+    @property
+    def _rate(self) -> float:
+        """FLOP/s of all trainers."""
+        world = self.plan.policy.axes.world
+        return self._gpu_rate * world * (self.assumed.training_scaling if world > 1 else 1.0)
+
+    @staticmethod
+    def _recomputed_share(trainer: SFTTrainerConfig) -> float:
+        return _RECOMPUTED[trainer.recompute] / trainer.recompute_every_n_layers
+
+    def _num_micro_batches(self, num_tokens: int) -> int:
+        """Of each device, in an epoch."""
+        axes, trainer = self.plan.policy.axes, self._config.trainer
+        each = num_tokens / (axes.data * axes.context)
+        return math.ceil(each / trainer.max_tokens_per_microbatch)
+
+    @property
+    def _num_params(self) -> int:
+        """What is trained, of each rank along tensor."""
+        shape, lora = self.plan.shape, self._config.model.lora
+        assert shape is not None
+        return (adapter_params(shape, lora) or shape.num_params) // self.plan.policy.axes.tensor
+
+    def _collectives_s(self, num_tokens: int, compute_s: float) -> float:
+        """What of an epoch's collectives nothing runs beside."""
+        plan, axes, gpu = self.plan, self.plan.policy.axes, self.plan.devices.gpu
+        shape, parallel = plan.shape, self._config.trainer.parallel
+        assert gpu is not None
+        assert shape is not None
+        per_node = plan.devices.per_node or axes.world
+        link = gpu.link_bytes_per_s if axes.world <= per_node else gpu.node_bytes_per_s
+        own_link = gpu.link_bytes_per_s * _REACHED
+        num_micro_batches = self._num_micro_batches(num_tokens)
+        seconds, shards = 0.0, axes.data * axes.context
+        if shards > 1:
+            weights = 2 * shape.num_params // axes.tensor
+            gathered = 2 * weights if parallel.zero_stage == 3 else 0
+            reduced = _GRADIENT_BYTES * self._num_params
+            num_bytes = (gathered + reduced) * (shards - 1) / shards
+            travel_s = num_micro_batches * num_bytes / (link * _REACHED)
+            seconds += max(travel_s - _HIDDEN * compute_s, 0.0)
+        values = 2 * shape.num_layers * shape.hidden_size * num_tokens / (axes.data * axes.context)
+        if axes.tensor > 1:  # two sums forward and two backward, each there and back
+            seconds += 8 * values * (axes.tensor - 1) / axes.tensor / own_link
+        if axes.ulysses > 1:  # four exchanges forward and four backward
+            seconds += 8 * values / axes.tensor * (axes.ulysses - 1) / axes.ulysses / own_link
+        return seconds
+
+    def _offloads_s(self, num_micro_batches: int) -> float:
+        """What travels between device and host."""
+        gpu, trainer, axes = self.plan.devices.gpu, self._config.trainer, self.plan.policy.axes
+        shape, batch = self.plan.shape, self.plan.batch
+        assert gpu is not None
+        assert shape is not None
+        assert batch is not None
+        num_steps, num_params = batch.optimizer_steps_per_rollout, self._num_params / axes.fsdp
+        states = 8 if trainer.optimizer.state_dtype == "bfloat16" else 12
+        num_bytes = 0.0
+        if trainer.offloads("optimizer"):
+            num_bytes += num_steps * states * num_params
+        if trainer.offloads("gradients"):
+            num_bytes += num_steps * _GRADIENT_BYTES * num_params
+        if trainer.offloads("parameters"):
+            weights = 2 * shape.num_params / axes.tensor / axes.fsdp
+            num_bytes += 2 * num_micro_batches * weights
+        if trainer.enable_sleep:
+            num_bytes += 2 * states * num_params
+        return num_bytes / gpu.host_bytes_per_s
