@@ -11,7 +11,7 @@ from mode_runs import MODES, completion_length, flags_of
 
 if TYPE_CHECKING:
     from hone.config.hardware import Peaks
-    from hone.config.tree import SimulateConfig
+    from hone.config.tree import PlanConfig
     from hone.planner.simulator import SimulatedStep
 
 BETWEEN = ("experience", "record", "checkpoint", "unattributed")
@@ -55,14 +55,14 @@ def predict(name: str, result: dict[str, Any], saved: dict[str, Any]) -> dict[st
 
     from hone.config.hardware import GPUS
     from hone.config.load import load_config
-    from hone.config.tree import SimulateConfig
+    from hone.config.tree import PlanConfig
     from hone.families.shape import ModelShape
     from hone.planner.comparison import placement_rates
     from hone.planner.simulator import Placement, simulate
 
     mode, work, rows = MODES[name], saved["work"], result["rows"]
     flags = flags_of(Path("modes"), name, len(rows), work)
-    cfg: SimulateConfig = load_config(SimulateConfig, None, flags)
+    cfg: PlanConfig = load_config(PlanConfig, None, flags)
     shape = ModelShape.from_config(saved["config"])
     gpu: Peaks = next(x for x in GPUS if x.name == saved["gpu"])
     placement = Placement(num_trainers=mode.nproc, num_engines=mode.nproc, colocated=mode.colocated)
@@ -128,13 +128,13 @@ def tables(saved: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     speeds = [
-        "| mode | trainers, engines | steps | tokens/s | x colocated | hone simulate | error |",
+        "| mode | trainers, engines | steps | tokens/s | x colocated | hone plan | error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     found = {
         name: {
             "measured": summary_of_rows(result["rows"][result["num_warmup"] :]),
-            "hone simulate": predict(name, result, saved),
+            "hone plan": predict(name, result, saved),
         }
         for name, result in counted.items()
     }
@@ -145,7 +145,7 @@ def tables(saved: dict[str, Any]) -> str:
             keys = ("step_s", "wait_s", "train_s", "sync_s", "staleness")
             numbers = " | ".join(f"{x[key]:.3f}" if key in x else "-" for key in keys)
             seconds.append(f"| {name} | {who} | {numbers} |")
-        measured, predicted = (said[who]["tokens_per_s"] for who in ("measured", "hone simulate"))
+        measured, predicted = (said[who]["tokens_per_s"] for who in ("measured", "hone plan"))
         cells = [name, MODES[name].split]
         cells += [str(len(counted[name]["rows"]) - counted[name]["num_warmup"])]
         cells += [f"{measured:,.0f}", f"{measured / plain:.2f}" if plain else "-"]

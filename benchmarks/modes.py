@@ -9,7 +9,7 @@ with the engine ahead of the training (async). Weights are random, so that no co
 itself: each request is given a length of its own, log-normal with a long tail, the same in every
 mode. Further flags are settings, `--algorithm.kl.coef 0.001`.
 
-The prediction is that of `hone simulate`, with the lengths that were drawn and the rates that it
+The prediction is that of `hone plan`, with the lengths that were drawn and the rates that it
 assumes of the GPU. Tokens are those of completions that are trained, over wall time. The first
 steps compile kernels; they are not counted, and the simulator gets the trainer's times for them.
 """

@@ -123,8 +123,8 @@ def test_the_first_page_of_a_command(
     """What nearly everybody sets, examples that the command takes, all sections by name."""
     monkeypatch.setenv("COLUMNS", "80")
     page, tree = _FIRST_PAGES[command], ALL_TREES[command]
-    text = output(capsys, *command.split(), "--help", *["run"] * (command == "simulate"))
-    if command == "simulate":
+    text = output(capsys, *command.split(), "--help", *["run"] * (command == "plan"))
+    if command == "plan":
         return  # its page has the columns of its table instead
     flat = " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
@@ -157,7 +157,7 @@ def test_help_of_a_recipe_has_its_values(
     assert "--reward.functions.0.fn  [gsm8k: math]  [default: exact_match]" in text
     assert "--trainer.optimizer.warmup_steps  [gsm8k: 5]  [default: 0]" in text
     assert "--data.train.0.answer_pattern  [gsm8k: ####\\s*(.+)]" in text
-    (workspace / "mine.yaml").write_text("rollout: {temperature: 0.5}\nsimulate: {gpus: 2}")
+    (workspace / "mine.yaml").write_text("rollout: {temperature: 0.5}\nplan: {gpus: 2}")
     text = output(capsys, "rl", "mine.yaml", "--help", "rollout")
     assert "--rollout.temperature  number >= 0  [mine: 0.5]  [default: 1.0]" in text
     text = output(capsys, "eval", "gsm8k", "--help")

@@ -73,7 +73,7 @@ def test_a_run_of_flags_alone_has_no_recipe(train, tmp_path):
 
 
 def test_a_simulation_takes_no_folder(train, tmp_path):
-    assert main(["simulate", "gsm8k", "--model.shape=qwen3-0.6b", "--simulate.steps=4"]) == 0
+    assert main(["plan", "gsm8k", "--model.shape=qwen3-0.6b", "--plan.steps=4"]) == 0
     assert not (tmp_path / "runs").exists()
 
 

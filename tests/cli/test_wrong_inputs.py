@@ -43,7 +43,7 @@ ROWS: list[tuple[str, str]] = [
     ("rl train.jsonl", "is a file of data. A recipe is a YAML file; data are named with --data"),
     ("rl names.yaml", "did you mean trainer.optimizer.lr?"),
     ("rl names.yaml", "did you mean rollout.n_samples_per_prompt?"),
-    ("sft sft.yaml", "it is a key of `hone rl`, `hone simulate`, "),
+    ("sft sft.yaml", "it is a key of `hone rl`, `hone plan`, "),
     ("rl r.yaml r.yaml", "the recipe goes first"),
     # keys and values
     ("rl r.yaml --run.step 3", "did you mean --run.steps?"),
@@ -71,8 +71,8 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --nproc 2 --nproc 2", "--nproc is given 2 times; give it once"),
     ("rl r.yaml --nproc 99 --run.device cpu", "Set --nproc to at most"),
     ("check r.yaml --gpu h300", "which hone's table lacks; it has H200"),
-    ("simulate r.yaml --simulate.gpu h300", "which hone's table lacks; it has H200"),
-    ("simulate r.yaml --nproc 3", "set simulate.gpus instead"),
+    ("plan r.yaml --plan.gpu h300", "which hone's table lacks; it has H200"),
+    ("plan r.yaml --nproc 3", "set plan.gpus instead"),
     ("rl r.yaml --engine.backend vllm", "pip install"),
     ("rl r.yaml --log.to '[wandb]'", "pip install 'hone-rl[wandb]'"),
     # models

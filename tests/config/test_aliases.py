@@ -224,8 +224,8 @@ def test_every_alias_names_keys_that_exist_and_shadows_none() -> None:
 @pytest.mark.parametrize(
     ("tree", "key", "told"),
     [
-        (RLConfig, "simulate.gpus", "it is a key of `hone simulate`, not of this command"),
-        (RLConfig, "model.shape", "it is a key of `hone simulate`, `hone bench engine`"),
+        (RLConfig, "plan.gpus", "it is a key of `hone plan`, not of this command"),
+        (RLConfig, "model.shape", "it is a key of `hone plan`, `hone bench engine`"),
         (GenerateConfig, "rollout.temperature", "did you mean --generation.temperature"),
         (RLConfig, "trainer.recomputte", "did you mean --trainer.recompute"),
     ],

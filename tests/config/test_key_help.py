@@ -11,9 +11,9 @@ from hone.config.tree import (
     BenchTrainConfig,
     EvaluateConfig,
     GenerateConfig,
+    PlanConfig,
     RLConfig,
     SFTConfig,
-    SimulateConfig,
 )
 
 TREES = [
@@ -23,7 +23,7 @@ TREES = [
     GenerateConfig,
     BenchEngineConfig,
     BenchTrainConfig,
-    SimulateConfig,
+    PlanConfig,
 ]
 
 

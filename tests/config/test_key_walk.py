@@ -25,9 +25,9 @@ from hone.config.tree import (
     DPOConfig,
     EvaluateConfig,
     GenerateConfig,
+    PlanConfig,
     RLConfig,
     SFTConfig,
-    SimulateConfig,
 )
 from tests.config.walk import Row, Seen, both, observe, write_walk_inputs
 from tests.config.walk_rows import NOT_OF_TIME, ROWS
@@ -40,7 +40,7 @@ TREES: dict[str, type[Section]] = {
     "generate": GenerateConfig,
     "bench engine": BenchEngineConfig,
     "bench train": BenchTrainConfig,
-    "simulate": SimulateConfig,
+    "plan": PlanConfig,
 }
 
 
@@ -92,7 +92,7 @@ def complaint(walk: Walk, tree: str, key: str, row: Row) -> str | None:
 @pytest.mark.parametrize("tree", TREES)
 def test_every_key_has_a_row_and_every_row_a_key(tree: str) -> None:
     keys = set(leaves(TREES[tree]))
-    if tree == "simulate":
+    if tree == "plan":
         keys -= {key for key in leaves(RLConfig) if f"{key}.".startswith(NOT_OF_TIME)}
     assert set(ROWS[tree]) == keys
 

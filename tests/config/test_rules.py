@@ -27,9 +27,9 @@ from hone.config.tree import (
     DPOConfig,
     EvaluateConfig,
     GenerateConfig,
+    PlanConfig,
     RLConfig,
     SFTConfig,
-    SimulateConfig,
 )
 from hone.families.spec import PROJECTIONS
 from tests.config.workspace import BASE
@@ -42,7 +42,7 @@ TREES: dict[str, type[Any]] = {
     "generate": GenerateConfig,
     "bench engine": BenchEngineConfig,
     "bench train": BenchTrainConfig,
-    "simulate": SimulateConfig,
+    "plan": PlanConfig,
 }
 
 Level = Literal["error", "warning"]
@@ -339,7 +339,7 @@ ROWS: list[Row] = [
      "teacher.path rollout.dynamic_sampling"),
     ("rl", "teacher.path=./nowhere", "error", "teacher.path"),
     ("rl", "teacher.path=/tmp", "error", "teacher.path"),
-    ("simulate", "teacher.path=a/b", "error", "teacher.path"),
+    ("plan", "teacher.path=a/b", "error", "teacher.path"),
     ("rl", "algorithm.correction.kind=icepop algorithm.correction.low=2", "error",
      "algorithm.correction.low algorithm.correction.high"),
     ("rl", "algorithm.correction.kind=tis algorithm.correction.high=0.9", "error",
@@ -595,16 +595,16 @@ ROWS: list[Row] = [
     ("bench train", "rows.tokens=5000 trainer.max_tokens_per_microbatch=9000", "error",
      "rows.tokens model.path"),
     # the simulation
-    ("simulate", "output=numbers.txt", "error", "output"),
-    ("simulate", "simulate.lengths.distribution=file", "error",
-     "simulate.lengths.distribution simulate.lengths.path"),
-    ("simulate", "simulate.lengths.path=train.jsonl", "warning",
-     "simulate.lengths.distribution simulate.lengths.path"),
-    ("simulate", "cluster.num_references=8 algorithm.kl.coef=0.1", "error",
-     "cluster.num_references simulate.gpus"),
-    ("simulate", "simulate.gpus=4 cluster.num_engines=4", "error",
-     "simulate.gpus cluster.num_engines"),
-    ("simulate", "cluster.num_nodes=2", "warning", "cluster.num_nodes"),
+    ("plan", "output=numbers.txt", "error", "output"),
+    ("plan", "plan.lengths.distribution=file", "error",
+     "plan.lengths.distribution plan.lengths.path"),
+    ("plan", "plan.lengths.path=train.jsonl", "warning",
+     "plan.lengths.distribution plan.lengths.path"),
+    ("plan", "cluster.num_references=8 algorithm.kl.coef=0.1", "error",
+     "cluster.num_references plan.gpus"),
+    ("plan", "plan.gpus=4 cluster.num_engines=4", "error",
+     "plan.gpus cluster.num_engines"),
+    ("plan", "cluster.num_nodes=2", "warning", "cluster.num_nodes"),
 ]  # fmt: skip
 
 HERE: list[tuple[Row, dict[str, Any]]] = [

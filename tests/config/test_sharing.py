@@ -60,7 +60,7 @@ def test_every_command_takes_a_whole_recipe_of_training(
     cfg: Any
     cfg, notes = load_noted(TREES[command], whole, [])
     assert cfg.model.path == "m"
-    if command != "simulate" or trained is SFTConfig:
+    if command != "plan" or trained is SFTConfig:
         assert notes[0].startswith(f"`hone {command}` leaves out of whole.yaml: ")
 
 
@@ -92,8 +92,8 @@ def test_a_misspelt_key_of_training_is_a_mistake_in_every_command(tmp_path: Path
         ("eval", {"modle": {"path": "m"}}, "modle: unknown key"),
         ("eval", {"trainer": {"lr": 1}}, "did you mean trainer.optimizer.lr"),
         ("eval", {"trainer": 3, "algorithm": {"loss": "gspo"}}, None),
-        ("rl", {"simulate": {"gpus": 8}, "generation": {"top_p": 0.5}}, None),
-        ("rl", {"simulate": {"gpu_number": 8}}, "simulate.gpu_number: unknown key"),
+        ("rl", {"plan": {"gpus": 8}, "generation": {"top_p": 0.5}}, None),
+        ("rl", {"plan": {"gpu_number": 8}}, "plan.gpu_number: unknown key"),
     ],
 )
 def test_what_is_left_out_and_what_is_refused(

@@ -121,14 +121,14 @@ BASE: Mapping[str, tuple[str, ...]] = {
         "--engine.max_num_seqs=2",
     ),
     "bench train": ("--rows.per_step=2", "--rows.tokens=16", "--steps=1", "--warmup_steps=1"),
-    "simulate": (
+    "plan": (
         "--model.shape=qwen3-0.6b",
-        "--simulate.gpus=2",
-        "--simulate.steps=4",
-        "--simulate.staleness=[1]",
+        "--plan.gpus=2",
+        "--plan.steps=4",
+        "--plan.staleness=[1]",
         "--rollout.prompts_per_step=8",
         "--rollout.max_completion_tokens=256",
-        "--output=simulate.json",
+        "--output=plan.json",
     ),
 }
 """Flags of the smallest run of each command; `model.path` and `run.device` are set for those that
@@ -280,7 +280,7 @@ def _files(folder: Path) -> Seen:
             weights = load_file(path)
             seen["dtype"] = str(next(iter(weights.values())).dtype)
             seen["weights"] = blake2b(path.read_bytes()).hexdigest()
-        elif path.name in ("bench.json", "bench-train.json", "simulate.json"):
+        elif path.name in ("bench.json", "bench-train.json", "plan.json"):
             seen["numbers"] = json.loads(path.read_text())
             for name in ("config", *MEASURED):
                 seen["numbers"].pop(name, None)
@@ -460,7 +460,7 @@ def both(tree: str, key: str, row: Row) -> list[tuple[str, tuple[str, ...], Any]
     named = {flag.partition("=")[0] for flag in base}
     if "--model.path" not in named and "--model.shape" not in named:
         common.append("--model.path=model")
-    if "--run.device" not in named and tree != "simulate":
+    if "--run.device" not in named and tree != "plan":
         common.append("--run.device=cpu")
     flags = (*common, *base)
     before = None if row.before is None else (*common, *BASE[tree], *row.before)

@@ -733,7 +733,7 @@ SIMULATE: dict[str, Row] = {
     "trainer.parallel.tensor_parallel_size": Row("2", "numbers"),
     "trainer.parallel.ulysses_size": Row("2", "numbers"),
     "trainer.parallel.ring_size": Row("2", "numbers"),
-    "trainer.parallel.zero_stage": Row("0", "numbers", (*LARGE, "--simulate.gpus=4")),
+    "trainer.parallel.zero_stage": Row("0", "numbers", (*LARGE, "--plan.gpus=4")),
     **{
         f"trainer.{name}": Row(value, "numbers", LARGE)
         for name, value in (
@@ -759,33 +759,33 @@ SIMULATE: dict[str, Row] = {
         )
     },
     "cluster.num_engines": Row("1", "numbers"),
-    "cluster.num_references": Row("1", "numbers", (*KL, "--simulate.gpus=3")),
+    "cluster.num_references": Row("1", "numbers", (*KL, "--plan.gpus=3")),
     "cluster.num_nodes": Row("2", "log:cluster.num_nodes.* no effect"),
     "cluster.devices_per_node": Row("1", "log:cluster.devices_per_node.* no effect"),
-    "simulate.gpus": Row("3", "numbers"),
-    "simulate.gpu": Row("H100", "numbers"),
-    "simulate.prompt_tokens": Row("64", "numbers"),
-    "simulate.lengths.distribution": Row("uniform", "numbers"),
-    "simulate.lengths.median": Row("100", "numbers"),
-    "simulate.lengths.sigma": Row("0.1", "numbers", ("--simulate.lengths.median=100",)),
-    "simulate.lengths.path": Row(
+    "plan.gpus": Row("3", "numbers"),
+    "plan.gpu": Row("H100", "numbers"),
+    "plan.prompt_tokens": Row("64", "numbers"),
+    "plan.lengths.distribution": Row("uniform", "numbers"),
+    "plan.lengths.median": Row("100", "numbers"),
+    "plan.lengths.sigma": Row("0.1", "numbers", ("--plan.lengths.median=100",)),
+    "plan.lengths.path": Row(
         "lengths.jsonl",
         "exit",
-        ("--simulate.lengths.distribution=file",),
+        ("--plan.lengths.distribution=file",),
     ),
-    "simulate.staleness": Row("[2]", "numbers"),
-    "simulate.steps": Row("5", "numbers"),
-    "simulate.decode_share": Row("0.5", "numbers"),
-    "simulate.decode_overhead_s": Row("0.01", "numbers"),
-    "simulate.prefill_share": Row("0.1", "numbers"),
-    "simulate.training_share": Row("0.1", "numbers"),
-    "simulate.training_scaling": Row("0.5", "numbers"),
-    "simulate.tensor_parallel_scaling": Row(
-        "0.6", "numbers", ("--engine.tensor_parallel_size=2", "--simulate.gpus=4")
+    "plan.staleness": Row("[2]", "numbers"),
+    "plan.steps": Row("5", "numbers"),
+    "plan.decode_share": Row("0.5", "numbers"),
+    "plan.decode_overhead_s": Row("0.01", "numbers"),
+    "plan.prefill_share": Row("0.1", "numbers"),
+    "plan.training_share": Row("0.1", "numbers"),
+    "plan.training_scaling": Row("0.5", "numbers"),
+    "plan.tensor_parallel_scaling": Row(
+        "0.6", "numbers", ("--engine.tensor_parallel_size=2", "--plan.gpus=4")
     ),
-    "simulate.sync_bytes_per_s": Row("1e9", "numbers"),
-    "simulate.switch_s": Row("1", "numbers"),
-    "simulate.overhead_s": Row("1", "numbers"),
+    "plan.sync_bytes_per_s": Row("1e9", "numbers"),
+    "plan.switch_s": Row("1", "numbers"),
+    "plan.overhead_s": Row("1", "numbers"),
     "output": Row("other.json", "files"),
 }
 NOT_OF_TIME = (
@@ -817,7 +817,7 @@ NOT_OF_TIME = (
     *(f"trainer.parallel.{name}" for name in ("reference_", "forward_prefetch", "balance_data")),
     "trainer.parallel.timeout_s",
 )
-"""Beginnings of keys of a recipe of `hone rl` that `hone simulate` reads past, as its help says;
+"""Beginnings of keys of a recipe of `hone rl` that `hone plan` reads past, as its help says;
 the rows of `rl` show what they change."""
 
 ROWS: dict[str, dict[str, Row]] = {
@@ -828,5 +828,5 @@ ROWS: dict[str, dict[str, Row]] = {
     "generate": GENERATE,
     "bench engine": BENCH_ENGINE,
     "bench train": BENCH_TRAIN,
-    "simulate": SIMULATE,
+    "plan": SIMULATE,
 }

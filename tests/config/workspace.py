@@ -50,7 +50,7 @@ BASE: dict[str, list[str]] = {
     "generate": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
     "bench engine": ["--model.path=model", "--output=numbers.json"],
     "bench train": ["--model.path=model", "--output=numbers.json"],
-    "simulate": ["--model.path=model"],
+    "plan": ["--model.path=model"],
 }
 
 

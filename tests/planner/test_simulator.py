@@ -21,9 +21,9 @@ from hone.config.hardware import GPUS
 from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
 from hone.config.plan import Devices, resolve
+from hone.config.planning import LengthsConfig
 from hone.config.rollout import RolloutConfig
-from hone.config.simulate import LengthsConfig
-from hone.config.tree import SimulateConfig
+from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.comparison import compare, placement_rates
 from hone.planner.lengths import draw_lengths
@@ -340,8 +340,8 @@ def test_nothing_is_lost_and_nothing_is_too_old(seed: int) -> None:
 # -- what is assumed, and what was measured -------------------------------------------------------
 
 
-def config(**sections: Any) -> SimulateConfig:
-    return SimulateConfig.model_validate({"model": {"shape": "qwen3-8b"}, **sections})
+def config(**sections: Any) -> PlanConfig:
+    return PlanConfig.model_validate({"model": {"shape": "qwen3-8b"}, **sections})
 
 
 def measured_engine(shape: str, max_num_seqs: int) -> SimulatedEngine:
@@ -404,13 +404,13 @@ def test_a_critic_makes_a_step_as_much_longer_as_it_was_measured() -> None:
     """22.0 beside 14.2 s: 1.7B on one H200, 32 x 8 samples of 256 + 1,024 tokens."""
     step_s = {
         advantage: compare(
-            SimulateConfig.model_validate(
+            PlanConfig.model_validate(
                 {
                     "model": {"shape": "qwen3-1.7b"},
                     "data": {"max_prompt_tokens": 256},
                     "rollout": {"prompts_per_step": 32, "max_completion_tokens": 1024},
                     "algorithm": {"advantage": advantage},
-                    "simulate": {"gpus": 1, "lengths": {"distribution": "fixed", "median": 1024}},
+                    "plan": {"gpus": 1, "lengths": {"distribution": "fixed", "median": 1024}},
                 }
             )
         ).plain.run.step_s
@@ -496,7 +496,7 @@ SMALL = {"prompts_per_step": 8, "n_samples_per_prompt": 4, "max_completion_token
 
 def small(**simulate_fields: Any) -> dict[str, Any]:
     fields = {"steps": 8, "lengths": {"median": 100, "sigma": 1.0}, **simulate_fields}
-    return {"model": {"shape": "qwen3-0.6b"}, "rollout": SMALL, "simulate": fields}
+    return {"model": {"shape": "qwen3-0.6b"}, "rollout": SMALL, "plan": fields}
 
 
 def test_all_modes_are_ranked_against_the_plain_one() -> None:
@@ -585,22 +585,22 @@ def test_splits_follow_the_recipe() -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"simulate": {"gpu": "H2000"}}, "'H2000', which hone's table lacks; it has H200, B200"),
+        ({"plan": {"gpu": "H2000"}}, "'H2000', which hone's table lacks; it has H200, B200"),
         ({"model": {}}, "neither model.shape nor model.path is set"),
         ({"model": {"path": "no/such"}}, "model.path is 'no/such', which is no folder with"),
         (
-            {"simulate": {"gpus": 3}, "trainer": {"parallel": {"ring_size": 4}}},
+            {"plan": {"gpus": 3}, "trainer": {"parallel": {"ring_size": 4}}},
             "3 x H200 cannot be split into trainers and engines",
         ),
         (
             {
-                "simulate": {"gpus": 1, "gpu": "a10"},
+                "plan": {"gpus": 1, "gpu": "a10"},
                 "model": {"shape": "qwen3-8b", "dtype": "float32"},
             },
             "1 x A10 cannot be split.*more than the 22 GiB",
         ),
         (
-            {"simulate": {"prompt_tokens": 10**6}},
+            {"plan": {"prompt_tokens": 10**6}},
             "colocated and separate engines: their KV cache holds [0-9]+ tokens",
         ),
     ],

@@ -102,7 +102,7 @@ def load_fitted(
 
 
 def _trains(cfg: Section) -> TypeGuard[RLConfig | SFTConfig]:
-    """Whether it is of a command that trains; that of `hone simulate` has the same sections."""
+    """Whether it is of a command that trains; that of `hone plan` has the same sections."""
     return type(cfg) in (RLConfig, SFTConfig, DPOConfig)
 
 

@@ -92,11 +92,11 @@ _FIRST_PAGES: Mapping[str, _FirstPage] = {
         "hone generate gsm8k --data.train.0.max_rows 10   # what its run has trained\n"
         "hone generate gsm8k --n_samples_per_prompt 8 --keep best --output best.jsonl",
     ),
-    "simulate": _FirstPage(
-        "simulate.gpus simulate.gpu simulate.lengths.median simulate.lengths.path"
-        " simulate.staleness model.path rollout.prompts_per_step rollout.n_samples_per_prompt"
+    "plan": _FirstPage(
+        "plan.gpus plan.gpu plan.lengths.median plan.lengths.path"
+        " plan.staleness model.path rollout.prompts_per_step rollout.n_samples_per_prompt"
         " rollout.max_completion_tokens output",
-        "hone simulate gsm8k --simulate.gpus 8 --output simulate.json",
+        "hone plan gsm8k --plan.gpus 8 --output plan.yaml",
     ),
     "bench engine": _FirstPage(
         "model.path model.shape workload decode.batch decode.context engine.max_num_seqs"

@@ -29,7 +29,7 @@ COMMANDS = {
     "report": "draw the report of a run, or of several side by side",
     "trace": "merge the traces of a step, and list what takes longest",
     "bench": "measure the engine (beside vLLM where wanted) or training",
-    "simulate": "predict step times on GPUs, for every mode and split; needs none",
+    "plan": "find the fastest way to run on given GPUs, with memory and times; needs none",
     "check": "check a recipe and print its derived numbers; needs no GPU",
     "recipes": "list the recipes that come with hone, show or copy one",
     "completion": "print a script that completes keys and values in your shell",
@@ -51,7 +51,8 @@ _OTHER_NAMES = {
     "plot": ("report",),
     "profile": ("trace",),
     "compare": ("report",),
-    "plan": ("check",),
+    "simulate": ("plan",),
+    "tune": ("plan",),
     "validate": ("check",),
 }
 """What others call these commands, or a person might."""

@@ -4,7 +4,7 @@
     plan.roles["policy"].axes, plan.batch.samples_per_optimizer_step
 
 `resolve` is pure and decides once. The rules (`hone.config.rules`) and the memory model
-(`hone.planner.memory`) are functions of a plan; `hone check`, `hone simulate`, the builder, the
+(`hone.planner.memory`) are functions of a plan; `hone check`, `hone plan`, the builder, the
 trainer and the report read it.
 """
 
@@ -52,7 +52,7 @@ __all__ = [
 Command: TypeAlias = (
     RLConfig | SFTConfig | EvaluateConfig | GenerateConfig | BenchEngineConfig | BenchTrainConfig
 )
-"""Any tree that a run is made of; that of `hone simulate` is an `RLConfig`."""
+"""Any tree that a run is made of; that of `hone plan` is an `RLConfig`."""
 Dtype = Literal["float32", "bfloat16"]
 RoleName = Literal["policy", "engine", "reference", "critic", "teacher"]
 Layers = Literal["eager", "compiled", "exact", "fused"]

@@ -2,7 +2,7 @@
 
     found = parts(EvaluateConfig, values)
 
-`hone eval`, `generate`, `simulate` and `bench` leave out what only training has, and every command
+`hone eval`, `generate`, `plan` and `bench` leave out what only training has, and every command
 leaves out the sections of commands that do not train. A recipe with sections that `hone rl` alone
 has serves `hone sft` too, each without what the other alone has; in one of demonstrations alone a
 key of `hone rl` is a mistake, as is one of `hone sft` where no such section is. `hone dpo` has a

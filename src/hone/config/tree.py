@@ -22,6 +22,7 @@ from hone.config.engine import EngineConfig
 from hone.config.env import EnvConfig
 from hone.config.model import ModelConfig, TrainedModelConfig
 from hone.config.pipeline import PipelineConfig
+from hone.config.planning import PlannedModelConfig, PlanningConfig
 from hone.config.preference import PreferenceConfig
 from hone.config.profile import ProfileConfig, RLProfileConfig
 from hone.config.reward import GenerateRewardConfig, RewardConfig
@@ -38,7 +39,6 @@ from hone.config.run import (
     SFTRunConfig,
     StandaloneEvaluationConfig,
 )
-from hone.config.simulate import SimulatedModelConfig, SimulationConfig
 from hone.config.trainer import SFTTrainerConfig, TrainerConfig
 
 __all__ = [
@@ -52,10 +52,10 @@ __all__ = [
     "EvaluateDataConfig",
     "GenerateConfig",
     "PairsDataConfig",
+    "PlanConfig",
     "RLConfig",
     "SFTConfig",
     "SFTDataConfig",
-    "SimulateConfig",
 ]
 
 
@@ -273,17 +273,17 @@ class BenchTrainConfig(Section):
     """JSON file that receives all numbers."""
 
 
-class SimulateConfig(RLConfig):
-    """`hone simulate`: what a step of a recipe of `hone rl` would take on GPUs of a type, for all
-    modes and all splits into trainers and engines."""
+class PlanConfig(RLConfig):
+    """`hone plan`: what a step of a recipe of `hone rl` would take on GPUs of a type, for all
+    modes, splits into trainers and engines, and settings of memory."""
 
     # Sections are frozen, so that a narrower type is sound.
-    model: SimulatedModelConfig = SimulatedModelConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: PlannedModelConfig = PlannedModelConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     data: EvaluateDataConfig = EvaluateDataConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
-    simulate: SimulationConfig = SimulationConfig()
+    plan: PlanningConfig = PlanningConfig()
     output: Path | None = None
-    """JSON file that receives all numbers; the plot lies beside it as `.svg`. Unset: none is
-    written."""
+    """YAML file that receives the first as a recipe; or JSON file that receives all numbers, beside
+    which the plot lies as `.svg`. Unset: none is written."""
 
 
 TREES: Mapping[str, type[Section]] = {
@@ -292,7 +292,7 @@ TREES: Mapping[str, type[Section]] = {
     "dpo": DPOConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
-    "simulate": SimulateConfig,
+    "plan": PlanConfig,
     "bench engine": BenchEngineConfig,
     "bench train": BenchTrainConfig,
 }

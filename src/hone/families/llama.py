@@ -7,7 +7,7 @@ SPEC = ModelSpec(
     decode=DecodeLayout("transformers.models.llama.modeling_llama", "Llama"),
     tensor_plan=DENSE_TENSOR_PLAN,
     public={
-        f"llama-{name}": sizes("llama", *numbers, 128_256, context=131_072, tied=tied)
+        f"llama-{name}": sizes("llama", numbers, 128_256, context=131_072, tied=tied)
         for name, tied, numbers in (
             ("3.2-1b", True, (16, 2048, 32, 8, 8192)),
             ("3.2-3b", True, (28, 3072, 24, 8, 8192)),

@@ -8,7 +8,9 @@ SPEC = ModelSpec(
     decode=DecodeLayout("transformers.models.mistral.modeling_mistral", "Mistral"),
     tensor_plan=DENSE_TENSOR_PLAN,
     public={
-        "mistral-7b-v0.3": {"sliding_window": None}
-        | sizes("mistral", 32, 4096, 32, 8, 14336, 32_768, context=32_768, tied=False)
+        "mistral-7b-v0.3": {
+            **sizes("mistral", (32, 4096, 32, 8, 14336), 32_768, context=32_768, tied=False),
+            "sliding_window": None,
+        }
     },
 )

@@ -18,15 +18,15 @@ SPEC = ModelSpec(
     decode=DecodeLayout("transformers.models.qwen2.modeling_qwen2", "Qwen2"),
     tensor_plan=DENSE_TENSOR_PLAN,
     public={
-        f"qwen2.5-{name}": sizes("qwen2", *numbers, context=32_768, tied=tied)
-        for name, tied, numbers in (
-            ("0.5b", True, (24, 896, 14, 2, 4864, 151_936)),
-            ("1.5b", True, (28, 1536, 12, 2, 8960, 151_936)),
-            ("3b", True, (36, 2048, 16, 2, 11008, 151_936)),
-            ("7b", False, (28, 3584, 28, 4, 18944, 152_064)),
-            ("14b", False, (48, 5120, 40, 8, 13824, 152_064)),
-            ("32b", False, (64, 5120, 40, 8, 27648, 152_064)),
-            ("72b", False, (80, 8192, 64, 8, 29568, 152_064)),
+        f"qwen2.5-{name}": sizes("qwen2", numbers, vocab, context=32_768, tied=tied)
+        for name, tied, numbers, vocab in (
+            ("0.5b", True, (24, 896, 14, 2, 4864), 151_936),
+            ("1.5b", True, (28, 1536, 12, 2, 8960), 151_936),
+            ("3b", True, (36, 2048, 16, 2, 11008), 151_936),
+            ("7b", False, (28, 3584, 28, 4, 18944), 152_064),
+            ("14b", False, (48, 5120, 40, 8, 13824), 152_064),
+            ("32b", False, (64, 5120, 40, 8, 27648), 152_064),
+            ("72b", False, (80, 8192, 64, 8, 29568), 152_064),
         )
     },
 )

@@ -17,7 +17,7 @@ SPEC = ModelSpec(
     decode=DecodeLayout("transformers.models.qwen3.modeling_qwen3", "Qwen3"),
     tensor_plan={**DENSE_TENSOR_PLAN, **HEAD_NORMS_TENSOR_PLAN},
     public={
-        f"qwen3-{name}": sizes("qwen3", *numbers, 151_936, head_dim=128, context=40_960, tied=tied)
+        f"qwen3-{name}": sizes("qwen3", numbers, 151_936, head_dim=128, context=40_960, tied=tied)
         for name, tied, numbers in (
             ("0.6b", True, (28, 1024, 16, 8, 3072)),
             ("1.7b", True, (28, 2048, 16, 8, 6144)),

@@ -157,18 +157,16 @@ class ModelSpec:
 
 def sizes(
     model_type: str,
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    intermediate_size: int,
+    numbers: tuple[int, int, int, int, int],
     vocab_size: int,
     *,
     context: int,
     tied: bool,
     head_dim: int | None = None,
 ) -> Json:
-    """The `config.json` of a public model, in what matters here."""
+    """The `config.json` of a public model, in what matters here; `numbers` are layers, hidden size,
+    heads, key heads and intermediate size."""
+    num_layers, hidden_size, num_heads, num_kv_heads, intermediate_size = numbers
     return {
         "model_type": model_type,
         "num_hidden_layers": num_layers,

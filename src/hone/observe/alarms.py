@@ -156,7 +156,7 @@ def _ahead_rules(max_staleness: int) -> tuple[Rule, ...]:
             "training_waits",
             share_above("time/generate_s", "time/step_s", 0.3, steps=5),
             f"The trainers wait for samples: {more} in place of {max_staleness} lets engines run "
-            "further ahead (2 to 3 are usual), cluster.num_engines adds some; `hone simulate` says "
+            "further ahead (2 to 3 are usual), cluster.num_engines adds some; `hone plan` says "
             "what either brings.",
         ),
         Rule(
@@ -205,7 +205,7 @@ _IN_TURNS = (
         only_when(_has_long_tail, share_above("time/generate_s", "time/step_s", 0.6, steps=5)),
         "Most of a step waits for its longest samples: rollout.oversample_prompts starts more and "
         "carries the rest over, pipeline.max_staleness lets engines of their own sample ahead; "
-        "`hone simulate` says what either brings.",
+        "`hone plan` says what either brings.",
     ),
 )
 """Of a run in which sampling and training take turns."""

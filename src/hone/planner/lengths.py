@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hone.config.errors import UserError
-from hone.config.simulate import LengthsConfig
+from hone.config.planning import LengthsConfig
 
 __all__ = ["draw_lengths"]
 
@@ -46,7 +46,7 @@ def _measured_lengths(path: Path | None) -> list[int]:
                 )
             lengths.append(length)
     if not lengths:
-        raise UserError(f"simulate.lengths.path: {path} has no lengths")
+        raise UserError(f"plan.lengths.path: {path} has no lengths")
     return lengths
 
 

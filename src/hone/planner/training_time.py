@@ -2,7 +2,7 @@
 
     seconds = TrainingTime(plan, assumed).step_s(lengths, num_trained)
 
-Products are those of `roofline.training_flops` at the share of the matrix rate that `simulate`
+Products are those of `roofline.training_flops` at the share of the matrix rate that `plan`
 assumes. On top of them come, by count and with the rates of benchmarks/memory.md:
 
 * recomputed layers: their forward pass once more; keeping the results of attention saves a fifth;
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hone.config.plan import RunPlan
-from hone.config.simulate import SimulationConfig
+from hone.config.planning import PlanningConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
 from hone.planner.memory import adapter_params
@@ -43,7 +43,7 @@ class TrainingTime:
     """Of a plan whose model's shape and GPU are known."""
 
     plan: RunPlan
-    assumed: SimulationConfig
+    assumed: PlanningConfig
 
     def step_s(self, lengths: Sequence[int], num_trained: int) -> float:
         """All trainers together, for an update: of rows of these lengths, prompts included, of

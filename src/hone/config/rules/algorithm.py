@@ -95,7 +95,7 @@ RULES = (
           given=("not @learns_from_rewards",),
           why="no rewards are trained on, from which the penalty could be subtracted",
           fix="algorithm.kl.placement = loss | set teacher.reward_coef"),
-    error("teacher.path", only=("simulate",),
+    error("teacher.path", only=("plan",),
           why="the time of a teacher is not modelled",
           fix="remove teacher.path"),
     warning("teacher.path", "rollout.dynamic_sampling", given=("not @learns_from_rewards",),

@@ -1,4 +1,4 @@
-"""Rules of `hone bench` and `hone simulate` alone."""
+"""Rules of `hone bench` and `hone plan` alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from hone.config.bench import WORKLOADS
+from hone.config.planning import GPUS_UNSET
 from hone.config.rules.rule import error, needs, unused
 from hone.config.rules.view import Fact, View, fact
-from hone.config.simulate import GPUS_UNSET
 
 __all__ = ["RULES"]
 
 _BENCH = ("bench engine", "bench train")
-_SIMULATE = ("simulate",)
+_PLAN = ("plan",)
 
 
 def _bad_workload(view: View) -> Iterator[Mapping[str, object]]:
@@ -27,13 +27,14 @@ def _bad_workload(view: View) -> Iterator[Mapping[str, object]]:
 @fact
 def has_other_suffix(view: View) -> bool:
     """Whether numbers are to be written into something else than a .json file."""
-    return view["output"] is not None and view["output"].suffix != ".json"
+    served = (".json", ".yaml", ".yml") if view.command == "plan" else (".json",)
+    return view["output"] is not None and view["output"].suffix not in served
 
 
 @fact
 def gpus(view: View) -> Fact:
     """GPUs of the simulation."""
-    return Fact(view["simulate.gpus"] or GPUS_UNSET, "the number of GPUs", "simulate.gpus")
+    return Fact(view["plan.gpus"] or GPUS_UNSET, "the number of GPUs", "plan.gpus")
 
 
 RULES = (
@@ -43,7 +44,7 @@ RULES = (
           "model.shape"),
     error("model.path != unset", "model.shape != unset", only=_BENCH,
           why="there is one model", fix="remove model.path | remove model.shape"),
-    error("@has_other_suffix", only=(*_BENCH, "simulate"),
+    error("@has_other_suffix", only=(*_BENCH, "plan"),
           says="output is '{output}'",
           fix="give the path of a .json file, such as bench.json"),
     # The engine.
@@ -65,18 +66,18 @@ RULES = (
     error("@longest > @context_length", only=("bench train",),
           fix="use rows of at most {context_length} tokens"),
     # The simulation.
-    error("simulate.lengths.distribution = file", "simulate.lengths.path = unset", only=_SIMULATE,
-          fix="name the file in simulate.lengths.path"),
-    unused("simulate.lengths.path", "simulate.lengths.distribution != file", only=_SIMULATE,
-           instead="simulate.lengths.distribution = file"),
-    error("cluster.num_references >= @gpus", given=("cluster.num_engines = 0",), only=_SIMULATE,
+    error("plan.lengths.distribution = file", "plan.lengths.path = unset", only=_PLAN,
+          fix="name the file in plan.lengths.path"),
+    unused("plan.lengths.path", "plan.lengths.distribution != file", only=_PLAN,
+           instead="plan.lengths.distribution = file"),
+    error("cluster.num_references >= @gpus", given=("cluster.num_engines = 0",), only=_PLAN,
           why="that leaves none to trainers and engines",
-          fix="raise simulate.gpus | lower cluster.num_references"),
-    error("simulate.gpus != @devices_needed", only=_SIMULATE,
-          given=("cluster.num_engines", "simulate.gpus"),
-          says="simulate.gpus is {simulate.gpus}, and {devices_needed} GPUs are needed",
+          fix="raise plan.gpus | lower cluster.num_references"),
+    error("plan.gpus != @devices_needed", only=_PLAN,
+          given=("cluster.num_engines", "plan.gpus"),
+          says="plan.gpus is {plan.gpus}, and {devices_needed} GPUs are needed",
           why="{devices_how}",
-          fix="leave out simulate.gpus | cluster.num_engines = 0, which tries all splits"),
-    unused("cluster.(num_nodes|devices_per_node)", only=_SIMULATE,
+          fix="leave out plan.gpus | cluster.num_engines = 0, which tries all splits"),
+    unused("cluster.(num_nodes|devices_per_node)", only=_PLAN,
            why="any two GPUs are linked alike in the simulation, whatever their hosts"),
 )  # fmt: skip

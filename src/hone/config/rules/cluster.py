@@ -62,7 +62,7 @@ _DEVICES = (
 )  # fmt: skip
 
 _REFERENCE = tuple(
-    error(_REFERENCES, *when, given=given, why=why, fix=fix, only=("rl", "simulate"))
+    error(_REFERENCES, *when, given=given, why=why, fix=fix, only=("rl", "plan"))
     for when, given, why, fix in (
         (("algorithm.kl.coef = 0",), (),
          "there is no reference model and nothing for it to score",

@@ -216,7 +216,7 @@ class Rule:
 
     def find(self, view: View) -> Iterator[Finding]:
         """The findings in a run."""
-        is_for = view.command in self.only if self.only else view.command != "simulate"
+        is_for = view.command in self.only if self.only else view.command != "plan"
         if not is_for or not all(_condition(x).holds(view) for x in (*self.when, *self.given)):
             return
         try:

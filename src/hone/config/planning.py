@@ -1,4 +1,4 @@
-"""What `hone simulate` assumes of devices, lengths and the speed that programs reach."""
+"""What `hone plan` assumes of devices, lengths and the speed that programs reach."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import Field
 from hone.config.base import Section
 from hone.config.model import TrainedModelConfig
 
-__all__ = ["GPUS_UNSET", "LengthsConfig", "SimulatedModelConfig", "SimulationConfig"]
+__all__ = ["GPUS_UNSET", "LengthsConfig", "PlannedModelConfig", "PlanningConfig"]
 
 GPUS_UNSET = 8
 """GPUs of a recipe that names none."""
 
 
-class SimulatedModelConfig(TrainedModelConfig):
+class PlannedModelConfig(TrainedModelConfig):
     """The model, of which only the shape counts."""
 
     path: str = ""
@@ -46,7 +46,7 @@ class LengthsConfig(Section):
     `samples.jsonl` of a run folder has."""
 
 
-class SimulationConfig(Section):
+class PlanningConfig(Section):
     """Devices, lengths, and what share of the hardware's limits programs reach. Defaults are from
     one H200 (benchmarks/README.md) where nothing else is said."""
 
@@ -55,6 +55,10 @@ class SimulationConfig(Section):
 
     gpu: str = "H200"
     """Their type, a name of hone's table of devices."""
+
+    goal: Literal["throughput", "on_policy", "memory"] = "throughput"
+    """What is ranked first: the most tokens/s; of those whose samples are all of the newest weights
+    the most tokens/s; or the least memory of the fullest GPU."""
 
     prompt_tokens: int = Field(default=256, ge=1)
     """Tokens of every prompt."""

@@ -1,4 +1,4 @@
-"""`hone simulate`: help, the table, the files, mistakes, and neither torch nor a model."""
+"""`hone plan`: help, the table, the files, mistakes, and neither torch nor a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hone.config import schema
 from hone.config.load import load_config, resolve_recipe
 from hone.config.plan import Devices, resolve
 from hone.config.rules import findings
-from hone.config.tree import RLConfig, SimulateConfig
+from hone.config.tree import PlanConfig, RLConfig
 from hone.planner.comparison import compare, launch_words, run_flags
 from hone.planner.fitting import does_fit
 from hone.planner.simulator import Placement
@@ -29,9 +29,9 @@ SMALL = (
     "--model.shape=qwen3-0.6b",
     "--rollout.prompts_per_step=4",
     "--rollout.n_samples_per_prompt=4",
-    "--simulate.gpus=3",
-    "--simulate.steps=4",
-    "--simulate.lengths.median=100",
+    "--plan.gpus=3",
+    "--plan.steps=4",
+    "--plan.lengths.median=100",
 )
 
 
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
-    assert main(["simulate", *argv]) == code
+    assert main(["plan", *argv]) == code
     captured = capsys.readouterr()
     return captured.out + captured.err
 
@@ -50,14 +50,14 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
 def test_help_teaches(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, *argv)
-    assert "hone simulate gsm8k --simulate.gpus 8" in text
+    assert "hone plan gsm8k --plan.gpus 8" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
 def test_R22_help_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    flat = " ".join(output(capsys, "--help", "simulate", "model").split())
-    for field in schema.fields(SimulateConfig):
-        if field.path[0] in ("simulate", "model"):
+    flat = " ".join(output(capsys, "--help", "plan", "model").split())
+    for field in schema.fields(PlanConfig):
+        if field.path[0] in ("plan", "model"):
             assert field.help in flat, field.key
             assert field.key in flat
     assert "no section 'simulat'" in output(capsys, "--help", "simulat", code=2)
@@ -96,7 +96,7 @@ def test_nothing_is_written_unless_asked_for(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_plain_run_is_shown_and_what_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
-    tail = ("--simulate.gpus=8", "--simulate.lengths.sigma=1.5", "--pipeline.too_old=drop")
+    tail = ("--plan.gpus=8", "--plan.lengths.sigma=1.5", "--pipeline.too_old=drop")
     text = output(capsys, *SMALL, *tail)
     assert "sync colocated" in text
     assert "slower ones are left out; --output FILE.json has all" in " ".join(text.split())
@@ -104,34 +104,34 @@ def test_the_plain_run_is_shown_and_what_is_dropped(capsys: pytest.CaptureFixtur
 
 
 def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, "gsm8k", "--simulate.gpus=2", "--simulate.steps=4")
+    text = output(capsys, "gsm8k", "--plan.gpus=2", "--plan.steps=4")
     assert "Qwen/Qwen3-0.6B on 2 x H200: 32 prompts" in " ".join(text.split())
     for flags, said in (
-        (["--simulate.gpu=H2000"], "hone's table lacks"),
+        (["--plan.gpu=H2000"], "hone's table lacks"),
         (["--trainer.parallel.ring_size=4"], "cannot be split into trainers"),
-        (["--simulate.gpuz=1"], "simulate.gpuz"),
-        (["--nproc", "2"], "set simulate.gpus instead"),
+        (["--plan.gpuz=1"], "plan.gpuz"),
+        (["--nproc", "2"], "set plan.gpus instead"),
         (
             ["--cluster.num_engines=3"],
             "+ cluster.num_engines 3 x engine.tensor_parallel_size 1 = 4",
         ),
         (["--cluster.num_references=1"], "nothing for it to score"),
         (
-            ["--cluster.num_references=8", "--algorithm.kl.coef=0.1", "--simulate.gpus=8"],
+            ["--cluster.num_references=8", "--algorithm.kl.coef=0.1", "--plan.gpus=8"],
             "leaves none to trainers and engines",
         ),
         (
             ["--output=x.svg"],
             "Give the path of a .json file, such as bench.json",
         ),
-        (["--simulate.lengths.distribution=file"], "simulate.lengths.path"),
+        (["--plan.lengths.distribution=file"], "plan.lengths.path"),
     ):
         assert said in output(capsys, *SMALL, *flags, code=2)
     assert not Path("x.svg").exists()
-    unused = SimulateConfig.model_validate({"simulate": {"lengths": {"path": "x"}}})
+    unused = PlanConfig.model_validate({"plan": {"lengths": {"path": "x"}}})
     (finding,) = findings(plan_here(unused, 1))
-    assert "simulate.lengths.path is x and has no effect" in finding.message
-    hosts = SimulateConfig.model_validate({"cluster": {"devices_per_node": 8, "num_nodes": 2}})
+    assert "plan.lengths.path is x and has no effect" in finding.message
+    hosts = PlanConfig.model_validate({"cluster": {"devices_per_node": 8, "num_nodes": 2}})
     (finding,) = findings(plan_here(hosts, 1))
     assert (finding.level, finding.keys) == (
         "warning",
@@ -142,11 +142,11 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        ("--simulate.gpus=2",),
-        ("--simulate.gpus=8", "--algorithm.correction.kind=none"),
-        ("--simulate.gpus=5", "--engine.tensor_parallel_size=2", "--engine.enable_sleep"),
-        ("--simulate.gpus=6", "--cluster.num_references=2", "--algorithm.kl.coef=0.1"),
-        ("--simulate.gpus=16", "--cluster.devices_per_node=8"),
+        ("--plan.gpus=2",),
+        ("--plan.gpus=8", "--algorithm.correction.kind=none"),
+        ("--plan.gpus=5", "--engine.tensor_parallel_size=2", "--engine.enable_sleep"),
+        ("--plan.gpus=6", "--cluster.num_references=2", "--algorithm.kl.coef=0.1"),
+        ("--plan.gpus=16", "--cluster.devices_per_node=8"),
         (
             "--cluster.num_trainers=2",
             "--cluster.num_engines=2",
@@ -157,7 +157,7 @@ def test_recipes_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
             "--pipeline.async_queue_size=2",
             "--pipeline.in_flight=abort",
         ),
-        ("--simulate.gpus=2", "--trainer.enable_sleep", "--rollout.oversample_prompts=4"),
+        ("--plan.gpus=2", "--trainer.enable_sleep", "--rollout.oversample_prompts=4"),
     ],
 )
 def test_the_flags_of_an_outcome_run_what_was_simulated(
@@ -165,11 +165,11 @@ def test_the_flags_of_an_outcome_run_what_was_simulated(
 ) -> None:
     """Loaded by `hone rl` they pass its checks, and mean this mode on these devices."""
     workspace.fill(tmp_path)
-    recipe, quick = resolve_recipe("gsm8k"), ("--simulate.steps=4", "--simulate.lengths.median=50")
-    cfg = load_config(SimulateConfig, recipe, [*given, *quick, "--model.shape=qwen3-0.6b"])
+    recipe, quick = resolve_recipe("gsm8k"), ("--plan.steps=4", "--plan.lengths.median=50")
+    cfg = load_config(PlanConfig, recipe, [*given, *quick, "--model.shape=qwen3-0.6b"])
     outcomes = compare(cfg).outcomes
     assert outcomes
-    kept = [flag for flag in given if not flag.startswith("--simulate.")]
+    kept = [flag for flag in given if not flag.startswith("--plan.")]
     data = [*BASE["rl"], "--data.eval=[]", "--eval.every_n_steps=0", "--eval.at_start=false"]
     for outcome in outcomes:
         nproc, flags = take_nproc(run_flags(cfg, outcome))
@@ -212,12 +212,12 @@ def test_a_colocated_engine_that_does_not_fit_is_no_outcome(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     given = (
         f"--model.path={tmp_path}",
-        "--simulate.gpu=a100-80g",
-        "--simulate.gpus=64",
-        "--simulate.steps=4",
+        "--plan.gpu=a100-80g",
+        "--plan.gpus=64",
+        "--plan.steps=4",
         "--engine.tensor_parallel_size=8",
     )
-    result = compare(load_config(SimulateConfig, None, given))
+    result = compare(load_config(PlanConfig, None, given))
     assert not any(x.run.placement.colocated for x in result.outcomes)
     assert any("64 trainers: a step needs more than the 80 GiB" in x for x in result.notes)
     for outcome in result.outcomes:
@@ -230,7 +230,7 @@ def test_a_colocated_engine_that_does_not_fit_is_no_outcome(tmp_path: Path) -> N
 
 
 def test_trainers_of_several_nodes_are_started_on_each() -> None:
-    cfg = load_config(SimulateConfig, None, [*SMALL, "--simulate.gpus=16"])
+    cfg = load_config(PlanConfig, None, [*SMALL, "--plan.gpus=16"])
     found = {x.split: x for x in compare(cfg).outcomes}
     assert set(found) == {"16 = 16", *(f"{n} + {16 - n}" for n in range(1, 9))}
     assert launch_words(found["16 = 16"]) == shlex.split(
@@ -241,8 +241,8 @@ def test_trainers_of_several_nodes_are_started_on_each() -> None:
 
 
 def test_the_fastest_comes_with_its_flags_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    given = (*SMALL, "--simulate.gpus=8", "--simulate.lengths.sigma=1.5")
-    best = compare(load_config(SimulateConfig, None, given)).outcomes[0]
+    given = (*SMALL, "--plan.gpus=8", "--plan.lengths.sigma=1.5")
+    best = compare(load_config(PlanConfig, None, given)).outcomes[0]
     assert best.is_async
     text = output(capsys, *given)
     assert re.search(
@@ -261,4 +261,4 @@ def test_neither_torch_nor_transformers_is_loaded() -> None:
         "import sys; from hone.cli.main import main; code = main(sys.argv[1:]);"
         "raise SystemExit(code or bool({'torch', 'transformers'} & set(sys.modules)))"
     )
-    subprocess.run([sys.executable, "-c", program, "simulate", *SMALL], check=True)
+    subprocess.run([sys.executable, "-c", program, "plan", *SMALL], check=True)

@@ -1,4 +1,4 @@
-"""`hone simulate [RECIPE] [flags]`: what a step takes, before GPUs are rented."""
+"""`hone plan [RECIPE] [flags]`: how to run on given GPUs, and what a step takes there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,66 +19,110 @@ from rich.table import Table
 from hone.cli.command import load_checked, plan_here
 from hone.cli.help import is_help, print_help
 from hone.config import UserError
+from hone.config.recipe import to_yaml
 from hone.config.rules import findings
-from hone.config.tree import SimulateConfig
-from hone.observe.whole_file import whole_file
-from hone.planner.comparison import Comparison, Outcome, compare, launch_words, run_flags
+from hone.config.tree import PlanConfig
+from hone.observe.whole_file import whole_file, write_whole
+from hone.planner.comparison import (
+    Comparison,
+    Outcome,
+    compare,
+    launch_words,
+    planned_recipe,
+    run_flags,
+)
+from hone.planner.run_memory import RunMemory
 from hone.planner.timeline import draw_timelines
 from hone.version import __version__
 
 __all__ = ["run"]
 
 _USAGE = """\
-usage: hone simulate [RECIPE] [--section.key VALUE ...]
+usage: hone plan [RECIPE] [--section.key VALUE ...]
 
-Simulates the steps of a recipe of `hone rl` on GPUs of a type, in every mode
-(synchronous, partial rollouts, asynchronous) and every split into trainers and
-engines, and ranks them: seconds a step, tokens/s, who is idle, how stale
-samples are. Needs no GPU, no model (only its shape) and no data. It prints a
-table; --output FILE.json writes all numbers, and FILE.svg, the timeline of the
-best and of the plain run. What the columns mean is below the table; tok/s is
-that of `hone rl`, tokens of trained rows with their prompts over all GPUs. The
-last line has the flags that make `hone rl` run the fastest.
+Finds how to run a recipe of `hone rl` on GPUs of a type, before any is rented:
+every mode (synchronous, partial rollouts, asynchronous), every split into
+trainers and engines, engines over one GPU or several, and for each the ZeRO
+stage, recomputation, offloads and sleep that fit its memory at the least cost.
+It simulates the steps of each and ranks them: seconds a step, tokens/s, who is
+idle, how stale samples are; then memory by phase, and why each of the first
+beats the next. What fits nowhere is refused with what would make it possible.
+Needs no GPU, no model (only its shape) and no data. --output FILE.yaml writes
+the first as a recipe, FILE.json all numbers, with a timeline as FILE.svg. What
+the columns mean is below the table; tok/s is that of `hone rl`, tokens of
+trained rows with their prompts over all GPUs.
 
-Lengths decide: give measured ones where there are any (simulate.lengths). The
+Lengths decide: give measured ones where there are any (plan.lengths). The
 speed of programs is assumed to be what has been measured on one H200; every
-assumption is a key: `hone simulate --help simulate`. With cluster.num_engines
-only that split is simulated. Keys that neither time nor memory depends on
-(data, rewards, evaluation, learning rates, ...) have no effect here. Five modes
-on two GPUs came out within 10 % (benchmarks/README.md); more GPUs have not been
-compared.
+assumption is a key: `hone plan --help plan`. What costs no time or memory
+(rewards, learning rates, ...) has no effect, and what changes what is learnt
+(LoRA, numbers of bits, batches) stays as it is. Five modes on two H200 came out
+within 10 % (benchmarks/README.md); more GPUs, links between hosts and other
+types have not been compared.
 
 examples:
-  hone simulate gsm8k --simulate.gpus 8 --output simulate.json
-  hone simulate --model.shape qwen3-8b --simulate.gpus 32 \\
-    --rollout.max_completion_tokens 8192 --simulate.lengths.median 1500
-  hone simulate gsm8k --simulate.lengths.distribution file \\
-    --simulate.lengths.path runs/gsm8k/samples.jsonl
-  hone simulate gsm8k --cluster.num_trainers 4 --cluster.num_engines 4 \\
-    --simulate.staleness '[1, 2, 4]' --pipeline.in_flight abort
+  hone plan gsm8k --plan.gpus 8 --output plan.yaml
+  hone plan --model.path Qwen/Qwen2.5-7B-Instruct --model.lora.rank 32 \\
+    --plan.gpus 2 --plan.gpu 4090
+  hone plan --model.shape llama-3.1-70b --plan.gpus 64 --plan.gpu a100 \\
+    --rollout.max_completion_tokens 8192 --plan.lengths.median 1500
+  hone plan gsm8k --plan.lengths.distribution file \\
+    --plan.lengths.path runs/gsm8k/samples.jsonl --plan.goal on_policy
+  hone plan gsm8k --cluster.num_trainers 4 --cluster.num_engines 4 \\
+    --plan.staleness '[1, 2, 4]' --pipeline.in_flight abort
 """
 
 _MAX_ROWS = 16
+_NUM_EXPLAINED = 4
+_TELLING_SHARE = 0.01
+"""Of a step: differences below are not told."""
 
 _log = logging.getLogger(__name__)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Simulate and print the ranking; write the numbers and the plot where that is asked for."""
+    """Search, print the ranking; write recipe or numbers where that is asked for."""
     if not argv or is_help(argv):
         if any(not word.startswith("-") for word in argv):
-            return print_help("simulate", argv)
+            return print_help("plan", argv)
         sys.stdout.write(_USAGE)
         return 0
     if any(word.partition("=")[0] == "--nproc" for word in argv):
-        raise UserError("--nproc is not served by `hone simulate`; set simulate.gpus instead")
-    cfg = load_checked(SimulateConfig, argv, lambda cfg, n: findings(plan_here(cfg, n)))
+        raise UserError("--nproc is not served by `hone plan`; set plan.gpus instead")
+    cfg = load_checked(PlanConfig, argv, lambda cfg, n: findings(plan_here(cfg, n)))
     result = compare(cfg)
-    plot = None if cfg.output is None else _write_files(result, cfg.output)
+    written = None if cfg.output is None else _write(result, cfg.output)
     _print(result, Console(highlight=False))
-    if plot is not None:
-        _log.info("numbers in %s, plot in %s", cfg.output, plot)
+    if written is not None:
+        _log.info("%s", written)
     return 0
+
+
+def _write(result: Comparison, output: Path) -> str:
+    """Write the recipe, or numbers and plot; what is where."""
+    if output.suffix in (".yaml", ".yml"):
+        write_whole(output, _recipe(result), "output")
+        launch = " ".join(launch_words(result.outcomes[0]))
+        placement = result.outcomes[0].run.placement
+        nproc = placement.num_trainers if placement.colocated and launch == "hone rl" else 1
+        return f"to run the first: {launch} {output}{f' --nproc {nproc}' * (nproc > 1)}"
+    return f"numbers in {output}, plot in {_write_files(result, output)}"
+
+
+def _recipe(result: Comparison) -> str:
+    """The first outcome as a recipe, which says what it was made for."""
+    outcome = result.outcomes[0]
+    recipe = planned_recipe(result.cfg, outcome)
+    head = [
+        f"{outcome.name}, planned for {_model(result)} on {result.num_gpus} x {result.gpu.name}",
+        f"{outcome.run.step_s:.3g} s a step, {outcome.run.tokens_per_s:,.0f} tok/s by prediction",
+        *(f"{phase.title}: {phase.in_words()}" for phase in RunMemory(outcome.plan).phases()),
+    ]
+    if shape := result.cfg.model.shape:
+        recipe.setdefault("model", {}).pop("path", None)
+        head.append(f"model.path is yours to set: a folder or hub name of a {shape}")
+    comments = "".join(f"# {line}\n" for line in head)
+    return f"{comments}{to_yaml(recipe)}"
 
 
 def _print(result: Comparison, console: Console) -> None:
@@ -102,10 +147,16 @@ def _print(result: Comparison, console: Console) -> None:
     if len(shown) < len(result.outcomes):
         rest = len(result.outcomes) - len(shown)
         output = result.cfg.output
-        told = "left out; --output FILE.json has all" if output is None else f"in {output}"
+        has_all = output is not None and output.suffix == ".json"
+        told = f"in {output}" if has_all else "left out; --output FILE.json has all"
         console.print(f"{rest} slower ones are {told}", markup=False)
     for outcome in dict.fromkeys([result.outcomes[0], result.plain]):
         console.print(_where_time_goes(outcome), markup=False)
+    for better, next_best in pairwise(_distinct(result)):
+        console.print(_why(better, next_best), markup=False)
+    console.print(f"memory of {result.outcomes[0].name}, of {result.gpu.memory_gib} GiB a GPU:")
+    for phase in RunMemory(result.outcomes[0].plan).phases():
+        console.print(f"  {phase.title}: {phase.in_words()}", markup=False)
     for note in result.notes:
         console.print(f"note: {note}", markup=False, style="dim")
     preempted = sum(x.run.num_preemptions > 0 for x in result.outcomes)
@@ -123,7 +174,7 @@ def _print(result: Comparison, console: Console) -> None:
         how = "" if launch == "hone rl" else ", started on every node,"
         console.print(
             f"To run the fastest, add this to `{launch}`{how} with the recipe and flags given here "
-            "(but for --simulate, --output and --model.shape):",
+            "(but for --plan, --output and --model.shape):",
             markup=False,
         )
         console.print(shlex.join(flags), markup=False, soft_wrap=True)  # one line, to be copied
@@ -153,17 +204,41 @@ def _cells(result: Comparison, outcome: Outcome) -> list[str]:
 
 
 def _where_time_goes(outcome: Outcome) -> str:
-    steps = outcome.run.steady
-    wait_s, train_s, halt_s, sync_s = (
-        statistics.fmean(getattr(step, name) for step in steps)
-        for name in ("wait_s", "train_s", "halt_s", "sync_s")
-    )
-    sampling = "waiting for samples" if outcome.is_async else "sampling"
+    phases = ", ".join(f"{seconds:.3g} s {name}" for name, seconds in outcome.phases_s.items())
     return (
-        f"a step of {outcome.name}: {wait_s:.3g} s {sampling}, {train_s:.3g} s training, "
-        f"{halt_s:.3g} s until engines halt, {sync_s:.3g} s for weights; "
+        f"a step of {outcome.name}: {phases}; "
         f"{outcome.run.tokens_per_s:,.0f} tok/s, "
         f"{outcome.run.completion_tokens_per_s:,.0f} of completions"
+    )
+
+
+def _distinct(result: Comparison) -> list[Outcome]:
+    """The first ones of other placements or modes, whose times differ."""
+    found: list[Outcome] = []
+    for outcome in result.outcomes:
+        if len(found) == _NUM_EXPLAINED:
+            break
+        if not found or abs(found[-1].run.step_s / outcome.run.step_s - 1) > _TELLING_SHARE:
+            found.append(outcome)
+    return found
+
+
+def _why(better: Outcome, other: Outcome) -> str:
+    """Where the time between two goes."""
+    ours, theirs = better.phases_s, other.phases_s
+    sampling, others_sampling = next(iter(ours)), next(iter(theirs))
+    pairs = [(sampling, ours[sampling], theirs[others_sampling])]
+    pairs += [(name, ours[name], theirs[name]) for name in [*ours][1:]]
+    pairs.sort(key=lambda pair: -abs(pair[2] - pair[1]))
+    differences = [
+        f"{abs(after - before):.2g} s {'less' if after > before else 'more'} {name}"
+        for name, before, after in pairs[:2]
+        if abs(after - before) >= _TELLING_SHARE * other.run.step_s
+    ]
+    told = f": {', '.join(differences)}" if differences else ""
+    return (
+        f"{better.name} before {other.name}: {other.run.step_s - better.run.step_s:.2g} s "
+        f"less a step{told}"
     )
 
 
@@ -172,7 +247,7 @@ def _title(result: Comparison) -> str:
     lengths = [length for group in result.lengths for length in group]
     return (
         f"{_model(result)} on {result.num_gpus} x {result.gpu.name}: "
-        f"{rollout.prompts_per_step} prompts of {cfg.simulate.prompt_tokens} tokens x "
+        f"{rollout.prompts_per_step} prompts of {cfg.plan.prompt_tokens} tokens x "
         f"{rollout.n_samples_per_prompt} samples a step, completions of "
         f"{statistics.fmean(lengths):,.0f} tokens on average, {max(lengths):,} at most"
     )
