@@ -29,7 +29,7 @@ COMMANDS = {
     "report": "draw the report of a run, or of several side by side",
     "trace": "merge the traces of a step, and list what takes longest",
     "bench": "measure the engine (beside vLLM where wanted) or training",
-    "plan": "find the fastest way to run on given GPUs, with memory and times; needs none",
+    "plan": "find what fits GPUs of a type, and what is fastest; needs none",
     "check": "check a recipe and print its derived numbers; needs no GPU",
     "recipes": "list the recipes that come with hone, show or copy one",
     "completion": "print a script that completes keys and values in your shell",

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 from hone.config.base import Section
 from hone.config.plan import RunPlan, resolve
 from hone.config.rules import Finding, findings
-from hone.config.tree import RLConfig
+from hone.config.tree import PlanConfig, RLConfig
 from hone.planner.host_memory import LEAST_LENGTH_SHARE, HostRole, host_roles, shortage
 from hone.planner.run_memory import RunMemory
 
@@ -20,6 +20,7 @@ __all__ = [
     "check_gpu_memory",
     "check_host_memory",
     "does_fit",
+    "errors",
     "remedies",
 ]
 
@@ -88,10 +89,10 @@ def remedies(plan: RunPlan, *, moves: bool = True) -> list[Change]:
     The order is that of benchmarks/memory.md, by time a GiB. Where models may be moved, engines get
     devices of their own as a last resort.
     """
-    known = _errors(plan)
+    known = errors(plan)
 
     def is_served(change: Change) -> bool:
-        return _errors(changed(plan, change)) <= known
+        return errors(changed(plan, change)) <= known
 
     singles = [change for change in _candidates(plan, moves=moves) if is_served(change)]
     fitting = [change for change in singles if not _excess(changed(plan, change))]
@@ -257,7 +258,14 @@ def _without_needless(plan: RunPlan, change: Change, is_served: Callable[[Change
     return change
 
 
-def _errors(plan: RunPlan) -> set[Finding]:
+def errors(plan: RunPlan) -> set[Finding]:
+    """What stands against a run of this plan; of `hone plan` against the `hone rl` that it is
+    for."""
+    cfg = plan.config
+    if isinstance(cfg, PlanConfig):
+        sections = {name: getattr(cfg, name) for name in RLConfig.model_fields}
+        cfg = RLConfig.model_construct(**sections)
+        plan = resolve(cfg, plan.model, plan.devices, world_size=plan.world_size)
     return {finding for finding in findings(plan) if finding.level == "error"}
 
 

@@ -19,10 +19,9 @@ from hone.config.cluster import ClusterConfig
 from hone.config.hardware import Peaks
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
-from hone.config.rules import findings
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape
-from hone.planner.fitting import GPUS_OF_A_NODE, Change, changed, does_fit, remedies
+from hone.planner.fitting import GPUS_OF_A_NODE, Change, changed, does_fit, errors, remedies
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulator import Placement
 from hone.planner.training_time import TrainingTime
@@ -144,12 +143,12 @@ def _cost(cfg: PlanConfig) -> Callable[[RunPlan], float]:
 def _fastest_that_fits(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
     """The plan with the settings of memory that fit, are served, and cost least; of equal ones the
     nearest to the recipe's. None: none fit."""
-    known = _errors(plan)
+    known = errors(plan)
     changes = [*_settings(plan)]
     plans = [changed(plan, change) if change else plan for change in changes]
     costs = [cost(each) for each in plans]
     for index in sorted(range(len(plans)), key=lambda i: (costs[i], len(changes[i]))):
-        if does_fit(plans[index]) and _errors(plans[index]) <= known:
+        if does_fit(plans[index]) and errors(plans[index]) <= known:
             return plans[index]
     further = remedies(plan, moves=False)  # smaller budgets, tokens shared, rounded states
     fitting = [changed(plan, change) for change in further]
@@ -170,13 +169,13 @@ def _with_more_cache(plan: RunPlan, num_keys: int) -> RunPlan:
     assert engine is not None
     if engine.kv_cache_gib is not None or _cache_keys(plan) >= num_keys:
         return plan
-    known = _errors(plan)
+    known = errors(plan)
 
     def largest(base: Change) -> RunPlan:
         shares = [n / 100 for n in range(95, round(100 * engine.gpu_memory_utilization), -5)]
         changes = [{**base, "engine.gpu_memory_utilization": share} for share in shares]
         plans = (changed(plan, change) for change in (*changes, base))
-        served = (each for each in plans if does_fit(each) and _errors(each) <= known)
+        served = (each for each in plans if does_fit(each) and errors(each) <= known)
         return max(served, key=lambda each: min(_cache_keys(each), num_keys), default=plan)
 
     awake = largest({})
@@ -210,10 +209,6 @@ def _settings(plan: RunPlan) -> Iterator[Change]:
     for values in product(*(dict.fromkeys(choices) for choices in axes.values())):
         chosen = zip(axes, values, strict=True)
         yield {key: value for key, value in chosen if value != axes[key][0]}
-
-
-def _errors(plan: RunPlan) -> set[str]:
-    return {finding.message for finding in findings(plan) if finding.level == "error"}
 
 
 def _cluster(cluster: ClusterConfig, placement: Placement) -> ClusterConfig:
