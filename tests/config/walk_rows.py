@@ -17,6 +17,7 @@ EVAL_HUB = ("--data.eval=[{path: owner/name, max_rows: 4}]",)
 SPLIT = ("--data.train=[{path: split}]",)
 EVAL_SPLIT = ("--data.eval=[{path: split}]",)
 ECHO = ("--env.path=envs.py:Echo", "--rollout.stop=['1', '2', '3', '4']")
+WHOLE_GROUPS = Row("true", "metrics", ("--reward.functions=[{fn: 'rewards.py:of_lists'}]",))
 EXACT_MATCH = ("--reward.functions=[{fn: exact_match}]",)
 LORA = ("--model.lora.rank=2",)
 GAE = ("--algorithm.advantage=gae", "--critic.lr=1e-3")
@@ -146,9 +147,7 @@ RL: dict[str, Row] = {
     "reward.functions.0.args": Row(
         "{mark: '1'}", "metrics", ("--reward.functions=[{fn: 'rewards.py:nine'}]",)
     ),
-    "reward.functions.0.whole_groups": Row(
-        "true", "metrics", ("--reward.functions=[{fn: 'rewards.py:of_lists'}]",)
-    ),
+    "reward.functions.0.whole_groups": WHOLE_GROUPS,
     "reward.timeout_s": Row(
         "0.1",
         "metrics",
@@ -583,6 +582,9 @@ EVALUATE = {
     key: Row(row.value, row.shows, (*HELD_OUT, *row.given)) if key.startswith("data.train") else row
     for key, row in EVALUATE.items()
 }
+EVALUATE["reward.functions.0.whole_groups"] = replace(
+    WHOLE_GROUPS, shows="samples", given=(*WHOLE_GROUPS.given, "--eval.n_samples_per_prompt=2")
+)
 EVALUATE["data.eval_fraction"] = Row("0.8", "samples", HELD_OUT)
 
 UNUSED_EVAL = "log:data.eval is .*and has no effect"
@@ -634,6 +636,10 @@ GENERATE: dict[str, Row] = {
     "pass_threshold": Row("0", "samples", (*SCORED, "--keep=passing")),
     "output": Row("elsewhere.jsonl", "files"),
 }
+
+GENERATE["reward.functions.0.whole_groups"] = replace(
+    WHOLE_GROUPS, shows="samples", given=(*WHOLE_GROUPS.given, "--n_samples_per_prompt=2")
+)
 
 BENCH_ENGINE: dict[str, Row] = {
     "run.seed": Row("1", "requests"),
@@ -773,6 +779,7 @@ SIMULATE: dict[str, Row] = {
         "exit",
         ("--plan.lengths.distribution=file",),
     ),
+    "plan.goal": Row("memory", "numbers"),
     "plan.staleness": Row("[2]", "numbers"),
     "plan.steps": Row("5", "numbers"),
     "plan.decode_share": Row("0.5", "numbers"),
