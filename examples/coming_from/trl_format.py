@@ -1,11 +1,10 @@
 """A GRPO script of TRL: messages, two rewards with weights, one of them `async`, one that abstains.
-`pip install datasets` and `make quickstart` first.
+`make quickstart` first.
 """
 
+import json
 import re
 from pathlib import Path
-
-from datasets import load_dataset
 
 import hone
 
@@ -14,8 +13,9 @@ def make_conversation(example):
     return {"prompt": [{"role": "user", "content": example["prompt"]}]}
 
 
-dataset = load_dataset("json", data_files="runs/quickstart/train.jsonl", split="train")
-dataset = dataset.map(make_conversation).remove_columns("completion")
+# Rows as plain dicts; a data set of `datasets` is taken as it is, too.
+rows = map(json.loads, Path("runs/quickstart/train.jsonl").read_text().splitlines())
+dataset = [{"answer": row["answer"], **make_conversation(row)} for row in rows]
 
 
 def format_reward(completions, **kwargs):

@@ -1,11 +1,13 @@
 """A recipe of verl: a score by source of the data, with what it is made of.
-`pip install datasets` and `make quickstart` first.
+`make quickstart` first.
 """
 
+import json
 import re
 from pathlib import Path
 
-from datasets import load_dataset
+import pyarrow as pa
+from pyarrow.parquet import write_table
 
 import hone
 
@@ -19,10 +21,9 @@ def process_fn(example, idx):
     }
 
 
-dataset = load_dataset("json", data_files="runs/quickstart/train.jsonl", split="train")
-columns = dataset.column_names
-dataset = dataset.map(process_fn, with_indices=True, remove_columns=columns)
-dataset.to_parquet("runs/quickstart/train_format.parquet")
+rows = map(json.loads, Path("runs/quickstart/train.jsonl").read_text().splitlines())
+dataset = [process_fn(example, idx) for idx, example in enumerate(rows)]
+write_table(pa.Table.from_pylist(dataset), "runs/quickstart/train_format.parquet")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

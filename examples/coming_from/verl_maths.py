@@ -1,8 +1,10 @@
-"""verl's Parquet and `compute_score`. `pip install datasets` and `make quickstart` first."""
+"""verl's Parquet and `compute_score`. `make quickstart` first."""
 
+import json
 from pathlib import Path
 
-from datasets import load_dataset
+import pyarrow as pa
+from pyarrow.parquet import write_table
 
 import hone
 
@@ -20,10 +22,10 @@ def make_map_fn(split):
     return process_fn
 
 
-dataset = load_dataset("json", data_files="runs/quickstart/train.jsonl", split="train")
-columns = dataset.column_names
-dataset = dataset.map(make_map_fn("train"), with_indices=True, remove_columns=columns)
-dataset.to_parquet("runs/quickstart/train.parquet")
+rows = map(json.loads, Path("runs/quickstart/train.jsonl").read_text().splitlines())
+process_fn = make_map_fn("train")
+dataset = [process_fn(example, idx) for idx, example in enumerate(rows)]
+write_table(pa.Table.from_pylist(dataset), "runs/quickstart/train.parquet")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

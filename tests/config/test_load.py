@@ -179,6 +179,17 @@ def test_missing_keys_are_named_with_their_help() -> None:
         (["--trainer.optimizer.betas=[1]"], "trainer.optimizer.betas"),
         (["--reward.functions={fn: math}"], "list of entries with the keys fn, weight, args"),
         (["--trainer.learning_rate=1"], "did you mean --trainer.optimizer.lr"),
+        (["--lr=1"], "did you mean --trainer.optimizer.lr or --critic.lr?"),
+        (["--temperature=1"], "did you mean --rollout.temperature or --eval.temperature?"),
+        (["--top_p=1"], "training samples from the whole distribution"),
+        (["--top_p=1"], "; did you mean --eval.top_p?"),
+        (["--n=8"], "did you mean --rollout.n_samples_per_prompt?"),
+        (["--clip=1"], "did you mean --algorithm.clip_low or --algorithm.clip_high?"),
+        (["--epochs=1"], "did you mean --trainer.num_epochs?"),
+        (["--steps=1"], "did you mean --run.steps or"),
+        (["--dir=x"], "did you mean --run.dir or"),
+        (["--batch_size=8"], "did you mean --rollout.prompts_per_step?"),
+        (["--answer=a"], "did you mean --data.train.0.columns.answer or"),
         (["--zzzzqqq=1"], "unknown key (flag --zzzzqqq=1)"),
     ],
 )
@@ -323,6 +334,7 @@ _VALUES = st.recursive(
 def values_of(annotation: Any, metadata: Any = ()) -> st.SearchStrategy[Any]:
     """Valid values of a field, as a recipe would hold them."""
     limits: dict[str, Any] = {}
+    least = 0
     for bound in metadata:
         match bound:
             case bounds.Ge(ge=x):
@@ -333,6 +345,8 @@ def values_of(annotation: Any, metadata: Any = ()) -> st.SearchStrategy[Any]:
                 limits["max_value"] = x
             case bounds.Lt(lt=x):
                 limits |= {"max_value": x, "exclude_max": True}
+            case bounds.MinLen(min_length=x):
+                least = x
             case _:
                 pass
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -341,7 +355,7 @@ def values_of(annotation: Any, metadata: Any = ()) -> st.SearchStrategy[Any]:
     if origin in (Union, types.UnionType):
         return st.one_of([values_of(member, metadata) for member in arguments])
     if origin is tuple and arguments[-1] is ...:
-        return st.lists(values_of(arguments[0]), max_size=2)
+        return st.lists(values_of(arguments[0]), min_size=least, max_size=2)
     if origin is tuple:
         return st.tuples(*[values_of(member) for member in arguments]).map(list)
     if origin is dict:

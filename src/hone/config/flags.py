@@ -112,6 +112,9 @@ def _unknown(tree: type[Section], name: str, word: str) -> str:
     near = [] if hint else [key for key in nearest(tree, path) if _is_meant(tree, name, key)]
     if near:
         hint = f"did you mean --{' or --'.join(near)}?"
+    if len(path) == 1 and locate(tree, ["rollout"]) is not None:  # what is sampled is meant first
+        in_rollout = alias_hint(tree, ["rollout", *path], dashes="--")
+        hint = "; ".join(dict.fromkeys(filter(None, (in_rollout, hint))))
     return f"unknown key (flag {word}){f'; {hint}' if hint else ''}"
 
 

@@ -157,18 +157,23 @@ def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
 def nearest(tree: type[Section], path: Sequence[str]) -> list[str]:
     """The existing keys that a wrong one most likely stands for, at most three, best first.
 
-    The last part counts most, so a right name under a wrong section is found as well. Where no key
-    looks much alike, those whose help text has all words of the last part are named.
+    The last part counts most, so a right name under a wrong section is found as well; of equals
+    those that the training is set by come first. Where no key looks much alike, those whose help
+    text has all words of the last part are named.
     """
     scored = [(_likeness(path, parts), ".".join(parts)) for parts in _paths_like(tree, path)]
     best = max(score for score, _ in scored)
-    if best < 0.7:
+    if best < 0.7 and len(path[-1]) > 1:
         words = set(path[-1].lower().split("_"))
         told = [x.key for x in fields(tree) if words <= set(re.findall(r"\w+", x.help.lower()))]
         if told:
             return told[:3]
-    ranked = sorted(scored, key=lambda pair: -pair[0])
+    ranked = sorted(scored, key=lambda pair: (-pair[0], pair[1].startswith(_BESIDE)))
     return [key for score, key in ranked if score > 0 and score >= best - 0.02][:3]
+
+
+_BESIDE = ("critic.", "teacher.", "eval.", "checkpoint.", "profile.")
+"""Sections of what goes on beside the training of the policy."""
 
 
 def _paths_like(tree: type[Section], path: Sequence[str]) -> Iterator[list[str]]:
@@ -187,6 +192,8 @@ def _likeness(typed: Sequence[str], known: Sequence[str]) -> float:
         leaf = max(leaf, 0.9)  # what was cut short is meant, rather than another word
     if leaf < 0.5:
         return 0.0
+    if len(typed) == 1 < len(known):  # no section is written, so that it cannot be a wrong one
+        return leaf if leaf >= 0.7 else 0.0
     score = 0.7 * leaf + 0.3 * _similarity(".".join(typed[:-1]), ".".join(known[:-1]))
     return score if score >= 0.55 else 0.0
 
