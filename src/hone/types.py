@@ -398,6 +398,8 @@ class EngineStats:
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     """Share of KV blocks in use, 0 to 1."""
+    kv_cache_bytes: int = 0
+    """Of all blocks; 0 where the engine does not say."""
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

@@ -50,6 +50,10 @@ class PolicyObjective:
             fresh = _is_fresh(batch)
             mismatch = k3(torch.zeros_like(log_ratio), log_ratio).where(fresh, 0.0)
             metrics["off_policy/mismatch_kl"] = Mean(mismatch.double().sum(), fresh.sum())
+        advantages = batch.column("advantages")
+        for sign, has_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
+            num_masked = (terms.masked & has_sign).sum()
+            metrics[f"policy/masked_share/{sign}"] = Mean(num_masked, has_sign.sum())
         return Loss(terms.values, metrics)
 
 
@@ -72,6 +76,8 @@ class PolicyTerms:
     """Detached, [N] each; the mean over trained tokens is the metric."""
     log_ratio_engine: Tensor | None
     """[N] old trainer log-probs less the engine's; None where the engine gave none."""
+    masked: Tensor
+    """[N] bool, tokens whose advantage moves nothing: clipped, or given a factor of 0."""
 
 
 def policy_objective(
@@ -103,7 +109,7 @@ def policy_objective(
         "policy/ratio/mean": importance_ratio(current - old),
     }
 
-    log_ratio_engine = None
+    log_ratio_engine, masked = None, terms.clipped
     if engine is not None:
         log_ratio_engine = old - engine
         metrics["off_policy/kl"] = k3(engine, old)
@@ -115,7 +121,7 @@ def policy_objective(
             cfg.correction.high,
         )
         if cfg.correction.kind != "none":
-            values = values * factors
+            values, masked = values * factors, masked | (factors == 0)
             metrics["off_policy/correction"] = factors
 
     if reference is not None:
@@ -127,4 +133,4 @@ def policy_objective(
     metrics["policy/entropy"] = entropy.detach()
     if cfg.entropy_coef:
         values = values - cfg.entropy_coef * entropy
-    return PolicyTerms(values, metrics, log_ratio_engine)
+    return PolicyTerms(values, metrics, log_ratio_engine, masked)

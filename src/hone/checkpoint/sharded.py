@@ -8,6 +8,7 @@ that resumes from it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +22,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from hone.checkpoint.atomic import CheckpointError
 
-__all__ = ["Piece", "Region", "StoredTensor", "laid_out", "local_part", "own_part", "region_of"]
+__all__ = [
+    "Piece",
+    "Region",
+    "StoredTensor",
+    "bytes_on",
+    "laid_out",
+    "local_part",
+    "own_part",
+    "region_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,12 @@ class Region:
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: all of it, unless it is a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    """What this process holds of tensors on a device; memory that several share counts once."""
+    storages = [local_part(t.detach()).untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.device == device}.values())
 
 
 def region_of(tensor: Tensor) -> Region:

@@ -256,6 +256,7 @@ class EmbeddedEngine(EngineBase):
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
             kv_cache_usage=self._blocks.usage,
+            kv_cache_bytes=self._cache.num_bytes,
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,

@@ -145,6 +145,11 @@ class KVCache:
         self.is_asleep = False
 
     @property
+    def num_bytes(self) -> int:
+        """Of all blocks, whether it sleeps or not."""
+        return self.num_layers * self._layer_stride
+
+    @property
     def _shape(self) -> tuple[int, ...]:
         return (2, self._num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 

@@ -23,8 +23,9 @@ from hone.loops.launch import Launch
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
 from hone.observe.disk import DiskError
+from hone.observe.gpu_use import GPUUse
 from hone.observe.loggers import RunLog
-from hone.observe.metrics import Max, Metrics, Min, merge, to_scalars
+from hone.observe.metrics import Max, Mean, Metrics, Min, merge, to_scalars
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.rewards.scorer import FailureRateError
@@ -149,6 +150,8 @@ class Recorder:
     console: Console | None = None
     limits: Limits | None = None
     cpu_use: CPUUse = field(default_factory=CPUUse)
+    gpu_use: GPUUse | None = None
+    """Of this process's device."""
     before_failure: Callable[[], None] = lambda: None
     """Called where an error ends the run, as long as events can be written."""
     _unrecorded: tuple[int, Sequence[Group], str] | None = None
@@ -212,15 +215,20 @@ class Recorder:
         """Write the row of `step`, the number of updates done. Collective; times are those of the
         first process. `why_untrained` is the cause where no token of it was trained."""
         seconds = self.spans.take()
-        memory = merge(*self.mesh.gather(memory_metrics(self.mesh.device)))
+        own = memory_metrics(self.mesh.device)
+        if self.gpu_use is not None:
+            own["perf/gpu_utilization"] = Mean.of(self.gpu_use.take())
+        machine = merge(*self.mesh.gather(own))
         if self.log is None or self.console is None:
             return
-        scalars = to_scalars(metrics | memory)
+        scalars = to_scalars(metrics | machine)
         scalars |= {f"time/{name}_s": value for name, value in seconds.items()}
         if self.mesh.device.type == "cpu":
             scalars |= self.cpu_use.take()
         num_tokens = sum(row.num_tokens for row in rows)
         scalars["perf/tokens_per_s"] = num_tokens / max(seconds["step"], 1e-9)
+        num_samples = sum(row.num_trained > 0 for row in rows)
+        scalars["perf/samples_per_s"] = num_samples / max(seconds["step"], 1e-9)
         if groups:
             sampled = sum(len(s.token_ids) for group in groups for s in group.samples)
             overlaps = self.limits is not None and self.limits.overlaps
@@ -233,6 +241,7 @@ class Recorder:
             counted_s = scalars.get("perf/engine_counted_s", seconds["step"])
             there_s = self.limits.num_engines * max(counted_s, 1e-9)
             scalars["perf/engine_busy_share"] = min(scalars["perf/engine_busy_s"] / there_s, 1.0)
+            scalars |= self._waits(scalars, seconds)
         self.log.log(step, scalars)
         if groups:
             advantages = {
@@ -246,6 +255,21 @@ class Recorder:
             self.log.event("alarm", message=str(alarm), **alarm.fields())
             self.console.warn(str(alarm))
         self.console.step(step, scalars)
+
+    def _waits(
+        self, scalars: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Shares of the time in which trainers wait for samples, and engines for weights."""
+        assert self.limits is not None
+        step_s = max(seconds["step"], 1e-9)
+        if self.limits.overlaps:  # engines stop where they are `max_staleness` ahead, and in a push
+            for_weights = 1 - scalars["perf/engine_busy_share"]
+        else:
+            for_weights = 1 - seconds.get("generate", 0.0) / step_s
+        return {
+            "perf/wait_for_samples_share": seconds.get("generate", 0.0) / step_s,
+            "perf/wait_for_weights_share": for_weights,
+        }
 
 
 @contextmanager
@@ -275,6 +299,9 @@ def recording(
     spans = Spans(on_begin=begin, on_end=end)
     recorder = Recorder(launch.mesh, spans, alarms, limits=limits)
     with ExitStack() as stack:
+        recorder.gpu_use = GPUUse.of(launch.mesh.device)
+        if recorder.gpu_use is not None:
+            stack.callback(recorder.gpu_use.close)
         if is_first:
             resume_step = launch.steps_done + 1 if launch.checkpoint is not None else None
             config = cfg.model_dump(mode="json")

@@ -101,7 +101,14 @@ class RLRun(Run[Group]):
 
     def push(self, step: int) -> Metrics:
         with self.span("sync"):
-            return {"time/sync/proof_s": Last(self.sampling.weights.push(version=step).seconds)}
+            report = self.sampling.weights.push(version=step)
+        metrics: Metrics = {
+            "time/sync/proof_s": Last(report.seconds),
+            "perf/sync_bytes": Last(report.bytes),
+        }
+        if report.bytes:  # else engine and trainer have one memory
+            metrics["perf/sync_bytes_per_s"] = Last(report.bytes / max(report.seconds, 1e-9))
+        return metrics
 
     @contextmanager
     def phase(self, name: Phase, step: int) -> Generator[None]:

@@ -27,7 +27,7 @@ from hone.observe.disk import AppendedFile, writing
 from hone.observe.histogram import Histogram
 from hone.observe.trackers import Tracker, start_trackers
 from hone.observe.whole_file import whole_file
-from hone.types import Group, Message, Sample
+from hone.types import NOT_SAMPLED, Group, Message, Sample
 
 __all__ = [
     "PER_TOKEN",
@@ -183,7 +183,7 @@ class RunLog:
                 row = place | advantage | sample_row(sample)
                 rows.append(row)
                 self._samples.write(row)
-        histograms = _histograms(groups)
+        histograms = _histograms(groups, step if split == "train" else None)
         if histograms:
             plain = {name: asdict(histogram) for name, histogram in histograms.items()}
             self._histograms.write({"step": step, "split": split, **plain})
@@ -216,14 +216,23 @@ def _spread(items: Sequence[Item], count: int) -> list[Item]:
     return [items[position * len(items) // count] for position in range(count)]
 
 
-def _histograms(groups: Sequence[Group]) -> dict[str, Histogram]:
-    """Of the samples of a step, by name; none without samples."""
+def _histograms(groups: Sequence[Group], step: int | None) -> dict[str, Histogram]:
+    """Of the samples of a step, by name; none without samples. `staleness` is how many updates the
+    oldest token of a sample is behind the weights that `step` trains, where one is."""
     samples = [sample for group in groups for sample in group.samples]
+    oldest = [_oldest_version(sample) for sample in samples] if step is not None else []
+    behind = [step - 1 - version for version in oldest if step is not None and version is not None]
     found = {
+        "staleness": Histogram.of(behind) if any(behind) else None,
         "reward": Histogram.of([s.reward.total for s in samples if s.reward is not None]),
         "completion_tokens": Histogram.of([len(s.token_ids) for s in samples]),
     }
     return {name: histogram for name, histogram in found.items() if histogram is not None}
+
+
+def _oldest_version(sample: Sample) -> int | None:
+    """The oldest weights behind a token; None where none was sampled."""
+    return min((v for v in sample.weight_versions if v != NOT_SAMPLED), default=None)
 
 
 def completion_row(sample: Sample) -> dict[str, Any]:

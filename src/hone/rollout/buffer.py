@@ -261,8 +261,9 @@ class Buffer:
             self._next_turns.clear()
         for completion in self.engine.step():
             self._on_completion(completion)
-        usage = self.engine.stats().kv_cache_usage
-        self.counts.max_kv_cache_usage = max(self.counts.max_kv_cache_usage, usage)
+        stats, counts = self.engine.stats(), self.counts
+        counts.kv_cache_bytes = stats.kv_cache_bytes
+        counts.max_kv_cache_usage = max(counts.max_kv_cache_usage, stats.kv_cache_usage)
 
     def poll_scores(self, timeout_s: float) -> list[InFlightGroup]:
         """Wait at most `timeout_s` for scores; return the groups that they make complete."""

@@ -32,6 +32,8 @@ class RolloutCounts:
     """Time in which engines were counted. Of the process where it is longest."""
     max_kv_cache_usage: float = 0.0
     """Largest share of KV blocks in use, 0 to 1."""
+    kv_cache_bytes: int = 0
+    """Of the caches of all engines."""
     num_kills: int = 0
     """Reward workers killed at their deadline."""
     reward_p99_s: float = math.nan
@@ -76,6 +78,7 @@ _OF_ONE_PROCESS = (
     "num_engine_steps",
     "num_generated_tokens",
     "engine_busy_s",
+    "kv_cache_bytes",
     "num_kills",
 )
 """Counts of what a process does with its own groups; the others are equal in all."""

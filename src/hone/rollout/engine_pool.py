@@ -268,7 +268,11 @@ class EnginePool(Pool[Request, _Member]):
 
     def _on_loss(self, member: _Member) -> None:
         self._gone = replace(
-            _added(self._gone, member.stats), num_running=0, num_waiting=0, kv_cache_usage=0.0
+            _added(self._gone, member.stats),
+            num_running=0,
+            num_waiting=0,
+            kv_cache_usage=0.0,
+            kv_cache_bytes=0,
         )
         member.stats = EngineStats()
 
@@ -287,7 +291,7 @@ class EnginePool(Pool[Request, _Member]):
 
 
 def _added(a: EngineStats, b: EngineStats) -> EngineStats:
-    """Counters add up; usage is the larger."""
+    """Counters and sizes add up; usage is the larger."""
     total: dict[str, Any] = {
         stat.name: getattr(a, stat.name) + getattr(b, stat.name) for stat in fields(EngineStats)
     }

@@ -50,6 +50,8 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
     }
     if not math.isnan(counts.reward_p99_s):
         metrics["time/reward/p99_s"] = Last(counts.reward_p99_s)
+    if counts.kv_cache_bytes:
+        metrics["mem/engine_cache_gib"] = Last(counts.kv_cache_bytes / 2**30)
     return metrics
 
 
@@ -86,6 +88,7 @@ def _sample_metrics(samples: Sequence[Sample], valid: Sequence[Sample]) -> Metri
         "rollout/num_tokens": Sum(sum(lengths)),
         "rollout/samples": Sum(len(samples)),
         "rollout/valid": Sum(len(valid)),
+        "rollout/failed_share": Mean(len(samples) - len(valid), len(samples)),
         "rollout/truncated_share": Mean.of([sample.truncated for sample in valid]),
         "rollout/weight_version/min": Min.of(versions),
         "rollout/weight_version/max": Max.of(versions),

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from hone.algorithms.algorithm import Algorithm, Outputs
 from hone.observe.merged_trace import RANGE
-from hone.observe.metrics import Metrics
+from hone.observe.metrics import Last, Metrics
 from hone.trainer.scorer import FrozenScorer, RowScorer
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
@@ -82,7 +82,13 @@ class Models:
                     own = trainer.update(rows)
                 prefix = "train/" if role == "policy" else f"{role}/"
                 metrics |= {key.replace("train/", prefix): value for key, value in own.items()}
-        return metrics
+        return metrics | self._memory()
+
+    def _memory(self) -> Metrics:
+        """What each role here holds on the device between its passes, in GiB, of this process."""
+        held = {role: trainer.device_bytes for role, trainer in self.learners.items()}
+        held |= {r: s.device_bytes for r, s in self.scorers.items() if isinstance(s, FrozenScorer)}
+        return {f"mem/{role}_gib": Last(num_bytes / 2**30) for role, num_bytes in held.items()}
 
     def sleep(self) -> None:
         """Let all that learn leave the device to an engine, as `Trainer.sleep`."""

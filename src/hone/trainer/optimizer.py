@@ -77,6 +77,11 @@ class Optimizer:
         self._policy.load_masters(_with_prefix(tensors, "weights/"))
         self._rule.load_state_dict(_with_prefix(tensors, "optimizer/"))
 
+    def device_tensors(self) -> list[Tensor]:
+        """Masters and moments, as far as they are not offloaded."""
+        masters = () if self._policy.masters_on_host else self._policy.masters.values()
+        return [*masters, *self._rule.device_tensors()]
+
     def sleep(self, *, with_weights: bool = False) -> None:
         """Move masters and moments, and the module's weights if asked, to pinned host memory.
         Raises as `Policy.sleep`."""

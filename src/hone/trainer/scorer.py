@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.algorithms.algorithm import Outputs
+from hone.checkpoint.sharded import bytes_on
 from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
@@ -120,6 +121,11 @@ class FrozenScorer:
         self._batcher = Batcher.of(cfg, model)
         mesh = Mesh.alone(model.device) if mesh is None else mesh
         self.model = ParallelModel.frozen(model, cfg, mesh, temperature=temperature, exact=exact)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the weights that this process holds on the device that computes."""
+        return bytes_on(self.model.mesh.device, self.model.module.parameters())
 
     def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
         """Scored when it is waited for."""

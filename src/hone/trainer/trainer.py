@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hone.algorithms.algorithm import Objective, Outputs
-from hone.checkpoint.sharded import StoredTensor
+from hone.checkpoint.sharded import StoredTensor, bytes_on
 from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
@@ -218,6 +218,13 @@ class Trainer:
         self.optimizer.load_state_dict(tensors)
         self.optimizer.num_steps = metadata["num_steps"]
         self.num_updates = metadata["num_updates"]
+
+    @property
+    def device_bytes(self) -> int:
+        """What this process holds between two steps on the device that computes: weights, masters
+        and moments."""
+        tensors = [*self.policy.model.parameters(), *self.optimizer.device_tensors()]
+        return bytes_on(self.mesh.device, tensors)
 
     def sleep(self) -> None:
         """Move masters and moments to pinned host memory, so that an engine has the device, and

@@ -104,6 +104,15 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
             {"policy/approx_kl": "one update", "policy/ref_kl": "from the reference"},
         ),
         Chart("Clipped tokens", "share", {"policy/clip_fraction": "clipped"}, "share"),
+        Chart(
+            "Masked tokens",
+            "share of those with an advantage of this sign",
+            {
+                "policy/masked_share/positive": "positive",
+                "policy/masked_share/negative": "negative",
+            },
+            "share",
+        ),
     ),
     "Sampling": (
         Chart(
@@ -113,6 +122,7 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
                 "rollout/truncated_share": "truncated",
                 "rollout/zero_spread_share": "groups of equal reward",
                 "rollout/duplicate_share": "duplicates in a group",
+                "rollout/failed_share": "failed",
             },
             "share",
         ),
@@ -135,11 +145,28 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
             "share",
         ),
         Chart(
-            "Engines at work",
+            "Use and waiting",
             "share of the time",
-            {"perf/engine_busy_share": "of all engines"},
+            {
+                "perf/engine_busy_share": "engines at work",
+                "perf/gpu_utilization": "GPU of the trainers",
+                "perf/wait_for_samples_share": "trainers wait for samples",
+                "perf/wait_for_weights_share": "engines wait for weights",
+            },
             "share",
         ),
+        Chart(
+            "Memory by role",
+            "GiB",
+            {
+                "mem/policy_gib": "policy",
+                "mem/critic_gib": "critic",
+                "mem/reference_gib": "reference",
+                "mem/teacher_gib": "teacher",
+                "mem/engine_cache_gib": "engines' caches",
+            },
+        ),
+        Chart("Weight delivery", "bytes/s", {"perf/sync_bytes_per_s": "to engines"}),
         Chart(
             "Memory",
             "GiB",
@@ -233,6 +260,7 @@ def _histograms(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         for name, title, unit in (
             ("reward", "Rewards", "share of a step's samples"),
             ("completion_tokens", "Lengths", "tokens, share of a step's samples"),
+            ("staleness", "Staleness", "updates behind, share of a step's samples"),
         ):
             held = [(int(row["step"]), row[name]) for row in rows if name in row]
             if len(held) > 1:
