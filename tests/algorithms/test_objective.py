@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hone.algorithms.objective import policy_objective
+from hone.algorithms.algorithm import Outputs
+from hone.algorithms.objective import PolicyObjective, policy_objective
 from hone.config.algorithm import AlgorithmConfig
+from hone.observe.metrics import to_scalars
 from hone.types import MicroBatch
 
 ENGINE, OLD, NOW, REF = -1.2, -1.0, -0.7, -1.9
@@ -23,12 +25,13 @@ def k3(policy: float, other: float) -> float:
     return math.exp(other - policy) - 1 - (other - policy)
 
 
-def objective(cfg: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    def of(value: float) -> torch.Tensor:
-        return torch.tensor([value], dtype=torch.float64)
+def of(value: float) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float64)
 
+
+def batch() -> MicroBatch:
     zeros = torch.zeros(1, dtype=torch.int64)
-    batch = MicroBatch(
+    return MicroBatch(
         input_ids=zeros,
         position_ids=zeros,
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
@@ -48,7 +51,10 @@ def objective(cfg: dict[str, Any]) -> tuple[float, dict[str, float]]:
             "logprobs/reference": of(REF),
         },
     )
-    found = policy_objective(of(NOW), of(ENTROPY), batch, AlgorithmConfig.model_validate(cfg))
+
+
+def objective(cfg: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    found = policy_objective(of(NOW), of(ENTROPY), batch(), AlgorithmConfig.model_validate(cfg))
     return float(found.values), {name: float(v) for name, v in found.token_metrics.items()}
 
 
@@ -70,6 +76,31 @@ def test_each_metric_is_of_the_policies_that_it_names() -> None:
     assert metrics == pytest.approx(METRICS)
     mirrored = [k3(NOW, OLD), k3(OLD, ENGINE), k3(REF, NOW)]
     assert not any(value == pytest.approx(m) for value in metrics.values() for m in mirrored)
+
+
+MASKS: list[tuple[dict[str, Any], bool]] = [
+    ({}, False),
+    ({"clip_high": 0.2}, True),
+    ({"correction": {"kind": "tis", "high": 1.1}}, False),
+    ({"correction": {"kind": "icepop", "high": 1.1}}, True),
+    ({"correction": {"kind": "icepop", "high": 1.3}}, False),
+]
+
+
+@pytest.mark.parametrize(("cfg", "is_masked"), MASKS, ids=str)
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_tokens_are_masked_by_clipping_and_correction(
+    monkeypatch: pytest.MonkeyPatch, cfg: dict[str, Any], is_masked: bool, advantage: float
+) -> None:
+    """Clipping from above holds back tokens of positive advantage alone."""
+    monkeypatch.setattr(f"{__name__}.ADVANTAGE", advantage)
+    objective = PolicyObjective(AlgorithmConfig.model_validate(WIDE | cfg), max_completion_tokens=1)
+    outputs: Outputs = {"logprobs": of(NOW), "entropy": of(ENTROPY)}
+    scalars = to_scalars(objective(outputs, batch()).metrics)
+    sign, other = ("positive", "negative") if advantage > 0 else ("negative", "positive")
+    expected = is_masked and not ("clip_high" in cfg and advantage < 0)
+    assert scalars[f"policy/masked_share/{sign}"] == expected
+    assert f"policy/masked_share/{other}" not in scalars, "there is no token of this sign"
 
 
 SURROGATE, WEIGHT = -ADVANTAGE * math.exp(NOW - OLD), math.exp(OLD - ENGINE)

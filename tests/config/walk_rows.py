@@ -322,6 +322,7 @@ def course_rows() -> dict[str, Row]:
         ),
         "log.to": Row("[tensorboard]", "files"),
         "log.project": Row("mine", "wandb.init", ("--log.to=[wandb]",)),
+        "log.metrics_port": Row("61917", "log:served at http"),
         "log.samples_per_step": Row("1", "samples"),
     }
 

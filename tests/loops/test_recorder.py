@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hone.distributed.mesh import Mesh
 from hone.loops.recorder import Limits, Recorder
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
+from hone.observe.gpu_use import GPUUse
 from hone.observe.loggers import RunLog
 from hone.observe.metrics import Last, Metrics, Sum
 from hone.observe.spans import Spans
@@ -108,6 +110,43 @@ def test_engines_are_at_work_for_a_share_of_the_time_in_which_they_are_counted(
     (row,) = map(json.loads, (tmp_path / "metrics.jsonl").open())
     assert row["time/step_s"] == 6.0
     assert row["perf/engine_busy_share"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize(("overlaps", "for_weights"), [(False, 0.5), (True, 0.25)])
+def test_who_waits_for_whom(tmp_path: Path, *, overlaps: bool, for_weights: float) -> None:
+    """Of six seconds three are for samples. In turns engines stand still in the other three; ahead
+    of the training two engines are at work for nine of the twelve that they have."""
+    spans = Spans(clock=iter([0.0, 0.0, 3.0, 6.0]).__next__)
+    limits = replace(LIMITS, overlaps=overlaps)
+    with RunLog(tmp_path, LogConfig(to=())) as log, Console(9) as console:
+        recorder = Recorder(Mesh.alone("cpu"), spans, Alarms(), log, console, limits)
+        with spans.span("generate"):
+            pass
+        untrained = replace(ROWS[0], loss_mask=[False] * 8)
+        metrics: Metrics = {"perf/engine_busy_s": Sum(9.0)}
+        recorder.record(1, metrics, groups=GROUPS, rows=[*ROWS, untrained])
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").open())
+    assert row["perf/wait_for_samples_share"] == 0.5
+    assert row["perf/wait_for_weights_share"] == pytest.approx(for_weights)
+    assert row["perf/samples_per_s"] == pytest.approx(4 / 6), "one was not trained"
+
+
+def test_use_of_a_gpu_is_read_until_it_is_asked_for() -> None:
+    readings = iter([0.5, None, 1.0])
+    done = threading.Event()
+
+    def read() -> float | None:
+        try:
+            return next(readings)
+        except StopIteration:
+            done.set()
+            return None
+
+    use = GPUUse(read, interval_s=0.001)
+    assert done.wait(30)
+    use.close()
+    assert (use.take(), use.take()) == ([0.5, 1.0], [])
+    assert GPUUse.of(torch.device("cpu")) is None
 
 
 def test_the_advantage_of_a_sample_is_the_mean_of_its_tokens(tmp_path: Path) -> None:

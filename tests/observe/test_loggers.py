@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hone.config.run import LogConfig
 from hone.observe.histogram import Histogram
 from hone.observe.loggers import PER_TOKEN, RunLog
+from hone.types import NOT_SAMPLED
 from tests.observe.fake_run import make_group
 
 PLAIN = LogConfig(to=())
@@ -98,6 +100,34 @@ def test_samples_per_step(tmp_path: Path, kept: int, expected: int) -> None:
     assert len(set(ids)) == len(ids) == expected
     failed = [row for row in rows(tmp_path / "samples.jsonl") if row["failure"]]
     assert all(row["reward"] is None and row["failure"] == "timeout" for row in failed)
+
+
+@pytest.mark.parametrize(
+    ("split", "versions", "expected"),
+    [
+        ("train", [[4, 4], [4, 4]], None),
+        ("train", [[4, 4], [2, NOT_SAMPLED, 4]], {0: 1, 2: 1}),
+        ("eval", [[4, 4], [2, 4]], None),
+    ],
+)
+def test_staleness_is_that_of_the_oldest_token(
+    tmp_path: Path, split: str, versions: list[list[int]], expected: dict[int, int] | None
+) -> None:
+    """Step 5 trains version 4."""
+    group = make_group(1, 0, np.random.default_rng(0))
+    samples = [
+        replace(sample, weight_versions=own)
+        for sample, own in zip(group.samples[:2], versions, strict=True)
+    ]
+    with RunLog(tmp_path, PLAIN) as log:
+        log.samples(5, [replace(group, samples=samples)], split=split)
+    (row,) = rows(tmp_path / "histograms.jsonl")
+    if expected is None:
+        assert "staleness" not in row
+        return
+    held = row["staleness"]
+    assert (held["low"], held["high"]) == (min(expected), max(expected))
+    assert (held["counts"][0], held["counts"][-1]) == tuple(expected.values())
 
 
 def test_groups_with_a_failure_come_first_where_asked_for(tmp_path: Path) -> None:

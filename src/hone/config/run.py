@@ -156,6 +156,11 @@ class LogConfig(Section):
     project: str = "hone"
     """Project name at those trackers."""
 
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port of this machine at which `/metrics` has the newest metrics for Prometheus and `/health`
+    says whether steps come as usual; 0: none. It listens at 127.0.0.1 alone, in the first process.
+    """
+
     samples_per_step: int = Field(default=8, ge=0)
     """Samples written to `samples.jsonl` and to trackers each step, and of each evaluation, in
     whole groups, the last of which may pass this number; at least a step's samples keeps all."""

@@ -35,7 +35,9 @@ from hone.models.adapters import save_adapter
 from hone.models.load import load_deferred, load_model
 from hone.observe.disk import writing
 from hone.observe.environment import save_environment
+from hone.observe.local_server import ADDRESS
 from hone.observe.loggers import append_event
+from hone.observe.metrics_server import MetricsServer
 from hone.observe.resumed_run import changed_settings, exported_last, save_config
 from hone.observe.run_folder import ENVIRONMENT, LOCK
 from hone.observe.tracing import Tracing
@@ -67,6 +69,8 @@ class Launch:
     checkpoint: Checkpoint | None
     """What to resume from; None starts afresh."""
     tracing: Tracing
+    metrics_server: MetricsServer | None
+    """In the first process, where there is one."""
 
     def save_config(self) -> None:
         """Write the configuration, versions and devices into the run folder, once nothing stands
@@ -175,6 +179,11 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
             with writing(run.dir, "run.dir"):
                 run.dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_run_dir(run.dir))
+        metrics_server = None
+        if mesh.is_first and (port := cfg.log.metrics_port):
+            metrics_server = MetricsServer(port, run.dir.resolve().name)
+            stack.callback(metrics_server.close)
+            _log.info("metrics are served at http://%s:%d/metrics", ADDRESS, port)
         stack.enter_context(ending.cause())
         tracing = Tracing(
             cfg.profile,
@@ -184,7 +193,7 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
             steps_done=0 if found is None else found.step,
         )
         with closing(tracing):
-            yield Launch(cfg, mesh, watch, store, found, tracing)
+            yield Launch(cfg, mesh, watch, store, found, tracing, metrics_server)
 
 
 @contextmanager

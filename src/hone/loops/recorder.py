@@ -26,6 +26,7 @@ from hone.observe.disk import DiskError
 from hone.observe.gpu_use import GPUUse
 from hone.observe.loggers import RunLog
 from hone.observe.metrics import Max, Mean, Metrics, Min, merge, to_scalars
+from hone.observe.metrics_server import MetricsServer
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.rewards.scorer import FailureRateError
@@ -149,6 +150,7 @@ class Recorder:
     log: RunLog | None = None
     console: Console | None = None
     limits: Limits | None = None
+    metrics_server: MetricsServer | None = None
     cpu_use: CPUUse = field(default_factory=CPUUse)
     gpu_use: GPUUse | None = None
     """Of this process's device."""
@@ -251,9 +253,12 @@ class Recorder:
             }
             self.log.samples(step, groups, advantages=advantages)
             self._unrecorded = None
-        for alarm in self.alarms.check(step, scalars, why_untrained=why_untrained):
+        alarms = self.alarms.check(step, scalars, why_untrained=why_untrained)
+        for alarm in alarms:
             self.log.event("alarm", message=str(alarm), **alarm.fields())
             self.console.warn(str(alarm))
+        if self.metrics_server is not None:
+            self.metrics_server.publish(step, scalars, num_alarms=len(alarms))
         self.console.step(step, scalars)
 
     def _waits(
@@ -297,7 +302,9 @@ def recording(
                 launch.tracing.write()
 
     spans = Spans(on_begin=begin, on_end=end)
-    recorder = Recorder(launch.mesh, spans, alarms, limits=limits)
+    recorder = Recorder(
+        launch.mesh, spans, alarms, limits=limits, metrics_server=launch.metrics_server
+    )
     with ExitStack() as stack:
         recorder.gpu_use = GPUUse.of(launch.mesh.device)
         if recorder.gpu_use is not None:

@@ -1,0 +1,114 @@
+"""HTTP for programs and browsers on this machine: answers a few paths from threads of its own.
+
+    with LocalServer(9100, {"/health": health}, key="log.metrics_port") as server:
+        ...
+
+It listens at 127.0.0.1 alone, because it asks nobody for a password; from elsewhere it is reached
+through `ssh -L`. Names that lead here by way of the browser of somebody else's page are refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from urllib.parse import parse_qsl, urlsplit
+
+from hone.config.errors import UserError
+
+__all__ = ["ADDRESS", "LocalServer", "Reply", "Route"]
+
+ADDRESS = "127.0.0.1"
+_NAMES = (ADDRESS, "localhost")
+_TIMEOUT_S = 10.0
+"""For a request to come in, and for each part of a reply to be taken."""
+
+
+class Reply(NamedTuple):
+    """What a path answers."""
+
+    body: bytes
+    content_type: str
+    status: int = 200
+
+
+Route = Callable[[Mapping[str, str]], Reply]
+"""Answers a GET by the parameters of its query; called from several threads."""
+
+
+class LocalServer:
+    """Serves `routes` by path until it is closed."""
+
+    def __init__(self, port: int, routes: Mapping[str, Route], *, key: str) -> None:
+        """Port 0 is any that is free. Raises UserError, naming `key`, where it is not."""
+        try:
+            self._server = _Server((ADDRESS, port), _handler(routes))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            why = "another program has it" if error.errno == errno.EADDRINUSE else error.strerror
+            raise UserError(
+                f"{key} is {port}, and that port cannot be used ({why}). Choose another, from 1024 "
+                "to 65535."
+            ) from error
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name=f"hone-http-{self.port}", daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening. Replies that are under way are not waited for."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that goes away, or is too slow, is no news."""
+
+
+def _handler(routes: Mapping[str, Route]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _TIMEOUT_S
+
+        def do_GET(self) -> None:
+            reply = self._reply()
+            self.send_response(reply.status)
+            self.send_header("Content-Type", reply.content_type)
+            self.send_header("Content-Length", str(len(reply.body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(reply.body)
+
+        def _reply(self) -> Reply:
+            if urlsplit(f"//{self.headers.get('Host', ADDRESS)}").hostname not in _NAMES:
+                return Reply(b"ask for localhost\n", "text/plain", 403)
+            url = urlsplit(self.path)
+            route = routes.get(url.path)
+            if route is None:
+                known = ", ".join(routes)
+                return Reply(f"there is no {url.path}, only {known}\n".encode(), "text/plain", 404)
+            return route(dict(parse_qsl(url.query)))
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """The console is the run's."""
+
+    return Handler

@@ -1,0 +1,81 @@
+"""What a run serves while it goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.request
+from importlib.resources import files
+
+import pytest
+from tests.loops.conftest import MakeConfig, built_run
+from tests.tiny_runs import lines
+
+from hone.config.errors import UserError
+from hone.loops.launch import launch
+from hone.loops.loop import train
+from hone.observe.metrics_server import exposition
+
+OF_A_GPU = {"hone_perf_gpu_utilization", "hone_mem_gpu_peak_gib", "hone_mem_gpu_free_gib"}
+OF_PPO = {"hone_mem_critic_gib"}
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as reply:
+        return reply.read().decode()
+
+
+@pytest.mark.slow
+def test_a_run_serves_what_the_dashboard_asks_for(make_config: MakeConfig) -> None:
+    port = free_port()
+    cfg = make_config(
+        pipeline={"max_staleness": 1},
+        cluster={"num_engines": 1},
+        algorithm={"kl": {"coef": 0.1}, "correction": {"kind": "tis"}},
+        log={"to": [], "metrics_port": port},
+    )
+    with built_run(cfg) as run:
+        assert json.loads(get(port, "/health"))["status"] == "starting"
+        train(run)
+        served = set(re.findall(r"^hone_\w+", get(port, "/metrics"), re.MULTILINE))
+        assert json.loads(get(port, "/health")) | {"age_s": 0} == {
+            "status": "ok", "step": 3, "age_s": 0, "limit_s": 300.0
+        }  # fmt: skip
+        text = get(port, "/grafana.json")
+    for row in lines(cfg.run.dir / "metrics.jsonl"):  # some are not of every step
+        served |= set(re.findall(r"hone_\w+", exposition(row, run="").decode()))
+    with pytest.raises(OSError, match="refused"):
+        get(port, "/health")
+    assert json.loads(text)["title"] == "hone"
+    panels = json.loads(text)["panels"]
+    asked = {
+        name
+        for panel in panels
+        for target in panel.get("targets", [])
+        for name in re.findall(r"hone_\w+", target["expr"])
+    }
+    assert len(asked) > 30
+    assert asked - served == OF_A_GPU | OF_PPO
+
+
+def test_a_port_that_is_taken_ends_a_run_before_it_loads(make_config: MakeConfig) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        cfg = make_config(log={"to": [], "metrics_port": port})
+        with pytest.raises(UserError, match=r"log\.metrics_port"), launch(cfg):
+            pass
+
+
+def test_the_dashboard_comes_with_the_package() -> None:
+    board = json.loads(files("hone.observe").joinpath("grafana.json").read_text())
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
