@@ -179,12 +179,12 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
             with writing(run.dir, "run.dir"):
                 run.dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_run_dir(run.dir))
+        stack.enter_context(ending.cause())
         metrics_server = None
         if mesh.is_first and (port := cfg.log.metrics_port):
             metrics_server = MetricsServer(port, run.dir.resolve().name)
             stack.callback(metrics_server.close)
             _log.info("metrics are served at http://%s:%d/metrics", ADDRESS, port)
-        stack.enter_context(ending.cause())
         tracing = Tracing(
             cfg.profile,
             cfg.profile.folder(run.dir),
