@@ -31,6 +31,7 @@ COMMANDS = {
     "bench": "measure the engine (beside vLLM where wanted) or training",
     "plan": "find what fits GPUs of a type, and what is fastest; needs none",
     "check": "check a recipe and print its derived numbers; needs no GPU",
+    "import": "make a recipe of a script for OpenRLHF, verl, Relax or TRL",
     "recipes": "list the recipes that come with hone, show or copy one",
     "completion": "print a script that completes keys and values in your shell",
 }
@@ -196,7 +197,8 @@ def _dispatch(arguments: list[str]) -> int:
         from hone.cli.help import print_help
 
         return print_help(command, rest)
-    return import_module(f"hone.cli.{command}").run(rest)
+    module = "import_" if command == "import" else command  # a word of Python's own
+    return import_module(f"hone.cli.{module}").run(rest)
 
 
 def usage() -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "Recipe",
     "parse_value",
     "read_recipe",
+    "read_recipe_list",
     "recipe_names",
     "resolve_recipe",
     "to_yaml",
@@ -126,6 +127,11 @@ def read_recipe(path: Path) -> Recipe:
     finally:
         loader.dispose()
     return recipe
+
+
+def read_recipe_list(path: Path) -> list[Any]:
+    """The entries of a file that is a list; of the package's own, so that mistakes are ours."""
+    return parse_value(path.read_text(encoding="utf-8"))
 
 
 def parse_value(text: str) -> Any:

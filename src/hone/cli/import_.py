@@ -1,0 +1,93 @@
+"""`hone import FRAMEWORK SCRIPT`: a recipe of a script of another framework."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hone.config import UserError
+from hone.config.aliases import FRAMEWORKS
+from hone.config.printable import printable
+from hone.importing.convert import convert
+from hone.importing.frameworks import read_command, read_file
+from hone.importing.write import counts, recipe
+
+__all__ = ["run"]
+
+_USAGE = """\
+usage: hone import {openrlhf,verl,relax,trl} FILE [--output RECIPE.yaml]
+       hone import {openrlhf,verl,relax,trl} [--output RECIPE.yaml] -- COMMAND ...
+
+Makes a recipe of what a script or a command of another framework sets, for
+`hone check` and then `hone rl`, `sft` or `dpo`. FILE is a shell script, a YAML
+file of settings, or for trl a Python script; none is run. Variables, arrays and
+continued lines of a shell script are followed; NAME=value before `hone import`
+sets those that it reads from the environment.
+
+Each value of the recipe says where it comes from. Comments list what is not
+served, what means something else here, what nothing is to be set for, and what
+is left to be filled in. Settings that are not given count as their framework
+has them.
+
+examples:
+  hone import openrlhf train_ppo_ray_hybrid_engine.sh --output mine.yaml
+  hone import openrlhf -- python3 -m openrlhf.cli.train_dpo --pretrain M --beta 0.1
+  hone import verl run_qwen3-8b.sh --output mine.yaml
+  hone import verl -- python3 -m verl.trainer.main_ppo data.train_files=d.parquet
+  hone import relax run-qwen3-4B-8xgpu.sh
+  hone import trl grpo.py
+  hone import trl -- trl grpo --config grpo.yaml --learning_rate 1e-6
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print a recipe, or write it to a file.
+
+    Raises UserError where nothing can be read, and where the file exists.
+    """
+    words = list(argv)
+    command = words[words.index("--") + 1 :] if "--" in words else []
+    words = words[: words.index("--")] if "--" in words else words
+    if not words or any(word in ("-h", "--help") for word in words):
+        sys.stdout.write(_USAGE)
+        return 0
+    framework, *words = words
+    if framework not in FRAMEWORKS:
+        raise UserError(
+            f"there is nothing to import from '{framework}'. There are {', '.join(FRAMEWORKS)}."
+        )
+    output, words = _take_output(words)
+    if (
+        bool(command) == bool(words)
+        or len(words) > 1
+        or any(word.startswith("-") for word in words)
+    ):
+        raise UserError(
+            f"`hone import {framework}` takes one file, or a command behind `--`; got "
+            f"{' '.join(words) or 'neither'}. `hone import --help` has examples."
+        )
+    if output is not None and output.exists():
+        raise UserError(f"'{output}' exists. Name another file, or remove it.")
+    if command:
+        source, origin = read_command(framework, command), "A command"
+    else:
+        source, origin = read_file(framework, Path(words[0]), os.environ), words[0]
+    found = convert(source)
+    text = recipe(found, origin, str(output or "RECIPE.yaml"))
+    if output is None:
+        sys.stdout.write(printable(text))
+    else:
+        output.write_text(text, encoding="utf-8")
+    sys.stderr.write(f"{counts(found)}\n")
+    return 0
+
+
+def _take_output(words: list[str]) -> tuple[Path | None, list[str]]:
+    for number, word in enumerate(words):
+        if word == "--output" and number + 1 < len(words):
+            return Path(words[number + 1]), words[:number] + words[number + 2 :]
+        if word.startswith("--output="):
+            return Path(word.partition("=")[2]), words[:number] + words[number + 1 :]
+    return None, words

@@ -1,0 +1,270 @@
+"""`hone import`: scripts of other frameworks become recipes, and no setting is lost on the way."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hone.cli.main import main
+from hone.config import UserError
+from hone.config.aliases import FRAMEWORKS, alias_hint, aliases, find_alias
+from hone.config.recipe import read_recipe, to_yaml
+from hone.config.tree import RLConfig
+from hone.importing import transforms
+from hone.importing.convert import convert
+from hone.importing.frameworks import read_command, read_file
+from hone.importing.imported import Imported
+from hone.importing.source import Given, Source
+from tests.config import workspace as files
+
+HERE = Path(__file__).parent
+SCRIPTS = sorted(path.name for path in (HERE / "golden").iterdir() if ".recipe" not in path.name)
+FLAGS = {
+    framework: str(names).split()
+    for framework, names in read_recipe(HERE / "guide_flags.yaml").values.items()
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The scripts, and what they name, so that recipes can be checked."""
+    files.fill(tmp_path)
+    for name in SCRIPTS:
+        shutil.copy(HERE / "golden" / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "data")
+    for name in ("MODEL", "NPROC", "NUM_ROLLOUT", "NO_WAIT", "MODEL_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def imported(name: str) -> Imported:
+    return convert(read_file(name.partition("_")[0], Path(name), {"HOME": "data"}))
+
+
+def outcomes(found: Imported) -> set[str]:
+    """Settings that a recipe says something of."""
+    told = [one for value in found.values.values() for one in value.given]
+    told += [one for entries in (found.missing, found.unread, found.unneeded) for one, _ in entries]
+    return {one.name for one in told}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_recipe_is_that_of_its_golden_file(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a change of the table: `hone import FRAMEWORK SCRIPT`, read, and written there."""
+    assert main(["import", name.partition("_")[0], name]) == 0
+    expected = (HERE / "golden" / f"{name.rpartition('.')[0]}.recipe.yaml").read_text()
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_setting_is_accounted_for(name: str, folder: Path) -> None:
+    found = imported(name)
+    assert {one.name for one in found.source.given} <= outcomes(found)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_recipe_passes_its_check(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With paths of files that are here, it has no error but those of packages that are not."""
+    found = imported(name)
+    main(["import", name.partition("_")[0], name, "--output", "mine.yaml"])
+    command = found.source.command
+    data = "pairs.jsonl" if command == "dpo" else "train.jsonl"
+    local = ["--model.path=model", f"--data.train=[{{path: {data}}}]", "--data.eval=[]"]
+    local += ["--eval.every_n_steps=0", "--eval.at_start=false", "--log.to=[]"]
+    if command == "rl":
+        local += ["--reward.functions=[{fn: exact_match}]"]
+    nproc = [] if found.key("cluster.num_engines") else ["--nproc", str(found.processes)]
+    code = main(["check", command, "mine.yaml", *local, *nproc, "--gpu", "h200"])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"), [(key, name) for key in FLAGS for name in FLAGS[key]]
+)
+def test_every_flag_of_the_guides_is_known(framework: str, name: str) -> None:
+    """By a row of the framework; a hint says what the row does, never a key that is spelt alike."""
+    path = name.split(".")
+    found = find_alias(framework, path)
+    assert found is not None
+    _, row = found
+    program = {"openrlhf": "train_ppo_ray", "verl": "main_ppo", "relax": "train"}[framework]
+    for value in (True, False, 2, "text"):
+        given = Given(name.lower().replace("-", "_"), value, "line 1")
+        source = Source(framework=framework, program=program, command="rl", given=[given])
+        assert given.name in outcomes(convert(source)), value
+    hint = alias_hint(RLConfig, path)
+    if hint is not None and row.to:
+        assert any(key in hint for key in row.to), hint
+    elif hint is not None:
+        assert hint.startswith(("not served yet", "nothing to set")) or "did you mean" in hint
+
+
+def test_the_table_names_what_exists() -> None:
+    by_name: dict[tuple[str, str], object] = {}
+    for row in aliases():
+        for framework, names in row.names.items():
+            for name in names:
+                assert by_name.setdefault((framework, name), row) is row, name
+        assert not row.by or hasattr(transforms, f"{row.by}_"), row.by
+        assert (row.map is None) or not row.by
+    used = {f"{row.by}_" for row in aliases() if row.by}
+    own = {name for name in vars(transforms) if name.endswith("_") and not name.startswith("_")}
+    assert own == used
+
+
+COMMANDS = [
+    # A command, and what the recipe has, or what is said of a setting.
+    ("openrlhf", "train_ppo_ray.py --train_batch_size 64 --rollout_batch_size 16 "
+     "--n_samples_per_prompt 8", {"trainer.prompts_per_minibatch": 8}),
+    ("openrlhf", "train_ppo_ray.py --train_batch_size 100 --rollout_batch_size 16 "
+     "--n_samples_per_prompt 8", {"trainer.prompts_per_minibatch": None}),
+    ("openrlhf", "train_ppo_ray.py --init_kl_coef 0.1 --use_kl_loss --kl_estimator k1",
+     {"algorithm.kl.coef": 0.1, "algorithm.kl.placement": "loss", "algorithm.kl.estimator": "k3"}),
+    ("openrlhf", "train_ppo_ray.py --algo.kl.init_coef 0.1",
+     {"algorithm.kl.placement": "reward", "algorithm.kl.estimator": "k1"}),
+    ("openrlhf", "train_ppo_ray.py --vllm.num_engines 2 --actor.num_gpus_per_node 4 "
+     "--train.async_enable --train.async_queue_size 2",
+     {"cluster.num_engines": 2, "cluster.num_trainers": 4, "pipeline.max_staleness": 2}),
+    ("openrlhf", "train_ppo_ray.py --algo.advantage.is_correction_level token "
+     "--algo.advantage.is_correction_threshold 0.5 3",
+     {"algorithm.correction.kind": "icepop", "algorithm.correction.low": 0.5,
+      "algorithm.correction.high": 3.0}),
+    ("openrlhf", "train_sft.py --train.batch_size 64 --data.max_len 512 --data.max_samples 640",
+     {"data.examples_per_step": 64, "data.max_tokens": 512, "run.steps": 10}),
+    ("verl", "verl.trainer.main_ppo data.train_batch_size=128 "
+     "actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8",
+     {"rollout.prompts_per_step": 128, "trainer.prompts_per_minibatch": 32}),
+    ("verl", "verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+     "algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.advantage": "dr_grpo"}),
+    ("verl", "verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+     {"algorithm.loss": "gspo", "algorithm.dual_clip": None}),
+    ("verl", "verl.trainer.main_ppo algorithm.rollout_correction.rollout_is=token "
+     "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
+     {"algorithm.correction.kind": "icepop", "algorithm.correction.low": 0.5}),
+    ("verl", "verl.trainer.main_ppo actor_rollout_ref.actor.kl_loss_coef=0.5",
+     {"algorithm.kl.coef": 0.0}),
+    ("verl", "verl.trainer.main_ppo critic.optim.lr=2e-5 critic.cliprange_value=0.2",
+     {"critic.lr": 2e-5, "critic.value_clip": 0.2, "trainer.optimizer.lr": 1e-6}),
+    ("trl", "trl grpo --num_generations 4 --per_device_train_batch_size 8 "
+     "--gradient_accumulation_steps 2 --steps_per_generation 4 --max_steps 100",
+     {"rollout.prompts_per_step": 8, "trainer.prompts_per_minibatch": 4, "run.steps": 50}),
+    ("trl", "accelerate launch --num_processes 4 trl/scripts/grpo.py "
+     "--num_generations 8 --per_device_train_batch_size 8", {"rollout.prompts_per_step": 4}),
+    ("trl", "trl grpo --loss_type cispo --epsilon_high 5",
+     {"algorithm.loss": "cispo", "algorithm.clip_high": 4.0, "algorithm.clip_low": 1.0}),
+    ("trl", "trl rloo --beta 0.05", {"algorithm.advantage": "rloo",
+     "algorithm.kl.placement": "reward", "algorithm.kl.estimator": "k1"}),
+    ("trl", "trl kto --beta 0.2", {"algorithm.loss": "kto", "algorithm.beta": 0.2}),
+    ("relax", "relax/entrypoints/train.py --global-batch-size 64 --rollout-batch-size 16 "
+     "--n-samples-per-prompt 8 --colocate", {"trainer.prompts_per_minibatch": 8}),
+    ("relax", "relax/entrypoints/train.py --rollout-batch-size 16 --over-sampling-batch-size 24 "
+     "--partial-rollout --partial-rollout-max-aborted-count 3",
+     {"rollout.oversample_prompts": 8, "rollout.max_aborted_count": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("framework", "command", "expected"), COMMANDS)
+def test_values_are_those_of_the_command(
+    framework: str, command: str, expected: dict[str, object]
+) -> None:
+    words = (
+        command.replace("train_", "openrlhf/cli/train_", 1) if framework == "openrlhf" else command
+    )
+    found = convert(read_command(framework, words.split()))
+    assert {key: found.key(key) for key in expected} == expected, found
+
+
+WARNED = [
+    ("openrlhf", "openrlhf/cli/train_dpo.py --ipo", "means over its tokens"),
+    ("openrlhf", "openrlhf/cli/train_ppo_ray.py --train_batch_size 100 --rollout_batch_size 16 "
+     "--n_samples_per_prompt 8", "divides rollout.prompts_per_step 16 is 16"),
+    ("openrlhf", "openrlhf/cli/train_ppo_ray.py --lambd 0.9", "a tool's"),
+    ("openrlhf", "openrlhf/cli/train_ppo_ray.py --use_kl_loss", "expected gradient of 0"),
+    ("verl", "verl.trainer.main_ppo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
+     "divided by rollout.max_completion_tokens"),
+    ("verl", "verl.trainer.main_ppo actor_rollout_ref.actor.use_dynamic_bsz=True "
+     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9000", "soft limits"),
+    ("trl", "trl grpo --per_device_train_batch_size 4", "with N multiply by N"),
+    ("trl", "trl grpo --loss_type cispo --epsilon_high 5", "1 + algorithm.clip_high"),
+    ("trl", "trl grpo --max_steps 10", "optimizer steps there"),
+    ("relax", "relax/entrypoints/train.py --sglang-mem-fraction-static 0.8", "of free memory"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("framework", "command", "words"), WARNED)
+def test_differences_of_meaning_are_told(framework: str, command: str, words: str) -> None:
+    found = convert(read_command(framework, command.split()))
+    assert any(words in text for text in found.differs), found.differs
+
+
+def test_nought_is_not_always_off() -> None:
+    """OpenRLHF multiplies rewards of truncated samples with this."""
+    command = ["openrlhf.cli.train_ppo_ray", "--stop_properly_penalty_coef", "0.0"]
+    found = convert(read_command("openrlhf", command))
+    assert "stop_properly_penalty_coef" in {one.name for one, _ in found.missing}
+
+
+def test_values_that_only_a_run_could_tell_are_never_guessed(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo trainer.nnodes=$NODES data.train_batch_size=$(wc -l f) "
+        "actor_rollout_ref.model.path=$ROOT/model\n"
+    )
+    found = convert(read_file("verl", script, {}))
+    assert {one.name for one, _ in found.unread} == {"data.train_batch_size"}
+    assert found.key("model.path") == "$ROOT/model"
+    assert any("$ROOT" in text for text in found.to_do)
+    set_ = convert(read_file("verl", script, {"ROOT": "/models"}))
+    assert set_.key("model.path") == "/models/model"
+
+
+MISTAKES = [
+    (["import", "vllm", "run.sh"], "There are openrlhf, verl, relax, trl"),
+    (["import", "verl"], "takes one file, or a command behind `--`"),
+    (["import", "verl", "a.sh", "b.sh"], "takes one file"),
+    (["import", "verl", "missing.sh"], "cannot be read"),
+    (["import", "verl", "--", "python3", "train.py"], "runs nothing of verl's that trains"),
+    (["import", "openrlhf", "--", "openrlhf.cli.train_rm"], "reward models are not trained yet"),
+    (["import", "trl", "bare.yaml"], "does not say what it is for"),
+    (["import", "trl", "none.py"], "makes no trainer of TRL"),
+    (["import", "verl", "none.py"], "read for trl alone"),
+    (["import", "trl", "bad.py"], "not valid Python"),
+    (["import", "verl", "--output", "there.yaml", "--", "verl.trainer.main_ppo"], "exists"),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), MISTAKES)
+def test_mistakes_are_explained(
+    argv: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "bare.yaml").write_text(to_yaml({"seed": 1}))
+    (folder / "there.yaml").write_text("")
+    (folder / "none.py").write_text("print(1)")
+    (folder / "bad.py").write_text("def (")
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_teaches_with_an_example_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"hone import {name} " in out for name in FRAMEWORKS)
+
+
+def test_a_config_file_and_flags(folder: Path) -> None:
+    """What `--config` names is read, and flags win over it."""
+    found = convert(
+        read_command("trl", ["trl", "dpo", "--config", "trl_dpo.yaml", "--lora_r", "8"])
+    )
+    assert found.key("model.lora.rank") == 8
+    assert found.key("data.max_tokens") == 1024
+    with pytest.raises(UserError, match="cannot be read"):
+        read_command("trl", ["trl", "dpo", "--config", "absent.yaml"])
