@@ -51,6 +51,8 @@ _TELLING = {  # settings that only one program has, for files that name none
     "openrlhf": {"rollout": "train_ppo_ray", "actor": "train_ppo_ray", "model": "train_dpo"},
     "relax": {},
 }  # fmt: skip
+_VARIABLES = {"openrlhf": ("OPENRLHF_ASYNC_QUEUE_SIZE",)}
+"""Settings that a framework reads from the environment."""
 _PROCESSES = {"nproc_per_node", "num_processes", "num_gpus"}
 
 
@@ -80,7 +82,11 @@ def read_file(framework: str, path: Path, environment: Mapping[str, str]) -> Sou
         program, given, notes = read_python(text, path)
         return _source(framework, program, given, notes=notes)
     script = read_script(text, environment, path)
-    return _of_commands(framework, script.commands, script.notes, f"'{path}'", path.parent)
+    source = _of_commands(framework, script.commands, script.notes, f"'{path}'", path.parent)
+    for name in _VARIABLES.get(framework, ()):
+        for text, line in script.variables.get(name, []):
+            source.given.append(Given(name.lower(), value_of(text), _line(line)))
+    return source
 
 
 def read_command(framework: str, words: Sequence[str]) -> Source:

@@ -38,6 +38,8 @@ class Script:
 
     commands: list[list[Word]] = field(default_factory=list[list[Word]])
     """Each as its words, variables filled in."""
+    variables: dict[str, list[Word]] = field(default_factory=dict[str, list[Word]])
+    """What it sets, at its end."""
     notes: list[str] = field(default_factory=list[str])
     """What could not be followed."""
 
@@ -81,6 +83,7 @@ class _Reader:
             else:
                 words += self._word()
         self._end(words)
+        self.script.variables = self.arrays
         return self.script
 
     @property
