@@ -253,6 +253,25 @@ def test_mistakes_are_explained(
     assert words in capsys.readouterr().err
 
 
+def test_a_second_run_of_a_script_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "two.sh"
+    script.write_text("python -m openrlhf.cli.train_sft --pretrain m\n"
+                      "python -m openrlhf.cli.train_dpo --pretrain m\n")  # fmt: skip
+    source = read_file("openrlhf", script, {})
+    assert source.program == "train_sft"
+    assert source.notes == ["line 2: a further run, of openrlhf.cli.train_dpo, is left out"]
+
+
+def test_a_config_of_hydra(folder: Path) -> None:
+    """What `--config-path` and `--config-name` name is read where it is here, else that is said."""
+    (folder / "conf").mkdir()
+    (folder / "conf" / "mine.yaml").write_text(to_yaml({"data": {"train_batch_size": 48}}))
+    words = ["verl.trainer.main_ppo", "--config-path=conf", "--config-name", "mine"]
+    assert convert(read_command("verl", words)).key("rollout.prompts_per_step") == 48
+    (folder / "conf" / "mine.yaml").unlink()
+    assert "not here" in read_command("verl", words).notes[0]
+
+
 def test_help_teaches_with_an_example_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", "--help"]) == 0
     out = capsys.readouterr().out

@@ -53,7 +53,10 @@ _TELLING = {  # settings that only one program has, for files that name none
 }  # fmt: skip
 _VARIABLES = {"openrlhf": ("OPENRLHF_ASYNC_QUEUE_SIZE",)}
 """Settings that a framework reads from the environment."""
-_PROCESSES = {"nproc_per_node", "num_processes", "num_gpus"}
+_PROCESSES = ("nproc_per_node", "num_processes", "num_gpus")
+_CONFIGS = ("config", "config_path", "config_name")
+_USUAL_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
+"""Those that come with verl, whose values are the defaults that an import knows."""
 
 
 def read_file(framework: str, path: Path, environment: Mapping[str, str]) -> Source:
@@ -66,12 +69,7 @@ def read_file(framework: str, path: Path, environment: Mapping[str, str]) -> Sou
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"'{path}' cannot be read: {error}") from error
     if path.suffix in (".yaml", ".yml"):
-        recipe = read_recipe(path)
-        lines = {".".join(map(str, key)): where for key, where in recipe.origins.items()}
-        given = [
-            Given(_name(name), value, lines.get(name, "").rpartition(", ")[2])
-            for name, value in _flat(recipe.values)
-        ]
+        given = _of_yaml(path, "")
         return _source(framework, _told_by(framework, given, path), given)
     if path.suffix == ".py":
         if framework != "trl":
@@ -98,30 +96,37 @@ def read_command(framework: str, words: Sequence[str]) -> Source:
 def _of_commands(
     framework: str, commands: list[list[Word]], notes: list[str], where: str, folder: Path
 ) -> Source:
-    for command in commands:
-        start = _program(framework, command)
-        if start is None:
-            continue
-        number, program = start
-        before, after = command[:number], command[number + 1 :]
-        given = [*_overrides(after)] if framework == "verl" else [*_flags(after)]
-        given = [*_of_config(given, folder), *given]
-        launched = dict[str, Any](
-            (flag.name, flag.value[0] if isinstance(flag.value, list) else flag.value)
-            for flag in _flags(before)
-        )
-        processes = next((launched[name] for name in _PROCESSES if name in launched), None)
-        nodes = launched.get("nnodes", 1)
-        if not isinstance(processes, int):
-            processes = None
-        elif isinstance(nodes, int) and "nproc_per_node" in launched:
-            processes *= nodes
+    starts = [(command, _program(framework, command)) for command in commands]
+    runs = [(command, *start) for command, start in starts if start is not None]
+    if runs:
+        command, number, program = runs[0]
+        words = command[number + 1 :]
+        given = [*(_overrides(words) if framework == "verl" else _flags(words))]
+        notes += [f"line {other[at].line}: a further run, of {other[at].text}, is left out"
+                  for other, at, _ in runs[1:]]  # fmt: skip
+        given = [*_of_config(given, folder, notes), *given]
+        processes = _launched(command[:number])
         return _source(framework, program, given, processes=processes, notes=notes)
     known = ", ".join(_PROGRAMS[framework])
     raise UserError(
         f"{where} runs nothing of {FRAMEWORKS[framework]}'s that trains ({known}). Name the script "
         "that does, a YAML file of settings, or the command itself behind `--`."
     )
+
+
+def _launched(words: Sequence[Word]) -> int | None:
+    """Processes that the flags of a launcher say."""
+    flags = {flag.name: flag.value for flag in _flags(words)}
+    numbers = [
+        value[0] if isinstance(value, list) else value
+        for value in (flags.get(name) for name in _PROCESSES)
+        if value is not None
+    ]
+    if not numbers or not isinstance(numbers[0], int):
+        return None
+    nodes = flags.get("nnodes", 1)
+    each = "nproc_per_node" in flags and isinstance(nodes, int)
+    return numbers[0] * nodes if each else numbers[0]
 
 
 def _program(framework: str, command: Sequence[Word]) -> tuple[int, str] | None:
@@ -193,26 +198,45 @@ def _is_flag(text: str) -> bool:
 
 def _overrides(words: Sequence[Word]) -> Iterator[Given]:
     """Hydra's `key=value`, `+key=value`, `++key=value`, `~key`; and its own flags."""
+    yield from _flags(
+        [word for word in words if word.text.startswith("--") or "=" not in word.text]
+    )
     for text, line in words:
         name, equals, value = text.lstrip("+").partition("=")
         if text.startswith("~"):
             yield Given(_name(name[1:]), None, _line(line))
-        elif equals:
+        elif equals and not text.startswith("--"):
             yield Given(_name(name), value_of(value), _line(line))
 
 
-def _of_config(given: list[Given], folder: Path) -> Iterator[Given]:
-    """What the file holds that `--config` names, which is taken out of `given`."""
-    for one in [one for one in given if one.name in ("config", "config_path", "config_name")]:
-        given.remove(one)
-        path = folder / str(one.value)
-        if one.name != "config":
-            continue
-        path = path if path.is_file() else Path(str(one.value))
-        values = read_recipe(path)
-        for name, value in _flat(values.values):
-            where = values.origins.get(tuple(name.split(".")), "").rpartition(", ")[2]
-            yield Given(_name(name), value, f"{path.name}, {where}")
+def _of_config(given: list[Given], folder: Path, notes: list[str]) -> list[Given]:
+    """What the file holds that `--config` names, or Hydra's `--config-path` and `--config-name`,
+    which are taken out of `given`."""
+    named = {one.name: one for one in given if one.name in _CONFIGS}
+    given[:] = [one for one in given if one.name not in _CONFIGS]
+    if "config" in named:
+        path = Path(str(named["config"].value))
+    elif "config_name" in named:
+        above = named["config_path"].value if "config_path" in named else ""
+        path = Path(str(above), f"{named['config_name'].value}.yaml")
+    else:
+        return []
+    path = next((place for place in (folder / path, path) if place.is_file()), path)
+    if not path.is_file() and "config" not in named:
+        if path.stem not in _USUAL_CONFIGS:
+            notes.append(f"what '{path}' sets is not read, since it is not here")
+        return []
+    return _of_yaml(path, f"{path.name}, ")
+
+
+def _of_yaml(path: Path, where: str) -> list[Given]:
+    recipe = read_recipe(path)
+    lines = {".".join(map(str, key)): line for key, line in recipe.origins.items()}
+    return [
+        Given(_name(name), value, where + lines.get(name, "").rpartition(", ")[2])
+        for name, value in _flat(recipe.values)
+        if name.partition(".")[0] not in ("defaults", "hydra")
+    ]
 
 
 def _leaves(one: Given) -> list[tuple[str, Any]]:
