@@ -8,8 +8,9 @@
     result = hone.rl("mine.yaml", reward=correct, run={"steps": 100})
     result.metrics[-1]["reward/mean"]
 
-`rl`, `sft`, `evaluate`, `generate` and `check` are the commands of the command line, in this
-process. What a user can get wrong raises `UserError`. Nothing heavy is loaded before it is needed.
+`rl`, `sft`, `dpo`, `reward_model`, `evaluate`, `generate` and `check` are the commands of the
+command line, in this process. What a user can get wrong raises `UserError`. Nothing heavy is loaded
+before it is needed.
 """
 
 from __future__ import annotations
@@ -22,35 +23,43 @@ from hone.version import __version__
 if TYPE_CHECKING:
     from hone.api import (
         Check,
+        DPOConfig,
         EvaluateConfig,
         Evaluation,
         GenerateConfig,
+        RewardModelingConfig,
         RLConfig,
         RunResult,
         SampleRecord,
         SFTConfig,
         UserError,
         check,
+        dpo,
         evaluate,
         generate,
+        reward_model,
         rl,
         sft,
     )
 
 __all__ = [
     "Check",
+    "DPOConfig",
     "EvaluateConfig",
     "Evaluation",
     "GenerateConfig",
     "RLConfig",
+    "RewardModelingConfig",
     "RunResult",
     "SFTConfig",
     "SampleRecord",
     "UserError",
     "__version__",
     "check",
+    "dpo",
     "evaluate",
     "generate",
+    "reward_model",
     "rl",
     "sft",
 ]

@@ -40,7 +40,15 @@ from hone.config.plan import Command
 from hone.config.recipe import resolve_recipe
 from hone.config.reward import RewardConfig
 from hone.config.rules import Finding
-from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig, SFTDataConfig
+from hone.config.tree import (
+    DPOConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RewardModelingConfig,
+    RLConfig,
+    SFTConfig,
+    SFTDataConfig,
+)
 from hone.data.given import GivenRows, given_rows, is_source
 from hone.notebook import following
 from hone.planner.lines import plan_lines
@@ -48,17 +56,21 @@ from hone.results import Check, Evaluation, RunResult, SampleRecord, read_sample
 
 __all__ = [
     "Check",
+    "DPOConfig",
     "EvaluateConfig",
     "Evaluation",
     "GenerateConfig",
     "RLConfig",
+    "RewardModelingConfig",
     "RunResult",
     "SFTConfig",
     "SampleRecord",
     "UserError",
     "check",
+    "dpo",
     "evaluate",
     "generate",
+    "reward_model",
     "rl",
     "sft",
 ]
@@ -80,6 +92,8 @@ _log = logging.getLogger("hone")
 _TREES: dict[str, type[Command]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward-model": RewardModelingConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
 }
@@ -152,6 +166,46 @@ def sft(
 
 
 @_raises_user_errors
+def dpo(
+    config: Config | None = None,
+    *,
+    data: Data | None = None,
+    eval_data: Data | None = None,
+    **sections: Any,
+) -> RunResult:
+    """Learn from preferences, as `hone dpo` does.
+
+    `data` takes the place of `data.train`, `eval_data` of `data.eval`. Raises UserError.
+
+        rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
+        result = hone.dpo(data=rows, model={"path": "runs/sft/model"}, run={"steps": 20})
+        result.final["rewards/margins"], result.model_dir
+    """
+    given = _Given(DPOConfig, config, sections, None, _splits(data, eval_data))
+    return _train(given, check_here, sft_command.train)
+
+
+@_raises_user_errors
+def reward_model(
+    config: Config | None = None,
+    *,
+    data: Data | None = None,
+    eval_data: Data | None = None,
+    **sections: Any,
+) -> RunResult:
+    """Train a model that scores completions, as `hone reward-model` does.
+
+    `data` takes the place of `data.train`, `eval_data` of `data.eval`. Raises UserError.
+
+        rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}]
+        result = hone.reward_model(data=rows, model={"path": "runs/sft/model"}, run={"steps": 20})
+        AutoModelForSequenceClassification.from_pretrained(result.model_dir)
+    """
+    given = _Given(RewardModelingConfig, config, sections, None, _splits(data, eval_data))
+    return _train(given, check_here, sft_command.train)
+
+
+@_raises_user_errors
 def evaluate(
     config: Config | None = None,
     *,
@@ -205,8 +259,9 @@ def check(
     gpu: str | None = None,
     **sections: Any,
 ) -> Check:
-    """What `hone check` says of a run of `command` (rl, sft, eval or generate): in `nproc`
-    processes, on this host or on GPUs of type `gpu`. Loads no model and leaves nothing on disk.
+    """What `hone check` says of a run of `command` (rl, sft, dpo, reward-model, eval or generate):
+    in `nproc` processes, on this host or on GPUs of type `gpu`. Loads no model and leaves nothing
+    on disk.
 
     Raises UserError for what is no configuration at all; what else is wrong, it returns.
 

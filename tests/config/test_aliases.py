@@ -12,7 +12,14 @@ from hone.config.aliases import aliases, find_alias
 from hone.config.base import Section
 from hone.config.load import load_config
 from hone.config.recipe import to_yaml
-from hone.config.tree import BenchTrainConfig, DPOConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.config.tree import (
+    TREES,
+    BenchTrainConfig,
+    GenerateConfig,
+    RewardModelingConfig,
+    RLConfig,
+    SFTConfig,
+)
 
 NEEDED = ["--model.path=m", "--data.train=[{path: d.jsonl}]"]
 NOT_YET = "not served yet"
@@ -205,6 +212,8 @@ def test_other_commands_name_their_own_keys() -> None:
         (SFTConfig, "train_batch_size", "did you mean --data.examples_per_step?"),
         (SFTConfig, "gradient_checkpointing", "did you mean --trainer.recompute?"),
         (SFTConfig, "num_generations", "it is rollout.n_samples_per_prompt in `hone rl`; this"),
+        (SFTConfig, "center_rewards_coefficient", "it is algorithm.center_coef in `hone reward-m"),
+        (RewardModelingConfig, "center_rewards_coefficient", "did you mean --algorithm.center_c"),
         (GenerateConfig, "num_generations", "did you mean --n_samples_per_prompt?"),
         (GenerateConfig, "max_new_tokens", "did you mean --generation.max_completion_tokens?"),
         (BenchTrainConfig, "adam_offload", "did you mean --trainer.offload?"),
@@ -213,13 +222,12 @@ def test_other_commands_name_their_own_keys() -> None:
 
 
 def test_every_alias_names_keys_that_exist() -> None:
-    trees = (RLConfig, SFTConfig, DPOConfig)
     for row in aliases():
         assert row.to or row.always or row.missing, row
         by_value = [value for value in (row.map or {}).values() if isinstance(value, dict)]
         for key in [*row.to, *row.when, *[key for value in by_value for key in value]]:
             path = key.replace("*", "0").split(".")
-            assert any(schema.locate(tree, path) for tree in trees), f"{row.names=} {key=}"
+            assert any(schema.locate(tree, path) for tree in TREES.values()), f"{row.names=} {key=}"
 
 
 @pytest.mark.parametrize(

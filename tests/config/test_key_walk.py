@@ -26,6 +26,7 @@ from hone.config.tree import (
     EvaluateConfig,
     GenerateConfig,
     PlanConfig,
+    RewardModelingConfig,
     RLConfig,
     SFTConfig,
 )
@@ -36,6 +37,7 @@ TREES: dict[str, type[Section]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
     "dpo": DPOConfig,
+    "reward-model": RewardModelingConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
     "bench engine": BenchEngineConfig,

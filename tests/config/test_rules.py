@@ -28,6 +28,7 @@ from hone.config.tree import (
     EvaluateConfig,
     GenerateConfig,
     PlanConfig,
+    RewardModelingConfig,
     RLConfig,
     SFTConfig,
 )
@@ -38,6 +39,7 @@ TREES: dict[str, type[Any]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
     "dpo": DPOConfig,
+    "reward-model": RewardModelingConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
     "bench engine": BenchEngineConfig,
@@ -73,6 +75,10 @@ ROWS: list[Row] = [
     ("dpo", "trainer.max_tokens_per_microbatch=4095", "error",
      "trainer.max_tokens_per_microbatch data.max_tokens"),
     ("dpo", "trainer.micro_batch_size=1", "error", "trainer.micro_batch_size"),
+    ("reward-model", "trainer.max_tokens_per_microbatch=4097", "error",
+     "trainer.max_tokens_per_microbatch data.max_tokens"),
+    ("reward-model", "trainer.micro_batch_size=1", "error", "trainer.micro_batch_size"),
+    ("reward-model", "trainer.logits_chunk_tokens=64", "warning", "trainer.logits_chunk_tokens"),
     # batches
     ("rl", "trainer.prompts_per_minibatch=7", "error",
      "trainer.prompts_per_minibatch rollout.prompts_per_step"),

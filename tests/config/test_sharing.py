@@ -13,10 +13,10 @@ from hone.config.base import Section
 from hone.config.load import dump_config, load_config, load_noted
 from hone.config.recipe import to_yaml
 from hone.config.sharing import command_of, key_paths
-from hone.config.tree import TREES, GenerateConfig, RLConfig, SFTConfig
+from hone.config.tree import SUPERVISED, TREES, GenerateConfig, RLConfig, SFTConfig
 
 NEEDED = ["--model.path=m", "--data.train=[{path: t.jsonl}]"]
-OTHERS = [name for name in TREES if name not in ("rl", "sft", "dpo")]
+OTHERS = [name for name in TREES if name not in ("rl", *SUPERVISED)]
 
 
 def write(folder: Path, values: dict[str, Any]) -> Path:
@@ -83,7 +83,11 @@ def test_a_misspelt_key_of_training_is_a_mistake_in_every_command(tmp_path: Path
 @pytest.mark.parametrize(
     ("command", "values", "told"),
     [
-        ("rl", {"data": {"max_tokens": 9}}, "it is a key of `hone sft`, `hone dpo`, not"),
+        (
+            "rl",
+            {"data": {"max_tokens": 9}},
+            "it is a key of `hone sft`, `hone dpo`, `hone reward",
+        ),
         ("rl", {"data": {"max_tokens": 9}, "rollout": {"temperature": 1}}, None),
         ("sft", {"trainer": {"prompts_per_minibatch": 9}}, "it is a key of `hone rl`"),
         ("sft", {"rollout": {"temprature": 1}}, "did you mean rollout.temperature"),

@@ -97,6 +97,11 @@ BASE: Mapping[str, tuple[str, ...]] = {
         "--data.train=[{path: pairs/train.jsonl}]",
         "--data.eval=[{path: pairs/test.jsonl, max_rows: 4}]",
     ),
+    "reward-model": (
+        *(flag for flag in SUPERVISED if "logits" not in flag),
+        "--data.train=[{path: pairs/train.jsonl}]",
+        "--data.eval=[{path: pairs/test.jsonl, max_rows: 4}]",
+    ),
     "eval": (
         "--data.eval=[{path: eval.jsonl, max_rows: 4}]",
         "--data.chat=never",
@@ -182,7 +187,9 @@ def write_walk_inputs(folder: Path) -> None:
     write_jsonl(folder / "pairs" / "train.jsonl", pairs[:12])
     write_jsonl(folder / "pairs" / "test.jsonl", pairs[12:])
     labelled = [
-        pair | {"q": "9+9=", "completion": "4", "c": "55", "label": n % 2 == 0, "good": n % 3 == 0}
+        pair
+        | {"q": "9+9=", "completion": "4", "c": "55", "m": 0.5}
+        | {"label": n % 2 == 0, "good": n % 3 == 0}
         for n, pair in enumerate(pairs[6:])
     ]
     write_jsonl(folder / "preferred.jsonl", labelled)

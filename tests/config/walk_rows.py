@@ -494,6 +494,33 @@ DPO: dict[str, Row] = {
 }
 
 
+def scorer_sources(section: str) -> dict[str, Row]:
+    key = f"data.{section}.0.columns"
+    columns = (f"--data.{section}=[{{path: preferred.jsonl}}]",)
+    return dpo_sources(section) | {
+        f"{key}.margin": Row("m", "metrics", columns),
+        f"{key}.answer": not_used(f"{key}.answer", "c"),
+        f"{key}.label": not_used(f"{key}.label", "c"),
+    }
+
+
+REWARD_MODEL: dict[str, Row] = {
+    **{
+        key: replace(row, command=row.command and "check reward-model")
+        for key, row in {**DPO, **{key: SFT[key] for key in SFT if "reference_" in key}}.items()
+        if not key.startswith("algorithm.")
+    },
+    **scorer_sources("train"),
+    **scorer_sources("eval"),
+    "trainer.max_tokens_per_microbatch": replace(
+        SFT["trainer.max_tokens_per_microbatch"], value="50"
+    ),
+    "trainer.logits_chunk_tokens": not_used("trainer.logits_chunk_tokens", "64"),
+    "checkpoint.keep_best": KEEP_BEST,
+    "algorithm.center_coef": Row("0.5", "metrics"),
+}
+
+
 def inference_sources(section: str, key: str, shown: str, told: tuple[str, ...]) -> dict[str, Row]:
     columns = (f"--data.{section}=[{{path: columns.jsonl, max_rows: 4}}]",)
     return {
@@ -832,6 +859,7 @@ ROWS: dict[str, dict[str, Row]] = {
     "rl": RL,
     "sft": SFT,
     "dpo": DPO,
+    "reward-model": REWARD_MODEL,
     "eval": EVALUATE,
     "generate": GENERATE,
     "bench engine": BENCH_ENGINE,

@@ -46,6 +46,11 @@ BASE: dict[str, list[str]] = {
         "--data.train=[{path: pairs.jsonl}]",
         "--trainer.optimizer.lr=1e-6",
     ],
+    "reward-model": [
+        "--model.path=model",
+        "--data.train=[{path: pairs.jsonl}]",
+        "--trainer.optimizer.lr=1e-5",
+    ],
     "eval": ["--model.path=model", "--data.eval=[{path: train.jsonl}]"],
     "generate": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
     "bench engine": ["--model.path=model", "--output=numbers.json"],

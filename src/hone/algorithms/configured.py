@@ -10,14 +10,18 @@ from hone.algorithms.grpo import GRPO
 from hone.algorithms.ppo import PPO
 from hone.algorithms.preferences.dpo import DPO
 from hone.algorithms.preferences.kto import KTO
+from hone.algorithms.preferences.reward_model import RewardModeling
 from hone.algorithms.sft import SFT
-from hone.config.tree import DPOConfig, RLConfig, SFTConfig
+from hone.config.tree import DPOConfig, RewardModelingConfig, RLConfig, SFTConfig
 
 __all__ = ["algorithm_of"]
 
 
-def algorithm_of(cfg: RLConfig | SFTConfig) -> Algorithm[Any]:
-    """Of a command that trains; what a step collects is its own."""
+def algorithm_of(cfg: RLConfig | SFTConfig, *, pad_id: int | None = None) -> Algorithm[Any]:
+    """Of a command that trains; what a step collects is its own. `pad_id` is the tokenizer's
+    padding, which a reward model reads past."""
+    if isinstance(cfg, RewardModelingConfig):
+        return RewardModeling(cfg.algorithm, pad_id=pad_id)
     if isinstance(cfg, DPOConfig):
         if cfg.algorithm.is_unpaired:
             return KTO(cfg.algorithm, max_tokens=cfg.data.max_tokens)

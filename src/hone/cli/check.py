@@ -1,4 +1,4 @@
-"""`hone check [rl|sft|eval|generate] RECIPE [flags]`: everything that can be known before a run."""
+"""`hone check [COMMAND] RECIPE [flags]`: everything that can be known before a run."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from hone.planner.lines import Line, plan_lines
 __all__ = ["run"]
 
 _USAGE = """\
-usage: hone check [rl|sft|eval|generate] RECIPE [--section.key VALUE ...]
+usage: hone check [COMMAND] RECIPE [--section.key VALUE ...]
                   [--nproc N] [--gpu NAME] [--json]
 
-Resolves and checks a recipe (of the command that is named, else of the one that
-its keys are for), and prints what is wrong, what was set, the numbers that
-follow, the memory of each phase, and whether it fits: N processes, one a device,
-on the GPUs of this host, or with --gpu on others (h200, h100, a100-80g, a100-40g,
-l40s, a10, 4090, ...); on a CPU, and of what is offloaded, whether this host's
-memory holds the run. Loads no model; needs no GPU. Exit code: 2 with errors,
-else 0.
+Resolves and checks a recipe of COMMAND (rl, sft, dpo, reward-model, eval or
+generate; unset: the one that its keys are for), and prints what is wrong, what
+was set, the numbers that follow, the memory of each phase, and whether it fits: N
+processes, one a device, on the GPUs of this host, or with --gpu on others (h200,
+h100, a100-80g, a100-40g, l40s, a10, 4090, ...); on a CPU, and of what is
+offloaded, whether this host's memory holds the run. Loads no model; needs no GPU.
+Exit code: 2 with errors, else 0.
 `hone check COMMAND --help` explains the keys.
 """
 

@@ -30,6 +30,8 @@ from hone.config.tree import (
     DPOConfig,
     EvaluateConfig,
     GenerateConfig,
+    PairsConfig,
+    RewardModelingConfig,
     RLConfig,
     SFTConfig,
 )
@@ -103,7 +105,7 @@ def load_fitted(
 
 def _trains(cfg: Section) -> TypeGuard[RLConfig | SFTConfig]:
     """Whether it is of a command that trains; that of `hone plan` has the same sections."""
-    return type(cfg) in (RLConfig, SFTConfig, DPOConfig)
+    return type(cfg) in (RLConfig, SFTConfig, DPOConfig, RewardModelingConfig)
 
 
 def split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -333,7 +335,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
     if isinstance(cfg, BenchEngineConfig | BenchTrainConfig) or processes().rank > 0:
         return {}
     data, demonstrations = cfg.data, isinstance(cfg, SFTConfig)
-    pairs = cfg if isinstance(cfg, DPOConfig) else None
+    pairs = cfg if isinstance(cfg, PairsConfig) else None
     named = not isinstance(cfg, SFTConfig) and needs_columns(cfg.reward)
     unread: list[dict[str, Any]] = []
     problems: list[dict[str, Any]] = []
@@ -355,8 +357,13 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                 try:
                     read = read_source(source.model_copy(update={"max_rows": head}))
                     if pairs is not None:
-                        unpaired = pairs.algorithm.is_unpaired
-                        read_pairs(read, source, source.path, is_unpaired=unpaired)
+                        read_pairs(
+                            read,
+                            source,
+                            source.path,
+                            is_unpaired=pairs.is_unpaired,
+                            reads_margin=pairs.reads_margin,
+                        )
                         continue
                     columns = choose_columns(read, source, demonstrations=demonstrations)
                     examples = map_rows(read, source, columns, name=source.path)

@@ -20,7 +20,14 @@ from hone.config.recipe import read_recipe, recipe_names, resolve_recipe
 from hone.config.schema import Field, fields, is_section, locate
 from hone.config.sharing import key_paths, parts
 from hone.config.tree import TREES as ALL_TREES
-from hone.config.tree import DPOConfig, EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.config.tree import (
+    DPOConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    RewardModelingConfig,
+    RLConfig,
+    SFTConfig,
+)
 
 __all__ = ["TREES", "default_text", "is_help", "print_help"]
 
@@ -28,6 +35,7 @@ TREES: dict[str, type[Command]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
     "dpo": DPOConfig,
+    "reward-model": RewardModelingConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
 }
@@ -75,6 +83,15 @@ _FIRST_PAGES: Mapping[str, _FirstPage] = {
         "  --trainer.optimizer.lr 1e-6        # `prompt`, `chosen` and `rejected`\n"
         "hone dpo mine.yaml --algorithm.loss kto     # `prompt`, `completion`, `label`\n"
         "hone dpo mine.yaml --nproc 8 --trainer.parallel.zero_stage 3",
+    ),
+    "reward-model": _FirstPage(
+        "model.path data.train.0.path data.eval.0.path data.max_tokens data.examples_per_step"
+        " algorithm.center_coef trainer.optimizer.lr trainer.optimizer.warmup_steps"
+        " trainer.max_tokens_per_microbatch model.lora.rank eval.every_n_steps run.steps run.dir"
+        " log.to",
+        "hone reward-model --model.path runs/sft/model \\\n"
+        "  --data.train.0.path pairs.jsonl    # `prompt`, `chosen` and `rejected`\n"
+        "hone reward-model mine.yaml --nproc 8 --trainer.parallel.zero_stage 3",
     ),
     "eval": _FirstPage(
         "model.path data.eval.0.path data.eval.0.answer_pattern data.max_prompt_tokens"

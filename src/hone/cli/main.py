@@ -24,6 +24,7 @@ COMMANDS = {
     "rl": "train by reinforcement learning with verifiable rewards",
     "sft": "train on demonstrations",
     "dpo": "learn from preferences: DPO, KTO, ORPO, SimPO and kin",
+    "reward-model": "train a model that scores completions, on pairs",
     "generate": "sample completions for prompts from a file",
     "eval": "score a model on a data set",
     "report": "draw the report of a run, or of several side by side",
@@ -43,6 +44,11 @@ _OTHER_NAMES = {
     "kto": ("dpo",),
     "orpo": ("dpo",),
     "simpo": ("dpo",),
+    "rewardtrainer": ("reward-model",),
+    "reward_trainer": ("reward-model",),
+    "reward": ("reward-model",),
+    "train_rm": ("reward-model",),
+    "rm": ("reward-model",),
     "finetune": ("sft", "rl"),
     "fine-tune": ("sft", "rl"),
     "evaluate": ("eval",),
@@ -58,7 +64,7 @@ _OTHER_NAMES = {
 }
 """What others call these commands, or a person might."""
 
-_RECIPE_COMMANDS = ("rl", "sft", "dpo", "generate", "eval")
+_RECIPE_COMMANDS = ("rl", "sft", "dpo", "reward-model", "generate", "eval")
 
 _USAGE = """\
 hone: post-training of language models by reinforcement learning.
@@ -84,6 +90,7 @@ _AFTERWARDS = {
     "rl": _GOES_ON,
     "sft": _GOES_ON,
     "dpo": _GOES_ON,
+    "reward-model": _GOES_ON,
     "quickstart": _SAME,
     "generate": _SAME,
 }
@@ -197,14 +204,16 @@ def _dispatch(arguments: list[str]) -> int:
         from hone.cli.help import print_help
 
         return print_help(command, rest)
-    module = "import_" if command == "import" else command  # a word of Python's own
+    module = (
+        "import_" if command == "import" else command.replace("-", "_")
+    )  # a word of Python's own
     return import_module(f"hone.cli.{module}").run(rest)
 
 
 def usage() -> str:
     """The page that `hone` alone prints."""
     return _USAGE.format(
-        commands="\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items())
+        commands="\n".join(f"  {name:<12} {text}" for name, text in COMMANDS.items())
     )
 
 

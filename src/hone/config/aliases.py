@@ -123,7 +123,8 @@ def alias_hint(tree: type[Section], path: Sequence[str], *, dashes: str = "") ->
                 whose.setdefault(key, []).append(FRAMEWORKS.get(who, who))
     if not whose:
         keys = dict.fromkeys(key.replace("*", "0") for row in served for key in row.to)
-        return f"it is {' or '.join(keys)} in `hone rl`; this command has no such setting"
+        other = next((name for name, its in TREES.items() if _in_tree(its, next(iter(keys)))), "rl")
+        return f"it is {' or '.join(keys)} in `hone {other}`; this command has no such setting"
     differ = len({*map(tuple, whose.values())}) > 1
     told = [
         f"{dashes}{key}" + (f" ({', '.join(names)})" if differ else "")

@@ -30,6 +30,7 @@ from hone.config.tree import (
     DPOConfig,
     EvaluateConfig,
     GenerateConfig,
+    PairsConfig,
     RLConfig,
     SFTConfig,
 )
@@ -430,7 +431,7 @@ def _batch(config: Command) -> BatchArithmetic | None:
             samples, epochs = config.rollout.n_samples_per_prompt, config.trainer.num_epochs
         case SFTConfig():
             prompts = mini = config.data.examples_per_step
-            is_paired = isinstance(config, DPOConfig) and not config.algorithm.is_unpaired
+            is_paired = isinstance(config, PairsConfig) and not config.is_unpaired
             samples, epochs = 2 if is_paired else 1, 1
         case _:
             return None

@@ -1,4 +1,4 @@
-"""The learning rule of `hone dpo`: losses over preferences."""
+"""The learning rules of `hone dpo` and `hone reward-model`: losses over preferences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["REFERENCE_FREE", "UNPAIRED", "USED_BY", "PairLossName", "PreferenceConfig"]
+__all__ = [
+    "REFERENCE_FREE",
+    "UNPAIRED",
+    "USED_BY",
+    "BradleyTerryConfig",
+    "PairLossName",
+    "PreferenceConfig",
+]
 
 PairLossName = Literal[
     "sigmoid",
@@ -102,3 +109,13 @@ class PreferenceConfig(Section):
         """`reference_cache` where a loss uses it."""
         is_used = not USED_BY["reference_cache"].isdisjoint(self.losses)
         return self.reference_cache if is_used else None
+
+
+class BradleyTerryConfig(Section):
+    """The loss of a reward model: `-log sigmoid(chosen - rejected - margin)`, the mean over the
+    pairs of an optimizer step, where a pair without a margin has 0 (arXiv:2203.02155, eq. 1; the
+    margin is that of arXiv:2307.09288, eq. 2)."""
+
+    center_coef: float = Field(default=0.0, ge=0)
+    """Factor of the mean of `(chosen + rejected)^2`, which holds rewards around 0
+    (arXiv:2312.09244, eq. 2); 0.01 is usual. The loss alone leaves open what a reward of 0 is."""

@@ -18,6 +18,7 @@ __all__ = [
     "EvaluationConfig",
     "GenerateRunConfig",
     "LogConfig",
+    "RewardModelingRunConfig",
     "RunConfig",
     "SFTEvalConfig",
     "SFTRunConfig",
@@ -76,6 +77,14 @@ class DPORunConfig(SFTRunConfig):
     """Identity and length of a run."""
 
     dir: Path = Path("runs/dpo")
+    """As for `hone rl`: unset, `runs/` and the recipe's name; the default is for a run without
+    recipe. One that holds a run of another model or command is refused."""
+
+
+class RewardModelingRunConfig(SFTRunConfig):
+    """Identity and length of a run."""
+
+    dir: Path = Path("runs/reward-model")
     """As for `hone rl`: unset, `runs/` and the recipe's name; the default is for a run without
     recipe. One that holds a run of another model or command is refused."""
 

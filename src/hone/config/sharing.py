@@ -5,8 +5,8 @@
 `hone eval`, `generate`, `plan` and `bench` leave out what only training has, and every command
 leaves out the sections of commands that do not train. A recipe with sections that `hone rl` alone
 has serves `hone sft` too, each without what the other alone has; in one of demonstrations alone a
-key of `hone rl` is a mistake, as is one of `hone sft` where no such section is. `hone dpo` has a
-section `algorithm` of its own, so its recipes are its alone.
+key of `hone rl` is a mistake, as is one of `hone sft` where no such section is. `hone dpo` and
+`hone reward-model` have a section `algorithm` of their own, so their recipes are theirs alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import Any
 
 from hone.config.base import Section
 from hone.config.schema import Field, fields, is_section, locate
-from hone.config.tree import RECIPE_COMMANDS, TREES, DPOConfig, RLConfig, SFTConfig
+from hone.config.tree import (
+    RECIPE_COMMANDS,
+    TREES,
+    DPOConfig,
+    RewardModelingConfig,
+    RLConfig,
+    SFTConfig,
+)
 
 __all__ = [
     "SAME",
@@ -30,7 +37,7 @@ __all__ = [
     "training_tree",
 ]
 
-_TRAINING = (RLConfig, SFTConfig, DPOConfig)
+_TRAINING = (RLConfig, SFTConfig, DPOConfig, RewardModelingConfig)
 
 SAME: Mapping[str, Mapping[str, str]] = {
     "eval": {"rollout.stop": "eval.stop"},

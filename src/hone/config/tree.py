@@ -23,7 +23,7 @@ from hone.config.env import EnvConfig
 from hone.config.model import ModelConfig, TrainedModelConfig
 from hone.config.pipeline import PipelineConfig
 from hone.config.planning import PlannedModelConfig, PlanningConfig
-from hone.config.preference import PreferenceConfig
+from hone.config.preference import BradleyTerryConfig, PreferenceConfig
 from hone.config.profile import ProfileConfig, RLProfileConfig
 from hone.config.reward import GenerateRewardConfig, RewardConfig
 from hone.config.rollout import GenerationConfig, RolloutConfig
@@ -34,6 +34,7 @@ from hone.config.run import (
     EvaluateRunConfig,
     GenerateRunConfig,
     LogConfig,
+    RewardModelingRunConfig,
     RunConfig,
     SFTEvalConfig,
     SFTRunConfig,
@@ -51,9 +52,11 @@ __all__ = [
     "EvaluateConfig",
     "EvaluateDataConfig",
     "GenerateConfig",
+    "PairsConfig",
     "PairsDataConfig",
     "PlanConfig",
     "RLConfig",
+    "RewardModelingConfig",
     "SFTConfig",
     "SFTDataConfig",
 ]
@@ -126,7 +129,7 @@ class RowsDataConfig(DataConfig):
     """Longest prompt plus completion, in tokens; longer rows follow `overlong_prompts`."""
 
     examples_per_step: int = Field(default=64, ge=1)
-    """Rows of the data per optimizer step, over all devices; of `hone dpo` pairs, or completions
+    """Rows of the data per optimizer step, over all devices; of preferences pairs, or completions
     with a label."""
 
 
@@ -151,7 +154,7 @@ class SFTConfig(Section):
 
 
 class PairsDataConfig(RowsDataConfig):
-    """Data of `hone dpo`: rows with `prompt`, `chosen` and `rejected`, plain or conversational;
+    """Data of preferences: rows with `prompt`, `chosen` and `rejected`, plain or conversational;
     without `prompt` it is their common start. For kto also rows with `prompt`, `completion` and
     `label`."""
 
@@ -163,13 +166,32 @@ class PairsDataConfig(RowsDataConfig):
     """Sources to evaluate on. Empty: rows are held out of `train`, see `eval_fraction`."""
 
 
-class DPOConfig(SFTConfig):
-    """`hone dpo`: learn from preferences (DPO, KTO, ORPO, SimPO, CPO and kin)."""
+class PairsConfig(SFTConfig):
+    """What commands that learn from preferences have in common."""
 
     # Sections are frozen, so that another type with the keys that are read is sound.
-    run: DPORunConfig = DPORunConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     data: PairsDataConfig  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+
+    @property
+    def is_unpaired(self) -> bool:
+        """Whether it learns from single completions."""
+        return False
+
+    @property
+    def reads_margin(self) -> bool:
+        """Whether pairs may have a margin."""
+        return False
+
+
+class DPOConfig(PairsConfig):
+    """`hone dpo`: learn from preferences (DPO, KTO, ORPO, SimPO, CPO and kin)."""
+
+    run: DPORunConfig = DPORunConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     algorithm: PreferenceConfig = PreferenceConfig()
+
+    @property
+    def is_unpaired(self) -> bool:
+        return self.algorithm.is_unpaired
 
     @property
     def has_frozen_reference(self) -> bool:
@@ -178,6 +200,17 @@ class DPOConfig(SFTConfig):
         algorithm = self.algorithm
         is_scored = algorithm.kept_reference is not None or self.model.lora.rank > 0
         return algorithm.needs_reference and not is_scored
+
+
+class RewardModelingConfig(PairsConfig):
+    """`hone reward-model`: train a model that scores completions, on pairs."""
+
+    run: RewardModelingRunConfig = RewardModelingRunConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    algorithm: BradleyTerryConfig = BradleyTerryConfig()
+
+    @property
+    def reads_margin(self) -> bool:
+        return True
 
 
 class EvaluateDataConfig(DataConfig):
@@ -290,6 +323,7 @@ TREES: Mapping[str, type[Section]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
     "dpo": DPOConfig,
+    "reward-model": RewardModelingConfig,
     "eval": EvaluateConfig,
     "generate": GenerateConfig,
     "plan": PlanConfig,

@@ -1,4 +1,5 @@
-"""Training on rows of files: `hone sft` and `hone dpo`. The same loop and trainer, no engine."""
+"""Training on rows of files: `hone sft`, `hone dpo` and `hone reward-model`. The same loop and
+trainer, no engine."""
 
 from __future__ import annotations
 
@@ -14,19 +15,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hone.algorithms.algorithm import Algorithm, Outputs
 from hone.algorithms.configured import algorithm_of
+from hone.config.errors import UserError
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, resolve
-from hone.config.tree import DPOConfig, SFTConfig
+from hone.config.tree import DPOConfig, PairsConfig, RewardModelingConfig, SFTConfig
 from hone.data.pairs import load_pairs
 from hone.data.sft import load_sft
 from hone.data.split import Data
+from hone.distributed.mesh import Mesh
 from hone.loops.launch import Launch, load_for_training
 from hone.loops.loop import run_to_end
 from hone.loops.recorder import recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Run
 from hone.models.adapters import adapt, is_adapted
-from hone.models.tokenizer import load_tokenizer
+from hone.models.load import load_value_model
+from hone.models.tokenizer import load_tokenizer, require_padding
 from hone.observe.metrics import Mean, Metrics
 from hone.trainer.kept_scores import KeptScores
 from hone.trainer.models import Models
@@ -96,10 +100,11 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SupervisedRun]:
     tokenizer = load_tokenizer(cfg.model)
     data = _data(cfg, tokenizer)
     load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
-    model = load()
+    pad_id = require_padding(tokenizer) if isinstance(cfg, RewardModelingConfig) else None
+    model = load() if pad_id is None else _value_model(cfg, mesh, pad_id)
     if cfg.model.lora.rank:
         adapt(model, cfg.model.lora, seed=cfg.run.seed)
-    algorithm = algorithm_of(cfg)
+    algorithm = algorithm_of(cfg, pad_id=pad_id)
     models = _models(cfg, start, model, algorithm, load)
     if isinstance(cfg, DPOConfig) and (folder := cfg.algorithm.kept_reference) is not None:
         models.scorers = {"reference": _kept_scores(cfg, folder, models, data)}
@@ -121,11 +126,30 @@ def build_run(cfg: SFTConfig, start: Launch) -> Generator[SupervisedRun]:
         )
 
 
+def _value_model(cfg: SFTConfig, mesh: Mesh, pad_id: int) -> PreTrainedModel:
+    """A model with a head for one value, and with the padding that it is saved with."""
+    seed, is_shared = cfg.run.seed, mesh.world.size > 1
+    model = load_value_model(cfg.model, device=mesh.device, seed=seed, deferred=is_shared)
+    if pad_id >= model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer's padding is token {pad_id}, and {cfg.model.path!r} has "
+            f"{model.config.vocab_size}: the model could not be loaded again. Set pad_token in "
+            "tokenizer_config.json to a token that the model has, such as its end token"
+        )
+    model.config.pad_token_id = pad_id
+    return model
+
+
 def _data(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
-    if isinstance(cfg, DPOConfig):
-        unpaired = cfg.algorithm.is_unpaired
-        return load_pairs(cfg.data, tokenizer, seed=cfg.run.seed, is_unpaired=unpaired)
-    return load_sft(cfg.data, tokenizer, seed=cfg.run.seed)
+    if not isinstance(cfg, PairsConfig):
+        return load_sft(cfg.data, tokenizer, seed=cfg.run.seed)
+    return load_pairs(
+        cfg.data,
+        tokenizer,
+        seed=cfg.run.seed,
+        is_unpaired=cfg.is_unpaired,
+        reads_margin=cfg.reads_margin,
+    )
 
 
 def _models(
@@ -178,8 +202,9 @@ def evaluate(
     in `row_outputs`."""
     rows, _ = models.prepare(algorithm, items, version=0, kept=kept)
     objective = algorithm.objectives["policy"]
-    logprobs = torch.cat(models.trainer.logprobs(rows, before_pass=before_pass))
+    found = models.trainer.outputs(rows, objective.outputs, before_pass=before_pass)
+    outputs: Outputs = {o: torch.cat([own[o] for own in found]) for o in objective.outputs}
     batch = collate(rows, objective.weights(rows), "cpu", per=objective.per)
-    loss = objective({"logprobs": logprobs}, batch)
+    loss = objective(outputs, batch)
     metrics = {f"eval/{name}": metric for name, metric in loss.metrics.items()}
     return {"eval/loss": Mean.of(loss.values), **metrics}

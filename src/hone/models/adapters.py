@@ -30,6 +30,7 @@ from hone.config.model_facts import NF4_BLOCK
 from hone.families.registry import SPECS
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, defer, take_source
+from hone.models.heads import has_value_head, value_head
 
 __all__ = [
     "LoraLinear",
@@ -162,7 +163,8 @@ class LoraLinear(nn.Module):
 
 
 def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
-    """Freeze a model and give the projections of its decoder layers adapters, in place.
+    """Freeze a model and give the projections of its decoder layers adapters, in place. A head that
+    gives values stays trained as a whole.
 
     `seed` draws them, on the CPU: they are equal wherever the model lies. Those of a model whose
     weights are deferred come with these. Raises UserError where `cfg.target_modules` names none of
@@ -170,6 +172,8 @@ def adapt(model: PreTrainedModel, cfg: LoraConfig, *, seed: int) -> None:
     """
     targets = _targets(model, cfg)
     model.requires_grad_(False)
+    if has_value_head(model):
+        value_head(model).requires_grad_(True)
     source, dtype = take_source(model), model.dtype
     layers = {path: LoraLinear(base, cfg) for path, base in targets.items()}
     for path, layer in layers.items():
@@ -287,8 +291,10 @@ def save_adapter(
 ) -> None:
     """Write adapters in PEFT's format, for tools that add them to the base model themselves.
 
-    `named` are the adapters' tensors, or all of the model's.
+    `named` are the adapters' tensors, or all of the model's. A head that gives values is written
+    beside them.
     """
+    is_scorer = has_value_head(model)
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     targets: set[str] = set()
@@ -297,10 +303,13 @@ def save_adapter(
         if leaf in ("lora_A", "lora_B"):
             tensors[f"base_model.model.{path}.{leaf}.weight"] = tensor.detach().cpu().contiguous()
             targets.add(path.rpartition(".")[2])
+        elif is_scorer and path == "score":
+            tensors[f"base_model.model.{name}"] = tensor.detach().cpu().contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     document = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_scorer else "CAUSAL_LM",
+        "modules_to_save": ["score"] if is_scorer else None,
         "base_model_name_or_path": model.config.name_or_path,
         "r": cfg.rank,
         "lora_alpha": cfg.alpha,

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-__all__ = ["token_values", "value_head"]
+__all__ = ["has_value_head", "token_values", "value_head"]
+
+
+def has_value_head(model: PreTrainedModel) -> bool:
+    """Whether a model gives values in place of words."""
+    return model.get_output_embeddings() is None
 
 
 def value_head(model: PreTrainedModel) -> nn.Linear:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
 
-__all__ = ["load_tokenizer", "require_same_tokens"]
+__all__ = ["load_tokenizer", "require_padding", "require_same_tokens"]
 
 
 def load_tokenizer(cfg: ModelConfig, *, path_key: str = "model.path") -> PreTrainedTokenizerBase:
@@ -39,6 +41,14 @@ def load_tokenizer(cfg: ModelConfig, *, path_key: str = "model.path") -> PreTrai
             raise FileNotFoundError(f"model.chat_template={str(cfg.chat_template)!r}: no such file")
         tokenizer.chat_template = cfg.chat_template.read_text(encoding="utf-8")
     return tokenizer
+
+
+def require_padding(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the padding token, by which a sequence classifier finds where a row ends. A
+    tokenizer without one gets its end token for it, as in TRL."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return cast(int, tokenizer.pad_token_id)
 
 
 def require_same_tokens(

@@ -38,7 +38,11 @@ __all__ = ["SFT_COLUMNS", "Column", "Console", "rl_columns"]
 HEADER_EVERY = 40
 _LINE_EVERY_S = 2.0
 _WAITING_LINE_EVERY_S = 20.0
-_EVALUATIONS = {"eval/reward/mean": "eval", "eval/loss": "eval loss"}
+_EVALUATIONS = {
+    "eval/reward/mean": "eval",
+    "eval/loss": "eval loss",
+    "eval/accuracy": "eval accuracy",
+}
 """Metrics of an evaluation, and how a line names them."""
 
 
@@ -109,12 +113,16 @@ SFT_COLUMNS = (
 )
 
 
-PAIR_COLUMNS = (
-    _LOSS,
-    Column("accuracy", "rewards/accuracies", 9, _compact),
-    Column("margin", "rewards/margins", 9, _compact),
-    *SFT_COLUMNS[1:],
-)
+PAIR_COLUMNS = {
+    accuracy: (
+        _LOSS,
+        Column("accuracy", accuracy, 9, _compact),
+        Column("margin", margin, 9, _compact),
+        *SFT_COLUMNS[1:],
+    )
+    for accuracy, margin in (("rewards/accuracies", "rewards/margins"), ("accuracy", "margin"))
+}
+"""By the metric that steps of `hone dpo`, or of `hone reward-model`, have."""
 
 
 class Console:
@@ -185,8 +193,9 @@ class Console:
         is_supervised = "train/loss" in scalars or "eval/loss" in scalars
         is_supervised = is_supervised and "reward/mean" not in scalars
         columns = SFT_COLUMNS if is_supervised else self._rl_columns
-        if is_supervised and "rewards/margins" in scalars:
-            columns = PAIR_COLUMNS
+        for metric, of_pairs in PAIR_COLUMNS.items():
+            if is_supervised and metric in scalars:
+                columns = of_pairs
         if self._lines % HEADER_EVERY == 0:
             titles = "".join(f"{column.title:>{column.width}}" for column in columns)
             self._print(Text(f"{'step':>6}{titles}", style="dim"))

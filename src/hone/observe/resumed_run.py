@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ from hone.config.load import dump_config
 from hone.config.model import ModelConfig
 from hone.config.paths import must_be_local
 from hone.config.tree import RLConfig, SFTConfig
-from hone.observe.run_folder import CONFIG, MANIFEST_NAME, RunFolder, is_locked, read_config
+from hone.observe.run_folder import (
+    CONFIG,
+    MANIFEST_NAME,
+    RunFolder,
+    is_locked,
+    read_config,
+    training_command,
+)
 from hone.observe.whole_file import write_whole
 
 __all__ = [
@@ -167,19 +174,12 @@ def _saved_digests(folder: Path) -> dict[str, str]:
 
 def _require_same_command(folder: Path, saved: Mapping[str, Any], tree: Section) -> None:
     """Raise UserError where `hone sft` would go on with a run of `hone rl`, say."""
-    own, other = (_command(names) for names in (type(tree).model_fields, saved))
+    own, other = (training_command(config) for config in (tree.model_dump(), saved))
     if saved and own != other:
         raise UserError(
             f"run.dir={str(folder)!r} holds a run of `hone {other}`: choose another run.dir. What "
             f"it has trained is in its folder `model`, for model.path."
         )
-
-
-def _command(sections: Collection[str]) -> str:
-    """That trains by a tree with these sections."""
-    if "rollout" in sections:
-        return "rl"
-    return "dpo" if "algorithm" in sections else "sft"
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:

@@ -32,6 +32,7 @@ __all__ = [
     "RunFolder",
     "is_locked",
     "read_config",
+    "training_command",
 ]
 
 CONFIG = "config.yaml"
@@ -53,8 +54,18 @@ _FILES = (CONFIG, METRICS, "events.jsonl", *_EVAL_FILES)
 _ENDS = ("error", "interrupted", "finished")
 """Kinds of the events that end a launch."""
 
-Kind = Literal["rl", "sft", "dpo", "eval", "generate"]
+Trains = Literal["rl", "sft", "dpo", "reward-model"]
+Kind = Trains | Literal["eval", "generate"]
 """The command that has made a run."""
+
+
+def training_command(config: Mapping[str, Any]) -> Trains:
+    """Which command trains by a whole configuration."""
+    if "rollout" in config:
+        return "rl"
+    if "algorithm" not in config:
+        return "sft"
+    return "reward-model" if "center_coef" in config["algorithm"] else "dpo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +123,8 @@ class RunFolder:
         """By what the configuration has and which files there are."""
         if self.path.is_file():
             return "generate"
-        if "rollout" in self.config:
-            return "rl"
-        if "trainer" in self.config:
-            return "dpo" if "algorithm" in self.config else "sft"
+        if "rollout" in self.config or "trainer" in self.config:
+            return training_command(self.config)
         if not self.rows and any((self.path / name).is_file() for name in _EVAL_FILES):
             return "eval"
         return "rl" if self.values("reward/mean") or not self.rows else "sft"

@@ -22,7 +22,7 @@ own memory come on top (`hone.planner.run_memory`).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -31,6 +31,7 @@ from hone.config.model_facts import NF4_BLOCK
 from hone.config.parallel import AxisSizes
 from hone.config.plan import RunPlan
 from hone.config.trainer import SFTTrainerConfig
+from hone.config.tree import RewardModelingConfig
 from hone.families.registry import require_spec
 from hone.families.shape import ModelShape, TensorShape
 
@@ -140,11 +141,13 @@ def planned_step(plan: RunPlan, *, num_tokens: int, num_micro_batches: int = 2) 
     """`training_memory` of a plan that trains a model whose shape is known."""
     assert plan.shape is not None
     assert plan.trainer is not None
+    gives_values = isinstance(plan.config, RewardModelingConfig)  # in place of logits
     return training_memory(
-        plan.shape,
+        replace(plan.shape, tied=True) if gives_values else plan.shape,
         plan.trainer,
         dtype=plan.dtype,
         num_tokens=num_tokens,
+        num_trained=0 if gives_values else None,
         num_micro_batches=num_micro_batches,
         layers=layer_code(on_gpu=not plan.is_on_cpu, compile=plan.trainer.compile),
         lora=plan.lora,

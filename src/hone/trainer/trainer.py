@@ -81,23 +81,20 @@ class Trainer:
 
     def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
         """As of a `RowScorer`: the model as it is when it is waited for."""
-        return partial(self._outputs, rows, outputs)
+        return partial(self.outputs, rows, outputs)
 
-    def logprobs(
-        self, rows: Sequence[Row], *, before_pass: Callable[[], None] = lambda: None
-    ) -> list[Tensor]:
-        """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU, no gradient.
-        `before_pass` as in `row_outputs`."""
-        found = self._outputs(rows, frozenset({"logprobs"}), before_pass=before_pass)
-        return [of_row["logprobs"] for of_row in found]
+    def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Log-probabilities of each row's trained tokens, [N_i] float32 on the CPU, no gradient."""
+        return [of_row["logprobs"] for of_row in self.outputs(rows, frozenset({"logprobs"}))]
 
-    def _outputs(
+    def outputs(
         self,
         rows: Sequence[Row],
         outputs: frozenset[Output],
         *,
         before_pass: Callable[[], None] = lambda: None,
     ) -> list[Outputs]:
+        """Of each row's trained tokens, as `row_outputs`."""
         return row_outputs(
             self.model,
             self.batcher,

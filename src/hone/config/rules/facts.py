@@ -86,10 +86,14 @@ def sequences_per_step(view: View) -> Fact:
 @fact
 def longest_pair(view: View) -> Fact:
     """Tokens of the longest pair of rows."""
-    if view.command != "dpo" or view["algorithm.loss"] == "kto":
+    gives_values = view.command == "reward-model"
+    if not gives_values and (view.command != "dpo" or view["algorithm.loss"] == "kto"):
         raise NotKnownError("longest_pair")
-    share = -(-2 * view["data.max_tokens"] // view.number("context_size"))
-    return Fact(share, "a process's share of the longest pair", "2 x data.max_tokens")
+    row, how = view["data.max_tokens"], "data.max_tokens"
+    if gives_values:  # which are read before a token that stands behind the last
+        row, how = row + 1, "(data.max_tokens + 1)"
+    share = -(-2 * row // view.number("context_size"))
+    return Fact(share, "a process's share of the longest pair", f"2 x {how}")
 
 
 @fact

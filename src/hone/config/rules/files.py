@@ -294,6 +294,9 @@ _OF_REWARDS = ("columns.task", "answer_pattern", "task")
 _UNUSED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sft": {"train": _OF_REWARDS, "eval": _OF_REWARDS},
     "dpo": dict.fromkeys(("train", "eval"), (*_OF_REWARDS, "columns.margin")),
+    "reward-model": dict.fromkeys(
+        ("train", "eval"), (*_OF_REWARDS, "columns.answer", "columns.label")
+    ),
     "eval": {"train": ("weight",)},
     "generate": {"train": ("weight",)},
 }

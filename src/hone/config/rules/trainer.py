@@ -176,6 +176,8 @@ _FORMATS = (
           fix="train in one process | model.exact = false"),
     unused("model.exact", only=SUPERVISED,
            why="it makes trainer and engine compute the same bits, and there is no engine"),
+    unused("trainer.logits_chunk_tokens", only=("reward-model",),
+           why="a reward model has a value in place of logits"),
     unused("model.exact", "objective = sft",
            why="it makes trainer and engine compute the same bits, and there is no engine",
            instead="objective = rl"),

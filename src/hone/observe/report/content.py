@@ -27,6 +27,7 @@ _KINDS: Mapping[Kind, str] = {
     "rl": "reinforcement learning",
     "sft": "supervised fine-tuning",
     "dpo": "preference optimisation",
+    "reward-model": "reward modelling",
     "eval": "evaluation",
     "generate": "generation",
 }
