@@ -141,6 +141,28 @@ def test_a_run_on_preferences(loss: Any, named: str, tmp_path: Path) -> None:
     assert f"Algorithm {named} " in re.sub(r"\s+", " ", page.text)
 
 
+def test_a_run_of_a_reward_model(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=50, supervised=True)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config |= {"trainer": {}, "algorithm": {"center_coef": 0.01}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        measured = {"margin": 0.5, "accuracy": 0.75, "min_reward": -1.0, "mean_reward": 0.0}
+        row |= measured | {"max_reward": 1.0}
+        row |= {f"eval/{name}": x for name, x in measured.items()} if "eval/loss" in row else {}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html, page = render(folder)
+    lines = {
+        title: [line["label"] for line in chart["lines"]]
+        for title, chart in charts_of(html).items()
+    }
+    assert lines["Margin"] == lines["Pairs in the right order"] == ["training", "held out"]
+    assert lines["Rewards"] == ["largest", "mean", "smallest"]
+    assert "Held-out accuracy" in page.text
+    assert "reward modelling" in page.text
+
+
 def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     _, page = render(tmp_path)

@@ -60,14 +60,30 @@ SECTIONS: Mapping[str, tuple[Chart, ...]] = {
         Chart(
             "Margin",
             "reward of the chosen less the other's",
-            {"rewards/margins": "training", "eval/rewards/margins": "held out"},
+            {
+                "rewards/margins": "training",
+                "eval/rewards/margins": "held out",
+                "margin": "training",
+                "eval/margin": "held out",
+            },
             "linear",
         ),
         Chart(
             "Pairs in the right order",
             "share",
-            {"rewards/accuracies": "training", "eval/rewards/accuracies": "held out"},
+            {
+                "rewards/accuracies": "training",
+                "eval/rewards/accuracies": "held out",
+                "accuracy": "training",
+                "eval/accuracy": "held out",
+            },
             "share",
+        ),
+        Chart(
+            "Rewards",
+            "of the chosen and the others",
+            {"max_reward": "largest", "mean_reward": "mean", "min_reward": "smallest"},
+            "linear",
         ),
         Chart(
             "Implicit rewards",

@@ -231,6 +231,7 @@ def _tiles(run: RunFolder) -> list[Tile]:
         ("eval/reward/mean", "Evaluation reward", 1),
         ("eval/pass@1", f"Evaluation pass@1{passing}", 1),
         ("eval/rewards/accuracies", "Held-out accuracy", 1),
+        ("eval/accuracy", "Held-out accuracy", 1),
         ("eval/loss", "Held-out loss", -1),
         ("reward/mean", "Training reward", 1),
         ("train/loss", "Training loss", -1),
