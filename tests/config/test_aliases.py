@@ -112,7 +112,8 @@ ROWS = [
     ("generate_max_len", "rollout.max_completion_tokens"),
     ("actor_learning_rate", "trainer.optimizer.lr"),
     ("agent_func_path", "env.path"),
-    ("remote_rm_url", "reward.functions", "a reward model is not served yet"),
+    ("remote_rm_url", "reward.functions", "the address"),
+    ("reward.remote_url", "reward.functions", "the address"),
     ("ds.deepcompile", "trainer.compile"),
     # of TRL
     ("model_name_or_path", "model.path"),

@@ -387,6 +387,7 @@ ROWS: list[Row] = [
     ("rl", "reward.functions.0.fn=broken.py:score", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=no_such_module.x:score", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=scores/py:score", "error", "reward.functions.0.fn"),
+    ("rl", "reward.functions.0.fn=ftp://host/get_reward", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=code_tests reward.timeout_s=5", "error",
      "reward.functions.0.args.timeout_s reward.timeout_s"),
     ("rl", "env.path=Game", "error", "env.path"),
@@ -624,6 +625,10 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
      {"num_trainers_here": Fact(2, "the processes of this host")}),
     (("rl", "reward.functions.0.fn=needy.py:score", "error", "reward.functions.0.fn"),
      {"first_rows": {"data.train.0": [("train.jsonl:1", {"answer"})]}}),
+    (("rl", "reward.functions.0.fn=judge "
+      'reward.functions.0.args={"template":"{completion}{rubric}"}', "error",
+      "reward.functions.0.fn"),
+     {"first_rows": {"data.train.0": [("train.jsonl:1", {"question", "answer"})]}}),
     (("rl", "reward.functions.0.args={patern:1}", "error", "reward.functions.0.fn"),
      {"reward_problems": [{"key": "reward.functions.0", "fn": "exact_match",
                            "problem": "no setting 'patern'"}]}),
@@ -716,6 +721,9 @@ def test_a_sound_configuration_has_no_finding(command: str, workspace: Path) -> 
         "trainer.micro_batch_size=4",
         "reward.functions.0.fn=scores.py:score",
         "reward.functions.0.fn=json:loads",
+        "reward.functions.0.fn=http://host:5000/get_reward reward.num_workers=100000",
+        "reward.functions.0.fn=judge eval.pass_function=judge eval.pass_threshold=8 "
+        "eval.every_n_steps=9 data.eval_fraction=0.1",
         "engine.kv_cache_gib=1",
         "data.eval_fraction=0.1 eval.every_n_steps=10 checkpoint.keep_best=true",
         "model.path=bare model.init=random",

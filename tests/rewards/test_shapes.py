@@ -13,7 +13,7 @@ import torch
 
 from hone.api import check
 from hone.config.signatures import shape_of
-from hone.rewards.builtin import Builtin
+from hone.rewards.base import Builtin
 from hone.rewards.score import RewardFunction, arguments, score
 from hone.rewards.scorer import Scorer
 from hone.types import FailureKind, Prompt, Sample, StopReason

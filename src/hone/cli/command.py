@@ -14,6 +14,7 @@ from typing import Any, TypeGuard, TypeVar
 from hone.cli.openmp import set_up_openmp
 from hone.cli.recipe_record import record_recipe, require_same_recipe
 from hone.config import UserError
+from hone.config.address import is_address
 from hone.config.base import Section
 from hone.config.fit import fit_to_context
 from hone.config.hardware import Peaks, available_host_bytes, installed_gpu, max_gpus
@@ -320,7 +321,7 @@ def _reward_problems(cfg: Command) -> dict[str, Any]:
     longest = getattr(cfg, sections[type(cfg)])
     found: list[dict[str, str]] = []
     for index, function in enumerate(cfg.reward.functions):
-        if function.fn in BUILTINS:
+        if function.fn in BUILTINS or is_address(function.fn):
             try:
                 build(function.fn, function.args).check_limit(longest.max_completion_tokens)
             except ValueError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from hone.config.address import names_code
 from hone.config.inherited import inherited
 
 __all__ = ["code_digest", "module_file"]
@@ -31,7 +32,7 @@ def code_digest(spec: str) -> str | None:
     """
     if (function := inherited(spec)) is not None:
         content = repr([*_parts(function)]).encode()
-    elif ":" in spec and module_file(spec).is_file():
+    elif names_code(spec) and module_file(spec).is_file():
         content = module_file(spec).read_bytes()
     else:
         return None

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from hone.config.address import is_address, name_of_address
 from hone.config.base import Section
 
 __all__ = [
@@ -17,7 +18,7 @@ __all__ = [
     "RewardFunctionConfig",
 ]
 
-BUILTIN_REWARDS = ("exact_match", "math", "format", "length", "overlong", "code_tests")
+BUILTIN_REWARDS = ("exact_match", "math", "format", "length", "overlong", "code_tests", "judge")
 """Scoring functions that come with the package."""
 ANSWER_REWARDS = ("exact_match", "math", "code_tests")
 """Those of them that need the answer of a row."""
@@ -29,15 +30,19 @@ class RewardFunctionConfig(Section):
     """One scoring function and its share of the total."""
 
     fn: str
-    """A built-in (`exact_match`, `math`, `format`, `length`, `overlong`, `code_tests`), or the
-    user's own: `package.module:function` or `path/to/file.py:function`."""
+    """A built-in (`exact_match`, `math`, `format`, `length`, `overlong`, `code_tests`, `judge`), or
+    the user's own: `package.module:function`, `path/to/file.py:function`, or the `http://` or
+    `https://` address of a service that answers `{"query": [...], "prompts": [...], "labels":
+    [...]}` with `{"rewards": [...]}`."""
 
     weight: float = 1.0
     """Factor of this part in the total reward."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for every call. `math`: `latex_only: true` reads results in LaTeX alone, as
-    TRL's `accuracy_reward`; otherwise bare numbers and what stands behind `####` count too."""
+    TRL's `accuracy_reward`; otherwise bare numbers and what stands behind `####` count too.
+    `judge`: `base_url`, `model`, `template`, `pattern`, `max_tokens`, `temperature` and
+    `api_key_env`, the name of the environment variable that holds the API key."""
 
     whole_groups: bool = False
     """Call a function that takes lists, in TRL's or OpenRLHF's shape, once for all completions of a
@@ -53,13 +58,16 @@ class RewardConfig(Section):
     score of a wrong type ends the run, another failure is a warning."""
 
     timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds one call may take before its worker is killed and the sample counted as failed."""
+    """Seconds one call may take before its worker is killed and the sample counted as failed. Those
+    of a service or a judge are for all attempts of a call: it is repeated after the statuses 429
+    and 5xx, and where the connection is refused or lost."""
 
     memory_limit_gib: float = Field(default=4.0, gt=0)
     """Address space one worker may take, in GiB."""
 
     num_workers: int | None = Field(default=None, ge=1)
-    """Worker processes; unset: one per CPU core, at most 16."""
+    """Worker processes, and so calls at a time; unset: one per CPU core, at most 16, or 32 where a
+    service or a judge scores and no function of your own."""
 
     max_failure_rate: float = Field(default=0.3, ge=0, le=1)
     """Share of a step's or evaluation's samples that may fail scoring: the run ends as soon as more
@@ -67,12 +75,21 @@ class RewardConfig(Section):
     unless this is 1."""
 
     @property
+    def waits_for_services(self) -> bool:
+        """Whether a service or a judge scores."""
+        return any(is_address(entry.fn) or entry.fn == "judge" for entry in self.functions)
+
+    @property
     def names(self) -> list[str]:
-        """What each function is called in metrics: the part behind the colon or the built-in's
-        name, the second and later of equals with `_2`, `_3`, ... behind."""
+        """What each function is called in metrics: the part behind the colon, the built-in's name,
+        or host and path of an address, joined with `_`; the second and later of equals with `_2`,
+        `_3`, ... behind."""
         unique: list[str] = []
         for entry in self.functions:
-            name = candidate = entry.fn.rpartition(":")[2]
+            name = entry.fn.rpartition(":")[2]
+            if is_address(entry.fn):
+                name = name_of_address(entry.fn)
+            candidate = name
             number = 1
             while candidate in unique:
                 number += 1

@@ -66,8 +66,6 @@ class Shape:
     """So that it can be called with several completions."""
     called_with: str
     """For messages."""
-    returns: str
-    """For help."""
 
 
 OWN = Shape(
@@ -78,7 +76,6 @@ OWN = Shape(
     takes_columns=True,
     takes_lists=False,
     called_with="one sample",
-    returns="a number; None: it does not apply; or a dict with `score` and further numbers",
 )
 SHAPES = (
     Shape(
@@ -98,7 +95,6 @@ SHAPES = (
         takes_columns=True,
         takes_lists=True,
         called_with="lists of one sample",
-        returns="a list with a number for each, or None: it does not apply",
     ),
     Shape(
         "verl",
@@ -108,7 +104,6 @@ SHAPES = (
         takes_columns=False,
         takes_lists=False,
         called_with="one sample",
-        returns="a number, or a dict with `score`, of which further numbers become metrics",
     ),
     Shape(
         "OpenRLHF",
@@ -118,8 +113,6 @@ SHAPES = (
         takes_columns=False,
         takes_lists=True,
         called_with="lists of one sample; a query is the prompt and the completion",
-        returns="a list or tensor with a number for each, or a dict with `rewards`, of "
-        "which `scores` and `extra_logs` become metrics",
     ),
 )
 """The shapes of other frameworks; `OWN` is that of a function which has no mark of theirs."""

@@ -347,12 +347,9 @@ def partial_(value: Any, run: Imported, row: Alias) -> Any:
 
 
 def reward_file_(value: Any, run: Imported, row: Alias) -> Any:
-    """Of OpenRLHF: files with `reward_func`, or servers."""
-    if not all(part.endswith(".py") for part in _texts(value)):
-        raise NotServed(
-            "rewards behind an address; functions run in workers of hone (reward.functions)"
-        )
-    return _numbered("reward.functions.*.fn", [f"{part}:reward_func" for part in _texts(value)])
+    """Of OpenRLHF: files with `reward_func`, or the addresses of services."""
+    names = [f"{part}:reward_func" if part.endswith(".py") else part for part in _texts(value)]
+    return _numbered("reward.functions.*.fn", names)
 
 
 def reward_path_(value: Any, run: Imported, row: Alias) -> Any:

@@ -77,5 +77,5 @@ def try_out(
 
 def share_of_workers(cfg: RewardConfig) -> RewardConfig:
     """The reward workers of one process: its part of those of the host."""
-    num_workers = (cfg.num_workers or default_num_workers()) // processes().local_world_size
+    num_workers = (cfg.num_workers or default_num_workers(cfg)) // processes().local_world_size
     return cfg.model_copy(update={"num_workers": max(num_workers, 1)})

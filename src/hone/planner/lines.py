@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from hone.config.address import names_code
 from hone.config.engine import BLOCK_SIZE
 from hone.config.plan import BatchArithmetic, RunPlan
 from hone.config.signatures import OWN, parsed_parameters, shape_of
@@ -67,7 +68,7 @@ def _shapes(plan: RunPlan) -> Iterator[Line]:
     if isinstance(plan.config, RLConfig | EvaluateConfig):
         reward = plan.config.reward
         for name, entry in zip(reward.names, reward.functions, strict=True):
-            parameters = parsed_parameters(entry.fn) if ":" in entry.fn else None
+            parameters = parsed_parameters(entry.fn) if names_code(entry.fn) else None
             if parameters is not None and (shape := shape_of(parameters)) is not OWN:
                 yield Line(f"reward.{name}", f"{shape.framework}'s shape", f"its `{shape.mark}`")
 

@@ -17,16 +17,18 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from hone.config.base import Section
+from hone.config.address import is_address
 from hone.config.errors import UserError
 from hone.config.extras import import_extra
 from hone.config.reward import CODE_TIMEOUT_S
 from hone.config.signatures import did_you_mean
+from hone.rewards.base import Builtin, compile_regex
 from hone.rewards.code import count_passed, program_in, read_tests
+from hone.rewards.judge import Judge
+from hone.rewards.remote import Service
 
 __all__ = [
     "BUILTINS",
-    "Builtin",
     "CodeTests",
     "ExactMatch",
     "Format",
@@ -36,21 +38,6 @@ __all__ = [
     "build",
     "warm_up_math",
 ]
-
-
-class Builtin(Section):
-    """A reward function with its settings; subclasses define `__call__`."""
-
-    @property
-    def isolated(self) -> bool:
-        """Must run in a worker process."""
-        return False
-
-    def check_limit(self, max_completion_tokens: int) -> None:
-        """Raise ValueError where the settings contradict the longest completion."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> float:
-        raise NotImplementedError
 
 
 class ExactMatch(Builtin):
@@ -66,7 +53,7 @@ class ExactMatch(Builtin):
     @model_validator(mode="after")
     def _compile(self) -> ExactMatch:
         if self.pattern is not None:
-            _compile_regex(self.pattern)
+            compile_regex(self.pattern)
         return self
 
     @property
@@ -76,7 +63,7 @@ class ExactMatch(Builtin):
     def __call__(self, *, completion: str, answer: str | None) -> float:
         given = completion
         if self.pattern is not None:
-            matches = list(_compile_regex(self.pattern).finditer(completion))
+            matches = list(compile_regex(self.pattern).finditer(completion))
             if not matches:
                 return 0.0
             given = matches[-1][1 if matches[-1].re.groups else 0] or ""
@@ -102,7 +89,7 @@ class Format(Builtin):
         if self.pattern is None and not self.tags:
             raise ValueError("set `pattern` or `tags`, else every completion passes")
         if self.pattern is not None:
-            _compile_regex(self.pattern)
+            compile_regex(self.pattern)
         return self
 
     @property
@@ -110,7 +97,7 @@ class Format(Builtin):
         return self.pattern is not None  # a regular expression may backtrack for ever
 
     def __call__(self, *, completion: str) -> float:
-        if self.pattern is not None and not _compile_regex(self.pattern).search(completion):
+        if self.pattern is not None and not compile_regex(self.pattern).search(completion):
             return 0.0
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
         places = [completion.find(mark) for mark in marks]
@@ -311,21 +298,27 @@ BUILTINS: Mapping[str, type[Builtin]] = {
     "length": Length,
     "overlong": Overlong,
     "code_tests": CodeTests,
+    "judge": Judge,
 }
 
 
 def build(name: str, args: Mapping[str, Any]) -> Builtin:
-    """The built-in reward `name` with its settings.
+    """The built-in reward `name`, or the service at that address, with its settings.
 
     Raises ValueError for an unknown name or setting, with the nearest known one.
     """
-    if name not in BUILTINS:
+    if is_address(name):
+        if args:
+            raise ValueError(f"a service takes no args; remove {', '.join(args)}")
+        args = {"url": name}
+    elif name not in BUILTINS:
         raise ValueError(
             f"no built-in reward of that name; there are {', '.join(BUILTINS)}, and your own are "
-            f"written `package.module:function` or `path/to/file.py:function`."
+            f"written `package.module:function` or `path/to/file.py:function`; a service is its "
+            f"http:// address."
             f"{did_you_mean(name, BUILTINS)}"
         )
-    kind = BUILTINS[name]
+    kind = BUILTINS.get(name, Service)
     try:
         return kind.model_validate(args)
     except ValidationError as error:
@@ -338,6 +331,8 @@ def _explain(kind: type[Builtin], problem: ErrorDetails) -> str:
     if problem["type"] == "extra_forbidden":
         known = f" It has: {', '.join(settings)}." if settings else " It has none."
         return f"no setting '{setting}'.{did_you_mean(setting, settings) or known}"
+    if problem["type"] == "missing":
+        return f"it needs args.{setting}"
     text = problem["msg"].removeprefix("Value error, ")
     return f"args.{setting} is {problem['input']!r}: {text}" if setting else text
 
@@ -346,11 +341,3 @@ def _required(answer: str | None) -> str:
     if answer is None:
         raise ValueError("this row has no answer; name its column in `data.*.columns.answer`")
     return answer
-
-
-@cache
-def _compile_regex(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None

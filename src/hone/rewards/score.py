@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 from hone.config.signatures import shape_of
-from hone.rewards.builtin import Builtin
+from hone.rewards.base import Builtin
+from hone.rewards.remote import ServiceError
 from hone.rewards.resolve import error_location
 from hone.rewards.shapes import InvalidScoreError, Part, ScoreTypeError, call_arguments, read_parts
 from hone.types import FailureKind, Observation, Reward, Sample, StopReason
@@ -214,6 +215,8 @@ def attempt(function: Scoring[T], given: Any) -> T | Verdict:
     except InvalidScoreError as error:
         kind, detail = FailureKind.INVALID, str(error)
         is_certain = isinstance(error, ScoreTypeError)
+    except ServiceError as error:
+        kind, detail, is_certain = error.kind, str(error), True
     except MemoryError:
         kind, detail, is_certain = FailureKind.OUT_OF_MEMORY, "ran out of memory", False
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything

@@ -24,12 +24,14 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
+from hone.config.address import names_code
 from hone.config.env import EnvConfig
 from hone.config.errors import UserError
 from hone.config.inherited import inherited
-from hone.config.reward import RewardConfig
+from hone.config.reward import BUILTIN_REWARDS, RewardConfig
 from hone.config.signatures import SHAPES, Shape, missing_column
-from hone.rewards.builtin import Builtin, build
+from hone.rewards.base import Builtin
+from hone.rewards.builtin import build
 from hone.rewards.play import EpisodeSoFar, episode_of
 from hone.rewards.pool import Pool, default_num_workers
 from hone.rewards.resolve import check_signature
@@ -153,7 +155,9 @@ class Scorer:
             else self._pool.signatures or []
         )
         for entry, signature in zip(self._cfg.functions, signatures, strict=True):
-            if shape := next((x for x in SHAPES if x.framework == signature["framework"]), None):
+            is_builtin = entry.fn in BUILTIN_REWARDS
+            shape = next((x for x in SHAPES if x.framework == signature["framework"]), None)
+            if shape is not None and not is_builtin:
                 as_messages = shape.framework == "TRL" and any(
                     not isinstance(prompt.unrendered, str) for prompt in prompts
                 )
@@ -464,7 +468,7 @@ def _builtins(cfg: RewardConfig, max_completion_tokens: int) -> list[Builtin | N
     builtins: list[Builtin | None] = []
     for index, entry in enumerate(cfg.functions):
         builtin = None
-        if ":" not in entry.fn:
+        if not names_code(entry.fn):
             try:
                 builtin = build(entry.fn, entry.args)
                 builtin.check_limit(max_completion_tokens)
@@ -492,6 +496,6 @@ def _job(cfg: RewardConfig, names: Sequence[str], env: EnvConfig) -> Job:
         memory_limit_bytes=int(cfg.memory_limit_gib * 2**30),
         driver_pid=os.getpid(),
         import_path=tuple(sys.path),
-        num_workers=cfg.num_workers or default_num_workers(),
+        num_workers=cfg.num_workers or default_num_workers(cfg),
         inherits=any(inherited(entry.fn) is not None for entry in cfg.functions),
     )

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from hone.config.address import names_code
 from hone.rewards import wire
 from hone.rewards.builtin import build
 from hone.rewards.play import EpisodeSoFar, Player, play
@@ -143,10 +144,11 @@ def load(job: Job) -> tuple[Player | None, list[RewardFunction], list[dict[str, 
     functions: list[RewardFunction] = []
     signatures: list[dict[str, Any]] = []
     for spec in job.functions:
-        if ":" not in spec.spec:
-            function, args = build(spec.spec, spec.args), {}
-        else:
+        if names_code(spec.spec):
             function, args = resolve(spec.spec), spec.args
+        else:
+            function, args = build(spec.spec, spec.args), {}
+            function.limit_time(job.timeout_s)
         signatures.append(
             check_signature(function, spec.spec, args, whole_groups=spec.whole_groups)
         )

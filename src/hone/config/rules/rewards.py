@@ -9,6 +9,8 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
+from hone.config.address import is_address, names_code
+from hone.config.data import TEMPLATE_FIELD
 from hone.config.extras import missing_extra
 from hone.config.inherited import inherited
 from hone.config.reward import (
@@ -43,6 +45,12 @@ def has_only_weights_of_0(view: View) -> bool:
 
 
 @fact
+def waits_for_services(view: View) -> bool:
+    """Whether a service or a judge scores."""
+    return view["reward"].waits_for_services
+
+
+@fact
 def cores(view: View) -> Fact:
     """CPU cores of this host, four times."""
     number = os.cpu_count() or 1
@@ -66,7 +74,9 @@ def _wrong_signature(view: View) -> Found:
         problem = None
         if _problem(function.fn) is not None:
             continue
-        if ":" not in function.fn:
+        if is_address(function.fn):
+            continue
+        if not names_code(function.fn):
             problem = one_at_a_time(f"'{function.fn}'") if function.whole_groups else None
         elif (parameters := parsed_parameters(function.fn)) is not None:
             problem = signature_problem(
@@ -118,13 +128,16 @@ def _needed(function: RewardFunctionConfig) -> list[str]:
     """Columns that a function asks for, as far as parsing its file tells."""
     if function.fn in ANSWER_REWARDS:
         return ["answer"]
-    parameters = parsed_parameters(function.fn) if ":" in function.fn else None
+    if function.fn == "judge":
+        fields = TEMPLATE_FIELD.findall(str(function.args.get("template", "")))
+        return [name for _, name in fields if name not in ("", "prompt", "completion", "task")]
+    parameters = parsed_parameters(function.fn) if names_code(function.fn) else None
     return needed_columns(parameters or [], function.args)
 
 
 def _problem(fn: str) -> str | None:
     """What is wrong with the name of a reward function, or None."""
-    if inherited(fn) is not None:
+    if inherited(fn) is not None or is_address(fn):  # what is wrong with that, is said elsewhere
         return None
     target, colon, name = fn.rpartition(":")
     if target == "__main__":
@@ -139,7 +152,7 @@ def _problem(fn: str) -> str | None:
         hint = f" Did you mean {near[0]}?" if near else ""
         return (
             f"no built-in of that name.{hint} Built-ins: {', '.join(BUILTIN_REWARDS)}; your own: "
-            "package.module:function or path/to/file.py:function."
+            "package.module:function or path/to/file.py:function; a service: its http:// address."
         )
     if not target or not name.isidentifier():
         return "malformed; write package.module:function or path/to/file.py:function."
@@ -233,7 +246,7 @@ RULES = (
             fix="raise sampling.n_samples_per_prompt"),
     error("env.path", each=_wrong_env, says="env.path '{env.path}'", why="{problem}"),
     unused("env.(args|max_turns)", "env.path = unset", instead="name the environment in env.path"),
-    warning("reward.num_workers > @cores",
+    warning("reward.num_workers > @cores", given=("not @waits_for_services",),
             why="more than one or two a core only takes memory",
             fix="leave reward.num_workers unset"),
     warning("reward.max_failure_rate = 1",

@@ -50,7 +50,7 @@ def _never_passing(view: View) -> Iterator[Mapping[str, object]]:
         return
     fn = reward.functions[reward.names.index(name)].fn
     highest = 0.0 if fn == "overlong" else 1.0
-    if fn in BUILTIN_REWARDS and highest < evaluation.pass_threshold:
+    if fn in BUILTIN_REWARDS and fn != "judge" and highest < evaluation.pass_threshold:
         yield {"highest": f"{highest:g}"}
 
 

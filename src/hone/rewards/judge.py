@@ -1,0 +1,153 @@
+"""A model behind an OpenAI-compatible address that says in words how good a completion is.
+
+Source: OpenAI's `POST /chat/completions`, as vLLM, SGLang and others serve it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from hone.config.address import address_problem
+from hone.config.data import TEMPLATE_FIELD
+from hone.rewards.base import compile_regex
+from hone.rewards.remote import Remote, ServiceError, post, shown
+from hone.rewards.shapes import InvalidScoreError, ScoreTypeError
+
+__all__ = ["Judge"]
+
+
+class Judge(Remote):
+    """The number that `pattern` takes out of what a model answers to `template`.
+
+    An answer in which the pattern is not found is a failure.
+    """
+
+    base_url: str
+    """Address of the API, such as `http://localhost:8000/v1`: `/chat/completions` is appended."""
+
+    model: str
+    """The model, by the name it has there."""
+
+    template: str
+    """What the model is asked, as the message of a user. `{prompt}` (as the row has it),
+    `{completion}`, `{answer}` and any column of the data are filled in; `{{name}}` gives `{name}`,
+    and other braces stay as they are."""
+
+    pattern: str
+    """Regular expression with one group, which is the number; its last match counts. `.` matches
+    line ends too."""
+
+    max_tokens: int = Field(default=1024, ge=1)
+    """Longest answer, in tokens."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """0: the likeliest answer."""
+
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key; unset: none is sent."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Judge:
+        if problem := address_problem(self.base_url):
+            raise ValueError(f"base_url: {problem}")
+        if (num_groups := compile_regex(self.pattern).groups) != 1:
+            raise ValueError(
+                f"pattern {self.pattern!r} has {num_groups} groups; write one, around the number, "
+                "and (?:...) for others"
+            )
+        if "completion" not in self.fields:
+            raise ValueError("template has no {completion}, so every completion is judged alike")
+        # The value is not repeated: it may be the key itself.
+        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.api_key_env):
+            raise ValueError(
+                "api_key_env is no name of an environment variable; the key lies in it"
+            )
+        return self
+
+    @property
+    def fields(self) -> list[str]:
+        """What `template` names."""
+        return [found[2] for found in TEMPLATE_FIELD.finditer(self.template) if found[2]]
+
+    def __call__(
+        self, *, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
+    ) -> list[float]:
+        values = {name: held[0] for name, held in columns.items() if isinstance(held, list)}
+        values |= {"prompt": prompts[0], "completion": completions[0]}
+        content = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": self._question(values)}],
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+        }
+        url = f"{self.base_url.rstrip('/')}/chat/completions"
+        key = self._api_key()
+        return [self._score(post(url, content, timeout_s=self._timeout_s, api_key=key))]
+
+    def _question(self, values: Mapping[str, Any]) -> str:
+        def fill(match: re.Match[str]) -> str:
+            literal, name = match[1], match[2]
+            if literal is not None:
+                return "{" + literal + "}"
+            if values.get(name) is None:
+                held = ", ".join(sorted(key for key, value in values.items() if value is not None))
+                raise ValueError(
+                    f"the template names {name!r}, which this row does not have (it has {held}). "
+                    f"For literal braces write {{{{{name}}}}}."
+                )
+            return _as_text(values[name])
+
+        return TEMPLATE_FIELD.sub(fill, self.template)
+
+    def _api_key(self) -> str | None:
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not re.fullmatch(r"[!-~]+", key):
+            raise ServiceError(
+                f"the environment variable {self.api_key_env}, which api_key_env names, "
+                + ("holds no API key" if key else "is not set")
+            )
+        return key
+
+    def _score(self, answer: Any) -> float:
+        match answer:
+            case {"choices": [{"message": {"content": str() | None as content}, **choice}, *_]}:
+                text = content or ""
+            case _:
+                raise ScoreTypeError(
+                    f"answered {shown(answer)}, in which there is no choices[0].message.content"
+                )
+        found = [match[1] for match in compile_regex(self.pattern).finditer(text)]
+        if not found:
+            is_cut = choice.get("finish_reason") == "length"
+            raise InvalidScoreError(
+                f"the pattern {self.pattern!r} is not in its answer, which ends {text[-200:]!r}"
+                + f" and was cut at max_tokens ({self.max_tokens})" * is_cut
+            )
+        try:
+            return float(found[-1])
+        except (TypeError, ValueError):  # None where the group has not taken part
+            raise InvalidScoreError(
+                f"the pattern {self.pattern!r} took {found[-1]!r} out of its answer, which is no "
+                "number"
+            ) from None
+
+
+def _as_text(value: Any) -> str:
+    """Text as it is, the content of a single message, several with roles; else JSON."""
+    match value:
+        case str():
+            return value
+        case [{"content": str(content)}]:
+            return content
+        case [{"role": _, "content": _}, *_]:
+            return "\n\n".join(f"{each['role']}: {_as_text(each['content'])}" for each in value)
+        case _:
+            return json.dumps(value, ensure_ascii=False, default=str)

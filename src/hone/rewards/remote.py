@@ -1,0 +1,191 @@
+"""Rewards from a service over HTTP, and what calls of any service have in common.
+
+A call is made in a reward worker, which waits for the answer: its deadline holds whatever the
+service, the network or a regular expression over the answer does. Worker processes wait as well as
+threads would (docs/design/remote-rewards.md has the measurement).
+
+Source: OpenRLHF's `--reward.remote_url` (`openrlhf/utils/agent.py`, `openrlhf/cli/serve_rm.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import ssl
+from collections.abc import Mapping, Sequence
+from functools import cache
+from http.client import HTTPException
+from time import monotonic, sleep
+from typing import IO, Any
+from urllib.error import HTTPError, URLError
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Request, build_opener
+
+from pydantic import PrivateAttr, model_validator
+
+from hone.config.address import address_problem
+from hone.rewards.base import Builtin
+from hone.rewards.shapes import ScoreTypeError
+from hone.types import FailureKind
+
+__all__ = ["Remote", "Service", "ServiceError", "post", "shown"]
+
+MAX_ANSWER_BYTES = 4 * 2**20
+"""Largest answer of a service that is read."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 8.0
+"""Between attempts: at most so long before the second one, twice as long before each next one."""
+_MARGIN_S, _MARGIN_SHARE = 0.5, 0.1
+"""What is left of `reward.timeout_s` for the reason to come before the worker is killed: so many
+seconds, at most this share."""
+_SHOWN_CHARS = 200
+"""Of an answer, in messages."""
+
+
+class ServiceError(Exception):
+    """A service has not answered, or has refused; the text says which, and how."""
+
+    def __init__(self, message: str, kind: FailureKind = FailureKind.EXCEPTION) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Remote(Builtin):
+    """A reward that waits for a service."""
+
+    _timeout_s: float = PrivateAttr(default=10.0)
+    """Seconds for a call with its retries."""
+
+    @property
+    def isolated(self) -> bool:
+        return True
+
+    def limit_time(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s - min(_MARGIN_S, _MARGIN_SHARE * timeout_s)
+
+
+class Service(Remote):
+    """The reward that an address gives to `{"query": [...], "prompts": [...], "labels": [...]}`,
+    lists of one sample, in its answer `{"rewards": [...]}`.
+
+    The query is the rendered prompt with the completion. `scores` and `extra_logs` beside the
+    rewards become metrics.
+    """
+
+    url: str
+    """The address, which each sample is posted to."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Service:
+        if problem := address_problem(self.url):
+            raise ValueError(problem)
+        return self
+
+    def __call__(
+        self, *, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]
+    ) -> Mapping[str, Any]:
+        content = {"query": queries, "prompts": prompts, "labels": labels}
+        answer = post(self.url, content, timeout_s=self._timeout_s)
+        if not isinstance(answer, Mapping) or "rewards" not in answer:
+            raise ScoreTypeError(f'answered {shown(answer)}; it must be {{"rewards": [NUMBER]}}')
+        rewards = answer["rewards"]
+        if not isinstance(rewards, list) or len(rewards) != len(queries):
+            raise ScoreTypeError(
+                f"answered the rewards {shown(rewards)} to {len(queries)} query; it must be a list "
+                "with a number for each"
+            )
+        if any(
+            isinstance(reward, bool) or not isinstance(reward, int | float) for reward in rewards
+        ):
+            raise ScoreTypeError(f"answered the rewards {shown(rewards)}; each must be a number")
+        return answer
+
+
+def post(
+    url: str, content: Mapping[str, Any], *, timeout_s: float, api_key: str | None = None
+) -> Any:
+    """What the service at `url` answers to `content`, both as JSON, within `timeout_s` (seconds).
+
+    Attempts are repeated, with growing pauses, after the statuses 429 and 5xx and where the
+    connection is refused or lost. `api_key` is sent as a bearer token. Raises ServiceError without
+    an answer, ScoreTypeError where it is not JSON.
+    """
+    deadline, wait_s, attempts = monotonic() + timeout_s, _FIRST_WAIT_S, 0
+    while True:
+        attempts += 1
+        try:
+            body = _attempt(url, content, max(deadline - monotonic(), 0.001), api_key)
+            break
+        except _TransientError as error:
+            pause_s = wait_s * random.uniform(0.5, 1.0)  # else all workers come back at once
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            if monotonic() + pause_s >= deadline:
+                raise ServiceError(
+                    f"{error} ({attempts} attempts in {timeout_s:g} s of `reward.timeout_s`)"
+                ) from None
+            sleep(pause_s)
+        except TimeoutError:
+            raise ServiceError(
+                f"no answer within {timeout_s:g} s of `reward.timeout_s`", FailureKind.TIMEOUT
+            ) from None
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise ScoreTypeError(f"answered what is not JSON: {shown(body)}") from None
+
+
+class _TransientError(Exception):
+    """What another attempt may mend."""
+
+
+def _attempt(url: str, content: Mapping[str, Any], timeout_s: float, api_key: str | None) -> str:
+    """The text of one answer, in which the key is replaced. Raises _TransientError, TimeoutError,
+    or ServiceError for what another attempt does not mend."""
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    request = Request(url, json.dumps(content, default=str).encode(), headers)
+    try:
+        with _opener().open(request, timeout=timeout_s) as response:
+            text = _read(response, api_key)
+            if response.length:  # read() does not raise where it is given a size
+                raise _TransientError("the connection was closed within the answer")
+            return text
+    except HTTPError as error:
+        with error:
+            told = f"HTTP status {error.code} ({error.reason}): {shown(_read(error, api_key))}"
+        if error.code == 429 or error.code >= 500:
+            raise _TransientError(told) from None
+        location = error.headers.get("Location")
+        raise ServiceError(told + (f"; it has moved to {location}" if location else "")) from None
+    except (OSError, HTTPException) as error:
+        cause = error.reason if isinstance(error, URLError) else error
+        if isinstance(cause, TimeoutError):
+            raise TimeoutError from None
+        kind = _TransientError if isinstance(cause, ConnectionError) else ServiceError
+        raise kind(f"cannot be reached: {type(cause).__name__}: {cause}") from None
+
+
+def _read(answer: IO[bytes], api_key: str | None) -> str:
+    body = answer.read(MAX_ANSWER_BYTES + 1)
+    if len(body) > MAX_ANSWER_BYTES:
+        raise ServiceError(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
+    text = body.decode(errors="replace")
+    return text if api_key is None else text.replace(api_key, "***")
+
+
+def shown(value: object) -> str:
+    """What a service has answered, or its beginning, for messages."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """A redirect would turn a POST into a GET, and take the key to another host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """None: the answer is an error."""
+
+
+@cache
+def _opener() -> OpenerDirector:
+    """Made once: reading the certificates of this host takes some 20 ms."""
+    return build_opener(HTTPSHandler(context=ssl.create_default_context()), _NoRedirects())
