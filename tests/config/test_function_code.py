@@ -56,3 +56,5 @@ def test_of_a_file_its_content_counts(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("rewards.py").write_text(OTHER["a constant"])
     assert code_digest("rewards.py:f") != first
     assert code_digest("exact_match") is code_digest("json:dumps") is None
+    Path("http.py").write_text(FIRST)
+    assert code_digest("http://localhost") is None

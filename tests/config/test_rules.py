@@ -388,6 +388,7 @@ ROWS: list[Row] = [
     ("rl", "reward.functions.0.fn=no_such_module.x:score", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=scores/py:score", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=ftp://host/get_reward", "error", "reward.functions.0.fn"),
+    ("rl", "reward.functions.0.fn=localhost:5000/get_reward", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=code_tests reward.timeout_s=5", "error",
      "reward.functions.0.args.timeout_s reward.timeout_s"),
     ("rl", "env.path=Game", "error", "env.path"),

@@ -181,7 +181,7 @@ def shown(value: object) -> str:
 class _NoRedirects(HTTPRedirectHandler):
     """A redirect would turn a POST into a GET, and take the key to another host."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: Any, **__: Any) -> None:
         """None: the answer is an error."""
 
 

@@ -154,6 +154,8 @@ def _problem(fn: str) -> str | None:
             f"no built-in of that name.{hint} Built-ins: {', '.join(BUILTIN_REWARDS)}; your own: "
             "package.module:function or path/to/file.py:function; a service: its http:// address."
         )
+    if name[:1].isdigit():  # HOST:PORT
+        return f"malformed; the address of a service is http://{fn}."
     if not target or not name.isidentifier():
         return "malformed; write package.module:function or path/to/file.py:function."
     if target.endswith(".py"):
