@@ -114,6 +114,8 @@ ROWS = [
     ("agent_func_path", "env.path"),
     ("remote_rm_url", "reward.functions", "the address"),
     ("reward.remote_url", "reward.functions", "the address"),
+    ("reward_clip_range", "reward.clip", "the total"),
+    ("reward.clip_range", "reward.clip", "the total"),
     ("ds.deepcompile", "trainer.compile"),
     # of TRL
     ("model_name_or_path", "model.path"),

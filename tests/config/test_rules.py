@@ -380,6 +380,8 @@ ROWS: list[Row] = [
     # rewards
     ("rl", "reward.functions=[]", "error", "reward.functions"),
     ("rl", "reward.functions.0.weight=0", "error", "reward.functions"),
+    ("rl", "reward.clip=[1,-1]", "error", "reward.clip"),
+    ("rl", "reward.clip=[1,1]", "error", "reward.clip"),
     ("rl", "reward.functions.0.fn=exact_mach", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=scores.py:", "error", "reward.functions.0.fn"),
     ("rl", "reward.functions.0.fn=nowhere.py:score", "error", "reward.functions.0.fn"),
@@ -723,6 +725,7 @@ def test_a_sound_configuration_has_no_finding(command: str, workspace: Path) -> 
         "reward.functions.0.fn=scores.py:score",
         "reward.functions.0.fn=json:loads",
         "reward.functions.0.fn=http://host:5000/get_reward reward.num_workers=100000",
+        "reward.clip=[-5,5]",
         "reward.functions.0.fn=judge eval.pass_function=judge eval.pass_threshold=8 "
         "eval.every_n_steps=9 data.eval_fraction=0.1",
         "engine.kv_cache_gib=1",

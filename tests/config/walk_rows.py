@@ -148,6 +148,7 @@ RL: dict[str, Row] = {
         "{mark: '1'}", "metrics", ("--reward.functions=[{fn: 'rewards.py:nine'}]",)
     ),
     "reward.functions.0.whole_groups": WHOLE_GROUPS,
+    "reward.clip": Row("[0.2, 0.6]", "metrics"),
     "reward.timeout_s": Row(
         "0.1",
         "metrics",

@@ -105,15 +105,27 @@ def test_a_service_is_one_function_among_others(server, tmp_path):
     assert sample.reward.total == pytest.approx(2 * 0.5 + 0.4 + 1.0 + 0.5)
 
 
+def test_a_service_compares_the_completions_of_a_prompt(server):
+    entry = {"fn": f"{server.url}/get_reward", "whole_groups": True}
+    with scorer_of(entry, "exact_match") as scorer:
+        samples = scorer.score([make_sample(text, answer="24", index=n) for n, text in TEXTS])
+    assert [content["query"] for *_, content in server.requests] == [["Q: ?24", "Q: ?13"]]
+    assert [sample.reward.total for sample in samples] == [2.0, 0.0]
+    with scorer_of(entry | {"fn": f"{server.url}/text"}) as scorer:
+        samples = scorer.score([make_sample(text, index=n) for n, text in TEXTS])
+    assert [sample.failure for sample in samples] == [FailureKind.INVALID] * 2
+
+
+TEXTS = [(0, "24"), (1, "13")]
 WRONG = {
     "nan": "must be finite",
     "infinite": "must be finite",
     "missing": 'it must be {"rewards": [NUMBER]}',
     "list": 'it must be {"rewards": [NUMBER]}',
     "none": "must be a number",
-    "two": "answered the rewards '[1.0, 2.0]' to 1 query",
-    "empty": "answered the rewards '[]' to 1 query",
-    "no_list": "answered the rewards '1.0' to 1 query",
+    "two": "answered the rewards '[1.0, 2.0]' to 1 queries",
+    "empty": "answered the rewards '[]' to 1 queries",
+    "no_list": "answered the rewards '1.0' to 1 queries",
     "nested": "must be a number",
     "text": "must be a number",
     "bool": "must be a number",

@@ -131,6 +131,17 @@ def test_metrics_are_recorded_but_not_in_the_total():
     assert reward.parts == {"f": 1.0, "f/steps": 40.0, "f/ok": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("clip", "weight", "total"),
+    [(None, 20, 20), ((-10, 10), 20, 10), ((-10, 10), -20, -10), ((-10, 10), 3, 3), ((2, 5), 0, 2)],
+)
+def test_the_total_is_clipped_and_its_parts_are_not(clip, weight, total):
+    with Scorer(config(("exact_match", weight, {}), clip=clip), max_completion_tokens=8) as scorer:
+        (sample,) = scorer.score([make_sample("4", answer="4")])
+    assert sample.reward.total == total
+    assert sample.reward.parts == {"exact_match": 1.0}
+
+
 def test_overflow_of_the_sum_is_invalid():
     functions = [as_function(lambda: 1e308, weight=1e308)]
     assert verdict(*functions).failure is FailureKind.INVALID

@@ -57,6 +57,11 @@ class RewardConfig(Section):
     once on the first row, with its answer as the completion: a wrong call, an unknown name or a
     score of a wrong type ends the run, another failure is a warning."""
 
+    clip: tuple[float, float] | None = None
+    """Lowest and highest total reward, such as [-10, 10]: one outside becomes the nearer of them,
+    before groups are chosen and anything is normalised. The parts are reported as they are. Unset:
+    totals are not clipped."""
+
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take before its worker is killed and the sample counted as failed. Those
     of a service or a judge are for all attempts of a call: it is repeated after the statuses 429
@@ -73,6 +78,10 @@ class RewardConfig(Section):
     """Share of a step's or evaluation's samples that may fail scoring: the run ends as soon as more
     have failed, without scoring the rest. It also ends where none of the first 24 could be scored,
     unless this is 1."""
+
+    def clipped(self, total: float) -> float:
+        """A total reward within `clip`."""
+        return total if self.clip is None else min(max(total, self.clip[0]), self.clip[1])
 
     @property
     def waits_for_services(self) -> bool:

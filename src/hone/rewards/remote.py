@@ -64,7 +64,7 @@ class Remote(Builtin):
 
 class Service(Remote):
     """The reward that an address gives to `{"query": [...], "prompts": [...], "labels": [...]}`,
-    lists of one sample, in its answer `{"rewards": [...]}`.
+    lists of one sample or of a whole group, in its answer `{"rewards": [...]}`.
 
     The query is the rendered prompt with the completion. `scores` and `extra_logs` beside the
     rewards become metrics.
@@ -89,8 +89,8 @@ class Service(Remote):
         rewards = answer["rewards"]
         if not isinstance(rewards, list) or len(rewards) != len(queries):
             raise ScoreTypeError(
-                f"answered the rewards {shown(rewards)} to {len(queries)} query; it must be a list "
-                "with a number for each"
+                f"answered the rewards {shown(rewards)} to {len(queries)} queries; it must be a "
+                "list with a number for each"
             )
         if any(
             isinstance(reward, bool) or not isinstance(reward, int | float) for reward in rewards

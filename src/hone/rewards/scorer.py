@@ -19,7 +19,7 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -373,6 +373,9 @@ class Scorer:
         sample.observation = verdict.observation
         sample.stop_reason = verdict.stop_reason or sample.stop_reason
         sample.reward = verdict.reward
+        if sample.reward is not None:
+            total = self._cfg.clipped(sample.reward.total)
+            sample.reward = replace(sample.reward, total=total)
         sample.failure = verdict.failure
         sample.failure_detail = verdict.detail
         if verdict.observation is not None:

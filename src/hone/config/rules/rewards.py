@@ -45,6 +45,13 @@ def has_only_weights_of_0(view: View) -> bool:
 
 
 @fact
+def clips_all_alike(view: View) -> bool:
+    """Whether the range of rewards is empty or a single number."""
+    clip = view["reward.clip"]
+    return clip is not None and clip[0] >= clip[1]
+
+
+@fact
 def waits_for_services(view: View) -> bool:
     """Whether a service or a judge scores."""
     return view["reward"].waits_for_services
@@ -230,6 +237,8 @@ RULES = (
     error("@has_only_weights_of_0",
           says="every weight of reward.functions is 0",
           why="so is every reward", fix="give at least one entry a weight"),
+    error("@clips_all_alike", says="reward.clip is {reward.clip}",
+          why="its first number must be below the second", fix="reward.clip = [-10, 10]"),
     error(each=_wrong, says="{key}.fn '{fn}'", why="{problem}"),
     error(each=_wrong_signature, says="{key}.fn", why="{problem}"),
     error(each=lambda view: view.fact("reward_problems"), says="{key}.fn '{fn}'", why="{problem}"),
