@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "missing_page":
                 self.give(404, "<html>no such page</html>")
             case "moved":
-                self.give(307, "", Location="/get_reward")
+                self.give(302, "", Location="/get_reward")
             case "latency":
                 time.sleep(0.2)
                 self.give(200, json.dumps({"rewards": [1.0]}))
