@@ -240,6 +240,20 @@ def test_supervised() -> None:
     assert result.samples == []
 
 
+@pytest.mark.slow
+def test_preferences_and_a_reward_model() -> None:
+    pairs = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "0"} for n in range(1, 9)]
+    data = {"chat": "never", "max_prompt_tokens": 8, "max_tokens": 24, "examples_per_step": 8}
+    given: dict[str, Any] = {"data": pairs, "model": {"path": "model"}, "run": SECTIONS["run"]}
+    assert hone.check(command="reward-model", **given).errors == []
+    learned = hone.dpo({"data": data}, **given)
+    assert learned.final["rewards/accuracies"] >= 0
+    scorer = given | {"run": given["run"] | {"dir": "runs/scorer"}}
+    result = hone.reward_model({"data": data}, **scorer)
+    assert result.steps == 3
+    assert "SequenceClassification" in (result.model_dir / "config.json").read_text()
+
+
 @pytest.mark.parametrize("kind", ["list", "generator", "DataFrame", "Dataset", "texts"])
 def test_kinds_of_rows(kind: str) -> None:
     held = [{"prompt": "a", "n": 1, "tags": ["x"]}, {"prompt": "b", "n": None, "tags": []}]
@@ -344,7 +358,8 @@ def test_a_notebook_reads_what_is_appended_alone(tmp_path: Path) -> None:
 
 
 def test_the_examples_of_docstrings_are_code() -> None:
-    for call in (hone.rl, hone.sft, hone.evaluate, hone.generate, hone.check):
+    trained = hone.rl, hone.sft, hone.dpo, hone.reward_model
+    for call in (*trained, hone.evaluate, hone.generate, hone.check):
         text = inspect.getdoc(call) or ""
         example = [line for line in text.splitlines() if line.startswith("    ")]
         assert example, call

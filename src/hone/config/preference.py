@@ -113,9 +113,9 @@ class PreferenceConfig(Section):
 
 class BradleyTerryConfig(Section):
     """The loss of a reward model: `-log sigmoid(chosen - rejected - margin)`, the mean over the
-    pairs of an optimizer step, where a pair without a margin has 0 (arXiv:2203.02155, eq. 1; the
-    margin is that of arXiv:2307.09288, eq. 2)."""
+    pairs of an optimizer step (arXiv:2203.02155; with margins, 0 where rows have none,
+    arXiv:2307.09288)."""
 
     center_coef: float = Field(default=0.0, ge=0)
-    """Factor of the mean of `(chosen + rejected)^2`, which holds rewards around 0
-    (arXiv:2312.09244, eq. 2); 0.01 is usual. The loss alone leaves open what a reward of 0 is."""
+    """Factor of the mean of `(chosen + rejected)^2`, which holds rewards around 0; 0.01 is usual.
+    The loss alone leaves open what a reward of 0 is (arXiv:2312.09244, equation 2)."""
