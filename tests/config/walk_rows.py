@@ -182,6 +182,8 @@ RL: dict[str, Row] = {
     "algorithm.lam": Row("0.5", "metrics", (*GAE, "--run.steps=3")),
     "teacher.path": Row("other", "metrics"),
     "teacher.reward_coef": Row("0.5", "metrics", TEACHER),
+    "teacher.loss": Row("js", "metrics", TEACHER),
+    "teacher.top_k": Row("3", "metrics", (*TEACHER, "--teacher.loss=forward_kl")),
     "critic.path": Row("other", "metrics", GAE),
     "critic.lr": Row("1e-2", "metrics", GAE),
     "critic.value_clip": Row("1e-6", "metrics", (*GAE, *MINI)),

@@ -14,6 +14,7 @@ from tests.loops.test_processes import assert_same_run, run_hone
 from tests.tiny_runs import learning_config, lines
 from transformers import AutoModelForCausalLM
 
+from hone.algorithms.distillation import DivergingFromTeacher
 from hone.config.errors import UserError
 from hone.data.arithmetic import ALPHABET
 from hone.loops import reinforce
@@ -82,14 +83,59 @@ def test_the_columns_are_what_the_teacher_says(make_config: MakeConfig, tmp_path
     assert row["teacher/kl"] == pytest.approx(float(gaps.mean()), abs=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["reverse_kl", "forward_kl", "js"])
+def test_the_loss_is_the_divergence_of_both_distributions(
+    loss: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Of all words, in float64, at the temperature that samples; tokens are averaged."""
+    found: list[Row] = []
+    path = make_teacher(tmp_path / "teacher", family="llama")
+    cfg = make_config(
+        run={"steps": 1},
+        rollout={"temperature": 0.7},
+        teacher={"path": path, "loss": loss, "top_k": 99},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        targets = DivergingFromTeacher.targets
+
+        def watched(self: Any, rows: Any, batch: Any) -> Any:
+            found.extend(rows)
+            return targets(self, rows, batch)
+
+        patch.setattr(DivergingFromTeacher, "targets", watched)
+        reinforce.run(cfg)
+    models = [
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64)
+        for name in (cfg.model.path, path)
+    ]
+    values: list[torch.Tensor] = []
+    for row in found:
+        ids, mask = torch.tensor([row.token_ids]), torch.tensor(row.loss_mask[1:])
+        with torch.no_grad():
+            own, other = (m(ids).logits[0, :-1].div(0.7).log_softmax(-1)[mask] for m in models)
+        mean = ((own.exp() + other.exp()) / 2).log()
+        kl = torch.nn.functional.kl_div  # of (input, target): target.exp() * (target - input)
+        pairs = {"reverse_kl": [(other, own)], "forward_kl": [(own, other)]}
+        pairs["js"] = [(mean, own), (mean, other)]
+        both = [kl(a, b, reduction="none", log_target=True).sum(-1) for a, b in pairs[loss]]
+        values.append(sum(both) / torch.tensor(len(both)))
+    (row,) = lines(cfg.run.dir / "metrics.jsonl")
+    expected = float(torch.cat(values).mean())
+    assert row["teacher/divergence"] == pytest.approx(expected, rel=1e-3)
+    assert row["train/loss"] == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("family", "loss"),
+    [("qwen3", "policy_gradient"), ("llama", "policy_gradient"), ("qwen3", "js")],
+)
 def test_R24_two_processes_are_one_run(
-    family: str, make_config: MakeConfig, tmp_path: Path
+    family: str, loss: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     sections: dict[str, Any] = {
-        "teacher": {"path": make_teacher(tmp_path / "teacher", family=family)},
+        "teacher": {"path": make_teacher(tmp_path / "teacher", family=family), "loss": loss},
         "trainer": {"prompts_per_minibatch": 2, "optimizer": {"lr": 3e-3, "eps": 1e-5}},
         "log": {"samples_per_step": 99},
     }
@@ -111,8 +157,18 @@ def test_R24_two_processes_are_one_run(
             "trainer": {"optimizer": {"lr": 0.02}, "logits_chunk_tokens": 64},
         },
         {"rollout": {"n_samples_per_prompt": 1, "prompts_per_step": 64}},
+        {"teacher": {"loss": "reverse_kl", "top_k": 4}},
+        {"teacher": {"loss": "forward_kl"}},
+        {"teacher": {"loss": "js", "reward_coef": 0.1}},
     ],
-    ids=["ahead of training", "adapters and a reference", "one sample of a prompt"],
+    ids=[
+        "ahead of training",
+        "adapters and a reference",
+        "one sample of a prompt",
+        "reverse KL of four words",
+        "forward KL",
+        "Jensen-Shannon and rewards",
+    ],
 )
 def test_the_divergence_from_the_teacher_falls(
     sections: dict[str, Any],
@@ -127,13 +183,14 @@ def test_the_divergence_from_the_teacher_falls(
             "run": {"steps": 40},
             "rollout": {"prompts_per_step": 16} | sections.get("rollout", {}),
             "engine": {"max_num_seqs": 64},
-            "teacher": {"path": make_teacher(tmp_path / "teacher")},
+            "teacher": {"path": make_teacher(tmp_path / "teacher")} | sections.get("teacher", {}),
             "trainer": {"optimizer": {"lr": 1e-2}, "logits_chunk_tokens": 64},
         }
-        | {name: held for name, held in sections.items() if name != "rollout"}
+        | {k: held for k, held in sections.items() if k not in ("rollout", "teacher")}
     )
     reinforce.run(cfg)
-    divergences = metrics(cfg.run.dir)
+    name = "teacher/divergence" if "teacher" in sections else "teacher/kl"
+    divergences = metrics(cfg.run.dir, name)
     assert len(divergences) == 40
     assert sum(divergences[-5:]) < 0.6 * sum(divergences[:5]), divergences
 

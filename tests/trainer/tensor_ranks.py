@@ -27,7 +27,7 @@ from hone.distributed.mesh import Axis, Mesh
 from hone.families.registry import SPECS
 from hone.models.decoder import hidden_states
 from hone.trainer import logprobs, tensor
-from hone.trainer.logprobs import token_logprobs
+from hone.trainer.logprobs import token_scores
 from hone.trainer.sharded import ShardedPolicy
 from hone.trainer.tensor import parallelize
 from tests.models.families import FAMILY_FIELDS
@@ -58,8 +58,9 @@ LENGTHS = {"odd": (5, 1, 7), "even": (4, 8), "one token": (1,)}
 
 def score(
     model: PreTrainedModel, lengths: tuple[int, ...], ranks: Axis | None, seed: int = 0
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability and entropy of every token's successor, packed."""
+) -> tuple[Tensor, ...]:
+    """Log-probability and entropy of every token's successor, packed, and log-probabilities of
+    three more words."""
     draw = torch.Generator().manual_seed(100 * sum(lengths) + seed)
     ids, labels = torch.randint(VOCAB, (2, sum(lengths)), generator=draw)
     if model.config.pad_token_id is not None:  # whose embedding is not trained
@@ -69,22 +70,38 @@ def score(
         cu_seqlens=borders.int(), max_seqlen=max(lengths), lengths=tuple(lengths)
     )
     positions = torch.cat([torch.arange(n) for n in lengths])
-    return token_logprobs(
+    found = token_scores(
         model,
         hidden_states(model, ids, positions, context),
         labels,
         temperature=0.7,
         chunk_tokens=5,
         with_entropy=True,
+        at_ids_NK=torch.randint(VOCAB, (len(ids), 3), generator=draw),
         tensor=ranks,
     )
+    return tuple(found[name] for name in ("logprobs", "entropy", "logprobs_at"))
 
 
-def loss_of(scores: tuple[Tensor, Tensor | None], seed: int = 0) -> Tensor:
-    values, entropy = scores
-    assert entropy is not None
-    factors = torch.randn(2, len(values), generator=torch.Generator().manual_seed(seed))
-    return (factors[0] * values + factors[1] * entropy).sum()
+def likeliest(model: PreTrainedModel, lengths: tuple[int, ...], ranks: Axis | None) -> Tensor:
+    """Ids of the three likeliest successors of each of some states."""
+    hidden = torch.randn(
+        sum(lengths), model.config.hidden_size, generator=torch.Generator().manual_seed(1)
+    )
+    labels = torch.zeros(len(hidden), dtype=torch.int64)
+    with torch.no_grad():
+        found = token_scores(
+            model, hidden, labels, temperature=0.7, chunk_tokens=5, top_k=3, tensor=ranks
+        )
+    return found["top_ids"]
+
+
+def loss_of(scores: tuple[Tensor, ...], seed: int = 0) -> Tensor:
+    values, entropy, at = scores
+    draw = torch.Generator().manual_seed(seed)
+    factors = torch.randn(2, len(values), generator=draw)
+    of_words = torch.randn(at.shape[-1], generator=draw)
+    return (factors[0] * values + factors[1] * entropy + at @ of_words).sum()
 
 
 def make(case: str, **fields: Any) -> PreTrainedModel:
@@ -135,6 +152,9 @@ def step(case: str, lengths: tuple[int, ...], mesh: Mesh, prepare: Any = None, *
         "values": compare(scores[1], scores[0]),
         "values without gradient": compare(scored, scores[0]),
         "gradients": gradient_error(split, whole),
+        "likeliest": torch.equal(
+            likeliest(split, lengths, mesh.tensor), likeliest(whole, lengths, None)
+        ),
         "equal on all ranks": same_everywhere(scores[1][0], mesh.tensor.group),
         "largest part": max(
             p.to_local().numel() / p.numel() for p in split.parameters() if p.ndim == 2

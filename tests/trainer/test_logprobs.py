@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hone.models.decoder import head_weight
-from hone.trainer.logprobs import token_logprobs
+from hone.trainer.logprobs import token_logprobs, token_scores
 from tests.trainer.examples import VOCAB, tiny_model
 
 Scores = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -65,6 +65,46 @@ def test_R15_chunked_values_and_gradients_equal_the_definition(
     expected = slow_scores(model, 37, temperature, fields.get("final_logit_softcapping"))
     for got, want in zip(scores(model, 37, chunk, temperature), expected, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("chunk", [1, 16, 64])
+def test_other_words_than_the_label_equal_the_definition(family: str, chunk: int):
+    """The label among them or not, and the likeliest ones."""
+    cap = {"final_logit_softcapping": 3.0} if family == "gemma2" else {}
+    model = tiny_model(family, dtype=torch.float64, **cap)
+    hidden, labels, factors = inputs(37, torch.float64)
+    ids = torch.stack([(labels + 3) % VOCAB, labels, (labels + 1) % VOCAB], 1)
+    ids[::2, 1] = (labels[::2] + 7) % VOCAB
+    weights = torch.randn(3, generator=torch.Generator().manual_seed(0)).double()
+
+    def loss(logprobs: Tensor, entropy: Tensor, at: Tensor) -> Tensor:
+        return (factors[0] * logprobs + factors[1] * entropy + at @ weights).sum()
+
+    hidden.requires_grad_()
+    head = head_weight(model)
+    options: Any = {"temperature": 0.7, "chunk_tokens": chunk, "with_entropy": True}
+    found = token_scores(model, hidden, labels, **options, at_ids_NK=ids.int())
+    own = loss(found["logprobs"], found["entropy"], found["logprobs_at"])
+    logits = hidden @ head.T
+    if cap:
+        logits = 3.0 * torch.tanh(logits / 3.0)
+    whole = (logits / 0.7).log_softmax(-1)
+    entropy = -(whole.exp() * whole).sum(-1)
+    expected = loss(whole.gather(1, labels[:, None])[:, 0], entropy, whole.gather(1, ids))
+    torch.testing.assert_close(found["logprobs_at"], whole.gather(1, ids))
+    for one, two in zip(
+        torch.autograd.grad(own, [hidden, head]),
+        torch.autograd.grad(expected, [hidden, head], retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
+    for number in (5, VOCAB + 1):
+        with torch.no_grad():
+            found = token_scores(model, hidden, labels, **options, top_k=number)
+        top = whole.topk(min(number, whole.shape[-1]))
+        assert torch.equal(found["top_ids"], top.indices.int())
+        torch.testing.assert_close(found["top_logprobs"], top.values.detach())
 
 
 def test_entropy_or_logprobs_alone_have_the_right_gradient():

@@ -34,6 +34,7 @@ def test_R8_numbers_are_those_of_one_process(two, case):
         assert found["values"] < VALUES
         assert found["values without gradient"] < VALUES
         assert found["gradients"] < GRADIENTS
+        assert found["likeliest"]
         assert found["equal on all ranks"]
         assert found["largest part"] < 0.52, "every matrix is split"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.algorithms.algorithm import Algorithm
-from hone.algorithms.distillation import Distillation
+from hone.algorithms.distillation import Distillation, DivergingFromTeacher
 from hone.algorithms.grpo import GRPO
 from hone.algorithms.ppo import PPO
 from hone.algorithms.preferences.dpo import DPO
@@ -32,5 +32,7 @@ def algorithm_of(cfg: RLConfig | SFTConfig, *, pad_id: int | None = None) -> Alg
     if cfg.algorithm.needs_critic:
         return PPO(cfg.algorithm, cfg.critic, max_completion_tokens=longest)
     if cfg.teacher.path is not None:
-        return Distillation(cfg.algorithm, cfg.teacher, max_completion_tokens=longest)
+        is_sampled = cfg.teacher.loss == "policy_gradient"
+        kind = Distillation if is_sampled else DivergingFromTeacher
+        return kind(cfg.algorithm, cfg.teacher, max_completion_tokens=longest)
     return GRPO(cfg.algorithm, max_completion_tokens=longest)

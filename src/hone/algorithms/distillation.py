@@ -7,21 +7,27 @@ arXiv:2306.08543; GKD, arXiv:2306.13649; Thinking Machines, "On-Policy Distillat
 is discounted onto later tokens. The mean over the step's tokens is the baseline, as in
 tinker-cookbook; that of arXiv:2605.07865, the divergence of each token's distribution, would need
 the logits of all words.
+
+Or a divergence between the policy's and the teacher's distribution of each token is minimised
+directly (`divergences.py`), on what the policy has sampled, whose own probability is not followed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from hone.algorithms.algorithm import Loss, Objective, Outputs
+from hone.algorithms.divergences import DIVERGENCES
 from hone.algorithms.grpo import GRPO
+from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig, Output, TeacherConfig
 from hone.observe.metrics import Mean, Metrics
-from hone.types import Column, Group, Row
+from hone.types import Column, Group, MicroBatch, Row
 
-__all__ = ["Distillation"]
+__all__ = ["Distillation", "DivergenceObjective", "DivergingFromTeacher"]
 
 
 class Distillation(GRPO):
@@ -58,3 +64,56 @@ class Distillation(GRPO):
                 advantages += self._reward_coef * row.column("advantages").double()
             row.columns["advantages"] = Column(advantages.float())
         return metrics | {"teacher/kl": Mean.of(-everyones)}
+
+
+class DivergingFromTeacher(GRPO):
+    """The rows of GRPO, trained on a divergence from the teacher; implements `Algorithm`.
+
+    With `teacher.reward_coef` the policy loss of GRPO's advantages, times it, is added.
+    """
+
+    def __init__(
+        self, cfg: AlgorithmConfig, teacher: TeacherConfig, *, max_completion_tokens: int
+    ) -> None:
+        """`max_completion_tokens` as in `PolicyObjective`."""
+        super().__init__(cfg, max_completion_tokens=max_completion_tokens)
+        self._reward_coef = teacher.reward_coef
+        top = frozenset[Output]({"top_ids", "top_logprobs"})
+        self.needs = replace(
+            self.needs,
+            scores={**self.needs.scores, "teacher": top},
+            samples_per_group=self.needs.samples_per_group if teacher.reward_coef else 1,
+        )
+        objective = DivergenceObjective(cfg, teacher, max_completion_tokens=max_completion_tokens)
+        self.objectives: Mapping[str, Objective] = {"policy": objective}
+
+    def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
+        """Advantages of rewards where they count, and the words at which the two are compared."""
+        metrics = super().targets(rows, batch) if self._reward_coef else Metrics()
+        for row in rows:
+            earned = torch.zeros(row.num_trained)
+            if self._reward_coef:
+                earned = self._reward_coef * row.column("advantages")
+            row.columns["advantages"] = Column(earned)
+            row.columns["at_ids"] = row.columns.pop("top_ids/teacher")
+        return metrics
+
+
+class DivergenceObjective(PolicyObjective):
+    """That of a policy, and a divergence from the teacher at its likeliest words. Implements
+    `Objective`."""
+
+    outputs: frozenset[Output] = frozenset({"logprobs", "entropy", "logprobs_at"})
+
+    def __init__(
+        self, cfg: AlgorithmConfig, teacher: TeacherConfig, *, max_completion_tokens: int
+    ) -> None:
+        super().__init__(cfg, max_completion_tokens=max_completion_tokens)
+        self.columns |= {"at_ids", "top_logprobs/teacher"}
+        self._divergence = DIVERGENCES[teacher.loss]
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> Loss:
+        loss = super().__call__(outputs, batch)
+        values = self._divergence(outputs["logprobs_at"], batch.column("top_logprobs/teacher"))
+        metrics: Metrics = {"teacher/divergence": Mean.of(values.detach())}
+        return Loss(loss.values + values, loss.metrics | metrics)

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 else:
     LossName, AdvantageName = Literal[LOSS_NAMES], Literal[(*BASELINES, "gae")]
 
-Output = Literal["logprobs", "entropy", "values"]
-"""What a model gives for each trained token."""
+Output = Literal["logprobs", "entropy", "values", "top_ids", "top_logprobs", "logprobs_at"]
+"""What a model gives for each trained token: one value; of `top_ids` (int32) and `top_logprobs` one
+for each of its likeliest words, of `logprobs_at` one for each word in the rows' column `at_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +187,15 @@ class TeacherConfig(Section):
     Each trained token's advantage is then how much likelier the teacher finds it than the policy
     does, less the mean over the step, which follows the reverse KL to the teacher; unset: there is
     no teacher, and advantages come from rewards alone."""
+
+    loss: Literal["policy_gradient", "reverse_kl", "forward_kl", "js"] = "policy_gradient"
+    """`policy_gradient`: as said, from the sampled token alone, with `algorithm.loss`. The others
+    are divergences between the two distributions of each token, minimised directly: `reverse_kl`,
+    `forward_kl` (which covers all that the teacher says), `js` (Jensen-Shannon, between both)."""
+
+    top_k: int = Field(default=32, ge=1)
+    """Words of each token that a divergence tells apart: the teacher's likeliest. All others count
+    as one, the rest. From the size of the vocabulary on it is that of the whole distributions."""
 
     reward_coef: float = Field(default=0.0, ge=0)
     """Factor of the advantages that `algorithm.advantage` takes from rewards, which are added to

@@ -194,11 +194,11 @@ class Mesh:
     def gather_values(self, own_n: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """The values of every rank along data, in rank order, on the CPU.
 
-        `own_n` is [counts[data.rank]] on the device; all ranks know all counts. Collective.
+        `own_n` is [counts[data.rank], ...] on the device; all ranks know all counts. Collective.
         """
         if self.data.size == 1:
             return [own_n.cpu()]
-        padded = own_n.new_zeros(max(counts))
+        padded = own_n.new_zeros(max(counts), *own_n.shape[1:])
         padded[: len(own_n)] = own_n
         everywhere = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(everywhere, padded, group=self.data.group)

@@ -406,7 +406,9 @@ def _models(
         scorers["reference"] = WithoutAdapters(model, trainer)
     if cfg.teacher_model is not None:
         teacher = load_for_training(cfg.teacher_model, mesh, seed=cfg.run.seed)
-        scorers["teacher"] = FrozenScorer(teacher, cfg.trainer, temperature=temperature, mesh=mesh)
+        scorers["teacher"] = FrozenScorer(
+            teacher, cfg.trainer, temperature=temperature, top_k=cfg.teacher.top_k, mesh=mesh
+        )
     is_half = compute_dtype(cfg.model, mesh.device).itemsize == 2
     gate = ParityGate(cfg.trainer.parity, "bfloat16" if is_half else "float32", exact=exact)
     learners = {"policy": trainer}
@@ -450,8 +452,8 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
     dtype = compute_dtype(cfg.model, mesh.device)
     assert batch is not None
     puts_kl_in_rewards = kl.coef > 0 and kl.placement == "reward"
-    has_teacher = cfg.teacher.path is not None
-    scores_policy = batch.optimizer_steps_per_rollout > 1 or puts_kl_in_rewards or has_teacher
+    samples_credit = cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
+    scores_policy = batch.optimizer_steps_per_rollout > 1 or puts_kl_in_rewards or samples_credit
     return Limits(
         shape=ModelShape.from_config(model.config.to_dict()),
         peaks=None if plan.is_on_cpu else device_peaks(mesh.device, dtype),

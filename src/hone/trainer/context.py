@@ -25,7 +25,7 @@ from hone.distributed.mesh import Axis, Mesh
 from hone.trainer.packing import to_device
 from hone.types import MicroBatch
 
-__all__ = ["Share", "gather", "split"]
+__all__ = ["Share", "gather", "own_part", "split"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,13 @@ def gather(values_n: Tensor, share: Share) -> Tensor:
     if share.others is None:
         return values_n
     return _Gather.apply(values_n, share.others)
+
+
+def own_part(values_N: Tensor, share: Share) -> Tensor:
+    """Of one value for each trained token of the micro-batch those of this rank's tokens, on their
+    device."""
+    values_N = to_device(values_N, share.labels.device)
+    return values_N if share.others is None else values_N[share.others.own]
 
 
 class _Gather(torch.autograd.Function):

@@ -9,6 +9,8 @@ R ranks, S statistics. With `l = logits / temperature` and `p = softmax(l)`:
 
     d logprob / d l = onehot(y) - p          d H / d l = -p (log p + H)
 
+and, where they are asked for, those of K words more as that of the label.
+
 Forward reads a chunk's logits once, for the maximum m of each row, its mass `s = sum(exp(l - m))`,
 its moment `u = sum(exp(l - m) (l - m))` and the label's logit; log-probability and entropy follow
 from those. Ranks that share the vocabulary gather them once for all N tokens.
@@ -26,11 +28,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hone.config.algorithm import Output
 from hone.distributed.mesh import Axis
 from hone.models.decoder import head_product, head_weight, logit_softcap
 from hone.trainer.tensor import first_row, gather_rows
 
-__all__ = ["token_logprobs"]
+__all__ = ["token_logprobs", "token_scores"]
 
 
 def token_logprobs(
@@ -56,6 +59,37 @@ def token_logprobs(
     bring the same hidden states and labels, get the same results, and their gradients of the
     hidden states are whole. Collective over them.
     """
+    scores = token_scores(
+        model,
+        hidden_ND,
+        labels_N,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        with_entropy=with_entropy,
+        exact=exact,
+        tensor=tensor,
+    )
+    return scores["logprobs"], scores.get("entropy")
+
+
+def token_scores(
+    model: PreTrainedModel,
+    hidden_ND: Tensor,
+    labels_N: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    with_entropy: bool = False,
+    at_ids_NK: Tensor | None = None,
+    top_k: int = 0,
+    exact: bool = False,
+    tensor: Axis | None = None,
+) -> dict[Output, Tensor]:
+    """As `token_logprobs`, by name, and what else is asked for of each distribution: with
+    `at_ids_NK` the log-probabilities of those words as `logprobs_at`, [N, K] and differentiable;
+    with `top_k`, without gradient, the likeliest words as `top_ids`, int32, and `top_logprobs`, the
+    likeliest first: all, of a smaller vocabulary.
+    """
     ranks = tensor or Axis()
     weight_VD, first = _own_rows(model, ranks)
     head = _Head(
@@ -63,14 +97,25 @@ def token_logprobs(
         softcap=logit_softcap(model),
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
+        top_k=top_k,
         exact=exact,
         ranks=ranks,
+        first=first,
     )
     labels_N = labels_N - first if first else labels_N
+    at_ids_NK = None if at_ids_NK is None else at_ids_NK.long() - first
     if torch.is_grad_enabled():
-        return _ChunkedLogprobs.apply(head, labels_N, hidden_ND, weight_VD)
-    scores = head.score(hidden_ND, labels_N, weight_VD)
-    return scores.logprobs, scores.entropy
+        scores = _Scores(*_ChunkedLogprobs.apply(head, (labels_N, at_ids_NK), hidden_ND, weight_VD))
+    else:
+        scores = head.score(hidden_ND, labels_N, at_ids_NK, weight_VD)
+    found: dict[Output, Tensor | None] = {
+        "logprobs": scores.logprobs,
+        "entropy": scores.entropy,
+        "logprobs_at": scores.logprobs_at,
+        "top_ids": scores.top_ids,
+        "top_logprobs": scores.top_logprobs,
+    }
+    return {output: value for output, value in found.items() if value is not None}
 
 
 def _own_rows(model: PreTrainedModel, ranks: Axis) -> tuple[Tensor, int]:
@@ -89,12 +134,16 @@ def _own_rows(model: PreTrainedModel, ranks: Axis) -> tuple[Tensor, int]:
 
 
 class _Scores(NamedTuple):
-    """One value a token, [N] each."""
+    """One value a token, [N] each, but for those of K words."""
 
     logprobs: Tensor
     entropy: Tensor | None
+    logprobs_at: Tensor | None
+    """[N, K]"""
     normaliser: Tensor
     """logsumexp(l)"""
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,44 +152,81 @@ class _Head:
     softcap: float | None
     chunk_tokens: int
     with_entropy: bool
+    top_k: int
     exact: bool
     ranks: Axis
+    first: int
+    """Number of the first row of `weight_VD`, from which labels and ids count; those of other ranks
+    lie outside."""
 
-    def score(self, hidden_ND: Tensor, labels_N: Tensor, weight_VD: Tensor) -> _Scores:
-        """Labels count from the first row of `weight_VD`; those of other ranks lie outside."""
+    def score(
+        self, hidden_ND: Tensor, labels_N: Tensor, at_ids_NK: Tensor | None, weight_VD: Tensor
+    ) -> _Scores:
         statistics: list[Tensor] = []
         exact_logprobs: list[Tensor] = []
-        for hidden_CD, labels_C in zip(
-            hidden_ND.split(self.chunk_tokens), labels_N.split(self.chunk_tokens), strict=True
-        ):
-            logits_CV = head_product(hidden_CD, weight_VD, exact=self.exact)
+        top: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, max(len(hidden_ND), 1), self.chunk_tokens):
+            rows = slice(start, start + self.chunk_tokens)
+            labels_C = labels_N[rows]
+            logits_CV = head_product(hidden_ND[rows], weight_VD, exact=self.exact)
             if self.exact:
                 exact_logprobs.append(_exact_logprobs(logits_CV, labels_C, self.temperature))
-            statistics.append(
-                _operations(logits_CV).part_statistics(
-                    logits_CV,
-                    labels_C,
-                    temperature=self.temperature,
-                    softcap=self.softcap,
-                    with_entropy=self.with_entropy,
-                )
+            at_KC = logits_CV.new_empty(0, len(labels_C), dtype=torch.float32)
+            if at_ids_NK is not None:  # before the logits are overwritten
+                at_KC = self._scaled_at(logits_CV, at_ids_NK[rows]).T
+            if self.top_k:
+                top.append(self._top(logits_CV))
+            part_SC = _operations(logits_CV).part_statistics(
+                logits_CV,
+                labels_C,
+                temperature=self.temperature,
+                softcap=self.softcap,
+                with_entropy=self.with_entropy,
             )
+            statistics.append(torch.cat([part_SC, at_KC]))
             del logits_CV  # before the next chunk's
         statistics_RSN = torch.cat(statistics, 1)[None]
         if self.ranks.group is not None:
             statistics_RSN = gather_rows(statistics_RSN, self.ranks.group)
-        scores = _combine(statistics_RSN)
-        return scores._replace(logprobs=torch.cat(exact_logprobs)) if self.exact else scores
+        own, at_RKN = statistics_RSN.tensor_split([3 + self.with_entropy], 1)
+        scores = _combine(own)
+        if self.exact:
+            scores = scores._replace(logprobs=torch.cat(exact_logprobs))
+        if at_ids_NK is not None:
+            scores = scores._replace(logprobs_at=at_RKN.sum(0).T - scores.normaliser[:, None])
+        if self.top_k:
+            top_ids, scaled_NK = self._top_of_ranks(*map(torch.cat, zip(*top, strict=True)))
+            logprobs_NK = scaled_NK - scores.normaliser[:, None]
+            scores = scores._replace(top_ids=top_ids, top_logprobs=logprobs_NK)
+        return scores
 
     def chunk_gradient(
-        self, hidden_CD: Tensor, labels_C: Tensor, weight_VD: Tensor, **per_token: Tensor | None
+        self,
+        hidden_CD: Tensor,
+        labels_C: Tensor,
+        weight_VD: Tensor,
+        at: tuple[Tensor, Tensor] | None,
+        **per_token: Tensor | None,
     ) -> Tensor:
         """Gradient with respect to a chunk's logits [C, V], in the format of the hidden states.
 
-        `per_token` are those arguments [C] of `logits_gradient`.
+        `at` are ids and gradients [C, K] of `logprobs_at`; `per_token` are those arguments [C] of
+        `logits_gradient`.
         """
         logits_CV = head_product(hidden_CD, weight_VD, exact=self.exact)
-        return _operations(logits_CV).logits_gradient(
+        scattered: list[tuple[Tensor, Tensor]] = []
+        if at is not None:
+            # Each word's own part is scattered by itself; what all words get is of the sum.
+            at_ids_CK, grad_CK = at
+            grad_label_C = per_token["grad_logprobs_C"]
+            assert grad_label_C is not None
+            for ids, grad in ((at_ids_CK, grad_CK), (labels_C[:, None], grad_label_C[:, None])):
+                place, is_own = _own_place(ids, logits_CV)
+                slope = self._slope(logits_CV.gather(-1, place))
+                scattered.append((place, torch.where(is_own, grad * slope, 0.0)))
+            per_token["grad_logprobs_C"] = grad_label_C + grad_CK.sum(-1)
+            labels_C = torch.full_like(labels_C, -1)
+        grad_CV = _operations(logits_CV).logits_gradient(
             logits_CV,
             labels_C,
             **per_token,
@@ -148,6 +234,44 @@ class _Head:
             softcap=self.softcap,
             dtype=hidden_CD.dtype,
         )
+        for place, grad in scattered:
+            grad_CV.scatter_add_(-1, place, grad.to(grad_CV.dtype))
+        return grad_CV
+
+    def _scaled_at(self, logits_CV: Tensor, ids_CK: Tensor) -> Tensor:
+        """Scaled logits [C, K], 0 of words of other ranks."""
+        place, is_own = _own_place(ids_CK, logits_CV)
+        scaled_CK = _capped(logits_CV.gather(-1, place), self.softcap) / self.temperature
+        return torch.where(is_own, scaled_CK, 0.0)
+
+    def _slope(self, logits_CK: Tensor) -> Tensor:
+        """Of the scaled logit by the logit."""
+        if self.softcap is None:
+            return torch.full_like(logits_CK, 1 / self.temperature)
+        capped_CK = _capped(logits_CK, self.softcap)
+        return (1 - (capped_CK / self.softcap).square()) / self.temperature
+
+    def _top(self, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids of the whole vocabulary and scaled logits of this rank's likeliest words."""
+        found = logits_CV.topk(min(self.top_k, logits_CV.shape[-1]))
+        scaled_CK = _capped(found.values, self.softcap) / self.temperature
+        return (found.indices + self.first).int(), scaled_CK
+
+    def _top_of_ranks(self, ids_NK: Tensor, scaled_NK: Tensor) -> tuple[Tensor, Tensor]:
+        if self.ranks.group is None:
+            return ids_NK, scaled_NK
+        ids, scaled = (
+            gather_rows(x[None], self.ranks.group).transpose(0, 1).flatten(1)
+            for x in (ids_NK, scaled_NK)
+        )
+        found = scaled.topk(min(self.top_k, scaled.shape[-1]))
+        return ids.gather(-1, found.indices), found.values
+
+
+def _own_place(ids: Tensor, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """Where ids lie among the columns, and whether they do; 0 where they do not."""
+    is_own = (ids >= 0) & (ids < logits_CV.shape[-1])
+    return ids.where(is_own, 0), is_own
 
 
 def _exact_logprobs(logits_CV: Tensor, labels_C: Tensor, temperature: float) -> Tensor:
@@ -170,7 +294,7 @@ def _combine(statistics_RSN: Tensor) -> _Scores:
     for moment_RN in moments:
         moment_N = (weight_RN * (moment_RN + distance_RN * mass_RN)).sum(0)
         entropy_N = log_mass_N - moment_N / mass_N
-    return _Scores(logprobs_N, entropy_N, maximum_N + log_mass_N)
+    return _Scores(logprobs_N, entropy_N, None, maximum_N + log_mass_N)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -178,22 +302,31 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, head: _Head, labels_N: Tensor, hidden_ND: Tensor, weight_VD: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        scores = head.score(hidden_ND, labels_N, weight_VD)
+        ctx: Any,
+        head: _Head,
+        ids: tuple[Tensor, Tensor | None],
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """`ids` are the labels [N] and other words [N, K]."""
+        labels_N, at_ids_NK = ids
+        scores = head.score(hidden_ND, labels_N, at_ids_NK, weight_VD)
         ctx.head = head
-        ctx.save_for_backward(labels_N, hidden_ND, weight_VD, scores.entropy, scores.normaliser)
+        ctx.save_for_backward(
+            labels_N, at_ids_NK, hidden_ND, weight_VD, scores.entropy, scores.normaliser
+        )
         ctx.set_materialize_grads(False)
-        return scores.logprobs, scores.entropy
+        ctx.mark_non_differentiable(scores.normaliser)
+        return scores.logprobs, scores.entropy, scores.logprobs_at, scores.normaliser
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         head: _Head = ctx.head
-        labels_N, hidden_ND, weight_VD, entropy_N, normaliser_N = ctx.saved_tensors
-        grad_logprobs_N, grad_entropy_N = grads
+        labels_N, at_ids_NK, hidden_ND, weight_VD, entropy_N, normaliser_N = ctx.saved_tensors
+        grad_logprobs_N, grad_entropy_N, grad_at_NK, _ = grads
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(normaliser_N)
-        _, _, needs_hidden, needs_weight = ctx.needs_input_grad
+        *_, needs_hidden, needs_weight = ctx.needs_input_grad
 
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
         wide = _accumulation_dtype(weight_VD.dtype)
@@ -211,6 +344,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 hidden_CD,
                 labels_N[rows],
                 weight_VD,
+                None if grad_at_NK is None else (at_ids_NK[rows], grad_at_NK[rows]),
                 **{name: x if x is None else x[rows] for name, x in per_token.items()},
             )
             if grad_hidden_ND is not None:

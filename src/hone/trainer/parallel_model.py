@@ -26,8 +26,8 @@ from hone.models.decoder import decoder_layers, hidden_states
 from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.heads import token_values
 from hone.observe.metrics import Mean, Metrics, Sum, merge, on_host
-from hone.trainer.context import gather, split
-from hone.trainer.logprobs import token_logprobs
+from hone.trainer.context import gather, own_part, split
+from hone.trainer.logprobs import token_scores
 from hone.trainer.packing import on_device
 from hone.trainer.policy import BasePolicy, Policy
 from hone.trainer.precision import apply_matmul_precision
@@ -39,6 +39,8 @@ from hone.types import MicroBatch
 __all__ = ["ParallelModel"]
 
 T = TypeVar("T")
+_LEARNT: tuple[Output, ...] = ("values", "logprobs_at", "logprobs")
+"""Outputs that losses are of, the first that there is."""
 
 
 class ParallelModel:
@@ -57,6 +59,7 @@ class ParallelModel:
         *,
         temperature: float = 1.0,
         exact: bool = False,
+        top_k: int = 1,
     ) -> None:
         """What a policy and its reference have in common. Before the module is compiled, split or
         sharded."""
@@ -68,11 +71,12 @@ class ParallelModel:
         self.module = module
         self.mesh = mesh
         self._score = partial(
-            token_logprobs,
+            token_scores,
             temperature=temperature,
             chunk_tokens=cfg.logits_chunk_tokens,
             exact=exact,
         )
+        self._top_k = top_k
         self._compiles = mesh.device.type == "cuda" if cfg.compile is None else cfg.compile
         self._sharded: ShardedModel | None = None
         apply_matmul_precision(module, cfg.matmul_precision, mesh.device)
@@ -91,12 +95,13 @@ class ParallelModel:
         *,
         temperature: float = 1.0,
         exact: bool = False,
+        top_k: int = 1,
     ) -> ParallelModel:
         """A model that is only scored; several processes hold shards of it over their own mesh,
         `mesh.for_reference`. It computes as the policy does, which would have a divergence from
-        itself otherwise."""
+        itself otherwise. `top_k` words are its `top_ids`."""
         module.requires_grad_(False)
-        model = cls(module, cfg, mesh, temperature=temperature, exact=exact)
+        model = cls(module, cfg, mesh, temperature=temperature, exact=exact, top_k=top_k)
         if mesh.world.size > 1:
             model.mesh = mesh.for_reference(cfg.parallel)
             parallelize(module, model.mesh)
@@ -165,7 +170,7 @@ class ParallelModel:
             if self._sharded is not None:
                 self._sharded.begin_micro_batch(is_last=is_last)
             outputs = self.forward(batch, objective.outputs)
-            scored = outputs["values" if "values" in outputs else "logprobs"]
+            scored = next(outputs[name] for name in _LEARNT if name in outputs)
             if not batch.ids:
                 (0.0 * scored.sum()).backward()
                 continue
@@ -200,17 +205,21 @@ class ParallelModel:
         hidden_ND = hidden_TD[share.predict_index]
         if "values" in outputs:  # of a critic, which has no other head
             return {"values": gather(token_values(self.module, hidden_ND), share)}
-        logprobs, entropy = self._score(
+        at_ids = None
+        if "logprobs_at" in outputs:
+            # What has no rows has no columns.
+            ids = batch.column("at_ids") if batch.ids else batch.labels[:, None]
+            at_ids = own_part(ids, share)
+        scores = self._score(
             self.module,
             hidden_ND,
             share.labels,
             with_entropy="entropy" in outputs,
+            at_ids_NK=at_ids,
+            top_k=self._top_k if "top_ids" in outputs else 0,
             tensor=self.mesh.tensor,
         )
-        found: dict[Output, Tensor] = {"logprobs": gather(logprobs, share)}
-        if entropy is not None:
-            found["entropy"] = gather(entropy, share)
-        return found
+        return {output: gather(values, share) for output, values in scores.items()}
 
     def _compile_forward(self) -> None:
         """Compile what decoder layers compute, but not the hooks that gather their weights."""

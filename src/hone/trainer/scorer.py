@@ -33,7 +33,7 @@ class RowScorer(Protocol):
         self, rows: Sequence[Row], outputs: frozenset[Output], /
     ) -> Callable[[], list[Outputs]]:
         """Begin to score; what is returned waits for the `outputs` of each row's trained tokens,
-        [N_i] float32 on the CPU, no gradient. Collective, as is the waiting."""
+        [N_i] or [N_i, K] on the CPU, no gradient. Collective, as is the waiting."""
         ...
 
 
@@ -46,7 +46,7 @@ def row_outputs(
     step: int = 0,
     before_pass: Callable[[], None] = lambda: None,
 ) -> list[Outputs]:
-    """The outputs of each row's trained tokens, [N_i] float32 on the CPU, no gradient.
+    """The outputs of each row's trained tokens, [N_i] or [N_i, K] on the CPU, no gradient.
 
     Every process of the model's mesh is given all rows and returns the same; inside, rows are
     distributed over the data axis. `before_pass` ends it by raising, on every process before the
@@ -55,15 +55,14 @@ def row_outputs(
     mesh = model.mesh
     passes = agreed_passes(batcher, rows, batcher.max_tokens_forward, mesh, step=step)
     own = passes[mesh.data.rank]
-    nothing = torch.empty(0, device=mesh.device)
-    scored: dict[Output, list[Tensor]] = {output: [nothing] for output in sorted(outputs)}
+    scored: dict[Output, list[Tensor]] = {output: [] for output in sorted(outputs)}
     try:
         with torch.no_grad():
             for batch in batcher.micro_batches(rows, [0.0] * len(rows), own, mesh):
                 before_pass()
                 found = model.forward(batch, outputs)
                 for output, values in scored.items():
-                    values += [found[output]] if batch.ids else []
+                    values.append(found[output] if batch.ids else found[output][:0])
     finally:
         model.free()
 
@@ -71,7 +70,8 @@ def row_outputs(
     orders = [[i for indices in of_rank for i in indices] for of_rank in passes]
     lengths = [[rows[i].num_trained for i in order] for order in orders]
     for output, values in scored.items():
-        everyones = mesh.gather_values(torch.cat(values), [sum(own) for own in lengths])
+        own_n = torch.cat(values or [torch.empty(0, device=mesh.device)])
+        everyones = mesh.gather_values(own_n, [sum(own) for own in lengths])
         for order, own, of_rank in zip(orders, lengths, everyones, strict=True):
             for i, row_values in zip(order, of_rank.split(own), strict=True):
                 result[i][output] = row_values.clone()
@@ -115,12 +115,16 @@ class FrozenScorer:
         *,
         temperature: float = 1.0,
         exact: bool = False,
+        top_k: int = 1,
         mesh: Mesh | None = None,
     ) -> None:
-        """`cfg` is the trainer's, other arguments as of `Trainer`."""
+        """`cfg` is the trainer's, `top_k` as of `ParallelModel`, other arguments as of
+        `Trainer`."""
         self._batcher = Batcher.of(cfg, model)
         mesh = Mesh.alone(model.device) if mesh is None else mesh
-        self.model = ParallelModel.frozen(model, cfg, mesh, temperature=temperature, exact=exact)
+        self.model = ParallelModel.frozen(
+            model, cfg, mesh, temperature=temperature, exact=exact, top_k=top_k
+        )
 
     @property
     def device_bytes(self) -> int:
