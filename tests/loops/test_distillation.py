@@ -129,7 +129,12 @@ def test_the_loss_is_the_divergence_of_both_distributions(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("family", "loss"),
-    [("qwen3", "policy_gradient"), ("llama", "policy_gradient"), ("qwen3", "js")],
+    [
+        ("qwen3", "policy_gradient"),
+        ("llama", "policy_gradient"),
+        ("qwen3", "js"),
+        ("qwen3", "forward_kl"),
+    ],
 )
 def test_R24_two_processes_are_one_run(
     family: str, loss: str, make_config: MakeConfig, tmp_path: Path
@@ -142,7 +147,8 @@ def test_R24_two_processes_are_one_run(
     one = make_config(run={"dir": tmp_path / "one"}, **sections)
     reinforce.run(one)
     two = make_config(run={"dir": tmp_path / "two"}, **sections)
-    run_hone("rl", two, tmp_path, "--nproc", "2")
+    flags = ("--trainer.parallel.ring_size", "2") if loss == "forward_kl" else ()
+    run_hone("rl", two, tmp_path, "--nproc", "2", *flags)
     assert_same_run(one.run.dir, two.run.dir)
 
 

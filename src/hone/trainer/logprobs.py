@@ -246,9 +246,9 @@ class _Head:
 
     def _slope(self, logits_CK: Tensor) -> Tensor:
         """Of the scaled logit by the logit."""
-        if self.softcap is None:
-            return torch.full_like(logits_CK, 1 / self.temperature)
         capped_CK = _capped(logits_CK, self.softcap)
+        if self.softcap is None:
+            return torch.full_like(capped_CK, 1 / self.temperature)
         return (1 - (capped_CK / self.softcap).square()) / self.temperature
 
     def _top(self, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
