@@ -10,13 +10,14 @@ import pytest
 from hone.cli.main import main
 from hone.config import UserError
 from hone.config.aliases import FRAMEWORKS, alias_hint, aliases, find_alias
-from hone.config.recipe import read_recipe, to_yaml
+from hone.config.recipe import parse_value, read_recipe, to_yaml
 from hone.config.tree import RLConfig
 from hone.importing import transforms
 from hone.importing.convert import convert
-from hone.importing.frameworks import read_command, read_file
+from hone.importing.frameworks import PROGRAMS, read_command, read_file
 from hone.importing.imported import Imported
-from hone.importing.source import Given, Source
+from hone.importing.source import Given, Source, Unread
+from hone.importing.write import recipe
 from tests.config import workspace as files
 
 HERE = Path(__file__).parent
@@ -105,6 +106,22 @@ def test_every_flag_of_the_guides_is_known(framework: str, name: str) -> None:
         assert any(key in hint for key in row.to), hint
     elif hint is not None:
         assert hint.startswith(("not served yet", "nothing to set")) or "did you mean" in hint
+
+
+ODD = (True, False, None, 0, -1, 3, 0.5, "text", "", [1, 2], ["a"], Unread("$X"))
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_no_value_of_any_setting_is_too_odd(framework: str, value: object) -> None:
+    """All settings of the table at once, for each program: each is accounted for."""
+    names = [name for row in aliases() for name in row.names.get(framework, ()) if "*" not in name]
+    given = [Given(name, value, "line 1") for name in names]
+    for program, command in PROGRAMS[framework].items():
+        source = Source(framework=framework, program=program, command=command, given=given)
+        found = convert(source)
+        assert set(names) <= outcomes(found)
+        assert parse_value(recipe(found, "run.sh", "mine.yaml"))
 
 
 def test_the_table_names_what_exists() -> None:

@@ -26,7 +26,7 @@ _OFF = (False, None, "", [])
 def convert(source: Source) -> Imported:
     """Serve all settings of a source, and those that its framework sets by itself."""
     found = Imported(source)
-    found.processes = source.processes or transforms.processes(found.given, source.framework)
+    found.processes = source.processes or transforms.processes(found)
     number = {id(row): place for place, row in enumerate(aliases())}
     rows: list[tuple[int, Given, Alias]] = []
     for one in _last(source.given):

@@ -14,9 +14,9 @@ from hone.importing.python import read_python
 from hone.importing.shell import read_script
 from hone.importing.source import Command, Given, Source, Unread, Word, value_of
 
-__all__ = ["read_command", "read_file"]
+__all__ = ["PROGRAMS", "read_command", "read_file"]
 
-_PROGRAMS: Mapping[str, Mapping[str, Command]] = {
+PROGRAMS: Mapping[str, Mapping[str, Command]] = {
     "openrlhf": {
         "train_ppo_ray": "rl",
         "train_ppo": "rl",
@@ -107,7 +107,7 @@ def _of_commands(
         given = [*_of_config(given, folder, notes), *given]
         processes = _launched(command[:number])
         return _source(framework, program, given, processes=processes, notes=notes)
-    known = ", ".join(_PROGRAMS[framework])
+    known = ", ".join(PROGRAMS[framework])
     raise UserError(
         f"{where} runs nothing of {FRAMEWORKS[framework]}'s that trains ({known}). Name the script "
         "that does, a YAML file of settings, or the command itself behind `--`."
@@ -139,7 +139,7 @@ def _program(framework: str, command: Sequence[Word]) -> tuple[int, str] | None:
         is_file = text.endswith(".py") or "recipe" in text
         if name in _NOT_SERVED and (is_named or is_file):
             raise UserError(f"`{text}`: {_NOT_SERVED[name]}.")
-        if name in _PROGRAMS[framework] and (is_named or is_file):
+        if name in PROGRAMS[framework] and (is_named or is_file):
             return number, name
     return None
 
@@ -149,7 +149,7 @@ def _end(word: Word) -> str:
 
 
 def _source(framework: str, program: str, given: list[Given], **more: Any) -> Source:
-    command = _PROGRAMS[framework][program]
+    command = PROGRAMS[framework][program]
     given = [Given(name, value, one.where) for one in given for name, value in _leaves(one)]
     if framework == "relax" and any(
         one.name == "loss_type" and one.value in ("sft", "sft_loss") for one in given

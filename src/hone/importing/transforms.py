@@ -158,15 +158,16 @@ def longest_row_(value: Any, run: Imported, row: Alias) -> Any:
 # Batches and steps
 
 
-def processes(given: Any, framework: str) -> int:
+def processes(run: Imported) -> int:
     """Training processes, of settings that say how many devices each node has."""
-    if framework == "relax":
+    given = run.given
+    if run.source.framework == "relax":
         actor = given("resource.actor", default=None)
-        if actor is not None:
-            return actor[0] * actor[1]
+        if isinstance(actor, list) and all(isinstance(part, int) for part in actor):
+            return math.prod(actor)
     nodes = given("actor.num_nodes", "actor_num_nodes", "trainer.nnodes", default=1)
     each = given("actor.num_gpus_per_node", "actor_num_gpus_per_node", "trainer.n_gpus_per_node",
-                 default=8 if framework != "trl" else 1)  # fmt: skip
+                 default=8 if run.is_rl and run.source.framework != "trl" else 1)  # fmt: skip
     return nodes * each if isinstance(nodes, int) and isinstance(each, int) else 1
 
 
