@@ -156,6 +156,9 @@ COMMANDS = [
       "algorithm.correction.high": 3.0}),
     ("openrlhf", "train_sft.py --train.batch_size 64 --data.max_len 512 --data.max_samples 640",
      {"data.examples_per_step": 64, "data.max_tokens": 512, "run.steps": 10}),
+    ("openrlhf", "train_rm.py --train.batch_size 64 --train.micro_batch_size 2",
+     {"data.examples_per_step": 64, "trainer.micro_batch_size": 4}),
+    ("trl", "trl reward --center_rewards_coefficient 0.01", {"algorithm.center_coef": 0.01}),
     ("verl", "verl.trainer.main_ppo data.train_batch_size=128 "
      "actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=8",
      {"rollout.prompts_per_step": 128, "trainer.prompts_per_minibatch": 32}),
@@ -249,7 +252,7 @@ MISTAKES = [
     (["import", "verl", "a.sh", "b.sh"], "takes one file"),
     (["import", "verl", "missing.sh"], "cannot be read"),
     (["import", "verl", "--", "python3", "train.py"], "runs nothing of verl's that trains"),
-    (["import", "openrlhf", "--", "openrlhf.cli.train_rm"], "reward models are not trained yet"),
+    (["import", "openrlhf", "--", "openrlhf.cli.train_kto"], "--algorithm.loss kto"),
     (["import", "trl", "bare.yaml"], "does not say what it is for"),
     (["import", "trl", "none.py"], "makes no trainer of TRL"),
     (["import", "verl", "none.py"], "read for trl alone"),

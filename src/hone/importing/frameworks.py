@@ -22,6 +22,7 @@ PROGRAMS: Mapping[str, Mapping[str, Command]] = {
         "train_ppo": "rl",
         "train_dpo": "dpo",
         "train_sft": "sft",
+        "train_rm": "reward-model",
     },
     "verl": {
         "main_ppo": "rl",
@@ -33,14 +34,19 @@ PROGRAMS: Mapping[str, Mapping[str, Command]] = {
         "fsdp_sft_trainer": "sft",
     },
     "relax": {"train": "rl"},
-    "trl": {"grpo": "rl", "rloo": "rl", "dpo": "dpo", "kto": "dpo", "sft": "sft"},
+    "trl": {
+        "grpo": "rl",
+        "rloo": "rl",
+        "dpo": "dpo",
+        "kto": "dpo",
+        "sft": "sft",
+        "reward": "reward-model",
+    },
 }
 """What each framework trains with, by the end of a module's or a file's name."""
 
 _NOT_SERVED = {
-    "train_rm": "reward models are not trained yet",
     "train_kto": "OpenRLHF has given up its KTO; `hone dpo --algorithm.loss kto` is one",
-    "reward": "reward models are not trained yet",
     "distillation": "`hone rl --teacher.path MODEL` distils on-policy",
 }
 _TELLING = {  # settings that only one program has, for files that name none

@@ -13,7 +13,7 @@ from hone.importing.source import Given, Unread
 
 __all__ = ["read_python"]
 
-_CALL = re.compile(r"(GRPO|RLOO|DPO|KTO|SFT)(Config|Trainer)")
+_CALL = re.compile(r"(GRPO|RLOO|DPO|KTO|SFT|Reward)(Config|Trainer)")
 _NOT_SETTINGS = {"args"}
 
 
@@ -36,7 +36,7 @@ def read_python(text: str, path: Path) -> tuple[str, list[Given], list[str]]:
     ]
     if not found:
         raise UserError(
-            f"'{path}' makes no trainer of TRL that is served (GRPO, RLOO, DPO, KTO, SFT; "
+            f"'{path}' makes no trainer of TRL that is served (GRPO, RLOO, DPO, KTO, SFT, Reward; "
             "GRPOConfig(...) or GRPOTrainer(...))."
         )
     program = found[0][0]

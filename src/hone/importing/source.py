@@ -9,7 +9,7 @@ from hone.config.recipe import parse_value
 
 __all__ = ["Command", "Given", "Source", "Unread", "Word", "text_of", "value_of"]
 
-Command = Literal["rl", "sft", "dpo"]
+Command = Literal["rl", "sft", "dpo", "reward-model"]
 
 
 class Word(NamedTuple):

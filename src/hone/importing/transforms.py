@@ -317,7 +317,7 @@ def budget_(value: Any, run: Imported, row: Alias) -> Any:
 def microbatch_(value: Any, run: Imported, row: Alias) -> Any:
     if _is_dynamic(run) or value is None:
         raise Nothing("micro-batches are cut by tokens (trainer.max_tokens_per_microbatch)")
-    if run.source.command == "dpo":
+    if run.source.command in ("dpo", "reward-model"):
         return 2 * value  # of ours, the two of a pair are two
     return value
 
