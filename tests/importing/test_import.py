@@ -155,7 +155,7 @@ COMMANDS = [
      {"algorithm.correction.kind": "icepop", "algorithm.correction.low": 0.5,
       "algorithm.correction.high": 3.0}),
     ("openrlhf", "train_sft.py --train.batch_size 64 --data.max_len 512 --data.max_samples 640",
-     {"data.examples_per_step": 64, "data.max_tokens": 512, "run.steps": 10}),
+     {"data.examples_per_step": 64, "data.max_tokens": 512, "run.steps": 20}),
     ("openrlhf", "train_rm.py --train.batch_size 64 --train.micro_batch_size 2",
      {"data.examples_per_step": 64, "trainer.micro_batch_size": 4}),
     ("trl", "trl reward --center_rewards_coefficient 0.01", {"algorithm.center_coef": 0.01}),
