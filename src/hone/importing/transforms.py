@@ -662,7 +662,9 @@ def finish(run: Imported) -> None:
     """What follows from several values together."""
     if not run.is_rl:
         return
-    if not any(key.startswith(("reward.", "teacher.path", "env.path")) for key in run.values):
+    if not any(
+        key.startswith(("reward.functions", "teacher.path", "env.path")) for key in run.values
+    ):
         run.to_do.append(
             "reward.functions: no reward is named that is served, so that `exact_match` scores"
         )
