@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForSequenceClassification
+
 from hone.config.tree import RLConfig
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
@@ -42,6 +45,32 @@ def write_inputs(
         "def even(completion):\n"
         "    return sum(c in '02468' for c in completion) / max(len(completion), 1)\n"
     )
+
+
+def make_classifier(
+    folder: Path, *, family: str = "qwen3", pad: str | None = None, context: int = 64
+) -> Path:
+    """A model that scores at random, unlike for any two sequences."""
+    tokenizer = make_char_tokenizer(ALPHABET)
+    tokenizer.pad_token = pad or tokenizer.pad_token
+    make_tiny_model(
+        folder,
+        tokenizer=tokenizer,
+        family=family,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        max_position_embeddings=context,
+    )
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(folder)
+    return folder
 
 
 def tiny_config(inputs: Path, run_dir: Path, **sections: dict[str, Any]) -> RLConfig:

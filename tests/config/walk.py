@@ -31,7 +31,7 @@ from hone.config.base import Section
 from hone.config.hardware import Peaks, gpu_peaks
 from hone.data.arithmetic import ALPHABET, generate, write_jsonl
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
-from tests.tiny_runs import write_inputs
+from tests.tiny_runs import make_classifier, write_inputs
 
 OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s")
 MEASURED = ("engines", "limit", "speedup", "speed", "memory", "device", "steps")
@@ -164,6 +164,7 @@ def write_walk_inputs(folder: Path) -> None:
         max_position_embeddings=64,
         **shape,
     )
+    make_classifier(folder / "judge")
     make_char_tokenizer(ALPHABET).save_pretrained(folder / "tokenizer")
     vocabulary = json.loads((path := folder / "tokenizer" / "tokenizer.json").read_text())
     ids = vocabulary["model"]["vocab"]

@@ -22,6 +22,7 @@ EXACT_MATCH = ("--reward.functions=[{fn: exact_match}]",)
 LORA = ("--model.lora.rank=2",)
 GAE = ("--algorithm.advantage=gae", "--critic.lr=1e-3")
 KL = ("--algorithm.kl.coef=0.1",)
+JUDGE = ("--reward.model.path=judge",)
 TEACHER = ("--teacher.path=other",)
 MINI = ("--trainer.prompts_per_minibatch=2", "--trainer.num_epochs=2")
 MUON = ("--trainer.optimizer.name=muon",)
@@ -149,6 +150,9 @@ RL: dict[str, Row] = {
     ),
     "reward.functions.0.whole_groups": WHOLE_GROUPS,
     "reward.clip": Row("[0.2, 0.6]", "metrics"),
+    "reward.model.path": Row("judge", "metrics"),
+    "reward.model.weight": Row("2", "metrics", JUDGE),
+    "reward.model.max_tokens_per_forward": Row("16", "passes", JUDGE),
     "reward.timeout_s": Row(
         "0.1",
         "metrics",

@@ -34,6 +34,15 @@ OTHERS: dict[str, dict[str, object]] = {
 }
 """Models that differ from `model` in these fields of their `config.json`."""
 
+_CLASSIFIER = {"architectures": ["Qwen3ForSequenceClassification"]}
+JUDGES: dict[str, dict[str, object]] = {
+    "judge": {**_CLASSIFIER, "id2label": {"0": "LABEL_0"}},
+    "short": {**_CLASSIFIER, "id2label": {"0": "LABEL_0"}, "max_position_embeddings": 512},
+    "two": _CLASSIFIER,
+    "language": {"architectures": ["Qwen3ForCausalLM"]},
+}
+"""Likewise, but for what scores."""
+
 BASE: dict[str, list[str]] = {
     "rl": ["--model.path=model", "--data.train=[{path: train.jsonl}]"],
     "sft": [
@@ -77,6 +86,9 @@ def fill(folder: Path) -> None:
     (folder / "mute" / "config.json").write_text(json.dumps(MODEL_CONFIG))
     (folder / "mute" / "model.safetensors").write_bytes(b"")
     for name, fields in OTHERS.items():
+        shutil.copytree(model, folder / name)
+        (folder / name / "config.json").write_text(json.dumps(MODEL_CONFIG | fields))
+    for name, fields in JUDGES.items():
         shutil.copytree(model, folder / name)
         (folder / name / "config.json").write_text(json.dumps(MODEL_CONFIG | fields))
     (folder / "empty").mkdir()

@@ -20,7 +20,7 @@ from hone.config.model_facts import ModelFacts
 from hone.config.parallel import AxisSizes
 from hone.config.plan import Command, Devices, RunPlan, resolve
 from hone.config.trainer import TrainerConfig
-from hone.config.tree import RLConfig
+from hone.config.tree import TREES, EvaluateConfig, GenerateConfig, RLConfig
 from hone.engine import kv_cache
 from hone.families.shape import ModelShape, public_shape
 from hone.planner import run_memory
@@ -511,3 +511,33 @@ def test_a_teacher_lies_beside_the_policy_with_its_own_size() -> None:
             for phase in RunMemory(plan).phases():
                 expected = shape.weight_bytes(2) // world_size
                 assert phase.parts["teacher"] == expected, phase.title
+
+
+@pytest.mark.parametrize("command", ["rl", "eval", "generate"])
+def test_a_reward_model_lies_whole_beside_the_engine(command: str) -> None:
+    """Of 4B beside 0.6B, not divided over processes; its passes while samples are scored."""
+    flags = ("--engine.kv_cache_gib=1", "--reward.model.path=Qwen/Qwen3-4B")
+    small, large = shape_of("qwen3-0.6b"), replace(shape_of("qwen3-4b"), tied=True)
+    facts, tree = ModelFacts.of_shape(small), TREES[command]
+    source = "data.eval.0.path" if command == "eval" else "data.train.0.path"
+    assert issubclass(tree, RLConfig | EvaluateConfig | GenerateConfig)
+    cfg = load_config(tree, None, [*flags, "--model.path=a/b", f"--{source}=x.jsonl"])
+    for world_size in (1, 2):
+        phases = RunMemory(resolve(cfg, facts, Devices(), world_size=world_size)).phases()
+        for phase in phases:
+            assert phase.parts["reward model"] == large.weight_bytes(2), phase.title
+        (own,) = [
+            phase.parts["reward model's pass"] for phase in phases if phase.name == "generate"
+        ]
+        widest = 32768 * (2 * large.hidden_size + 3 * large.intermediate_size) * 2
+        assert own == widest
+        assert all("reward model's pass" not in x.parts for x in phases if x.name != "generate")
+
+
+def test_a_reward_model_that_is_too_large_is_refused_with_what_serves() -> None:
+    """Where its weights alone fit, and not its passes."""
+    flags = ("--engine.kv_cache_gib=90", "--reward.model.path=Qwen/Qwen3-8B")
+    assert findings(*flags, name="qwen3-0.6b") == []
+    (told,) = findings(*flags, "--reward.model.max_tokens_per_forward=999999", name="qwen3-0.6b")
+    assert "reward model's pass" in told
+    assert "reward.model.max_tokens_per_forward" in told

@@ -43,6 +43,10 @@ class ModelFacts:
     """The MLP's activation; None is the family's, silu where layers are fused."""
     unserved: tuple[str, ...] = ()
     """What nobody here computes, as `field=value`."""
+    classifies: bool | None = None
+    """Whether it tells classes apart, or scores, in place of predicting tokens."""
+    num_labels: int | None = None
+    """Of one that does; two where the file has none."""
     shape: ModelShape | None = None
     """All sizes; None for families that hone does not support and for incomplete files."""
 
@@ -61,6 +65,7 @@ class ModelFacts:
     def from_config(cls, config: dict[str, Any]) -> Self:
         """The facts of a parsed `config.json`."""
         text = config.get("text_config", config)
+        kinds = config.get("architectures")
         try:
             shape = ModelShape.from_config(config)
         except ValueError:
@@ -73,6 +78,8 @@ class ModelFacts:
             divided={key: text[key] for key in DIVIDED_FIELDS if text.get(key)},
             hidden_act=text.get("hidden_act"),
             unserved=tuple(unserved(config)),
+            classifies=any("SequenceClassification" in x for x in kinds) if kinds else None,
+            num_labels=config.get("num_labels") or len(config.get("id2label") or (0, 1)),
             shape=shape,
         )
 

@@ -55,7 +55,7 @@ Command: TypeAlias = (
 )
 """Any tree that a run is made of; that of `hone plan` is an `RLConfig`."""
 Dtype = Literal["float32", "bfloat16"]
-RoleName = Literal["policy", "engine", "reference", "critic", "teacher"]
+RoleName = Literal["policy", "engine", "reference", "critic", "teacher", "reward_model"]
 Layers = Literal["eager", "compiled", "exact", "fused"]
 
 
@@ -379,6 +379,10 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
             layers="eager" if roles["policy"].layers == "exact" else roles["policy"].layers,
             dtype=dtype,
         )
+    if isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig) and cfg.reward.model.path:
+        # Whole in each process that drives an engine, and in the first where that drives all.
+        beside: RoleName = "engine" if trainer is None else "policy"
+        roles["reward_model"] = Role(name="reward_model", shares_devices_of=beside, dtype=dtype)
     return roles
 
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hone.config.address import is_address, name_of_address
 from hone.config.base import Section
+from hone.config.model import ModelConfig
 
 __all__ = [
     "ANSWER_REWARDS",
     "BUILTIN_REWARDS",
     "CODE_TIMEOUT_S",
+    "REWARD_MODEL",
     "GenerateRewardConfig",
     "RewardConfig",
     "RewardFunctionConfig",
+    "RewardModelConfig",
 ]
 
 BUILTIN_REWARDS = ("exact_match", "math", "format", "length", "overlong", "code_tests", "judge")
 """Scoring functions that come with the package."""
 ANSWER_REWARDS = ("exact_match", "math", "code_tests")
 """Those of them that need the answer of a row."""
+REWARD_MODEL = "reward_model"
+"""What the part of a reward model is called in metrics."""
 CODE_TIMEOUT_S = 5.0
 """Seconds that all tests of a sample may take in `code_tests` where nothing else is said."""
 
@@ -49,11 +55,40 @@ class RewardFunctionConfig(Section):
     prompt, which it may compare. Off: once for each, with lists of one."""
 
 
+class RewardModelConfig(Section):
+    """A reward model: a frozen model that gives a number to a prompt with its completion. It lies
+    whole beside the engine of each process, or of the first one where that drives all engines."""
+
+    path: str | None = None
+    """Folder or hub name of a model with one label for `AutoModelForSequenceClassification`, with
+    its tokenizer; unset: there is none. Prompt and completion are rendered as text, by the model's
+    own chat template where it has one, and the number is the score at the last token. It is called
+    `reward_model` in metrics."""
+
+    weight: float = 1.0
+    """Factor of its score in the total reward, beside those of `reward.functions`."""
+
+    max_tokens_per_forward: int = Field(default=32768, ge=1)
+    """Tokens of completions, with their prompts, that are scored in one pass; a longer one has a
+    pass of its own. It may be twice the budget of the policy's passes and more: there are no logits
+    and nothing is kept for a gradient."""
+
+    def config_of(self, policy: ModelConfig) -> ModelConfig | None:
+        """The model, loaded in the format of `policy`; None without one."""
+        if self.path is None:
+            return None
+        return ModelConfig(
+            path=self.path, dtype=policy.dtype, trust_remote_code=policy.trust_remote_code
+        )
+
+
 class RewardConfig(Section):
-    """The reward of a sample: a weighted sum of functions, run in killable worker processes."""
+    """The reward of a sample: a weighted sum of functions, run in killable worker processes, and of
+    a reward model."""
 
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(fn="exact_match"),)
-    """Scoring functions; the total is their weighted sum. Before the model is loaded each is called
+    """Scoring functions; the total is their weighted sum. Left out, it is `exact_match`, or none
+    where `reward.model.path` names a model. Before the model is loaded each is called
     once on the first row, with its answer as the completion: a wrong call, an unknown name or a
     score of a wrong type ends the run, another failure is a warning."""
 
@@ -61,6 +96,9 @@ class RewardConfig(Section):
     """Lowest and highest total reward, such as [-10, 10]: one outside becomes the nearer of them,
     before groups are chosen and anything is normalised. The parts are reported as they are. Unset:
     totals are not clipped."""
+
+    model: RewardModelConfig = RewardModelConfig()
+    """A model that scores."""
 
     timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take before its worker is killed and the sample counted as failed. Those
@@ -88,12 +126,26 @@ class RewardConfig(Section):
         """Whether a service or a judge scores."""
         return any(is_address(entry.fn) or entry.fn == "judge" for entry in self.functions)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_model_replaces_the_default_function(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or "functions" in values:
+            return values
+        model = values.get("model")
+        path = model.get("path") if isinstance(model, Mapping) else getattr(model, "path", None)
+        return values if path is None else {**values, "functions": ()}
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether anything scores, an environment apart."""
+        return bool(self.functions) or self.model.path is not None
+
     @property
     def names(self) -> list[str]:
         """What each function is called in metrics: the part behind the colon, the built-in's name,
         or host and path of an address, joined with `_`; the second and later of equals with `_2`,
         `_3`, ... behind."""
-        unique: list[str] = []
+        unique = [REWARD_MODEL] * (self.model.path is not None)
         for entry in self.functions:
             name = entry.fn.rpartition(":")[2]
             if is_address(entry.fn):
@@ -104,13 +156,14 @@ class RewardConfig(Section):
                 number += 1
                 candidate = f"{name}_{number}"
             unique.append(candidate)
-        return unique
+        return unique[-len(self.functions) :] if self.functions else []
 
 
 class GenerateRewardConfig(RewardConfig):
     """The reward of a completion, where it is to have one."""
 
     functions: tuple[RewardFunctionConfig, ...] = ()
-    """Scoring functions; the total is their weighted sum. None named: completions are not scored.
+    """Scoring functions; the total is their weighted sum. None named, and no `reward.model.path`:
+    completions are not scored.
     Before the model is loaded each is called once on the first row, with its answer as the
     completion."""

@@ -131,6 +131,21 @@ class Renderer:
             found.append(row)
         return found
 
+    def transcript(self, example: Example, *, ends: bool = True) -> tuple[int, ...]:
+        """A prompt with its completion as a reward model reads them. Under a chat template all that
+        it writes, also behind the end token, since that text is what such models are trained and
+        asked with; without one up to and with the end token. A completion that does not end is
+        followed by nothing."""
+        (found,) = self.demonstrations([example])
+        if not ends:
+            return found.token_ids[:-1]
+        if not self.uses_chat:
+            return found.token_ids
+        assert example.completion is not None
+        messages = [*self._messages(example), example.completion]
+        text = self._apply_template(messages, example, add_generation_prompt=False)
+        return self._encode_whole([text], [example])[0]
+
     def _demonstration(
         self, example: Example, prompt: Rendered, whole: tuple[int, ...], end: int
     ) -> Demonstration:

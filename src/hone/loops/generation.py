@@ -6,7 +6,7 @@ prompts ──► engine ──► scorer ──► `chosen` ──► part of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
 from operator import itemgetter
@@ -14,7 +14,6 @@ from time import monotonic
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from hone.config.parallel import ParallelConfig
 from hone.config.paths import settings_file
@@ -23,8 +22,15 @@ from hone.data.reading import num_rows, read_prompts
 from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.loops.inference import counting, load_engine
-from hone.loops.inputs import decoder, room_for_prompts, share_of_workers, try_out
+from hone.loops.inputs import (
+    decoder,
+    room_for_prompts,
+    share_of_workers,
+    transcripts_of,
+    try_out,
+)
 from hone.loops.launch import join
+from hone.loops.workers import judged
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.kept_result import settings_text
@@ -35,7 +41,7 @@ from hone.rewards.scorer import FailureRateError, Scorer, describe_failures
 from hone.rollout.batch import Batch
 from hone.rollout.episodes import Episodes
 from hone.rollout.requests import sampling_params
-from hone.types import Prompt, Sample
+from hone.types import Sample
 
 __all__ = ["run_generation"]
 
@@ -79,7 +85,7 @@ def run_generation(cfg: GenerateConfig) -> int:
 def _conclude(cfg: GenerateConfig, parts: Sequence[Part]) -> None:
     drawn = sum(part.done.num_samples for part in parts)
     failed = sum(part.done.num_failed for part in parts)
-    if not cfg.reward.functions:
+    if not cfg.reward.has_parts:
         return
     if drawn > failed:
         mean = sum(part.done.reward_sum for part in parts) / (drawn - failed)
@@ -97,13 +103,16 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
         cfg.data, tokenizer, seed=cfg.run.seed, max_prompt_tokens=room_for_prompts(cfg)
     )
     with ExitStack() as stack:
-        scorer = None
-        if cfg.reward.functions and tp.rank == 0:
+        scorer = scores = None
+        if cfg.reward.has_parts and tp.rank == 0:
             limit = cfg.generation.max_completion_tokens
             rewards = share_of_workers(cfg.reward)
             scorer = stack.enter_context(Scorer(rewards, max_completion_tokens=limit))
+            first = list(islice(prompts, _TRIED_PROMPTS))
+            prompts = chain(first, prompts)
             if mesh.is_first:
-                prompts = _tried_out(scorer, prompts, tokenizer, cfg)
+                try_out(scorer, first, tokenizer, TurnRenderer(tokenizer, cfg.data))
+            scores = judged(scorer, transcripts_of(cfg, first), cfg, mesh.device)
         own = (
             (number, prompt)
             for number, prompt in enumerate(prompts)
@@ -114,7 +123,7 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
         batch = Batch(
             own,
             engine=engine,
-            scorer=scorer,
+            scorer=scores,
             episodes=episodes,
             sampling=sampling_params(cfg.generation, cfg.generation.stop),
             num_samples=cfg.n_samples_per_prompt,
@@ -143,18 +152,6 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
         told = f"{stats.num_generated_tokens:,} tokens in {passed_s:.1f} s, "
         told += f"{stats.busy_s / passed_s:.1%} of it in the engine"
         _log.info("%s: %.0f tok/s", told, stats.num_generated_tokens / passed_s)
-
-
-def _tried_out(
-    scorer: Scorer,
-    prompts: Iterator[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    cfg: GenerateConfig,
-) -> Iterator[Prompt]:
-    """The prompts, of which the first have shown that they can be scored."""
-    head = list(islice(prompts, _TRIED_PROMPTS))
-    try_out(scorer, head, tokenizer, TurnRenderer(tokenizer, cfg.data))
-    return chain(head, prompts)
 
 
 def _chosen(samples: Sequence[Sample], cfg: GenerateConfig) -> list[dict[str, Any]]:

@@ -19,9 +19,9 @@ from hone.config.tree import EvaluateConfig, GenerateConfig
 from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.loops.ending import evaluation_cause
-from hone.loops.inputs import decoder, prompts_of, share_of_workers, try_out
+from hone.loops.inputs import decoder, prompts_of, share_of_workers, transcripts_of, try_out
 from hone.loops.launch import join
-from hone.loops.workers import make_engine
+from hone.loops.workers import judged, make_engine
 from hone.models.load import load_model
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
@@ -33,6 +33,7 @@ from hone.observe.report.write import write_report
 from hone.observe.run_folder import EVAL_CONFIG, EVAL_ENVIRONMENT, EVAL_METRICS, EVAL_SAMPLES
 from hone.observe.whole_file import write_whole
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
+from hone.rollout.buffer import SampleScorer
 from hone.rollout.episodes import Episodes
 from hone.rollout.evaluate import Unscored, evaluate, pass_rule, summarise
 from hone.types import Engine, Sample
@@ -96,6 +97,9 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
         if mesh.is_first:
             assert isinstance(scorer, Scorer)
             try_out(scorer, data.eval, tokenizer, turns)
+        scores: SampleScorer = scorer
+        if isinstance(scorer, Scorer):
+            scores = judged(scorer, transcripts_of(cfg, data.eval), cfg, mesh.device)
         engine = load_engine(cfg, mesh, tp, tokenizer)
         with counting(mesh, "samples") as progress:
             if isinstance(scorer, Scorer):
@@ -103,7 +107,7 @@ def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
             samples = evaluate(
                 data.eval,
                 engine=engine,
-                scorer=scorer,
+                scorer=scores,
                 cfg=cfg.eval,
                 stop=cfg.eval.stop,
                 episodes=Episodes(

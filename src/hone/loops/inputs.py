@@ -13,13 +13,23 @@ from hone.data.prompts import PromptData, load_prompts
 from hone.data.turns import RenderError, TurnRenderer
 from hone.distributed.processes import processes
 from hone.models.load import load_config
-from hone.models.support import context_length
+from hone.models.support import classifies, context_length
+from hone.models.tokenizer import load_tokenizer
 from hone.rewards.pool import default_num_workers
 from hone.rewards.scorer import Scorer
+from hone.rollout.judge import Transcripts
 from hone.rollout.requests import Decode
 from hone.types import Prompt
 
-__all__ = ["decoder", "encoder", "prompts_of", "room_for_prompts", "share_of_workers", "try_out"]
+__all__ = [
+    "decoder",
+    "encoder",
+    "prompts_of",
+    "room_for_prompts",
+    "share_of_workers",
+    "transcripts_of",
+    "try_out",
+]
 
 
 def prompts_of(cfg: RLConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBase) -> PromptData:
@@ -36,6 +46,28 @@ def prompts_of(cfg: RLConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBas
 def room_for_prompts(cfg: RLConfig | EvaluateConfig | GenerateConfig) -> int:
     """Tokens of the model's context that completions of full length leave to their prompts."""
     return context_length(load_config(cfg.model)) - cfg.max_completion_tokens
+
+
+def transcripts_of(
+    cfg: RLConfig | EvaluateConfig | GenerateConfig, prompts: Sequence[Prompt]
+) -> Transcripts | None:
+    """What a reward model reads, tried with the first of `prompts`; None without a model. Raises
+    UserError."""
+    model = cfg.reward.model.config_of(cfg.model)
+    if model is None:
+        return None
+    config = load_config(model)
+    if not classifies(config):
+        raise UserError(
+            f"reward.model.path={model.path!r} is {config.architectures or 'a model'}, which gives "
+            "no score; name a model for sequence classification with one label"
+        )
+    tokenizer = load_tokenizer(model, path_key="reward.model.path")
+    limit = context_length(config)
+    found = Transcripts(tokenizer, cfg.data, max_tokens=limit, path=model.path)
+    for prompt in prompts[:1]:
+        found.check(prompt)
+    return found
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:

@@ -23,7 +23,7 @@ from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
-from hone.loops.inputs import decoder, prompts_of, share_of_workers, try_out
+from hone.loops.inputs import decoder, prompts_of, share_of_workers, transcripts_of, try_out
 from hone.loops.launch import Launch, load_for_training
 from hone.loops.loop import run_to_end
 from hone.loops.rank0 import Controller, Rank0Collector, Rank0Scorer
@@ -31,7 +31,7 @@ from hone.loops.recorder import Limits, recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Phase, Run
 from hone.loops.untrained import Untrained, is_stalled, why_untrained
-from hone.loops.workers import Pools, make_engine, thread_pools
+from hone.loops.workers import Pools, judged, make_engine, thread_pools
 from hone.models.adapters import adapt, is_adapted
 from hone.models.decoder import alias_module
 from hone.models.load import blank_model, compute_dtype, load_value_model
@@ -39,6 +39,7 @@ from hone.models.tokenizer import load_tokenizer, require_same_tokens
 from hone.observe.metrics import Last, Metrics, to_scalars
 from hone.observe.peaks import device_peaks
 from hone.rewards.scorer import Scorer, check_failure_rate
+from hone.rollout.buffer import SampleScorer
 from hone.rollout.collector import Collector
 from hone.rollout.evaluate import PassRule, pass_rule, summarise
 from hone.rollout.metrics import rollout_metrics
@@ -235,6 +236,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
     data = prompts_of(cfg, tokenizer)
     with ExitStack() as stack:
         scorer = stack.enter_context(_scoring(cfg, plan, mesh, data=data, tokenizer=tokenizer))
+        transcripts = transcripts_of(cfg, data.all_rows()) if scorer is not None else None
         pools = None
         if (plan.is_apart or cfg.cluster.is_used) and mesh.is_first:
             pools = stack.enter_context(make_pools(cfg))
@@ -255,6 +257,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         if cfg.trainer.enable_sleep:
             models.sleep()  # before the engine looks how much memory there is
 
+        scores = None if scorer is None else judged(scorer, transcripts, cfg, mesh.device)
         sampling = stack.enter_context(
             _sampling(
                 cfg,
@@ -264,6 +267,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
                 tokenizer=tokenizer,
                 data=data,
                 scorer=scorer,
+                scores=scores,
                 pools=pools,
             )
         )
@@ -320,10 +324,12 @@ def _sampling(
     tokenizer: PreTrainedTokenizerBase,
     data: PromptData,
     scorer: Scorer | None,
+    scores: SampleScorer | None,
     pools: Pools | None,
 ) -> Generator[Sampling]:
     """Engine, collector and the way of weights: with an engine over `sampled` in each process, or
-    with engines that have weights of their own, which the first process drives."""
+    with engines that have weights of their own, which the first process drives. `scores` is
+    `scorer`, with what else scores."""
     mesh = trainer.mesh
     collector_of = partial(
         Collector,
@@ -336,7 +342,7 @@ def _sampling(
         max_failure_rate=cfg.reward.max_failure_rate,
     )
     if sampled is not None:
-        assert scorer is not None
+        assert scores is not None
         owns_weights = plan.roles["engine"].aliases_weights_of is None
         engine = make_engine(
             cfg,
@@ -346,7 +352,7 @@ def _sampling(
             device=mesh.device,
             name=f"engine {mesh.rank}",
         )
-        collector = collector_of(engine, scorer, comm=mesh)
+        collector = collector_of(engine, scores, comm=mesh)
         yield Sampling(data, scorer, engine, collector, WeightSync(trainer, engine))
         return
     engines = pools and pools.engines
@@ -360,7 +366,7 @@ def _sampling(
     )
     with closing(weights):
         controller = Controller(mesh, engines, weights)
-        own = collector_of(engines, scorer) if engines is not None and scorer is not None else None
+        own = collector_of(engines, scores) if engines is not None and scores is not None else None
         yield Sampling(data, scorer, engines, Rank0Collector(controller, own), controller)
 
 

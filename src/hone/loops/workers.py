@@ -20,12 +20,14 @@ from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.worker import EngineWorker, LockStep
 from hone.loops.launch import choose_device
-from hone.models.load import blank_model, load_model
+from hone.models.load import blank_model, load_model, load_value_model
 from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.tracing import EngineTracer, MemoryRecorder
+from hone.rewards.scorer import Scorer
 from hone.rollout.engine_pool import EnginePool
+from hone.rollout.judge import Judge, RewardModel, Transcripts
 from hone.rollout.scorer_pool import ScorerPool
 from hone.rollout.vllm import VLLMEngine
 from hone.trainer.scorer import FrozenScorer
@@ -37,6 +39,7 @@ __all__ = [
     "build_engine_worker",
     "build_reference",
     "build_worker",
+    "judged",
     "make_engine",
     "ray_pools",
     "thread_pools",
@@ -116,6 +119,21 @@ def make_engine(
             tp_rank=0 if tensor_parallel is None else tensor_parallel.rank,
         )
     return engine
+
+
+def judged(
+    scorer: Scorer,
+    transcripts: Transcripts | None,
+    cfg: RLConfig | EvaluateConfig | GenerateConfig,
+    device: torch.device,
+) -> Scorer | Judge:
+    """`scorer`, with the reward model beside it where `transcripts` are made for one. Raises as
+    `load_model`, before the engine looks how much memory there is."""
+    model = cfg.reward.model.config_of(cfg.model)
+    if transcripts is None or model is None:
+        return scorer
+    module = load_value_model(model, device=device, seed=cfg.run.seed)
+    return Judge(RewardModel(module), transcripts, scorer, cfg.reward)
 
 
 def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:

@@ -28,7 +28,7 @@ from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
-from hone.models.support import check_supported
+from hone.models.support import check_supported, classifies
 from hone.models.tensor_parallel import (
     TensorParallel,
     check_divides,
@@ -103,8 +103,7 @@ def load_value_model(
     a folder of such a model, else zeros. With `deferred` weights come as those of `load_deferred`.
     Raises as `load_model`."""
     config, options = load_config(cfg), _options(cfg, torch.device(device))
-    classifies = any("SequenceClassification" in name for name in config.architectures or ())
-    if classifies and config.num_labels != 1:
+    if classifies(config) and config.num_labels != 1:
         raise UserError(
             f"{cfg.path!r} tells {config.num_labels} classes apart; what gives values, a critic or "
             "a reward model, has one label. Choose such a model, or a language model."
@@ -112,7 +111,7 @@ def load_value_model(
     config.num_labels = 1
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config, **options).eval()
-    if cfg.init == "pretrained" and classifies:
+    if cfg.init == "pretrained" and classifies(config):
         if deferred and _defer_to_files(model, cfg):
             return model
         whole = _from_files(AutoModelForSequenceClassification, _place(cfg), config, options)

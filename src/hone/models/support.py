@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hone.config.errors import UserError
 from hone.families.registry import SPECS, unserved
 
-__all__ = ["check_supported", "context_length", "eos_token_ids"]
+__all__ = ["check_supported", "classifies", "context_length", "eos_token_ids"]
 
 
 def check_supported(config: PreTrainedConfig) -> None:
@@ -21,6 +21,11 @@ def check_supported(config: PreTrainedConfig) -> None:
         )
     if values := ", ".join(unserved(config.to_dict())):
         raise UserError(f"this {family} model's config.json asks for what is not served: {values}")
+
+
+def classifies(config: PreTrainedConfig) -> bool:
+    """Whether a model tells classes apart, or with one label scores, in place of predicting."""
+    return any("SequenceClassification" in name for name in config.architectures or ())
 
 
 def context_length(config: PreTrainedConfig) -> int:

@@ -163,6 +163,11 @@ def _candidates(plan: RunPlan, *, moves: bool) -> Iterator[Change]:
     if moves and _get(cfg, "cluster.num_references"):
         yield {"cluster.num_references": 0}
     longest = plan.max_sequence_tokens
+    if "reward_model" in plan.roles and longest is not None:
+        budget = _get(cfg, "reward.model.max_tokens_per_forward") // 2
+        while budget >= longest:
+            yield {"reward.model.max_tokens_per_forward": budget}
+            budget //= 2
     if trainer is None or longest is None:
         return
     if plan.engine is not None:

@@ -36,7 +36,7 @@ def plan_lines(plan: RunPlan) -> list[Line]:
     lines = [*_steps(plan), *_shapes(plan), *_cluster(plan), *_pipeline(plan)]
     if plan.batch is not None and plan.trainer is not None:
         lines += [*_layout(plan), *_micro_batches(plan, plan.batch)]
-    return [*lines, *_engine(plan), *_memory(plan)]
+    return [*lines, *_engine(plan), *_reward_model(plan), *_memory(plan)]
 
 
 def _steps(plan: RunPlan) -> Iterator[Line]:
@@ -220,6 +220,23 @@ def _engine(plan: RunPlan) -> Iterator[Line]:
         )
 
 
+def _reward_model(plan: RunPlan) -> Iterator[Line]:
+    """Of its passes, and where nothing is trained of its weights, which are summed up there."""
+    cfg = plan.config
+    if "reward_model" not in plan.roles or not isinstance(
+        cfg, RLConfig | EvaluateConfig | GenerateConfig
+    ):
+        return
+    how = "reward.model.max_tokens_per_forward; no logits, and nothing kept for a gradient"
+    yield Line("reward_model_tokens_per_pass", cfg.reward.model.max_tokens_per_forward, how)
+    if plan.shape is None:
+        return
+    run = RunMemory(plan)
+    if plan.batch is None:
+        yield _gib("reward_model_gib", run.frozen["reward model"], f"{plan.dtype}, frozen, whole")
+    yield _gib("reward_model_pass_gib", sum(run.judging.values()), "the widest moment of a layer")
+
+
 def _memory(plan: RunPlan) -> Iterator[Line]:
     """Of one device, the one that has most: what stays between steps, and the peak of each phase
     beside what there is."""
@@ -240,10 +257,14 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         if run.role is not None and run.role.shares_devices_of and run.engine_weights:
             held["engine"] = (run.engine_weights, f"{plan.dtype}, the engine's own")
         is_rl = isinstance(plan.config, RLConfig)
-        purposes = {"reference": "for the KL term" if is_rl else "frozen", "teacher": "frozen"}
+        purposes = {
+            "reference": "for the KL term" if is_rl else "frozen",
+            "teacher": "frozen",
+            "reward model": "frozen, whole",
+        }
         for role, num_bytes in run.frozen.items():
             if num_bytes:
-                held[role] = (num_bytes, f"{plan.dtype}, {purposes[role]}")
+                held[role.replace(" ", "_")] = (num_bytes, f"{plan.dtype}, {purposes[role]}")
         if run.critic is not None:
             held["critic"] = (run.critic_at_rest, "its weights, masters and moments")
         for name, (num_bytes, what) in held.items():

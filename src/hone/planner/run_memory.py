@@ -25,8 +25,9 @@ from typing import Literal
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB, EngineConfig
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import Role, RoleName, RunPlan
+from hone.config.reward import RewardModelConfig
 from hone.config.trainer import SFTTrainerConfig
-from hone.config.tree import RLConfig
+from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.families.shape import ModelShape
 from hone.planner.memory import TrainingMemory, layer_code, planned_step, training_memory
 
@@ -113,7 +114,22 @@ class RunMemory:
     def critic_shape(self) -> ModelShape:
         """That of `critic.path` where it is set and known, else the policy's; without its head."""
         cfg = self.plan.config
-        path = cfg.critic.path if isinstance(cfg, RLConfig) else None
+        return self._headless(cfg.critic.path if isinstance(cfg, RLConfig) else None)
+
+    @cached_property
+    def reward_model_shape(self) -> ModelShape:
+        """Likewise of `reward.model.path`."""
+        return self._headless(None if self._reward_model is None else self._reward_model.path)
+
+    @property
+    def _reward_model(self) -> RewardModelConfig | None:
+        cfg = self.plan.config
+        found = None
+        if isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig):
+            found = cfg.reward.model
+        return None if found is None or found.path is None else found
+
+    def _headless(self, path: str | None) -> ModelShape:
         facts = None if path is None else ModelFacts.known(path)
         return replace((facts and facts.shape) or self.shape, tied=True)
 
@@ -162,12 +178,31 @@ class RunMemory:
     @property
     def frozen(self) -> dict[str, int]:
         """The parts of frozen models that lie beside the policy: of the KL term's reference, and of
-        a teacher, which is taken to be of the policy's shape where its own is not known."""
+        a teacher, which is taken to be of the policy's shape where its own is not known, and of a
+        reward model, likewise."""
         teacher = self.plan.teacher and self.plan.teacher.shape
         return {
             "reference": self._beside("reference", self.shape),
             "teacher": self._beside("teacher", teacher or self.shape),
+            "reward model": self._beside("reward_model", self.reward_model_shape),
         }
+
+    @property
+    def judging(self) -> dict[str, int]:
+        """What a pass of the reward model takes beside its weights, while samples are scored."""
+        cfg, batch = self._reward_model, self.plan.batch
+        if cfg is None or self.length_share > 1:
+            return {}
+        num_tokens = max(cfg.max_tokens_per_forward, self.longest)
+        if batch is not None:
+            num_tokens = min(num_tokens, batch.samples_per_step * self.longest)
+        hidden, layer = self._pass_bytes(self.reward_model_shape, num_tokens)
+        return {"reward model's pass": 2 * hidden + layer}
+
+    def _pass_bytes(self, shape: ModelShape, num_tokens: int) -> tuple[int, int]:
+        """Of a hidden state, and of the widest moment of a layer, in a pass without gradient."""
+        hidden = num_tokens * shape.hidden_size * self.num_bytes
+        return hidden, 3 * num_tokens * shape.intermediate_size * self.num_bytes
 
     def _beside(self, name: RoleName, shape: ModelShape) -> int:
         role = self.plan.roles.get(name)
@@ -259,6 +294,8 @@ class RunMemory:
         if not self.is_vllm:
             is_beside = role.shares_devices_of is not None
             beside = sum(self.trainer_at_rest(has_moments=False).values()) if is_beside else 0
+            if plan.trainer is None:
+                beside = sum(self.frozen.values())
             limits.append(total - CONTEXT_BYTES - beside - own - CACHE_MARGIN_BYTES)
             if plan.max_model_len is not None and self.sequence_bytes is not None:
                 limits.append(engine.max_num_seqs * self.sequence_bytes)
@@ -304,7 +341,7 @@ class RunMemory:
         if self.role is None:
             return (Phase("train", "", self.trainer_at_work() | self._process),)
         if plan.trainer is None:
-            return (Phase("generate", "", self._generating()),)
+            return (Phase("generate", "", self._generating() | self.frozen | self.judging),)
         if self.role.where == "thread":
             phases = self._together()
         else:
@@ -321,7 +358,7 @@ class RunMemory:
         asleep = self.engine(awake=not self._engine[1].enable_sleep)
         moving = self._moving if self.engine_weights else 0
         return (
-            Phase("generate", "", at_rest | self._generating()),
+            Phase("generate", "", at_rest | self._generating() | self.judging),
             Phase("train", "", self.trainer_at_work() | asleep | self._process),
             Phase("sync", "", at_rest | awake | {"weights on their way": moving} | self._process),
         )
@@ -333,7 +370,7 @@ class RunMemory:
         # Two are under way; an engine still has to deliver the end of a third.
         sent, received = self._moving + 2 * bucket, 3 * bucket
         return (
-            Phase("train", "trainer", self.trainer_at_work() | rest),
+            Phase("train", "trainer", self.trainer_at_work() | self.judging | rest),
             Phase("sync", "trainer", at_rest | {"weights on their way": sent} | rest),
             Phase("generate", "engine", self._generating()),
             Phase("sync", "engine", engine | {"weights on their way": received} | rest),
@@ -347,6 +384,7 @@ class RunMemory:
         buckets = 5 * min(self.plan.config.cluster.update_weight_buffer_size, self.engine_weights)
         moving = {"weights on their way": 2 * self._moving + buckets}
         work = self.trainer_at_work() | engine | {"engine's step": self.engine_step}
+        work |= self.judging
         return (
             Phase("train", "", work | rest),
             Phase("sync", "", self.trainer_at_rest() | engine | moving | rest),
@@ -363,8 +401,7 @@ class RunMemory:
         else:
             budget = trainer.max_tokens_per_forward or 2 * trainer.max_tokens_per_microbatch
             num_tokens = min(budget, num_rows * self.longest)
-        hidden = num_tokens * shape.hidden_size * values
-        layer = 3 * num_tokens * shape.intermediate_size * values
+        hidden, layer = self._pass_bytes(shape, num_tokens)
         # As they come, and in float32 twice.
         logits = trainer.logits_chunk_tokens * shape.vocab_size * (values + 2 * 4)
         parts = {

@@ -151,12 +151,14 @@ def score(
     *,
     of_env: Part | None = None,
     on_call: Callable[[int], None] | None = None,
+    may_abstain: bool = False,
 ) -> Verdict:
     """Call every function but those of whole groups, and sum weight x score over those that apply,
     and what an environment has said. All may abstain where a whole group is still to be scored.
 
     `on_call` gets the index of each function just before it is called. An error in a function
-    becomes a failed verdict, never a score.
+    becomes a failed verdict, never a score. Where nothing applies there is no score either, but
+    with `may_abstain` a total of 0 without parts, to which something else will be added.
     """
     start = time.perf_counter()
     weighted = [] if of_env is None else [(ENV_NAME, 1.0, of_env)]
@@ -170,7 +172,7 @@ def score(
             return replace(outcome, seconds=time.perf_counter() - start)
         (part,) = outcome
         weighted.append((function.name, function.weight, part))
-    may_abstain = any(function.whole_groups for function in functions)
+    may_abstain = may_abstain or any(function.whole_groups for function in functions)
     return _combine(weighted, may_abstain=may_abstain, seconds=time.perf_counter() - start)
 
 
@@ -197,15 +199,16 @@ def score_group(
     return Verdict(of_group=tuple(found), seconds=seconds)
 
 
-def add_own(own: Verdict, in_group: Verdict) -> Verdict:
-    """What functions have said of one sample by itself, a reward, and of it `in_group`."""
+def add_own(own: Verdict, in_group: Verdict, *, may_abstain: bool = False) -> Verdict:
+    """What functions have said of one sample by itself, a reward, and of it `in_group`.
+    `may_abstain` as in `score`."""
     seconds = own.seconds + in_group.seconds
     if in_group.reward is None:
         return replace(in_group, seconds=seconds)
     assert own.reward is not None, f"{own=}"
     parts = {**own.reward.parts, **in_group.reward.parts}
     total = own.reward.total + in_group.reward.total
-    return _checked(total, parts, may_abstain=False, seconds=seconds)
+    return _checked(total, parts, may_abstain=may_abstain, seconds=seconds)
 
 
 def attempt(function: Scoring[T], given: Any) -> T | Verdict:

@@ -76,6 +76,8 @@ class ScorerStats:
     """Workers killed at a deadline."""
     p99_s: float
     """99th percentile of the time in reward functions, over the last 10,000 samples; nan: none."""
+    model_s: float = 0.0
+    """Time in a reward model."""
 
 
 @dataclass(slots=True)
@@ -127,7 +129,9 @@ class Scorer:
         self._has_env = env.path is not None
         self._has_answered = False
         """An observation has come: samples can be scored as far as is known."""
-        if not cfg.functions and not self._has_env:
+        self._may_abstain = cfg.model.path is not None
+        """A reward model scores too, elsewhere."""
+        if not cfg.has_parts and not self._has_env:
             raise ValueError("`reward.functions` is empty; name one, such as `exact_match`")
         builtins = _builtins(cfg, max_completion_tokens)
         names = cfg.names
@@ -193,12 +197,13 @@ class Scorer:
         )
         given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
         if self._pool is None:
-            verdict = score(self._inline, given)
+            verdict = score(self._inline, given, may_abstain=self._may_abstain)
         else:
             verdict = self._wait_for(self._pool, given, self._episode(sample))
             if self.takes_whole_groups and verdict.reward is not None:
                 in_group = self._wait_for(self._pool, [given, given])
-                verdict = add_own(verdict, *in_group.of_group[:1] or (in_group,))
+                first = in_group.of_group[0] if in_group.of_group else in_group
+                verdict = add_own(verdict, first, may_abstain=self._may_abstain)
         if verdict.failure is not None:
             what = "answer" if prompt.answer else "prompt"
             problem = (
@@ -258,7 +263,7 @@ class Scorer:
         self._num_open += 1
         given = arguments(sample, max_completion_tokens=self._max_completion_tokens)
         if self._pool is None:
-            self._finish(sample, score(self._inline, given))
+            self._finish(sample, score(self._inline, given, may_abstain=self._may_abstain))
             return
         ticket = self._new_ticket()
         self._asked[ticket] = (sample, group)
@@ -270,7 +275,8 @@ class Scorer:
         if isinstance(asked, _Group):
             each = verdict.of_group or (verdict,) * len(asked.scored)  # one failure of all
             for (sample, own), in_group in zip(asked.scored, each, strict=True):
-                self._finish(sample, add_own(own, in_group))
+                verdict = add_own(own, in_group, may_abstain=self._may_abstain)
+                self._finish(sample, verdict)
             return
         sample, group = asked
         if group is None or verdict.failure is not None:
@@ -373,7 +379,7 @@ class Scorer:
         sample.observation = verdict.observation
         sample.stop_reason = verdict.stop_reason or sample.stop_reason
         sample.reward = verdict.reward
-        if sample.reward is not None:
+        if sample.reward is not None and not self._may_abstain:  # else its total is not complete
             total = self._cfg.clipped(sample.reward.total)
             sample.reward = replace(sample.reward, total=total)
         sample.failure = verdict.failure
@@ -501,4 +507,5 @@ def _job(cfg: RewardConfig, names: Sequence[str], env: EnvConfig) -> Job:
         import_path=tuple(sys.path),
         num_workers=cfg.num_workers or default_num_workers(cfg),
         inherits=any(inherited(entry.fn) is not None for entry in cfg.functions),
+        may_abstain=cfg.model.path is not None,
     )

@@ -78,6 +78,8 @@ class Job:
     num_workers: int
     inherits: bool = False
     """Some functions are the driver's own, so that the fork server is a fork of the driver."""
+    may_abstain: bool = False
+    """As of `hone.rewards.score.score`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -124,7 +126,7 @@ def work(sock: socket.socket, job: Job) -> NoReturn:
         elif env is not None:
             verdict = play(env, functions, given, episode, on_call=tell)
         else:
-            verdict = score(functions, given, on_call=tell)
+            verdict = score(functions, given, on_call=tell, may_abstain=job.may_abstain)
         if os.getpid() == pid:
             _kill_children(keep=helpers)
         send(_plain(ticket, verdict))

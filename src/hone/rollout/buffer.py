@@ -364,6 +364,7 @@ class Buffer:
         counts.engine_busy_s += now.busy_s - engine.busy_s
         counts.num_kills += scored.num_kills - scorer.num_kills
         counts.reward_p99_s = scored.p99_s
+        counts.reward_model_s += scored.model_s - scorer.model_s
 
     # -- state -----------------------------------------------------------------------------------
 

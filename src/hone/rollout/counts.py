@@ -39,6 +39,8 @@ class RolloutCounts:
     reward_p99_s: float = math.nan
     """99th percentile of the time in reward functions; nan where nothing was scored. Of the process
     where it is largest."""
+    reward_model_s: float = 0.0
+    """Time in a reward model. Of the process where it is largest."""
     wait_s: float = 0.0
     """Longest time that a process waited for the others' groups, or for its batch ahead of the
     training."""
@@ -67,6 +69,7 @@ class RolloutCounts:
             max_kv_cache_usage=max(c.max_kv_cache_usage for c in processes),
             reward_p99_s=max(times, default=math.nan),
             counted_s=max(c.counted_s for c in processes),
+            reward_model_s=max(c.reward_model_s for c in processes),
             wait_s=max(c.wait_s for c in processes),
         )
 

@@ -52,6 +52,8 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
         metrics["time/reward/p99_s"] = Last(counts.reward_p99_s)
     if counts.kv_cache_bytes:
         metrics["mem/engine_cache_gib"] = Last(counts.kv_cache_bytes / 2**30)
+    if counts.reward_model_s:
+        metrics["time/generate/reward_model_s"] = Last(counts.reward_model_s)
     return metrics
 
 

@@ -95,15 +95,20 @@ def _no_config(view: View) -> Found:
         }
 
 
-def _no_teacher(view: View) -> Found:
-    path = view["teacher.path"]
-    if path is None or not Path(path).is_dir():
-        return
-    needed = (("config.json",), ("*.safetensors",), _TOKENIZER_FILES)
-    for missing, patterns in zip(("config.json", "weights", "tokenizer"), needed, strict=True):
-        if not any(any(Path(path).glob(pattern)) for pattern in patterns):
-            yield {"path": path, "missing": missing}
+def _incomplete(key: str) -> Any:
+    """Details where a key names a folder that lacks something of a model."""
+
+    def find(view: View) -> Found:
+        path = view[key]
+        if path is None or not Path(path).is_dir():
             return
+        needed = (("config.json",), ("*.safetensors",), _TOKENIZER_FILES)
+        for missing, patterns in zip(("config.json", "weights", "tokenizer"), needed, strict=True):
+            if not any(any(Path(path).glob(pattern)) for pattern in patterns):
+                yield {"path": path, "missing": missing}
+                return
+
+    return find
 
 
 @fact
@@ -190,10 +195,11 @@ _MODEL = (
             says=f"{key} '{{path}}' does not exist",
             fix="{near} | give a folder with config.json, or a hub name with its owner, such as "
             "Qwen/Qwen3-0.6B")
-      for key in ("model.path", "model.tokenizer", "teacher.path")),
-    error(each=_no_teacher, says="teacher.path '{path}' holds no {missing}",
-          fix="give the folder of a model in the Hugging Face layout: config.json, weights, "
-          "tokenizer"),
+      for key in ("model.path", "model.tokenizer", "teacher.path", "reward.model.path")),
+    *(error(each=_incomplete(key), says=f"{key} '{{path}}' holds no {{missing}}",
+            fix="give the folder of a model in the Hugging Face layout: config.json, weights, "
+            "tokenizer")
+      for key in ("teacher.path", "reward.model.path")),
     *(warning(each=_not_here(key, must_exist=False),
               says=f"{key} '{{path}}' is taken for a name on the hub",
               why="the folder '{parent}' is here and has no '{name}'",

@@ -13,6 +13,7 @@ from hone.config.address import is_address, names_code
 from hone.config.data import TEMPLATE_FIELD
 from hone.config.extras import missing_extra
 from hone.config.inherited import inherited
+from hone.config.model_facts import ModelFacts
 from hone.config.reward import (
     ANSWER_REWARDS,
     BUILTIN_REWARDS,
@@ -21,7 +22,7 @@ from hone.config.reward import (
     RewardFunctionConfig,
 )
 from hone.config.rules.rule import error, unused, warning
-from hone.config.rules.view import Fact, View, fact
+from hone.config.rules.view import Fact, NotKnownError, View, fact
 from hone.config.signatures import (
     missing_column,
     needed_columns,
@@ -38,10 +39,9 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @fact
-def has_only_weights_of_0(view: View) -> bool:
-    """Whether there are functions and none counts."""
-    functions = view["reward.functions"]
-    return bool(functions) and all(function.weight == 0 for function in functions)
+def has_weight(view: View) -> bool:
+    """Whether a function counts."""
+    return any(function.weight for function in view["reward.functions"])
 
 
 @fact
@@ -207,6 +207,27 @@ def _wrong_env(view: View) -> Found:
             }
 
 
+def _no_reward_model(view: View) -> Found:
+    """Why a model gives no score."""
+    facts = ModelFacts.known(view["reward.model.path"])
+    if facts is None or facts.classifies is None:
+        return
+    if not facts.classifies:
+        yield {"problem": "is no model for sequence classification, which gives no score"}
+    elif facts.num_labels != 1:
+        yield {"problem": f"tells {facts.num_labels} classes apart, and a reward is one number"}
+
+
+@fact
+def reward_model_context(view: View) -> Fact:
+    """Tokens that the reward model was made for."""
+    path = view["reward.model.path"]
+    facts = None if path is None else ModelFacts.known(path)
+    if facts is None or facts.context_length is None:
+        raise NotKnownError("reward.model.path")
+    return Fact(facts.context_length, "the context of reward.model.path")
+
+
 def _bound_names(tree: ast.Module) -> set[str]:
     """Every name that a module binds by a definition, an import or an assignment."""
     names: set[str] = set()
@@ -224,21 +245,39 @@ def _bound_names(tree: ast.Module) -> set[str]:
 
 
 RULES = (
-    error("not reward.functions", given=("env.path = unset",),
-          fix="name at least one | name an environment in env.path"),
-    error("keep != all", "not reward.functions",
+    error("not reward.functions", given=("env.path = unset", "reward.model.path = unset"),
+          fix="name at least one | name an environment in env.path | name a model in "
+          "reward.model.path"),
+    error("keep != all", "not reward.functions", given=("reward.model.path = unset",),
           why="completions without a reward are all alike",
-          fix="name at least one of reward.functions | keep = all"),
+          fix="name at least one of reward.functions | name a model in reward.model.path | "
+          "keep = all"),
     error("keep = pairs", "n_samples_per_prompt = 1", why="a pair needs two completions",
           fix="raise n_samples_per_prompt"),
     warning("keep = best", "n_samples_per_prompt = 1", why="the best of one is that one",
             fix="raise n_samples_per_prompt | keep = all"),
     unused("pass_threshold", "keep = all|best|pairs", why="only keep passing compares with it"),
-    error("@has_only_weights_of_0",
+    error("reward.functions", "not @has_weight", given=("reward.model.path = unset",),
           says="every weight of reward.functions is 0",
           why="so is every reward", fix="give at least one entry a weight"),
     error("@clips_all_alike", says="reward.clip is {reward.clip}",
           why="its first number must be below the second", fix="reward.clip = [-10, 10]"),
+    error("reward.model.weight = 0", given=("reward.model.path", "not @has_weight"),
+          why="nothing else has a weight, so that every reward is 0",
+          fix="reward.model.weight = 1 | give a function a weight"),
+    error("reward.model.path", each=_no_reward_model,
+          says="reward.model.path '{reward.model.path}' {problem}",
+          fix="name a model for sequence classification with one label"),
+    error("reward.model.path", "env.path",
+          why="a reward model reads a prompt and one completion",
+          fix="remove reward.model.path | remove env.path"),
+    warning("@longest > @reward_model_context", given=("reward.model.path",),
+            why="samples that are longer in its tokens fail",
+            fix="lower what adds up to the row | use a model with a longer context"),
+    error("reward.model.path", only=("plan",),
+          why="the time of a reward model is not modelled", fix="remove reward.model.path"),
+    unused("reward.model.(weight|max_tokens_per_forward)", "reward.model.path = unset",
+           why="there is no reward model", instead="name a model in reward.model.path"),
     error(each=_wrong, says="{key}.fn '{fn}'", why="{problem}"),
     error(each=_wrong_signature, says="{key}.fn", why="{problem}"),
     error(each=lambda view: view.fact("reward_problems"), says="{key}.fn '{fn}'", why="{problem}"),

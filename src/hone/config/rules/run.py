@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import get_args
 
-from hone.config.reward import BUILTIN_REWARDS
+from hone.config.reward import BUILTIN_REWARDS, REWARD_MODEL
 from hone.config.rules.rule import error, needs, unused, warning
 from hone.config.rules.view import View, fact
 from hone.config.run import EvaluationConfig, Tracker
@@ -38,6 +38,8 @@ def _passing(view: View) -> Iterator[Mapping[str, object]]:
     name, names = view["eval.pass_function"], view["reward"].names
     if view["env.path"] is not None:
         names = ["env", *names]
+    if view["reward.model.path"] is not None:
+        names = [*names, REWARD_MODEL]
     if name is not None and name not in names:
         yield {"names": ", ".join(names) or "none"}
 

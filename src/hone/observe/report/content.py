@@ -165,8 +165,9 @@ def _notes(runs: Sequence[RunFolder], samples: SampleStore | None) -> list[str]:
 
 def _unequal_rewards(runs: Sequence[RunFolder]) -> list[str]:
     """What to say where runs that earn rewards earn them for different things."""
-    rewarded = [run for run in runs if run.setting("reward.functions") or run.setting("env.path")]
-    held = {run.name: [run.setting("reward.functions"), run.setting("env")] for run in rewarded}
+    keys = ("reward.functions", "reward.model", "env")
+    rewarded = [run for run in runs if _rewards(run)]
+    held = {run.name: [run.setting(key) for key in keys] for run in rewarded}
     if all(each == held[rewarded[0].name] for each in held.values()):
         return []
     listed = "; ".join(f"{run.name}: {_rewards(run)}" for run in rewarded)
@@ -187,8 +188,11 @@ def _rewards(run: RunFolder) -> str:
         )
         for function in run.setting("reward.functions") or []
     ]
-    env = run.setting("env.path")
-    return " + ".join([*([env] if env else []), *functions]) or "nothing"
+    env, model = run.setting("env.path"), run.setting("reward.model.path")
+    if model:
+        weight = run.setting("reward.model.weight")
+        functions.append(f"{model} x {weight:g}" if weight != 1 else model)
+    return " + ".join([*([env] if env else []), *functions])
 
 
 def _losses(run: RunFolder) -> str | None:

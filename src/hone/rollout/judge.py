@@ -1,0 +1,262 @@
+"""A reward model's part of a reward: the last stage before a sample counts as scored.
+
+completion ─┬─► Scorer: functions, in their workers ─────────────────────────┐
+            └─► Transcripts: text, ids ─► passes of the model ─► its score ──┴─► weighted sum
+
+The model lies whole on the device of the process that collects. It is frozen, so that a score
+depends on the sample alone: groups are filtered by it, the best are kept, advantages made of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hone.config.data import DataConfig
+from hone.config.errors import UserError
+from hone.config.reward import REWARD_MODEL, RewardConfig
+from hone.config.trainer import SFTTrainerConfig
+from hone.data.chat import Renderer
+from hone.data.columns import Example
+from hone.distributed.mesh import Mesh
+from hone.rewards.scorer import Scorer, ScorerStats
+from hone.trainer.packing import collate
+from hone.trainer.parallel_model import ParallelModel
+from hone.types import FailureKind, Prompt, Reward, Row, Sample
+
+__all__ = ["Judge", "RewardModel", "Transcripts"]
+
+_MAX_POLLS = 32
+"""Polls, one a step of the engine, that a sequence waits for others to fill its pass: a pass of few
+tokens takes about as long as a step."""
+_MAX_KEPT = 100_000
+"""Scores of earlier sequences that are kept for equal ones."""
+
+
+class Transcripts:
+    """Prompts with their completions as a reward model reads them, in its own tokens.
+
+    Always by way of text: the model may have other tokens, and a template of its own
+    (`Renderer.transcript`). A truncated completion has no end token.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, *, max_tokens: int, path: str
+    ) -> None:
+        """`max_tokens` is the model's context, `path` its name for messages. Raises UserError where
+        its tokenizer cannot render what `data` asks for."""
+        self.max_tokens = max_tokens
+        self._path = path
+        try:
+            self._renderer = Renderer(tokenizer, data)
+        except UserError as error:
+            raise UserError(f"reward.model.path={path!r}: {error}") from error
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise UserError where a prompt of the data cannot be rendered for the model."""
+        try:
+            self.of(prompt, prompt.answer or prompt.text, is_truncated=False)
+        except UserError as error:
+            raise UserError(f"reward.model.path={self._path!r}: {error}") from error
+
+    def of(self, prompt: Prompt, completion: str, *, is_truncated: bool) -> list[int]:
+        """Token ids. Raises UserError where the text cannot be rendered or tokenised."""
+        example = Example(
+            id=prompt.id,
+            location=f"row {prompt.id}",
+            prompt=prompt.unrendered or prompt.text,
+            answer=None,
+            completion={"role": "assistant", "content": completion},
+            task=prompt.task,
+            metadata={},
+            columns=prompt.metadata,
+            raw_answer=None,
+        )
+        return list(self._renderer.transcript(example, ends=not is_truncated))
+
+
+class RewardModel:
+    """A sequence classifier with one label, which is frozen."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        """`module` is of `load_value_model`, on its device."""
+        self._pad_id: int | None = module.config.pad_token_id
+        # Not compiled: it would take a minute before the first score, for passes that are few.
+        cfg = SFTTrainerConfig(compile=False)
+        self._model = ParallelModel.frozen(module, cfg, Mesh.alone(module.device))
+
+    @torch.no_grad()
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each sequence of ids at its last token, in one pass over all of them.
+
+        Padding at the end does not count, as in transformers: a model whose end token pads too is
+        read, and was trained, before it.
+        """
+        rows: list[Row] = []
+        for number, ids in enumerate(sequences):
+            end = next((n for n in range(len(ids), 0, -1) if ids[n - 1] != self._pad_id), len(ids))
+            # A value is read where the token after it is predicted; any token will do.
+            mask = [False] * end + [True]
+            rows.append(Row(id=f"{number}", token_ids=[*ids[:end], 0], loss_mask=mask))
+        batch = collate(rows, [0.0] * len(rows), self._model.mesh.device)
+        found: list[float] = self._model.forward(batch, frozenset({"values"}))["values"].tolist()
+        return found
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A sample on its way: done once both have scored it."""
+
+    sample: Sample
+    ids: tuple[int, ...] = ()
+    score: float | None = None
+    problem: str = ""
+    """Why the model gives no score."""
+    is_returned: bool = False
+    """The functions have."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its pass, with the token behind it."""
+        return len(self.ids) + 1
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_returned and (self.score is not None or bool(self.problem))
+
+
+class Judge:
+    """Scores samples by a reward model and by `functions`; a `SampleScorer`.
+
+    A pass is made where sequences fill it, where one has waited for some polls, or where the
+    caller has nothing else to do: so what is in a pass depends on the steps of the engine, and not
+    on how fast functions are. Equal sequences that are under way together have equal scores.
+    """
+
+    def __init__(
+        self,
+        model: RewardModel,
+        transcripts: Transcripts,
+        functions: Scorer,
+        cfg: RewardConfig,
+    ) -> None:
+        self._model, self._transcripts, self._functions = model, transcripts, functions
+        self._cfg, self._max_tokens = cfg, cfg.model.max_tokens_per_forward
+        self._pending: dict[str, _Pending] = {}
+        """Samples, by id."""
+        self._queue: deque[_Pending] = deque()
+        """Those of them that wait for a pass."""
+        self._num_queued = 0
+        """Tokens of these."""
+        self._num_polls = 0
+        """Since the last pass, or since something waits for one."""
+        self._known: dict[tuple[int, ...], float] = {}
+        self._busy_s = 0.0
+
+    @property
+    def max_turns(self) -> int:
+        return self._functions.max_turns
+
+    @property
+    def pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def takes_whole_groups(self) -> bool:
+        return self._functions.takes_whole_groups
+
+    def submit(self, *samples: Sample) -> None:
+        """As `Scorer.submit`."""
+        if not self._pending:
+            self._known.clear()
+        for sample in samples:
+            pending = self._pending[sample.id] = _Pending(sample)
+            if sample.failure is not None:
+                pending.problem = sample.failure_detail or sample.failure
+            else:
+                self._enqueue(pending)
+        self._functions.submit(*samples)
+
+    def poll(self, timeout_s: float = 0.0) -> list[Sample]:
+        """As `Scorer.poll`; the passes that are due are made first."""
+        self._num_polls += bool(self._queue)
+        is_due = timeout_s > 0 or self._num_polls >= _MAX_POLLS
+        while self._queue and (is_due or self._num_queued >= self._max_tokens):
+            self._score_next()
+            timeout_s = 0.0
+        for sample in self._functions.poll(timeout_s):
+            self._pending[sample.id].is_returned = True
+        done = [pending for pending in self._pending.values() if pending.is_done]
+        for pending in done:
+            del self._pending[pending.sample.id]
+            self._add(pending)
+        return [pending.sample for pending in done]
+
+    def cancel(self) -> None:
+        """As `Scorer.cancel`."""
+        self._functions.cancel()
+        self._pending.clear()
+        self._queue.clear()
+        self._num_queued = self._num_polls = 0
+
+    def stats(self) -> ScorerStats:
+        return replace(self._functions.stats(), num_pending=self.pending, model_s=self._busy_s)
+
+    def _enqueue(self, pending: _Pending) -> None:
+        sample, limit = pending.sample, self._transcripts.max_tokens
+        try:
+            ids = self._transcripts.of(sample.prompt, sample.text, is_truncated=sample.truncated)
+        except UserError as error:
+            pending.problem = f"{error}"
+            return
+        if len(ids) > limit:
+            pending.problem = (
+                f"for it prompt and completion have {len(ids):,} tokens, more than its context of "
+                f"{limit:,}"
+            )
+            return
+        pending.ids = tuple(ids)
+        pending.score = self._known.get(pending.ids)
+        if pending.score is None:
+            self._queue.append(pending)
+            self._num_queued += pending.num_tokens
+
+    def _score_next(self) -> None:
+        """One pass over the first of the queue that fit into it."""
+        start, taken, num_tokens = perf_counter(), list[_Pending](), 0
+        while self._queue and (
+            not taken or num_tokens + self._queue[0].num_tokens <= self._max_tokens
+        ):
+            taken.append(self._queue.popleft())
+            num_tokens += taken[-1].num_tokens
+        self._num_queued -= num_tokens
+        self._num_polls = 0
+        sequences = [*{pending.ids: None for pending in taken if pending.ids not in self._known}]
+        if sequences:
+            self._known |= zip(sequences, self._model.scores(sequences), strict=True)
+        for pending in taken:
+            pending.score = self._known[pending.ids]
+        while len(self._known) > _MAX_KEPT:
+            del self._known[next(iter(self._known))]
+        self._busy_s += perf_counter() - start
+
+    def _add(self, pending: _Pending) -> None:
+        """Add the model's part to what the functions have said."""
+        sample = pending.sample
+        if sample.failure is not None or sample.reward is None:
+            return
+        score = math.nan if pending.score is None else pending.score
+        total = sample.reward.total + self._cfg.model.weight * score
+        if math.isfinite(total):
+            parts = {**sample.reward.parts, REWARD_MODEL: score}
+            sample.reward = Reward(total=self._cfg.clipped(total), parts=parts)
+        else:
+            problem = pending.problem or f"the score is {score}, the reward with it {total}"
+            sample.reward, sample.failure = None, FailureKind.INVALID
+            sample.failure_detail = f"{REWARD_MODEL}: {problem}"
