@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": "sample completions for prompts from a file",
     "eval": "score a model on a data set",
     "report": "draw the report of a run, or of several side by side",
+    "watch": "serve the report of a run as a page that keeps up with it",
     "trace": "merge the traces of a step, and list what takes longest",
     "bench": "measure the engine (beside vLLM where wanted) or training",
     "plan": "find what fits GPUs of a type, and what is fastest; needs none",

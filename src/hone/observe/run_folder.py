@@ -32,6 +32,7 @@ __all__ = [
     "RunFolder",
     "is_locked",
     "read_config",
+    "sample_files",
     "training_command",
 ]
 
@@ -132,10 +133,7 @@ class RunFolder:
     @property
     def sample_files(self) -> Mapping[str, Path]:
         """Files of samples that exist, by the split of rows that name none."""
-        if self.kind == "generate":
-            return {"generated": self.path}
-        named = {"train": self.path / "samples.jsonl", "hone eval": self.path / EVAL_SAMPLES}
-        return {split: file for split, file in named.items() if file.is_file()}
+        return sample_files(self.path)
 
     def histograms(self) -> list[dict[str, Any]]:
         """Rows of `histograms.jsonl`."""
@@ -197,6 +195,14 @@ class RunFolder:
             if event.get("kind") in _ENDS and event.get("timestamp_s", 0.0) >= newest_s
         ]
         return ends[-1] if ends else None
+
+
+def sample_files(run: Path) -> Mapping[str, Path]:
+    """As `RunFolder.sample_files`, of a run that may go on."""
+    if run.is_file():
+        return {"generated": run}
+    named = {"train": run / "samples.jsonl", "hone eval": run / EVAL_SAMPLES}
+    return {split: file for split, file in named.items() if file.is_file()}
 
 
 def _is_run(path: Path) -> bool:

@@ -103,12 +103,16 @@ class Page:
     samples: SampleStore | None
     tables: Sequence[Table]
     """Below the samples."""
+    is_live: bool = False
+    """Served while the run goes on, as are its samples."""
+    stamp: str = ""
+    """Of what it was made of, where it is."""
 
 
-def describe(runs: Sequence[RunFolder]) -> Page:
-    """The page of a run, or that compares several."""
+def describe(runs: Sequence[RunFolder], *, stamp: str | None = None) -> Page:
+    """The page of a run, or that compares several. With a `stamp` one that is live."""
     names = [run.name for run in runs]
-    samples = sample_store(runs)
+    samples = sample_store(runs) if stamp is None else None
     several = len(runs) > 1
     results = [*_comparison(runs)] if several else [*_evaluation_by_command(runs[0])]
     tables = [] if several else [_evaluations(runs[0]), _metrics(runs[0])]
@@ -122,6 +126,8 @@ def describe(runs: Sequence[RunFolder]) -> Page:
         charts={"names": names, **chart_data(runs)},
         samples=samples,
         tables=[table for table in tables if table.rows],
+        is_live=stamp is not None,
+        stamp=stamp or "",
     )
 
 

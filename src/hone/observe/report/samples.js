@@ -178,29 +178,24 @@ function groupHtml(index, group, held, mask) {
     ${held.answer === null ? "" : answer}<div class="cards">${cards.join("")}</div>`;
 }
 
-// The page's part: controls, the list of groups, the histograms of what is shown.
-class SampleBrowser {
-  constructor(area, index, chunks) {
-    Object.assign(this, { area, index, chunks, opened: new Map() });
-    this.list = area.querySelector(".groups");
-    this.count = area.querySelector(".count");
-    this.more = area.querySelector(".more");
+// Where the browser gets samples from: what lies in the page, or the server of a page that is live.
+// `about` says what there is to choose from; `select` counts what a filter lets through and orders
+// its groups; `places` are the next of these: their number, an index with them, a mask of it, what
+// was asked in short and, when they are opened, their texts.
+class SamplesInPage {
+  constructor(index, chunks) {
+    Object.assign(this, { index, chunks, opened: new Map(), words: "", found: null });
     this.firstGroup = index.groups.chunk.reduce((found, chunk, group) => {
       found[chunk] ??= group;
       return found;
     }, []);
-    this.hasSteps = new Set(index.groups.step).size > 1;
-    this.hasScores = index.reward.some((v) => v !== null) || index.failure.some((kind) => kind);
-    this.limits = { low: null, high: null };
-    this.found = null; // by the search
-    this.searches = 0;
-    this.fillControls();
-    this.listen();
-    this.apply();
-  }
-
-  field(name) {
-    return this.area.querySelector(`[name=${name}]`);
+    this.about = {
+      runs: index.runs,
+      splits: index.splits,
+      functions: index.functions,
+      hasSteps: new Set(index.groups.step).size > 1,
+      hasScores: index.reward.some((v) => v !== null) || index.failure.some((kind) => kind),
+    };
   }
 
   // Chunks are unpacked once.
@@ -214,19 +209,128 @@ class SampleBrowser {
     return (await this.open(chunk))[group - this.firstGroup[chunk]];
   }
 
+  // `isAsked` says whether the answer is still waited for; `tell` shows how far a search is.
+  async select(filter, isAsked, tell) {
+    const { index } = this;
+    if (filter.search !== this.words) await this.search(filter.search, isAsked, tell);
+    const numbered = (names, name) => (name === "" ? null : names.indexOf(name));
+    const [run, split] = [numbered(index.runs, filter.run), numbered(index.splits, filter.split)];
+    this.mask = matching(index, { ...filter, run, split, found: this.found });
+    this.groups = ordered(index, this.mask, filter.order, filter.by);
+    const score = scoreOf(index, filter.by);
+    const scores = [];
+    const lengths = [];
+    this.mask.forEach((shown, i) => {
+      if (!shown) return;
+      if ((score[i] ?? null) !== null) scores.push(score[i]);
+      lengths.push(index.tokens[i]);
+    });
+    return {
+      num: lengths.length,
+      all: index.reward.length,
+      numGroups: this.groups.length,
+      scores: bins(scores),
+      lengths: bins(lengths),
+    };
+  }
+
+  async search(words, isAsked, tell) {
+    const hits = new Set();
+    for (let chunk = 0; words !== "" && chunk < this.chunks.length; chunk++) {
+      for (const i of searched(this.index, await this.open(chunk), this.firstGroup[chunk], words))
+        hits.add(i);
+      if (!isAsked()) return; // other words were typed meanwhile
+      if (chunk % 8 === 7) tell(`searching, ${percent(chunk / this.chunks.length)}`);
+    }
+    [this.words, this.found] = [words, words === "" ? null : hits];
+  }
+
+  async places(offset) {
+    return this.groups.slice(offset, offset + PER_PAGE).map((group) => ({
+      index: this.index,
+      group,
+      number: group,
+      mask: this.mask,
+      question: this.textsOf(group).then((held) => held.prompt.trim().slice(-300) || held.prompt_id),
+      texts: () => this.textsOf(group),
+    }));
+  }
+}
+
+class ServedSamples {
+  constructor(about) {
+    this.about = about;
+  }
+
+  static async ask(path, query = {}) {
+    const given = Object.entries(query).filter(([, value]) => value !== null && value !== "");
+    const reply = await fetch(`${path}?${new URLSearchParams(given)}`);
+    if (!reply.ok) throw new Error(`${path}: ${await reply.text()}`);
+    return reply.json();
+  }
+
+  async select(filter, isAsked, tell) {
+    const late = setTimeout(() => isAsked() && tell("searching"), 300);
+    this.query = filter;
+    this.first = await ServedSamples.ask("samples", filter);
+    clearTimeout(late);
+    return { ...this.first, numGroups: this.first.num_groups };
+  }
+
+  async places(offset) {
+    const later = { ...this.query, offset, until: this.first.all };
+    const page = offset ? await ServedSamples.ask("samples", later) : this.first;
+    return page.numbers.map((number, group) => ({
+      index: page.index,
+      group,
+      number,
+      mask: page.mask,
+      question: Promise.resolve(page.questions[group]),
+      texts: () => ServedSamples.ask("group", { number }),
+    }));
+  }
+
+  // How many samples that are let through have come since they were selected.
+  async newer() {
+    const now = await ServedSamples.ask("samples", this.query);
+    this.about = { ...this.about, splits: now.splits, functions: now.functions };
+    for (const name of ["hasSteps", "hasScores"]) this.about[name] = now[name];
+    return now.num - this.first.num;
+  }
+}
+
+// The page's part: controls, the list of groups, the histograms of what is shown.
+class SampleBrowser {
+  constructor(area, source) {
+    Object.assign(this, { area, source, asked: 0, groups: 0, bins: null });
+    this.list = area.querySelector(".groups");
+    this.count = area.querySelector(".count");
+    this.more = area.querySelector(".more");
+    this.limits = { low: null, high: null };
+    this.fillControls();
+    this.listen();
+    this.apply();
+  }
+
+  field(name) {
+    return this.area.querySelector(`[name=${name}]`);
+  }
+
   // Controls that have nothing to choose from are hidden.
   fillControls() {
-    const { index, hasSteps, hasScores } = this;
+    const { runs, splits, functions, hasSteps, hasScores } = this.source.about;
     const option = ([value, text]) => `<option value="${escapeHtml(value)}">${escapeHtml(text)}</option>`;
     const fill = (name, choices, isNeeded) => {
       this.field(name).innerHTML = choices.map(option).join("");
       this.field(name).closest("label").hidden = !isNeeded;
     };
-    const numbered = (names) => [["", "all"], ...names.map((name, i) => [String(i), name])];
-    fill("run", numbered(index.runs), index.runs.length > 1);
-    fill("split", numbered(index.splits), index.splits.length > 1);
-    const functions = index.functions.map((name) => [name, name]);
-    fill("by", [["", "reward"], ...functions], functions.length > 1);
+    const chosen = Object.fromEntries(
+      ["run", "split", "by", "order"].map((name) => [name, this.field(name).value]),
+    );
+    const named = (names) => names.map((name) => [name, name]);
+    fill("run", [["", "all"], ...named(runs)], runs.length > 1);
+    fill("split", [["", "all"], ...named(splits)], splits.length > 1);
+    fill("by", [["", "reward"], ...named(functions)], functions.length > 1);
     const orders = [
       ...(hasSteps
         ? [
@@ -244,6 +348,7 @@ class SampleBrowser {
       ["longest", "longest first"],
     ];
     fill("order", orders, true);
+    for (const [name, value] of Object.entries(chosen)) if (value) this.field(name).value = value;
     for (const name of ["from", "to"]) this.field(name).closest("label").hidden = !hasSteps;
     this.area.querySelector(".spread").hidden = !hasScores;
   }
@@ -262,7 +367,7 @@ class SampleBrowser {
     let typing = 0;
     this.field("search").addEventListener("input", () => {
       clearTimeout(typing);
-      typing = setTimeout(() => this.search(), 250);
+      typing = setTimeout(() => this.apply(), 250);
     });
     this.more.onclick = () => this.drawMore();
     new IntersectionObserver(
@@ -279,55 +384,68 @@ class SampleBrowser {
   }
 
   // Show what the controls ask for.
-  apply() {
-    const { index } = this;
+  async apply() {
+    const asked = ++this.asked;
+    const isAsked = () => asked === this.asked;
     const numberIn = (name) => (this.field(name).value === "" ? null : Number(this.field(name).value));
     this.by = this.field("by").value;
-    this.mask = matching(index, {
+    const filter = {
+      search: this.field("search").value.trim(),
       show: this.field("show").value,
+      order: this.field("order").value,
       by: this.by,
-      run: numberIn("run"),
-      split: numberIn("split"),
+      run: this.field("run").value,
+      split: this.field("split").value,
       from: numberIn("from"),
       to: numberIn("to"),
-      found: this.found,
       ...this.limits,
-    });
-    this.groups = ordered(index, this.mask, this.field("order").value, this.by);
-    const [num, all, groups] = [
-      this.mask.reduce((a, b) => a + b, 0),
-      index.reward.length,
-      this.groups.length,
-    ].map((n) => n.toLocaleString("en"));
+    };
+    const found = await this.source.select(filter, isAsked, (text) => (this.count.textContent = text));
+    if (!isAsked()) return;
+    const [num, all, groups] = [found.num, found.all, found.numGroups].map((n) => n.toLocaleString("en"));
     this.count.textContent = `${num} of ${all} samples, in ${groups} ${groups === "1" ? "group" : "groups"}`;
     this.area.querySelector(".limits").hidden = this.limits.low === null;
+    const newer = this.area.querySelector(".newer");
+    if (newer) newer.hidden = true;
+    globalThis.CSS?.highlights?.clear();
     this.list.replaceChildren();
-    this.drawn = 0;
-    this.drawMore();
+    [this.drawn, this.groups, this.bins] = [0, found.numGroups, found];
+    await this.drawMore();
     this.drawSpread();
   }
 
-  drawMore() {
-    const next = this.groups.slice(this.drawn, this.drawn + PER_PAGE);
-    next.forEach((group, i) => this.list.append(this.groupElement(group, this.drawn + i === 0)));
-    this.drawn += next.length;
-    this.more.hidden = this.drawn >= this.groups.length;
+  // Offer what has come since, and leave what is being looked at in its place.
+  async refresh() {
+    const newer = await this.source.newer();
+    this.fillControls();
+    const button = this.area.querySelector(".newer");
+    button.hidden = newer === 0;
+    button.textContent = newer > 0 ? `show ${newer.toLocaleString("en")} newer` : "show them as they are now";
+    button.onclick = () => this.apply();
+    return this;
   }
 
-  groupElement(group, isOpen) {
+  async drawMore() {
+    const [asked, offset] = [this.asked, this.drawn];
+    this.more.hidden = true;
+    const next = this.groups ? await this.source.places(offset) : [];
+    if (asked !== this.asked || offset !== this.drawn) return;
+    next.forEach((place, i) => this.list.append(this.groupElement(place, offset + i === 0)));
+    this.drawn += next.length;
+    this.more.hidden = !next.length || this.drawn >= this.groups;
+  }
+
+  groupElement(place, isOpen) {
+    const { index, group, mask } = place;
     const details = document.createElement("details");
     details.className = "group";
-    details.innerHTML = `<summary><span class="where">${escapeHtml(this.placeOf(group))}</span>
-      ${this.hasScores ? this.scoresOf(group) : ""}<span class="question"></span></summary><div class="body"></div>`;
-    this.textsOf(group).then((held) => {
-      const question = details.querySelector(".question");
-      question.textContent = held.prompt.trim().slice(-300) || held.prompt_id;
-      question.title = held.prompt_id;
-    });
+    details.innerHTML = `<summary><span class="where">${escapeHtml(this.placeOf(place))}</span>
+      ${this.source.about.hasScores ? this.scoresOf(place) : ""}<span class="question"></span></summary><div class="body"></div>`;
+    place.question.then((text) => (details.querySelector(".question").textContent = text));
     details.ontoggle = async () => {
       const body = details.querySelector(".body");
       if (!details.open || body.hasChildNodes()) return;
-      body.innerHTML = groupHtml(this.index, group, await this.textsOf(group), this.mask);
+      body.innerHTML = groupHtml(index, group, await place.texts(), mask);
       this.highlight(body);
       const cards = body.querySelector(".cards");
       const first = body.querySelector(".card:not(.other)");
@@ -338,24 +456,24 @@ class SampleBrowser {
   }
 
   // Run, split and step, as far as there are several.
-  placeOf(group) {
-    const { runs, splits, groups } = this.index;
+  placeOf({ index, group, number }) {
+    const { runs, splits, hasSteps } = this.source.about;
     const place = [];
-    if (runs.length > 1) place.push(runs[groups.run[group]]);
-    if (splits.length > 1) place.push(splits[groups.split[group]]);
-    if (this.hasSteps) place.push(`step ${groups.step[group]}`);
-    return place.join(" · ") || `#${group}`;
+    if (runs.length > 1) place.push(runs[index.groups.run[group]]);
+    if (splits.length > 1) place.push(index.splits[index.groups.split[group]]);
+    if (hasSteps) place.push(`step ${index.groups.step[group]}`);
+    return place.join(" · ") || `#${number}`;
   }
 
   // The mean of a group's scores, and each of them.
-  scoresOf(group) {
-    const [first, end] = sampleRange(this.index, group);
-    const score = scoreOf(this.index, this.by);
+  scoresOf({ index, group, mask }) {
+    const [first, end] = sampleRange(index, group);
+    const score = scoreOf(index, this.by) ?? [];
     const marks = [];
     const held = [];
     for (let i = first; i < end; i++) {
-      const failed = this.index.failure[i];
-      const kind = `${failed ? "failed" : ""} ${this.mask[i] ? "" : "other"}`;
+      const failed = index.failure[i];
+      const kind = `${failed ? "failed" : ""} ${mask[i] ? "" : "other"}`;
       if (marks.length < 64) marks.push(`<i class="${kind}">${failed ? "×" : number(score[i])}</i>`);
       if ((score[i] ?? null) !== null) held.push(score[i]);
     }
@@ -380,38 +498,16 @@ class SampleBrowser {
     CSS.highlights.set("found", marked);
   }
 
-  async search() {
-    const words = this.field("search").value.trim();
-    const own = ++this.searches;
-    globalThis.CSS?.highlights?.clear();
-    const hits = new Set();
-    for (let chunk = 0; words !== "" && chunk < this.chunks.length; chunk++) {
-      for (const i of searched(this.index, await this.open(chunk), this.firstGroup[chunk], words))
-        hits.add(i);
-      if (own !== this.searches) return; // other words were typed meanwhile
-      if (chunk % 8 === 7) this.count.textContent = `searching, ${percent(chunk / this.chunks.length)}`;
-    }
-    this.found = words === "" ? null : hits;
-    this.apply();
-  }
-
   // Histograms of score and length of the samples shown.
   drawSpread() {
-    const score = scoreOf(this.index, this.by);
-    const scores = [];
-    const lengths = [];
-    this.mask.forEach((shown, i) => {
-      if (!shown) return;
-      if ((score[i] ?? null) !== null) scores.push(score[i]);
-      lengths.push(this.index.tokens[i]);
-    });
+    if (this.bins === null) return;
     const [ofScores, ofLengths] = this.area.querySelectorAll(".spread .plot");
-    if (this.hasScores)
-      drawBins(ofScores, bins(scores), (low, high) => {
+    if (this.source.about.hasScores)
+      drawBins(ofScores, this.bins.scores, (low, high) => {
         this.limits = { low, high };
         this.apply();
       });
-    drawBins(ofLengths, bins(lengths), null);
+    drawBins(ofLengths, this.bins.lengths, null);
   }
 }
 
@@ -471,14 +567,20 @@ function drawBins(plot, held, choose) {
 
 async function startSamples() {
   const area = document.getElementById("samples");
-  if (!area) return;
+  if (!area) return null;
+  if (area.dataset.live !== undefined) {
+    const about = await ServedSamples.ask("samples");
+    area.hidden = about.all === 0;
+    return about.all ? new SampleBrowser(area, new ServedSamples({ ...about, runs: [""] })) : null;
+  }
   if (typeof DecompressionStream === "undefined") {
     area.querySelector(".count").textContent =
       "This browser cannot open the compressed samples of the page; those of 2023 and later can";
-    return;
+    return null;
   }
   const index = await unpack(document.getElementById("index").textContent);
-  new SampleBrowser(area, index, [...document.querySelectorAll("script.chunk")]);
+  const chunks = [...document.querySelectorAll("script.chunk")];
+  return new SampleBrowser(area, new SamplesInPage(index, chunks));
 }
 
 function tokenTip(event) {

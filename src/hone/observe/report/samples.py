@@ -26,7 +26,7 @@ from hone.observe.loggers import PER_TOKEN
 from hone.observe.report.pieces import Splitter
 from hone.observe.run_folder import RunFolder
 
-__all__ = ["SampleStore", "sample_store"]
+__all__ = ["SampleIndex", "SampleRow", "SampleStore", "sample_store", "text_of"]
 
 MAX_TEXT_BYTES = 64 << 20
 """Of rows whose texts a page holds, without what they have for each token."""
@@ -63,14 +63,14 @@ def sample_store(runs: Sequence[RunFolder]) -> SampleStore | None:
     texts = _Share(num_groups, MAX_TEXT_BYTES, sum(file.text_bytes for file in files))
     tokens = _Share(num_groups, MAX_TOKEN_BYTES, sum(file.token_bytes for file in files))
     splitters = [Splitter.of_run(run) for run in runs]
-    index, chunks = _Index([run.name for run in runs]), _Chunks()
+    index, chunks = SampleIndex([run.name for run in runs]), _Chunks()
     with_text = 0
     for number, (file, rows) in enumerate(_groups(files)):
         has_text, has_tokens = texts.includes(number), tokens.includes(number)
         with_text += has_text
-        index.add(file, [row.head for row in rows], chunks.number)
+        index.add(file.run, file.split, [row.head for row in rows], chunks.number)
         held = [
-            _text_of(row, splitters[file.run], with_tokens=has_tokens)
+            text_of(row, splitters[file.run], with_tokens=has_tokens)
             if has_text
             else {"id": row.head.get("id", "")}
             for row in rows
@@ -117,7 +117,7 @@ def _ceil(dividend: int, divisor: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class SampleRow:
     """A line of a file of samples. What it has for each token comes last, and is parsed last."""
 
     line: bytes
@@ -127,7 +127,7 @@ class _Row:
     """What comes before."""
 
     @classmethod
-    def parse(cls, line: bytes) -> _Row:
+    def parse(cls, line: bytes) -> SampleRow:
         cut = line.find(_PER_TOKEN)
         if cut < 0:
             return cls(line, len(line), json.loads(line))
@@ -162,15 +162,15 @@ class _SampleFile:
             file.token_bytes += sum(len(row.line) - row.cut for row in rows)
         return file
 
-    def groups(self) -> Iterator[list[_Row]]:
+    def groups(self) -> Iterator[list[SampleRow]]:
         """Rows by group; a line that is half written is left out."""
-        held: list[_Row] = []
+        held: list[SampleRow] = []
         last: tuple[Any, ...] | None = None
         with self.path.open("rb") as lines:
             for line in lines:
                 if not line.endswith(b"}\n"):
                     continue
-                row = _Row.parse(line)
+                row = SampleRow.parse(line)
                 group = row.group()
                 if held and group != last:
                     yield held
@@ -181,13 +181,13 @@ class _SampleFile:
             yield held
 
 
-def _groups(files: Sequence[_SampleFile]) -> Iterator[tuple[_SampleFile, list[_Row]]]:
+def _groups(files: Sequence[_SampleFile]) -> Iterator[tuple[_SampleFile, list[SampleRow]]]:
     for file in files:
         for rows in file.groups():
             yield file, rows
 
 
-def _text_of(row: _Row, split: Splitter | None, *, with_tokens: bool) -> dict[str, Any]:
+def text_of(row: SampleRow, split: Splitter | None, *, with_tokens: bool) -> dict[str, Any]:
     """What the page shows of a sample when its group is opened."""
     head = row.head
     held = {"id": head.get("id", "")}
@@ -237,7 +237,7 @@ class _Names:
         return self.numbers.setdefault(name, len(self.numbers))
 
 
-class _Index:
+class SampleIndex:
     """Columns of numbers that grow with each group."""
 
     def __init__(self, runs: Sequence[str]) -> None:
@@ -251,12 +251,13 @@ class _Index:
         self._sample: dict[str, list[Any]] = {name: [] for name in names}
         self._parts: dict[str, list[float | None]] = {}
 
-    def add(self, file: _SampleFile, heads: Sequence[Mapping[str, Any]], chunk: int) -> None:
+    def add(self, run: int, split: str, heads: Sequence[Mapping[str, Any]], chunk: int) -> None:
+        """Add a group. `split` is that of rows that name none."""
         sample, num_before = self._sample, len(self._sample["reward"])
         first = heads[0]
         values = {
-            "run": file.run,
-            "split": self._splits.number(first.get("split") or file.split),
+            "run": run,
+            "split": self._splits.number(first.get("split") or split),
             "step": int(first.get("step") or 0),
             "first": num_before,
             "chunk": chunk,

@@ -25,7 +25,7 @@ from hone.observe.report.content import Page, describe
 from hone.observe.run_folder import RunFolder
 from hone.observe.whole_file import write_whole
 
-__all__ = ["write_report"]
+__all__ = ["render", "write_report"]
 
 
 def write_report(
@@ -45,7 +45,7 @@ def write_report(
     read = [RunFolder.read(path, has_ended=has_ended) for path in paths]
     runs = [replace(run, name=name) for run, name in zip(read, told_apart(paths), strict=True)]
     target = output or _default_output(paths)
-    write_whole(target, _render(describe(runs)), "run.dir" if output is None else "--output")
+    write_whole(target, render(describe(runs)), "run.dir" if output is None else "--output")
     return target
 
 
@@ -68,7 +68,8 @@ def _default_output(paths: Sequence[Path]) -> Path:
     return Path(os.path.relpath(folder)) / "comparison.html"
 
 
-def _render(page: Page) -> str:
+def render(page: Page) -> str:
+    """The page as HTML."""
     environment = Environment(
         loader=PackageLoader("hone.observe.report", "."),
         autoescape=True,

@@ -1,0 +1,95 @@
+"""The report of one run, served and kept up to date: `hone watch RUN`.
+
+    with serve(Path("runs/gsm8k"), port=8642) as server:
+        ...
+
+From the run's files alone, so that it serves a run that goes on, one that has ended, and one whose
+folder is on a file system that the run's host shares. The page is that of `hone report` without the
+samples; it asks for `/stamp`, and when that has changed for itself. Samples come a page at a time
+from `/samples` and `/group`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from hone.observe.local_server import LocalServer, Reply
+from hone.observe.report.content import describe
+from hone.observe.report.pieces import Splitter
+from hone.observe.report.sample_table import SampleTable
+from hone.observe.report.write import render
+from hone.observe.run_folder import RunFolder, is_locked
+
+__all__ = ["serve"]
+
+
+def serve(run: Path, port: int) -> LocalServer:
+    """Serve the report of a run. Raises UserError where it is none, or the port is taken."""
+    page = _Page(run)
+    page.html({})
+    routes = {
+        "/": page.html,
+        "/stamp": page.stamp,
+        "/samples": page.samples,
+        "/group": page.group,
+    }
+    return LocalServer(port, routes, key="--port")
+
+
+class _Page:
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._samples = SampleTable(run)
+        self._lock = Lock()
+        """Of the page that was made last."""
+        self._made = ("", b"")
+
+    def html(self, _: Mapping[str, str]) -> Reply:
+        """Made once for each state of the files."""
+        with self._lock:
+            stamp = self._stamp()
+            if self._made[0] != stamp:
+                page = describe([RunFolder.read(self._run)], stamp=stamp)
+                self._made = stamp, render(page).encode(errors="replace")
+            return Reply(self._made[1], "text/html; charset=utf-8")
+
+    def stamp(self, _: Mapping[str, str]) -> Reply:
+        return _json({"stamp": self._stamp()})
+
+    def samples(self, query: Mapping[str, str]) -> Reply:
+        self._samples.refresh()
+        try:
+            return _json(self._samples.select(query))
+        except ValueError as error:
+            return Reply(f"{error}\n".encode(), "text/plain", 400)
+
+    def group(self, query: Mapping[str, str]) -> Reply:
+        number = query.get("number", "")
+        self._samples.refresh()
+        try:
+            return _json(self._samples.group(int(number), self._splitter()))
+        except (ValueError, IndexError):
+            return Reply(f"there is no group {number!r}\n".encode(), "text/plain", 404)
+
+    def _splitter(self) -> Splitter | None:
+        return Splitter.of_run(RunFolder.read(self._run))
+
+    def _stamp(self) -> str:
+        """Changes with the files and with the run's end."""
+        if self._run.is_file():
+            return str(self._run.stat().st_mtime_ns)
+        files = [path for path in sorted(self._run.iterdir()) if path.suffix in _SUFFIXES]
+        held = [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+        return "; ".join([*held, f"running {is_locked(self._run)}"])
+
+
+_SUFFIXES = (".jsonl", ".json", ".yaml")
+
+
+def _json(data: Any) -> Reply:
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return Reply(text.encode(errors="replace"), "application/json")
