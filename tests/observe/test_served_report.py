@@ -231,7 +231,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_command_says_where_and_ends_with_ctrl_c(folder: Path) -> None:
     command = [sys.executable, "-m", "hone", "watch", str(folder), "--port", "0"]
+    # A shell may have these tests ignore it, which a child would inherit.
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        signal.signal(signal.SIGINT, earlier)
         assert process.stdout is not None
         url = process.stdout.readline().split()[0]
         with urllib.request.urlopen(f"{url}samples") as reply:
