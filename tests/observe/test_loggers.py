@@ -11,7 +11,7 @@ import pytest
 
 from hone.config.run import LogConfig
 from hone.observe.histogram import Histogram
-from hone.observe.loggers import PER_TOKEN, RunLog
+from hone.observe.loggers import PER_TOKEN, POLICY_LOGPROBS, RunLog
 from hone.types import NOT_SAMPLED
 from tests.observe.fake_run import make_group
 
@@ -128,6 +128,25 @@ def test_staleness_is_that_of_the_oldest_token(
     held = row["staleness"]
     assert (held["low"], held["high"]) == (min(expected), max(expected))
     assert (held["counts"][0], held["counts"][-1]) == tuple(expected.values())
+
+
+def test_what_the_policy_says_of_a_sample_is_at_its_trained_tokens(tmp_path: Path) -> None:
+    group = make_group(1, 0, np.random.default_rng(0))
+    scored, other, *_ = group.samples
+    scored = replace(
+        scored,
+        token_ids=[1, 2, 3],
+        logprobs=[-1.0] * 3,
+        weight_versions=[0, NOT_SAMPLED, 0],
+        loss_mask=[True, False, True],
+    )
+    with RunLog(tmp_path, PLAIN) as log:
+        samples = [replace(group, samples=[scored, other])]
+        log.samples(1, samples, policy_logprobs={scored.id: [-0.5, -0.25]})
+    first, second = rows(tmp_path / "samples.jsonl")
+    assert first[POLICY_LOGPROBS] == [-0.5, None, -0.25]
+    assert POLICY_LOGPROBS not in second
+    assert list(first)[-1] == POLICY_LOGPROBS, "behind all others that have a value for each token"
 
 
 def test_groups_with_a_failure_come_first_where_asked_for(tmp_path: Path) -> None:

@@ -357,6 +357,32 @@ def test_the_packed_page_opens(tmp_path: Path) -> None:
     assert run_script(f"unpack({json.dumps(found[1])})") == opened(folder)[0]
 
 
+@needs_node
+@pytest.mark.parametrize(
+    ("shade", "classes"),
+    [
+        ("logprob", ["t0", "t3", "env", "t9"]),
+        ("ratio", ["t0", "t4", "env", "t0"]),
+        ("staleness", ["t0", "t2", "env", "t8"]),
+    ],
+)
+def test_tokens_are_shaded_by_what_is_chosen(shade: str, classes: list[str]) -> None:
+    """The second is e^0.5 times as likely for the trainer. Step 20 trains version 19."""
+    sample = {
+        "ids": [1, 2, 3, 4],
+        "logprobs": [-0.2, -3.1, None, None],
+        "policy": [None, -2.6, None, None],
+        "versions": [19, 17, -1, 2],
+        "mask": [1, 1, 0, 1],
+        "pieces": ["a", "b", "c", "d"],
+    }
+    html = run_script(f"(SHADE = '{shade}', completionHtml({json.dumps(sample)}, 20))")
+    assert re.findall(r'class="(\w+)"', html) == classes
+    told = [json.dumps(text) for text in re.findall(r'data-t="(.*?)"', html)]
+    again = run_script(f"(SHADE = '{shade}', [{','.join(told)}].map((t) => shadeOf(tokenOf(t))))")
+    assert again == classes, "as they are shaded again when another choice is made"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import pytest
 
 from hone.cli.main import main
 from hone.config.run import LogConfig
+from hone.loops.launch import lock_run_dir
 from hone.observe.local_server import LocalServer
 from hone.observe.loggers import RunLog
 from hone.observe.report import sample_table
@@ -222,6 +223,15 @@ def test_a_run_without_a_file_is_served(folder: Path, missing: str) -> None:
     (folder / missing).unlink()
     with serve(folder, 0) as server:
         assert get(server, "/")[0] == get(server, "/samples")[0] == 200
+
+
+def test_a_run_is_served_from_its_start(tmp_path: Path) -> None:
+    """It has its folder, and no step yet."""
+    with lock_run_dir(tmp_path), serve(tmp_path, 0) as server:
+        assert "No step has been recorded" in get(server, "/")[1]
+        write_steps(tmp_path, range(1, 2), resume_step=1)
+        assert json.loads(get(server, "/samples")[1])["all"] == 2 * PER_GROUP
+        assert "No step has been recorded" not in get(server, "/")[1]
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,7 +251,12 @@ class Recorder:
                 for row in rows
                 if "advantages" in row.columns and row.num_trained
             }
-            self.log.samples(step, groups, advantages=advantages)
+            scored: dict[str, list[float]] = {
+                row.id: row.column("logprobs/policy").tolist()
+                for row in rows
+                if "logprobs/policy" in row.columns
+            }
+            self.log.samples(step, groups, advantages=advantages, policy_logprobs=scored)
             self._unrecorded = None
         alarms = self.alarms.check(step, scalars, why_untrained=why_untrained)
         for alarm in alarms:

@@ -31,6 +31,7 @@ from hone.types import NOT_SAMPLED, Group, Message, Sample
 
 __all__ = [
     "PER_TOKEN",
+    "POLICY_LOGPROBS",
     "RunLog",
     "append_event",
     "completion_row",
@@ -43,6 +44,8 @@ _SAME_ROLES = ("completion", "response", "output", "ground_truth")
 """Columns that would be taken for the completion or the answer beside ours."""
 PER_TOKEN = "prompt_token_ids"
 """The first of the fields of a sample's row that have a value for each token."""
+POLICY_LOGPROBS = "policy_logprobs"
+"""The last, where the policy has scored the sample before its update."""
 
 Item = TypeVar("Item")
 
@@ -166,6 +169,7 @@ class RunLog:
         groups: Sequence[Group],
         *,
         advantages: Mapping[str, float] | None = None,
+        policy_logprobs: Mapping[str, Sequence[float]] | None = None,
         split: str = "train",
         failed_first: bool = False,
     ) -> None:
@@ -173,7 +177,9 @@ class RunLog:
         samples; with `failed_first` groups without a failed sample only where others are too few.
         The histograms are of all samples.
 
-        `advantages` maps the id of each trained sample to the mean advantage of its tokens.
+        `advantages` maps the id of each trained sample to the mean advantage of its tokens,
+        `policy_logprobs` that of each scored one to the log-probabilities that its trained tokens
+        have under the policy before the update.
         """
         rows: list[dict[str, Any]] = []
         for group in _chosen(groups, self._samples_per_step, failed_first=failed_first):
@@ -181,6 +187,9 @@ class RunLog:
                 place = {"step": step, "split": split}
                 advantage = {} if advantages is None else {"advantage": advantages.get(sample.id)}
                 row = place | advantage | sample_row(sample)
+                if scored := (policy_logprobs or {}).get(sample.id):
+                    values = iter(scored)
+                    row[POLICY_LOGPROBS] = [next(values) if m else None for m in sample.loss_mask]
                 rows.append(row)
                 self._samples.write(row)
         histograms = _histograms(groups, step if split == "train" else None)

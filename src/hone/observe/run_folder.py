@@ -206,7 +206,7 @@ def sample_files(run: Path) -> Mapping[str, Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in _FILES)
+    return any((path / name).is_file() for name in _FILES) or is_locked(path)
 
 
 def _runs_inside(path: Path) -> str:

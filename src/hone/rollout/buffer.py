@@ -261,9 +261,8 @@ class Buffer:
             self._next_turns.clear()
         for completion in self.engine.step():
             self._on_completion(completion)
-        stats, counts = self.engine.stats(), self.counts
-        counts.kv_cache_bytes = stats.kv_cache_bytes
-        counts.max_kv_cache_usage = max(counts.max_kv_cache_usage, stats.kv_cache_usage)
+        usage = self.engine.stats().kv_cache_usage
+        self.counts.max_kv_cache_usage = max(self.counts.max_kv_cache_usage, usage)
 
     def poll_scores(self, timeout_s: float) -> list[InFlightGroup]:
         """Wait at most `timeout_s` for scores; return the groups that they make complete."""
@@ -362,6 +361,7 @@ class Buffer:
         counts.num_engine_steps += now.num_steps - engine.num_steps
         counts.num_generated_tokens += now.num_generated_tokens - engine.num_generated_tokens
         counts.engine_busy_s += now.busy_s - engine.busy_s
+        counts.kv_cache_bytes = now.kv_cache_bytes
         counts.num_kills += scored.num_kills - scorer.num_kills
         counts.reward_p99_s = scored.p99_s
         counts.reward_model_s += scored.model_s - scorer.model_s

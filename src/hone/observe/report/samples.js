@@ -123,30 +123,74 @@ function searched(index, chunk, group, words) {
 }
 
 // A text by who wrote it, token by token where those are known.
-function completionHtml(sample) {
+function completionHtml(sample, step = null) {
   const environment = (text) => `<i class="env">${escapeHtml(text)}</i>`;
   if (sample.parts)
     return sample.parts.map(([text, own]) => (own ? escapeHtml(text) : environment(text))).join("");
-  if (sample.pieces) return sample.pieces.map((piece, i) => tokenHtml(sample, piece, i)).join("");
+  if (sample.pieces) return sample.pieces.map((piece, i) => tokenHtml(sample, piece, i, step)).join("");
   if (sample.text !== undefined) return escapeHtml(sample.text);
   return '<span class="dim">Its text is not in this page.</span>';
 }
 
-// A token, shaded by its log-probability; `data-t` is what `tokenTip` shows of it.
-function tokenHtml({ ids, logprobs, versions, mask }, piece, i) {
-  const isOwn = mask === 1 || mask[i] === 1;
-  const logprob = logprobs[i] ?? null;
-  const depth = logprob === null ? 9 : Math.min(Math.round(Math.max(-logprob, 0)), 8);
-  const told = logprob === null ? "none" : logprob.toFixed(3);
-  const version = Array.isArray(versions) ? versions[i] : versions;
-  const data = `${ids[i]} ${told} ${version} ${isOwn ? 1 : 0}`;
-  return `<i class="${isOwn ? `t${depth}` : "env"}" data-t="${data}">${escapeHtml(piece)}</i>`;
+// What a token can be shaded by: its depth from 0 to 8, or null without a value; the marks of the
+// scale; and what it means.
+const SHADES = {
+  logprob: {
+    depth: ({ logprob }) => (logprob === null ? null : Math.max(-logprob, 0)),
+    marks: ["certain", "−2", "−4", "−6", "−8"],
+    text: "its log-probability when it was sampled",
+  },
+  ratio: {
+    depth: ({ logprob, policy }) => (logprob === null || policy === null ? null : 8 * Math.abs(policy - logprob)),
+    marks: ["1", "1.3", "1.6", "2.1", "2.7"],
+    text: "the importance ratio of trainer and engine, either way",
+  },
+  staleness: {
+    depth: ({ behind }) => behind,
+    marks: ["0", "2", "4", "6", "8"],
+    text: "how many updates its weights were behind those that it trained",
+  },
+};
+let SHADE = "logprob";
+
+function shadeOf(token) {
+  if (!token.isOwn) return "env";
+  const depth = SHADES[SHADE].depth(token);
+  // A token without a log-probability is a mistake; the other values not every run has.
+  if (depth === null) return SHADE === "logprob" ? "t9" : "t0";
+  return `t${Math.min(Math.round(depth), 8)}`;
+}
+
+// What `data-t` of a token says, and what is read from it.
+const written = (token) =>
+  [token.id, token.logprob, token.policy, token.version, token.behind, token.isOwn ? 1 : 0]
+    .map((v) => v ?? "none")
+    .join(" ");
+function tokenOf(data) {
+  const [id, logprob, policy, version, behind, isOwn] = data
+    .split(" ")
+    .map((text) => (text === "none" ? null : Number(text)));
+  return { id, logprob, policy, version, behind, isOwn: isOwn === 1 };
+}
+
+// A token of a sample that trained `step`, or of none.
+function tokenHtml({ ids, logprobs, policy, versions, mask }, piece, i, step = null) {
+  const version = (Array.isArray(versions) ? versions[i] : versions) ?? null;
+  const token = {
+    id: ids[i],
+    logprob: logprobs[i] ?? null,
+    policy: policy?.[i] ?? null,
+    version,
+    behind: step === null || version === null || version < 0 ? null : step - 1 - version,
+    isOwn: mask === 1 || mask[i] === 1,
+  };
+  return `<i class="${shadeOf(token)}" data-t="${written(token)}">${escapeHtml(piece)}</i>`;
 }
 
 const signed = (v) => (!v ? number(v) : `${v >= 0 ? "+" : "−"}${number(Math.abs(v))}`);
 
 // A sample: its score, what makes it up, its text. One that the filter leaves out stands back.
-function cardHtml(index, i, sample, functions, { isTrained, isShown }) {
+function cardHtml(index, i, sample, functions, { isTrained, isShown, step }) {
   const failure = index.failures[index.failure[i]];
   const score = failure ? `<b class="bad">${escapeHtml(failure)}</b>` : `<b>${number(index.reward[i])}</b>`;
   const lines = [
@@ -160,7 +204,7 @@ function cardHtml(index, i, sample, functions, { isTrained, isShown }) {
     <p class="score">${score}<span class="dim">${escapeHtml(sample.id)}</span></p>
     <dl>${lines.map(line).join("")}</dl>
     ${sample.detail ? `<p class="detail bad">${escapeHtml(sample.detail)}</p>` : ""}
-    <div class="text">${completionHtml(sample)}</div></article>`;
+    <div class="text">${completionHtml(sample, step)}</div></article>`;
 }
 
 // A card for each sample of a group, side by side, with the same lines in all.
@@ -169,9 +213,12 @@ function groupHtml(index, group, held, mask) {
   const has = (column) => column.slice(first, end).some((v) => v !== null && v !== undefined);
   const functions = index.functions.filter((name) => has(index.parts[name]));
   const isTrained = has(index.advantage);
-  const cards = held.samples.map((sample, offset) =>
-    cardHtml(index, first + offset, sample, functions, { isTrained, isShown: mask[first + offset] }),
-  );
+  const isTraining = index.splits[index.groups.split[group]] === "train";
+  const step = isTraining ? index.groups.step[group] : null;
+  const cards = held.samples.map((sample, offset) => {
+    const isShown = mask[first + offset];
+    return cardHtml(index, first + offset, sample, functions, { isTrained, isShown, step });
+  });
   const absent = '<span class="dim">Its texts are not in this page.</span>';
   const answer = `<p class="answer"><span class="dim">answer</span> ${escapeHtml(String(held.answer))}</p>`;
   return `<div class="text prompt">${escapeHtml(held.prompt.trim()) || absent}</div>
@@ -369,6 +416,7 @@ class SampleBrowser {
       clearTimeout(typing);
       typing = setTimeout(() => this.apply(), 250);
     });
+    this.field("shade").addEventListener("input", () => this.shade());
     this.more.onclick = () => this.drawMore();
     new IntersectionObserver(
       (entries) => {
@@ -412,6 +460,16 @@ class SampleBrowser {
     [this.drawn, this.groups, this.bins] = [0, found.numGroups, found];
     await this.drawMore();
     this.drawSpread();
+  }
+
+  // Shade the tokens on the page by what is chosen, and say what that means.
+  shade() {
+    SHADE = this.field("shade").value;
+    const { text, marks } = SHADES[SHADE];
+    this.area.querySelector(".shade-text").textContent = text;
+    const scale = this.area.querySelectorAll(".scale i");
+    marks.forEach((mark, i) => (scale[i].textContent = mark));
+    for (const token of this.list.querySelectorAll("[data-t]")) token.className = shadeOf(tokenOf(token.dataset.t));
   }
 
   // Offer what has come since, and leave what is being looked at in its place.
@@ -586,12 +644,15 @@ async function startSamples() {
 function tokenTip(event) {
   const token = event.target.closest?.("[data-t]");
   if (!token) return;
-  const [id, logprob, version, own] = token.dataset.t.split(" ");
+  const { id, logprob, policy, version, behind, isOwn } = tokenOf(token.dataset.t);
   const lines = [["token", id]];
-  if (own === "0") lines.push(["written by", "the environment"]);
-  else if (logprob !== "none")
-    lines.push(["log-prob", logprob], ["probability", percent(Math.exp(Number(logprob)))]);
-  if (own === "1") lines.push(["weight version", version]);
+  if (!isOwn) lines.push(["written by", "the environment"]);
+  else if (logprob !== null)
+    lines.push(["log-prob", logprob.toFixed(3)], ["probability", percent(Math.exp(logprob))]);
+  if (isOwn && policy !== null && logprob !== null)
+    lines.push(["log-prob of the trainer", policy.toFixed(3)], ["ratio", number(Math.exp(policy - logprob))]);
+  if (isOwn) lines.push(["weight version", version]);
+  if (isOwn && behind !== null) lines.push(["updates behind", behind]);
   showTip(event, lines.map(([name, value]) => `<div>${name}<b>${value}</b></div>`).join(""));
   token.onpointerleave = () => (TIP.hidden = true);
 }
