@@ -16,6 +16,20 @@ SAME = {
     "elsewhere": f"x = 3\n\n\n{FIRST}",
     "with a comment": FIRST.replace("return", "# the length\n    return"),
 }
+HELPED = "SCALE = 2\ndef helper(x):\n    return SCALE * x\n" + FIRST.replace("len(x)", "helper(x)")
+CLASSY = "class H:\n    def go(self, x):\n        return x\n" + FIRST.replace("len(x)", "H().go(x)")
+CLOSED = (
+    "def make(k):\n    def f(x):\n        return g(x) * k\n    def g(x):\n        return x\n"
+    "    return f\nf = make(1)\n"
+)
+USES = [
+    # a program, and what is changed in it
+    (HELPED, "SCALE * x", "SCALE + x"),
+    (HELPED, "SCALE = 2", "SCALE = 3"),
+    (CLASSY, "return x\n", "return -x\n"),
+    (CLOSED, "make(1)", "make(2)"),
+    (CLOSED, "return x", "return -x"),
+]
 OTHER = {
     "a default": FIRST.replace("scale=1", "scale=2"),
     "inside a comprehension": FIRST.replace("len(x)", "hash(x)"),
@@ -41,6 +55,17 @@ def test_the_same_code_has_the_same_digest(change: str) -> None:
 @pytest.mark.parametrize("change", OTHER)
 def test_other_code_has_another(change: str) -> None:
     assert digest(OTHER[change]) != digest(FIRST)
+
+
+@pytest.mark.parametrize(("program", "old", "new"), USES)
+def test_what_it_uses_of_its_module_belongs_to_it(program: str, old: str, new: str) -> None:
+    changed = program.replace(old, new, 1)
+    assert digest(changed) != digest(program) == digest(f"unused = 1\n{program}")
+
+
+def test_functions_that_call_each_other() -> None:
+    program = "def f(x):\n    return g(x)\ndef g(x):\n    return f(x) + f(1)\n"
+    assert digest(program) == digest(program) != digest(program.replace("f(1)", "f(2)"))
 
 
 def test_bound_arguments_belong_to_it() -> None:
