@@ -653,6 +653,8 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
       'reward.functions.0.args={"template":"{completion}{rubric}"}', "error",
       "reward.functions.0.fn"),
      {"first_rows": {"data.train.0": [("train.jsonl:1", {"question", "answer"})]}}),
+    (("rl", "reward.functions.0.fn=labels.py:score", "warning", "reward.functions.0.fn"),
+     {"first_rows": {"data.train.0": [("a.jsonl, line 1", {"prompt"})]}}),
     (("rl", "reward.functions.0.args={patern:1}", "error", "reward.functions.0.fn"),
      {"reward_problems": [{"key": "reward.functions.0", "fn": "exact_match",
                            "problem": "no setting 'patern'"}]}),

@@ -94,6 +94,7 @@ def fill(folder: Path) -> None:
     (folder / "empty").mkdir()
     (folder / "scores.py").write_text("def score(completion, answer):\n    return 1.0\n")
     (folder / "ranks.py").write_text("def rank(completions):\n    return [1.0]\n")
+    (folder / "labels.py").write_text("def score(queries, prompts, labels):\n    return [1.0]\n")
     (folder / "silent.py").write_text("def score():\n    return 1.0\n")
     (folder / "needy.py").write_text("def score(completion, depth):\n    return 1.0\n")
     (folder / "envs.py").write_text(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,10 +112,8 @@ def test_columns_are_checked_where_the_data_are_here(tmp_path: Path) -> None:
         assert "reward.functions.0.fn" in finding.message
         assert f"needs '{name}'" in finding.message
         assert told in finding.message
-        assert (
-            f"(columns: {'answer, question' if name == 'level' else 'answer, level, question'})"
-            in (finding.message)
-        )
+        columns = "answer, question" if name == "level" else "answer, level, question"
+        assert f"(columns, but nulls: {columns})" in finding.message
     named = reward(tmp_path / "a.py", "def f(completion, level): return 1.0", args={"level": 1})
     assert told_of(named, data) == []
 
@@ -149,7 +149,7 @@ def test_an_answer_that_no_row_has_is_missed_before_the_run(
         f"'{name}' needs the answer",
         f"64 of the first 64 rows of data.train.{int(has_some)} lack it",
         "d.jsonl, line 1",
-        "(columns: prompt, result)",
+        "(columns, but nulls: prompt, result)",
         f"data.train.{int(has_some)}.columns.answer",
     ):
         assert told in finding.message
@@ -162,12 +162,46 @@ def test_an_answer_that_no_row_has_is_missed_before_the_run(
         scorer_.check_data(prompts, encode)
 
 
+@pytest.mark.parametrize("column", ["label", "note"])
+def test_labels_that_are_all_empty_are_told(column: str, tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "d.jsonl").write_text(f'{{"prompt": "a", "{column}": "1"}}\n')
+    data = DataConfig.model_validate({"train": [{"path": str(tmp_path / "d.jsonl")}]})
+    cfg = reward(tmp_path / "r.py", "def f(queries, prompts, labels): return [1.0]")
+    found = told_of(cfg, data)
+    caplog.set_level("INFO")
+    with make(cfg) as scorer_:
+        scorer_.check_data([replace(row, answer=None) for row in rows({})], encode)
+    assert "all labels are '', since no row has an answer" in caplog.text
+    if column == "label":
+        assert found == []
+        return
+    (finding,) = found
+    assert finding.level == "warning"
+    assert "all of them are ''" in finding.message
+    assert "data.train.0.columns.answer" in finding.message
+    assert "(columns: note, prompt)" in finding.message
+
+
+def test_a_null_is_missed_as_a_column_is(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(
+        '{"prompt": "a", "level": 1}\n{"prompt": "b", "level": null}\n'
+    )
+    data = DataConfig.model_validate({"train": [{"path": str(tmp_path / "d.jsonl")}]})
+    cfg = reward(tmp_path / "r.py", "def f(completion, level): return 1.0")
+    told = "lack it, the first is"
+    (finding,) = told_of(cfg, data)
+    assert f"1 of the first 2 rows of data.train.0 {told}" in finding.message
+    assert "d.jsonl, line 2 (columns, but nulls: prompt)" in finding.message
+    with make(cfg) as scorer_, pytest.raises(UserError, match=f"1 of 2 rows {told} row train:2"):
+        scorer_.check_data(rows({"level": 1}, {"level": None}), encode)
+
+
 def test_an_answer_that_a_function_can_do_without_is_not_missed(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')
     data = DataConfig.model_validate({"train": [{"path": str(tmp_path / "d.jsonl")}]})
     for source in (
         "def f(completion, answer=None): return 1.0",
-        "def f(queries, prompts, labels): return [1.0]",
+        "def f(queries, prompts, labels=()): return [1.0]",
         "def f(completion, **rest): return 1.0",
     ):
         cfg = reward(tmp_path / "r.py", source)

@@ -377,8 +377,8 @@ def first_rows(cfg: Command) -> dict[str, Any]:
 
 
 def _held(example: Example) -> tuple[str, Collection[str]]:
-    """Where a row is and what it has; `answer` where some column is its answer."""
-    held = set(example.columns) - {"answer"}
+    """Where a row is and what it has, nulls left out; `answer` where some column is its answer."""
+    held = {name for name, value in example.columns.items() if value is not None} - {"answer"}
     return example.location, held | ({"answer"} if example.answer is not None else set())
 
 

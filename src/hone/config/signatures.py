@@ -31,6 +31,7 @@ __all__ = [
     "parsed_parameters",
     "shape_of",
     "signature_problem",
+    "takes_labels",
 ]
 
 GIVEN = (
@@ -193,6 +194,12 @@ def needed_columns(parameters: Sequence[Parameter], args: Mapping[str, Any]) -> 
     return [*answer, *(_not_given(parameters, args, shape) if shape.takes_columns else [])]
 
 
+def takes_labels(parameters: Sequence[Parameter]) -> bool:
+    """Whether a function requires OpenRLHF's labels, which are empty where rows have no answer."""
+    required = {p.name for p in parameters if p.default is Parameter.empty}
+    return shape_of(parameters).framework == "OpenRLHF" and "labels" in required
+
+
 def _not_given(parameters: Sequence[Parameter], args: Mapping[str, Any], shape: Shape) -> list[str]:
     """Required parameters that neither `args` nor the shape gives."""
     return [
@@ -213,11 +220,11 @@ def missing_column(
     *,
     source: str = "data.train.N",
 ) -> str:
-    """What to tell where rows, each a place and its columns, lack what a function asks for; they
-    are `among` so many rows of `source`."""
+    """What to tell where rows, each a place and its columns that are not null, lack what a function
+    asks for; they are `among` so many rows of `source`."""
     place, columns = lacking[0]
     has = ", ".join(sorted(columns)) or "none"
-    rows = f"{len(lacking):,} of {among} lack it, the first is {place} (columns: {has})"
+    rows = f"{len(lacking):,} of {among} lack it, the first is {place} (columns, but nulls: {has})"
     if name == "answer":
         return (
             f"'{spec}' needs the answer of each row, and {rows}. Name the column that has it with "

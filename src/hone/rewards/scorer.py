@@ -165,17 +165,20 @@ class Scorer:
                 as_messages = shape.framework == "TRL" and any(
                     not isinstance(prompt.unrendered, str) for prompt in prompts
                 )
+                has_answers = any(prompt.answer is not None for prompt in prompts)
+                is_empty = shape.framework == "OpenRLHF" and not has_answers
                 _log.info(
-                    "%s is called as %s's reward functions, with %s%s",
+                    "%s is called as %s's reward functions, with %s%s%s",
                     entry.fn,
                     shape.framework,
                     _called_with(shape, whole_groups=entry.whole_groups),
                     "; completions are messages, as prompts are" * as_messages,
+                    "; all labels are '', since no row has an answer" * is_empty,
                 )
             for name in signature["columns"]:
                 lacking = [p for p in prompts if _lacks(p, name)]
                 if lacking:
-                    found = [(f"row {prompt.id}", prompt.metadata) for prompt in lacking]
+                    found = [(f"row {prompt.id}", _held(prompt)) for prompt in lacking]
                     raise UserError(missing_column(entry.fn, name, found, f"{len(prompts):,} rows"))
         return self._try_out(prompts[0], encode) if prompts else None
 
@@ -420,7 +423,12 @@ def _called_with(shape: Shape, *, whole_groups: bool) -> str:
 
 def _lacks(prompt: Prompt, column: str) -> bool:
     """Whether its row lacks a column that a function needs, or the answer."""
-    return prompt.answer is None if column == "answer" else column not in prompt.metadata
+    return prompt.answer is None if column == "answer" else column not in _held(prompt)
+
+
+def _held(prompt: Prompt) -> list[str]:
+    """The columns that hold something in its row."""
+    return [name for name, value in prompt.metadata.items() if value is not None]
 
 
 def check_failure_rate(

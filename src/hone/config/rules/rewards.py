@@ -30,6 +30,7 @@ from hone.config.signatures import (
     parsed_class,
     parsed_parameters,
     signature_problem,
+    takes_labels,
 )
 
 __all__ = ["RULES", "needs_columns"]
@@ -114,8 +115,8 @@ def _late_tests(view: View) -> Found:
 
 
 def needs_columns(reward: RewardConfig) -> bool:
-    """Whether a function asks for a column of the data by name, as far as its file tells."""
-    return any(_needed(function) for function in reward.functions)
+    """Whether a function asks for a column of the data, as far as its file tells."""
+    return any(_needed(one) or _takes_labels(one) for one in reward.functions)
 
 
 def _missing_column(view: View) -> Found:
@@ -129,6 +130,19 @@ def _missing_column(view: View) -> Found:
                     among = f"the first {len(rows)} rows of {source}"
                     problem = missing_column(function.fn, name, lacking, among, source=source)
                     yield {"key": key, "problem": problem}
+
+
+def _empty_labels(view: View) -> Found:
+    """Sources without an answer, whose labels are empty."""
+    for key, function in _functions(view):
+        for source, rows in view.fact("first_rows").items() if _takes_labels(function) else []:
+            if rows and not any("answer" in columns for _, columns in rows):
+                columns = ", ".join(sorted(rows[0][1])) or "none"
+                yield {"key": key, "fn": function.fn, "source": source, "columns": columns}
+
+
+def _takes_labels(function: RewardFunctionConfig) -> bool:
+    return names_code(function.fn) and takes_labels(parsed_parameters(function.fn) or [])
 
 
 def _needed(function: RewardFunctionConfig) -> list[str]:
@@ -282,6 +296,10 @@ RULES = (
     error(each=_wrong_signature, says="{key}.fn", why="{problem}"),
     error(each=lambda view: view.fact("reward_problems"), says="{key}.fn '{fn}'", why="{problem}"),
     error(each=_missing_column, says="{key}.fn", why="{problem}"),
+    warning(each=_empty_labels, says="{key}.fn",
+            why="'{fn}' takes labels, and all of them are '', since no column of {source} is taken "
+            "for the answer (columns: {columns})",
+            fix="name it in {source}.columns.answer | take no labels"),
     error(each=_missing_package, says="{missing}"),
     error(each=_late_tests,
           says="{key}.args.timeout_s is {seconds}, and reward.timeout_s is {reward.timeout_s}",
