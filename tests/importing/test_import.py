@@ -154,6 +154,11 @@ COMMANDS = [
      "--algo.advantage.is_correction_threshold 0.5 3",
      {"algorithm.correction.kind": "icepop", "algorithm.correction.low": 0.5,
       "algorithm.correction.high": 3.0}),
+    ("openrlhf", "train_ppo_ray.py --remote_rm_url http://scores:5000/get_reward "
+     "--reward.clip_range -5 5",
+     {"reward.functions.0.fn": "http://scores:5000/get_reward", "reward.clip": [-5.0, 5.0]}),
+    ("openrlhf", "train_ppo_ray.py --remote_rm_url http://a/x,http://b/x",
+     {"reward.functions.0.fn": None}),
     ("openrlhf", "train_sft.py --train.batch_size 64 --data.max_len 512 --data.max_samples 640",
      {"data.examples_per_step": 64, "data.max_tokens": 512, "run.steps": 20}),
     ("openrlhf", "train_rm.py --train.batch_size 64 --train.micro_batch_size 2",

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from hone.config.address import is_address
 from hone.config.aliases import Alias
 from hone.importing.imported import Imported
 from hone.importing.source import Given, Unread, text_of
@@ -348,9 +349,12 @@ def partial_(value: Any, run: Imported, row: Alias) -> Any:
 
 
 def reward_file_(value: Any, run: Imported, row: Alias) -> Any:
-    """Of OpenRLHF: files with `reward_func`, or the addresses of services."""
-    names = [f"{part}:reward_func" if part.endswith(".py") else part for part in _texts(value)]
-    return _numbered("reward.functions.*.fn", names)
+    """Of OpenRLHF: files with `reward_func`, or servers that share the requests."""
+    if any(is_address(part) for part in _texts(value)):
+        if len(_texts(value)) > 1:
+            raise NotServed("several servers that share the requests; put a balancer before them")
+        return Keys({"reward.functions.0.fn": _texts(value)[0]})
+    return _numbered("reward.functions.*.fn", [f"{part}:reward_func" for part in _texts(value)])
 
 
 def reward_path_(value: Any, run: Imported, row: Alias) -> Any:
