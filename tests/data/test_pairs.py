@@ -15,6 +15,8 @@ from hone.config.tree import PairsDataConfig
 from hone.data.pairs import load_pairs, read_pairs
 from hone.data.sources import read_source
 from hone.models.tiny import make_char_tokenizer
+from hone.rollout.judge import Transcripts
+from hone.types import Prompt
 
 ASK = [{"role": "user", "content": "2+2="}]
 
@@ -180,11 +182,29 @@ def test_an_empty_completion_is_its_end_token(tmp_path: Path) -> None:
     rows = [{"prompt": "2+2=", "chosen": "4", "rejected": "", "margin": 2}]
     tokenizer = make_char_tokenizer("2+=4")
     cfg = PairsDataConfig(train=(written(tmp_path, rows),), chat="never")
-    data = load_pairs(cfg, tokenizer, seed=0, reads_margin=True)
+    data = load_pairs(cfg, tokenizer, seed=0, for_reward_model=True)
     (pair,) = data.train.sources[0]
     assert [sum(row.loss_mask) for row in pair.rows] == [2, 1]
     assert pair.rows[1].token_ids[-1] == tokenizer.eos_token_id
     assert pair.margin == 2
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>\n"])
+def test_a_reward_model_is_trained_with_what_it_scores(tmp_path: Path, end: str) -> None:
+    """All that the template writes: the value is read behind a turn's line break, too."""
+    tokenizer = make_char_tokenizer("2+=45\n")
+    turn = "{{ m['content'] + END }}".replace("END", repr(end))
+    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
+    cfg = PairsDataConfig(
+        train=(written(tmp_path, [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}]),)
+    )
+    (pair,) = load_pairs(cfg, tokenizer, seed=0, for_reward_model=True).train.sources[0]
+    transcripts = Transcripts(tokenizer, cfg, max_tokens=64, path="model")
+    prompt = Prompt(id="1", text="2+2=", token_ids=(1,), unrendered="2+2=")
+    for row, said in zip(pair.rows, ("4", "5"), strict=True):
+        assert row.token_ids == transcripts.of(prompt, said, is_truncated=False)
+        messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": said}]
+        assert row.token_ids == tokenizer.apply_chat_template(messages, return_dict=False)
 
 
 def test_completions_alone_are_trained_and_both_keep_the_limits(tmp_path: Path) -> None:

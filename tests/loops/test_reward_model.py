@@ -69,7 +69,9 @@ def scores_by_transformers(cfg: RewardModelingConfig) -> tuple[torch.Tensor, tor
     assert model.config.num_labels == 1
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.pad_token_id == tokenizer.pad_token_id is not None
-    held_out = load_pairs(cfg.data, load_tokenizer(cfg.model), seed=cfg.run.seed, reads_margin=True)
+    held_out = load_pairs(
+        cfg.data, load_tokenizer(cfg.model), seed=cfg.run.seed, for_reward_model=True
+    )
     rows = [row.token_ids for item in held_out.eval for row in item.rows]
     batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
     with torch.no_grad():

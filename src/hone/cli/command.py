@@ -363,7 +363,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                             source,
                             source.path,
                             is_unpaired=pairs.is_unpaired,
-                            reads_margin=pairs.reads_margin,
+                            reads_margin=pairs.for_reward_model,
                         )
                         continue
                     columns = choose_columns(read, source, demonstrations=demonstrations)

@@ -178,8 +178,8 @@ class PairsConfig(SFTConfig):
         return False
 
     @property
-    def reads_margin(self) -> bool:
-        """Whether pairs may have a margin."""
+    def for_reward_model(self) -> bool:
+        """Whether rows are read as a reward model reads them, and may have a margin."""
         return False
 
 
@@ -209,7 +209,7 @@ class RewardModelingConfig(PairsConfig):
     algorithm: BradleyTerryConfig = BradleyTerryConfig()
 
     @property
-    def reads_margin(self) -> bool:
+    def for_reward_model(self) -> bool:
         return True
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
@@ -137,8 +137,26 @@ class Renderer:
         asked with; without one up to and with the end token. A completion that does not end is
         followed by nothing."""
         (found,) = self.demonstrations([example])
-        if not ends:
-            return found.token_ids[:-1]
+        return self._transcript(example, found) if ends else found.token_ids[:-1]
+
+    def transcripts(
+        self,
+        examples: Sequence[Example],
+        *,
+        max_prompt_tokens: int | None = None,
+        max_tokens: int | None = None,
+    ) -> list[Demonstration]:
+        """`demonstrations` whose ids are those of `transcript`: what a reward model is trained
+        with."""
+        found = self.demonstrations(
+            examples, max_prompt_tokens=max_prompt_tokens, max_tokens=max_tokens
+        )
+        return [
+            row if row.is_cut else replace(row, token_ids=self._transcript(example, row))
+            for example, row in zip(examples, found, strict=True)
+        ]
+
+    def _transcript(self, example: Example, found: Demonstration) -> tuple[int, ...]:
         if not self.uses_chat:
             return found.token_ids
         assert example.completion is not None

@@ -79,11 +79,11 @@ def load_pairs(
     *,
     seed: int,
     is_unpaired: bool = False,
-    reads_margin: bool = False,
+    for_reward_model: bool = False,
 ) -> PairsData:
     """Read, render, filter and split the preferences of all sources. With `is_unpaired` each
-    completion is an item of its own. Of a pair both rows keep the limits. With `reads_margin` a
-    source may have a column of margins.
+    completion is an item of its own. Of a pair both rows keep the limits. `for_reward_model` they
+    are rendered as such a model reads them, and a source may have a column of margins.
 
     Raises UserError for anything wrong with the data.
     """
@@ -98,8 +98,9 @@ def load_pairs(
                 "prompt, write them as chat messages, or set data.chat to 'never' to train the "
                 "texts as they are"
             )
+        render_rows = renderer.transcripts if for_reward_model else renderer.demonstrations
         rendered = iter(
-            renderer.demonstrations(
+            render_rows(
                 [example for item in items for example in item.completions],
                 max_prompt_tokens=cfg.max_prompt_tokens,
                 max_tokens=cfg.max_tokens,
@@ -112,7 +113,7 @@ def load_pairs(
 
     return load_data(
         cfg,
-        read=partial(read_pairs, is_unpaired=is_unpaired, reads_margin=reads_margin),
+        read=partial(read_pairs, is_unpaired=is_unpaired, reads_margin=for_reward_model),
         render=render,
         limits=[
             LengthLimit(

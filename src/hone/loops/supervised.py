@@ -148,7 +148,7 @@ def _data(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data[Any]:
         tokenizer,
         seed=cfg.run.seed,
         is_unpaired=cfg.is_unpaired,
-        reads_margin=cfg.reads_margin,
+        for_reward_model=cfg.for_reward_model,
     )
 
 
