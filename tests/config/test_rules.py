@@ -578,6 +578,10 @@ ROWS: list[Row] = [
      "data.chat model.chat_template"),
     ("rl", "data.eval.0.path=other.jsonl", "warning", "data.eval eval.every_n_steps"),
     ("sft", "log.samples_per_step=4", "warning", "log.samples_per_step"),
+    ("rl", "rollout.reward_range=[0.1,0.9]", "warning",
+     "rollout.reward_range rollout.dynamic_sampling"),
+    ("rl", "rollout.dynamic_sampling=true rollout.reward_range=[0.9,0.1]", "error",
+     "rollout.reward_range"),
     # traces
     ("sft", "profile.memory.recorder=torch run.device=cpu", "error", "profile.memory.recorder"),
     ("rl", "profile.memory.after_steps=2", "warning",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -160,6 +161,22 @@ def test_dynamic_sampling_keeps_only_groups_that_teach() -> None:
             assert len({sample.reward.total for sample in group.samples if sample.reward}) > 1
         dropped += collector.counts.num_dropped_groups
     assert dropped > 0
+
+
+def test_dynamic_sampling_keeps_means_within_the_range() -> None:
+    open_ended = make(dynamic_sampling=True)
+    means = [
+        fmean(sample.reward.total for sample in group.samples if sample.reward)
+        for group in collect(open_ended, 0)
+    ]
+    low, high = 0.3, 0.6
+    assert any(not low < mean < high for mean in means)
+    collector = make(dynamic_sampling=True, reward_range=(low, high))
+    for step in range(5):
+        for group in collect(collector, step):
+            rewards = [sample.reward.total for sample in group.samples if sample.reward]
+            assert low < fmean(rewards) < high
+            assert len(set(rewards)) > 1
 
 
 def test_dynamic_sampling_gives_up_after_its_rounds() -> None:

@@ -68,6 +68,11 @@ class RolloutConfig(SamplingConfig):
     """Drop groups whose samples all earn the same reward and sample other prompts instead (DAPO,
     arXiv:2503.14476). After ten rounds of further prompts a step goes on with fewer."""
 
+    reward_range: tuple[float, float] | None = None
+    """With `dynamic_sampling`, also drop groups whose mean reward does not lie between these two:
+    [0.1, 0.9] of rewards from 0 to 1 leaves out what is nearly solved and what is nearly
+    hopeless."""
+
     oversample_prompts: int = Field(default=0, ge=0)
     """Further prompts started in a step; once `prompts_per_step` groups are complete, what is
     unfinished is carried over to the next step as partial rollouts."""

@@ -7,9 +7,11 @@ collector decides how many groups are started and which of them make a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from statistics import fmean
 from time import monotonic
 from typing import Any, Protocol
 
@@ -46,7 +48,7 @@ __all__ = [
     "SampleScorer",
     "apply_masks",
     "check_failures",
-    "has_reward_variance",
+    "teaches",
 ]
 
 Progress = Callable[[int, int], None]
@@ -410,14 +412,12 @@ def check_failures(
     """Raise FailureRateError where a step that takes `num_wanted` of the groups `entries` has
     more failed samples than the share `limit`, whichever it takes and however the rest is scored.
 
-    With dynamic sampling a group may be dropped until it is complete and its rewards differ.
+    With dynamic sampling a group may be dropped until it is complete and known to be kept.
     """
     entries = list(entries)
     num_left_over = max(len(entries) - num_wanted, 0)
     if cfg.dynamic_sampling:
-        entries = [
-            entry for entry in entries if entry.complete and has_reward_variance(entry.group)
-        ]
+        entries = [entry for entry in entries if entry.complete and teaches(entry.group, cfg)]
     groups = sorted((entry.group.samples for entry in entries), key=_num_failed)
     samples = list(chain(*groups[: max(len(groups) - num_left_over, 0)]))
     check_failure_rate(samples, limit, num_samples=cfg.prompts_per_step * cfg.n_samples_per_prompt)
@@ -427,10 +427,14 @@ def _num_failed(samples: Sequence[Sample]) -> int:
     return sum(sample.failure is not None for sample in samples)
 
 
-def has_reward_variance(group: Group) -> bool:
-    """Whether the group's valid samples earned different rewards."""
+def teaches(group: Group, cfg: RolloutConfig) -> bool:
+    """Whether dynamic sampling keeps a group: its valid samples earned different rewards, and their
+    mean lies in `rollout.reward_range`."""
     rewards = [sample.reward.total for sample in group.samples if sample.valid and sample.reward]
-    return len(rewards) > 1 and has_spread(rewards)
+    if len(rewards) < 2 or not has_spread(rewards):
+        return False
+    low, high = cfg.reward_range or (-math.inf, math.inf)
+    return low < fmean(rewards) < high
 
 
 def apply_masks(groups: Iterable[Group], cfg: RolloutConfig) -> None:

@@ -46,7 +46,7 @@ from hone.rollout.buffer import (
     SampleScorer,
     apply_masks,
     check_failures,
-    has_reward_variance,
+    teaches,
 )
 from hone.rollout.comm import Comm, SingleProcess
 from hone.rollout.counts import RolloutCounts
@@ -344,13 +344,13 @@ class Collector:
         return num_busy > 0 and (num_overdue > 0 or num_generated < num_groups)
 
     def _keep_complete(self) -> None:
-        """Take complete groups, oldest first, until there are enough; drop equal rewards."""
+        """Take complete groups, oldest first, until there are enough; drop what does not teach."""
         cfg = self.rollout_cfg
         for entry in list(self._buffer):
             if not entry.complete or len(self._kept) == cfg.prompts_per_step:
                 continue
             group = self._buffer.pop(entry)
-            if cfg.dynamic_sampling and not has_reward_variance(group):
+            if cfg.dynamic_sampling and not teaches(group, cfg):
                 self._counting.count_dropped(group)
             else:
                 self._kept.append(entry)
@@ -423,7 +423,7 @@ class Collector:
         for entry in self._buffer.poll_scores(timeout_s):
             if not drops:
                 continue
-            is_kept = has_reward_variance(entry.group)
+            is_kept = teaches(entry.group, self.rollout_cfg)
             self._rounds.count(is_kept)
             if not is_kept:
                 self._counting.count_dropped(self._buffer.pop(entry))

@@ -16,7 +16,7 @@ class RolloutCounts:
     """What happened to the groups of one step, in all processes together."""
 
     num_dropped_groups: int = 0
-    """Dropped by dynamic sampling for want of reward spread."""
+    """Dropped by dynamic sampling since all rewards are equal, or their mean out of range."""
     num_dropped_failures: int = 0
     """Samples of these that failed."""
     num_refill_rounds: int = 0

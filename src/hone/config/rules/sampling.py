@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hone.config.rules.rule import error, unused, warning
-from hone.config.rules.view import NotKnownError, View
+from hone.config.rules.view import NotKnownError, View, fact
 
 __all__ = ["RULES"]
+
+
+@fact
+def empty_range(view: View) -> bool:
+    """Whether no mean reward is in the range of those that are kept."""
+    given = view["rollout.reward_range"]
+    return given is not None and given[0] >= given[1]
+
 
 _PROMPT, _COMPLETION = "data.max_prompt_tokens", "sampling.max_completion_tokens"
 
@@ -59,6 +67,10 @@ RULES = (
     error("rollout.dynamic_sampling", "rollout.n_samples_per_prompt = 1",
           why="groups whose rewards are all equal are dropped, which then is every group",
           fix="raise rollout.n_samples_per_prompt | rollout.dynamic_sampling = false"),
+    unused("rollout.reward_range", "not rollout.dynamic_sampling",
+           instead="rollout.dynamic_sampling = true"),
+    error("@empty_range", says="rollout.reward_range is {rollout.reward_range}",
+          why="no mean lies between the two", fix="write the lower one first, such as [0.1, 0.9]"),
     *(unused("rollout.(max_aborted_count|mask_off_policy_tokens)", since, given=given,
              why="no sample is interrupted by a change of weights", instead=instead)
       for since, given, instead in (
