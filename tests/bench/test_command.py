@@ -257,7 +257,7 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert "--model.path" not in section
 
 
-def test_the_shapes_are_those_of_the_tiny_models() -> None:
+def test_the_shapes_are_among_those_of_the_tiny_models() -> None:
     annotation = BenchModelConfig.model_fields["shape"].annotation
     (literal, _) = get_args(annotation)
-    assert get_args(literal) == tuple(SHAPES)
+    assert set(get_args(literal)) <= set(SHAPES)

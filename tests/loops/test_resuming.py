@@ -8,6 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.loops.conftest import MakeConfig
@@ -87,7 +88,8 @@ def test_what_has_changed_is_an_event_of_the_run(make_config: MakeConfig, tmp_pa
     for lr in (0.003, 0.5, 0.5):  # as it was, another, the same again
         cfg = make_config(run=run, trainer={"optimizer": {"lr": lr}})
         mesh, store = Mesh.alone("cpu"), CheckpointStore(tmp_path / "checkpoints")
-        Launch(cfg, mesh, Watch(processes(), 9.0), store, checkpoint()).save_config()
+        given = {"tracing": Mock(), "metrics_server": Mock()}
+        Launch(cfg, mesh, Watch(processes(), 9.0), store, checkpoint(), **given).save_config()
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["kind"], event["step"]) == ("changed", 6)
     assert event["settings"] == ["trainer.optimizer.lr is 0.5, was 0.003"]

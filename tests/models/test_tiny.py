@@ -84,10 +84,25 @@ def test_tiny_model_is_drawn_from_its_seed(tmp_path):
 
 
 PUBLIC_PARAMETERS = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.3-70b": 70_553_706_496,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
 }
 
 
@@ -101,7 +116,7 @@ def test_shapes_have_the_parameters_of_the_public_models(tmp_path, shape):
 
 
 def test_unknown_shape_is_told(tmp_path):
-    with pytest.raises(ValueError, match=r"qwen9.*known: qwen3-0\.6b"):
+    with pytest.raises(ValueError, match=r"qwen9.*known: llama-3\.2-1b, .*qwen3-0\.6b"):
         make_model_folder(tmp_path, "qwen9")
 
 
