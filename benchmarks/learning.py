@@ -55,7 +55,6 @@ def ahead(updates: int, correction: str, in_flight: str = "pause") -> list[str]:
     return [
         "--cluster.num_engines=1",
         f"--pipeline.max_staleness={updates}",
-        f"--pipeline.async_queue_size={updates}",
         f"--pipeline.in_flight={in_flight}",
         f"--algorithm.correction.kind={correction}",
     ]

@@ -47,6 +47,15 @@ def write_inputs(
     )
 
 
+def right_and_backwards() -> list[dict[str, str]]:
+    """Pairs of the right answer to a sum and the same backwards, where these differ."""
+    return [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": row["answer"][::-1]}
+        for row in generate(80, seed=0, low=0, high=99)
+        if row["answer"] != row["answer"][::-1]
+    ]
+
+
 def make_classifier(
     folder: Path, *, family: str = "qwen3", pad: str | None = None, context: int = 64
 ) -> Path:

@@ -5,6 +5,7 @@ Pages keep their places, so that links work here and there; what they link to co
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -84,8 +85,9 @@ def recipe_reference() -> str:
 
 
 def python_reference() -> str:
-    """The public names of the package, which mkdocstrings fills in."""
+    """The public names of the package, functions first, which mkdocstrings fills in."""
     names = [name for name in hone.__all__ if name != "__version__"]
+    names.sort(key=lambda name: inspect.isclass(getattr(hone, name)))
     return "# Python\n" + "".join(f"\n::: hone.api.{name}\n" for name in names)
 
 
@@ -100,7 +102,9 @@ def main() -> int:
     (reference / "python.md").write_text(python_reference(), encoding="utf-8")
     if "--pages-only" in sys.argv:
         return 0
-    config = str(Path(__file__).with_name("mkdocs.yml"))
+    here = Path(__file__).parent
+    shutil.copy(here / "wide.css", SOURCE)
+    config = str(here / "mkdocs.yml")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", config]
     return subprocess.run(command, check=False).returncode
 

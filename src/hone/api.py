@@ -36,7 +36,7 @@ from hone.config.errors import UserError
 from hone.config.hardware import known_gpu
 from hone.config.inherited import inheriting
 from hone.config.paths import standing_in
-from hone.config.plan import Command
+from hone.config.plan import RECIPE_TREES, Command
 from hone.config.recipe import resolve_recipe
 from hone.config.reward import RewardConfig
 from hone.config.rules import Finding
@@ -89,14 +89,6 @@ Data: TypeAlias = str | Path | Mapping[str, Any] | Iterable[Any]
 hub name of a data set, or the section `data` as a dict."""
 
 _log = logging.getLogger("hone")
-_TREES: dict[str, type[Command]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "reward-model": RewardModelingConfig,
-    "eval": EvaluateConfig,
-    "generate": GenerateConfig,
-}
 
 
 def _raises_user_errors(function: Callable[P, R]) -> Callable[P, R]:
@@ -161,8 +153,7 @@ def sft(
         result = hone.sft(data=rows, model={"path": "Qwen/Qwen3-0.6B"}, run={"steps": 20})
         result.final["train/loss"], result.model_dir
     """
-    given = _Given(SFTConfig, config, sections, None, _splits(data, eval_data))
-    return _train(given, check_here, sft_command.train)
+    return _train_on_rows(SFTConfig, config, sections, data, eval_data)
 
 
 @_raises_user_errors
@@ -181,8 +172,7 @@ def dpo(
         result = hone.dpo(data=rows, model={"path": "runs/sft/model"}, run={"steps": 20})
         result.final["rewards/margins"], result.model_dir
     """
-    given = _Given(DPOConfig, config, sections, None, _splits(data, eval_data))
-    return _train(given, check_here, sft_command.train)
+    return _train_on_rows(DPOConfig, config, sections, data, eval_data)
 
 
 @_raises_user_errors
@@ -201,8 +191,7 @@ def reward_model(
         result = hone.reward_model(data=rows, model={"path": "runs/sft/model"}, run={"steps": 20})
         AutoModelForSequenceClassification.from_pretrained(result.model_dir)
     """
-    given = _Given(RewardModelingConfig, config, sections, None, _splits(data, eval_data))
-    return _train(given, check_here, sft_command.train)
+    return _train_on_rows(RewardModelingConfig, config, sections, data, eval_data)
 
 
 @_raises_user_errors
@@ -268,16 +257,27 @@ def check(
         found = hone.check("gsm8k", gpu="a100-40g", nproc=8)
         found.errors, found.warnings, found.derived["samples_per_step"]
     """
-    if command not in _TREES:
-        raise UserError(f"command={command!r}; allowed: {', '.join(_TREES)}")
+    if command not in RECIPE_TREES:
+        raise UserError(f"command={command!r}; allowed: {', '.join(RECIPE_TREES)}")
     if nproc is not None and (type(nproc) is not int or nproc < 1):
         raise UserError(f"nproc={nproc!r}; allowed: a whole number >= 1, or None: any")
     splits = {"data": ("eval", data)} if command == "eval" else _splits(data, eval_data)
-    given = _Given(_TREES[command], config, sections, reward, splits, starts=False)
+    given = _Given(RECIPE_TREES[command], config, sections, reward, splits, starts=False)
     with given.loaded() as cfg:
         plan = plan_here(cfg, nproc, gpu=None if gpu is None else known_gpu(gpu))
         derived = {line.name: line.value for line in plan_lines(plan)}
         return Check(check_plan(plan), derived, cfg.model_dump(mode="json"))
+
+
+def _train_on_rows(
+    tree: type[SFTConfig],
+    config: Config | None,
+    sections: Any,
+    data: Data | None,
+    eval_data: Data | None,
+) -> RunResult:
+    given = _Given(tree, config, sections, None, _splits(data, eval_data))
+    return _train(given, check_here, sft_command.train)
 
 
 def _train(given: _Given[Any], checks: Callable[..., Any], train: Callable[..., Any]) -> RunResult:
@@ -393,6 +393,11 @@ class _Given(Generic[T]):
             values.append(("reward=", {"reward": {"functions": entries}}))
         for name, (split, held) in self.data.items():
             if is_source(held):
+                if not re.fullmatch(r"[\w./~-]+", str(held)) and not os.path.exists(held):
+                    raise UserError(
+                        f"{name}={str(held)!r} names no file and no data set; prompts go into a "
+                        f"list: {name}=[{str(held)!r}]"
+                    )
                 values.append((f"{name}=", {"data": {split: [{"path": str(held)}]}}))
             elif _is_section(held):
                 values.append((f"{name}=", {"data": _plain(held, "data", functions)}))
@@ -468,8 +473,13 @@ def _plain(value: Any, where: str, functions: dict[str, Callable[..., Any]]) -> 
     if callable(value):
         if re.fullmatch(r"(config\.)?reward\.functions\.\d+", where):
             return {"fn": _name(value, functions)}
+        if where.endswith("env.path"):
+            return _import_name(value, functions)
         if not where.endswith(".fn"):
-            raise UserError(f"{where} is a function; functions go into reward=")
+            raise UserError(
+                f"{where} is a function or a class; functions go into reward=, alone or in a list, "
+                "the class of an environment into env={'path': ...}"
+            )
         return _name(value, functions)
     to_item = getattr(value, "item", None)
     return to_item() if callable(to_item) else value
@@ -501,12 +511,18 @@ def _reward(entry: Any, functions: dict[str, Callable[..., Any]]) -> Any:
 
 
 def _name(function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
-    """The name by which a worker imports the function, or else one by which it inherits it."""
+    """`_import_name` of a reward function."""
     if isinstance(function, type):
         raise UserError(
             f"reward is the class {function.__name__}; give a function, or an instance that can be "
             "called"
         )
+    return _import_name(function, functions)
+
+
+def _import_name(function: Callable[..., Any], functions: dict[str, Callable[..., Any]]) -> str:
+    """The name by which a worker imports the function or class, or else one by which it inherits
+    it."""
     module = getattr(function, "__module__", None)
     qualified: str = getattr(function, "__qualname__", type(function).__name__)
     found: Any = sys.modules.get(module) if isinstance(module, str) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -294,6 +295,24 @@ def test_kto_estimates_its_divergence_from_neighbours_completions() -> None:
     whole.trainer.forward_backward(rows)
     for name, got in gradients(whole.trainer).items():
         assert torch.allclose(got, first[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("labels", ["101110", "111111"])
+def test_kto_says_its_margin_by_the_name_of_trl(labels: str) -> None:
+    """The difference of the means over all rows, however these are cut; none of one label alone."""
+    items = [
+        replace(item, labels=(label == "1",))
+        for item, label in zip(preferences(6, single=True), labels, strict=True)
+    ]
+    algorithm = KTO(PreferenceConfig(loss="kto", beta=0.5), max_tokens=64)
+    models = models_of(algorithm.objectives["policy"], micro_batch_size=2)
+    rows, _ = models.prepare(algorithm, items, version=0)
+    _, metrics = models.trainer.forward_backward(rows)
+    found = to_scalars(metrics)
+    assert len({found["rewards/chosen"], found.get("rewards/rejected")}) == 2
+    difference = found["rewards/chosen"] - found.get("rewards/rejected", math.nan)
+    margin = found.get("rewards/margins", math.nan)
+    assert margin == pytest.approx(difference, rel=1e-5, nan_ok=True)
 
 
 def test_a_pair_that_a_step_has_twice_is_two_units() -> None:

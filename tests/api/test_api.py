@@ -232,6 +232,21 @@ def constant(value: float, *, doubled: bool = False) -> Any:
 
 
 @pytest.mark.slow
+def test_an_environment_of_this_process() -> None:
+    class Flat:
+        def __init__(self, bonus: float) -> None:
+            self.bonus = bonus
+
+        def step(self, episode: Any) -> float:
+            return self.bonus
+
+    env = {"path": Flat, "args": {"bonus": 0.25}}
+    assert hone.check(DATA, data=rows(), env=env, **SECTIONS).errors == []
+    result = hone.rl(DATA, data=rows(), env=env, **SECTIONS)
+    assert {sample.reward for sample in result.samples} == {0.25}
+
+
+@pytest.mark.slow
 def test_supervised() -> None:
     data = {"data": DATA["data"] | {"max_tokens": 24, "examples_per_step": 8}}
     result = hone.sft(data, data=rows(), model={"path": "model"}, run=SECTIONS["run"])

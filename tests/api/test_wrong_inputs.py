@@ -137,6 +137,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         rl(reward={"fn": lambda completion, answer: 1.0, "args": {"answer": "2"}}),
         "which every sample brings",
     ),
+    "functions that are no list": (
+        rl(reward={"functions": zero}),
+        "reward.functions is a function or a class; functions go into reward=, alone or in a list",
+    ),
     "written in C": (rl(reward=functools.partial(max, 1)), "does not show its parameters"),
     "returns a text": (rl(reward=returning("1")), "returned str as a score; return a number"),
     "returns a list": (rl(reward=returning([1.0])), "returned list as a score"),
@@ -166,6 +170,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "may be in any of the columns input, instruction",
     ),
     "an empty prompt": (rl(data=[{"prompt": ""}]), "row|line 1: the prompt"),
+    "an answer that the tokenizer does not know": (
+        rl(data=[{"prompt": "1+1=", "answer": "é"}]),
+        "the tokenizer cannot encode 'é', the answer of the first row",
+    ),
     "rows too long": (rl(data=[{"prompt": "1+" * 40}]), "all 1 rows are too long"),
     "characters unknown": (rl(data=[{"prompt": "héllo"}]), "tokenizer"),
     "no such data file": (rl(data="rows.jsonl"), "rows.jsonl"),
@@ -177,6 +185,15 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no such command": (lambda: hone.check("gsm8k", command="train"), "command='train'; allowed"),
     "no such GPU": (lambda: hone.check("gsm8k", gpu="h3000"), "h3000"),
     "processes as text": (lambda: hone.check("gsm8k", nproc="8"), "nproc='8'; allowed"),  # type: ignore
+    "a prompt that is no list": (
+        lambda: hone.generate(model={"path": "model"}, data="What is 1+1?"),
+        r"names no file and no data set; prompts go into a list: data=\['What is 1\+1\?'\]",
+    ),
+    "an environment that is made": (
+        rl(env={"path": Missing()}),
+        "env.path: got <.*; allowed: text",
+    ),
+    "an environment without step": (rl(env={"path": Missing}), "has no method `step`"),
     "generate without data": (lambda: hone.generate(model={"path": "model"}), "data.train"),
     "evaluate an RL section": (
         lambda: hone.evaluate(model={"path": "model"}, data=ROWS, rollout={}),

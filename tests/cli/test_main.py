@@ -19,15 +19,15 @@ import pytest
 import hone
 from hone.cli import command as commands
 from hone.cli.command import conclude, take_nproc
-from hone.cli.help import _FIRST_PAGES, TREES
+from hone.cli.help import _FIRST_PAGES
 from hone.cli.main import COMMANDS, main
 from hone.config import UserError, schema
 from hone.config.hardware import Peaks
 from hone.config.load import load_config, resolve_recipe
+from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import recipe_names
 from hone.config.run import RunConfig
-from hone.config.tree import TREES as ALL_TREES
-from hone.config.tree import RLConfig
+from hone.config.tree import TREES, RLConfig
 from hone.distributed.processes import HONE_LAUNCHER
 from hone.observe.console import Console
 from hone.observe.resumed_run import save_config
@@ -76,14 +76,14 @@ def test_hone_alone_teaches(argv: list[str], capsys: pytest.CaptureFixture[str])
 def check_help(command: str, text: str) -> None:
     """Every key of the tree, with its allowed values, default and help text."""
     flat = " ".join(text.split())
-    for field in schema.fields(TREES[command]):
+    for field in schema.fields(RECIPE_TREES[command]):
         assert field.key in flat, field.key
         assert field.help in flat, field.key
         if not schema.is_section(field.annotation):
             assert f"--{field.key} {field.allowed}" in flat, field.key
 
 
-@pytest.mark.parametrize("command", TREES)
+@pytest.mark.parametrize("command", RECIPE_TREES)
 def test_R22_help_explains_every_key(
     command: str, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,7 +122,7 @@ def test_the_first_page_of_a_command(
 ) -> None:
     """What nearly everybody sets, examples that the command takes, all sections by name."""
     monkeypatch.setenv("COLUMNS", "80")
-    page, tree = _FIRST_PAGES[command], ALL_TREES[command]
+    page, tree = _FIRST_PAGES[command], TREES[command]
     text = output(capsys, *command.split(), "--help", *["run"] * (command == "plan"))
     if command == "plan":
         return  # its page has the columns of its table instead
@@ -474,7 +474,7 @@ def test_R22_more_processes_than_the_host_can_serve_are_refused(
     assert "errors: 0" in output(capsys, "check", *argv[1:])  # plans for other hosts too
 
 
-@pytest.mark.parametrize("command", TREES)
+@pytest.mark.parametrize("command", RECIPE_TREES)
 def test_check_as_json(command: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = json.loads(output(capsys, "check", command, *BASE[command], "--json"))
     assert outcome["findings"] == []
@@ -620,7 +620,7 @@ def test_shipped_recipes_load(name: str) -> None:
     path = resolve_recipe(name)
     loaded: list[str] = []
     problems: list[str] = []
-    for command, tree in TREES.items():
+    for command, tree in RECIPE_TREES.items():
         try:
             load_config(tree, path, ["--model.path=m"])
             loaded.append(command)

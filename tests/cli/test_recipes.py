@@ -87,6 +87,7 @@ def test_every_recipe_is_listed_with_its_command_and_a_line(
     for name in recipe_names():
         first = (RECIPES / f"{name}.yaml").read_text().partition("\n")[0]
         assert first.startswith("# ")
+        assert first.endswith(".")
         assert f"{name} {first[2:]}"[:30] in flat
     assert "hone sft quickstart-sft" in flat
     assert "hone eval quickstart-eval" in flat

@@ -31,7 +31,7 @@ ROWS: list[tuple[str, str]] = [
     # commands and recipes
     ("rll", "no command 'rll'. Did you mean `hone rl`?"),
     ("rl", "model.path: required."),
-    ("rl", "Set it in the recipe or with --data.train VALUE"),
+    ("rl", "Set it in the recipe or with --data.train.0.path VALUE"),
     ("rl nosuch", "no recipe of that name comes with hone. Give the path of a YAML file"),
     ("rl nosuch.yaml", "no such file"),
     ("rl empty", "a folder, not a file"),
@@ -111,6 +111,14 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --rollout.temperature 0", "Set rollout.temperature to 1"),
     # other commands
     ("report nosuch", "nosuch is no run: give the folder that `run.dir` named"),
+    ("watch nosuch", "nosuch is no run: give the folder that `run.dir` named"),
+    ("watch arun --port 99999", "--port is 99999; allowed: 1024 to 65535, or 0"),
+    ("trace nosuch", "nosuch is no run"),
+    ("trace arun", "Set profile.train.steps or profile.rollout.steps, such as [10]"),
+    ("import veRL r.yaml", "there is nothing to import from 'veRL'. There are openrlhf, verl"),
+    ("import verl nosuch.sh", "'nosuch.sh' cannot be read"),
+    ("import verl file", "runs nothing of verl's that trains"),
+    ("plan r.yaml --plan.goal fastest", "allowed: one of throughput, on_policy, memory"),
     ("bench gpu", "there is `hone bench engine` and `hone bench train`"),
     ("bench engine", "Name a folder (or hub name) in model.path, or a public shape"),
     ("bench train --model.shape qwen3-600b", "allowed: one of qwen3-0.6b"),

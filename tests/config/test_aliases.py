@@ -106,7 +106,7 @@ ROWS = [
     ("micro_train_batch_size", "trainer.micro_batch_size"),
     ("train.dynamic_batch_enable", ALWAYS),
     ("train.async_enable", "pipeline.max_staleness"),
-    ("train.async_queue_size", "pipeline.async_queue_size"),
+    ("train.async_queue_size", "pipeline.max_staleness"),
     ("train.partial_rollout_enable", "rollout.oversample_prompts"),
     ("algo.advantage.is_correction_enable", "algorithm.correction.kind"),
     ("init_kl_coef", "algorithm.kl.coef"),

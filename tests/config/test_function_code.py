@@ -22,6 +22,10 @@ CLOSED = (
     "def make(k):\n    def f(x):\n        return g(x) * k\n    def g(x):\n        return x\n"
     "    return f\nf = make(1)\n"
 )
+ENVIRONMENT = (
+    "class f:\n    TURNS = 2\n    def step(self, episode):\n        return helper(self.TURNS)\n"
+    "def helper(x):\n    return x\n"
+)
 USES = [
     # a program, and what is changed in it
     (HELPED, "SCALE * x", "SCALE + x"),
@@ -29,6 +33,9 @@ USES = [
     (CLASSY, "return x\n", "return -x\n"),
     (CLOSED, "make(1)", "make(2)"),
     (CLOSED, "return x", "return -x"),
+    (ENVIRONMENT, "TURNS = 2", "TURNS = 3"),
+    (ENVIRONMENT, "return helper", "return -helper"),
+    (ENVIRONMENT, "return x", "return -x"),
 ]
 OTHER = {
     "a default": FIRST.replace("scale=1", "scale=2"),

@@ -157,7 +157,8 @@ def test_missing_keys_are_named_with_their_help() -> None:
     for key in ("model.path", "data.train", "data.eval.0.path"):
         assert f"{key}: required." in text
     assert "Folder in the Hugging Face layout" in text
-    assert "data.train.0.path" not in text
+    assert "--data.train.0.path VALUE" in text
+    assert "data.train.0.path: required" not in text
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,9 @@ def test_missing_keys_are_named_with_their_help() -> None:
         (["--reward.functions={fn: math}"], "list of entries with the keys fn, weight, args"),
         (["--trainer.learning_rate=1"], "did you mean --trainer.optimizer.lr"),
         (["--lr=1"], "did you mean --trainer.optimizer.lr or --critic.lr?"),
-        (["--temperature=1"], "did you mean --rollout.temperature or --eval.temperature?"),
+        (["--temperature=1"], "=1); did you mean --rollout.temperature or --eval.temperature?"),
+        (["--max_tokens=8"], "did you mean --rollout.max_completion_tokens?"),
+        (["--num_samples=8"], "did you mean --rollout.n_samples_per_prompt?"),
         (["--top_p=1"], "training samples from the whole distribution"),
         (["--top_p=1"], "; did you mean --eval.top_p?"),
         (["--n=8"], "did you mean --rollout.n_samples_per_prompt?"),

@@ -191,6 +191,7 @@ RL: dict[str, Row] = {
     "teacher.top_k": Row("3", "metrics", (*TEACHER, "--teacher.loss=forward_kl")),
     "critic.path": Row("other", "metrics", GAE),
     "critic.lr": Row("1e-2", "metrics", GAE),
+    "critic.optimizer": Row("muon", "metrics", GAE),
     "critic.value_clip": Row("1e-6", "metrics", (*GAE, *MINI)),
     "critic.warmup_steps": Row("1", "weights", GAE),
     "critic.max_tokens_per_microbatch": Row("24", "metrics", GAE),
@@ -211,16 +212,11 @@ RL: dict[str, Row] = {
         "1.001", "metrics", (*PARTIAL, "--run.steps=4", "--algorithm.correction.kind=tis")
     ),
     "pipeline.max_staleness": Row("2", "derived", APART, command="check rl"),
-    "pipeline.async_queue_size": Row(
-        "1", "derived", (*AHEAD, "--pipeline.max_staleness=2"), command="check rl"
-    ),
     "pipeline.in_flight": Row("abort", "Collector", AHEAD),
-    "pipeline.too_old": Row("drop", "Collector", AHEAD),
 }
 
 
 def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
-    trainer = "Trainer"
     long = "--rollout.max_completion_tokens=4096" if rl else "--data.max_tokens=4096"
     rows = {
         "trainer.max_tokens_per_microbatch": Row("24", "passes"),
@@ -253,8 +249,6 @@ def trainer_rows(shown: str, *, rl: bool) -> dict[str, Row]:
         "trainer.parallel.ring_size": Row("2", "derived", EIGHT, command="check rl"),
         "trainer.parallel.reference_ulysses_size": Row("2", "findings", EIGHT, command="check rl"),
         "trainer.parallel.reference_ring_size": Row("2", "findings", EIGHT, command="check rl"),
-        "trainer.parallel.forward_prefetch": Row("true", "findings", command="check rl"),
-        "trainer.parallel.balance_data": Row("false", trainer),  # of several processes
         "trainer.parallel.timeout_s": Row("5", "Watch"),
     }
     if rl:
@@ -485,7 +479,11 @@ DPO: dict[str, Row] = {
     **dpo_sources("eval"),
     **{
         f"trainer.{key}": replace(SFT[f"trainer.{key}"], value=value)
-        for key, value in (("max_tokens_per_microbatch", "48"), ("micro_batch_size", "2"))
+        for key, value in (
+            ("max_tokens_per_microbatch", "48"),
+            ("max_tokens_per_forward", "50"),
+            ("micro_batch_size", "2"),
+        )
     },
     **{
         f"trainer.parallel.reference_{name}_size": Row("3", "findings", EIGHT, command="check dpo")
@@ -788,9 +786,7 @@ SIMULATE: dict[str, Row] = {
     },
     "trainer.recompute": Row("full", "numbers", LARGE),
     "pipeline.max_staleness": Row("2", "numbers"),
-    "pipeline.async_queue_size": Row("1", "numbers"),
     "pipeline.in_flight": Row("abort", "numbers"),
-    "pipeline.too_old": Row("drop", "numbers"),
     **{
         f"cluster.{name}": Row(value, "numbers")
         for name, value in (
@@ -858,8 +854,7 @@ NOT_OF_TIME = (
     *(f"trainer.{name}" for name in ("logits_chunk_tokens", "parity")),
     *(f"trainer.optimizer.{name}" for name in ("lr", "betas", "eps", "weight_decay", "muon_")),
     *(f"trainer.optimizer.{name}" for name in ("max_grad_norm", "schedule", "warmup", "min_lr")),
-    *(f"trainer.parallel.{name}" for name in ("reference_", "forward_prefetch", "balance_data")),
-    "trainer.parallel.timeout_s",
+    *(f"trainer.parallel.{name}" for name in ("reference_", "timeout_s")),
 )
 """Beginnings of keys of a recipe of `hone rl` that `hone plan` reads past, as its help says;
 the rows of `rl` show what they change."""

@@ -23,7 +23,9 @@ MODEL_CONFIG = {
 
 OTHERS: dict[str, dict[str, object]] = {
     "gemma2": {"model_type": "gemma2"},
-    "qwen3_moe": {"model_type": "qwen3_moe"},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8},
+    "glm4": {"model_type": "glm4"},
+    "gpt2": {"model_type": "gpt2", "hidden_size": None},
     "quantised": {"quantization_config": {"quant_method": "awq"}},
     "chunked": {"layer_types": ["chunked_attention"] * 2},
     "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -73,7 +75,7 @@ def fill(folder: Path) -> None:
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL_CONFIG))
-    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
     (model / "chat_template.jinja").write_text("{{ messages }}")
     (model / "model.safetensors").write_bytes(b"")
     (folder / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
@@ -91,6 +93,8 @@ def fill(folder: Path) -> None:
     for name, fields in JUDGES.items():
         shutil.copytree(model, folder / name)
         (folder / name / "config.json").write_text(json.dumps(MODEL_CONFIG | fields))
+    shutil.copytree(model, folder / "foreign")
+    (folder / "foreign" / "tokenizer.json").write_text('{"model": {"vocab": [["a", 0], ["c", 0]]}}')
     (folder / "empty").mkdir()
     (folder / "scores.py").write_text("def score(completion, answer):\n    return 1.0\n")
     (folder / "ranks.py").write_text("def rank(completions):\n    return [1.0]\n")

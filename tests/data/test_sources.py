@@ -110,6 +110,11 @@ BAD_FILES = {
     "not json": ("a.jsonl", b'{"a": 1}\n{"a" 2}\n', r"a.jsonl, line 2: not valid JSON .*\"a\" 2"),
     "after a blank line": ("a.jsonl", b'{"a": 1}\n\n\noops\n', r"a.jsonl, line 4: .*near: oops"),
     "cut off": ("a.jsonl", b'{"a": 1}\n{"a": [1, 2', r"a.jsonl, line 2: not valid JSON"),
+    "an array in lines": (
+        "a.jsonl",
+        b'[\n {"a": 1}\n]\n',
+        r"not valid JSON .* ends in .json: rename",
+    ),
     "a list": ("a.jsonl", b'{"a": 1}\n[1, 2]\n', r"a.jsonl, line 2: a row must be .* list: \[1, 2"),
     "a number": ("a.json", b'[{"a": 1}, {"a": 2}, 7]', r"a.json, row 3: .* got int: 7"),
     "array cut off": (

@@ -1,10 +1,14 @@
 """What the engine samples, against generation by full recomputation with the stock model."""
 
+import itertools
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hone.engine import decode_step
 from hone.models.generation import GenerationModel
@@ -191,6 +195,81 @@ def test_a_step_that_fails_leaves_no_trace(models, monkeypatch):
             num_failures += 1
     assert num_failures == 3
     assert_equal(expected, done)
+
+
+def limit_memory(monkeypatch, limit):
+    """Passes of more than `limit()` tokens run out of memory; returns how many did."""
+    correct, failed = GenerationModel.hidden_states, []
+
+    def limited(model, input_ids, *args):
+        if len(input_ids) > limit():
+            failed.append(len(input_ids))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return correct(model, input_ids, *args)
+
+    monkeypatch.setattr(GenerationModel, "hidden_states", limited)
+    return failed
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("limit", [1, 2, 5, 20])
+def test_where_memory_ends_steps_get_smaller_and_samples_stay(models, limit, in_flight, caplog):
+    requests = make_requests()
+    expected = run(models.engine(), requests)
+    with pytest.MonkeyPatch.context() as patch:
+        failed = limit_memory(patch, lambda: limit)
+        engine = models.engine(in_flight=in_flight)
+        assert_equal(expected, run(engine, requests))
+    assert 0 < len(failed) < 8, "it does not fail on and on"
+    assert caplog.text.count("out of memory in a step of the engine") == len(failed)
+    assert engine.stats().num_preemptions > 0
+
+
+def test_steps_grow_again_once_there_is_memory(models, monkeypatch):
+    """And a limit that is tried in vain is tried ever more rarely."""
+    params = [replace(one, max_tokens=40, ignore_eos=True) for one in PARAMS]
+    requests = make_requests(params=params)
+    expected = run(models.engine(), requests)
+    monkeypatch.setattr("hone.engine.step_limit._PATIENCE", 2)
+    room = [3]
+    failed = limit_memory(monkeypatch, lambda: room[0])
+    engine = models.engine()
+    engine.submit(requests)
+    done, failed_at, limits = {}, [], []
+    while engine.has_unfinished:
+        room[0] = 3 if len(limits) < 40 else 99
+        before = len(failed)
+        done |= {completion.request_id: completion for completion in engine.step()}
+        if len(failed) > before:
+            failed_at.append(len(limits))
+        limits.append(engine._scheduler.limit.now)
+    assert_equal(expected, done)
+    assert len(failed_at) == 4, "three to find 3, and one in vain"
+    assert failed_at[3] - failed_at[2] > 16
+    assert min(limits) == 3
+    assert limits[-1] > 3
+
+
+def test_a_single_token_that_does_not_fit_ends_it(models, monkeypatch):
+    failed = limit_memory(monkeypatch, lambda: 0)
+    engine = models.engine()
+    with pytest.raises(torch.OutOfMemoryError):
+        run(engine, make_requests())
+    assert len(failed) < 9
+
+
+@given(failing=st.sets(st.integers(0, 40), max_size=6), in_flight=st.integers(0, 1))
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+def test_samples_do_not_depend_on_where_memory_ends(make_models, failing, in_flight):
+    models, requests = make_models("qwen3"), make_requests()
+    expected = run(models.engine(), requests)
+    passes = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        limit_memory(patch, lambda: 1 if next(passes) in failing else 99)
+        assert_equal(expected, run(models.engine(in_flight=in_flight), requests))
 
 
 def test_counters(models):

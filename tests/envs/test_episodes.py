@@ -63,7 +63,7 @@ class Wrong:
         return {"reward": 1.0}
 '''
 LONGEST = 48
-AHEAD: dict[str, Any] = {"max_staleness": 2, "async_queue_size": 2}
+AHEAD: dict[str, Any] = {"max_staleness": 2}
 TIS: dict[str, Any] = {"correction": {"kind": "tis"}}
 
 

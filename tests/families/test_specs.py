@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hone.families.registry import FUSED_FAMILIES, SPECS, public_configs, require_spec
+from hone.families.registry import FUSED_FAMILIES, SPECS, public_configs, spec_of, unserved
 from hone.families.shape import ModelShape, public_shape
 from hone.models.fused_layers import is_fusible
 from tests.models.families import FAMILY_FIELDS, family_model
@@ -31,7 +31,7 @@ def make_model(model_type, **fields):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_every_family_is_found_by_its_model_type_and_tested(name):
-    assert require_spec(name).model_type == name
+    assert spec_of(name).model_type == name
     assert name in FAMILY_FIELDS
 
 
@@ -126,6 +126,31 @@ def test_public_models_have_shapes():
     assert public_shape("qwen9") is None
 
 
-def test_unknown_families_are_named_with_those_there_are():
-    with pytest.raises(ValueError, match=r"'mamba'.*gemma2.*llama.*qwen3"):
-        require_spec("mamba")
+def test_a_family_without_a_spec_has_the_sizes_of_a_dense_decoder():
+    config = {**TINY, "max_position_embeddings": 64, "sliding_window": 5}
+    like_llama = ModelShape.from_config(config | {"model_type": "llama"})
+    shape = ModelShape.from_config(config | {"model_type": "nonesuch"})
+    assert shape.num_params == like_llama.num_params
+    assert (shape.num_sliding_layers, shape.sliding_window) == (3, 5)
+    assert unserved(config | {"model_type": "nonesuch"}) == []
+    with pytest.raises(ValueError, match="nonesuch model lacks 'num_attention_heads'"):
+        ModelShape.from_config({"model_type": "nonesuch", "hidden_size": 4})
+
+
+UNSERVED = {
+    "experts": ({"n_routed_experts": 8}, "n_routed_experts=8"),
+    "images": ({"vision_config": {"depth": 2}}, "vision_config"),
+    "latent attention": ({"kv_lora_rank": 8}, "kv_lora_rank=8"),
+    "no size of its MLP": ({"intermediate_size": None}, "no intermediate_size"),
+    "recurrent layers": (
+        {"layer_types": ["linear_attention"]},
+        "layer_types=['linear_attention']",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSERVED)
+def test_what_a_family_without_a_spec_may_not_ask_for(case):
+    fields, told = UNSERVED[case]
+    config = {**TINY, "model_type": "nonesuch", "max_position_embeddings": 64}
+    assert unserved(config | fields) == [told]

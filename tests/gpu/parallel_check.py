@@ -319,7 +319,6 @@ def time_few_layers(run: Run, meshes: Meshes, alone: Alone) -> None:
     for name, keys in (
         ("stage 3", {"zero_stage": 3}),
         ("stage 2", {"zero_stage": 2}),
-        ("stage 3, prefetch", {"zero_stage": 3, "forward_prefetch": True}),
     ):
         label = f"{FEW_LAYERS} layers, {meshes.size} GPUs, {name}"
         time_steps(run, label, meshes.of(keys), keys, few, one=one)

@@ -81,6 +81,23 @@ def test_a_critic_goes_on_from_one_that_was_written(
     assert row["critic/values/std"] > 0, "a fresh head gives zeros"
 
 
+def test_a_critic_has_an_optimizer_of_its_own(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Muon for its hidden matrices; the policy learns as ever."""
+    for name in ("adamw", "muon"):
+        cfg = make_config(
+            run={"dir": tmp_path / name, "steps": 2, "device": "cpu"},  # a head of 0 at first
+            algorithm=GAE,
+            critic={"optimizer": name, "lr": 1e-3},
+            trainer={"optimizer": {"lr": 1e-3, "muon_lr": 1e-3}},
+        )
+        reinforce.run(cfg)
+    assert_equal(tmp_path / "adamw" / "model", tmp_path / "muon" / "model")
+    adamw, muon = (weights(tmp_path / name / "critic") for name in ("adamw", "muon"))
+    assert torch.equal(adamw["score.weight"], muon["score.weight"]), "a vector"
+    differing = [name for name in adamw if not torch.equal(adamw[name], muon[name])]
+    assert differing == [name for name in adamw if "proj" in name]
+
+
 def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "lm", vocab_size=48, hidden_size=32, num_layers=2, seed=0)
     config = AutoConfig.from_pretrained(tmp_path / "lm", num_labels=3)

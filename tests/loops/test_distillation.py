@@ -208,12 +208,14 @@ def test_the_divergence_from_the_teacher_falls(
         ("9876543210", "token"),
     ],
 )
-def test_a_teacher_with_other_tokens_is_refused(
-    alphabet: str, said: str, make_config: MakeConfig, tmp_path: Path
+@pytest.mark.parametrize("role", ["teacher", "critic"])
+def test_a_model_with_other_tokens_is_refused(
+    alphabet: str, said: str, role: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    path = make_teacher(tmp_path / "teacher", alphabet=alphabet)
-    cfg = make_config(teacher={"path": path})
-    with pytest.raises(UserError, match="has another tokenizer than the policy") as caught:
+    path = make_teacher(tmp_path / "other", alphabet=alphabet)
+    advantage = {"algorithm": {"advantage": "gae"}} if role == "critic" else {}
+    cfg = make_config(**{role: {"path": path}}, **advantage)
+    with pytest.raises(UserError, match=f"{role}.path=.* has another tokenizer") as caught:
         reinforce.run(cfg)
     assert said in str(caught.value)
     assert not (cfg.run.dir / "metrics.jsonl").exists(), "before anything is sampled"

@@ -25,7 +25,7 @@ from hone.trainer.trainer import Trainer
 
 APART: dict[str, Any] = {"num_engines": 2}
 AHEAD: dict[str, Any] = {
-    "pipeline": {"max_staleness": 2, "async_queue_size": 2},
+    "pipeline": {"max_staleness": 2},
     "algorithm": {"correction": {"kind": "tis"}},
     "log": {"samples_per_step": 99},
 }
@@ -70,7 +70,6 @@ def test_R19_every_prompt_is_trained_once_within_the_bound(
         "cluster": APART,
         "pipeline": {
             "max_staleness": 2,
-            "async_queue_size": 2,
             "in_flight": in_flight,
         },
         "algorithm": {"correction": {"kind": "tis"}},
@@ -206,7 +205,6 @@ LEARNING: dict[str, dict[str, Any]] = {
         "cluster": APART,
         "pipeline": {
             "max_staleness": 2,
-            "async_queue_size": 2,
             "in_flight": "abort",
         },
     },

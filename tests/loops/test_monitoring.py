@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import urllib.request
-from importlib.resources import files
 
 import pytest
 from tests.loops.conftest import MakeConfig, built_run
@@ -15,10 +14,13 @@ from tests.tiny_runs import lines
 from hone.config.errors import UserError
 from hone.loops.launch import launch
 from hone.loops.loop import train
+from hone.observe.grafana import dashboard
 from hone.observe.metrics_server import exposition
 
 OF_A_GPU = {"hone_perf_gpu_utilization", "hone_mem_gpu_peak_gib", "hone_mem_gpu_free_gib"}
-OF_PPO = {"hone_mem_critic_gib"}
+OF_A_GPU |= {"hone_perf_R_gen", "hone_perf_R_train", "hone_perf_R_step"}
+OF_OTHER_RUNS = {"hone_mem_critic_gib", "hone_mem_teacher_gib"}
+OF_OTHER_RUNS |= {"hone_eval_reward_mean", "hone_eval_loss"}
 
 
 def free_port() -> int:
@@ -62,7 +64,7 @@ def test_a_run_serves_what_the_dashboard_asks_for(make_config: MakeConfig) -> No
         for name in re.findall(r"hone_\w+", target["expr"])
     }
     assert len(asked) > 30
-    assert asked - served == OF_A_GPU | OF_PPO
+    assert asked - served == OF_A_GPU | OF_OTHER_RUNS
 
 
 def test_a_port_that_is_taken_ends_a_run_before_it_loads(make_config: MakeConfig) -> None:
@@ -75,7 +77,10 @@ def test_a_port_that_is_taken_ends_a_run_before_it_loads(make_config: MakeConfig
             pass
 
 
-def test_the_dashboard_comes_with_the_package() -> None:
-    board = json.loads(files("hone.observe").joinpath("grafana.json").read_text())
-    ids = [panel["id"] for panel in board["panels"]]
-    assert len(set(ids)) == len(ids)
+def test_panels_of_the_dashboard_have_a_number_and_a_place_each() -> None:
+    rows = json.loads(json.dumps(dashboard()))["panels"]
+    panels = [*rows, *(panel for row in rows for panel in row.get("panels", []))]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(set(places)) == len(places)
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.loops.test_processes import assert_same_run, run_hone
+from tests.tiny_runs import right_and_backwards
 
 from hone.config.errors import UserError
 from hone.config.tree import DPOConfig
-from hone.data.arithmetic import generate, right_and_backwards, write_jsonl
+from hone.data.arithmetic import write_jsonl
 from hone.loops import supervised
 from hone.trainer.scorer import FrozenScorer
 
@@ -20,7 +21,7 @@ from hone.trainer.scorer import FrozenScorer
 @pytest.fixture
 def make_dpo(inputs: Path, tmp_path: Path) -> Any:
     pairs = tmp_path / "pairs.jsonl"
-    write_jsonl(pairs, right_and_backwards(generate(80, seed=0, low=0, high=99)))
+    write_jsonl(pairs, right_and_backwards())
 
     def make(name: str, **sections: Any) -> DPOConfig:
         fields: dict[str, Any] = {
@@ -63,11 +64,10 @@ def test_preferences_are_learnt(loss: Any, make_dpo: Any) -> None:
     supervised.run(cfg)
     rows = metrics(cfg)
     if loss == "kto":
-        assert rows[-1]["rewards/chosen"] > rows[-1]["rewards/rejected"]
         assert "kl" in rows[0]
     else:
-        assert rows[-1]["rewards/margins"] > rows[0]["rewards/margins"]
         assert rows[-1]["eval/rewards/accuracies"] > 0.5
+    assert rows[-1]["rewards/margins"] > rows[0]["rewards/margins"]
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
 
 

@@ -69,7 +69,7 @@ def test_a_judge_scores_in_every_command_and_its_key_is_written_nowhere(
         "model": "m",
         "template": "{prompt}{completion}",
         "pattern": r"Score: (\d+)",
-        "api_key_env": "JUDGE_KEY",
+        "headers": {"Authorization": "Bearer $JUDGE_KEY"},
     }
     functions = [{"fn": "judge", "args": args}, {"fn": "exact_match"}]
     run: dict[str, Any] = {

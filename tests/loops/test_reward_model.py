@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
 from tests.loops.test_processes import assert_same_run, run_hone
-from tests.tiny_runs import lines
+from tests.tiny_runs import lines, right_and_backwards
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.tree import RewardModelingConfig
-from hone.data.arithmetic import generate, right_and_backwards, write_jsonl
+from hone.data.arithmetic import write_jsonl
 from hone.data.pairs import load_pairs
 from hone.loops import reinforce, supervised
 from hone.models.load import load_value_model
@@ -27,8 +27,8 @@ from hone.models.tokenizer import load_tokenizer
 
 @pytest.fixture
 def make(inputs: Path, tmp_path: Path) -> Any:
-    pairs = right_and_backwards(generate(80, seed=0, low=0, high=99))
-    write_jsonl(tmp_path / "pairs.jsonl", [x | {"margin": 0.1} for x in pairs])
+    pairs = [pair | {"margin": 0.1} for pair in right_and_backwards()]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
 
     def make(name: str, **sections: Any) -> RewardModelingConfig:
         fields: dict[str, Any] = {

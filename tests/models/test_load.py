@@ -320,7 +320,7 @@ MISTAKES = {
         lambda f: edit_config(f, model_type="gpt2"),
         "",
         ValueError,
-        "'gpt2' is not supported; supported: .*gemma, .*llama",
+        "family gpt2 with no hidden_size.* is not served",
     ),
     "no family at all": (
         lambda f: edit_config(f, model_type="nonesuch"),
@@ -328,12 +328,12 @@ MISTAKES = {
         ValueError,
         "no known family",
     ),
-    "images": (lambda f: edit_config(f, model_type="qwen2_vl"), "", ValueError, "reads images"),
+    "images": (lambda f: edit_config(f, model_type="qwen2_vl"), "", ValueError, "vision_config"),
     "a larger model's config": (
         lambda f: edit_config(f, hidden_size=32),
         "",
-        (ValueError, RuntimeError),
-        "size|shape|mismatch",
+        UserError,
+        "has the shape .* should have",
     ),
 }
 

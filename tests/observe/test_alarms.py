@@ -153,8 +153,6 @@ def test_a_pipeline_out_of_balance_is_named(name: str) -> None:
     assert raised_by(HEALTHY_AHEAD | {"off_policy/ratio/mean": 1.04}, max_staleness=2) == []
     few = AHEAD["stale_samples"][1] | {"rollout/completion_tokens/mean": 5.0}
     assert raised_by(HEALTHY_AHEAD | few, max_staleness=2) == []
-    told = raised_by(HEALTHY_AHEAD | AHEAD["training_waits"][1], max_staleness=2)[0].advice
-    assert "pipeline.max_staleness 3 in place of 2" in told
 
 
 def test_a_long_tail_is_named_where_it_is_waited_for() -> None:
@@ -167,7 +165,7 @@ def test_a_long_tail_is_named_where_it_is_waited_for() -> None:
     assert [alarm.name for alarm in raised_by(tail, max_staleness=0)] == ["long_tail"]
     for even in (
         {"rollout/completion_tokens/mean": 1200.0},
-        {"rollout/completion_tokens/max": 900.0, "rollout/completion_tokens/mean": 90.0},
+        {"rollout/completion_tokens/max": 190.0, "rollout/completion_tokens/mean": 20.0},
         {"time/generate_s": 6.0},
     ):
         assert raised_by(tail | even, max_staleness=0) == []

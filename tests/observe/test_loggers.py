@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hone.config.run import LogConfig
 from hone.observe.histogram import Histogram
@@ -142,7 +143,7 @@ def test_what_the_policy_says_of_a_sample_is_at_its_trained_tokens(tmp_path: Pat
     )
     with RunLog(tmp_path, PLAIN) as log:
         samples = [replace(group, samples=[scored, other])]
-        log.samples(1, samples, policy_logprobs={scored.id: [-0.5, -0.25]})
+        log.samples(1, samples, policy_logprobs={scored.id: torch.tensor([-0.5, -0.25])})
     first, second = rows(tmp_path / "samples.jsonl")
     assert first[POLICY_LOGPROBS] == [-0.5, None, -0.25]
     assert POLICY_LOGPROBS not in second

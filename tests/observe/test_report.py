@@ -540,6 +540,8 @@ def test_the_command_writes_where_it_is_told(
         ([{"a": "1"}, {}, {"a": "1"}], False, []),
         ([{"a": "1"}, {}, {"a": "2"}], True, [["a", "1", DASH, "2"]]),
         ([{"run.dir": "a"}, {"run.dir": "b"}], False, []),
+        ([{"a": "None", "b": "1"}, {"b": "1"}], False, []),
+        ([{"a": "None"}, {"a": "1"}], False, [["a", "None", "1"]]),
     ],
     ids=str,
 )

@@ -237,7 +237,7 @@ def random_case(seed: int) -> Case:
     """A few groups on a few engines, in any mode."""
     rng = random.Random(seed)
     size, members, longest = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 12)
-    prompt, too_old = rng.randint(1, 5), rng.choice(["wait", "drop"])
+    prompt = rng.randint(1, 5)
 
     def seconds(high: float) -> float:
         """Often nothing; in sixty-fourths, so that sums are exact in any order."""
@@ -263,9 +263,7 @@ def random_case(seed: int) -> Case:
     pipeline = PipelineConfig.model_validate(
         {
             "max_staleness": is_ahead * rng.randint(0, 4),
-            "async_queue_size": rng.randint(1, 4),
             "in_flight": rng.choice(["pause", "abort", "finish"]),
-            "too_old": too_old,
         }
     )
     colocated = not is_ahead and rng.random() < 0.5
@@ -323,7 +321,7 @@ def test_nothing_is_lost_and_nothing_is_too_old(seed: int) -> None:
     lengths = [sum(case.lengths[group % 13]) for group in trained]
     rows = sum(step.num_tokens for step in run.steps)
     assert rows == sum(lengths) + len(trained) * len(case.lengths[0]) * case.prompt
-    assert run.num_sampled_tokens == (sum(lengths) + run.num_open_tokens + run.num_dropped_tokens)
+    assert run.num_sampled_tokens == sum(lengths) + run.num_open_tokens
     for busy in run.engine_busy:
         assert all(start < end for start, end in busy)
         assert all(one[1] < other[0] for one, other in pairwise(busy))
@@ -331,8 +329,6 @@ def test_nothing_is_lost_and_nothing_is_too_old(seed: int) -> None:
     assert 0 <= run.trainer_idle < 1
     if case.pipeline.samples_ahead:
         assert 0 <= run.staleness_max <= case.pipeline.max_staleness
-        if case.pipeline.too_old == "wait":
-            assert run.num_dropped_tokens == 0
     elif not case.rollout.oversample_prompts:
         assert run.staleness_max == 0
 

@@ -16,6 +16,7 @@ from tests.rewards.scoring import make_sample
 from tests.rewards.serving import serving
 
 KEY = "sk-verySecret_42"
+BEARER = {"Authorization": "Bearer $JUDGE_KEY"}
 TEMPLATE = "Q {prompt} A {completion} of {answer}, {level}; {{completion}}, \\frac{1}{2}"
 
 
@@ -75,6 +76,19 @@ def test_a_service_gets_what_that_of_openrlhf_gets(server):
     assert sample.reward.total == 0.5
     name = "127.0.0.1_v1_get_reward"
     assert sample.reward.parts == {name: 0.5, f"{name}/half": 0.25}
+
+
+def test_headers_hold_variables_of_the_environment(server, monkeypatch):
+    monkeypatch.setenv("TEAM", "red")
+    monkeypatch.setenv("SCORES_KEY", f"{KEY}\n")
+    headers = {"X-Api-Key": "$SCORES_KEY", "X-Team": "$TEAM-1 of $5", "Accept": "*/*"}
+    entry = {"fn": f"{server.url}/get_reward", "args": {"headers": headers}}
+    assert scored(entry).valid
+    ((_, sent, _),) = server.requests
+    sent = {name.lower(): value for name, value in sent.items()}
+    assert sent["x-api-key"] == KEY
+    assert sent["x-team"] == "red-1 of $5"
+    assert sent["accept"] == "*/*"
 
 
 def test_labels_are_what_the_data_hold(server):
@@ -238,7 +252,7 @@ def test_a_service_that_works_is_tried_once(server):
 def test_a_judge_is_asked_as_the_template_says(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
     settings = {"template": TEMPLATE, "max_tokens": 7, "temperature": 0.5}
-    entry = judge(server, "v1/", api_key_env="JUDGE_KEY", **settings)
+    entry = judge(server, "v1/", headers=BEARER, **settings)
     sample = scored(entry, text="1234 {prompt} 4")
     ((path, headers, content),) = server.requests
     assert path == "v1/chat/completions"
@@ -300,18 +314,18 @@ def test_what_is_no_api_of_openai_ends_the_start(server):
 @pytest.mark.parametrize("path", ["refuses", "echoes"])
 def test_a_key_is_in_no_message(path, server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    sample = scored(judge(server, f"v1/{path}", api_key_env="JUDGE_KEY"))
+    sample = scored(judge(server, f"v1/{path}", headers=BEARER))
     assert "key" in sample.failure_detail
     assert "***" in sample.failure_detail
     assert KEY not in sample.failure_detail
 
 
-@pytest.mark.parametrize(("value", "told"), [(None, "is not set"), ("a b", "holds no API key")])
+@pytest.mark.parametrize(("value", "told"), [(None, "is not set"), ("a\nb", "is not the text")])
 def test_a_key_that_is_not_there_ends_the_start(value, told, server, monkeypatch):
     if value is not None:
         monkeypatch.setenv("JUDGE_KEY", value)
-    with pytest.raises(UserError, match=f"JUDGE_KEY, which api_key_env names, {told}"):
-        tried(judge(server, api_key_env="JUDGE_KEY"))
+    with pytest.raises(UserError, match=f"JUDGE_KEY, which `headers` names, {told}"):
+        tried(judge(server, headers=BEARER))
     assert server.requests == []
 
 
@@ -329,8 +343,9 @@ MISTAKES = [
     ({"template": "good?"}, "template has no {completion}"),
     ({"template": "good, {{completion}}?"}, "template has no {completion}"),
     ({"max_tokens": 0}, "args.max_tokens is 0"),
-    ({"api_key_env": KEY}, "api_key_env is no name"),
-    ({"api_key": KEY}, "no setting 'api_key'. Did you mean 'api_key_env'?"),
+    ({"headers": {"authorization": f"Bearer {KEY}"}}, "headers.authorization would be written"),
+    ({"headers": {"X-Team: a\r\nX": "b"}}, "is no name of a header"),
+    ({"header": BEARER}, "no setting 'header'. Did you mean 'headers'?"),
 ]
 
 
@@ -349,6 +364,7 @@ def test_what_a_judge_needs_is_named():
     assert KEY not in str(told.value)
 
 
-def test_a_service_takes_no_args():
-    with pytest.raises(ValueError, match="a service takes no args; remove batch"):
-        build("http://host/x", {"batch": 2})
+@pytest.mark.parametrize("name", ["batch", "url"])
+def test_a_service_takes_headers_alone(name):
+    with pytest.raises(ValueError, match=f"no setting '{name}'"):
+        build("http://host/x", {name: "2"})

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import to_scalars
-from hone.planner.staleness import batches_ahead, choose, too_late
+from hone.planner.staleness import choose, too_late
 from hone.rewards.scorer import FailureRateError
 from hone.rollout import collector as collector_module
 from hone.rollout.collector import Collector
@@ -179,17 +179,16 @@ def check_contract(
     engine = engine or FakeEngine(length=heavy_tailed)
     collector = make(engine=engine, scorer=scorer, pipeline=pipeline, **rollout)
     size, n = collector.rollout_cfg.prompts_per_step, collector.rollout_cfg.n_samples_per_prompt
-    bound, queue = collector.pipeline_cfg.max_staleness, batches_ahead(collector.pipeline_cfg)
+    bound = collector.pipeline_cfg.max_staleness
     trained: list[int] = []
-    num_flat = num_too_old = 0
+    num_flat = 0
     step = engine.step
 
     def limited() -> list[Completion]:
         assert engine.num_steps < 400 * num_steps, "a batch is refused for ever"
         num_open, version = len(collector._buffer), engine.weight_version
-        assert num_open <= (1 + queue) * size
-        gone = num_flat + num_too_old + collector._counting.num_dropped_groups
-        gone += collector._counting.num_too_old
+        assert num_open <= (1 + bound) * size
+        gone = num_flat + collector._counting.num_dropped_groups
         assert collector.prompts.position - gone <= (version + bound + 1) * size
         return step()
 
@@ -209,14 +208,12 @@ def check_contract(
                 assert sample.token_ids == expected
         trained += prompts_of(groups)
         num_flat += counts.num_dropped_groups
-        num_too_old += counts.num_too_old
+        assert counts.num_too_old == 0
     num_flat += collector._counting.num_dropped_groups
-    num_too_old += collector._counting.num_too_old
     still_open = prompts_of([entry.group for entry in collector._buffer])
     assert len(set(trained + still_open)) == len(trained + still_open)
     drawn = collector.prompts.position
-    assert len(trained) + len(still_open) + num_flat + num_too_old == drawn
-    assert pipeline["too_old"] == "drop" or num_too_old == 0
+    assert len(trained) + len(still_open) + num_flat == drawn
 
 
 @given(
@@ -227,9 +224,7 @@ def check_contract(
     pipeline=st.fixed_dictionaries(
         {
             "max_staleness": st.integers(1, 4),
-            "async_queue_size": st.integers(1, 4),
             "in_flight": st.sampled_from(["pause", "abort", "finish"]),
-            "too_old": st.sampled_from(["wait", "drop"]),
         }
     ),
 )
@@ -265,7 +260,7 @@ def bug_newest_first(deadlines: Any, is_complete: list[bool], **options: Any) ->
 
 @pytest.mark.parametrize("bug", [bug_never_waits, bug_looks_one_update_too_late, bug_newest_first])
 def test_R19_planted_choice(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = {"max_staleness": 2, "async_queue_size": 2, "too_old": "wait"}
+    pipeline = {"max_staleness": 2}
     check_contract(pipeline)
     monkeypatch.setattr(collector_module, "choose", bug)
     with pytest.raises(AssertionError):
@@ -277,7 +272,7 @@ def test_R19_planted_admission(extra: int, monkeypatch: pytest.MonkeyPatch) -> N
     room = Collector._num_free_slots.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Collector, "_num_free_slots", property(lambda self: room(self) + extra))
     with pytest.raises(AssertionError):
-        check_contract({"max_staleness": 1, "too_old": "wait"})
+        check_contract({"max_staleness": 1})
 
 
 # --- length bias -------------------------------------------------------------------------------
@@ -302,21 +297,14 @@ def test_R19_oversampling_has_no_length_bias() -> None:
     assert share_of_long(trained) == pytest.approx(1.0, abs=0.02)
 
 
-@pytest.mark.parametrize("too_old", ["wait", "drop"])
-def test_R19_waiting_has_no_length_bias_and_dropping_has(too_old: str) -> None:
-    collector = make(pipeline={"max_staleness": 2, "async_queue_size": 2, "too_old": too_old})
+def test_R19_waiting_has_no_length_bias() -> None:
+    collector = make(pipeline={"max_staleness": 2})
     trained: list[int] = []
-    num_too_old = 0
     for groups in batches(collector, NUM_BIAS_STEPS):
         trained += prompts_of(groups)
-        num_too_old += collector.counts.num_too_old
+        assert collector.counts.num_too_old == 0
     assert len(set(trained)) == len(trained) == 4 * NUM_BIAS_STEPS
-    if too_old == "wait":
-        assert num_too_old == 0
-        assert share_of_long(trained) == pytest.approx(1.0, abs=0.02)
-    else:
-        assert num_too_old > 50
-        assert share_of_long(trained) < 0.8
+    assert share_of_long(trained) == pytest.approx(1.0, abs=0.02)
 
 
 # --- filling up --------------------------------------------------------------------------------
@@ -343,11 +331,9 @@ def test_R19_room_is_filled_in_the_call_that_makes_it() -> None:
     assert len(collector._buffer) == 8
 
 
-@pytest.mark.parametrize("too_old", ["wait", "drop"])
-def test_dynamic_sampling_gives_up_ahead_of_the_training_too(too_old: str) -> None:
+def test_dynamic_sampling_gives_up_ahead_of_the_training_too() -> None:
     collector = make(
         scorer=FakeScorer(lambda _: 1.0),
-        pipeline={"too_old": too_old},
         dynamic_sampling=True,
     )
     for groups in batches(collector, 4):
@@ -357,11 +343,11 @@ def test_dynamic_sampling_gives_up_ahead_of_the_training_too(too_old: str) -> No
         assert len(collector._buffer) >= 4, "sampling goes on while the loop does"
 
 
-@pytest.mark.parametrize(("staleness", "queue", "expected"), [(3, 1, 1), (1, 3, 1), (2, 2, 2)])
-def test_how_far_ahead(staleness: int, queue: int, expected: int) -> None:
-    collector = make(pipeline={"max_staleness": staleness, "async_queue_size": queue})
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_how_far_ahead(staleness: int) -> None:
+    collector = make(pipeline={"max_staleness": staleness})
     for _ in batches(collector, 6):
-        assert len(collector._buffer) == 4 * expected
+        assert len(collector._buffer) == 4 * staleness
 
 
 # --- changes of weights ------------------------------------------------------------------------
@@ -388,7 +374,7 @@ def test_unfinished_samples_at_a_change_of_weights(in_flight: str) -> None:
     engine = FakeEngine(length=lambda request: 20 + draw(request.id) % 20)
     collector = make(
         engine=engine,
-        pipeline={"in_flight": in_flight, "max_staleness": 3, "async_queue_size": 3},
+        pipeline={"in_flight": in_flight, "max_staleness": 3},
         mask_off_policy_tokens=True,
     )
     num_versions: list[int] = []
@@ -416,7 +402,7 @@ def test_unfinished_samples_at_a_change_of_weights(in_flight: str) -> None:
 def test_a_sample_interrupted_often_enough_finishes_first(limit: int, in_flight: str) -> None:
     """Before the next change of weights, which waits for it."""
     collector = make(
-        pipeline={"in_flight": in_flight, "max_staleness": 3, "async_queue_size": 3},
+        pipeline={"in_flight": in_flight, "max_staleness": 3},
         max_aborted_count=limit,
     )
     calls: list[tuple[int, int]] = []
@@ -444,7 +430,7 @@ ENGINES: list[Callable[[], FakeEngine]] = [
     lambda: FakeEngine(length=heavy_tailed),
     lambda: LateEngine(length=heavy_tailed),
 ]
-AHEAD = {"max_staleness": 2, "async_queue_size": 2, "in_flight": "abort"}
+AHEAD = {"max_staleness": 2, "in_flight": "abort"}
 
 
 @pytest.mark.parametrize("make_engine", ENGINES, ids=["fake", "late"])
@@ -491,13 +477,12 @@ def state_after(collector: Collector, num_steps: int) -> Any:
 
 
 @pytest.mark.parametrize("make_engine", ENGINES, ids=["fake", "late"])
-@pytest.mark.parametrize("too_old", ["wait", "drop"])
-def test_R17_a_collector_goes_on_from_its_state(too_old: str, make_engine: Any) -> None:
+def test_R17_a_collector_goes_on_from_its_state(make_engine: Any) -> None:
     def fresh() -> Collector:
         return make(
             engine=make_engine(),
             scorer=FakeScorer(delay=2),
-            pipeline=AHEAD | {"too_old": too_old},
+            pipeline=AHEAD,
             max_aborted_count=2,
         )
 
@@ -525,12 +510,11 @@ def test_R17_planted_state_without_a_buffered_group() -> None:
     assert [as_values(groups) for groups in batches(second, 3, first=6)] != expected
 
 
-@pytest.mark.parametrize("too_old", ["wait", "drop"])
-def test_a_run_that_goes_on_with_less_staleness_drops_what_cannot_meet_it(too_old: str) -> None:
-    first = make(pipeline={"max_staleness": 5, "async_queue_size": 5})
+def test_a_run_that_goes_on_with_less_staleness_drops_what_cannot_meet_it() -> None:
+    first = make(pipeline={"max_staleness": 5})
     saved = state_after(first, 8)
     num_open = len(first._buffer)
-    second = make(pipeline={"max_staleness": 1, "too_old": too_old})
+    second = make(pipeline={"max_staleness": 1})
     second.load_state_dict(saved)
     second.prompts.position = first.prompts.position
     second.engine.weight_version = 8  # type: ignore[misc]
@@ -540,7 +524,6 @@ def test_a_run_that_goes_on_with_less_staleness_drops_what_cannot_meet_it(too_ol
         assert max(second.counts.staleness) <= 1
         dropped += second.counts.num_too_old
     assert 0 < dropped <= num_open
-    assert not second._buffer._discarded
 
 
 def test_an_oversampled_run_may_be_resumed_ahead() -> None:
@@ -617,8 +600,7 @@ def test_an_error_of_the_thread_reaches_the_caller() -> None:
 # --- failures, size, metrics -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("too_old", ["wait", "drop"])
-def test_R12_failures_are_counted_and_carry_no_reward(too_old: str) -> None:
+def test_R12_failures_are_counted_and_carry_no_reward() -> None:
     """Of rewards, of requests that no engine can serve, and of calls that raise."""
     kinds = [kind for kind in FailureKind if kind is not FailureKind.ENGINE]
 
@@ -629,7 +611,7 @@ def test_R12_failures_are_counted_and_carry_no_reward(too_old: str) -> None:
     def is_refused(request_id: str) -> bool:
         return draw("refused", request_id) % 11 == 0
 
-    collector = make(scorer=FakeScorer(delay=2, fails=fails), pipeline={"too_old": too_old})
+    collector = make(scorer=FakeScorer(delay=2, fails=fails))
     step = collector.engine.step
     num_calls = 0
 
@@ -686,10 +668,9 @@ def held(thing: Any, seen: set[int] | None = None) -> int:
     return 1 + sum(held(part, seen) for part in parts) + len(parts)
 
 
-@pytest.mark.parametrize("too_old", ["wait", "drop"])
-def test_R16_a_long_run_holds_no_more_than_a_short_one(too_old: str) -> None:
+def test_R16_a_long_run_holds_no_more_than_a_short_one() -> None:
     collector = make(
-        pipeline={"max_staleness": 2, "async_queue_size": 2, "too_old": too_old},
+        pipeline={"max_staleness": 2},
         scorer=FakeScorer(delay=2),
         dynamic_sampling=True,
         prompts_per_step=2,
@@ -700,32 +681,10 @@ def test_R16_a_long_run_holds_no_more_than_a_short_one(too_old: str) -> None:
         if step % 5 == 0:
             sizes.append(held(collector))
     assert max(sizes[200:]) <= 1.5 * max(sizes[:40])
-    assert len(collector._buffer._discarded) <= 2
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_scores_of_dropped_groups_are_passed_over(
-    dynamic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collector_module, "MAX_REFILL_ROUNDS", 50)
-    collector = make(
-        engine=FakeEngine(length=lambda _: 1),
-        scorer=FakeScorer(delay=40),
-        pipeline={"too_old": "drop"},
-        dynamic_sampling=dynamic,
-    )
-    num_awaited = 0
-    for version in range(20):
-        assert len(collect(collector, version)) == 4
-        bring_weights(collector, version + 1)
-        num_awaited += len(collector._buffer._discarded)
-    assert num_awaited, "a group must be dropped before its scores come"
-    with collector.idle():
-        assert not collector._buffer._discarded
 
 
 def test_the_collector_says_how_far_it_was_ahead() -> None:
-    collector = make(pipeline={"max_staleness": 2, "async_queue_size": 2})
+    collector = make(pipeline={"max_staleness": 2})
     seen: list[int] = []
     for groups in batches(collector, 6):
         counts = collector.counts

@@ -111,7 +111,7 @@ def batches(ahead: Collector, versions: range, num_polls: int) -> Iterator[Any]:
 def test_R17_a_collector_goes_on_bit_for_bit(
     make_model: Callable[[], PreTrainedModel], in_flight: str
 ) -> None:
-    pipeline = {"max_staleness": 2, "async_queue_size": 2, "in_flight": in_flight}
+    pipeline = {"max_staleness": 2, "in_flight": in_flight}
     first, second = (make_ahead(make_model(), **pipeline) for _ in range(2))
     set_weights(first.engine, 0)  # type: ignore[arg-type]
     begun = list(batches(first, range(3), num_polls=2))

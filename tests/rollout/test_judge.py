@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from hone.config.data import DataConfig, SourceConfig
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
-from hone.config.reward import REWARD_MODEL, RewardConfig, RewardModelConfig
+from hone.config.reward import REWARD_MODEL, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from hone.data.arithmetic import ALPHABET
 from hone.models.load import load_value_model
 from hone.models.tiny import make_char_tokenizer
@@ -139,14 +139,17 @@ class Fake:
 def judge(
     fake: Any,
     *,
-    functions: Sequence[str] = (),
+    functions: Sequence[str | dict[str, Any]] = (),
     weight: float = 1.0,
     budget: int = 1000,
     clip: tuple[float, float] | None = None,
 ) -> Judge:
     model = RewardModelConfig(path="judge", weight=weight, max_tokens_per_forward=budget)
     rewards = RewardConfig(
-        functions=tuple({"fn": fn, "weight": 2.0} for fn in functions),  # type: ignore[arg-type]
+        functions=tuple(
+            RewardFunctionConfig(weight=2.0, **({"fn": fn} if isinstance(fn, str) else fn))
+            for fn in functions
+        ),
         model=model,
         clip=clip,
         num_workers=1,
@@ -206,9 +209,14 @@ def test_the_whole_sum_is_clipped_and_no_part_of_it() -> None:
 
 
 def test_it_scores_what_no_function_does(tmp_path: Path) -> None:
-    """Alone, and beside a function that says nothing of a sample."""
-    (tmp_path / "silent.py").write_text("def none(completion):\n    return None\n")
-    for functions in ([], [f"{tmp_path / 'silent.py'}:none"]):
+    """Alone, and beside functions that say nothing of a sample, or of all of a prompt."""
+    file = tmp_path / "silent.py"
+    file.write_text(
+        "def none(completion):\n    return None\n"
+        "def all(completions):\n    return [None] * len(completions)\n"
+    )
+    silent: list[Any] = [f"{file}:none", {"fn": f"{file}:all", "whole_groups": True}]
+    for functions in ([], silent[:1], silent[1:], silent):
         own = judge(Fake({6: 0.25}), functions=functions)
         (found,) = scored(own, [sample(0, "3")])
         assert found.reward is not None

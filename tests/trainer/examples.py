@@ -16,6 +16,7 @@ from hone.attention import ATTENTION_NAME
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.trainer import TrainerConfig
 from hone.distributed.mesh import Mesh
+from hone.planner.rungs import Rungs
 from hone.trainer.scorer import FrozenScorer, RowScorer
 from hone.trainer.trainer import Trainer
 from hone.types import Column, Row
@@ -120,6 +121,7 @@ def make_trainer(
         TrainerConfig.model_validate(settings),
         PolicyObjective(algorithm or AlgorithmConfig(), max_completion_tokens=24),
         total_steps=100,
+        rungs=Rungs(None),
         mesh=mesh,
     )
 
@@ -127,7 +129,7 @@ def make_trainer(
 def make_reference(
     model: PreTrainedModel, *, mesh: Mesh | None = None, **settings: Any
 ) -> FrozenScorer:
-    return FrozenScorer(model, TrainerConfig.model_validate(settings), mesh=mesh)
+    return FrozenScorer(model, TrainerConfig.model_validate(settings), mesh=mesh, rungs=Rungs(None))
 
 
 def logprobs_of(scorer: RowScorer, rows: Sequence[Row]) -> list[torch.Tensor]:

@@ -19,11 +19,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
             f"stage {stage}, two copies": {"zero_stage": stage, "fsdp_size": 2}
             for stage in range(1, 4)
         },
-        "stage 3, prefetch, rows as they come": {
-            "zero_stage": 3,
-            "forward_prefetch": True,
-            "balance_data": False,
-        },
         "data 2 x tensor 2": {"tensor_parallel_size": 2, "zero_stage": 3},
         "data 2 x tensor 2, two copies": {"tensor_parallel_size": 2, "zero_stage": 0},
         "data 2 x ulysses 2": {"ulysses_size": 2, "zero_stage": 2},

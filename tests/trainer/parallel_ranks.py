@@ -362,7 +362,7 @@ def schedules():
             {
                 "max_tokens_per_microbatch": 120,
                 # Of stage 3 a rank without rows gathers weights in passes without gradient too.
-                "parallel": {"zero_stage": 3 - number % 4, "balance_data": bool(number % 2)},
+                "parallel": {"zero_stage": 3 - number % 4},
             },
         )
     return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
 from rich.console import Console
 
@@ -80,17 +82,11 @@ def _engine(arguments: Sequence[str]) -> int:
         return [*found, *_lack_of_host_memory(plan)]
 
     cfg = load_checked(BenchEngineConfig, arguments, check)
+    from hone.bench import report
     from hone.bench.bench import bench_engine
-    from hone.bench.report import print_table, write_file
 
     quiet_transformers()
-    result = bench_engine(cfg)
-    if processes().rank > 0:
-        return 0
-    write_file(result)
-    print_table(result, Console(highlight=False))
-    _log.info("numbers in %s", cfg.output)
-    return 0
+    return _report(bench_engine(cfg), report)
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -113,16 +109,19 @@ def _train(arguments: Sequence[str]) -> int:
         return [*found, *([lack] if lack else [])]
 
     cfg = load_checked(BenchTrainConfig, arguments, check)
+    from hone.bench import train_report
     from hone.bench.train import bench_train
-    from hone.bench.train_report import print_table, write_file
 
     quiet_transformers()
-    result = bench_train(cfg)
-    if processes().rank > 0:
-        return 0
-    write_file(result)
-    print_table(result, Console(highlight=False))
-    _log.info("numbers in %s", cfg.output)
+    return _report(bench_train(cfg), train_report)
+
+
+def _report(result: Any, report: ModuleType) -> int:
+    """The file and the table of a result, by the first process."""
+    if processes().rank == 0:
+        report.write_file(result)
+        report.print_table(result, Console(highlight=False))
+        _log.info("numbers in %s", result.cfg.output)
     return 0
 
 

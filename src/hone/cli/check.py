@@ -20,9 +20,9 @@ from hone.cli.command import (
     take_nproc,
     take_word,
 )
-from hone.cli.help import TREES, is_help, print_help
+from hone.cli.help import is_help, print_help
 from hone.config.hardware import known_gpu
-from hone.config.plan import Command, RunPlan
+from hone.config.plan import RECIPE_TREES, Command, RunPlan
 from hone.config.printable import printable
 from hone.config.recipe import read_recipe, to_yaml
 from hone.config.rules import Finding
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     """Check a recipe and print the outcome; 2 where it has errors."""
     nproc, words = take_nproc(argv)
     name, words = take_word("--gpu", words)
-    command = words.pop(0) if words and words[0] in TREES else None
+    command = words.pop(0) if words and words[0] in RECIPE_TREES else None
     if not words or is_help(words):
         if command is not None and words:
             return print_help(command, words)
@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     as_json = "--json" in words
     words = [word for word in words if word != "--json"]
     command = command or _command_of(words)
-    cfg, notes = load_arguments(TREES[command], words)
+    cfg, notes = load_arguments(RECIPE_TREES[command], words)
     if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.is_used:
         nproc = cfg.cluster.num_trainers
     assert isinstance(cfg, Command)

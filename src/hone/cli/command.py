@@ -28,11 +28,10 @@ from hone.config.run import RunConfig
 from hone.config.tree import (
     BenchEngineConfig,
     BenchTrainConfig,
-    DPOConfig,
     EvaluateConfig,
     GenerateConfig,
     PairsConfig,
-    RewardModelingConfig,
+    PlanConfig,
     RLConfig,
     SFTConfig,
 )
@@ -40,7 +39,7 @@ from hone.data.columns import Example, choose_columns, map_rows
 from hone.data.pairs import read_pairs
 from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
-from hone.distributed.spawn import INTERRUPTED, spawn
+from hone.distributed.spawn import INTERRUPTED, RESTART, spawn
 from hone.observe.kept_result import require_same_settings
 from hone.observe.resumed_run import is_finished, newest_step, require_resumable
 from hone.planner.fitting import check_gpu_memory, check_host_memory
@@ -106,7 +105,7 @@ def load_fitted(
 
 def _trains(cfg: Section) -> TypeGuard[RLConfig | SFTConfig]:
     """Whether it is of a command that trains; that of `hone plan` has the same sections."""
-    return type(cfg) in (RLConfig, SFTConfig, DPOConfig, RewardModelingConfig)
+    return isinstance(cfg, RLConfig | SFTConfig) and not isinstance(cfg, PlanConfig)
 
 
 def split(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -203,7 +202,11 @@ def run_in_processes(
     _set_up_openmp(cfg, nproc)
     _log.info("starting %d processes", nproc)
     on_death = partial(_record_death, cfg) if isinstance(cfg, RLConfig | SFTConfig) else None
-    return spawn([sys.executable, "-m", "hone", command, *argv], nproc, on_death)
+    words = [sys.executable, "-m", "hone", command, *argv]
+    goes_on = isinstance(cfg, RLConfig | SFTConfig) and cfg.run.resume == "auto"
+    while (code := spawn(words, nproc, on_death)) == RESTART and goes_on:
+        _log.warning("starting %d processes again", nproc)
+    return code
 
 
 def _record_death(

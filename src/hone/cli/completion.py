@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from hone.config import UserError
@@ -48,6 +48,7 @@ def _second_words() -> dict[str, list[str]]:
     return {
         **{name: recipes for name in TREES if " " not in name},
         "check": [*RECIPE_COMMANDS, *recipes],
+        "tune": recipes,
         "bench": [name.partition(" ")[2] for name in TREES if " " in name],
         "recipes": ["show", "copy"],
         "completion": list(SHELLS),
@@ -62,7 +63,11 @@ def _flags() -> dict[str, list[str]]:
     for name in RECIPE_COMMANDS:
         found[name].append("--nproc")
     checked = dict.fromkeys(x for name in RECIPE_COMMANDS for x in found[name])
-    return found | {"check": [*checked, "--gpu", "--json"]}
+    return found | {
+        "check": [*checked, "--gpu", "--json"],
+        "doctor": ["--run.dir", "--json"],
+        "tune": [*found["plan"], "--nproc", "--candidates", "--steps-each"],
+    }
 
 
 def _keys(tree: type[Section]) -> Iterator[str]:
@@ -98,18 +103,12 @@ def _commands() -> dict[str, str]:
 
 def _bash() -> str:
     """Keys are given as `--key value` or `--key=value`, which readline cuts at the `=`."""
-    seconds = "".join(
-        f"    {command}) words={shlex.quote(' '.join(words))} ;;\n"
-        for command, words in _second_words().items()
-    )
-    flags = "".join(
-        f"    {shlex.quote(command)}) words={shlex.quote(' '.join(words))} ;;\n"
-        for command, words in _flags().items()
-    )
-    values = "".join(
-        f"    {flag}) words={shlex.quote(' '.join(words))} ;;\n"
-        for flag, words in _values().items()
-    )
+
+    def cases(table: Mapping[str, Sequence[str]]) -> str:
+        lines = (f"{shlex.quote(x)}) words={shlex.quote(' '.join(table[x]))} ;;" for x in table)
+        return "".join(f"    {line}\n" for line in lines)
+
+    seconds, flags, values = map(cases, (_second_words(), _flags(), _values()))
     return f"""\
 # bash completion of hone; after an update print it again: hone completion bash
 _hone() {{
@@ -150,17 +149,12 @@ complete -o bashdefault -o default -F _hone hone
 
 
 def _zsh() -> str:
-    seconds = "".join(
-        f"    {command}) found=({shlex.join(words)}) ;;\n"
-        for command, words in _second_words().items()
-    )
-    flags = "".join(
-        f"    {shlex.quote(command)}) found=({shlex.join(words)}) ;;\n"
-        for command, words in _flags().items()
-    )
-    values = "".join(
-        f"    {flag}) found=({shlex.join(words)}) ;;\n" for flag, words in _values().items()
-    )
+
+    def cases(table: Mapping[str, Sequence[str]]) -> str:
+        lines = (f"{shlex.quote(x)}) found=({shlex.join(table[x])}) ;;" for x in table)
+        return "".join(f"    {line}\n" for line in lines)
+
+    seconds, flags, values = map(cases, (_second_words(), _flags(), _values()))
     commands = " ".join(shlex.quote(f"{name}:{text}") for name, text in _commands().items())
     return f"""\
 #compdef hone

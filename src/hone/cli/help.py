@@ -15,31 +15,13 @@ from rich.text import Text
 
 from hone.config import UserError
 from hone.config.base import Section
-from hone.config.plan import Command
+from hone.config.plan import RECIPE_TREES
 from hone.config.recipe import read_recipe, recipe_names, resolve_recipe
 from hone.config.schema import Field, fields, is_section, locate
 from hone.config.sharing import key_paths, parts
-from hone.config.tree import TREES as ALL_TREES
-from hone.config.tree import (
-    DPOConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    RewardModelingConfig,
-    RLConfig,
-    SFTConfig,
-)
+from hone.config.tree import TREES
 
-__all__ = ["TREES", "default_text", "is_help", "print_help"]
-
-TREES: dict[str, type[Command]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "reward-model": RewardModelingConfig,
-    "eval": EvaluateConfig,
-    "generate": GenerateConfig,
-}
-"""Trees of the commands that `hone check` checks."""
+__all__ = ["default_text", "is_help", "print_help"]
 
 _MAX_WIDTH, _NARROW = 100, 80
 _ALL = "all"
@@ -140,18 +122,18 @@ def print_help(command: str, argv: Sequence[str]) -> int:
 
     Raises UserError for a word that is neither a section nor a recipe.
     """
-    tree = ALL_TREES[command]
+    tree = TREES[command]
     sections, recipe = _words(command, tree, argv)
     values = {} if recipe is None else _values(tree, recipe)
-    shown = "" if recipe is None else recipe.stem
+    page = _Page(command, tree, values, "" if recipe is None else recipe.stem)
     console = Console(highlight=False)
     console.width = min(console.width, _MAX_WIDTH)
     if sections:
         for number, section in enumerate(sections):
-            for line in _section(tree, section, values, shown, is_first=number == 0):
+            for line in page.section(section, is_first=number == 0):
                 console.print(line)
     else:
-        _print_first_page(console, command, tree, values, shown)
+        page.print_first(console)
     return 0
 
 
@@ -210,43 +192,120 @@ def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield (name,), value
 
 
-def _print_first_page(
-    console: Console,
-    command: str,
-    tree: type[Section],
-    values: Mapping[tuple[str, ...], Any],
-    recipe: str,
-) -> None:
-    page = _FIRST_PAGES[command]
-    console.print(Text(_joined(tree.__doc__)))
-    console.print(Text(f"\nusage: hone {command} [RECIPE] [--section.key VALUE ...]"))
-    if command in TREES:
-        console.print(Text("       --nproc N runs it in N processes of this host, one a GPU"))
-    console.print(Text("\nexamples:", "bold"))
-    console.print(Padding(Text(page.examples), (0, 0, 0, 2)), soft_wrap=True)
-    console.print(Text("\nkeys that nearly everybody sets:", "bold"))
-    everyday = [found for key in page.keys.split() if (found := locate(tree, key.split(".")))]
-    for field in everyday:
-        for line in _key(tree, field, values, recipe, is_brief=True):
-            console.print(line)
-    shown = {field.path for field in everyday}
-    others = [path for path in values if path not in shown and not _has_entries(path, values)]
-    if told := [field for path in others if (field := locate(tree, path))]:
-        console.print(Text(f"\nand what else {recipe} sets:", "bold"))
-        for field in told:
-            for line in _head(tree, field, values, recipe, is_brief=True):
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """The help of a command, with what a recipe sets of its keys."""
+
+    command: str
+    tree: type[Section]
+    values: Mapping[tuple[str, ...], Any]
+    recipe: str
+    """Its name; empty without one."""
+
+    def print_first(self, console: Console) -> None:
+        """What the command is, and the keys that nearly everybody sets."""
+        command, recipe, tree = self.command, self.recipe, self.tree
+        page = _FIRST_PAGES[command]
+        console.print(Text(_joined(tree.__doc__)))
+        console.print(Text(f"\nusage: hone {command} [RECIPE] [--section.key VALUE ...]"))
+        if command in RECIPE_TREES:
+            console.print(Text("       --nproc N runs it in N processes of this host, one a GPU"))
+        console.print(Text("\nexamples:", "bold"))
+        console.print(Padding(Text(page.examples), (0, 0, 0, 2)), soft_wrap=True)
+        console.print(Text("\nkeys that nearly everybody sets:", "bold"))
+        everyday = [found for key in page.keys.split() if (found := locate(tree, key.split(".")))]
+        for field in everyday:
+            for line in self._key(field, is_brief=True):
                 console.print(line)
-    console.print(Text("\nall keys, by section:", "bold"))
-    width = max(map(len, tree.model_fields)) + 2
-    for name, info in tree.model_fields.items():
-        field = Field((name,), info.annotation, info)
-        text = Text.assemble("  ", (name.ljust(width), "cyan"), _sentence(field.help))
-        console.print(text, no_wrap=True, overflow="ellipsis")
-    words = f"hone {command}{f' {recipe}' if recipe else ''} --help"
-    console.print(Text(f"\n`{words} {_example(tree)}` shows a section, `{words} all` all of them."))
-    console.print(
-        Text("A switch needs no value: --a.flag, --no-a.flag. Lists: inline YAML, or --a.0 X.")
-    )
+        shown = {field.path for field in everyday}
+        others = [path for path in self.values if path not in shown and not self._is_above(path)]
+        if told := [field for path in others if (field := locate(tree, path))]:
+            console.print(Text(f"\nand what else {recipe} sets:", "bold"))
+            for field in told:
+                for line in self._head(field, is_brief=True):
+                    console.print(line)
+        console.print(Text("\nall keys, by section:", "bold"))
+        width = max(map(len, tree.model_fields)) + 2
+        for name, info in tree.model_fields.items():
+            field = Field((name,), info.annotation, info)
+            text = Text.assemble("  ", (name.ljust(width), "cyan"), _sentence(field.help))
+            console.print(text, no_wrap=True, overflow="ellipsis")
+        words = f"hone {command}{f' {recipe}' if recipe else ''} --help"
+        shows = f"\n`{words} {_example(tree)}` shows a section, `{words} all` all of them."
+        console.print(Text(shows))
+        console.print(
+            Text("A switch needs no value: --a.flag, --no-a.flag. Lists: inline YAML, or --a.0 X.")
+        )
+
+    def section(self, name: str, *, is_first: bool) -> Iterator[Text | Padding]:
+        """A section: its heading, its own keys, then each section in it."""
+        if name == _ALL:
+            for number, part in enumerate(self._below(())):
+                yield from self._block(part, is_first=is_first and number == 0)
+            return
+        found = locate(self.tree, _path(name))
+        assert found is not None, f"{name=}"
+        yield from self._block(found, is_first=is_first)
+
+    def _block(self, field: Field, *, is_first: bool) -> Iterator[Text | Padding]:
+        if is_section(field.annotation):
+            heading = Text.assemble((field.key, "bold underline"), f"  {field.help}")
+            yield heading if is_first else Text.assemble("\n", heading)
+        else:
+            if _has_keys(field) and not is_first:
+                yield Text()
+            yield from self._key(field)
+        for entry in self._below(field.path):
+            yield from self._block(entry, is_first=False)
+
+    def _below(self, above: tuple[str, ...]) -> list[Field]:
+        """What is directly below a path: plain keys first, since a section's keys would run into
+        those that follow it."""
+        below = [
+            field
+            for field in fields(self.tree)
+            if field.path[:-1] == above
+            or (field.path[:-2] == above and field.path[-2:-1] == ("0",))
+        ]
+        return sorted(below, key=_has_keys)
+
+    def _is_above(self, path: tuple[str, ...]) -> bool:
+        """Whether the recipe sets something in what is at a path."""
+        return any(at[: len(path)] == path and len(at) > len(path) for at in self.values)
+
+    def _key(self, field: Field, *, is_brief: bool = False) -> Iterator[Text | Padding]:
+        """One key: `--key  allowed  [default]` over its help."""
+        yield from self._head(field, is_brief=is_brief)
+        help_text = _sentence(field.help) if is_brief else field.help
+        yield Padding(Text(help_text), (0, 0, 0, 6), expand=False)
+
+    def _head(self, field: Field, *, is_brief: bool = False) -> Iterator[Text | Padding]:
+        """In one line where it fits 80 columns, else what is allowed stands below the key."""
+        key = Text.assemble("  ", (f"--{field.key}", "bold cyan"))
+        parts: list[Any] = [] if is_brief else [field.allowed, "  "]
+        if field.path in self.values:
+            value = default_text(self.values[field.path])
+            parts += [(f"[{self.recipe}: {value}]", "bold green"), "  "]
+        told = Text.assemble(*parts, (f"[{self._state(field)}]", "green"))
+        if key.cell_len + 2 + told.cell_len <= _NARROW:
+            yield Text.assemble(key, "  ", told)
+        else:
+            yield key
+            yield Padding(told, (0, 0, 0, 6), expand=False)
+
+    def _state(self, field: Field) -> str:
+        """Whether it is required, else its default; of an entry that of the list it is in."""
+        if "0" in field.path:
+            at = field.path.index("0")
+            entries = locate(self.tree, field.path[:at])
+            assert entries is not None, f"{field.path=}"
+            if not entries.required and field.required:
+                first: Any = (entries.default or [None])[0]
+                found = None if first is None else getattr(first, field.path[at + 1])
+                return (
+                    "required in an entry" if found is None else f"default: {default_text(found)}"
+                )
+        return "required" if field.required else f"default: {default_text(field.default)}"
 
 
 def _example(tree: type[Section]) -> str:
@@ -254,111 +313,11 @@ def _example(tree: type[Section]) -> str:
     return "rollout" if "rollout" in names else names[-1]
 
 
-def _section(
-    tree: type[Section],
-    name: str,
-    values: Mapping[tuple[str, ...], Any],
-    recipe: str,
-    *,
-    is_first: bool,
-) -> Iterator[Text | Padding]:
-    """A section: its heading, its own keys, then each section in it."""
-    if name == _ALL:
-        for number, part in enumerate(_sorted(tree, ())):
-            yield from _block(tree, part, values, recipe, is_first=is_first and number == 0)
-        return
-    found = locate(tree, _path(name))
-    assert found is not None, f"{name=}"
-    yield from _block(tree, found, values, recipe, is_first=is_first)
-
-
-def _block(
-    tree: type[Section],
-    field: Field,
-    values: Mapping[tuple[str, ...], Any],
-    recipe: str,
-    *,
-    is_first: bool,
-) -> Iterator[Text | Padding]:
-    if is_section(field.annotation):
-        heading = Text.assemble((field.key, "bold underline"), f"  {field.help}")
-        yield heading if is_first else Text.assemble("\n", heading)
-    else:
-        if _has_keys(field) and not is_first:
-            yield Text()
-        yield from _key(tree, field, values, recipe)
-    for entry in _sorted(tree, field.path):
-        yield from _block(tree, entry, values, recipe, is_first=False)
-
-
 def _has_keys(field: Field) -> bool:
     """Whether it is a section, or a list of sections."""
     return is_section(field.annotation) or (
         get_origin(field.annotation) is tuple and is_section(get_args(field.annotation)[0])
     )
-
-
-def _has_entries(path: tuple[str, ...], values: Mapping[tuple[str, ...], Any]) -> bool:
-    return any(other[: len(path)] == path and len(other) > len(path) for other in values)
-
-
-def _sorted(tree: type[Section], above: tuple[str, ...]) -> list[Field]:
-    """What is directly below a path: plain keys first, since a section's keys would run into those
-    that follow it."""
-    below = [
-        field
-        for field in fields(tree)
-        if field.path[:-1] == above or (field.path[:-2] == above and field.path[-2:-1] == ("0",))
-    ]
-    return sorted(below, key=_has_keys)
-
-
-def _key(
-    tree: type[Section],
-    field: Field,
-    values: Mapping[tuple[str, ...], Any],
-    recipe: str,
-    *,
-    is_brief: bool = False,
-) -> Iterator[Text | Padding]:
-    """One key: `--key  allowed  [default]` over its help."""
-    yield from _head(tree, field, values, recipe, is_brief=is_brief)
-    help_text = _sentence(field.help) if is_brief else field.help
-    yield Padding(Text(help_text), (0, 0, 0, 6), expand=False)
-
-
-def _head(
-    tree: type[Section],
-    field: Field,
-    values: Mapping[tuple[str, ...], Any],
-    recipe: str,
-    *,
-    is_brief: bool = False,
-) -> Iterator[Text | Padding]:
-    """In one line where it fits 80 columns, else what is allowed stands below the key."""
-    key = Text.assemble("  ", (f"--{field.key}", "bold cyan"))
-    parts: list[Any] = [] if is_brief else [field.allowed, "  "]
-    if field.path in values:
-        parts += [(f"[{recipe}: {default_text(values[field.path])}]", "bold green"), "  "]
-    told = Text.assemble(*parts, (f"[{_state(tree, field)}]", "green"))
-    if key.cell_len + 2 + told.cell_len <= _NARROW:
-        yield Text.assemble(key, "  ", told)
-    else:
-        yield key
-        yield Padding(told, (0, 0, 0, 6), expand=False)
-
-
-def _state(tree: type[Section], field: Field) -> str:
-    """Whether it is required, else its default; of an entry that of the list it is in."""
-    if "0" in field.path:
-        at = field.path.index("0")
-        entries = locate(tree, field.path[:at])
-        assert entries is not None, f"{field.path=}"
-        if not entries.required and field.required:
-            first: Any = (entries.default or [None])[0]
-            found = None if first is None else getattr(first, field.path[at + 1])
-            return "required in an entry" if found is None else f"default: {default_text(found)}"
-    return "required" if field.required else f"default: {default_text(field.default)}"
 
 
 def _sentence(text: str) -> str:

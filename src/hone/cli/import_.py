@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hone.cli.command import take_word
 from hone.config import UserError
 from hone.config.aliases import FRAMEWORKS
 from hone.config.printable import printable
@@ -58,16 +59,18 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(
             f"there is nothing to import from '{framework}'. There are {', '.join(FRAMEWORKS)}."
         )
-    output, words = _take_output(words)
+    given, words = take_word("--output", words)
     if (
         bool(command) == bool(words)
         or len(words) > 1
+        or given == ""
         or any(word.startswith("-") for word in words)
     ):
         raise UserError(
             f"`hone import {framework}` takes one file, or a command behind `--`; got "
             f"{' '.join(words) or 'neither'}. `hone import --help` has examples."
         )
+    output = None if given is None else Path(given)
     if output is not None and output.exists():
         raise UserError(f"'{output}' exists. Name another file, or remove it.")
     if command:
@@ -82,12 +85,3 @@ def run(argv: Sequence[str]) -> int:
         output.write_text(text, encoding="utf-8")
     sys.stderr.write(f"{counts(found)}\n")
     return 0
-
-
-def _take_output(words: list[str]) -> tuple[Path | None, list[str]]:
-    for number, word in enumerate(words):
-        if word == "--output" and number + 1 < len(words):
-            return Path(words[number + 1]), words[:number] + words[number + 2 :]
-        if word.startswith("--output="):
-            return Path(word.partition("=")[2]), words[:number] + words[number + 1 :]
-    return None, words

@@ -14,7 +14,7 @@ from importlib import import_module
 from hone.config import UserError
 from hone.config.printable import printable
 from hone.distributed.processes import Processes, processes
-from hone.distributed.spawn import INTERRUPTED
+from hone.distributed.spawn import INTERRUPTED, RESTART
 from hone.version import __version__
 
 __all__ = ["COMMANDS", "main"]
@@ -32,6 +32,8 @@ COMMANDS = {
     "trace": "merge the traces of a step, and list what takes longest",
     "bench": "measure the engine (beside vLLM where wanted) or training",
     "plan": "find what fits GPUs of a type, and what is fastest; needs none",
+    "tune": "measure the best of plan on this machine, and write the fastest",
+    "doctor": "measure whether this machine is right, with remedies",
     "check": "check a recipe and print its derived numbers; needs no GPU",
     "import": "make a recipe of a script for OpenRLHF, verl, Relax or TRL",
     "recipes": "list the recipes that come with hone, show or copy one",
@@ -65,7 +67,6 @@ _OTHER_NAMES = {
 }
 """What others call these commands, or a person might."""
 
-_RECIPE_COMMANDS = ("rl", "sft", "dpo", "reward-model", "generate", "eval")
 
 _USAGE = """\
 hone: post-training of language models by reinforcement learning.
@@ -94,6 +95,7 @@ _AFTERWARDS = {
     "reward-model": _GOES_ON,
     "quickstart": _SAME,
     "generate": _SAME,
+    "tune": _SAME,
 }
 """What is left of a command that was interrupted where it could not save, by its name."""
 
@@ -178,6 +180,9 @@ def _explain(error: Exception) -> int | None:
     if name in ("LostPeerError", "WorkersLostError", "StaleWeightsError"):
         _say(f"error: {error}")
         return 1
+    if name == "RestartError":
+        _say(f"error: {error}")
+        return RESTART
     if isinstance(error, ValueError | OSError):
         where = "" if isinstance(error, UserError) else "\n(HONE_TRACEBACK=1 shows where)"
         _say(f"error: {error}{where}")
@@ -201,13 +206,17 @@ def _dispatch(arguments: list[str]) -> int:
         meant = " or ".join(f"`hone {name}`" for name in near)
         hint = f"Did you mean {meant}?" if near else f"Commands: {', '.join(COMMANDS)}."
         raise UserError(f"there is no command '{command}'. {hint}")
-    if command in _RECIPE_COMMANDS and any(word in ("-h", "--help") for word in rest):
-        from hone.cli.help import print_help
+    if any(word in ("-h", "--help") for word in rest):
+        from hone.config.tree import RECIPE_COMMANDS
 
-        return print_help(command, rest)
-    module = (
-        "import_" if command == "import" else command.replace("-", "_")
-    )  # a word of Python's own
+        if command in RECIPE_COMMANDS:
+            from hone.cli.help import print_help
+
+            return print_help(command, rest)
+    if command in ("dpo", "reward-model"):
+        return import_module("hone.cli.sft").run(rest, command)
+    # `import` is a word of Python's own.
+    module = "import_" if command == "import" else command.replace("-", "_")
     return import_module(f"hone.cli.{module}").run(rest)
 
 

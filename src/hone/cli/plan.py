@@ -28,7 +28,8 @@ from hone.planner.comparison import (
     Outcome,
     compare,
     launch_words,
-    planned_recipe,
+    planned_config,
+    recipe_of,
     run_flags,
 )
 from hone.planner.run_memory import RunMemory
@@ -112,7 +113,7 @@ def _write(result: Comparison, output: Path) -> str:
 def _recipe(result: Comparison) -> str:
     """The first outcome as a recipe, which says what it was made for."""
     outcome = result.outcomes[0]
-    recipe = planned_recipe(result.cfg, outcome)
+    recipe = recipe_of(planned_config(result.cfg, outcome))
     head = [
         f"{outcome.name}, planned for {_model(result)} on {result.num_gpus} x {result.gpu.name}",
         f"{outcome.run.step_s:.3g} s a step, {outcome.run.tokens_per_s:,.0f} tok/s by prediction",
@@ -129,18 +130,14 @@ def _print(result: Comparison, console: Console) -> None:
     """The fastest and the plain run, one row each, and what follows from them."""
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     table.add_column("mode", no_wrap=True)
-    has_dropped = any(x.run.dropped_share for x in result.outcomes)
-    dropped = ("dropped",) if has_dropped else ()
-    for name in ("split", "s/step", "tok/s", "x plain", "idle", "stale, most", *dropped):
+    for name in ("split", "s/step", "tok/s", "x plain", "idle", "stale, most"):
         table.add_column(name, justify="right", no_wrap=True)
     shown = list(result.outcomes[:_MAX_ROWS])
     if result.plain not in shown:
         shown[-1] = result.plain
     for outcome in shown:
-        cells = _cells(result, outcome)
-        if has_dropped:
-            cells.append(f"{outcome.run.dropped_share:.0%}")
-        table.add_row(*cells, style="bold" if outcome is result.plain else None)
+        style = "bold" if outcome is result.plain else None
+        table.add_row(*_cells(result, outcome), style=style)
     console.print(_title(result), style="bold", markup=False)
     console.print(table)
     console.print(_legend(result), markup=False, style="dim")
@@ -298,7 +295,6 @@ def _as_json(result: Comparison) -> dict[str, Any]:
                 "trainer_idle": x.run.trainer_idle,
                 "staleness_mean": x.run.staleness_mean,
                 "staleness_max": x.run.staleness_max,
-                "dropped_share": x.run.dropped_share,
                 "num_preemptions": x.run.num_preemptions,
                 "steps": [
                     {
@@ -309,7 +305,6 @@ def _as_json(result: Comparison) -> dict[str, Any]:
                         "num_tokens": step.num_tokens,
                         "num_completion_tokens": step.num_completion_tokens,
                         "staleness_mean": statistics.fmean(step.staleness),
-                        "num_dropped": step.num_dropped,
                     }
                     for step in x.run.steps
                 ],

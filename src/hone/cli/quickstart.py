@@ -1,6 +1,6 @@
 """`hone quickstart [--seed N] [--dir DIR]`: watch a tiny model learn on this machine.
 
-Nothing here is special: it writes a model folder and four JSONL files, and then calls `hone sft`
+Nothing here is special: it writes a model folder and three JSONL files, and then calls `hone sft`
 and `hone rl` with recipes that ship with the package.
 """
 
@@ -80,12 +80,10 @@ def _inputs_are_made(folder: Path, seed: int) -> bool:
 
 
 def make_inputs(folder: Path, seed: int) -> None:
-    """The model folder and the problems: train, held out, and demonstrations and pairs of the
-    former."""
+    """The model folder and the problems: train, held out, and demonstrations of the former."""
     from hone.data.arithmetic import (
         ALPHABET,
         generate,
-        right_and_backwards,
         two_teachers,
         write_jsonl,
     )
@@ -110,7 +108,6 @@ def make_inputs(folder: Path, seed: int) -> None:
     write_jsonl(folder / "eval.jsonl", held_out)
     demonstrations = two_teachers(train, seed, num_copies=4, backwards=0.8)
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
-    write_jsonl(folder / "pairs.jsonl", right_and_backwards(train))
     (folder / "quickstart.json").write_text(json.dumps({"seed": seed}))  # last: all is there
 
 

@@ -1,9 +1,9 @@
-"""`hone sft RECIPE [--nproc N] [flags]`: supervised fine-tuning on demonstrations."""
+"""`hone sft|dpo|reward-model RECIPE [--nproc N] [flags]`: training on rows of files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hone.cli.command import (
     check_here,
@@ -14,7 +14,7 @@ from hone.cli.command import (
     run_in_processes,
     take_nproc,
 )
-from hone.config.tree import SFTConfig
+from hone.config.tree import TREES, SFTConfig
 
 if TYPE_CHECKING:
     from hone.loops.run import Outcome
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["run", "train"]
 
 
-def run(argv: Sequence[str], *, command: str = "sft", tree: type[SFTConfig] = SFTConfig) -> int:
+def run(argv: Sequence[str], command: str = "sft") -> int:
     """Check the recipe, then train. Torch is loaded only after every check has passed."""
     nproc, arguments = take_nproc(argv)
+    tree = cast("type[SFTConfig]", TREES[command])
     if nproc is not None and nproc > 1:
         return run_in_processes(command, tree, arguments, check_here, nproc)
     cfg = load_checked(tree, arguments, check_here)

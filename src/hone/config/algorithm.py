@@ -167,6 +167,10 @@ class CriticConfig(Section):
     lr: float = Field(default=1e-5, ge=0)
     """Peak learning rate (of AdamW), in place of `trainer.optimizer.lr`."""
 
+    optimizer: Literal["adamw", "muon"] | None = None
+    """Optimizer of the critic; unset: that of the policy, `trainer.optimizer.name`. Muon has the
+    rate `trainer.optimizer.muon_lr` for hidden matrices, also here."""
+
     value_clip: float | None = Field(default=0.5, gt=0)
     """How far an update may move a token's value before its gradient is cut; None does not clip."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import Field
@@ -10,7 +11,6 @@ from pydantic import Field
 from hone.config.base import Section
 
 __all__ = [
-    "TEMPLATE_FIELD",
     "ColumnsConfig",
     "DataConfig",
     "PairColumnsConfig",
@@ -18,11 +18,24 @@ __all__ = [
     "PairSourceConfig",
     "SourceBase",
     "SourceConfig",
+    "fill_template",
+    "template_fields",
 ]
 
-TEMPLATE_FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
-"""In `prompt_template`, `{name}` is filled in and `{{name}}` gives `{name}`; other braces, as in
-LaTeX, stay as they are."""
+_TEMPLATE_FIELD = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
+
+
+def template_fields(template: str) -> list[str]:
+    """The names that a template fills in: `{name}` is one, `{{name}}` gives `{name}`, and other
+    braces, as in LaTeX, stay as they are."""
+    return [match[2] for match in _TEMPLATE_FIELD.finditer(template) if match[2]]
+
+
+def fill_template(template: str, value_of: Callable[[str], str]) -> str:
+    """A template with `value_of` each name that it fills in."""
+    return _TEMPLATE_FIELD.sub(
+        lambda match: "{" + match[1] + "}" if match[1] else value_of(match[2]), template
+    )
 
 
 class ColumnsConfig(Section):

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["BLOCK_SIZE", "EngineConfig"]
+__all__ = ["BLOCK_SIZE", "CPU_CACHE_GIB", "EngineConfig"]
 
 BLOCK_SIZE = 16
 """Tokens in a block (page) of the KV cache."""

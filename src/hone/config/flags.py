@@ -108,13 +108,14 @@ def _unknown(tree: type[Section], name: str, word: str) -> str:
             f'unknown key (flag {word}); prompts are rows of a file, such as {{"prompt": "Hi"}}, '
             "which --data.train.0.path names"
         )
-    hint = alias_hint(tree, path, dashes="--") or of_other_command(tree, path)
+    hint = of_other_command(tree, path) or alias_hint(tree, path, dashes="--")
     near = [] if hint else [key for key in nearest(tree, path) if _is_meant(tree, name, key)]
     if near:
         hint = f"did you mean --{' or --'.join(near)}?"
     if len(path) == 1 and locate(tree, ["rollout"]) is not None:  # what is sampled is meant first
         in_rollout = alias_hint(tree, ["rollout", *path], dashes="--")
-        hint = "; ".join(dict.fromkeys(filter(None, (in_rollout, hint))))
+        if in_rollout and in_rollout.removesuffix("?") not in (hint or ""):
+            hint = "; ".join(filter(None, (in_rollout, hint)))
     return f"unknown key (flag {word}){f'; {hint}' if hint else ''}"
 
 

@@ -49,6 +49,13 @@ def _parts(function: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
         yield from _parts(function.func, seen)
         yield _plain([*function.args, *function.keywords.items()])
         return
+    if isinstance(function, type):
+        for name, held in sorted(vars(function).items()):
+            if callable(held):
+                yield name, [*_parts(held, seen)]
+            elif not name.startswith("__"):
+                yield name, _plain([held])
+        return
     function = getattr(function, "__func__", function)  # of a method
     code = getattr(function, "__code__", None)
     if not isinstance(code, CodeType):  # an instance that can be called

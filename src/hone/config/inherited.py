@@ -1,5 +1,5 @@
-"""Reward functions that a program has given as they are, by the names they have in
-`reward.functions`.
+"""Reward functions and environments that a program has given as they are, by the names they have
+in `reward.functions` and `env.path`.
 
 A function of a notebook or a script cannot be imported by another process. Reward workers are
 forked from this process instead, and so have it already.

@@ -283,7 +283,7 @@ class _Draft:
         path = [str(part) for part in at]
         is_flag = self._origin(at).startswith("flag ")
         tree = self.tree if is_flag or self.hints is None else self.hints
-        hint = alias_hint(tree, path) or of_other_command(tree, path)
+        hint = of_other_command(tree, path) or alias_hint(tree, path)
         if hint is None:
             near = nearest(tree, path)
             hint = f"did you mean {' or '.join(near)}?" if near else _keys_of(tree, path[:-1])
@@ -299,8 +299,9 @@ class _Draft:
             needed = [x for x in content if x.required and "0" not in x.path[len(at) :]]
         for entry in needed:
             key = ".".join([*map(str, at), *entry.path[len(at) :]])
+            flag = ".".join([key, *(_text_key(entry) or [])])
             self.problems.setdefault(
-                key, f"required. {entry.help} Set it in the recipe or with --{key} VALUE"
+                key, f"required. {entry.help} Set it in the recipe or with --{flag} VALUE"
             )
 
     def _invalid(self, at: Key, detail: ErrorDetails) -> None:

@@ -39,12 +39,6 @@ class ParallelConfig(Section):
     reference_ring_size: int | None = Field(default=None, ge=1)
     """As `ring_size`, for the reference model; unset: the same."""
 
-    forward_prefetch: bool = False
-    """Gather the next layer's weights while one computes, in forward too (stage 3)."""
-
-    balance_data: bool = True
-    """Deal rows to processes by their cost; otherwise in the order of their groups."""
-
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a process that waits for others gives up and names whom it missed."""
 

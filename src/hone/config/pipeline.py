@@ -16,25 +16,18 @@ class PipelineConfig(Section):
 
     max_staleness: int = Field(default=0, ge=0)
     """Updates that may lie between the weights that began a sample and the update it is trained in:
-    a hard bound. 0: sampling and training take turns. Above 0 they overlap; the engines are those
-    of `cluster.num_engines`, or where that is 0, on a CPU, one in a thread of the first training
-    process, with a copy of the weights. Start with 1; raise it while training waits for samples,
-    lower it where the loss is unstable."""
-
-    async_queue_size: int | None = Field(default=None, ge=1)
-    """Batches that may be started ahead of the one in training; unset: `max_staleness`, which
-    bounds them as well."""
+    a hard bound, and so many batches are started ahead. An update waits for the samples that would
+    exceed it, so that each prompt is trained once, however long its answers are. 0: sampling and
+    training take turns. Above 0 they overlap; the engines are those of `cluster.num_engines`, or
+    where that is 0, on a CPU, one in a thread of the first training process, with a copy of the
+    weights. Start with 1; raise it while training waits for samples, lower it where the loss is
+    unstable."""
 
     in_flight: Literal["pause", "abort", "finish"] = "pause"
     """Unfinished samples at a change of weights. `pause`: they keep their keys and values and go on
     under the new weights; a prompt that is half computed starts again. `abort`: they are put back
     with their tokens, whose keys and values are computed anew. `finish`: they end under their own
     weights, and the change waits for them."""
-
-    too_old: Literal["wait", "drop"] = "wait"
-    """Samples about to exceed `max_staleness`. `wait`: the update waits until they are complete,
-    so that each prompt is trained once. `drop`: the update takes what is complete, and what has
-    become too old is dropped and counted; long samples are dropped more often than short ones."""
 
     @property
     def samples_ahead(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from hone.config.data import DataConfig
 from hone.config.engine import EngineConfig
@@ -25,6 +25,8 @@ from hone.config.parallel import AxisSizes
 from hone.config.rollout import SamplingConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import (
+    RECIPE_COMMANDS,
+    TREES,
     BenchEngineConfig,
     BenchTrainConfig,
     DPOConfig,
@@ -38,6 +40,7 @@ from hone.families.registry import FUSED_FAMILIES
 from hone.families.shape import ModelShape
 
 __all__ = [
+    "RECIPE_TREES",
     "AxisSizes",
     "BatchArithmetic",
     "Command",
@@ -54,6 +57,10 @@ Command: TypeAlias = (
     RLConfig | SFTConfig | EvaluateConfig | GenerateConfig | BenchEngineConfig | BenchTrainConfig
 )
 """Any tree that a run is made of; that of `hone plan` is an `RLConfig`."""
+RECIPE_TREES = cast(
+    "Mapping[str, type[Command]]", {command: TREES[command] for command in RECIPE_COMMANDS}
+)
+"""The trees of the commands that a recipe may be for."""
 Dtype = Literal["float32", "bfloat16"]
 RoleName = Literal["policy", "engine", "reference", "critic", "teacher", "reward_model"]
 Layers = Literal["eager", "compiled", "exact", "fused"]

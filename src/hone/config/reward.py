@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from hone.config.address import is_address, name_of_address
+from hone.config.address import is_address, name_of_address, names_code
 from hone.config.base import Section
+from hone.config.hardware import num_usable_cores
 from hone.config.model import ModelConfig
 
 __all__ = [
@@ -47,8 +48,9 @@ class RewardFunctionConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for every call. `math`: `latex_only: true` reads results in LaTeX alone, as
     TRL's `accuracy_reward`; otherwise bare numbers and what stands behind `####` count too.
-    `judge`: `base_url`, `model`, `template`, `pattern`, `max_tokens`, `temperature` and
-    `api_key_env`, the name of the environment variable that holds the API key."""
+    `judge`: `base_url`, `model`, `template`, `pattern`, `max_tokens` and `temperature`. Of it and
+    of a service `headers`, in which `$NAME` is an environment variable, for keys: `{Authorization:
+    Bearer $API_KEY}`."""
 
     whole_groups: bool = False
     """Call a function that takes lists, in TRL's or OpenRLHF's shape, once for all completions of a
@@ -120,6 +122,16 @@ class RewardConfig(Section):
     def clipped(self, total: float) -> float:
         """A total reward within `clip`."""
         return total if self.clip is None else min(max(total, self.clip[0]), self.clip[1])
+
+    @property
+    def worker_limit(self) -> int:
+        """`num_workers`, or what it is where it is unset: workers of the user's code may each
+        import large libraries, and stay few; those that wait for services take 8 MiB each."""
+        if self.num_workers is not None:
+            return self.num_workers
+        if self.waits_for_services and not any(names_code(entry.fn) for entry in self.functions):
+            return 32
+        return min(num_usable_cores(), 16)
 
     @property
     def waits_for_services(self) -> bool:

@@ -34,18 +34,8 @@ __all__ = [
     "takes_labels",
 ]
 
-GIVEN = (
-    "completion",
-    "prompt",
-    "answer",
-    "completion_ids",
-    "task",
-    "stop_reason",
-    "metadata",
-    "messages",
-    "max_completion_tokens",
-    "turns",
-)
+GIVEN = ("completion", "prompt", "answer", "completion_ids", "task", "stop_reason", "metadata",
+         "messages", "max_completion_tokens", "turns")  # fmt: skip
 """Names of the arguments every sample has."""
 
 
@@ -69,53 +59,19 @@ class Shape:
     """For messages."""
 
 
-OWN = Shape(
-    "hone",
-    None,
-    GIVEN,
-    "answer",
-    takes_columns=True,
-    takes_lists=False,
-    called_with="one sample",
-)
+OWN = Shape("hone", None, GIVEN, "answer", takes_columns=True, takes_lists=False,
+            called_with="one sample")  # fmt: skip
 SHAPES = (
-    Shape(
-        "TRL",
-        "completions",
-        (
-            "prompts",
-            "completions",
-            "completion_ids",
-            "trainer_state",
-            "log_metric",
-            "log_extra",
-            "answer",
-            "task",
-        ),
-        "answer",
-        takes_columns=True,
-        takes_lists=True,
-        called_with="lists of one sample",
-    ),
-    Shape(
-        "verl",
-        "solution_str",
-        ("data_source", "solution_str", "ground_truth", "extra_info"),
-        "ground_truth",
-        takes_columns=False,
-        takes_lists=False,
-        called_with="one sample",
-    ),
-    Shape(
-        "OpenRLHF",
-        "queries",
-        ("queries", "prompts", "labels"),
-        None,
-        takes_columns=False,
-        takes_lists=True,
-        called_with="lists of one sample; a query is the prompt and the completion",
-    ),
-)
+    Shape("TRL", "completions",
+          ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra",
+           "answer", "task"),
+          "answer", takes_columns=True, takes_lists=True, called_with="lists of one sample"),
+    Shape("verl", "solution_str", ("data_source", "solution_str", "ground_truth", "extra_info"),
+          "ground_truth", takes_columns=False, takes_lists=False, called_with="one sample"),
+    Shape("OpenRLHF", "queries", ("queries", "prompts", "labels"), None,
+          takes_columns=False, takes_lists=True,
+          called_with="lists of one sample; a query is the prompt and the completion"),
+)  # fmt: skip
 """The shapes of other frameworks; `OWN` is that of a function which has no mark of theirs."""
 
 _VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

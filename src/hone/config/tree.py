@@ -99,10 +99,19 @@ class RLConfig(Section):
         return ModelConfig(**self.model.model_dump(exclude={"lora"}) | own)
 
     @property
+    def critic_model(self) -> ModelConfig | None:
+        """What the critic starts from where that is not the policy's start; else None."""
+        if self.critic.path is None or not self.algorithm.needs_critic:
+            return None
+        own = {"path": self.critic.path, "init": "pretrained", "tokenizer": None}
+        return self.model.model_copy(update=own)
+
+    @property
     def critic_trainer(self) -> TrainerConfig:
         """How the critic is trained: as the policy, but for what `critic` says."""
         critic, trainer = self.critic, self.trainer
-        optimizer = trainer.optimizer.model_copy(update={"lr": critic.lr})
+        own = {"lr": critic.lr, "name": critic.optimizer or trainer.optimizer.name}
+        optimizer = trainer.optimizer.model_copy(update=own)
         budgets: dict[str, int | None] = {}
         if critic.max_tokens_per_microbatch is not None:
             budgets["max_tokens_per_microbatch"] = critic.max_tokens_per_microbatch

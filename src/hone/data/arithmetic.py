@@ -19,7 +19,7 @@ from typing import Any
 from hone.config.errors import UserError
 from hone.observe.whole_file import whole_file
 
-__all__ = ["ALPHABET", "generate", "right_and_backwards", "two_teachers", "write_jsonl"]
+__all__ = ["ALPHABET", "generate", "two_teachers", "write_jsonl"]
 
 ALPHABET = "0123456789+-*="
 """Every character a prompt or completion can hold."""
@@ -75,15 +75,6 @@ def two_teachers(
         {**row, "completion": row["answer"][:: -1 if generator.random() < backwards else 1]}
         for row in rows
         for _ in range(num_copies)
-    ]
-
-
-def right_and_backwards(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Pairs of the answer and the answer backwards, of the problems where these differ."""
-    return [
-        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": row["answer"][::-1]}
-        for row in rows
-        if row["answer"] != row["answer"][::-1]
     ]
 
 

@@ -6,14 +6,13 @@ are the ids that are measured, stored and sent to the engine. Sampled ids never 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
-from hone.config.data import TEMPLATE_FIELD, DataConfig
+from hone.config.data import DataConfig, fill_template, template_fields
 from hone.config.errors import UserError
 from hone.data.columns import Example, as_text
 from hone.data.sources import shorten
@@ -73,7 +72,7 @@ class Renderer:
         self.uses_chat = uses_chat(tokenizer, cfg)
         self.keeps_messages = keeps_messages and self.uses_chat
         self.start_ids = () if self.uses_chat else _start_ids(tokenizer)
-        if not any(match[2] for match in TEMPLATE_FIELD.finditer(self.template)):
+        if not template_fields(self.template):
             raise UserError(
                 f"data.prompt_template {self.template!r} names no column, so all prompts would "
                 "be the same; put {prompt} into it"
@@ -229,10 +228,7 @@ class Renderer:
     def _fill_template(self, example: Example) -> str:
         values = {**example.columns, "prompt": example.prompt}
 
-        def fill(match: re.Match[str]) -> str:
-            literal, name = match[1], match[2]
-            if literal is not None:
-                return "{" + literal + "}"
+        def value_of(name: str) -> str:
             if name not in values:
                 raise UserError(
                     f"{example.location}: data.prompt_template names the column {name!r}; the row "
@@ -240,7 +236,7 @@ class Renderer:
                 )
             return as_text(values[name])
 
-        return TEMPLATE_FIELD.sub(fill, self.template)
+        return fill_template(self.template, value_of)
 
     def _apply_template(
         self, messages: list[Message], example: Example, *, add_generation_prompt: bool

@@ -180,9 +180,12 @@ def _parse_json(text: str, location: str) -> Any:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, " if error.lineno > 1 else ""
         begin = max(0, error.pos - 40)
+        hint = ""
+        if text.strip() == "[":
+            hint = " A file that is one JSON list of rows ends in .json: rename it."
         raise UserError(
             f"{location}: not valid JSON ({error.msg} at {place}column {error.colno}), "
-            f"near: {shorten(text[begin:])}"
+            f"near: {shorten(text[begin:])}{hint}"
         ) from error
 
 

@@ -25,10 +25,12 @@ from hone.distributed.signals import handling
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["INTERRUPTED", "spawn"]
+__all__ = ["INTERRUPTED", "RESTART", "spawn"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C; here also of a process that saved and ended after any signal."""
+RESTART = 75
+"""Exit code of a run that has given up memory and goes on when it is started again."""
 _GRACE_S = 4.0
 """What processes have, after a failure or a second Ctrl-C, to learn of it and end by themselves."""
 _REPORT_S = 60.0

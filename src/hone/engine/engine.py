@@ -8,6 +8,7 @@ while engine.has_unfinished:
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -32,12 +33,15 @@ from hone.engine.kv_cache import (
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
 from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
+from hone.models.failed_pass import free_failed_pass
 from hone.models.generation import generation_model
 from hone.models.manifest import export_weights
 from hone.models.tensor_parallel import TensorParallel, shard_of
 from hone.types import Completion, EngineStats, Request, StopReason, WeightManifest
 
 __all__ = ["EmbeddedEngine", "EngineState", "make_cache"]
+
+_log = logging.getLogger(__name__)
 
 
 class EmbeddedEngine(EngineBase):
@@ -136,6 +140,8 @@ class EmbeddedEngine(EngineBase):
         # A CPU has computed a step when its launch returns.
         self._max_in_flight = 1 if model.device.type == "cuda" else 0
         self._finished: list[Completion] = []
+        self._num_planned = 0
+        """Tokens of the newest step."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -159,10 +165,15 @@ class EmbeddedEngine(EngineBase):
         On CUDA one step is in flight: tokens become known, and completions are returned, one call
         after their launch. A prompt longer than `max_num_batched_tokens` takes several steps to its
         first token. When the model raises, everything returns to the queue with what is known.
+        Where it runs out of memory, that is all: the steps that follow are smaller, until some have
+        succeeded. Raises torch.OutOfMemoryError where none can be, and of several ranks.
         """
         self._require(EngineState.AWAKE, call="step")
-        with self._requeue_on_error():
-            self._advance()
+        try:
+            with self._requeue_on_error():
+                self._advance()
+        except torch.OutOfMemoryError as error:
+            self._shrink(error)
         finished, self._finished = self._finished, []
         return finished
 
@@ -273,12 +284,32 @@ class EmbeddedEngine(EngineBase):
         if plan:
             if self.tracer is not None:
                 self.tracer.begin(self.weight_version, is_prefill=bool(plan.chunks))
+            self._num_planned = plan.num_tokens
             self._in_flight.append(self._runner.launch(plan, self.weight_version))
             self._num_steps += 1
+            if self._scheduler.limit.succeed():
+                _log.info("steps of at most %d tokens again", self._scheduler.limit.now)
         self._collect(self._max_in_flight if plan else 0)
         if self.tracer is not None:
             self.tracer.end(is_idle=not self._sequences)
         self._busy_s += perf_counter() - started_s
+
+    def _shrink(self, error: torch.OutOfMemoryError) -> None:
+        """Go on with smaller steps after one that ran out of memory; raise where that cannot be."""
+        limit, num_tokens = self._scheduler.limit, self._num_planned
+        if self._tensor_parallel.size > 1 or not limit.fail(num_tokens):
+            raise error
+        free_failed_pass(error, self.model.device)
+        _log.warning(
+            "warning: out of memory in a step of the engine, of %d tokens. Its sequences wait and "
+            "are computed again, in steps of at most %d tokens until some have succeeded. Set "
+            "engine.max_num_batched_tokens=%d, or lower engine.gpu_memory_utilization, to keep the "
+            "memory free.\nFrom torch: %s",
+            num_tokens,
+            limit.now,
+            limit.now,
+            error,
+        )
 
     def _drain(self) -> None:
         """Take the tokens of all steps in flight."""

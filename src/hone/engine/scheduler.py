@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from hone.engine.block_manager import BlockManager
 from hone.engine.sequence import Sequence
+from hone.engine.step_limit import StepLimit
 
 __all__ = ["Chunk", "Plan", "Scheduler"]
 
@@ -39,6 +40,11 @@ class Plan:
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
 
+    @property
+    def num_tokens(self) -> int:
+        """That the step computes."""
+        return len(self.decodes) + sum(chunk.size for chunk in self.chunks)
+
 
 class Scheduler:
     """Continuous batching: a step decodes all that can decode and prefills in what budget is left.
@@ -54,7 +60,7 @@ class Scheduler:
         self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int
     ) -> None:
         self.blocks = blocks
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.limit = StepLimit(max_num_batched_tokens)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -154,7 +160,7 @@ class Scheduler:
                 sequence.num_computed += 1
                 sequence.num_in_flight += 1
                 plan.decodes.append(sequence)
-        budget = self.max_num_batched_tokens - len(plan.decodes)
+        budget = self.limit.now - len(plan.decodes)
         for sequence in sorted(prefilling, key=lambda prefill: prefill.order):
             budget -= self._schedule_prefill(plan, sequence, budget)
         return budget
@@ -180,7 +186,7 @@ class Scheduler:
         """
         if self.running and len(self._free_slots) < min(self._enough_slots, len(self._waiting)):
             return
-        while self._waiting and self._free_slots and budget:
+        while self._waiting and self._free_slots and budget and len(self.running) < self.limit.now:
             sequence = self._waiting[0][1]
             if not self.blocks.allocate(sequence, reserve=len(self.running)):
                 return

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
-from hone.families.spec import Json, ModelSpec
+from hone.families.spec import GENERIC_FIELDS, UNSERVED_GENERIC_FIELDS, Json, ModelSpec, listed_or
 
 __all__ = [
     "FUSED_FAMILIES",
     "SPECS",
     "TENSOR_FAMILIES",
     "public_configs",
-    "require_spec",
+    "spec_of",
     "unserved",
 ]
 
@@ -29,7 +29,7 @@ def _read_specs() -> dict[str, ModelSpec]:
 
 
 SPECS: Mapping[str, ModelSpec] = _read_specs()
-"""Values of `model_type` that hone trains and samples."""
+"""The families that hone knows, by `model_type`."""
 
 FUSED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.decode is not None)
 """Those with a fused decode, which exact mode and tensor parallelism of the engine need."""
@@ -43,13 +43,17 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 longest sequence of the batch, so a packed sample would not equal the same sample alone."""
 
 
-def require_spec(model_type: str) -> ModelSpec:
-    """The family of a `model_type`. Raises ValueError, naming those there are."""
-    if model_type not in SPECS:
-        raise ValueError(
-            f"Cannot plan for model_type {model_type!r}; known are {', '.join(SPECS)}."
-        )
-    return SPECS[model_type]
+def spec_of(model_type: str) -> ModelSpec:
+    """The family of a `model_type`; of one without a spec what dense decoders have in common.
+
+    There a window is one of every layer, unless `config.json` lists the layers that have it.
+    """
+    return SPECS.get(model_type) or ModelSpec(
+        model_type=model_type,
+        slides=lambda config, layer: listed_or(config, layer, True),
+        lora_targets=(),
+        unserved_fields=UNSERVED_GENERIC_FIELDS,
+    )
 
 
 def public_configs() -> dict[str, Json]:
@@ -58,11 +62,10 @@ def public_configs() -> dict[str, Json]:
 
 
 def unserved(config: Json) -> list[str]:
-    """What a `config.json` of a family asks for that nobody here computes, as `field=value`."""
-    spec = SPECS.get(str(config.get("model_type")))
-    if spec is None:
-        return []
-    found = {name: config[name] for name in spec.unserved_fields if config.get(name)}
+    """What a `config.json` asks for that nobody here computes, as `field=value`; where its family
+    has no spec, also the numbers that it lacks."""
+    family = str(config.get("model_type"))
+    found = {name: config[name] for name in spec_of(family).unserved_fields if config.get(name)}
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     groups = [value for value in rope.values() if isinstance(value, Mapping)] or [rope]
     rope_types = [x.get("rope_type") or x.get("type") or "default" for x in groups]
@@ -74,4 +77,7 @@ def unserved(config: Json) -> list[str]:
         )
         if (others := set(values) - set(served))
     }
-    return [f"{name}={value!r}" for name, value in found.items()]
+    told = [name if isinstance(x, Mapping) else f"{name}={x!r}" for name, x in found.items()]
+    if family not in SPECS:
+        told += [f"no {name}" for name in GENERIC_FIELDS if config.get(name) is None]
+    return told

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hone.families.registry import public_configs, require_spec
+from hone.families.registry import public_configs, spec_of
 
 __all__ = ["ModelShape", "TensorShape", "public_shape"]
 
@@ -72,14 +72,15 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> Self:
         """Read a Hugging Face configuration: its dictionary, `config.json`, or the model folder.
 
-        Raises ValueError for a model type without a `ModelSpec` and for missing keys.
+        Of a family without a `ModelSpec` the sizes are those of Llama's layers. Raises ValueError
+        for missing keys.
         """
         if not isinstance(config, Mapping):
             path = Path(config)
             path = path / "config.json" if path.is_dir() else path
             config = dict[str, Any](json.loads(path.read_text()))
         name = str(config.get("model_type"))
-        spec = require_spec(name)
+        spec = spec_of(name)
         try:
             hidden_size, num_heads = config["hidden_size"], config["num_attention_heads"]
             sliding = sum(window is not None for window in spec.layer_windows(config))
@@ -113,7 +114,7 @@ class ModelShape:
 
     def tensors(self) -> Iterator[TensorShape]:
         """All parameters of the model; one entry stands for those of all layers."""
-        spec = require_spec(self.family)
+        spec = spec_of(self.family)
         hidden, inter, vocab = self.hidden_size, self.intermediate_size, self.vocab_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield TensorShape("embed_tokens", (vocab, hidden), 0, in_layer=False)

@@ -13,9 +13,11 @@ from typing import Any, Literal
 __all__ = [
     "DENSE_TENSOR_PLAN",
     "DIVIDED_FIELDS",
+    "GENERIC_FIELDS",
     "HEAD_NORMS_TENSOR_PLAN",
     "PROJECTIONS",
     "UNSERVED_FIELDS",
+    "UNSERVED_GENERIC_FIELDS",
     "DecodeLayout",
     "Json",
     "ModelSpec",
@@ -65,6 +67,31 @@ UNSERVED_FIELDS = (
     "use_bidirectional_attention",
 )
 """Fields of `config.json` that change the arithmetic in a way nobody here implements."""
+
+GENERIC_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+"""Numbers that the `config.json` of a family without a spec must have."""
+
+UNSERVED_GENERIC_FIELDS = (
+    "quantization_config",
+    "attention_sinks",
+    "use_bidirectional_attention",
+    "is_encoder_decoder",
+    "kv_lora_rank",
+    "moe_num_experts",
+    "n_routed_experts",
+    "num_experts",
+    "num_local_experts",
+    "vision_config",
+)
+"""Fields that must be unset in that file: with them a model is no dense decoder of text, or its
+keys and values are not of one size."""
 
 
 def listed_or(config: Json, layer: int, default: bool) -> bool:

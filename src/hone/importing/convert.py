@@ -75,7 +75,7 @@ def _made(row: Alias, value: Any, found: Imported) -> Any:
             known = ", ".join(name for name in row.map if name not in ("true", "false", "null"))
             raise transforms.NotServed(f"of its values hone knows {known}")
         return row.map[text_of(value)]
-    return getattr(transforms, f"{row.by}_")(value, found, row) if row.by else value
+    return transforms.transform(row.by, value, found, row) if row.by else value
 
 
 def _complete(found: Imported) -> None:

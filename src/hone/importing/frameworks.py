@@ -17,32 +17,15 @@ from hone.importing.source import Command, Given, Source, Unread, Word, value_of
 __all__ = ["PROGRAMS", "read_command", "read_file"]
 
 PROGRAMS: Mapping[str, Mapping[str, Command]] = {
-    "openrlhf": {
-        "train_ppo_ray": "rl",
-        "train_ppo": "rl",
-        "train_dpo": "dpo",
-        "train_sft": "sft",
-        "train_rm": "reward-model",
-    },
-    "verl": {
-        "main_ppo": "rl",
-        "main_dapo": "rl",
-        "fully_async_main": "rl",
-        "one_step_off_ppo": "rl",
-        "sft_trainer": "sft",
-        "sft_trainer_ray": "sft",
-        "fsdp_sft_trainer": "sft",
-    },
+    "openrlhf": {"train_ppo_ray": "rl", "train_ppo": "rl", "train_dpo": "dpo", "train_sft": "sft",
+                 "train_rm": "reward-model"},
+    "verl": {"main_ppo": "rl", "main_dapo": "rl", "fully_async_main": "rl",
+             "one_step_off_ppo": "rl", "sft_trainer": "sft", "sft_trainer_ray": "sft",
+             "fsdp_sft_trainer": "sft"},
     "relax": {"train": "rl"},
-    "trl": {
-        "grpo": "rl",
-        "rloo": "rl",
-        "dpo": "dpo",
-        "kto": "dpo",
-        "sft": "sft",
-        "reward": "reward-model",
-    },
-}
+    "trl": {"grpo": "rl", "rloo": "rl", "dpo": "dpo", "kto": "dpo", "sft": "sft",
+            "reward": "reward-model"},
+}  # fmt: skip
 """What each framework trains with, by the end of a module's or a file's name."""
 
 _NOT_SERVED = {

@@ -1,13 +1,14 @@
 """How values of other frameworks become ours, where a map does not say it: the functions that `by`
-of `aliases.yaml` names, without the last `_`.
+of `aliases.yaml` names. Those of some lines end with `_` and take the value, the import so far and
+the row.
 
-Each takes the value, the import so far and the row, and returns our value, or `Keys` of several.
+Each returns our value, or `Keys` of several.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hone.config.address import is_address
@@ -15,7 +16,7 @@ from hone.config.aliases import Alias
 from hone.importing.imported import Imported
 from hone.importing.source import Given, Unread, text_of
 
-__all__ = ["Keys", "NotServed", "Nothing", "finish", "processes"]
+__all__ = ["Keys", "NotServed", "Nothing", "finish", "processes", "transform"]
 
 
 class NotServed(Exception):
@@ -51,37 +52,44 @@ def _texts(value: Any) -> list[str]:
 
 # Numbers and names
 
+_OF_VALUE: Mapping[str, Callable[[Any], Any]] = {
+    "not": lambda value: not value,
+    "is_given": lambda value: True if value else None,
+    "at_least_0": lambda value: None if value is None or value < 0 else value,
+    "at_least_1": lambda value: None if value is None or value < 1 else value,
+    "rounded_up": lambda value: max(1, math.ceil(value)),
+    "inverse": lambda value: 1 / value if value else None,
+    "minutes": lambda value: value * 60,
+    "megabytes": lambda value: value << 20,
+    "lower": lambda value: [part.lower() for part in _texts(value)],
+    "modules": lambda value: (
+        None if value in (None, "all-linear", ["all-linear"]) else _texts(value)
+    ),
+    "train_sources": lambda value: _numbered("data.train.*.path", _texts(value)),
+    "source_weights": lambda value: _numbered("data.train.*.weight", map(float, _texts(value))),
+    "reward_weights": lambda value: (
+        _numbered("reward.functions.*.weight", _list(value)) if value else None
+    ),
+}
+"""Those that need nothing but the value."""
+_OF_RUN: Mapping[str, Callable[[Any, Imported], Any]] = {
+    "rank_of_peft": lambda value, run: run.given("lora_r", default=16) if value else 0,
+    "share_of_lr": lambda value, run: value / run.key("trainer.optimizer.lr"),
+    "nll": lambda value, run: (
+        {run.key("algorithm.loss"): 1.0, "sft": float(value)} if value else None
+    ),
+    "recorder": lambda value, run: run.given("memory_recorder", default="torch") if value else None,
+}
+"""Those that need other settings too."""
 
-def not_(value: Any, run: Imported, row: Alias) -> Any:
-    return not value
 
-
-def is_given_(value: Any, run: Imported, row: Alias) -> Any:
-    return True if value else None
-
-
-def at_least_0_(value: Any, run: Imported, row: Alias) -> Any:
-    return None if value is None or value < 0 else value
-
-
-def at_least_1_(value: Any, run: Imported, row: Alias) -> Any:
-    return None if value is None or value < 1 else value
-
-
-def rounded_up_(value: Any, run: Imported, row: Alias) -> Any:
-    return max(1, math.ceil(value))
-
-
-def inverse_(value: Any, run: Imported, row: Alias) -> Any:
-    return 1 / value if value else None
-
-
-def minutes_(value: Any, run: Imported, row: Alias) -> Any:
-    return value * 60
-
-
-def megabytes_(value: Any, run: Imported, row: Alias) -> Any:
-    return value << 20
+def transform(name: str, value: Any, run: Imported, row: Alias) -> Any:
+    """Our value, by the function that a row names."""
+    if name in _OF_VALUE:
+        return _OF_VALUE[name](value)
+    if name in _OF_RUN:
+        return _OF_RUN[name](value, run)
+    return globals()[f"{name}_"](value, run, row)
 
 
 def both_(value: Any, run: Imported, row: Alias) -> Any:
@@ -92,23 +100,7 @@ def in_order_(value: Any, run: Imported, row: Alias) -> Any:
     return None if value is None else Keys(zip(row.to, value, strict=True))
 
 
-def modules_(value: Any, run: Imported, row: Alias) -> Any:
-    return None if value in (None, "all-linear", ["all-linear"]) else _texts(value)
-
-
-def rank_of_peft_(value: Any, run: Imported, row: Alias) -> Any:
-    return run.given("lora_r", default=16) if value else 0
-
-
-def share_of_lr_(value: Any, run: Imported, row: Alias) -> Any:
-    return value / run.key("trainer.optimizer.lr")
-
-
 # Data
-
-
-def train_sources_(value: Any, run: Imported, row: Alias) -> Any:
-    return _numbered("data.train.*.path", _texts(value))
 
 
 def eval_sources_(value: Any, run: Imported, row: Alias) -> Any:
@@ -120,12 +112,8 @@ def eval_sources_(value: Any, run: Imported, row: Alias) -> Any:
     )
 
 
-def _numbered(key: str, values: Sequence[Any]) -> Keys:
+def _numbered(key: str, values: Iterable[Any]) -> Keys:
     return Keys((key.replace("*", str(number)), value) for number, value in enumerate(values))
-
-
-def source_weights_(value: Any, run: Imported, row: Alias) -> Any:
-    return _numbered("data.train.*.weight", [float(part) for part in _texts(value)])
 
 
 def test_split_(value: Any, run: Imported, row: Alias) -> Any:
@@ -400,10 +388,6 @@ def reward_list_(value: Any, run: Imported, row: Alias) -> Any:
     return made
 
 
-def reward_weights_(value: Any, run: Imported, row: Alias) -> Any:
-    return _numbered("reward.functions.*.weight", _list(value)) if value else None
-
-
 def overlong_(value: Any, run: Imported, row: Alias) -> Any:
     names = (
         "overlong_penalty_factor",
@@ -536,10 +520,6 @@ def preference_loss_(value: Any, run: Imported, row: Alias) -> Any:
     return losses[0] if len(losses) == 1 else dict(zip(losses, weights, strict=True))
 
 
-def nll_(value: Any, run: Imported, row: Alias) -> Any:
-    return {run.key("algorithm.loss"): 1.0, "sft": float(value)} if value else None
-
-
 def optimizer_(value: Any, run: Imported, row: Alias) -> Any:
     name = str(value).lower()
     if "8bit" in name:
@@ -629,14 +609,6 @@ def traced_rollouts_(value: Any, run: Imported, row: Alias) -> Any:
 def _steps(name: str, run: Imported, usual: tuple[int, int]) -> list[int]:
     first = run.given(f"{name}_start", default=usual[0])
     return [*range(first, run.given(f"{name}_end", default=max(first, usual[1])) + 1)]
-
-
-def recorder_(value: Any, run: Imported, row: Alias) -> Any:
-    return run.given("memory_recorder", default="torch") if value else None
-
-
-def lower_(value: Any, run: Imported, row: Alias) -> Any:
-    return [part.lower() for part in _texts(value)]
 
 
 def run_name_(value: Any, run: Imported, row: Alias) -> Any:

@@ -10,12 +10,12 @@ from hone.config.errors import UserError
 from hone.config.reward import RewardConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.data.prompts import PromptData, load_prompts
+from hone.data.sources import shorten
 from hone.data.turns import RenderError, TurnRenderer
 from hone.distributed.processes import processes
 from hone.models.load import load_config
 from hone.models.support import classifies, context_length
 from hone.models.tokenizer import load_tokenizer
-from hone.rewards.pool import default_num_workers
 from hone.rewards.scorer import Scorer
 from hone.rollout.judge import Transcripts
 from hone.rollout.requests import Decode
@@ -87,7 +87,16 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
     """Text to token ids, as a completion has them."""
 
     def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        try:
+            return list(tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:
+            if type(error) is not Exception:  # `tokenizers` raises it for what it has no token for
+                raise
+            raise UserError(
+                f"the tokenizer cannot encode {shorten(text)!r}, the answer of the first row, with "
+                f"which rewards are tried ({error}). Mend the row, or name another tokenizer in "
+                "model.tokenizer."
+            ) from error
 
     return encode
 
@@ -109,5 +118,5 @@ def try_out(
 
 def share_of_workers(cfg: RewardConfig) -> RewardConfig:
     """The reward workers of one process: its part of those of the host."""
-    num_workers = (cfg.num_workers or default_num_workers(cfg)) // processes().local_world_size
+    num_workers = cfg.worker_limit // processes().local_world_size
     return cfg.model_copy(update={"num_workers": max(num_workers, 1)})

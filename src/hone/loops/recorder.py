@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,9 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from hone.config.hardware import Peaks, num_usable_cores
+from hone.config.hardware import Peaks, installed_gpu, num_usable_cores
+from hone.config.model_facts import ModelFacts
+from hone.config.plan import RunPlan
 from hone.config.tree import RLConfig
 from hone.distributed.mesh import Mesh
 from hone.families.shape import ModelShape
@@ -251,14 +253,15 @@ class Recorder:
                 for row in rows
                 if "advantages" in row.columns and row.num_trained
             }
-            scored: dict[str, list[float]] = {
-                row.id: row.column("logprobs/policy").tolist()
+            scored = {
+                row.id: row.column("logprobs/policy")
                 for row in rows
                 if "logprobs/policy" in row.columns
             }
             self.log.samples(step, groups, advantages=advantages, policy_logprobs=scored)
             self._unrecorded = None
-        alarms = self.alarms.check(step, scalars, why_untrained=why_untrained)
+        lengths = [[len(sample.token_ids) for sample in group.samples] for group in groups]
+        alarms = self.alarms.check(step, scalars, lengths=lengths, why_untrained=why_untrained)
         for alarm in alarms:
             self.log.event("alarm", message=str(alarm), **alarm.fields())
             self.console.warn(str(alarm))
@@ -269,31 +272,45 @@ class Recorder:
     def _waits(
         self, scalars: Mapping[str, float], seconds: Mapping[str, float]
     ) -> dict[str, float]:
-        """Shares of the time in which trainers wait for samples, and engines for weights."""
+        """Shares of the time in which trainers wait for samples, engines for weights, and in turns
+        all of them for reward functions."""
         assert self.limits is not None
-        step_s = max(seconds["step"], 1e-9)
+        step_s, generate_s = max(seconds["step"], 1e-9), seconds.get("generate", 0.0)
+        waits = {"perf/wait_for_samples_share": generate_s / step_s}
         if self.limits.overlaps:  # engines stop where they are `max_staleness` ahead, and in a push
-            for_weights = 1 - scalars["perf/engine_busy_share"]
-        else:
-            for_weights = 1 - seconds.get("generate", 0.0) / step_s
-        return {
-            "perf/wait_for_samples_share": seconds.get("generate", 0.0) / step_s,
-            "perf/wait_for_weights_share": for_weights,
+            return waits | {"perf/wait_for_weights_share": 1 - scalars["perf/engine_busy_share"]}
+        others = ("time/generate/wait_s", "time/generate/reward_model_s")
+        at_work_s = scalars["perf/engine_busy_s"] / self.limits.num_engines
+        at_work_s += sum(scalars.get(name, 0.0) for name in others)
+        return waits | {
+            "perf/wait_for_weights_share": 1 - generate_s / step_s,
+            "perf/wait_for_rewards_share": max(generate_s - at_work_s, 0.0) / step_s,
         }
+
+
+def _as_loaded(plan: RunPlan, limits: Limits) -> RunPlan:
+    """The plan with the model's shape, whatever named it, and the GPU of this host."""
+    facts = plan.model or ModelFacts.of_shape(limits.shape)
+    gpu = None if plan.is_on_cpu else installed_gpu()
+    return replace(plan, model=facts, devices=replace(plan.devices, gpu=gpu))
 
 
 @contextmanager
 def recording(
-    launch: Launch, model: PreTrainedModel, limits: Limits | None = None
+    launch: Launch,
+    model: PreTrainedModel,
+    limits: Limits | None = None,
+    plan: RunPlan | None = None,
 ) -> Generator[Recorder]:
     """The recorder of this process; the first one's writes into the run folder, also the samples
-    of a step that fails."""
+    of a step that fails. What alarms advise is for `plan`."""
     cfg, is_first = launch.cfg, launch.mesh.is_first
     is_rl = isinstance(cfg, RLConfig)
     runs_ahead = is_rl and cfg.pipeline.samples_ahead
     alarms = Alarms(  # engines mismatch more in a coarser number format
         max_mismatch_kl=1e-4 if model.dtype == torch.float32 else 1e-2,
         max_staleness=cfg.pipeline.max_staleness if is_rl and runs_ahead else 0,
+        plan=None if plan is None or limits is None else _as_loaded(plan, limits),
     )
 
     def begin(path: str) -> None:

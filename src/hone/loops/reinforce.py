@@ -38,6 +38,7 @@ from hone.models.load import blank_model, compute_dtype, load_value_model
 from hone.models.tokenizer import load_tokenizer, require_same_tokens
 from hone.observe.metrics import Last, Metrics, to_scalars
 from hone.observe.peaks import device_peaks
+from hone.planner.rungs import Rungs
 from hone.rewards.scorer import Scorer, check_failure_rate
 from hone.rollout.buffer import SampleScorer
 from hone.rollout.collector import Collector
@@ -230,9 +231,11 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
     devices = Devices(kind="cpu" if mesh.device.type == "cpu" else "cuda")
     plan = resolve(cfg, ModelFacts.read(cfg.model.path), devices, world_size=mesh.world.size)
     tokenizer = load_tokenizer(cfg.model)
-    if cfg.teacher_model is not None:
-        teachers = load_tokenizer(cfg.teacher_model, path_key="teacher.path")
-        require_same_tokens(tokenizer, teachers, cfg.teacher_model.path)
+    beside = {"teacher.path": cfg.teacher_model, "critic.path": cfg.critic_model}
+    for key, other in beside.items():
+        if other is not None:
+            its = load_tokenizer(other, path_key=key)
+            require_same_tokens(tokenizer, its, key, other.path)
     data = prompts_of(cfg, tokenizer)
     with ExitStack() as stack:
         scorer = stack.enter_context(_scoring(cfg, plan, mesh, data=data, tokenizer=tokenizer))
@@ -271,7 +274,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
                 pools=pools,
             )
         )
-        recorder = stack.enter_context(recording(start, model, limits))
+        recorder = stack.enter_context(recording(start, model, limits, plan))
         if pools is not None:
             pools.report_to(recorder.event)
         if scorer is not None:
@@ -394,6 +397,7 @@ def _models(
         total_steps=plan.optimizer_steps - waits,
         seed=cfg.run.seed,
         dump_dir=start.dir,
+        rungs=Rungs(plan),
         temperature=temperature,
         exact=exact,
         mesh=mesh,
@@ -406,14 +410,27 @@ def _models(
         scorers["reference"] = Rank0Scorer(mesh, pools and pools.references, plan_passes)
     elif frozen is not None:
         scorers["reference"] = FrozenScorer(
-            frozen, cfg.trainer, temperature=temperature, exact=exact, mesh=mesh
+            frozen,
+            cfg.trainer,
+            temperature=temperature,
+            exact=exact,
+            mesh=mesh,
+            dump_dir=start.dir,
+            rungs=Rungs(plan),
         )
     elif is_adapted(model):
         scorers["reference"] = WithoutAdapters(model, trainer)
     if cfg.teacher_model is not None:
         teacher = load_for_training(cfg.teacher_model, mesh, seed=cfg.run.seed)
         scorers["teacher"] = FrozenScorer(
-            teacher, cfg.trainer, temperature=temperature, top_k=cfg.teacher.top_k, mesh=mesh
+            teacher,
+            cfg.trainer,
+            temperature=temperature,
+            top_k=cfg.teacher.top_k,
+            mesh=mesh,
+            role="teacher",
+            dump_dir=start.dir,
+            rungs=Rungs(plan),
         )
     is_half = compute_dtype(cfg.model, mesh.device).itemsize == 2
     gate = ParityGate(cfg.trainer.parity, "bfloat16" if is_half else "float32", exact=exact)
@@ -425,9 +442,7 @@ def _models(
 
 def _critic(cfg: RLConfig, plan: RunPlan, start: Launch, objective: Objective) -> Trainer:
     """The critic learns of the rows of the policy, in micro-batches of its own."""
-    model = cfg.model
-    if cfg.critic.path is not None:
-        model = model.model_copy(update={"path": cfg.critic.path, "init": "pretrained"})
+    model = cfg.critic_model or cfg.model
     mesh, seed = start.mesh, cfg.run.seed
     return Trainer(
         load_value_model(model, device=mesh.device, seed=seed, deferred=mesh.world.size > 1),
@@ -437,6 +452,7 @@ def _critic(cfg: RLConfig, plan: RunPlan, start: Launch, objective: Objective) -
         total_steps=plan.optimizer_steps,
         seed=seed,
         dump_dir=start.dir,
+        rungs=Rungs(plan),
         mesh=mesh,
     )
 

@@ -32,6 +32,7 @@ from hone.models.adapters import adapt, is_adapted
 from hone.models.load import load_value_model
 from hone.models.tokenizer import load_tokenizer, require_padding
 from hone.observe.metrics import Mean, Metrics
+from hone.planner.rungs import Rungs
 from hone.trainer.kept_scores import KeptScores
 from hone.trainer.models import Models
 from hone.trainer.packing import collate
@@ -171,11 +172,14 @@ def _models(
         algorithm.objectives["policy"],
         total_steps=cfg.run.steps,
         dump_dir=start.dir,
+        rungs=Rungs(plan),
         mesh=mesh,
     )
     scorers: dict[str, RowScorer] = {}
     if frozen is not None:
-        scorers["reference"] = FrozenScorer(frozen, cfg.trainer, mesh=mesh)
+        scorers["reference"] = FrozenScorer(
+            frozen, cfg.trainer, mesh=mesh, dump_dir=start.dir, rungs=Rungs(plan)
+        )
     elif "reference" in algorithm.needs.scores and is_adapted(model):
         scorers["reference"] = WithoutAdapters(model, trainer)
     return Models({"policy": trainer}, scorers)

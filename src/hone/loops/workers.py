@@ -25,6 +25,7 @@ from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
 from hone.observe.tracing import EngineTracer, MemoryRecorder
+from hone.planner.rungs import Rungs
 from hone.rewards.scorer import Scorer
 from hone.rollout.engine_pool import EnginePool
 from hone.rollout.judge import Judge, RewardModel, Transcripts
@@ -174,6 +175,8 @@ def build_reference(cfg: RLConfig) -> FrozenScorer:
         cfg.trainer,
         temperature=cfg.rollout.temperature,
         exact=cfg.model.exact,
+        dump_dir=cfg.run.dir,
+        rungs=Rungs(None),
     )
 
 

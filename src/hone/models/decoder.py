@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hone.attention import AttentionContext
 from hone.models.exact import linear
-from hone.models.heads import value_head
+from hone.models.heads import has_value_head, value_head
 
 __all__ = [
     "alias_module",
@@ -32,14 +32,19 @@ __all__ = [
 def hidden_states(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, context: AttentionContext
 ) -> Tensor:
-    """Hidden states [T, D] after the final norm, for ids [T] and positions [T] (both int64)."""
+    """Hidden states [T, D] after the final norm, for ids [T] and positions [T] (both int64).
+
+    Scaled where the model scales its logits, which head and soft cap then need not know.
+    """
     output = model.base_model(
         input_ids=input_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(0),
         use_cache=False,
         attention_context=context,
     )
-    return output.last_hidden_state.squeeze(0)
+    hidden = output.last_hidden_state.squeeze(0)
+    scale = _logit_scale(model)
+    return hidden if scale == 1 else hidden * scale
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor, *, exact: bool = False) -> Tensor:
@@ -82,6 +87,15 @@ def head_weight(model: PreTrainedModel) -> nn.Parameter:
 def logit_softcap(model: PreTrainedModel) -> float | None:
     """Bound c of the final logits, which are c * tanh(logits / c); None where there is none."""
     return getattr(model.config, "final_logit_softcapping", None)
+
+
+def _logit_scale(model: PreTrainedModel) -> float:
+    """Factor of the logits: `1 / logits_scaling` in Granite, `logit_scale` in Cohere."""
+    if has_value_head(model):
+        return 1.0
+    config = model.config
+    factor, divisor = (getattr(config, key, None) for key in ("logit_scale", "logits_scaling"))
+    return (factor or 1.0) / (divisor or 1.0)
 
 
 def alias_module(model: PreTrainedModel) -> PreTrainedModel:

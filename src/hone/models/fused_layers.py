@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hone.families.registry import SPECS
+from hone.families.registry import spec_of
 from hone.models.layer_ops import Heads, LayerOps, Projection
 
 __all__ = [
@@ -49,7 +49,7 @@ def is_fusible(model: PreTrainedModel) -> bool:
     It does for the very classes of transformers, with plain linear layers of one dtype on one
     device. A subclass, or a model with anything put into it, may compute something else.
     """
-    spec = SPECS[model.config.model_type]
+    spec = spec_of(model.config.model_type)
     if spec.decode is None or model.config.hidden_act != "silu":
         return False
     expected = spec.decode.classes(head_norms=spec.head_norms)
@@ -155,7 +155,7 @@ class FusedDecoder:
         norms = [layer.input_layernorm.weight for layer in base.layers]
         self._first_norm: Tensor
         self._first_norm, *next_norms = (*norms, base.norm.weight)
-        windows = SPECS[model.config.model_type].layer_windows(model.config.to_dict())
+        windows = spec_of(model.config.model_type).layer_windows(model.config.to_dict())
         self.layers = [
             FusedLayer.of(module, next_norm, window, ops)
             for module, next_norm, window in zip(base.layers, next_norms, windows, strict=True)

@@ -26,8 +26,10 @@ from hone.config import plan
 from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
+from hone.families.registry import SPECS
 from hone.models.deferred import Weight, WeightSource, defer, take_source
 from hone.models.heads import value_head
+from hone.models.parity import require_parity
 from hone.models.support import check_supported, classifies
 from hone.models.tensor_parallel import (
     TensorParallel,
@@ -36,7 +38,13 @@ from hone.models.tensor_parallel import (
     shard_model,
     shard_of,
 )
-from hone.models.weight_files import OtherFormatError, damaged, find_weights, lacking
+from hone.models.weight_files import (
+    OtherFormatError,
+    damaged,
+    find_weights,
+    lacking,
+    misshapen,
+)
 
 __all__ = [
     "blank_model",
@@ -184,6 +192,8 @@ def load_config(cfg: ModelConfig) -> PreTrainedConfig:
     except ValueError as error:
         raise UserError(f"model.path={cfg.path!r} is of no known family: {error}") from error
     check_supported(config)
+    if config.model_type not in SPECS:
+        require_parity(config, trust_remote_code=cfg.trust_remote_code)
     return config
 
 
@@ -318,7 +328,13 @@ def _from_files(
     kind: Any, path: str, config: PreTrainedConfig, options: dict[str, Any]
 ) -> PreTrainedModel:
     try:
-        loaded = kind.from_pretrained(path, config=config, output_loading_info=True, **options)
+        loaded = kind.from_pretrained(
+            path,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, in words
+            **options,
+        )
     except OSError as error:
         raise FileNotFoundError(
             f"model.path={path!r} holds no loadable weights: {error} "
@@ -329,4 +345,6 @@ def _from_files(
     model, info = loaded
     if info["missing_keys"]:
         raise lacking(path, list(info["missing_keys"]))
+    for name, got, wanted in sorted(info["mismatched_keys"]):
+        raise misshapen(path, name, got, wanted)
     return model

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hone.config.errors import UserError
 from hone.config.hub import locate_model
 from hone.config.model import ModelConfig
+from hone.config.tokens import OTHER_TOKENS, difference
 
 __all__ = ["load_tokenizer", "require_padding", "require_same_tokens"]
 
@@ -52,18 +53,12 @@ def require_padding(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def require_same_tokens(
-    own: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str
+    own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, key: str, path: str
 ) -> None:
-    """Raise UserError where a token of the policy is another, or none, to the teacher at `path`,
-    which would score other texts than the policy wrote. The teacher may know more tokens."""
-    known = teacher.get_vocab()
-    differing = {text: i for text, i in own.get_vocab().items() if known.get(text) != i}
-    if differing:
-        text = min(differing, key=differing.__getitem__)
-        there = "no such token" if text not in known else f"token {known[text]}"
+    """Raise UserError where a token of the policy is another, or none, to the model at `path`,
+    which `key` names: it would score other texts than the policy wrote."""
+    found = difference(own.get_vocab(), other.get_vocab())
+    if found is not None:
         raise UserError(
-            f"teacher.path={path!r} has another tokenizer than the policy: {len(differing):,} of "
-            f"{len(own):,} tokens differ, the first is {text!r}, token {differing[text]} of the "
-            f"policy and {there} of the teacher. Choose a teacher with the policy's tokens, or "
-            "train on the teacher's completions with `hone sft`."
+            f"{key}={path!r} has another tokenizer than the policy: {found}. {OTHER_TOKENS[key]}."
         )

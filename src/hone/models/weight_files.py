@@ -8,7 +8,7 @@ load itself, whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +117,14 @@ def lacking(path: str, absent: list[str]) -> UserError:
     )
 
 
+def misshapen(path: str, name: str, got: Sequence[int], wanted: Sequence[int]) -> UserError:
+    """The error for a checkpoint with a weight of another shape."""
+    return UserError(
+        f"model.path={path!r}: {name} has the shape {list(got)} and should have {list(wanted)}: "
+        "the checkpoint does not belong to its config.json"
+    )
+
+
 def damaged(path: str, error: SafetensorError) -> UserError:
     """The error for a safetensors file, or a folder with one, that cannot be read."""
     return UserError(
@@ -176,10 +184,7 @@ def _check(path: str, name: str, entry: _Entry, shape: torch.Size) -> None:
     if entry.format not in _FORMATS:
         raise OtherFormatError(f"{name} is of the format {entry.format}")
     if entry.shape != shape:
-        raise UserError(
-            f"model.path={path!r}: {name} has the shape {list(entry.shape)} and should have "
-            f"{list(shape)}: the checkpoint does not belong to its config.json"
-        )
+        raise misshapen(path, name, entry.shape, shape)
 
 
 def _equal(one: _Entry, other: _Entry) -> bool:

@@ -7,16 +7,26 @@ only after the symptom has been gone for `QUIET_STEPS` steps.
     for alarm in alarms.check(step, scalars):
         log.event("alarm", **alarm.fields())
 
+Alarms of numbers (what is sampled, learnt, delivered) come first. Advice on speed and memory is for
+healthy runs: none is given within `QUIET_STEPS` steps of one of those. It names a setting, a value,
+and what the planner estimates that to bring (`hone.observe.advice`); where the planner knows all
+that could be changed and nothing helps, nothing is said.
+
 A metric that a run does not have is not checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from hone.config.engine import BLOCK_SIZE
+from hone.config.plan import RunPlan
+from hone.observe import advice
+from hone.observe.advice import Advice, Advisor, Candidates, Pick
 from hone.observe.symptoms import (
+    STALE_KL,
     History,
     Test,
     above,
@@ -28,6 +38,7 @@ from hone.observe.symptoms import (
     lacks_cores,
     leaks,
     many_failures,
+    mean_share_above,
     not_finite,
     only_when,
     share_above,
@@ -51,7 +62,13 @@ class Alarm:
     value: float
     limit: float
     advice: str
-    """What it means and where to look first."""
+    """What it means, where to look first, and what to change."""
+    is_tuning: bool = False
+    """Of speed or memory, not of numbers."""
+    change: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings, by key."""
+    gain_s: float | None = None
+    """Seconds that `change` would take off a step, by the planner; None: it cannot tell."""
 
     def __str__(self) -> str:
         return f"{self.metric} is {self.value:.4g} (limit {self.limit:.4g}). {self.advice}"
@@ -68,6 +85,9 @@ class Rule(NamedTuple):
     name: str
     test: Test
     advice: str
+    candidates: Candidates | None = None
+    """What could be changed."""
+    pick: Pick = "fastest"
 
 
 class Alarms:
@@ -78,35 +98,73 @@ class Alarms:
     than the policy that they train.
     """
 
-    def __init__(self, *, max_mismatch_kl: float = 1e-2, max_staleness: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        max_mismatch_kl: float = 1e-2,
+        max_staleness: int = 0,
+        plan: RunPlan | None = None,
+    ) -> None:
+        """Without a `plan` no setting is named."""
         mismatch = _mismatch_rules(max_mismatch_kl, max_staleness)
-        pace = _ahead_rules(max_staleness) if max_staleness else _IN_TURNS
-        self._rules = mismatch + pace + _SAMPLING + _LEARNING + _MACHINE
+        self._numbers = mismatch + (_STALE if max_staleness else ()) + _SAMPLING + _LEARNING
+        self._tuning = (_AHEAD if max_staleness else _IN_TURNS) + _ENGINE + _memory_rules(plan)
+        self._advisor = None if plan is None else Advisor(plan)
         self._history = History()
         self._last_breach: dict[str, int] = {}
 
     def check(
-        self, step: int, scalars: Mapping[str, float], *, why_untrained: str | None = None
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        *,
+        lengths: Sequence[Sequence[int]] = (),
+        why_untrained: str | None = None,
     ) -> list[Alarm]:
         """Take in one step's metrics and return the symptoms that have newly appeared.
 
-        `why_untrained` is the cause where no token of the step was trained, for its alarm to name.
+        `lengths` are the tokens of its samples by group. `why_untrained` is the cause where no
+        token of the step was trained, for its alarm to name.
         """
         self._history.append(scalars)
-        raised: list[Alarm] = []
-        rules = self._rules
+        if self._advisor is not None:
+            self._advisor.sampled(lengths)
+        numbers = self._numbers
         if why_untrained is not None:
-            rules = (Rule("untrained", above("train/untrained_steps", 0), why_untrained), *rules)
+            untrained = Rule("untrained", above("train/untrained_steps", 0), why_untrained)
+            numbers = (untrained, *numbers)
+        raised = [*self._raise(numbers, step)]
+        names = {rule.name for rule in numbers}
+        last_sick = max((self._last_breach.get(name, -QUIET_STEPS) for name in names), default=0)
+        raised += self._raise(_MACHINE, step)
+        if step - last_sick >= QUIET_STEPS:
+            raised += self._raise(self._tuning, step, is_tuning=True)
+        return raised
+
+    def _raise(
+        self, rules: Sequence[Rule], step: int, *, is_tuning: bool = False
+    ) -> Iterator[Alarm]:
         for rule in rules:
             breach = rule.test(self._history)
             if breach is None:
                 continue
             last = self._last_breach.get(rule.name)
             self._last_breach[rule.name] = step
-            if last is None or step - last > QUIET_STEPS:
-                alarm = Alarm(name=rule.name, step=step, advice=rule.advice, **breach._asdict())
-                raised.append(alarm)
-        return raised
+            if last is not None and step - last <= QUIET_STEPS:
+                continue
+            found: Advice | None = Advice("", {}, None)
+            if rule.candidates is not None and self._advisor is not None:
+                found = self._advisor.advise(rule.candidates, self._history, rule.pick)
+            if found is not None:
+                yield Alarm(
+                    name=rule.name,
+                    step=step,
+                    advice=f"{rule.advice} {found.text}".rstrip(),
+                    is_tuning=is_tuning,
+                    change=found.change,
+                    gain_s=found.gain_s,
+                    **breach._asdict(),
+                )
 
 
 # -- Rules: what is watched by default -----------------------------------------------------------
@@ -148,40 +206,6 @@ def _mismatch_rules(max_kl: float, max_staleness: int) -> tuple[Rule, ...]:
     )
 
 
-def _ahead_rules(max_staleness: int) -> tuple[Rule, ...]:
-    """Of a run that samples ahead of the training."""
-    more = f"pipeline.max_staleness {max_staleness + 1}"
-    return (
-        Rule(
-            "training_waits",
-            share_above("time/generate_s", "time/step_s", 0.3, steps=5),
-            f"The trainers wait for samples: {more} in place of {max_staleness} lets engines run "
-            "further ahead (2 to 3 are usual), cluster.num_engines adds some; `hone plan` says "
-            "what either brings.",
-        ),
-        Rule(
-            "engines_wait",
-            only_when(
-                lambda now: now.get("time/generate_s", 0.0) < 0.05 * now.get("time/step_s", 0.0),
-                below("perf/engine_busy_share", 0.5, steps=5),
-            ),
-            "Engines stand still, waiting for the trainers: fewer engines or more trainers; a "
-            "smaller pipeline.max_staleness costs no time.",
-        ),
-        Rule(
-            "stale_samples",
-            # The most that number formats alone do, and nats of a whole answer. Of runs with long
-            # answers all eight that lost their policy had gone beyond both, 1 to 16 steps before;
-            # no other had (benchmarks/README.md).
-            only_when(_answers_have_moved, above("off_policy/kl", 0.01, steps=3)),
-            "The policy moves further between sampling and training than clipping or correction "
-            "make up for, and may soon be lost: go back to a checkpoint and lower "
-            "the learning rate; then algorithm.correction.kind tis, a smaller "
-            "pipeline.max_staleness.",
-        ),
-    )
-
-
 def _answers_have_moved(now: Mapping[str, float]) -> bool:
     """Whether a whole answer is of another distribution by now, not only some token of it."""
     kl, length = now.get("off_policy/kl", 0.0), now.get("rollout/completion_tokens/mean", 0.0)
@@ -196,19 +220,134 @@ def _has_trained_some(now: Mapping[str, float]) -> bool:
 def _has_long_tail(now: Mapping[str, float]) -> bool:
     """Whether a few samples are far longer than most, and long enough to be waited for."""
     longest = now.get("rollout/completion_tokens/max", 0.0)
-    return longest > max(4 * now.get("rollout/completion_tokens/mean", 0.0), 1000)
+    return longest > max(4 * now.get("rollout/completion_tokens/mean", 0.0), 200)
 
+
+def _has_no_wait_for_samples(now: Mapping[str, float]) -> bool:
+    return now.get("time/generate_s", 0.0) < 0.05 * now.get("time/step_s", 0.0)
+
+
+def _has_no_preemptions(now: Mapping[str, float]) -> bool:
+    """Else there is an alarm of its own."""
+    return now.get("engine/preemptions", 0.0) == 0
+
+
+def _reads_prompts_again(now: Mapping[str, float]) -> bool:
+    """Whether groups have prompts of several blocks of the cache."""
+    is_group = now.get("rollout/group_size/min", 0.0) > 1
+    return is_group and now.get("rollout/prompt_tokens/mean", 0.0) >= 4 * BLOCK_SIZE
+
+
+def _memory_rules(plan: RunPlan | None) -> tuple[Rule, ...]:
+    gpu = None if plan is None else plan.devices.gpu
+    if gpu is None or gpu.memory_gib is None:
+        return ()
+    rule = Rule(
+        "little_memory",
+        above("mem/gpu_peak_gib", 0.96 * gpu.memory_gib, steps=3),
+        "The device is all but full: one longer batch, and the step runs out of memory.",
+        advice.less_memory,
+        "first",
+    )
+    return (rule,)
+
+
+_STALE = (
+    Rule(
+        "stale_samples",
+        # The most that number formats alone do, and nats of a whole answer. Of runs with long
+        # answers all eight that lost their policy had gone beyond both, 1 to 16 steps before;
+        # no other had (benchmarks/README.md).
+        only_when(_answers_have_moved, above("off_policy/kl", STALE_KL, steps=3)),
+        "The policy moves further between sampling and training than clipping or correction make "
+        "up for, and may soon be lost: go back to a checkpoint, with samples that are less stale "
+        "or a lower learning rate; then algorithm.correction.kind tis. Divergence grows with "
+        "the square of either: half of one leaves a quarter.",
+        advice.fresher_samples,
+        "first",
+    ),
+)
+
+_AHEAD = (
+    Rule(
+        "training_waits",
+        # Over several: a step that has waited often leaves samples for the next.
+        mean_share_above("time/generate_s", "time/step_s", 0.3, steps=6),
+        "The trainers wait for samples; where engines are the limit, more of them help "
+        "(cluster.num_engines).",
+        advice.further_ahead,
+    ),
+    Rule(
+        "engines_wait",
+        only_when(_has_no_wait_for_samples, below("perf/engine_busy_share", 0.5, steps=5)),
+        "Engines stand still, waiting for the trainers; a smaller pipeline.max_staleness costs no "
+        "time.",
+        advice.fewer_engines,
+    ),
+)
+"""Of a run that samples ahead of the training."""
 
 _IN_TURNS = (
     Rule(
         "long_tail",
         only_when(_has_long_tail, share_above("time/generate_s", "time/step_s", 0.6, steps=5)),
-        "Most of a step waits for its longest samples: rollout.oversample_prompts starts more and "
-        "carries the rest over, pipeline.max_staleness lets engines of their own sample ahead; "
-        "`hone plan` says what either brings.",
+        "Most of a step waits for its longest samples; `hone plan` says what engines of their own, "
+        "which sample ahead, would bring.",
+        advice.carry_over,
+        "gain",
+    ),
+    Rule(
+        "slow_rewards",
+        above("perf/wait_for_rewards_share", 0.2, steps=3),
+        "Sampling has ended, and the step waits for reward functions.",
+        advice.more_reward_workers,
+        "gain",
     ),
 )
 """Of a run in which sampling and training take turns."""
+
+_ENGINE = (
+    Rule(
+        "preemptions",
+        # A twentieth of the samples: each computes its keys and values again.
+        share_above("engine/preemptions", "rollout/samples", 0.05, steps=3),
+        "The cache is too small for the sequences that run: some are put back and computed again.",
+        advice.more_room,
+        "gain",
+    ),
+    Rule(
+        "engine_queue",
+        only_when(_has_no_preemptions, above("engine/waiting/mean", 1.0, steps=3)),
+        "Requests wait for a place in the engine: with more sequences at once, or where its cache "
+        "is full (engine/kv_cache_usage/max) with a larger one, steps would do more.",
+        advice.more_sequences,
+        "gain",
+    ),
+    Rule(
+        "slow_generation",
+        either(
+            below("perf/R_gen", 0.3, steps=5),
+            only_when(_reads_prompts_again, below("rollout/cached_token_share", 0.1, steps=3)),
+        ),
+        "Generation is far from what the device can do, or computes the prompt of a group again "
+        "for each of its samples: `hone trace` shows what a step of the engine does.",
+        advice.faster_generation,
+        "gain",
+    ),
+    Rule(
+        "slow_sync",
+        share_above("time/sync_s", "time/step_s", 0.1, steps=5, floor=0.5),
+        "The delivery of weights takes more than a tenth of a step (perf/sync_bytes_per_s): look "
+        "at the network between trainers and engines with `hone doctor`.",
+        advice.wider_buffers,
+    ),
+    Rule(
+        "low_gpu_utilization",
+        below("perf/gpu_utilization", 0.8, steps=5),
+        "The trainers' GPUs stand still for part of a step; `hone plan` compares other modes.",
+        advice.faster_training,
+    ),
+)
 
 
 _SAMPLING = (
@@ -294,6 +433,15 @@ _LEARNING = (
 )
 
 _MACHINE = (
+    *(
+        Rule(
+            "out_of_memory",
+            above(f"mem/{role}_replays", 0),
+            f"Memory has ended in passes of the {role}, which were computed again with less: the "
+            "log says which key to set to what; a step that is replayed takes up to twice as long.",
+        )
+        for role in ("policy", "critic", "reference", "teacher")
+    ),
     Rule(
         "host_memory",
         leaks("mem/rss_gib"),

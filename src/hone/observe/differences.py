@@ -8,6 +8,7 @@ from typing import Any
 __all__ = ["differences", "flat"]
 
 DASH = "\N{EN DASH}"
+_UNSET = str(None)
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, str]:
@@ -34,8 +35,8 @@ def differences(
     only_common: bool = False,
 ) -> list[list[str]]:
     """`[key, value in each tree]` of keys whose values are not equal in all; a dash stands for a
-    key that a tree lacks. Trees without any key are not compared; with `only_common` neither are
-    keys that not all others have."""
+    key that a tree lacks, which is no difference from one that is unset. Trees without any key are
+    not compared; with `only_common` neither are keys that not all others have."""
     known = [tree for tree in trees if tree]
     keys = dict.fromkeys(key for tree in known for key in tree if key not in ignored)
     if only_common:
@@ -43,5 +44,5 @@ def differences(
     return [
         [key, *(tree.get(key, DASH) for tree in trees)]
         for key in keys
-        if len({tree.get(key) for tree in known}) > 1
+        if len({tree.get(key, _UNSET) for tree in known}) > 1
     ]

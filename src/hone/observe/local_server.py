@@ -13,7 +13,6 @@ import errno
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
 
@@ -44,6 +43,8 @@ class LocalServer:
 
     def __init__(self, port: int, routes: Mapping[str, Route], *, key: str) -> None:
         """Port 0 is any that is free. Raises UserError, naming `key`, where it is not."""
+        if not 0 <= port <= 65535:
+            raise UserError(f"{key} is {port}; allowed: 1024 to 65535, or 0 for any that is free.")
         try:
             self._server = _Server((ADDRESS, port), _handler(routes))
         except OSError as error:
@@ -63,12 +64,7 @@ class LocalServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

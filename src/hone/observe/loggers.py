@@ -19,8 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hone.config.run import LogConfig
 from hone.observe.disk import AppendedFile, writing
@@ -28,6 +27,9 @@ from hone.observe.histogram import Histogram
 from hone.observe.trackers import Tracker, start_trackers
 from hone.observe.whole_file import whole_file
 from hone.types import NOT_SAMPLED, Group, Message, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "PER_TOKEN",
@@ -145,12 +147,7 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -169,7 +166,7 @@ class RunLog:
         groups: Sequence[Group],
         *,
         advantages: Mapping[str, float] | None = None,
-        policy_logprobs: Mapping[str, Sequence[float]] | None = None,
+        policy_logprobs: Mapping[str, Tensor] | None = None,
         split: str = "train",
         failed_first: bool = False,
     ) -> None:
@@ -187,8 +184,8 @@ class RunLog:
                 place = {"step": step, "split": split}
                 advantage = {} if advantages is None else {"advantage": advantages.get(sample.id)}
                 row = place | advantage | sample_row(sample)
-                if scored := (policy_logprobs or {}).get(sample.id):
-                    values = iter(scored)
+                if (scored := (policy_logprobs or {}).get(sample.id)) is not None:
+                    values = iter(scored.tolist())
                     row[POLICY_LOGPROBS] = [next(values) if m else None for m in sample.loss_mask]
                 rows.append(row)
                 self._samples.write(row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -99,19 +100,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _merged(step: int, traces: Sequence[tuple[Path, dict[str, Any]]]) -> StepTrace:
-    events: list[Event] = []
-    phases: defaultdict[str, list[_Phase]] = defaultdict(list)
+    by_process: list[tuple[str, list[Event]]] = []
     for number, (_, trace) in enumerate(traces):
         process: str = trace[FACTS]["process"]
         base_us = trace.get("baseTimeNanoseconds", 0) / 1000
         own = list(_renumbered(trace["traceEvents"], number, process, base_us))
-        events += own
-        for phase in _phases(own, process):
-            phases[phase.name].append(phase)
+        by_process.append((process, own))
+    events = [event for _, own in by_process for event in own]
     origin = min((event["ts"] for event in events if event["ph"] == "X"), default=0.0)
     for event in events:
         if "ts" in event:
             event["ts"] = max(event["ts"] - origin, 0.0)
+    phases: defaultdict[str, list[_Phase]] = defaultdict(list)
+    for process, own in by_process:
+        for phase in _phases(own, process):
+            phases[phase.name].append(phase)
     return StepTrace(
         step,
         [path for path, _ in traces],
@@ -226,4 +229,7 @@ def _longest_gaps(phases: Sequence[_Phase]) -> list[Longest]:
 
 
 def _short(name: str) -> str:
+    """Without what it returns, its namespaces, template and parameters."""
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    name = re.split("[<(]", plain)[0].rsplit("::", 1)[-1].strip() or name
     return name if len(name) <= 32 else f"{name[:29]}..."

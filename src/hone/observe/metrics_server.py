@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from importlib.resources import files
 
+from hone.observe.grafana import dashboard, metric_name
 from hone.observe.local_server import LocalServer, Reply
 
 __all__ = ["MetricsServer", "exposition"]
@@ -74,7 +73,7 @@ class MetricsServer:
 
 
 def _grafana(_: Mapping[str, str]) -> Reply:
-    return Reply(files("hone.observe").joinpath("grafana.json").read_bytes(), "application/json")
+    return Reply(json.dumps(dashboard(), indent=1).encode(), "application/json")
 
 
 def exposition(scalars: Mapping[str, float], *, run: str) -> bytes:
@@ -84,7 +83,7 @@ def exposition(scalars: Mapping[str, float], *, run: str) -> bytes:
     package `prometheus_client` would be one more to install.
     """
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    named = {f"hone_{re.sub(r'[^a-zA-Z0-9]+', '_', key)}": v for key, v in scalars.items()}
+    named = {metric_name(key): value for key, value in scalars.items()}
     lines = [
         f'# TYPE {name} gauge\n{name}{{run="{label}"}} {_number(value)}\n'
         for name, value in named.items()

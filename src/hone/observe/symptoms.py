@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 __all__ = [
+    "STALE_KL",
     "Breach",
     "History",
     "Test",
@@ -27,6 +28,7 @@ __all__ = [
     "lacks_cores",
     "leaks",
     "many_failures",
+    "mean_share_above",
     "not_finite",
     "only_when",
     "share_above",
@@ -36,6 +38,9 @@ __all__ = [
 ]
 
 HISTORY_STEPS = 128
+STALE_KL = 0.01
+"""Nats a token between the policies that sampled and that is trained: the most that number formats
+alone do."""
 
 
 class Breach(NamedTuple):
@@ -116,6 +121,18 @@ def share_above(
         if all(part > limit for part, limit in zip(parts, limits, strict=True)):
             return Breach(metric, parts[-1], limits[-1])
         return None
+
+    return test
+
+
+def mean_share_above(metric: str, whole: str, share: float, *, steps: int) -> Test:
+    """Over the newest `steps` together the metric exceeds a share of another one."""
+
+    def test(history: History) -> Breach | None:
+        parts, wholes = history.series(metric)[-steps:], history.series(whole)[-steps:]
+        if len(parts) < steps or len(wholes) < steps or sum(parts) <= share * sum(wholes):
+            return None
+        return Breach(metric, statistics.fmean(parts), share * statistics.fmean(wholes))
 
     return test
 

@@ -20,7 +20,7 @@ from hone.config.errors import UserError
 from hone.config.hardware import Peaks, known_gpu
 from hone.config.pipeline import PipelineConfig
 from hone.config.plan import RunPlan
-from hone.config.planning import GPUS_UNSET, PlannedModelConfig
+from hone.config.planning import GPUS_UNSET, PlannedModelConfig, PlanningConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape, public_shape
@@ -35,10 +35,13 @@ from hone.planner.training_time import TrainingTime
 __all__ = [
     "Comparison",
     "Outcome",
+    "changed_settings",
     "compare",
     "launch_words",
     "placement_rates",
-    "planned_recipe",
+    "plan_rates",
+    "planned_config",
+    "recipe_of",
     "run_flags",
 ]
 
@@ -159,7 +162,7 @@ def compare(cfg: PlanConfig) -> Comparison:
     groups = np.reshape(drawn, (num_groups, rollout.n_samples_per_prompt)).tolist()
     lengths = tuple(tuple(group) for group in groups)
     plans = search(cfg, shape, gpu, num_gpus, notes)
-    rates = {placement: _rates(cfg, placement, plan) for placement, plan in plans.items()}
+    rates = {placement: plan_rates(cfg.plan, placement, plan) for placement, plan in plans.items()}
     rates = _with_room(cfg, rates, notes)
     if not rates:
         possible = _listed([*_possible(cfg, shape, gpu, num_gpus)])
@@ -244,7 +247,9 @@ def _possible(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> 
 
 def _can_run(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> bool:
     plans = search(cfg, shape, gpu, num_gpus, [])
-    return bool(_with_room(cfg, {x: _rates(cfg, x, plan) for x, plan in plans.items()}, []))
+    return bool(
+        _with_room(cfg, {x: plan_rates(cfg.plan, x, plan) for x, plan in plans.items()}, [])
+    )
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -268,23 +273,27 @@ def run_flags(cfg: PlanConfig, outcome: Outcome) -> list[str]:
 
     Where samples may be older than the weights and nothing corrects for it, `tis` is among them.
     """
-    placement = outcome.run.placement
-    planned = _planned(cfg, outcome)
-    words: list[str] = []
+    planned, words = planned_config(cfg, outcome), list[str]()
     is_launched = launch_words(outcome)[0] != "hone"
-    if not planned.cluster.is_used and placement.num_trainers > 1 and not is_launched:
-        words += ["--nproc", f"{placement.num_trainers}"]
-    for name in _PLANNED:
-        wanted = getattr(planned, name).model_dump(mode="json")
-        for key, value in _changed(getattr(cfg, name).model_dump(mode="json"), wanted, name):
-            words += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    num_trainers = outcome.run.placement.num_trainers
+    if not planned.cluster.is_used and num_trainers > 1 and not is_launched:
+        words += ["--nproc", f"{num_trainers}"]
+    for key, value in changed_settings(cfg, planned).items():
+        words += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     return words
 
 
-def planned_recipe(cfg: PlanConfig, outcome: Outcome) -> dict[str, Any]:
-    """The recipe of `hone rl` for the mode and the devices of `outcome`: what differs from the
-    defaults."""
-    planned = _planned(cfg, outcome)
+def changed_settings(cfg: PlanConfig, planned: PlanConfig) -> dict[str, Any]:
+    """What a plan has set otherwise, by key."""
+    found: dict[str, Any] = {}
+    for name in _PLANNED:
+        given, wanted = getattr(cfg, name), getattr(planned, name)
+        found |= _changed(given.model_dump(mode="json"), wanted.model_dump(mode="json"), name)
+    return found
+
+
+def recipe_of(planned: PlanConfig) -> dict[str, Any]:
+    """The recipe of `hone rl` with the settings of a plan: what differs from the defaults."""
     recipe = planned.model_dump(mode="json", exclude_defaults=True)
     for key in ("plan", "output"):
         recipe.pop(key, None)
@@ -293,14 +302,13 @@ def planned_recipe(cfg: PlanConfig, outcome: Outcome) -> dict[str, Any]:
     return {name: section for name, section in recipe.items() if section}
 
 
-def _planned(cfg: PlanConfig, outcome: Outcome) -> PlanConfig:
+def planned_config(cfg: PlanConfig, outcome: Outcome) -> PlanConfig:
+    """`cfg` in the mode and on the devices of `outcome`."""
     rollout, pipeline = outcome.run.rollout, PipelineConfig()
     planned = outcome.plan.config
     assert isinstance(planned, PlanConfig)
     if outcome.is_async:
-        pipeline, queue = outcome.run.pipeline, outcome.run.pipeline.async_queue_size
-        if queue is not None and queue > pipeline.max_staleness:  # which bounds it as well
-            pipeline = pipeline.model_copy(update={"async_queue_size": None})
+        pipeline = outcome.run.pipeline
     algorithm = cfg.algorithm
     is_old = outcome.is_async or rollout.oversample_prompts > 0
     if is_old and algorithm.correction.kind == "none":
@@ -326,15 +334,16 @@ def _changed(
 def placement_rates(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement) -> Rates:
     """What the parts of a placement take: the hardware's limits over the shares of them that
     `plan` assumes."""
-    return _rates(cfg, placement, plan_of(cfg, shape, gpu, placement))
+    return plan_rates(cfg.plan, placement, plan_of(cfg, shape, gpu, placement))
 
 
-def _rates(cfg: PlanConfig, placement: Placement, plan: RunPlan) -> Rates:
+def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan) -> Rates:
+    """The same of a plan of that placement, whose model's shape and GPU are known."""
     gpu, shape = plan.devices.gpu, plan.shape
     assert gpu is not None
     assert shape is not None
     run = RunMemory(plan)
-    assumed_cfg, size = cfg.plan, placement.tensor_parallel_size
+    size = placement.tensor_parallel_size
     speed = (2.0 * assumed_cfg.tensor_parallel_scaling) ** math.log2(size)
     read = gpu.bytes_per_s * assumed_cfg.decode_share * speed
     prefill = gpu.flops_per_s * assumed_cfg.prefill_share * speed

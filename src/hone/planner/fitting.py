@@ -21,7 +21,9 @@ __all__ = [
     "check_host_memory",
     "does_fit",
     "errors",
+    "memory_changes",
     "remedies",
+    "rl_config",
 ]
 
 GPUS_OF_A_NODE = 8
@@ -94,7 +96,7 @@ def remedies(plan: RunPlan, *, moves: bool = True) -> list[Change]:
     def is_served(change: Change) -> bool:
         return errors(changed(plan, change)) <= known
 
-    singles = [change for change in _candidates(plan, moves=moves) if is_served(change)]
+    singles = [change for change in memory_changes(plan, moves=moves) if is_served(change)]
     fitting = [change for change in singles if not _excess(changed(plan, change))]
     # Of several sizes of one key the first is nearest to what is configured.
     found = [*{tuple(change): change for change in reversed(fitting)}.values()][::-1]
@@ -116,7 +118,7 @@ def _together(plan: RunPlan, start: Change, is_served: Callable[[Change], bool])
     together = start
     if not is_served(together):
         return None
-    for change in ({}, *_candidates(changed(plan, start), moves=False)):
+    for change in ({}, *memory_changes(changed(plan, start), moves=False)):
         further = {**together, **change}
         before, after = changed(plan, together), changed(plan, further)
         if change and (_excess(after) >= _excess(before) or not is_served(further)):
@@ -158,7 +160,9 @@ def _excess(plan: RunPlan) -> int:
     return too_much + missing
 
 
-def _candidates(plan: RunPlan, *, moves: bool) -> Iterator[Change]:
+def memory_changes(plan: RunPlan, *, moves: bool = False) -> Iterator[Change]:
+    """Single changes that save memory of a GPU, the cheapest first; where models may be `moves`d,
+    of their devices too."""
     cfg, trainer = plan.config, plan.trainer
     if moves and _get(cfg, "cluster.num_references"):
         yield {"cluster.num_references": 0}
@@ -266,12 +270,15 @@ def _without_needless(plan: RunPlan, change: Change, is_served: Callable[[Change
 def errors(plan: RunPlan) -> set[Finding]:
     """What stands against a run of this plan; of `hone plan` against the `hone rl` that it is
     for."""
-    cfg = plan.config
-    if isinstance(cfg, PlanConfig):
-        sections = {name: getattr(cfg, name) for name in RLConfig.model_fields}
-        cfg = RLConfig.model_construct(**sections)
+    if isinstance(plan.config, PlanConfig):
+        cfg = rl_config(plan.config)
         plan = resolve(cfg, plan.model, plan.devices, world_size=plan.world_size)
     return {finding for finding in findings(plan) if finding.level == "error"}
+
+
+def rl_config(cfg: PlanConfig) -> RLConfig:
+    """The `hone rl` that a plan is for."""
+    return RLConfig.model_construct(**{name: getattr(cfg, name) for name in RLConfig.model_fields})
 
 
 def _lack(run: RunMemory) -> str:

@@ -118,17 +118,10 @@ def _pipeline(plan: RunPlan) -> Iterator[Line]:
     if not isinstance(cfg, RLConfig) or not cfg.pipeline.samples_ahead:
         return
     prompts, staleness = cfg.rollout.prompts_per_step, cfg.pipeline.max_staleness
-    queue = cfg.pipeline.async_queue_size
-    ahead = staleness if queue is None else min(queue, staleness)
-    yield Line(
-        "groups_ahead",
-        ahead * prompts,
-        f"{ahead} batches of {prompts} prompts: pipeline.max_staleness {staleness}"
-        + ("" if queue is None else f" or pipeline.async_queue_size {queue}, the lesser"),
-    )
-    yield Line(
-        "max_open_groups", (1 + ahead) * prompts, "those, and the batch that is trained next"
-    )
+    how = f"pipeline.max_staleness {staleness} batches of {prompts} prompts"
+    yield Line("groups_ahead", staleness * prompts, how)
+    how = "those, and the batch that is trained next"
+    yield Line("max_open_groups", (1 + staleness) * prompts, how)
     yield Line("max_staleness", staleness, "updates between the weights of a sample and its own")
 
 

@@ -32,7 +32,7 @@ from hone.config.parallel import AxisSizes
 from hone.config.plan import RunPlan
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RewardModelingConfig
-from hone.families.registry import require_spec
+from hone.families.registry import spec_of
 from hone.families.shape import ModelShape, TensorShape
 
 __all__ = [
@@ -384,7 +384,7 @@ class _Step:
 
     @property
     def _has_head_norms(self) -> bool:
-        return require_spec(self.shape.family).head_norms
+        return spec_of(self.shape.family).head_norms
 
     def _logits(self) -> int:
         """At the head, at the start of backward."""

@@ -26,7 +26,7 @@ from hone.planner.run_memory import RunMemory
 from hone.planner.simulator import Placement
 from hone.planner.training_time import TrainingTime
 
-__all__ = ["peak_bytes", "plan_of", "search"]
+__all__ = ["memory_settings", "peak_bytes", "plan_of", "search"]
 
 _MAX_SPLITS = 16
 _ENGINE_SIZES = (1, 2, 4, 8)
@@ -192,10 +192,17 @@ def _cache_keys(plan: RunPlan) -> int:
 
 def _settings(plan: RunPlan) -> Iterator[Change]:
     """Combinations of what decides about memory, by the keys that differ from the recipe's."""
-    cfg, trainer = plan.config, plan.trainer
+    axes = memory_settings(plan)
+    for values in product(*axes.values()):
+        chosen = zip(axes, values, strict=True)
+        yield {key: value for key, value in chosen if value != axes[key][0]}
+
+
+def memory_settings(plan: RunPlan) -> dict[str, list[Any]]:
+    """By key, the values that can be chosen for what decides about memory, the plan's own first."""
+    cfg, trainer, world = plan.config, plan.trainer, plan.world_size or 1
     assert isinstance(cfg, PlanConfig)
     assert trainer is not None
-    world = plan.world_size or 1
     axes: dict[str, Sequence[Any]] = {
         "trainer.recompute": (trainer.recompute, "off", "full"),
         "trainer.offload": (trainer.offload, "none", "optimizer", "gradients", "parameters"),
@@ -206,9 +213,7 @@ def _settings(plan: RunPlan) -> Iterator[Change]:
         axes["engine.enable_sleep"] = (cfg.engine.enable_sleep, True)
         if world == 1:
             axes["trainer.enable_sleep"] = (cfg.trainer.enable_sleep, True)
-    for values in product(*(dict.fromkeys(choices) for choices in axes.values())):
-        chosen = zip(axes, values, strict=True)
-        yield {key: value for key, value in chosen if value != axes[key][0]}
+    return {key: list(dict.fromkeys(values)) for key, values in axes.items()}
 
 
 def _cluster(cluster: ClusterConfig, placement: Placement) -> ClusterConfig:

@@ -130,24 +130,15 @@ class SimulatedEngine:
         self.time_s = until_s
         self._prompts.clear()
 
-    def abort(self, groups: set[int] | None = None) -> list[SimulatedSample]:
-        """Give back the unfinished samples (of these groups) with their tokens, in the order in
-        which they came."""
-
-        def leaves(sample: SimulatedSample) -> bool:
-            return groups is None or sample.group in groups
-
+    def abort(self) -> list[SimulatedSample]:
+        """Give back the unfinished samples with their tokens, in the order in which they came."""
         running = sorted(self._running, key=lambda entry: entry[1])
-        aborted = [entry for entry in running if leaves(entry[2])]
-        for entry in aborted:
+        for entry in running:
             self._stop(entry)
-        self._running = [entry for entry in self._running if not leaves(entry[2])]
-        heapq.heapify(self._running)
-        waiting = [sample for sample in self._waiting if leaves(sample)]
-        self._waiting = deque(sample for sample in self._waiting if not leaves(sample))
-        samples = [sample for *_, sample in aborted] + waiting
+        samples = [*(sample for *_, sample in running), *self._waiting]
+        self._running.clear()
+        self._waiting.clear()
         self.outstanding_tokens -= sum(sample.outstanding_tokens for sample in samples)
-        self._admit()
         return samples
 
     def _steps_s(self, num_steps: int) -> float:

@@ -10,9 +10,8 @@ rules of a run. With B = `rollout.prompts_per_step` and k = `pipeline.max_stalen
 
 * Synchronous: a step begins what is missing of B + `oversample_prompts` groups, trains the first B
   that are complete and carries the rest over with its tokens.
-* Asynchronous: at each version groups are started until (1 + `batches_ahead`) B are not
-  trained. A group that was started under version b is trained by update b + k at the latest, or
-  dropped (`too_old`).
+* Asynchronous: at each version groups are started until (1 + k) B are not trained. A group that
+  was started under version b is trained by update b + k at the latest.
 
 Rewards take no time of their own, and evaluation and checkpoints are left out.
 """
@@ -28,7 +27,7 @@ from hone.config.engine import EngineConfig
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
 from hone.planner.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
-from hone.planner.staleness import batches_ahead, choose
+from hone.planner.staleness import choose
 
 __all__ = ["Placement", "Rates", "SimulatedRun", "SimulatedStep", "simulate"]
 
@@ -82,8 +81,6 @@ class SimulatedStep:
     """Numbers of the groups that were trained, in the order in which they were started."""
     staleness: tuple[int, ...]
     """Of each, the updates between the weights that began it and those it trained."""
-    num_dropped: int
-    """Groups dropped at its end for being too old."""
 
     @property
     def end_s(self) -> float:
@@ -103,7 +100,6 @@ class SimulatedRun:
     num_sampled_tokens: int
     num_open_tokens: int
     """Of them, those of samples that were started and not trained."""
-    num_dropped_tokens: int
     num_preemptions: int
 
     @property
@@ -159,12 +155,6 @@ class SimulatedRun:
     def staleness_max(self) -> int:
         return max(staleness for step in self.steps for staleness in step.staleness)
 
-    @property
-    def dropped_share(self) -> float:
-        """Of all groups that were trained or dropped."""
-        dropped = sum(step.num_dropped for step in self.steady)
-        return dropped / (dropped + sum(len(step.groups) for step in self.steady))
-
 
 def simulate(
     placement: Placement,
@@ -213,7 +203,6 @@ def simulate(
         engine_busy=tuple(tuple(engine.busy) for engine in run.engines),
         num_sampled_tokens=sum(engine.num_tokens for engine in run.engines),
         num_open_tokens=sum(x.done for x in open_samples),
-        num_dropped_tokens=run.num_dropped_tokens,
         num_preemptions=sum(engine.num_preemptions for engine in run.engines),
     )
 
@@ -244,7 +233,6 @@ class _Run:
     open: dict[int, _Group] = field(default_factory=dict[int, _Group])
     """Begun and not trained, in this order."""
     num_started: int = 0
-    num_dropped_tokens: int = 0
     events_s: list[float] = field(init=False)
     """When the batch of each engine changes next."""
     completing: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
@@ -284,7 +272,6 @@ class _Run:
             num_completion_tokens=num_trained,
             groups=tuple(group.number for group in batch),
             staleness=tuple(update - group.version for group in batch),
-            num_dropped=self._drop(update + 1),
         )
 
     # -- groups -----------------------------------------------------------------------------------
@@ -296,7 +283,7 @@ class _Run:
         self.suspended = []
         num_groups, pipeline = self.rollout.prompts_per_step, self.pipeline
         if pipeline.samples_ahead:
-            most = num_groups * (1 + batches_ahead(pipeline))
+            most = num_groups * (1 + pipeline.max_staleness)
         else:
             most = num_groups + self.rollout.oversample_prompts
         for _ in range(most - len(self.open)):
@@ -325,8 +312,6 @@ class _Run:
             return None
         if not self.pipeline.samples_ahead:
             return None if self._is_overdue() else complete[:num_groups]
-        if self.pipeline.too_old == "drop":
-            return complete[:num_groups]
         chosen = choose(
             [group.version + self.pipeline.max_staleness for group in groups],
             [group.is_complete for group in groups],
@@ -334,24 +319,6 @@ class _Run:
             size=num_groups,
         )
         return None if chosen is None else [groups[index] for index in chosen]
-
-    def _drop(self, version: int) -> int:
-        """Forget what may not be trained any more; returns the number of groups."""
-        if not self.pipeline.samples_ahead:
-            return 0
-        oldest = version - self.pipeline.max_staleness
-        old = {group.number for group in self.open.values() if group.version < oldest}
-        if not old:
-            return 0
-        for index, engine in enumerate(self.engines):
-            engine.abort(old)
-            self._refresh(index)
-        self.suspended = [group for group in self.suspended if group.number not in old]
-        self.completing = [entry for entry in self.completing if entry[1] not in old]
-        heapq.heapify(self.completing)
-        for number in old:
-            self.num_dropped_tokens += sum(x.done for x in self.open.pop(number).samples)
-        return len(old)
 
     # -- weights ----------------------------------------------------------------------------------
 

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.config.pipeline import PipelineConfig
-
-__all__ = ["batches_ahead", "choose", "too_late"]
-
-
-def batches_ahead(pipeline: PipelineConfig) -> int:
-    """How many batches are started, at most, beside the one that is trained next."""
-    if pipeline.async_queue_size is None:
-        return pipeline.max_staleness
-    return min(pipeline.async_queue_size, pipeline.max_staleness)
+__all__ = ["choose", "too_late"]
 
 
 def choose(

@@ -308,9 +308,9 @@ def build(name: str, args: Mapping[str, Any]) -> Builtin:
     Raises ValueError for an unknown name or setting, with the nearest known one.
     """
     if is_address(name):
-        if args:
-            raise ValueError(f"a service takes no args; remove {', '.join(args)}")
-        args = {"url": name}
+        if "url" in args:
+            raise ValueError("no setting 'url': the address is the name of the function")
+        args = {**args, "url": name}
     elif name not in BUILTINS:
         raise ValueError(
             f"no built-in reward of that name; there are {', '.join(BUILTINS)}, and your own are "
@@ -327,7 +327,7 @@ def build(name: str, args: Mapping[str, Any]) -> Builtin:
 
 def _explain(kind: type[Builtin], problem: ErrorDetails) -> str:
     setting = ".".join(str(part) for part in problem["loc"])
-    settings = list(kind.model_fields)
+    settings = [name for name in kind.model_fields if name != "url"]
     if problem["type"] == "extra_forbidden":
         known = f" It has: {', '.join(settings)}." if settings else " It has none."
         return f"no setting '{setting}'.{did_you_mean(setting, settings) or known}"

@@ -6,17 +6,15 @@ Source: OpenAI's `POST /chat/completions`, as vLLM, SGLang and others serve it.
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from hone.config.address import address_problem
-from hone.config.data import TEMPLATE_FIELD
+from hone.config.data import fill_template, template_fields
 from hone.rewards.base import compile_regex
-from hone.rewards.remote import Remote, ServiceError, post, shown
+from hone.rewards.remote import Remote, shown
 from hone.rewards.shapes import InvalidScoreError, ScoreTypeError
 
 __all__ = ["Judge"]
@@ -49,9 +47,6 @@ class Judge(Remote):
     temperature: float = Field(default=0.0, ge=0)
     """0: the likeliest answer."""
 
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the API key; unset: none is sent."""
-
     @model_validator(mode="after")
     def _check(self) -> Judge:
         if problem := address_problem(self.base_url):
@@ -63,17 +58,12 @@ class Judge(Remote):
             )
         if "completion" not in self.fields:
             raise ValueError("template has no {completion}, so every completion is judged alike")
-        # The value is not repeated: it may be the key itself.
-        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", self.api_key_env):
-            raise ValueError(
-                "api_key_env is no name of an environment variable; the key lies in it"
-            )
         return self
 
     @property
     def fields(self) -> list[str]:
         """What `template` names."""
-        return [found[2] for found in TEMPLATE_FIELD.finditer(self.template) if found[2]]
+        return template_fields(self.template)
 
     def __call__(
         self, *, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
@@ -87,14 +77,10 @@ class Judge(Remote):
             "temperature": self.temperature,
         }
         url = f"{self.base_url.rstrip('/')}/chat/completions"
-        key = self._api_key()
-        return [self._score(post(url, content, timeout_s=self._timeout_s, api_key=key))]
+        return [self._score(self.post(url, content))]
 
     def _question(self, values: Mapping[str, Any]) -> str:
-        def fill(match: re.Match[str]) -> str:
-            literal, name = match[1], match[2]
-            if literal is not None:
-                return "{" + literal + "}"
+        def value_of(name: str) -> str:
             if values.get(name) is None:
                 held = ", ".join(sorted(key for key, value in values.items() if value is not None))
                 raise ValueError(
@@ -103,18 +89,7 @@ class Judge(Remote):
                 )
             return _as_text(values[name])
 
-        return TEMPLATE_FIELD.sub(fill, self.template)
-
-    def _api_key(self) -> str | None:
-        if self.api_key_env is None:
-            return None
-        key = os.environ.get(self.api_key_env, "").strip()
-        if not re.fullmatch(r"[!-~]+", key):
-            raise ServiceError(
-                f"the environment variable {self.api_key_env}, which api_key_env names, "
-                + ("holds no API key" if key else "is not set")
-            )
-        return key
+        return fill_template(self.template, value_of)
 
     def _score(self, answer: Any) -> float:
         match answer:

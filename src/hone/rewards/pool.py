@@ -21,24 +21,19 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn, Protocol
 
-from hone.config.address import names_code
 from hone.config.errors import UserError
-from hone.config.hardware import num_usable_cores
-from hone.config.reward import RewardConfig
 from hone.rewards import wire
 from hone.rewards.play import EpisodeSoFar
 from hone.rewards.score import Verdict
 from hone.rewards.worker import Job, encode_request
 
-__all__ = ["ONE_THREAD", "Pool", "default_num_workers", "describe_exit"]
+__all__ = ["ONE_THREAD", "Pool", "describe_exit"]
 
 _log = logging.getLogger(__name__)
 
 FORK_SERVER = "hone.rewards.fork_server"
 # One worker a core: a thread pool in each would only make them fight.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-WAITING_WORKERS = 32
-"""Workers where services score: each takes about 8 MiB of memory, and no time while it waits."""
 _CLOSE_S = 5.0
 _SLOW_IMPORT_S = 10.0
 """Time between warnings of an import that takes long."""
@@ -216,11 +211,3 @@ def describe_exit(status: int) -> str:
     name = signal.Signals(-status).name
     hint = ", perhaps by the kernel for want of memory" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"
-
-
-def default_num_workers(cfg: RewardConfig) -> int:
-    """One worker per CPU core that this process may use, at most 16; or `WAITING_WORKERS` of what
-    mostly waits. Workers of the user's code may each import large libraries, and stay few."""
-    if cfg.waits_for_services and not any(names_code(entry.fn) for entry in cfg.functions):
-        return WAITING_WORKERS
-    return min(num_usable_cores(), 16)

@@ -10,24 +10,26 @@ Source: OpenRLHF's `--reward.remote_url` (`openrlhf/utils/agent.py`, `openrlhf/c
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from http.client import HTTPException
 from time import monotonic, sleep
-from typing import IO, Any
+from typing import IO, Any, Self
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, OpenerDirector, Request, build_opener
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from hone.config.address import address_problem
 from hone.rewards.base import Builtin
 from hone.rewards.shapes import ScoreTypeError
 from hone.types import FailureKind
 
-__all__ = ["Remote", "Service", "ServiceError", "post", "shown"]
+__all__ = ["Remote", "Service", "ServiceError", "shown"]
 
 MAX_ANSWER_BYTES = 4 * 2**20
 """Largest answer of a service that is read."""
@@ -38,6 +40,9 @@ _MARGIN_S, _MARGIN_SHARE = 0.5, 0.1
 seconds, at most this share."""
 _SHOWN_CHARS = 200
 """Of an answer, in messages."""
+_SECRET = re.compile("auth|cookie|key|secret|token", re.IGNORECASE)
+"""Names of headers whose values are not to be written into a run folder."""
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 
 
 class ServiceError(Exception):
@@ -51,8 +56,25 @@ class ServiceError(Exception):
 class Remote(Builtin):
     """A reward that waits for a service."""
 
+    headers: dict[str, str] = Field(default_factory=dict)
+    """HTTP headers of each request. `$NAME` in a value is the environment variable of that name,
+    which is read when it is sent and written nowhere."""
+
     _timeout_s: float = PrivateAttr(default=10.0)
     """Seconds for a call with its retries."""
+
+    @model_validator(mode="after")
+    def _check_headers(self) -> Self:
+        for name, value in self.headers.items():
+            if not re.fullmatch(r"[A-Za-z0-9-]+", name) or not re.fullmatch(r"[ -~]+", value):
+                raise ValueError(f"headers: {name!r} is no name of a header, or its value no text")
+            # The value is not repeated: it may be the key itself.
+            if _SECRET.search(name) and not _VARIABLE.search(value):
+                raise ValueError(
+                    f"headers.{name} would be written into the run folder; put what is secret into "
+                    "an environment variable and write it as $NAME"
+                )
+        return self
 
     @property
     def isolated(self) -> bool:
@@ -60,6 +82,43 @@ class Remote(Builtin):
 
     def limit_time(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s - min(_MARGIN_S, _MARGIN_SHARE * timeout_s)
+
+    def post(self, url: str, content: Mapping[str, Any]) -> Any:
+        """What the service at `url` answers to `content`, both as JSON.
+
+        Attempts are repeated, with growing pauses, after the statuses 429 and 5xx and where the
+        connection is refused or lost. Raises ServiceError without an answer, ScoreTypeError where
+        it is not JSON.
+        """
+        secrets = {
+            name: _read_variable(name)
+            for value in self.headers.values()
+            for name in _VARIABLE.findall(value)
+        }
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        for name, value in self.headers.items():
+            headers[name] = _VARIABLE.sub(lambda found: secrets[found[1]], value)
+        data = json.dumps(content, default=str).encode()
+        limit = f"{self._timeout_s:g} s of `reward.timeout_s`"
+        deadline, wait_s, attempts = monotonic() + self._timeout_s, _FIRST_WAIT_S, 0
+        while True:
+            attempts += 1
+            try:
+                left_s = max(deadline - monotonic(), 0.001)
+                body = _attempt(Request(url, data, headers), left_s, secrets.values())
+                break
+            except _TransientError as error:
+                pause_s = wait_s * random.uniform(0.5, 1.0)  # else all workers come back at once
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                if monotonic() + pause_s >= deadline:
+                    raise ServiceError(f"{error} ({attempts} attempts in {limit})") from None
+                sleep(pause_s)
+            except TimeoutError:
+                raise ServiceError(f"no answer within {limit}", FailureKind.TIMEOUT) from None
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError):
+            raise ScoreTypeError(f"answered what is not JSON: {shown(body)}") from None
 
 
 class Service(Remote):
@@ -83,7 +142,7 @@ class Service(Remote):
         self, *, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]
     ) -> Mapping[str, Any]:
         content = {"query": queries, "prompts": prompts, "labels": labels}
-        answer = post(self.url, content, timeout_s=self._timeout_s)
+        answer = self.post(self.url, content)
         if not isinstance(answer, Mapping) or "rewards" not in answer:
             raise ScoreTypeError(f'answered {shown(answer)}; it must be {{"rewards": [NUMBER]}}')
         rewards = answer["rewards"]
@@ -99,59 +158,32 @@ class Service(Remote):
         return answer
 
 
-def post(
-    url: str, content: Mapping[str, Any], *, timeout_s: float, api_key: str | None = None
-) -> Any:
-    """What the service at `url` answers to `content`, both as JSON, within `timeout_s` (seconds).
-
-    Attempts are repeated, with growing pauses, after the statuses 429 and 5xx and where the
-    connection is refused or lost. `api_key` is sent as a bearer token. Raises ServiceError without
-    an answer, ScoreTypeError where it is not JSON.
-    """
-    deadline, wait_s, attempts = monotonic() + timeout_s, _FIRST_WAIT_S, 0
-    while True:
-        attempts += 1
-        try:
-            body = _attempt(url, content, max(deadline - monotonic(), 0.001), api_key)
-            break
-        except _TransientError as error:
-            pause_s = wait_s * random.uniform(0.5, 1.0)  # else all workers come back at once
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-            if monotonic() + pause_s >= deadline:
-                raise ServiceError(
-                    f"{error} ({attempts} attempts in {timeout_s:g} s of `reward.timeout_s`)"
-                ) from None
-            sleep(pause_s)
-        except TimeoutError:
-            raise ServiceError(
-                f"no answer within {timeout_s:g} s of `reward.timeout_s`", FailureKind.TIMEOUT
-            ) from None
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise ScoreTypeError(f"answered what is not JSON: {shown(body)}") from None
+def _read_variable(name: str) -> str:
+    value = os.environ.get(name, "").strip()
+    if not re.fullmatch(r"[ -~]+", value):
+        raise ServiceError(
+            f"the environment variable {name}, which `headers` names, "
+            + ("is not the text of a header" if value else "is not set")
+        )
+    return value
 
 
 class _TransientError(Exception):
     """What another attempt may mend."""
 
 
-def _attempt(url: str, content: Mapping[str, Any], timeout_s: float, api_key: str | None) -> str:
-    """The text of one answer, in which the key is replaced. Raises _TransientError, TimeoutError,
+def _attempt(request: Request, timeout_s: float, secrets: Iterable[str]) -> str:
+    """The text of one answer, in which secrets are replaced. Raises _TransientError, TimeoutError,
     or ServiceError for what another attempt does not mend."""
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    if api_key is not None:
-        headers["Authorization"] = f"Bearer {api_key}"
-    request = Request(url, json.dumps(content, default=str).encode(), headers)
     try:
         with _opener().open(request, timeout=timeout_s) as response:
-            text = _read(response, api_key)
+            text = _read(response, secrets)
             if response.length:  # read() does not raise where it is given a size
                 raise _TransientError("the connection was closed within the answer")
             return text
     except HTTPError as error:
         with error:
-            told = f"HTTP status {error.code} ({error.reason}): {shown(_read(error, api_key))}"
+            told = f"HTTP status {error.code} ({error.reason}): {shown(_read(error, secrets))}"
         if error.code == 429 or error.code >= 500:
             raise _TransientError(told) from None
         location = error.headers.get("Location")
@@ -164,12 +196,14 @@ def _attempt(url: str, content: Mapping[str, Any], timeout_s: float, api_key: st
         raise kind(f"cannot be reached: {type(cause).__name__}: {cause}") from None
 
 
-def _read(answer: IO[bytes], api_key: str | None) -> str:
+def _read(answer: IO[bytes], secrets: Iterable[str]) -> str:
     body = answer.read(MAX_ANSWER_BYTES + 1)
     if len(body) > MAX_ANSWER_BYTES:
         raise ServiceError(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
     text = body.decode(errors="replace")
-    return text if api_key is None else text.replace(api_key, "***")
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
 
 
 def shown(value: object) -> str:

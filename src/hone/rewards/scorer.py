@@ -21,7 +21,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
-from types import TracebackType
 from typing import Any, Self
 
 from hone.config.address import names_code
@@ -33,7 +32,7 @@ from hone.config.signatures import SHAPES, Shape, missing_column
 from hone.rewards.base import Builtin
 from hone.rewards.builtin import build
 from hone.rewards.play import EpisodeSoFar, episode_of
-from hone.rewards.pool import Pool, default_num_workers
+from hone.rewards.pool import Pool
 from hone.rewards.resolve import check_signature
 from hone.rewards.score import RewardFunction, Verdict, add_own, arguments, score
 from hone.rewards.worker import EnvSpec, FunctionSpec, Job
@@ -367,12 +366,7 @@ class Scorer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _finish(self, sample: Sample, verdict: Verdict) -> None:
@@ -496,6 +490,7 @@ def _builtins(cfg: RewardConfig, max_completion_tokens: int) -> list[Builtin | N
 
 
 def _job(cfg: RewardConfig, names: Sequence[str], env: EnvConfig) -> Job:
+    specs = [*(entry.fn for entry in cfg.functions), env.path or ""]
     return Job(
         env=EnvSpec(path=env.path, args=dict(env.args)) if env.path is not None else None,
         functions=tuple(
@@ -513,7 +508,7 @@ def _job(cfg: RewardConfig, names: Sequence[str], env: EnvConfig) -> Job:
         memory_limit_bytes=int(cfg.memory_limit_gib * 2**30),
         driver_pid=os.getpid(),
         import_path=tuple(sys.path),
-        num_workers=cfg.num_workers or default_num_workers(cfg),
-        inherits=any(inherited(entry.fn) is not None for entry in cfg.functions),
+        num_workers=cfg.worker_limit,
+        inherits=any(inherited(spec) is not None for spec in specs),
         may_abstain=cfg.model.path is not None,
     )

@@ -153,8 +153,6 @@ class Buffer:
     _next_turns: list[Request] = field(default_factory=list[Request])
     """Requests to be submitted by the next step."""
     _num_started: int = 0
-    _discarded: dict[str, InFlightGroup] = field(default_factory=dict[str, InFlightGroup])
-    """Dropped groups of which engine or scorer may still return something."""
     _counted: tuple[EngineStats, ScorerStats, float] = field(init=False)
     """The totals of engine and scorer that are in `counts` already, and when they were read."""
 
@@ -242,17 +240,6 @@ class Buffer:
         waiting = {request.id for request in self._next_turns}
         return [one.id for one in entry.requests.values() if one.id not in waiting]
 
-    def discard(self, entry: InFlightGroup) -> None:
-        """Drop a group, and abort its requests where the engine has them."""
-        del self.by_id[entry.group.id]
-        self._discarded[entry.group.id] = entry
-        running = self._in_engine(entry) if self.is_submitted else []
-        self._next_turns = [one for one in self._next_turns if self._find(one.id) is not entry]
-        entry.requests = {i: one for i, one in entry.requests.items() if one.id in running}
-        for completion in self.engine.abort(running) if running else []:
-            self._on_completion(completion)
-        self._forget(entry)
-
     # -- out of engine and scorer ----------------------------------------------------------------
 
     def step(self) -> None:
@@ -263,8 +250,10 @@ class Buffer:
             self._next_turns.clear()
         for completion in self.engine.step():
             self._on_completion(completion)
-        usage = self.engine.stats().kv_cache_usage
-        self.counts.max_kv_cache_usage = max(self.counts.max_kv_cache_usage, usage)
+        now, counts = self.engine.stats(), self.counts
+        counts.max_kv_cache_usage = max(counts.max_kv_cache_usage, now.kv_cache_usage)
+        counts.sum_waiting += now.num_waiting
+        counts.num_polls += 1
 
     def poll_scores(self, timeout_s: float) -> list[InFlightGroup]:
         """Wait at most `timeout_s` for scores; return the groups that they make complete."""
@@ -274,9 +263,6 @@ class Buffer:
             entry.unscored -= 1
             entry.undecided -= not sample.must_end
             self.num_failed += sample.failure is not None
-            if entry.group.id in self._discarded:
-                self._forget(entry)
-                continue
             if sample.observation is not None:
                 self._go_on(entry, sample)
                 continue
@@ -286,25 +272,20 @@ class Buffer:
         return completed
 
     def pop(self, entry: InFlightGroup) -> Group:
-        """Take a complete group out of the buffer, its samples in order."""
+        """Take a group out of the buffer, its samples in order; nothing of it is under way."""
         del self.by_id[entry.group.id]
         entry.group.samples.sort(key=lambda sample: sample.index)
         return entry.group
 
     def _find(self, request_id: str) -> InFlightGroup:
-        group_id = request_id.rpartition("/")[0]
-        return self.by_id[group_id] if group_id in self.by_id else self._discarded[group_id]
+        return self.by_id[request_id.rpartition("/")[0]]
 
     def _on_completion(self, completion: Completion) -> None:
         """Take a completion, finished or aborted, from the engine."""
         entry = self._find(completion.request_id)
         index = int(completion.request_id.rpartition("/")[2])
         request = entry.requests[index]
-        is_aborted = completion.stop_reason is StopReason.ABORT
-        if entry.group.id in self._discarded:
-            del entry.requests[index]
-            self._forget(entry)
-        elif is_aborted:
+        if completion.stop_reason is StopReason.ABORT:
             resumed = completion if completion.token_ids else None
             entry.requests[index] = replace(request, resumed=resumed)
         else:
@@ -342,10 +323,6 @@ class Buffer:
 
     def _place(self, request: Request) -> tuple[int, int]:
         return self._find(request.id).order, int(request.id.rpartition("/")[2])
-
-    def _forget(self, entry: InFlightGroup) -> None:
-        if entry.complete:
-            self._discarded.pop(entry.group.id, None)
 
     # -- counts ----------------------------------------------------------------------------------
 

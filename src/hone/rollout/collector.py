@@ -15,7 +15,7 @@ version u only while u is at most `max_staleness` above the version that started
 deadline, and a later group never has an earlier one. The number of groups in flight is bounded such
 that all can meet their deadlines, and a batch is chosen such that the others still can
 (`hone.planner.staleness.choose`). Where a sample must be in a batch and is not complete, the step
-waits for it; with `too_old: drop` it is dropped instead.
+waits for it.
 
 Several processes, each with an engine of its own, collect together where sampling is not ahead: all
 draw all prompts, each generates every n-th group and receives the others'. They decide by what all
@@ -36,7 +36,7 @@ from typing import Any
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.run import EvaluationConfig
-from hone.planner.staleness import batches_ahead, choose, too_late
+from hone.planner.staleness import choose, too_late
 from hone.rollout.buffer import (
     SCORE_WAIT_S,
     Buffer,
@@ -151,8 +151,6 @@ class Collector:
     _counting: RolloutCounts = field(init=False)
     """Of the step that comes next."""
     _buffer: Buffer = field(init=False)
-    _num_ahead: int = field(init=False)
-    """Batches that may be in flight beside the one that is trained next."""
     _kept: list[InFlightGroup] = field(default_factory=list[InFlightGroup])
     """Groups of the step that is being collected, taken from the buffer in earlier rounds."""
     _rounds: _Rounds = field(init=False)
@@ -178,8 +176,11 @@ class Collector:
             counts=self._counting,
         )
         self._rounds = self._new_rounds(0)
-        self._num_ahead = batches_ahead(self.pipeline_cfg)
-        assert self._num_ahead == 0 or self.comm.size == 1, "one process samples ahead for all"
+        assert not self._is_ahead or self.comm.size == 1, "one process samples ahead for all"
+
+    @property
+    def _is_ahead(self) -> bool:
+        return self.pipeline_cfg.samples_ahead
 
     # -- a step of the loop ----------------------------------------------------------------------
 
@@ -197,13 +198,12 @@ class Collector:
         start = perf_counter()
         self._set_version(step - 1)
         self._submit_withdrawn()
-        batch = (
-            self._collect_ahead(progress) if self._num_ahead else self._collect_in_rounds(progress)
-        )
+        collect = self._collect_ahead if self._is_ahead else self._collect_in_rounds
+        batch = collect(progress)
         groups = [entry.group for entry in batch]
         apply_masks(groups, self.rollout_cfg)
         self._next_update = step
-        if not self.pipeline_cfg.samples_ahead:
+        if not self._is_ahead:
             self._suspend()
             self._count_interruption()
         else:
@@ -215,7 +215,7 @@ class Collector:
     def background(self) -> Generator[None]:
         """Inside, the caller trains. Ahead of it, a thread polls, and the collector may not be
         called: an error of the thread is raised at the end, or becomes a note of the caller's."""
-        if self._num_ahead == 0:
+        if not self._is_ahead:
             yield
             return
         stop = Event()
@@ -390,9 +390,6 @@ class Collector:
         """The groups that the next update trains; None: not yet."""
         entries = list(self._buffer)
         size, used_up = self.rollout_cfg.prompts_per_step, self._rounds.are_used_up
-        if self.pipeline_cfg.too_old == "drop":
-            complete = [entry for entry in entries if entry.complete][:size]
-            return complete if len(complete) == size or used_up else None
         chosen = choose(
             [self._deadline(entry) for entry in entries],
             [entry.complete for entry in entries],
@@ -415,11 +412,11 @@ class Collector:
             self._buffer.step()
             timeout_s = 0.0
         self._poll_scores(timeout_s)
-        if admits and self._num_ahead:
+        if admits and self._is_ahead:
             self._admit()
 
     def _poll_scores(self, timeout_s: float) -> None:
-        drops = self.rollout_cfg.dynamic_sampling and self._num_ahead > 0
+        drops = self.rollout_cfg.dynamic_sampling and self._is_ahead
         for entry in self._buffer.poll_scores(timeout_s):
             if not drops:
                 continue
@@ -474,8 +471,8 @@ class Collector:
         if self._rounds.are_used_up:
             return 0
         cfg, num_batches = self.rollout_cfg, 1
-        if self._num_ahead:
-            num_batches = self._version + self._num_ahead + 1 - self._next_update
+        if self._is_ahead:
+            num_batches += self._version + self.pipeline_cfg.max_staleness - self._next_update
         size = num_batches * cfg.prompts_per_step + cfg.oversample_prompts
         return size - len(self._kept) - len(self._buffer)
 
@@ -493,27 +490,22 @@ class Collector:
             entry.prioritise()
 
     def _set_version(self, version: int) -> None:
-        """The engine samples with `version` from now on; drop groups that this makes too old.
-
-        With `too_old: wait` there are such groups only in a run that was resumed with a smaller
-        staleness.
+        """The engine samples with `version` from now on. Drop groups that this makes too old: there
+        are some only in a run that was resumed with a smaller staleness, before any is submitted.
         """
         assert version == self.engine.weight_version, f"{version=} {self.engine.weight_version=}"
         if version == self._version:
             return
         self._version = version
         self._next_update = max(self._next_update, version)
-        if not self.pipeline_cfg.samples_ahead:
+        if not self._is_ahead:
             return
         entries, size = list(self._buffer), self.rollout_cfg.prompts_per_step
-        if self.pipeline_cfg.too_old == "drop":
-            late = [entry for entry in entries if self._deadline(entry) < self._next_update]
-        else:
-            deadlines = [self._deadline(entry) for entry in entries]
-            positions = too_late(deadlines, update=self._next_update, size=size)
-            late = [entries[position] for position in positions]
-        for entry in late:
-            self._buffer.discard(entry)
+        deadlines = [self._deadline(entry) for entry in entries]
+        late = too_late(deadlines, update=self._next_update, size=size)
+        assert not (late and self._buffer.is_submitted), f"{late=}"
+        for position in late:
+            self._buffer.pop(entries[position])
         self._counting.num_too_old += len(late)
 
     # -- interruptions and state -----------------------------------------------------------------
@@ -564,7 +556,7 @@ class Collector:
     def _close_counts(self, batch: list[InFlightGroup], seconds: float) -> None:
         self._buffer.count()
         counts = self._counting
-        if self.pipeline_cfg.samples_ahead:
+        if self._is_ahead:
             counts.staleness = [self._next_update - 1 - entry.start_version for entry in batch]
             assert max(counts.staleness, default=0) <= self.pipeline_cfg.max_staleness
             counts.wait_s = seconds

@@ -30,6 +30,9 @@ class RolloutCounts:
     engine_busy_s: float = 0.0
     counted_s: float = 0.0
     """Time in which engines were counted. Of the process where it is longest."""
+    sum_waiting: int = 0
+    """Requests without a place in their engine, added up over `num_polls` looks."""
+    num_polls: int = 0
     max_kv_cache_usage: float = 0.0
     """Largest share of KV blocks in use, 0 to 1."""
     kv_cache_bytes: int = 0
@@ -80,6 +83,8 @@ _OF_ONE_PROCESS = (
     "num_preemptions",
     "num_engine_steps",
     "num_generated_tokens",
+    "sum_waiting",
+    "num_polls",
     "engine_busy_s",
     "kv_cache_bytes",
     "num_kills",

@@ -18,6 +18,7 @@ from time import perf_counter
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hone.algorithms.preferences.reward_model import valued_at_end
 from hone.config.data import DataConfig
 from hone.config.errors import UserError
 from hone.config.reward import REWARD_MODEL, RewardConfig
@@ -28,7 +29,7 @@ from hone.distributed.mesh import Mesh
 from hone.rewards.scorer import Scorer, ScorerStats
 from hone.trainer.packing import collate
 from hone.trainer.parallel_model import ParallelModel
-from hone.types import FailureKind, Prompt, Reward, Row, Sample
+from hone.types import FailureKind, Prompt, Reward, Sample
 
 __all__ = ["Judge", "RewardModel", "Transcripts"]
 
@@ -98,12 +99,10 @@ class RewardModel:
         Padding at the end does not count, as in transformers: a model whose end token pads too is
         read, and was trained, before it.
         """
-        rows: list[Row] = []
-        for number, ids in enumerate(sequences):
-            end = next((n for n in range(len(ids), 0, -1) if ids[n - 1] != self._pad_id), len(ids))
-            # A value is read where the token after it is predicted; any token will do.
-            mask = [False] * end + [True]
-            rows.append(Row(id=f"{number}", token_ids=[*ids[:end], 0], loss_mask=mask))
+        rows = [
+            valued_at_end(f"{number}", ids, pad_id=self._pad_id)
+            for number, ids in enumerate(sequences)
+        ]
         batch = collate(rows, [0.0] * len(rows), self._model.mesh.device)
         found: list[float] = self._model.forward(batch, frozenset({"values"}))["values"].tolist()
         return found

@@ -42,6 +42,7 @@ def _machine_metrics(counts: RolloutCounts) -> Metrics:
     metrics: Metrics = {
         "engine/preemptions": Sum(counts.num_preemptions),
         "engine/steps": Sum(counts.num_engine_steps),
+        "engine/waiting/mean": Mean(counts.sum_waiting, counts.num_polls),
         "engine/kv_cache_usage/max": Max(counts.max_kv_cache_usage),
         "perf/engine_tokens_per_s": Mean(counts.num_generated_tokens, counts.engine_busy_s),
         "perf/engine_busy_s": Sum(counts.engine_busy_s),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Literal
 
 from transformers import PreTrainedModel
 
@@ -16,7 +18,10 @@ from hone.distributed.mesh import Mesh
 from hone.trainer.packing import AttentionCost, Cost, Plan, collate, empty_batch, plan, units_of
 from hone.types import LossExtent, MicroBatch, Row
 
-__all__ = ["Batcher"]
+__all__ = ["Batcher", "PassKind"]
+
+PassKind = Literal["backward", "forward"]
+"""Passes with gradient, and without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +34,6 @@ class Batcher:
     """Of a pass without."""
     micro_batch_size: int | None
     """Rows of a pass, in place of a number of tokens."""
-    balance: bool
-    """Whether ranks exchange rows so that all have like work."""
     cost: Cost
     shuffle: bool = False
     """Whether groups are drawn in a new order in each epoch; else one optimizer step has all rows,
@@ -40,6 +43,9 @@ class Batcher:
     """Of an optimizer step; None: all."""
     seed: int = 0
     """Orders groups."""
+    lowered: dict[PassKind, int] = field(default_factory=dict[PassKind, int])
+    """Caps in place of the configured ones, since memory has ended. A larger unit still has its
+    pass."""
 
     @classmethod
     def of(cls, cfg: SFTTrainerConfig, model: PreTrainedModel, *, seed: int = 0) -> Batcher:
@@ -49,7 +55,6 @@ class Batcher:
             max_tokens=cfg.max_tokens_per_microbatch,
             max_tokens_forward=cfg.max_tokens_per_forward or 2 * cfg.max_tokens_per_microbatch,
             micro_batch_size=cfg.micro_batch_size,
-            balance=cfg.parallel.balance_data,
             cost=_attention_cost(model),
             shuffle=is_rollout,
             num_epochs=cfg.num_epochs if is_rollout else 1,
@@ -78,10 +83,29 @@ class Batcher:
         num_groups = len(_by_group(rows))
         return self.num_epochs > 1 or num_groups > self._groups_per_step(num_groups)
 
-    def passes(self, rows: Sequence[Row], max_tokens: int, mesh: Mesh) -> Plan:
-        """Row indices of each pass of each rank along data. `max_tokens` are those of one device.
-        Raises ValueError as `packing.plan`."""
-        return self._cut(rows, max_tokens * mesh.context.size, mesh.data.size, balance=self.balance)
+    def passes(self, rows: Sequence[Row], kind: PassKind, mesh: Mesh) -> Plan:
+        """Row indices of each pass of each rank along data. Raises ValueError as
+        `packing.plan`."""
+        num_ranks, sharers = mesh.data.size, mesh.context.size
+        return self._cut(rows, kind, num_ranks, sharers=sharers)
+
+    def configured(self, kind: PassKind) -> int:
+        """The cap of the configuration: tokens of one device, or rows with `micro_batch_size`."""
+        if self.micro_batch_size is not None:
+            return self.micro_batch_size
+        return self.max_tokens if kind == "backward" else self.max_tokens_forward
+
+    def lower(self, kind: PassKind, rows: Sequence[Row], mesh: Mesh) -> int | None:
+        """Halve what the fullest pass of `rows` holds, down to their largest unit; the new cap, or
+        None where the fullest has no more than that."""
+        sharers = mesh.context.size
+        of_ranks = self.passes(rows, kind, mesh)
+        fullest = max(self._size(rows, own, sharers) for passes in of_ranks for own in passes)
+        largest = self._largest_unit(rows, sharers)
+        if fullest <= largest:
+            return None
+        self.lowered[kind] = max(fullest // 2, largest)
+        return self.lowered[kind]
 
     def plan_scoring_passes(self, rows: Sequence[Row], num_devices: int) -> list[list[int]]:
         """Row indices of the passes in which `num_devices`, each with a whole model, score all
@@ -89,7 +113,7 @@ class Batcher:
 
         With one device these are the passes of one process. Raises ValueError as `packing.plan`.
         """
-        passes = self._cut(rows, self.max_tokens_forward, num_devices, balance=True)
+        passes = self._cut(rows, "forward", num_devices)
         return [own[number] for number in range(len(passes[0])) for own in passes if own[number]]
 
     def micro_batches(
@@ -115,17 +139,32 @@ class Batcher:
     def _groups_per_step(self, num_groups: int) -> int:
         return self.groups_per_step or max(num_groups, 1)
 
-    def _cut(self, rows: Sequence[Row], max_tokens: int, num_ranks: int, *, balance: bool) -> Plan:
-        """A unit without trained tokens is in no pass."""
+    def _size(self, rows: Sequence[Row], indices: Sequence[int], sharers: int) -> int:
+        """Of a pass, in what the cap counts."""
+        if self.micro_batch_size is not None:
+            return len(indices)
+        return ceil(sum(rows[i].num_tokens for i in indices) / sharers)
+
+    def _largest_unit(self, rows: Sequence[Row], sharers: int) -> int:
+        units = (unit for unit in units_of(rows) if any(rows[i].num_trained for i in unit))
+        return max((self._size(rows, unit, sharers) for unit in units), default=1)
+
+    def _cut(
+        self, rows: Sequence[Row], kind: PassKind, num_ranks: int, *, sharers: int = 1
+    ) -> Plan:
+        """A unit without trained tokens is in no pass. `sharers` devices share the tokens of
+        one."""
         units = units_of(rows)
         trained = [i for unit in units if any(rows[i].num_trained for i in unit) for i in unit]
+        cap = self.configured(kind)
+        if kind in self.lowered:
+            cap = min(cap, max(self.lowered[kind], self._largest_unit(rows, sharers)))
         passes = plan(
             [rows[i] for i in trained],
-            max_tokens=max_tokens,
+            max_tokens=cap * sharers,
             num_ranks=num_ranks,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=None if self.micro_batch_size is None else cap,
             cost=self.cost,
-            balance=balance,
         )
         return [[[trained[m] for m in members] for members in own] for own in passes]
 

@@ -85,10 +85,17 @@ class Models:
         return metrics | self._memory()
 
     def _memory(self) -> Metrics:
-        """What each role here holds on the device between its passes, in GiB, of this process."""
+        """What each role here holds on the device between its passes, in GiB, of this process, and
+        what it has given up."""
         held = {role: trainer.device_bytes for role, trainer in self.learners.items()}
-        held |= {r: s.device_bytes for r, s in self.scorers.items() if isinstance(s, FrozenScorer)}
-        return {f"mem/{role}_gib": Last(num_bytes / 2**30) for role, num_bytes in held.items()}
+        frozen = {r: s for r, s in self.scorers.items() if isinstance(s, FrozenScorer)}
+        held |= {role: scorer.device_bytes for role, scorer in frozen.items()}
+        metrics: Metrics = {
+            f"mem/{role}_gib": Last(num_bytes / 2**30) for role, num_bytes in held.items()
+        }
+        for part in (*self.learners.values(), *frozen.values()):
+            metrics |= part.repair.take_metrics()
+        return metrics
 
     def sleep(self) -> None:
         """Let all that learn leave the device to an engine, as `Trainer.sleep`."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -70,7 +69,6 @@ def plan(
     num_ranks: int = 1,
     micro_batch_size: int | None = None,
     cost: Cost | None = None,
-    balance: bool = True,
 ) -> Plan:
     """Cut rows into passes, equally many for each of `num_ranks`; deterministic.
 
@@ -80,9 +78,6 @@ def plan(
     pass where it fits. Ranks wait for each other in every pass, so those that run at the same time
     are of like cost; the sums over a rank's passes are balanced after that. Passes without rows
     come last.
-
-    Without `balance` each rank gets neighbouring units, equally many, and only its own passes are
-    balanced.
 
     Raises ValueError for a unit above the cap.
     """
@@ -95,20 +90,14 @@ def plan(
             raise ValueError(_too_large([rows[i] for i in unit], size, micro_batch_size, capacity))
     cost = cost or float
     costs = [sum(map(cost, own)) for own in lengths]
-    shares = [range(len(units))] if balance else _neighbours(len(units), num_ranks)
-    sharers = num_ranks // len(shares)
-
-    def rounds(num_bins: int) -> int:
-        return ceil(num_bins / sharers)
-
-    num_passes = max(rounds(_fewest_bins([sizes[i] for i in s], capacity)) for s in shares)
+    num_passes = ceil(_fewest_bins(sizes, capacity) / num_ranks)
     while True:
-        placed = [_place(s, sizes, costs, capacity, num_passes * sharers) for s in shares]
-        needed = max(rounds(len(bins)) for bins in placed)
+        bins = _place(sizes, costs, capacity, num_passes * num_ranks)
+        needed = ceil(len(bins) / num_ranks)
         if needed == num_passes:
             break
         num_passes = needed
-    ranks = [passes for bins in placed for passes in _assign_to_ranks(bins, costs, sharers)]
+    ranks = _assign_to_ranks(bins, costs, num_ranks)
     return [[sorted(i for unit in own for i in units[unit]) for own in passes] for passes in ranks]
 
 
@@ -141,11 +130,6 @@ def digest(rows: Sequence[Row], passes: Plan) -> str:
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
 
 
-def _neighbours(num_rows: int, num_ranks: int) -> list[range]:
-    borders = [num_rows * rank // num_ranks for rank in range(num_ranks + 1)]
-    return [range(*ends) for ends in pairwise(borders)]
-
-
 def _fewest_bins(sizes: Sequence[int], capacity: int) -> int:
     """A lower bound: of rows above `capacity / (k + 1)` a bin holds at most k."""
     large = (sum(size * (k + 1) > capacity for size in sizes) for k in range(1, 9))
@@ -153,17 +137,13 @@ def _fewest_bins(sizes: Sequence[int], capacity: int) -> int:
 
 
 def _place(
-    rows: Sequence[int],
-    sizes: Sequence[int],
-    costs: Sequence[float],
-    capacity: int,
-    num_bins: int,
+    sizes: Sequence[int], costs: Sequence[float], capacity: int, num_bins: int
 ) -> list[list[int]]:
     """Longest-processing-time placement into `num_bins` bins, or more where a unit fits in none."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    room = np.full(num_bins + len(rows), capacity)
-    load = np.zeros(num_bins + len(rows))
-    for row in sorted(rows, key=lambda i: (-costs[i], i)):
+    room = np.full(num_bins + len(sizes), capacity)
+    load = np.zeros(num_bins + len(sizes))
+    for row in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
         loads = np.where(room[: len(bins)] >= sizes[row], load[: len(bins)], np.inf)
         best = int(loads.argmin()) if bins else 0
         if not bins or loads[best] == np.inf:

@@ -31,7 +31,7 @@ from hone.trainer.logprobs import token_scores
 from hone.trainer.packing import on_device
 from hone.trainer.policy import BasePolicy, Policy
 from hone.trainer.precision import apply_matmul_precision
-from hone.trainer.recompute import apply_recompute
+from hone.trainer.recompute import apply_recompute, can_recompute, recompute_fully
 from hone.trainer.sharded import ShardedModel, ShardedPolicy
 from hone.trainer.tensor import parallelize
 from hone.types import MicroBatch
@@ -70,6 +70,8 @@ class ParallelModel:
             )
         self.module = module
         self.mesh = mesh
+        self._cfg = cfg
+        self._is_exact = exact
         self._score = partial(
             token_scores,
             temperature=temperature,
@@ -107,8 +109,7 @@ class ParallelModel:
             parallelize(module, model.mesh)
         model._compile_forward()
         if mesh.world.size > 1:
-            prefetch = cfg.parallel.forward_prefetch
-            model._sharded = ShardedModel(module, model.mesh, stage=3, forward_prefetch=prefetch)
+            model._sharded = ShardedModel(module, model.mesh, stage=3)
         return model
 
     @classmethod
@@ -141,7 +142,6 @@ class ParallelModel:
             module,
             mesh,
             stage=cfg.parallel.zero_stage,
-            forward_prefetch=cfg.parallel.forward_prefetch,
             offload_gradients=cfg.offloads("gradients"),
             offload_parameters=cfg.offloads("parameters"),
         )
@@ -191,6 +191,16 @@ class ParallelModel:
             shards.append(found.metrics | {"train/share_with_gradient": has_gradient})
         loss, metrics = self._merge_ranks(loss, merge(*shards))
         return loss, metrics | {"train/num_micro_batches": Sum(num_passes)}
+
+    def recompute_all(self) -> bool:
+        """From now on keep only the inputs of decoder layers; False where nothing changes by it.
+        Compiled layers are compiled again."""
+        cfg, layers = recompute_fully(self._cfg), decoder_layers(self.module)
+        if cfg == self._cfg or self._is_exact or not can_recompute(layers):
+            return False
+        self._cfg = cfg
+        apply_recompute(layers, cfg)
+        return True
 
     def free(self) -> None:
         """Keep no more of the weights than this process's share: after passes without gradient."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ from transformers import GradientCheckpointingLayer
 from hone.config.trainer import RecomputeMode, SFTTrainerConfig
 from hone.trainer.offload import ActivationOffload
 
-__all__ = ["apply_recompute"]
+__all__ = ["apply_recompute", "can_recompute", "recompute_fully"]
+
+C = TypeVar("C", bound=SFTTrainerConfig)
 
 
 for _module in ("torch.nn.attention.varlen", "hone.attention.flash4"):
@@ -63,18 +65,27 @@ def apply_recompute(layers: nn.ModuleList, cfg: SFTTrainerConfig) -> None:
     """
     if cfg.recompute == "off":
         return
-    for layer in layers:
-        if not isinstance(layer, GradientCheckpointingLayer):
-            raise ValueError(
-                f"{type(layer).__name__} is no GradientCheckpointingLayer of transformers; set "
-                "trainer.recompute to off for this model"
-            )
+    if not can_recompute(layers):
+        raise ValueError(
+            f"{type(layers[0]).__name__} is no GradientCheckpointingLayer of transformers; set "
+            "trainer.recompute to off for this model"
+        )
     run = _layer_runner(cfg.recompute, ActivationOffload() if cfg.offload_activations else None)
     for layer in list(layers)[:: cfg.recompute_every_n_layers]:
         recomputed: Any = layer
         recomputed.gradient_checkpointing = True
         recomputed._gradient_checkpointing_func = run
         recomputed.training = True
+
+
+def can_recompute(layers: nn.ModuleList) -> bool:
+    """Whether transformers can checkpoint these layers."""
+    return all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
+
+
+def recompute_fully(cfg: C) -> C:
+    """The configuration with the least that layers can keep on the device."""
+    return cfg.model_copy(update={"recompute": "full", "recompute_every_n_layers": 1})
 
 
 def _layer_runner(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,9 @@ from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import adapters_off
-from hone.trainer.batcher import Batcher
+from hone.planner.rungs import Rungs
+from hone.trainer.batcher import Batcher, PassKind
+from hone.trainer.out_of_memory import Repair
 from hone.trainer.packing import Plan, check_rows, digest
 from hone.trainer.parallel_model import ParallelModel
 from hone.types import Row
@@ -53,7 +56,7 @@ def row_outputs(
     same pass. `step` and what else is raised as in `agreed_passes`.
     """
     mesh = model.mesh
-    passes = agreed_passes(batcher, rows, batcher.max_tokens_forward, mesh, step=step)
+    passes = agreed_passes(batcher, rows, "forward", mesh, step=step)
     own = passes[mesh.data.rank]
     scored: dict[Output, list[Tensor]] = {output: [] for output in sorted(outputs)}
     try:
@@ -79,14 +82,14 @@ def row_outputs(
 
 
 def agreed_passes(
-    batcher: Batcher, rows: Sequence[Row], max_tokens: int, mesh: Mesh, *, step: int
+    batcher: Batcher, rows: Sequence[Row], kind: PassKind, mesh: Mesh, *, step: int
 ) -> Plan:
     """`Batcher.passes`, the same on every rank.
 
     Raises DisagreementError, on every process and before anything is computed, where one is at
     another `step` or has other rows or passes; ValueError as `Batcher.passes` and `check_rows`.
     """
-    passes = batcher.passes(rows, max_tokens, mesh)
+    passes = batcher.passes(rows, kind, mesh)
     agree(rows, passes, mesh, step=step)
     if mesh.world.size > 1:  # on every rank, not just on that which will collate the bad one
         check_rows([row for row in rows if row.num_trained])
@@ -117,11 +120,16 @@ class FrozenScorer:
         exact: bool = False,
         top_k: int = 1,
         mesh: Mesh | None = None,
+        role: str = "reference",
+        dump_dir: Path | None = None,
+        rungs: Rungs | None = None,
     ) -> None:
         """`cfg` is the trainer's, `top_k` as of `ParallelModel`, other arguments as of
         `Trainer`."""
         self._batcher = Batcher.of(cfg, model)
         mesh = Mesh.alone(model.device) if mesh is None else mesh
+        self.repair = Repair(cfg, mesh, role=role, folder=dump_dir, rungs=rungs)
+        self.repair.adopt(self._batcher)
         self.model = ParallelModel.frozen(
             model, cfg, mesh, temperature=temperature, exact=exact, top_k=top_k
         )
@@ -147,7 +155,8 @@ class FrozenScorer:
         )
 
     def _outputs(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[Outputs]:
-        return row_outputs(self.model, self._batcher, rows, outputs)
+        score = partial(row_outputs, self.model, self._batcher, rows, outputs)
+        return self.repair.until_it_fits("forward", rows, score)
 
 
 class WithoutAdapters:

@@ -74,7 +74,6 @@ class ShardedModel:
         mesh: Mesh,
         *,
         stage: int,
-        forward_prefetch: bool = False,
         master_dtype: torch.dtype | None = None,
         offload_gradients: bool = False,
         offload_parameters: bool = False,
@@ -123,9 +122,6 @@ class ShardedModel:
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # no other reduction divides by 1 on gloo
-        if forward_prefetch:
-            for part, following in zip(self._parts[:-2], self._parts[1:-1], strict=True):
-                part.set_modules_to_forward_prefetch([following])
 
     def __call__(self, function: Callable[[], T]) -> T:
         """What `function` returns, which must call each decoder layer once."""
@@ -155,7 +151,6 @@ class ShardedPolicy(BasePolicy):
         mesh: Mesh,
         *,
         stage: int,
-        forward_prefetch: bool = False,
         offload_gradients: bool = False,
         offload_parameters: bool = False,
     ) -> None:
@@ -169,7 +164,6 @@ class ShardedPolicy(BasePolicy):
             model,
             mesh,
             stage=stage,
-            forward_prefetch=forward_prefetch,
             master_dtype=torch.float32 if self.is_narrow else None,
             offload_gradients=offload_gradients,
             offload_parameters=offload_parameters,

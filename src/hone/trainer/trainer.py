@@ -6,7 +6,8 @@
         optimizer.step(norm of the gradient)
 
 Every token's weight in the loss is settled over the whole optimizer step before the first forward,
-so how it is cut into micro-batches cannot change the gradient.
+so how it is cut into micro-batches cannot change the gradient, nor that an attempt has run out of
+memory (`out_of_memory.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import merged_weights
 from hone.observe.metrics import Mean, Metrics, Sum, merge
+from hone.planner.rungs import Rungs
 from hone.trainer.batcher import Batcher
 from hone.trainer.optimizer import Optimizer
+from hone.trainer.out_of_memory import Repair
 from hone.trainer.parallel_model import ParallelModel
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.scorer import agree, agreed_passes, row_outputs
@@ -56,12 +59,14 @@ class Trainer:
         temperature: float = 1.0,
         seed: int = 0,
         dump_dir: Path | None = None,
+        rungs: Rungs | None = None,
         exact: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
         """`total_steps` counts the optimizer steps of the run, for the schedule. `role` is the
         model's, as in the names of columns. `temperature` is that which sampled the rows, `seed`
-        orders mini-batches. `dump_dir` receives the rows of a step whose numbers are not finite.
+        orders mini-batches. `dump_dir` receives the rows of a step whose numbers are not finite,
+        and what `Repair` notes; `rungs` are what a step gives up where memory ends.
         `exact` as in `ParallelModel.trained`, which says what is raised. `mesh` is shared by all
         processes that train together, each of which brings the same model, in host memory, on its
         device or deferred (`hone.models.deferred`); it is changed in place."""
@@ -69,10 +74,13 @@ class Trainer:
         self.mesh = mesh
         self.objective = objective
         self.role = role
+        self.repair = Repair(cfg, mesh, role=role, folder=dump_dir, rungs=rungs)
+        cfg = self.repair.cfg
         self.batcher = Batcher.of(cfg, model, seed=seed)
         self.model, self.policy = ParallelModel.trained(
             model, cfg, mesh, temperature=temperature, exact=exact
         )
+        self.repair.adopt(self.batcher, self.model.recompute_all)
         self.optimizer = Optimizer(
             self.policy, cfg.optimizer, total_steps=total_steps, offload=cfg.offloads("optimizer")
         )
@@ -95,14 +103,14 @@ class Trainer:
         before_pass: Callable[[], None] = lambda: None,
     ) -> list[Outputs]:
         """Of each row's trained tokens, as `row_outputs`."""
-        return row_outputs(
-            self.model,
-            self.batcher,
-            rows,
-            outputs,
-            step=self.optimizer.num_steps,
-            before_pass=before_pass,
-        )
+        step = self.optimizer.num_steps
+
+        def score() -> list[Outputs]:
+            return row_outputs(
+                self.model, self.batcher, rows, outputs, step=step, before_pass=before_pass
+            )
+
+        return self.repair.until_it_fits("forward", rows, score)
 
     def update(self, rows: Sequence[Row]) -> Metrics:
         """Train on the rows of one rollout, or one step's demonstrations.
@@ -131,7 +139,11 @@ class Trainer:
         if not bool((norm + loss).isfinite()):
             parameter = self.policy.non_finite_gradient()
             self._stop(f"the gradient of {parameter}" if parameter else "the loss", rows)
-        metrics |= self.optimizer.step(norm)
+        try:
+            metrics |= self.optimizer.step(norm)
+        except torch.OutOfMemoryError as error:
+            self.policy.drop_gradient()
+            raise self.repair.exhausted("The optimizer's step", str(error)) from error
         return metrics | {
             "train/loss": Mean(loss, 1),
             "train/num_tokens": Sum(sum(row.num_trained for row in rows)),
@@ -139,15 +151,20 @@ class Trainer:
         }
 
     def forward_backward(self, rows: Sequence[Row]) -> tuple[Tensor, Metrics]:
-        """Add the gradient of one optimizer step over `rows`; loss and metrics as
-        `ParallelModel.forward_backward`."""
-        batches = self._micro_batches(rows, self.objective.weights(rows))
-        return self.model.forward_backward(batches, self.objective)
+        """The gradient of one optimizer step over `rows`; loss and metrics as
+        `ParallelModel.forward_backward`. Raises as `Repair.until_it_fits`."""
+
+        def compute() -> tuple[Tensor, Metrics]:
+            batches = self._micro_batches(rows, self.objective.weights(rows))
+            return self.model.forward_backward(batches, self.objective)
+
+        discard = self.policy.drop_gradient
+        return self.repair.until_it_fits("backward", rows, compute, discard=discard)
 
     def _micro_batches(self, rows: Sequence[Row], weights: Sequence[float]) -> Iterator[MicroBatch]:
         """This rank's, of one optimizer step."""
         step, mesh = self.optimizer.num_steps, self.mesh
-        passes = agreed_passes(self.batcher, rows, self.batcher.max_tokens, mesh, step=step)
+        passes = agreed_passes(self.batcher, rows, "backward", mesh, step=step)
         own = passes[mesh.data.rank]
         return self.batcher.micro_batches(rows, weights, own, mesh, per=self.objective.per)
 

@@ -145,7 +145,11 @@ class ParameterOptimizer:
         self, gradients: Mapping[str, Tensor], lr_scale: float, gradient_scale: Tensor | None = None
     ) -> None:
         """Apply gradients, by parameter, at `lr_scale` times the peak rates, after scaling them:
-        in place, unless they lie on the host."""
+        in place, unless they lie on the host. Where memory for the moments is lacking, nothing has
+        moved."""
+        for name in gradients:
+            if not self._is_on_muon(name):
+                self._moments_of(name)
         if gradient_scale is not None and not self._gradients_on_host:
             for gradient in gradients.values():
                 local_part(gradient).mul_(gradient_scale)

@@ -51,8 +51,13 @@ class KTO:
             for row in swapped
         ]
         divergence = torch.stack(scores).mean().clamp(min=0)
-        for row in rows:
+        labels = [bool(row.column("chosen")) for row in rows]
+        counts = {label: labels.count(label) for label in (True, False)}
+        for row, label in zip(rows, labels, strict=True):
+            # The mean over all rows of reward x share is the difference of the two means.
+            share = (1 if label else -1) * len(rows) / counts[label] if all(counts.values()) else 0
             row.columns["divergence"] = Column(divergence[None], "row")
+            row.columns["margin_share"] = Column(torch.tensor([share]), "row")
         return {"kl": Last(float(divergence))}
 
     def _swapped(self, row: Row, before: Row) -> Row:
@@ -76,7 +81,7 @@ class _Completions:
 
     outputs: frozenset[Output] = frozenset({"logprobs"})
     outputs_before: frozenset[Output] = frozenset()
-    columns = frozenset({"chosen", "logprobs/reference", "divergence"})
+    columns = frozenset({"chosen", "logprobs/reference", "divergence", "margin_share"})
     per: LossExtent = "row"
 
     def __init__(self, cfg: PreferenceConfig) -> None:
@@ -91,11 +96,13 @@ class _Completions:
         is_desirable = batch.column("chosen").bool()
         values = kto(scores, is_desirable, batch.column("divergence"), self.cfg)
         rewards, logps = self.cfg.beta * scores.detach(), logprobs.detach()
+        share = batch.column("margin_share")
         return Loss(
             values,
             {
                 "rewards/chosen": Mean.of(rewards[is_desirable]),
                 "rewards/rejected": Mean.of(rewards[~is_desirable]),
+                "rewards/margins": Mean.of((rewards * share)[share != 0]),
                 "logps/chosen": Mean.of(logps[is_desirable]),
                 "logps/rejected": Mean.of(logps[~is_desirable]),
             },

@@ -68,7 +68,7 @@ RULES = (
     # The critic.
     *(unused(keys, "algorithm.advantage != gae",
              why="there is no critic", instead="algorithm.advantage = gae")
-      for keys in ("critic.(path|lr|value_clip|warmup_steps|max_tokens_per_microbatch)",
+      for keys in ("critic.(path|lr|optimizer|value_clip|warmup_steps|max_tokens_per_microbatch)",
                    "algorithm.(gamma|lam)")),
     error("critic.warmup_steps >= run.steps", given=("algorithm.advantage = gae",), only=("rl",),
           why="the policy would never learn",
@@ -170,11 +170,13 @@ RULES = (
             why="nothing is learnt", fix="use 1e-6, which is usual for RL, or what you need"),
     warning(f"{_OPTIMIZER}.lr is default", only=("sft", "reward-model"),
             why="that is a rate for RL", fix="use 1e-5 to 1e-4, which is usual here"),
-    warning(f"{_OPTIMIZER}.muon_lr is default", f"{_OPTIMIZER}.name = muon", only=_TRAINING,
-            why="that is a rate for pre-training",
-            fix="use 1e-4 to 1e-3, which is usual for fine-tuning"),
-    unused(f"{_OPTIMIZER}.muon_lr", f"{_OPTIMIZER}.name != muon", only=_TRAINING,
-           instead=f"{_OPTIMIZER}.name = muon"),
+    *(warning(f"{_OPTIMIZER}.muon_lr is default", f"{key} = muon", only=_TRAINING,
+              why="that is a rate for pre-training",
+              fix="use 1e-4 to 1e-3, which is usual for fine-tuning")
+      for key in (f"{_OPTIMIZER}.name", "critic.optimizer")),
+    *(unused(f"{_OPTIMIZER}.muon_lr", f"{_OPTIMIZER}.name != muon", only=commands, given=given,
+             instead=f"{_OPTIMIZER}.name = muon")
+      for commands, given in ((SUPERVISED, ()), (("rl",), ("critic.optimizer != muon",)))),
     unused(f"{_OPTIMIZER}.min_lr_ratio", f"{_OPTIMIZER}.schedule = constant", only=_TRAINING,
            why="it is the end of a falling schedule", instead=f"{_OPTIMIZER}.schedule = linear"),
     error("@beta_out_of_range",

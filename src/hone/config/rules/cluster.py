@@ -77,7 +77,7 @@ _REFERENCE = tuple(
 )  # fmt: skip
 
 _PIPELINE = (
-    unused("pipeline.(async_queue_size|in_flight|too_old)", "pipeline.max_staleness = 0",
+    unused("pipeline.in_flight", "pipeline.max_staleness = 0",
            instead="pipeline.max_staleness = 1"),
     *(error(f"{side}.enable_sleep", "pipeline.max_staleness", f"{_ENGINES} = 0",
             why="it makes room for whom a device is shared with, and here trainer and engine work "
@@ -95,12 +95,8 @@ _PIPELINE = (
           why="vLLM runs in processes of its own, and this engine in a thread",
           fix=f"set {_ENGINES} | engine.backend = embedded"),
     error("rollout.oversample_prompts", "pipeline.max_staleness",
-          why="engines begin samples ahead anyway, as many as pipeline.max_staleness and "
-          "pipeline.async_queue_size allow",
+          why="engines begin samples ahead anyway, as many as pipeline.max_staleness allows",
           fix="rollout.oversample_prompts = 0"),
-    warning("pipeline.async_queue_size > pipeline.max_staleness", given=("pipeline.max_staleness",),
-            why="no more batches than that may be sampled ahead",
-            fix="raise pipeline.max_staleness | lower pipeline.async_queue_size"),
 )  # fmt: skip
 
 RULES = (*_DEVICES, *_REFERENCE, *_PIPELINE)

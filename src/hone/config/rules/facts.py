@@ -349,7 +349,7 @@ def context_length(view: View) -> Fact:
 
 
 FAMILIES = ", ".join(SPECS)
-"""Those that are trained and sampled."""
+"""Those that hone has a spec of."""
 FUSED = f"{', '.join(FUSED_FAMILIES)} with the activation silu"
 """Models whose decode is fused."""
 TENSOR = ", ".join(TENSOR_FAMILIES)
@@ -371,8 +371,8 @@ def family(view: View) -> str:
 
 
 @fact
-def is_supported(view: View) -> bool:
-    """Whether the model's family is trained and sampled."""
+def has_spec(view: View) -> bool:
+    """Whether the model's family is one of hone's own."""
     return view.model.family in (None, *SPECS)
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hone.config.address import is_address, names_code
-from hone.config.data import TEMPLATE_FIELD
+from hone.config.data import template_fields
 from hone.config.extras import missing_extra
 from hone.config.inherited import inherited
 from hone.config.model_facts import ModelFacts
@@ -150,8 +150,8 @@ def _needed(function: RewardFunctionConfig) -> list[str]:
     if function.fn in ANSWER_REWARDS:
         return ["answer"]
     if function.fn == "judge":
-        fields = TEMPLATE_FIELD.findall(str(function.args.get("template", "")))
-        return [name for _, name in fields if name not in ("", "prompt", "completion", "task")]
+        fields = template_fields(str(function.args.get("template", "")))
+        return [name for name in fields if name not in ("prompt", "completion", "task")]
     parameters = parsed_parameters(function.fn) if names_code(function.fn) else None
     return needed_columns(parameters or [], function.args)
 

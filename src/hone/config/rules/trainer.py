@@ -54,6 +54,9 @@ _BATCHES = (
     error(f"{_BUDGET} < @longest_pair", given=(_BY_TOKENS, f"{_BUDGET} >= @longest_share"),
           why="the two of a pair share a micro-batch",
           fix=f"{_BUDGET} = {{longest_pair}} or more | lower data.max_tokens"),
+    error(f"{_FORWARD} < @longest_pair", given=(_BY_TOKENS, f"{_FORWARD} >= @longest_share"),
+          why="the two of a pair share a pass",
+          fix=f"{_FORWARD} = {{longest_pair}} or more | leave it unset"),
     error("trainer.micro_batch_size = 1", given=("@longest_pair > 0",),
           why="the two of a pair share a micro-batch",
           fix="trainer.micro_batch_size = 2"),
@@ -85,6 +88,10 @@ _MEMORY = (
           why="Muon multiplies whole momentum matrices with themselves in every step, while what "
           "lies on the host visits the device in pieces",
           fix="trainer.optimizer.name = adamw | trainer.offload = none"),
+    error("trainer.offload != none", "critic.optimizer = muon",
+          given=("algorithm.advantage = gae",),
+          why="it offloads the critic too, and Muon needs whole matrices on the device",
+          fix="critic.optimizer = adamw | trainer.offload = none"),
     error("trainer.offload = parameters", f"{_PARALLEL}.zero_stage != 3",
           given=("@num_processes > 1",),
           why="other stages keep the gathered weights of all layers on the device",
@@ -204,12 +211,9 @@ _AXES = (
            "it has devices of its own)"),
     error("@reference_replica does not divide @num_laid_out", given=("@trainers_hold_reference",),
           fix="use sizes whose product does"),
-    unused(f"{_PARALLEL}.(zero_stage|fsdp_size|forward_prefetch|balance_data)",
+    unused(f"{_PARALLEL}.(zero_stage|fsdp_size)",
            "@num_processes = 1",
            why="one process has nobody to share with", instead="start several (--nproc N)"),
-    unused(f"{_PARALLEL}.forward_prefetch", f"{_PARALLEL}.zero_stage != 3",
-           given=("@world_size != 1",),
-           why="no weights are gathered in forward", instead=f"{_PARALLEL}.zero_stage = 3"),
 )  # fmt: skip
 
 RULES = (*_BATCHES, *_MEMORY, *_FORMATS, *_AXES)

@@ -291,7 +291,8 @@ def _event(event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _alarms(events: Sequence[Mapping[str, Any]]) -> list[AlarmLine]:
-    """Alarms by name and metric: the newest one, and when it was raised before."""
+    """Alarms by name and metric: the newest one, and when it was raised before. Those of numbers
+    come first."""
     grouped: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
     for event in events:
         if event.get("kind") == "alarm":
@@ -305,7 +306,9 @@ def _alarms(events: Sequence[Mapping[str, Any]]) -> list[AlarmLine]:
             text=newest.get("advice") or newest.get("message") or "",
             earlier=[event.get("step") for event in earlier],
         )
-        for (_, metric), (*earlier, newest) in grouped.items()
+        for (_, metric), (*earlier, newest) in sorted(
+            grouped.items(), key=lambda item: bool(item[1][-1].get("is_tuning"))
+        )
     ]
 
 

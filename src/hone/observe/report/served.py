@@ -29,6 +29,7 @@ __all__ = ["serve"]
 
 def serve(run: Path, port: int) -> LocalServer:
     """Serve the report of a run. Raises UserError where it is none, or the port is taken."""
+    RunFolder.read(run)
     page = _Page(run)
     page.html({})
     routes = {

@@ -1,0 +1,1 @@
+"""`hone doctor`: is this machine right? Checks are rows of a table in `cli/doctor.py`."""

@@ -1,0 +1,92 @@
+"""A few steps of training and of sampling on the first device, by the parts of `hone bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hone.config.bench import BenchModelConfig, BenchTrainModelConfig, DecodeConfig, RowsConfig
+from hone.config.hardware import gpu_peaks
+from hone.config.planning import PlanningConfig
+from hone.config.tree import BenchEngineConfig, BenchTrainConfig
+from hone.doctor.machine import Finding, Machine, judge
+
+__all__ = ["sampling", "training"]
+
+WORK_S = 180.0
+"""The first time on a GPU compiles."""
+_LEAST_SHARE = 0.5
+"""Of the rate that `hone plan` assumes."""
+Rate = tuple[float, float]
+"""Tokens a second: measured, and as assumed, 0 on a CPU, of which no rate is known."""
+
+
+def training(machine: Machine) -> Finding:
+    """Optimizer steps."""
+    return _judge(machine, _train)
+
+
+def sampling(machine: Machine) -> Finding:
+    """Decode steps of the embedded engine."""
+    return _judge(machine, _sample)
+
+
+def _judge(machine: Machine, measure: Callable[[bool, int], Rate]) -> Finding:
+    (rate,) = machine.ask([0], partial(measure, machine.torch.num_gpus > 0), WORK_S)
+    measured, assumed = rate
+    return judge(
+        f"{measured:,.0f} tokens/s of a small model",
+        f"{_LEAST_SHARE * assumed:,.0f} or more" if assumed else "that it works",
+        (
+            measured < _LEAST_SHARE * assumed,
+            "slow",
+            "First what is not ok above. Else `hone bench train` and `hone bench engine` say where "
+            "the time goes.",
+        ),
+    )
+
+
+def _make_model(folder: str, on_gpu: bool) -> None:
+    """On a GPU of the width of Qwen3-0.6B; fewer layers and tokens start sooner."""
+    from hone.models.tiny import SHAPES, make_tiny_model
+
+    wide: dict[str, Any] = {**SHAPES["qwen3-0.6b"], "num_layers": 8, "vocab_size": 32768}
+    make_tiny_model(folder, weights=False, **(wide if on_gpu else {}))
+
+
+def _train(on_gpu: bool, index: int) -> Rate:
+    from hone.bench.train import bench_train
+
+    with TemporaryDirectory() as folder:
+        _make_model(folder, on_gpu)
+        rows = RowsConfig(per_step=16, tokens=1024) if on_gpu else RowsConfig(per_step=4, tokens=64)
+        model = BenchTrainModelConfig(path=folder, init="random")
+        result = bench_train(BenchTrainConfig(model=model, rows=rows, steps=3, warmup_steps=1))
+    if not on_gpu:
+        return result.tokens_per_s, 0.0
+    known = gpu_peaks(result.rates.device)
+    flops_per_s = known.flops_per_s if known else result.rates.measured_flops_per_s
+    assumed_s = result.flops / (PlanningConfig().training_share * flops_per_s)
+    return result.tokens_per_s, rows.per_step * rows.tokens / assumed_s
+
+
+def _sample(on_gpu: bool, index: int) -> Rate:
+    from hone.bench.bench import bench_engine
+
+    with TemporaryDirectory() as folder:
+        _make_model(folder, on_gpu)
+        decode = (
+            DecodeConfig(batch=64, context=512)
+            if on_gpu
+            else DecodeConfig(batch=8, context=64, steps=16)
+        )
+        model = BenchModelConfig(path=folder, init="random")
+        cfg = BenchEngineConfig(model=model, workload="decode", decode=decode)
+        found = bench_engine(cfg).summaries["hone"]
+    if not on_gpu or found.decode is None:
+        return found.tokens_per_s, 0.0
+    assumed, steps = PlanningConfig(), found.decode
+    step_s = steps.step_s * steps.share_of_limit / assumed.decode_share + assumed.decode_overhead_s
+    return steps.batch / steps.step_s, steps.batch / step_s
