@@ -71,7 +71,7 @@ def test_head_dim_and_kv_heads_may_be_left_out() -> None:
 
 
 def test_unknown_family_and_missing_key_are_explained() -> None:
-    with pytest.raises(ValueError, match=r"'mamba'.*llama.*qwen3"):
+    with pytest.raises(ValueError, match="mamba model lacks 'hidden_size'"):
         ModelShape.from_config({"model_type": "mamba"})
     with pytest.raises(ValueError, match="qwen3 model lacks 'hidden_size'"):
         ModelShape.from_config({"model_type": "qwen3"})
