@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from hone.config.schema import fields, is_section
+from hone.cli.main import COMMANDS
+from hone.config.schema import fields, is_section, locate
 from hone.config.tree import TREES
 from hone.envs import Env, Episode
 
@@ -44,6 +45,27 @@ def test_links_between_pages_lead_to_files(site: ModuleType) -> None:
             for link in site._LINK.findall(page.read_text()):
                 is_outside = "://" in link or link.startswith("mailto:")
                 assert is_outside or (page.parent / link).exists(), f"{page}: {link}"
+
+
+def test_commands_and_flags_that_pages_name_are_there(site: ModuleType) -> None:
+    every = (page for pattern in site.PAGES for page in ROOT.glob(pattern))
+    pages = [page for page in every if page.name != "CHANGELOG.md"]
+    unknown = []
+    for page in pages:
+        code = re.findall(r"```.*?```|`[^`\n]+`", page.read_text(), re.DOTALL)
+        text = "\n".join(code).replace("\\\n", " ")
+        for command, words in re.findall(r"(?m)(?:^|`)hone ([a-z][a-z-]*)(.*)$", text):
+            own = [tree for name, tree in TREES.items() if name.split()[0] == command]
+            trees = own or [TREES["rl"]]
+            if command not in COMMANDS:
+                unknown.append(f"{page.name}: hone {command}")
+            unknown += [
+                f"{page.name}: hone {command} --{key}"
+                for key in re.findall(r" --(\w+(?:\.\w+)+)", words)
+                if not any(locate(tree, key.split(".")) for tree in trees)
+            ]
+    assert len(pages) > 10
+    assert unknown == []
 
 
 def test_every_page_has_its_place(site: ModuleType) -> None:

@@ -62,7 +62,6 @@ _OTHER_NAMES = {
     "profile": ("trace",),
     "compare": ("report",),
     "simulate": ("plan",),
-    "tune": ("plan",),
     "validate": ("check",),
 }
 """What others call these commands, or a person might."""
