@@ -12,6 +12,7 @@ from tests.config import workspace as files
 
 GOOD = "model: {path: model}\ndata: {train: [{path: train.jsonl}]}\n"
 FILES: dict[str, str | bytes] = {
+    "lora/adapter_config.json": "{}",
     "r.yaml": GOOD,
     "bad.yaml": "model: {path: model\n",
     "tab.yaml": "model:\n\tpath: model\n",
@@ -79,6 +80,8 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --model.path nosuch", "Give a folder with config.json, or a hub name"),
     ("rl r.yaml --model.path train.jsonl", "is a file. Give the folder it is in."),
     ("rl r.yaml --model.path empty", "holds no config.json"),
+    ("rl r.yaml --model.path lora", "a LoRA adapter, and whole models are read"),
+    ("rl r.yaml --reward.model.path lora", "a LoRA adapter, and whole models are read"),
     ("rl r.yaml --model.path bare", "holds no weights"),
     ("rl r.yaml --model.path mute", "Set model.tokenizer to a folder or hub name."),
     ("rl r.yaml --data.max_prompt_tokens 5000", "Lower data.max_prompt_tokens"),

@@ -88,14 +88,20 @@ def is_model_file(view: View) -> bool:
 def _no_config(view: View) -> Found:
     folder = view.number("model_folder")
     if not (folder / "config.json").is_file():
-        inner = folder / "model"  # where a run leaves it
-        found = (inner / "config.json").is_file()
-        yield {
-            "fix": f"did you mean '{inner}'?"
-            if found
-            else "give the folder of a model in the Hugging Face layout: config.json, weights, "
-            "tokenizer"
-        }
+        yield {"fix": _instead_of(folder)}
+
+
+def _instead_of(folder: Path) -> str:
+    """What to give in place of a folder that lacks something of a model."""
+    inner = folder / "model"  # where a run leaves it
+    if (inner / "config.json").is_file():
+        return f"did you mean '{inner}'?"
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "it is a LoRA adapter, and whole models are read: merge it into its base model "
+            "(merge_and_unload in PEFT); a run of hone leaves the merged one in <run.dir>/model"
+        )
+    return "give the folder of a model in the Hugging Face layout: config.json, weights, tokenizer"
 
 
 def _incomplete(key: str) -> Any:
@@ -108,7 +114,7 @@ def _incomplete(key: str) -> Any:
         needed = (("config.json",), ("*.safetensors",), _TOKENIZER_FILES)
         for missing, patterns in zip(("config.json", "weights", "tokenizer"), needed, strict=True):
             if not any(any(Path(path).glob(pattern)) for pattern in patterns):
-                yield {"path": path, "missing": missing}
+                yield {"path": path, "missing": missing, "fix": _instead_of(Path(path))}
                 return
 
     return find
@@ -222,9 +228,7 @@ _MODEL = (
             "Qwen/Qwen3-0.6B")
       for key in ("model.path", "model.tokenizer", "critic.path", "teacher.path",
                   "reward.model.path")),
-    *(error(each=_incomplete(key), says=f"{key} '{{path}}' holds no {{missing}}",
-            fix="give the folder of a model in the Hugging Face layout: config.json, weights, "
-            "tokenizer")
+    *(error(each=_incomplete(key), says=f"{key} '{{path}}' holds no {{missing}}", fix="{fix}")
       for key in ("critic.path", "teacher.path", "reward.model.path")),
     *(error(each=_other_tokens(key), given=given,
             says=f"{key} '{{path}}' has another tokenizer than the policy", why="{difference}",
