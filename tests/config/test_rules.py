@@ -546,7 +546,11 @@ ROWS: list[Row] = [
     ("rl", "trainer.parallel.ring_size=2 trainer.max_tokens_per_microbatch=1023", "error",
      "trainer.max_tokens_per_microbatch data.max_prompt_tokens"),
     # models that nothing can run, or not so
-    *[(command, "model.path=qwen3_moe", "error", "model.path")
+    ("rl", "model.path=qwen3_moe engine.backend=vllm", "error", "engine.backend model.path"),
+    ("rl", "model.path=qwen3_moe model.exact=true", "error", "model.exact model.path"),
+    ("sft", "model.path=qwen3_moe trainer.parallel.tensor_parallel_size=2", "error",
+     "trainer.parallel.tensor_parallel_size model.path"),
+    *[(command, "model.path=mixtral", "error", "model.path")
       for command in ("rl", "sft", "eval", "generate", "bench engine", "bench train")],
     *[("rl", f"model.path={name}", "error", "model.path")
       for name in ("quantised", "chunked", "dynamic", "gpt2")],

@@ -23,7 +23,13 @@ MODEL_CONFIG = {
 
 OTHERS: dict[str, dict[str, object]] = {
     "gemma2": {"model_type": "gemma2"},
-    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "glm4": {"model_type": "glm4"},
     "gpt2": {"model_type": "gpt2", "hidden_size": None},
     "quantised": {"quantization_config": {"quant_method": "awq"}},

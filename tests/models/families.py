@@ -37,6 +37,13 @@ FAMILY_FIELDS = {
         "query_pre_attn_scalar": 16,
     },
     "gemma3_text": {**MIXED_LAYERS, "query_pre_attn_scalar": 16},
+    "qwen3_moe": {
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
 }
 
 
@@ -64,6 +71,8 @@ def family_model(family: str, dtype: torch.dtype = torch.float32):
     model = load_model(ModelConfig(path=str(family_folder(family))), device="cpu", seed=0)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    if dtype == torch.float64:  # which torch's grouped product does not compute
+        model.set_experts_implementation("eager")
     return model
 
 

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hone.attention import PackedContext
 from hone.config.model import LoraConfig, ModelConfig
 from hone.families.registry import SPECS
-from hone.families.spec import PROJECTIONS
 from hone.models import adapters
 from hone.models.adapters import (
     NF4_BLOCK,
@@ -200,7 +199,7 @@ def test_R22_what_is_checked_before_a_run_is_what_every_family_has(family):
         model = AutoModelForCausalLM.from_config(config)
     adapt(model, LORA, seed=0)
     paths = [path for path, module in model.named_modules() if isinstance(module, LoraLinear)]
-    assert {path.rpartition(".")[2] for path in paths} == set(PROJECTIONS)
+    assert {path.rpartition(".")[2] for path in paths} == {*SPECS[family].lora_targets}
 
 
 def test_saved_adapters_are_peft_s(folder, tmp_path):

@@ -54,7 +54,9 @@ def check_neighbours_move_nothing(family, compute):
 
     in_layers = [p for n, p in model.named_parameters() if "layers." in n]
     before, after = outcome(seed=5), outcome(seed=6)
-    torch.testing.assert_close(before, after, rtol=0, atol=0)
+    # How many rows an expert's product has may change its last bits.
+    atol = 1e-6 if family == "qwen3_moe" else 0
+    torch.testing.assert_close(before, after, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -31,7 +31,9 @@ as fast with one thread as with two, 0.8 M a fifth slower."""
 
 def num_threads_for(shape: ModelShape, num_cores: int) -> int:
     """Threads that are worth starting for a model of this shape, at most `num_cores`."""
-    return max(1, min(num_cores, shape.body_params // shape.num_layers // _WEIGHTS_PER_THREAD))
+    return max(
+        1, min(num_cores, shape.active_body_params // shape.num_layers // _WEIGHTS_PER_THREAD)
+    )
 
 
 def set_up_openmp(

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hone.families.registry import public_configs, spec_of
+from hone.families.spec import ModelSpec
 
 __all__ = ["ModelShape", "TensorShape", "public_shape"]
 
@@ -49,7 +50,7 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The numbers that fix a dense decoder's cost."""
+    """The numbers that fix a decoder's cost."""
 
     family: str
     num_layers: int
@@ -67,6 +68,13 @@ class ModelShape:
     sliding_window: int | None = None
     """Keys a query of a sliding layer sees, itself included."""
     num_sliding_layers: int = 0
+    num_expert_layers: int = 0
+    """With experts in place of the MLP of `intermediate_size`."""
+    num_experts: int = 0
+    """Of such a layer."""
+    experts_per_token: int = 0
+    expert_size: int = 0
+    """Intermediate size of one expert."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> Self:
@@ -98,6 +106,7 @@ class ModelShape:
                 mlp_bias=bool(config.get("mlp_bias", False)),
                 sliding_window=config["sliding_window"] if sliding else None,
                 num_sliding_layers=sliding,
+                **_experts(config, spec),
             )
         except KeyError as error:
             raise ValueError(f"The configuration of the {name} model lacks {error}.") from error
@@ -112,6 +121,24 @@ class ModelShape:
         """Everything between embedding and output matrix."""
         return sum(t.numel * t.count for t in self.tensors() if t.in_layer) + self.hidden_size
 
+    @property
+    def active_body_params(self) -> int:
+        """What of it a token passes: of a layer's experts its own alone."""
+        idle = self.num_experts - self.experts_per_token
+        return self.body_params - idle * self._params_per_expert
+
+    @property
+    def _params_per_expert(self) -> int:
+        """Over all layers."""
+        return 3 * self.hidden_size * self.expert_size * self.num_expert_layers
+
+    @property
+    def mlp_size(self) -> int:
+        """Values between the two products of the widest layer's MLP, or of a token's experts."""
+        is_dense = self.num_expert_layers < self.num_layers
+        of_experts = self.experts_per_token * self.expert_size
+        return max(of_experts, self.intermediate_size if is_dense else 0)
+
     def tensors(self) -> Iterator[TensorShape]:
         """All parameters of the model; one entry stands for those of all layers."""
         spec = spec_of(self.family)
@@ -123,21 +150,29 @@ class ModelShape:
         yield TensorShape("norm", (hidden,), None, in_layer=False)
         attention_bias = self.attention_bias and not spec.qkv_bias
         qkv_bias = self.attention_bias or spec.qkv_bias
-        for name, rows, columns, has_bias in (
-            ("self_attn.q_proj", q, hidden, qkv_bias),
-            ("self_attn.k_proj", kv, hidden, qkv_bias),
-            ("self_attn.v_proj", kv, hidden, qkv_bias),
-            ("self_attn.o_proj", hidden, q, attention_bias),
-            ("mlp.gate_proj", inter, hidden, self.mlp_bias),
-            ("mlp.up_proj", inter, hidden, self.mlp_bias),
-            ("mlp.down_proj", hidden, inter, self.mlp_bias),
+        num_sparse, num_dense = self.num_expert_layers, self.num_layers - self.num_expert_layers
+        for name, rows, columns, has_bias, count in (
+            ("self_attn.q_proj", q, hidden, qkv_bias, self.num_layers),
+            ("self_attn.k_proj", kv, hidden, qkv_bias, self.num_layers),
+            ("self_attn.v_proj", kv, hidden, qkv_bias, self.num_layers),
+            ("self_attn.o_proj", hidden, q, attention_bias, self.num_layers),
+            ("mlp.gate_proj", inter, hidden, self.mlp_bias, num_dense),
+            ("mlp.up_proj", inter, hidden, self.mlp_bias, num_dense),
+            ("mlp.down_proj", hidden, inter, self.mlp_bias, num_dense),
         ):
+            if not count:
+                continue
             split = {"rows": 0, "columns": 1}.get((spec.tensor_plan or {}).get(name, "shared"))
             name = name.rpartition(".")[2]
-            yield TensorShape(name, (rows, columns), split, self.num_layers)
+            yield TensorShape(name, (rows, columns), split, count)
             if has_bias:
                 bias_split = 0 if split == 0 else None
-                yield TensorShape(f"{name}.bias", (rows,), bias_split, self.num_layers)
+                yield TensorShape(f"{name}.bias", (rows,), bias_split, count)
+        if num_sparse:
+            number, size = self.num_experts, self.expert_size
+            yield TensorShape("mlp.gate", (number, hidden), None, num_sparse)
+            yield TensorShape("experts.gate_up_proj", (number, 2 * size, hidden), None, num_sparse)
+            yield TensorShape("experts.down_proj", (number, hidden, size), None, num_sparse)
         yield TensorShape("layer norms", (hidden,), None, self.num_layers * spec.norms_per_layer)
         if spec.head_norms:
             for name, width in (("q_norm", q), ("k_norm", kv)):
@@ -154,7 +189,8 @@ class ModelShape:
         return self.num_params * bytes_per_param
 
     def decode_bytes(self, bytes_per_param: int = 2) -> int:
-        """Weights that one decode step reads: body and head, but no untied embedding matrix."""
+        """Weights that one decode step reads: body and head, but no untied embedding matrix. Of
+        experts all, as where many sequences advance."""
         return (self.body_params + self.head_params) * bytes_per_param
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
@@ -190,8 +226,22 @@ class ModelShape:
         """
         num_tokens = float(np.asarray(lengths, dtype=np.float64).sum())
         head_tokens = num_tokens if num_head_tokens is None else num_head_tokens
-        linear = 2.0 * (self.body_params * num_tokens + self.head_params * head_tokens)
+        linear = 2.0 * (self.active_body_params * num_tokens + self.head_params * head_tokens)
         return linear + self.attention_flops_per_key * self.visible_keys(lengths)
+
+
+def _experts(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, int]:
+    """Fields of a shape; KeyError where `config` lacks one."""
+    layout = spec.experts
+    if layout is None:
+        return {}
+    layers = range(config["num_hidden_layers"])
+    return {
+        "num_expert_layers": sum(layout.has_experts(config, layer) for layer in layers),
+        "num_experts": config[next((n for n in layout.numbers if n in config), layout.numbers[0])],
+        "experts_per_token": config[layout.per_token],
+        "expert_size": config[layout.size],
+    }
 
 
 def public_shape(name: str) -> ModelShape | None:

@@ -19,6 +19,7 @@ __all__ = [
     "UNSERVED_FIELDS",
     "UNSERVED_GENERIC_FIELDS",
     "DecodeLayout",
+    "ExpertLayout",
     "Json",
     "ModelSpec",
     "Split",
@@ -137,8 +138,23 @@ class DecodeLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLayout:
+    """Layers of a mixture of experts, as transformers has them: `mlp.gate` scores the experts of a
+    token, `mlp.experts` holds the matrices of all of them in two tensors."""
+
+    has_experts: Callable[[Json, int], bool]
+    """Whether the layer with this index has them; else it has an MLP."""
+    numbers: tuple[str, ...] = ("num_experts", "num_local_experts")
+    """Fields of `config.json` of which one has their number in a layer."""
+    per_token: str = "num_experts_per_tok"
+    """The field with the number of a token's."""
+    size: str = "moe_intermediate_size"
+    """That with the intermediate size of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One family of dense decoders."""
+    """One family of decoders."""
 
     model_type: str
     """As `config.json` names it."""
@@ -157,6 +173,8 @@ class ModelSpec:
     slides: Callable[[Json, int], bool] | None = None
     """Whether attention of the layer with this index is windowed, given that the config has a
     window; None: no layer of the family ever is."""
+    experts: ExpertLayout | None = None
+    """None: every layer has an MLP."""
     decode: DecodeLayout | None = None
     """None: generation runs transformers' modules, which neither exact mode nor tensor parallelism
     of the engine serve."""

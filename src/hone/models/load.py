@@ -342,6 +342,13 @@ def _from_files(
         ) from error
     except SafetensorError as error:
         raise damaged(path, error) from error
+    except RuntimeError as error:
+        if "conversion" not in str(error):
+            raise
+        raise UserError(
+            f"model.path={path!r} holds weights that transformers cannot put together: a tensor "
+            "of some expert is missing, or has another shape than those of the others"
+        ) from error
     model, info = loaded
     if info["missing_keys"]:
         raise lacking(path, list(info["missing_keys"]))

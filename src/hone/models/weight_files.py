@@ -8,6 +8,7 @@ load itself, whole.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ __all__ = ["FileWeights", "OtherFormatError", "damaged", "find_weights", "lackin
 _FORMATS = ("F64", "F32", "F16", "BF16")
 _ROWS = 4096
 """Compared at a time where two tensors should be equal."""
+_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+_proj)\.weight")
+_EXPERT_TENSORS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""What a module holds of all experts of a layer, by what files hold of each."""
 
 
 class OtherFormatError(Exception):
@@ -53,10 +57,32 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class _ExpertsEntry:
+    """Tensors of the experts of a layer, which the modules hold in one, [E, ...], those of one
+    expert below each other."""
+
+    experts: tuple[tuple[_Entry, ...], ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        rows = sum(entry.shape[0] for entry in self.experts[0])
+        return torch.Size((len(self.experts), rows, *self.experts[0][0].shape[1:]))
+
+    @property
+    def format(self) -> str:
+        return self.experts[0][0].format
+
+    def read(self, region: tuple[slice, ...]) -> Tensor:
+        chosen, *rest = region or (slice(None),)
+        whole = (torch.cat([x.read(()) for x in parts]) for parts in self.experts[chosen])
+        return torch.stack([each[tuple(rest)] for each in whole])
+
+
+@dataclass(frozen=True, slots=True)
 class FileWeights:
     """A source of weights: files, and the buffers that are in none."""
 
-    entries: Mapping[str, _Entry]
+    entries: Mapping[str, _Entry | _ExpertsEntry]
     buffers: Mapping[str, Tensor]
 
     def give(self, take: Callable[[Weight], None], *, device: torch.device) -> None:
@@ -75,12 +101,12 @@ def find_weights(path: str, model: PreTrainedModel, buffers: Mapping[str, Tensor
     transformers can load them, UserError where one is missing, has another shape or is damaged.
     """
     _refuse_special_cases(path, model)
-    entries = _entries(path)
+    entries = _with_experts(path, _entries(path))
     tied: dict[Tensor, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         tied.setdefault(tensor, []).append(name)
     names = {name for group in tied.values() for name in group}
-    found: dict[str, _Entry] = {}
+    found: dict[str, _Entry | _ExpertsEntry] = {}
     others: list[str] = []
     for key, entry in entries.items():
         # A backbone that was saved by itself lacks the prefix.
@@ -91,7 +117,7 @@ def find_weights(path: str, model: PreTrainedModel, buffers: Mapping[str, Tensor
             raise OtherFormatError(f"they hold {name} twice")
         else:
             found[name] = entry
-    chosen: dict[str, _Entry] = {}
+    chosen: dict[str, _Entry | _ExpertsEntry] = {}
     absent: list[str] = []
     for tensor, group in tied.items():
         given = [found[name] for name in group if name in found]
@@ -171,6 +197,37 @@ def _entries_of(path: Path) -> Iterator[tuple[str, _Entry]]:
         raise damaged(str(path), error) from error
 
 
+def _with_experts(path: str, entries: Mapping[str, _Entry]) -> dict[str, _Entry | _ExpertsEntry]:
+    """The same with the tensors of each expert, `mlp.experts.<e>.gate_proj.weight` and so on, put
+    together as transformers' modules have them."""
+    found: dict[str, _Entry | _ExpertsEntry] = {}
+    experts: dict[str, dict[int, dict[str, _Entry]]] = {}
+    for key, entry in entries.items():
+        match = _EXPERT.fullmatch(key)
+        if match is None:
+            found[key] = entry
+        else:
+            experts.setdefault(match["layer"], {}).setdefault(int(match["expert"]), {})[
+                match["name"]
+            ] = entry
+    for layer, held in experts.items():
+        each = [held.get(index, {}) for index in range(len(held))]
+        for name, parts in _EXPERT_TENSORS.items():
+            if absent := [
+                f"{layer}.{index}.{part}.weight"
+                for index, own in enumerate(each)
+                for part in parts
+                if part not in own
+            ]:
+                raise lacking(path, absent)
+            stacked = tuple(tuple(own[part] for part in parts) for own in each)
+            shapes = {tuple((x.shape, x.format) for x in own) for own in stacked}
+            if len(shapes) > 1:
+                raise OtherFormatError(f"experts of {layer} differ in shape")
+            found[f"{layer}.{name}"] = _ExpertsEntry(stacked)
+    return found
+
+
 def _locate(path: str, name: str) -> Path | None:
     """A file of a folder or of a repository on the hub, downloaded; None where there is none."""
     try:
@@ -180,14 +237,14 @@ def _locate(path: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _check(path: str, name: str, entry: _Entry, shape: torch.Size) -> None:
+def _check(path: str, name: str, entry: _Entry | _ExpertsEntry, shape: torch.Size) -> None:
     if entry.format not in _FORMATS:
         raise OtherFormatError(f"{name} is of the format {entry.format}")
     if entry.shape != shape:
         raise misshapen(path, name, entry.shape, shape)
 
 
-def _equal(one: _Entry, other: _Entry) -> bool:
+def _equal(one: _Entry | _ExpertsEntry, other: _Entry | _ExpertsEntry) -> bool:
     """Whether two matrices have the same bits, with few rows of them in memory."""
     if (one.shape, one.format) != (other.shape, other.format):
         return False

@@ -348,13 +348,13 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
     read = gpu.bytes_per_s * assumed_cfg.decode_share * speed
     prefill = gpu.flops_per_s * assumed_cfg.prefill_share * speed
     weights = shape.weight_bytes(plan.num_bytes)
-    params = shape.body_params + shape.head_params
+    params = shape.active_body_params + shape.head_params
     engine = EngineRates(
         weights_s=shape.decode_bytes(plan.num_bytes) / read,
         seq_s=2.0 * params / (gpu.flops_per_s * assumed_cfg.decode_share * speed),
         key_s=run.kv_bytes_per_token * size / read,
         overhead_s=assumed_cfg.decode_overhead_s,
-        prefill_token_s=2.0 * shape.body_params / prefill,
+        prefill_token_s=2.0 * shape.active_body_params / prefill,
         prefill_key_s=shape.attention_flops_per_key / prefill,
         prefill_seq_s=2.0 * shape.head_params / prefill,
     )

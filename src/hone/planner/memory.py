@@ -355,17 +355,22 @@ class _Step:
         """A layer's input: the residual stream, dealt out over the tensor axis."""
         return self.num_tokens * self.shape.hidden_size * self.num_bytes // self.sizes.tensor
 
+    @property
+    def _routed(self) -> int:
+        """Values of a token before and after its experts, which each has by itself."""
+        return 2 * self.shape.experts_per_token * self.shape.hidden_size
+
     def _layer_bytes(self, mode: Literal["off", "selective", "full"]) -> int:
         """What one layer keeps, of all tokens of a micro-batch on this device."""
         if mode == "full":
             return self._input_bytes
         shape, tensor = self.shape, self.sizes.tensor
-        hidden, inter = shape.hidden_size, shape.intermediate_size // tensor
+        hidden, inter = shape.hidden_size, shape.mlp_size // tensor
         q = shape.num_heads * shape.head_dim // tensor
         kv = shape.num_kv_heads * shape.head_dim // tensor
         inputs = hidden // tensor
         # Both residuals, queries to values, what attention returned, gate and up.
-        values = 2 * inputs + (q + 2 * kv) + q + 2 * inter
+        values = 2 * inputs + (q + 2 * kv) + q + 2 * inter + self._routed
         match self.layers:
             case "compiled":
                 # Selective recomputes what lies around attention, and keeps its results.
@@ -398,9 +403,9 @@ class _Step:
     def _workspace(self) -> int:
         """In the backward of one layer."""
         shape, tensor = self.shape, self.sizes.tensor
-        inter, hidden = shape.intermediate_size // tensor, shape.hidden_size
+        inter, hidden = shape.mlp_size // tensor, shape.hidden_size
         # Gradients of gate and up, of their product and it, of the stream and the norm's result.
-        values = 4 * inter + 3 * hidden
+        values = 4 * inter + 3 * hidden + self._routed
         recomputed = 0
         if self.trainer.recompute != "off":
             recomputed = self._layer_bytes("off") - self._layer_bytes(self.trainer.recompute)

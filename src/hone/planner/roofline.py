@@ -45,7 +45,7 @@ def decode_step_s(
     kv_bytes = shape.kv_bytes_per_token(kv_bytes_per_value or bytes_per_value)
     seqs = np.asarray(num_seqs, dtype=np.float64)
     weights_s = shape.decode_bytes(bytes_per_value) / peaks.bytes_per_s
-    matmul_s = 2.0 * (shape.body_params + shape.head_params) * seqs / peaks.flops_per_s
+    matmul_s = 2.0 * (shape.active_body_params + shape.head_params) * seqs / peaks.flops_per_s
     kv_s = kv_bytes * np.asarray(num_keys) / peaks.bytes_per_s
     return np.where(seqs > 0, np.maximum(weights_s, matmul_s) + kv_s, 0.0)
 
@@ -102,7 +102,7 @@ def training_flops(
     if num_adapter_params is None:
         return 3.0 * shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
     num_tokens = float(sum(lengths))
-    frozen = 2.0 * (shape.body_params * num_tokens + shape.head_params * num_head_tokens)
+    frozen = 2.0 * (shape.active_body_params * num_tokens + shape.head_params * num_head_tokens)
     attention = shape.attention_flops_per_key * shape.visible_keys(lengths)
     return 2.0 * frozen + 3.0 * (attention + 2.0 * num_adapter_params * num_tokens)
 

@@ -202,7 +202,7 @@ class RunMemory:
     def _pass_bytes(self, shape: ModelShape, num_tokens: int) -> tuple[int, int]:
         """Of a hidden state, and of the widest moment of a layer, in a pass without gradient."""
         hidden = num_tokens * shape.hidden_size * self.num_bytes
-        return hidden, 3 * num_tokens * shape.intermediate_size * self.num_bytes
+        return hidden, 3 * num_tokens * shape.mlp_size * self.num_bytes
 
     def _beside(self, name: RoleName, shape: ModelShape) -> int:
         role = self.plan.roles.get(name)
@@ -255,7 +255,7 @@ class RunMemory:
         (role, engine), shape = self._engine, self.shape
         if self.length_share > 1:
             return 0
-        values = 3 * shape.intermediate_size // role.axes.tensor + 2 * shape.hidden_size
+        values = 3 * shape.mlp_size // role.axes.tensor + 2 * shape.hidden_size
         logits = engine.max_num_seqs * shape.vocab_size * (4 + self.num_bytes)
         return engine.max_num_batched_tokens * values * self.num_bytes + logits
 

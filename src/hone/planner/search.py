@@ -102,7 +102,9 @@ def _placements(cfg: PlanConfig, shape: ModelShape, num_gpus: int) -> Iterator[P
     asked, given = cfg.cluster.num_engines, cfg.engine.tensor_parallel_size
     sizes = [given] if given > 1 or asked else _ENGINE_SIZES
     for size in sizes:
-        if size > 1 and size != given and ModelFacts.of_shape(shape).undivided(size):
+        facts = ModelFacts.of_shape(shape)
+        is_divided = facts.has_fused_layers and not facts.undivided(size)
+        if size > 1 and size != given and not is_divided:
             continue
         for number in [asked] if asked else range(1, (num_gpus - 1) // size + 1):
             yield Placement(

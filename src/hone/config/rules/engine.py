@@ -103,6 +103,10 @@ _EXACT = (
 )  # fmt: skip
 
 _ON_VLLM = (
+    error(_VLLM, "@has_experts", only=("rl",),
+          says="engine.backend is vllm, and {the_model} has experts",
+          why="it routes a token by other kernels than the trainer, and routes are not replayed",
+          fix=f"{_BACKEND} = embedded"),
     needs("vllm", _VLLM, by="engine.backend=vllm", instead=f"{_BACKEND} = embedded", only=_RUNS),
     error(_VLLM, "@vllm_version_not_served", only=_RUNS,
           says=f"{_BACKEND} is vllm, and version {{vllm_version}} is installed",

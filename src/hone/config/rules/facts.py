@@ -377,6 +377,12 @@ def has_spec(view: View) -> bool:
 
 
 @fact
+def has_experts(view: View) -> bool:
+    """Whether layers of the model are a mixture of experts."""
+    return view.model.shape is not None and view.model.shape.num_experts > 0
+
+
+@fact
 def has_fp8_widths(view: View) -> bool:
     """Whether some projection can be multiplied in float8."""
     tensors = () if view.plan.shape is None else view.plan.shape.tensors()

@@ -1,0 +1,157 @@
+"""Layers of experts against a loop over tokens in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeSparseMoeBlock,
+    Qwen3MoeTopKRouter,
+)
+
+from hone.config.errors import UserError
+from hone.config.model import ModelConfig
+from hone.families.shape import public_shape
+from hone.models.load import load_deferred, load_model
+from hone.models.tiny import make_tiny_model
+from tests.models.families import family_model, random_samples
+
+TOLERANCE = 1e-5
+NAMES = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+
+
+def block() -> Qwen3MoeSparseMoeBlock:
+    """With grouped products, as training and sampling have it."""
+    model = family_model("qwen3_moe")
+    assert model.config._experts_implementation == "grouped_mm"
+    return model.base_model.layers[1].mlp
+
+
+def one_by_one(x: Tensor, gate: Tensor, gate_up: Tensor, down: Tensor, top_k: int) -> Tensor:
+    """[T, H] to [T, H]: each token through its experts, weighted by their shares of the scores."""
+    found = []
+    for token in x:
+        scores = (gate @ token).softmax(0)
+        chosen = scores.argsort(descending=True)[:top_k]
+        shares = scores[chosen] / scores[chosen].sum()
+        outs = []
+        for e in chosen:
+            left, right = (gate_up[e] @ token).chunk(2)
+            outs.append(down[e] @ (silu(left) * right))
+        found.append(torch.stack(outs).mul(shares[:, None]).sum(0))
+    return torch.stack(found)
+
+
+def errors(layer: Qwen3MoeSparseMoeBlock, x: Tensor) -> dict[str, float]:
+    """Of outputs and gradients, largest, relative to the largest value of each."""
+    weights = dict(layer.named_parameters())
+    doubles = [weights[name].detach().double().requires_grad_() for name in NAMES]
+    inputs = [x.clone().requires_grad_(), x.double().requires_grad_()]
+    outputs = [
+        layer(inputs[0][None])[0],
+        one_by_one(inputs[1], *doubles, top_k=layer.gate.top_k),
+    ]
+    factors = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(2))
+    ours = torch.autograd.grad(
+        (outputs[0] * factors).sum(), [inputs[0], *(weights[n] for n in NAMES)]
+    )
+    theirs = torch.autograd.grad((outputs[1] * factors).sum(), [inputs[1], *doubles])
+    pairs = zip([outputs[0], *ours], [outputs[1], *theirs], strict=True)
+    return {
+        name: float((a - b).abs().max() / b.abs().max())
+        for name, (a, b) in zip(("output", "input", *NAMES), pairs, strict=True)
+    }
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(17, 32, generator=torch.Generator().manual_seed(1))
+
+
+def test_each_token_passes_its_experts(x: Tensor) -> None:
+    assert max(errors(block(), x).values()) < TOLERANCE
+
+
+def test_all_tokens_to_the_same_experts(x: Tensor) -> None:
+    """Four of six are without tokens, and without gradients."""
+    layer, x = block(), x.abs()
+    with torch.no_grad():
+        layer.gate.weight[:2] += 1.0
+    assert max(errors(layer, x).values()) < TOLERANCE
+    layer(x[None]).sum().backward()
+    assert layer.experts.down_proj.grad is not None
+    assert [bool(own.any()) for own in layer.experts.down_proj.grad] == [True] * 2 + [False] * 4
+
+
+def test_scores_without_a_gradient_are_seen(x: Tensor) -> None:
+    """The mistake: shares are read from what choosing left, apart from the scores."""
+    forward = Qwen3MoeTopKRouter.forward
+
+    def cut(self: Qwen3MoeTopKRouter, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, shares, chosen = forward(self, hidden)
+        return logits, shares.detach() + 0 * logits.sum(), chosen
+
+    with patch.object(Qwen3MoeTopKRouter, "forward", cut):
+        assert errors(block(), x)["gate.weight"] > 0.1
+
+
+def test_public_models_have_the_parameters_of_their_names() -> None:
+    for name, total, active in (("qwen3-30b-a3b", 30.5, 3.35), ("qwen3-235b-a22b", 235.1, 22.2)):
+        shape = public_shape(name)
+        assert shape is not None
+        assert shape.num_params / 1e9 == pytest.approx(total, rel=0.002)
+        per_token = shape.active_body_params + 2 * shape.head_params
+        assert per_token / 1e9 == pytest.approx(active, rel=0.002)
+        assert shape.forward_flops([1]) == pytest.approx(
+            2 * (shape.active_body_params + shape.head_params), rel=1e-3
+        )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_model(
+        tmp_path / "model",
+        family="qwen3_moe",
+        hidden_size=16,
+        num_layers=1,
+        moe_intermediate_size=8,
+        num_experts=3,
+        num_experts_per_tok=2,
+    )
+
+
+EXPERT = "model.layers.0.mlp.experts.1.up_proj.weight"
+
+
+def test_a_folder_without_a_tensor_of_an_expert_is_refused(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[EXPERT]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for load, told in ((load_model, "of some expert"), (load_deferred, EXPERT)):
+        with pytest.raises(UserError, match=told):
+            load(ModelConfig(path=str(folder)), device="cpu", seed=0)
+
+
+def test_files_hold_each_expert_by_itself(folder: Path) -> None:
+    """As public models have them."""
+    tensors = load_file(folder / "model.safetensors")
+    model = load_model(ModelConfig(path=str(folder)), device="cpu", seed=0)
+    gate_up = model.base_model.layers[0].mlp.experts.gate_up_proj
+    assert torch.equal(gate_up[1, 8:], tensors[EXPERT])
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+def test_packed_rows_with_experts_are_not_all_alike() -> None:
+    """Else a mistake in who goes where would not be seen."""
+    layer = block()
+    (ids,) = random_samples([40])
+    states = family_model("qwen3_moe").base_model.embed_tokens(ids)
+    _, _, chosen = layer.gate(states)
+    assert len({tuple(sorted(own)) for own in chosen.tolist()}) > 4
