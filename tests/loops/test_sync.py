@@ -167,7 +167,7 @@ def test_R17_planted_a_forgotten_part_is_seen(
             elif bug == "data":
                 run.sampling.data.train.load_state_dict(unresumed.sampling.data.train.state_dict())
             else:
-                run.collector._buffer.load_state_dict(unresumed.collector.state_dict())
+                run.collector._collector._buffer.load_state_dict(unresumed.collector.state_dict())
         loop.train(run)
     with pytest.raises(AssertionError):
         assert_same(state_of(straight.run.dir, 4), state_of(broken.run.dir, 4))

@@ -428,7 +428,7 @@ def _engine_role(plan: RunPlan, engine: EngineConfig, axes: AxisSizes, dtype: Dt
     is_alias = is_embedded and axes.world == 1 and not cfg.model.lora.rank
     return replace(
         role,
-        num_workers=axes.world,
+        num_workers=max(axes.world // size, 1),
         shares_devices_of="policy",
         aliases_weights_of="policy" if is_alias else None,
     )

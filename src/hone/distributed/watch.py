@@ -304,7 +304,7 @@ class Watch:
         if self._store is None:
             return
         # Meanwhile the thread goes on: where another process reports an error, it ends this one.
-        lost = self._lost() if isinstance(error, RuntimeError) else None
+        lost = self._lost() if isinstance(error, RuntimeError | ConnectionError) else None
         self._stopped.set()
         self._thread.join()
         if lost is not None:

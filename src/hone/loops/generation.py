@@ -106,7 +106,7 @@ def _generate(cfg: GenerateConfig, mesh: Mesh, parts: Sequence[Part]) -> None:
         scorer = scores = None
         if cfg.reward.has_parts and tp.rank == 0:
             limit = cfg.generation.max_completion_tokens
-            rewards = share_of_workers(cfg.reward)
+            rewards = share_of_workers(cfg.reward, processes_per_engine=tp.size)
             scorer = stack.enter_context(Scorer(rewards, max_completion_tokens=limit))
             first = list(islice(prompts, _TRIED_PROMPTS))
             prompts = chain(first, prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from time import monotonic
@@ -19,6 +19,7 @@ from hone.config.tree import EvaluateConfig, GenerateConfig
 from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.loops.ending import evaluation_cause
+from hone.loops.engine_ranks import EngineRanks
 from hone.loops.inputs import decoder, prompts_of, share_of_workers, transcripts_of, try_out
 from hone.loops.launch import join
 from hone.loops.workers import judged, make_engine
@@ -33,9 +34,8 @@ from hone.observe.report.write import write_report
 from hone.observe.run_folder import EVAL_CONFIG, EVAL_ENVIRONMENT, EVAL_METRICS, EVAL_SAMPLES
 from hone.observe.whole_file import write_whole
 from hone.rewards.scorer import FailureRateError, Scorer, check_failure_rate
-from hone.rollout.buffer import SampleScorer
 from hone.rollout.episodes import Episodes
-from hone.rollout.evaluate import Unscored, evaluate, pass_rule, summarise
+from hone.rollout.evaluate import evaluate, pass_rule, summarise
 from hone.types import Engine, Sample
 
 __all__ = ["Counter", "counting", "load_engine", "run_evaluation"]
@@ -51,13 +51,16 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
     Processes share the prompts; each returns the metrics of all, and the first one writes. Where
     too many samples have no reward, the samples are written all the same; the error is an event.
     """
-    with evaluation_cause(cfg.run.dir), join(cfg.run, ParallelConfig()) as (mesh, watch):
+    parallel, size = ParallelConfig(), cfg.engine.tensor_parallel_size
+    with evaluation_cause(cfg.run.dir), join(cfg.run, parallel) as (mesh, watch):
+        ranks = EngineRanks.join(size, mesh, timeout_s=parallel.timeout_s)
+        watch.follow(mesh.groups | ranks.groups)
         watch.enter("eval")
         if mesh.is_first:
             write_whole(cfg.run.dir / EVAL_CONFIG, settings_text(cfg), "run.dir")
             save_environment(cfg.run.dir / EVAL_ENVIRONMENT, mesh.device, mesh.world.size)
         try:
-            samples = _evaluated(cfg, mesh)
+            samples = _evaluated(cfg, mesh, ranks)
         except FailureRateError as error:
             _write_samples(cfg, mesh, error.samples)
             raise
@@ -80,47 +83,52 @@ def _write_samples(cfg: EvaluateConfig, mesh: Mesh, samples: Sequence[Sample]) -
         write_whole(cfg.run.dir / EVAL_SAMPLES, "".join(rows), "run.dir")
 
 
-def _evaluated(cfg: EvaluateConfig, mesh: Mesh) -> list[Sample]:
+def _evaluated(cfg: EvaluateConfig, mesh: Mesh, ranks: EngineRanks) -> list[Sample]:
     limit = cfg.eval.max_completion_tokens
-    tp = TensorParallel.from_environment(cfg.engine.tensor_parallel_size, mesh.device)
     torch.manual_seed(cfg.run.seed)
     tokenizer = load_tokenizer(cfg.model)
     data = prompts_of(cfg, tokenizer)
     turns = TurnRenderer(tokenizer, cfg.data)
-    rewards = share_of_workers(cfg.reward)
+    rewards = share_of_workers(cfg.reward, processes_per_engine=ranks.tp.size)
     with ExitStack() as stack:
-        scorer, max_turns = Unscored(), 1
-        if tp.rank == 0:
+        scorer = scores = None
+        if ranks.is_first:
             scorer = Scorer(rewards, max_completion_tokens=limit, env=cfg.env)
             stack.enter_context(scorer)
-            max_turns = scorer.max_turns
-        if mesh.is_first:
-            assert isinstance(scorer, Scorer)
-            try_out(scorer, data.eval, tokenizer, turns)
-        scores: SampleScorer = scorer
-        if isinstance(scorer, Scorer):
+            if mesh.is_first:
+                try_out(scorer, data.eval, tokenizer, turns)
             scores = judged(scorer, transcripts_of(cfg, data.eval), cfg, mesh.device)
-        engine = load_engine(cfg, mesh, tp, tokenizer)
-        with counting(mesh, "samples") as progress:
-            if isinstance(scorer, Scorer):
-                scorer.on_wait = progress.waiting
-            samples = evaluate(
+        lead = ranks.lead(load_engine(cfg, mesh, ranks.tp, tokenizer))
+        progress = stack.enter_context(counting(mesh, "samples"))
+
+        def make(between: Callable[[int, int], None]) -> list[Sample] | None:
+            assert scorer is not None
+            assert scores is not None
+            scorer.on_wait = progress.waiting
+
+            def both(done: int, total: int) -> None:
+                between(done, total)
+                progress.count(done, total)
+
+            return evaluate(
                 data.eval,
-                engine=engine,
+                engine=lead.engine,
                 scorer=scores,
                 cfg=cfg.eval,
                 stop=cfg.eval.stop,
                 episodes=Episodes(
                     decode=decoder(tokenizer),
-                    max_turns=max_turns,
+                    max_turns=scorer.max_turns,
                     render=turns,
                     run_seed=cfg.run.seed,
                     purpose="eval",
                 ),
-                comm=mesh if tp.size == 1 else _Replicas(tp),
+                comm=ranks.comm,
                 max_failure_rate=cfg.reward.max_failure_rate,
-                progress=progress.count,
+                progress=both,
             )
+
+        samples = lead.broadcast_from_rank0(make)
         assert samples is not None, "nothing asks it to stop"
         return samples
 
@@ -135,17 +143,6 @@ def load_engine(
     own = None if cfg.engine.backend == "vllm" else tp
     model = load_model(cfg.model, device=mesh.device, seed=cfg.run.seed, tp=own)
     return make_engine(cfg, model, tokenizer, owns_weights=True, tensor_parallel=tp)
-
-
-class _Replicas:
-    """Engines of several devices each, as processes that evaluate together."""
-
-    def __init__(self, tp: TensorParallel) -> None:
-        self.rank, self.size = tp.replica, tp.num_replicas
-        self.gather = tp.gather_objects
-
-    def total(self, *counts: int) -> tuple[int, ...]:
-        return tuple(map(sum, zip(*self.gather(counts), strict=True)))
 
 
 class Counter:

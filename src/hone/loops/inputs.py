@@ -116,7 +116,8 @@ def try_out(
             raise UserError(f"the answer of env.path to row {sample.prompt.id}: {error}") from error
 
 
-def share_of_workers(cfg: RewardConfig) -> RewardConfig:
-    """The reward workers of one process: its part of those of the host."""
-    num_workers = cfg.worker_limit // processes().local_world_size
+def share_of_workers(cfg: RewardConfig, *, processes_per_engine: int) -> RewardConfig:
+    """The reward workers of a process that drives an engine: its part of those of the host."""
+    num_engines = max(processes().local_world_size // processes_per_engine, 1)
+    num_workers = cfg.worker_limit // num_engines
     return cfg.model_copy(update={"num_workers": max(num_workers, 1)})

@@ -1,9 +1,11 @@
-"""What the first training process does for all: it drives the engines and references of the pool.
+"""What one process does for others: it drives the engines and references of the pool, or the one
+engine that is over them all.
 
 All training processes make the same calls. The first one draws prompts, drives the engines and
 scores; meanwhile the others wait for its messages: the result in the end, before it now and then
 that they should keep waiting, and, where no engine is left that holds weights, that all processes
-must push theirs again.
+must push theirs again. Of an engine over several training processes the first does the same for
+those; their messages are the engine's calls.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hone.algorithms.algorithm import Outputs
 from hone.config.algorithm import Output
 from hone.config.run import EvaluationConfig
 from hone.distributed.mesh import Mesh
+from hone.engine.lockstep import LockStepEngine
 from hone.rollout.buffer import Progress
 from hone.rollout.collector import Collector
 from hone.rollout.counts import RolloutCounts
@@ -31,7 +34,7 @@ from hone.types import EngineLostError, Group, Prompt, Row, Sample
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.sync import SyncReport
 
-__all__ = ["Controller", "Rank0Collector", "Rank0Scorer"]
+__all__ = ["Controller", "EngineLead", "Rank0Collector", "Rank0Scorer"]
 
 T = TypeVar("T")
 PlanPasses = Callable[[Sequence[Row]], list[list[int]]]
@@ -49,6 +52,40 @@ class _Message(Enum):
     WAIT = auto()
     PUSH_WEIGHTS = auto()
     RESULT = auto()
+
+
+class Lead(Protocol):
+    """How one process works for others."""
+
+    def broadcast_from_rank0(self, make: Callable[[Progress], T]) -> T:
+        """What `make` returns in the first process, in all. Collective.
+
+        `make` gets a function that it calls between steps of the engines, with how many samples
+        are finished and wanted.
+        """
+        ...
+
+    def trainer_holds(self, version: int) -> None:
+        """The trainer holds `version` from now on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLead:
+    """Runs work in the first rank of an engine, for its ranks."""
+
+    engine: LockStepEngine
+    is_first: bool
+
+    def broadcast_from_rank0(self, make: Callable[[Progress], T]) -> T:
+        """As `Lead.broadcast_from_rank0`."""
+        if not self.is_first:
+            return self.engine.follow()
+        return self.engine.lead(lambda: make(lambda _finished, _wanted: self.engine.keep_waiting()))
+
+    def trainer_holds(self, version: int) -> None:
+        """Nothing follows: the ranks receive weights together with the other trainers."""
+        del version
 
 
 @dataclass(slots=True)
@@ -78,11 +115,7 @@ class Controller:
         return self.weights.push(version)
 
     def broadcast_from_rank0(self, make: Callable[[Progress], T]) -> T:
-        """What `make` returns in the first process, in all. Collective.
-
-        `make` gets a function that it calls between steps of the engines, with how many samples
-        are finished and wanted.
-        """
+        """As `Lead.broadcast_from_rank0`."""
         if self.engines is None:
             return _receive(self.mesh, self.push)
         value = make(self._between_steps)
@@ -119,8 +152,8 @@ def _receive(mesh: Mesh, push: Callable[[int], object] | None = None) -> Any:
 class Rank0Collector:
     """A `Collector` in the first process, its groups in all."""
 
-    def __init__(self, controller: Controller, collector: Collector | None) -> None:
-        self._controller = controller
+    def __init__(self, lead: Lead, collector: Collector | None) -> None:
+        self._lead = lead
         self._collector = collector
         self.counts = RolloutCounts()
 
@@ -136,7 +169,7 @@ class Rank0Collector:
             assert self._collector is not None
             return self._collector.collect(step, both), self._collector.counts
 
-        groups, self.counts = self._controller.broadcast_from_rank0(make)
+        groups, self.counts = self._lead.broadcast_from_rank0(make)
         return groups
 
     def evaluate(
@@ -152,7 +185,7 @@ class Rank0Collector:
             assert self._collector is not None
             return self._collector.evaluate(prompts, cfg, progress=between, should_stop=should_stop)
 
-        return self._controller.broadcast_from_rank0(make)
+        return self._lead.broadcast_from_rank0(make)
 
     def background(self) -> AbstractContextManager[None]:
         """As `Collector.background`."""
@@ -161,14 +194,14 @@ class Rank0Collector:
     @contextmanager
     def pause(self, version: int) -> Generator[None]:
         """As `Collector.pause`, for which the other processes wait. Collective."""
-        self._controller.trainer_holds(version)
+        self._lead.trainer_holds(version)
         with ExitStack() as stack:
 
             def enter(between: Progress) -> None:
                 assert self._collector is not None
                 stack.enter_context(self._collector.pause(version, between))
 
-            self._controller.broadcast_from_rank0(enter)
+            self._lead.broadcast_from_rank0(enter)
             yield
 
     def idle(self) -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
+from hone.loops.engine_ranks import EngineRanks
 from hone.loops.inputs import decoder, prompts_of, share_of_workers, transcripts_of, try_out
 from hone.loops.launch import Launch, load_for_training
 from hone.loops.loop import run_to_end
@@ -70,10 +71,10 @@ class Sampling:
 
     data: PromptData
     scorer: Scorer | None
-    """Of this process; where the first process drives all engines, it alone has one."""
+    """Of this process; None where another one drives the engine."""
     engine: SamplingEngine | None
-    """Likewise."""
-    collector: Collector | Rank0Collector
+    """Of this process, or its rank of one; where the first drives all engines, None in others."""
+    collector: Rank0Collector
     weights: WeightSync | Controller
 
 
@@ -90,7 +91,7 @@ class RLRun(Run[Group]):
     """The last steps in a row without a trained token."""
 
     @property
-    def collector(self) -> Collector | Rank0Collector:
+    def collector(self) -> Rank0Collector:
         return self.sampling.collector
 
     def collect(self, step: int) -> list[Group]:
@@ -238,7 +239,12 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
             require_same_tokens(tokenizer, its, key, other.path)
     data = prompts_of(cfg, tokenizer)
     with ExitStack() as stack:
-        scorer = stack.enter_context(_scoring(cfg, plan, mesh, data=data, tokenizer=tokenizer))
+        ranks = None
+        if not plan.is_apart:
+            size, timeout_s = cfg.engine.tensor_parallel_size, cfg.trainer.parallel.timeout_s
+            ranks = EngineRanks.join(size, mesh, timeout_s=timeout_s)
+        scoring = _scoring(cfg, mesh, ranks, data=data, tokenizer=tokenizer)
+        scorer = stack.enter_context(scoring)
         transcripts = transcripts_of(cfg, data.all_rows()) if scorer is not None else None
         pools = None
         if (plan.is_apart or cfg.cluster.is_used) and mesh.is_first:
@@ -247,13 +253,13 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
         model = load()
         limits = _limits(cfg, plan, model, mesh)
-        sampled = None if plan.is_apart else _sampled_model(cfg, model, mesh, load)
+        sampled = None if ranks is None else _sampled_model(cfg, model, mesh, ranks, load)
         if cfg.model.lora.rank:
             adapt(model, cfg.model.lora, seed=cfg.run.seed)
         algorithm = algorithm_of(cfg)
         models = _models(cfg, plan, start, model=model, algorithm=algorithm, load=load, pools=pools)
         trainer = models.trainer
-        start.watch.follow(models.groups)
+        start.watch.follow(models.groups | (ranks.groups if ranks else frozenset()))
         if start.checkpoint is not None:
             restore(models, start.checkpoint.parts)
         random_state = capture_random_state()
@@ -267,6 +273,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
                 plan,
                 trainer,
                 sampled=sampled,
+                ranks=ranks,
                 tokenizer=tokenizer,
                 data=data,
                 scorer=scorer,
@@ -298,18 +305,20 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
 @contextmanager
 def _scoring(
     cfg: RLConfig,
-    plan: RunPlan,
     mesh: Mesh,
+    ranks: EngineRanks | None,
     *,
     data: PromptData,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Generator[Scorer | None]:
-    """The scorer of this process, its functions tried by the first one; where that drives all
-    engines, it alone has one."""
-    if plan.is_apart and not mesh.is_first:
+    """The scorer of this process, its functions tried by the first one; of processes for which
+    another one drives the engine, None."""
+    if not (mesh.is_first if ranks is None else ranks.is_first):
         yield None
         return
-    rewards = cfg.reward if plan.is_apart else share_of_workers(cfg.reward)
+    rewards = cfg.reward
+    if ranks is not None:
+        rewards = share_of_workers(rewards, processes_per_engine=ranks.tp.size)
     limit = cfg.rollout.max_completion_tokens
     with Scorer(rewards, max_completion_tokens=limit, env=cfg.env) as scorer:
         if mesh.is_first:
@@ -324,15 +333,16 @@ def _sampling(
     trainer: Trainer,
     *,
     sampled: PreTrainedModel | None,
+    ranks: EngineRanks | None,
     tokenizer: PreTrainedTokenizerBase,
     data: PromptData,
     scorer: Scorer | None,
     scores: SampleScorer | None,
     pools: Pools | None,
 ) -> Generator[Sampling]:
-    """Engine, collector and the way of weights: with an engine over `sampled` in each process, or
-    with engines that have weights of their own, which the first process drives. `scores` is
-    `scorer`, with what else scores."""
+    """Engine, collector and the way of weights: with an engine, or a rank of one, over `sampled`
+    in each process, or with engines that have weights of their own, which the first process drives.
+    `scores` is `scorer`, with what else scores."""
     mesh = trainer.mesh
     collector_of = partial(
         Collector,
@@ -345,18 +355,21 @@ def _sampling(
         max_failure_rate=cfg.reward.max_failure_rate,
     )
     if sampled is not None:
-        assert scores is not None
+        assert ranks is not None
         owns_weights = plan.roles["engine"].aliases_weights_of is None
         engine = make_engine(
             cfg,
             sampled,
             tokenizer,
             owns_weights=owns_weights,
+            tensor_parallel=ranks.tp,
             device=mesh.device,
-            name=f"engine {mesh.rank}",
+            name=f"engine {ranks.tp.replica}",
         )
-        collector = collector_of(engine, scores, comm=mesh)
-        yield Sampling(data, scorer, engine, collector, WeightSync(trainer, engine))
+        lead = ranks.lead(engine)
+        own = None if scores is None else collector_of(lead.engine, scores, comm=ranks.comm)
+        weights = WeightSync(trainer, engine)
+        yield Sampling(data, scorer, engine, Rank0Collector(lead, own), weights)
         return
     engines = pools and pools.engines
     weights = BroadcastSync(
@@ -458,14 +471,18 @@ def _critic(cfg: RLConfig, plan: RunPlan, start: Launch, objective: Objective) -
 
 
 def _sampled_model(
-    cfg: RLConfig, model: PreTrainedModel, mesh: Mesh, load: Callable[[], PreTrainedModel]
+    cfg: RLConfig,
+    model: PreTrainedModel,
+    mesh: Mesh,
+    ranks: EngineRanks,
+    load: Callable[[], PreTrainedModel],
 ) -> PreTrainedModel:
     """What an engine beside the trainer samples with: `model` itself where that is whole and
-    becomes the policy as it is."""
+    becomes the policy as it is; this rank's part of several."""
     if cfg.engine.backend == "vllm":
         return blank_model(cfg.model, device="meta")
     if mesh.world.size > 1:  # the first sync fills it, before anything is sampled
-        return blank_model(cfg.model, device=mesh.device)
+        return blank_model(cfg.model, device=mesh.device, tp=ranks.tp)
     return load() if cfg.model.lora.rank else alias_module(model)
 
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from datetime import timedelta
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -52,8 +53,6 @@ MAX_SUM_BYTES = 4 << 20
 whose ranks forward parts of sums and so read less from three ranks on."""
 GATHER_PROGRAMS = 2048
 """Mailboxes of the gather of logits: 64 MiB."""
-
-_T = TypeVar("_T")
 
 
 class TensorParallel:
@@ -89,12 +88,14 @@ class TensorParallel:
             )
 
     @classmethod
-    def from_environment(cls, size: int, device: torch.device) -> Self:
+    def from_environment(
+        cls, size: int, device: torch.device, *, timeout: timedelta | None = None
+    ) -> Self:
         """The group of this process, one of those that torchrun has started, on `device`.
 
         Ranks i * size to (i + 1) * size - 1 are a group; several groups are replicas, which share
-        nothing but `gather_objects`. Joins the default process group (NCCL on CUDA, gloo on a CPU)
-        where that has not been done.
+        nothing. Joins the default process group (NCCL on CUDA, gloo on a CPU) where that has not
+        been done. `timeout` is for collectives; None: torch's own.
         """
         own = processes()
         rank, world_size = own.rank, own.world_size
@@ -105,7 +106,7 @@ class TensorParallel:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         group: Any = None
         if size > 1:
-            group, _ = dist.new_subgroups(size)
+            group, _ = dist.new_subgroups(size, timeout=timeout)
         return cls(
             rank=rank % size,
             size=size,
@@ -115,13 +116,10 @@ class TensorParallel:
             num_replicas=world_size // size,
         )
 
-    def gather_objects(self, value: _T) -> list[_T]:
-        """The value of each replica, in order, on every process; collective over all of them."""
-        if self.num_replicas == 1:
-            return [value]
-        values: list[Any] = [None] * (self.num_replicas * self.size)
-        dist.all_gather_object(values, value)
-        return values[:: self.size]
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Its ranks; None for a group of one."""
+        return self._group
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Add x up over ranks, in place; returns it. The same bits on every rank."""

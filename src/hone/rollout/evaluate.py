@@ -12,7 +12,7 @@ from hone.config.reward import RewardConfig
 from hone.config.run import EvaluationConfig
 from hone.observe.metrics import Last, Mean, Metrics, Sum
 from hone.rewards.score import ENV_NAME
-from hone.rewards.scorer import ScorerStats, check_failure_rate
+from hone.rewards.scorer import check_failure_rate
 from hone.rollout.buffer import SCORE_WAIT_S, SampleScorer
 from hone.rollout.comm import Comm, SingleProcess
 from hone.rollout.episodes import Episodes
@@ -23,7 +23,6 @@ from hone.types import Completion, Prompt, Request, Sample, SamplingEngine, Samp
 __all__ = [
     "PassRule",
     "Playing",
-    "Unscored",
     "evaluate",
     "pass_at_k",
     "pass_rule",
@@ -80,35 +79,6 @@ def evaluate(
         values = share[start : start + cfg.n_samples_per_prompt]
         found += [sample_of_values(one, prompt) for one in values]
     return found
-
-
-class Unscored:
-    """In the place of a scorer in a process whose samples nobody looks at: they have no reward."""
-
-    max_turns = 1
-    takes_whole_groups = False
-
-    def __init__(self) -> None:
-        self._samples: list[Sample] = []
-
-    @property
-    def pending(self) -> int:
-        return len(self._samples)
-
-    def submit(self, *samples: Sample) -> None:
-        self._samples += samples
-
-    def poll(self, timeout_s: float = 0.0) -> list[Sample]:
-        done, self._samples = self._samples, []
-        return done
-
-    def cancel(self) -> None:
-        self._samples.clear()
-
-    def stats(self) -> ScorerStats:
-        return ScorerStats(
-            num_scored=0, num_failed={}, num_pending=self.pending, num_kills=0, p99_s=math.nan
-        )
 
 
 class Playing:

@@ -59,19 +59,19 @@ _ENGINE = (
 )  # fmt: skip
 
 _TENSOR_PARALLEL = (
-    error(f"{_SIZE} > 1", only=("rl",), given=("not @is_apart",),
-          why="an engine beside its trainer samples on that one device",
-          fix="give engines devices of their own: cluster.num_engines, each with as many, and "
-          "cluster.num_trainers | where the model fits one device beside the trainer's share, "
-          f"{_SIZE} 1"),
-    error(f"{_SIZE} > 1", "env.path is set", only=("eval",),
-          why="what an environment answers, and when, is known to the first device alone",
-          fix=f"{_SIZE} = 1"),
+    error(f"{_SIZE} does not divide @num_processes", only=("rl",), given=("not @is_apart",),
+          why="an engine beside trainers samples on the devices of as many of them",
+          fix=f"start a multiple of {{{_SIZE}}} processes (--nproc N) | give engines devices of "
+          "their own: cluster.num_engines"),
+    error(f"{_SIZE} > 1", _VLLM, only=("rl",), given=("not @is_apart",),
+          why="beside trainers vLLM samples on one device each",
+          fix=f"{_BACKEND} = embedded | {_SIZE} = 1 | give engines devices of their own: "
+          "cluster.num_engines"),
     error(f"{_SIZE} > 1", "not @has_fused_layers",
-          given=(f"{_BACKEND} = embedded", "@serves_tensor_parallel"),
+          given=(f"{_BACKEND} = embedded",),
           says=f"{_SIZE} is {{{_SIZE}}}, and {{the_model}} is of the family {{family}}",
           why=f"only {FUSED} are divided among devices", fix=f"{_SIZE} = 1"),
-    error(f"{_SIZE} > 1", "@undivided", given=("@serves_tensor_parallel",),
+    error(f"{_SIZE} > 1", "@undivided",
           says=f"{_SIZE} is {{{_SIZE}}}, which does not divide {{undivided}} of {{the_model}}",
           fix=f"use a smaller power of two for {_SIZE}; further devices run as replicas"),
     error(f"{_SIZE} does not divide @num_processes", only=("eval", "generate"),

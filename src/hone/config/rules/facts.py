@@ -220,12 +220,6 @@ def num_laid_out(view: View) -> Fact:
 
 
 @fact
-def serves_tensor_parallel(view: View) -> bool:
-    """Whether engines of the command can be on several devices."""
-    return view.plan.is_apart or view.command in ("generate", "bench engine")
-
-
-@fact
 def bad_address(view: View) -> bool:
     """Whether `cluster.address` names nothing."""
     address = view["cluster.address"] if view["cluster.is_used"] else None
