@@ -15,9 +15,9 @@ ROWS = [
     # Command, flags, words in the one message that has the first of them, and words that none has.
     (
         "rl",
-        "engine.tensor_parallel_size=4",
-        ["engine.tensor_parallel_size is 4", "cluster.num_engines", "cluster.num_trainers"],
-        ["Set it to 1"],
+        "--nproc=2 engine.tensor_parallel_size=4",
+        ["engine.tensor_parallel_size is 4", "start a multiple of 4 processes (--nproc N)"],
+        [],
     ),
     (
         "rl",

@@ -566,8 +566,8 @@ def test_splits_follow_the_recipe() -> None:
     assert result.plain.mode == "sync separate"
     assert any("1 to 7 trainers: " in note for note in result.notes)
     beside = compare(config(**small(gpus=4), engine={"tensor_parallel_size": 2}))
-    assert {x.split for x in beside.outcomes} == {"4 = 4", "2 + 1 x 2"}
-    assert any("colocated engines have one GPU each" in note for note in beside.notes)
+    assert {x.split for x in beside.outcomes} == {"4 = 4", "4 = 2 x 2", "2 + 1 x 2"}
+    assert any(x.name.endswith("colocated, 4 GPUs, engines of 2") for x in beside.outcomes)
     wide = small(gpus=40, steps=4) | {"cluster": {"devices_per_node": 39}}
     told = "16 of 39 splits with engines of 1 were tried"
     assert any(told in note for note in compare(config(**wide)).notes)

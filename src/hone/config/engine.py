@@ -42,8 +42,8 @@ class EngineConfig(Section):
     on."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that hold the model's weights together, each a part, one process each as torchrun
-    starts them; in `hone eval` and `generate` a multiple of so many gives replicas. The embedded
+    """Devices that hold the model's weights together, each a part, one process each. Of a multiple
+    of so many processes, in `hone rl` trainers, each set of neighbours has an engine. The embedded
     engine divides families with fused layers only."""
 
     max_num_seqs: int = Field(default=256, ge=1)

@@ -215,8 +215,9 @@ def faster_generation(plan: RunPlan, cfg: RLConfig) -> Iterator[Change]:
     num_engines, size = cfg.cluster.num_engines, cfg.engine.tensor_parallel_size
     if not cfg.engine.enable_prefix_caching:
         yield {"engine.enable_prefix_caching": True}
-    if num_engines and size > 1:
-        yield {"engine.tensor_parallel_size": size // 2, "cluster.num_engines": 2 * num_engines}
+    if size > 1:
+        apart = {"cluster.num_engines": 2 * num_engines} if num_engines else {}
+        yield {"engine.tensor_parallel_size": size // 2, **apart}
     if cfg.engine.enforce_eager:
         yield {"engine.enforce_eager": False}
 

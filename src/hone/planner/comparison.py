@@ -89,13 +89,14 @@ class Outcome:
     @property
     def name(self) -> str:
         """Mode and devices in words."""
-        placement = self.run.placement
+        placement, size = self.run.placement, self.run.placement.tensor_parallel_size
         if placement.colocated:
-            return f"{self.mode}, {placement.num_gpus} GPU{'s' * (placement.num_gpus > 1)}"
+            told = f"{placement.num_gpus} GPU{'s' * (placement.num_gpus > 1)}"
+            return f"{self.mode}, {told}" + (f", engines of {size}" if size > 1 else "")
         trainers, engines = placement.num_trainers, placement.num_engines
         told = f"{trainers} trainer{'s' * (trainers > 1)} + {engines} engine{'s' * (engines > 1)}"
-        if placement.tensor_parallel_size > 1:
-            told += f" of {placement.tensor_parallel_size} GPUs"
+        if size > 1:
+            told += f" of {size} GPUs"
         return f"{self.mode}, {told}"
 
 

@@ -176,6 +176,10 @@ def memory_changes(plan: RunPlan, *, moves: bool = False) -> Iterator[Change]:
         return
     if plan.engine is not None:
         yield {"engine.enable_sleep": True}
+    if isinstance(cfg, RLConfig) and not plan.is_apart:
+        for size in (2, 4, 8):
+            if size > cfg.engine.tensor_parallel_size:
+                yield {"engine.tensor_parallel_size": size}
     yield {"trainer.optimizer.state_dtype": "bfloat16"}
     yield {"trainer.parallel.zero_stage": 3}
     yield from _smaller_budgets(plan)

@@ -58,8 +58,8 @@ def search(
     cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int, notes: list[str]
 ) -> dict[Placement, RunPlan]:
     """A plan for each placement that can be laid out and fits: colocated, then the recipe's split,
-    or at most `_MAX_SPLITS` of all there are. An engine on a trainer's device has that one alone.
-    `notes` receive what was left out."""
+    or at most `_MAX_SPLITS` of all there are. Engines on trainers' devices have one each, and as
+    many as the recipe says. `notes` receive what was left out."""
     refused: dict[str, tuple[str, list[int]]] = {}
     laid_out: dict[Placement, RunPlan] = {}
     for placement in _placements(cfg, shape, num_gpus):
@@ -71,10 +71,6 @@ def search(
             kind, reason = refusal
             refused.setdefault(kind, (reason, []))[1].append(placement.num_trainers)
     size = cfg.engine.tensor_parallel_size
-    if size > 1 and any(placement.colocated for placement in laid_out):
-        notes.append(
-            "colocated engines have one GPU each: engine.tensor_parallel_size is for those apart"
-        )
     if num_gpus <= size:
         notes.append(f"an engine takes {size} GPUs, which leaves none of {num_gpus} to trainers")
     kept = _evenly_spread(laid_out, notes)
@@ -96,10 +92,15 @@ def search(
 
 
 def _placements(cfg: PlanConfig, shape: ModelShape, num_gpus: int) -> Iterator[Placement]:
-    yield Placement(
-        num_trainers=num_gpus, num_engines=num_gpus, tensor_parallel_size=1, colocated=True
-    )
     asked, given = cfg.cluster.num_engines, cfg.engine.tensor_parallel_size
+    for size in dict.fromkeys((1, given)):
+        if num_gpus % size == 0:
+            yield Placement(
+                num_trainers=num_gpus,
+                num_engines=num_gpus // size,
+                tensor_parallel_size=size,
+                colocated=True,
+            )
     sizes = [given] if given > 1 or asked else _ENGINE_SIZES
     for size in sizes:
         facts = ModelFacts.of_shape(shape)
@@ -115,7 +116,7 @@ def _placements(cfg: PlanConfig, shape: ModelShape, num_gpus: int) -> Iterator[P
 
 
 def _evenly_spread(laid_out: Mapping[Placement, RunPlan], notes: list[str]) -> Iterator[Placement]:
-    """Of each size of engines as many as share `_MAX_SPLITS`, and the colocated one."""
+    """Of each size of engines as many as share `_MAX_SPLITS`, and the colocated ones."""
     apart = [placement for placement in laid_out if not placement.colocated]
     yield from (placement for placement in laid_out if placement.colocated)
     sizes = dict.fromkeys(placement.tensor_parallel_size for placement in apart)

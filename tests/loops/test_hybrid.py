@@ -1,0 +1,81 @@
+"""Engines over the trainers' own processes: runs whose numbers are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.loops.conftest import MakeConfig
+from tests.loops.test_processes import assert_metrics_of_samples, assert_same_run, run_hone
+from tests.tiny_runs import lines, tiny_config, write_inputs
+
+from hone.loops import reinforce
+
+FOUR = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+"""More than `--nproc` grants two cores."""
+
+
+@pytest.fixture
+def make_config(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> MakeConfig:
+    """Runs of a model whose key heads two ranks can share."""
+    inputs = tmp_path_factory.mktemp("inputs")
+    write_inputs(inputs, num_kv_heads=2)
+
+    def make(**sections: Any) -> Any:
+        return tiny_config(inputs, tmp_path / "one", log={"samples_per_step": 99}, **sections)
+
+    return make
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_R2_R3_R24_an_engine_over_two_trainers_samples_what_one_process_does(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Asleep while trainers work; with evaluation, carried and dropped groups, the KL term, and a
+    checkpoint in every step, from which one process goes on."""
+    sections: dict[str, Any] = {
+        "rollout": {"dynamic_sampling": True, "oversample_prompts": 2},
+        "algorithm": {"kl": {"coef": 0.01}},
+        "eval": {"every_n_steps": 2, "n_samples_per_prompt": 2},
+        "checkpoint": {"every_n_steps": 1},
+    }
+    engine = {"max_num_seqs": 32, "enable_sleep": True}
+    one = make_config(engine=engine, **sections)
+    reinforce.run(one)
+    split = engine | {"tensor_parallel_size": 2}
+    two = {"dir": tmp_path / "two", "steps": 2}
+    output = run_hone("rl", make_config(engine=split, run=two, **sections), tmp_path, "--nproc=2")
+    assert output.count("done after step 2") == 1
+    assert_metrics_of_samples(tmp_path / "two")
+    for row in lines(tmp_path / "two" / "metrics.jsonl"):
+        if "perf/sync_bytes" in row:
+            assert row["perf/sync_bytes"] > 0
+    reinforce.run(make_config(engine=engine, run={"dir": tmp_path / "two"}, **sections))
+    assert_same_run(one.run.dir, tmp_path / "two")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"zero_stage": 3},
+        {"zero_stage": 2, "tensor_parallel_size": 2},
+        {"zero_stage": 1, "ring_size": 2},
+    ],
+    ids=["zero 3", "tensor", "ring"],
+)
+def test_R2_R3_R24_two_engines_of_two_trainers_each(
+    make_config: MakeConfig, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    engine = {"max_num_seqs": 32, "enable_sleep": True}  # all samples at once
+    # Adam turns the last bits of a gradient near zero into a part of the learning rate.
+    trainer = {"optimizer": {"lr": 1e-3}, "logits_chunk_tokens": 64}
+    one = make_config(engine=engine, trainer=trainer)
+    reinforce.run(one)
+    split, trainer = engine | {"tensor_parallel_size": 2}, trainer | {"parallel": parallel}
+    four = make_config(engine=split, trainer=trainer, run={"dir": tmp_path / "four"})
+    run_hone("rl", four, tmp_path, launcher=FOUR)
+    assert_same_run(one.run.dir, four.run.dir)
