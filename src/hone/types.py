@@ -473,12 +473,18 @@ class SamplingEngine(Protocol):
 class Engine(SamplingEngine, Protocol):
     """An engine in this process. `step` is driven by the caller; nothing runs behind its back."""
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it can sample only once a sync has delivered weights: it has slept without."""
+        ...
+
     def sleep(self) -> None:
-        """Free the KV cache. Legal only while nothing is running."""
+        """Free the KV cache, and weights that the engine may forget. Legal only while nothing is
+        running."""
         ...
 
     def wake(self) -> None:
-        """Allocate the KV cache again. Legal only while asleep."""
+        """Allocate again what was freed. Legal only while asleep."""
         ...
 
     def begin_sync(self) -> None:

@@ -15,8 +15,8 @@ ROWS = [
     # Command, flags, words in the one message that has the first of them, and words that none has.
     (
         "rl",
-        "--nproc=2 engine.tensor_parallel_size=4",
-        ["engine.tensor_parallel_size is 4", "start a multiple of 4 processes (--nproc N)"],
+        "--nproc=3 engine.tensor_parallel_size=2",
+        ["engine.tensor_parallel_size is 2", "Start a multiple of 2 processes (--nproc N)"],
         [],
     ),
     (

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.envs.test_episodes import ENVS
 from tests.loops.conftest import MakeConfig
 from tests.loops.test_processes import assert_metrics_of_samples, assert_same_run, run_hone
 from tests.tiny_runs import lines, tiny_config, write_inputs
 
+from hone.config.tree import EvaluateConfig
 from hone.loops import reinforce
 
 FOUR = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -79,3 +81,43 @@ def test_R2_R3_R24_two_engines_of_two_trainers_each(
     four = make_config(engine=split, trainer=trainer, run={"dir": tmp_path / "four"})
     run_hone("rl", four, tmp_path, launcher=FOUR)
     assert_same_run(one.run.dir, four.run.dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_environment_that_the_first_rank_alone_asks(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Its answers come when they come: the other rank steps with the first. In `hone eval` too."""
+    (tmp_path / "envs.py").write_text(ENVS)
+    sections: dict[str, Any] = {
+        "env": {"path": f"{tmp_path / 'envs.py'}:Echo"},
+        "reward": {"functions": [], "num_workers": 2},
+        "rollout": {"prompts_per_step": 2, "n_samples_per_prompt": 4, "max_completion_tokens": 24},
+        "run": {"dir": tmp_path / "one", "steps": 1, "device": "cpu"},
+        "eval": {"at_start": True, "max_completion_tokens": 24},
+    }
+    one = make_config(**sections)
+    reinforce.run(one)
+    split = {"engine": {"max_num_seqs": 16, "tensor_parallel_size": 2}}
+    run = {"dir": tmp_path / "two", "steps": 1, "device": "cpu"}
+    run_hone("rl", make_config(**(sections | split | {"run": run})), tmp_path, "--nproc=2")
+    assert any(len(s["turns"]) > 1 for s in lines(tmp_path / "two" / "samples.jsonl"))
+    assert_same_run(one.run.dir, tmp_path / "two")
+    tree = {
+        "model": {"path": one.model.path},
+        "data": one.data.model_dump() | {"train": []},
+        "env": sections["env"],
+        "reward": sections["reward"],
+        "eval": {"max_completion_tokens": 24, "n_samples_per_prompt": 2},
+    }
+    found: list[list[dict[str, Any]]] = []
+    for name, engine in (("alone", {}), ("shared", split["engine"])):
+        own = {"run": {"dir": tmp_path / name, "device": "cpu"}, "engine": engine}
+        flags = ("--nproc=2",) if engine else ()
+        run_hone("eval", EvaluateConfig.model_validate(tree | own), tmp_path, *flags)
+        found.append(lines(tmp_path / name / "eval_samples.jsonl"))
+    assert len(found[0]) == 40
+    for a, b in zip(*found, strict=True):
+        assert b.pop("logprobs", []) == pytest.approx(a.pop("logprobs", []), abs=1e-5)
+        assert a == b

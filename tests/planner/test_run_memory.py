@@ -228,6 +228,19 @@ def test_engines_apart_have_devices_of_their_own() -> None:
     assert adapted.parts["weights on their way"] == buffers
 
 
+def test_an_engine_over_two_trainers_has_half_on_each_and_none_while_they_work() -> None:
+    pairs = phases("--engine.tensor_parallel_size=2", "--engine.enable_sleep=true", world_size=4)
+    assert [*pairs] == ["generate", "train", "sync"]
+    whole = phases("--engine.enable_sleep=true", world_size=4)
+    half = shape_of("qwen3-0.6b").num_params
+    weights = [phase.parts["engine's weights"] for phase in pairs.values()]
+    assert weights == [half, 0, half]
+    assert whole["generate"].parts["engine's weights"] == 2 * half
+    assert phases(world_size=4)["train"].parts["engine's weights"] == 2 * half, "it does not sleep"
+    beside = phases("--engine.tensor_parallel_size=2", world_size=4)
+    assert beside["train"].parts["engine's weights"] == half
+
+
 def test_a_reference_apart_has_a_device_of_its_own() -> None:
     kl, scores = "--algorithm.kl.coef=0.1", "--cluster.num_references=1"
     found = phases(kl, scores)
@@ -391,7 +404,7 @@ LONG = (
 @pytest.mark.parametrize(
     ("shape", "gpu", "flags", "world_size", "said"),
     [
-        (shape_of("qwen3-8b"), "a100-80g", LONG, 8, "trainer.parallel.ulysses_size to "),
+        (shape_of("qwen3-8b"), "l40s", LONG, 8, "trainer.parallel.ulysses_size to "),
         (
             shape_of("qwen3-8b"),
             "a10",
@@ -399,12 +412,19 @@ LONG = (
             4,
             "trainer.offload to parameters",
         ),
-        (shape_of("qwen3-8b"), "a10", (), 8, "cluster.num_engines to 4"),
-        (LLAMA_70B, "a100-80g", (), 16, "engine.tensor_parallel_size to 4"),
+        (shape_of("qwen3-8b"), "a10", (), 8, "engine.tensor_parallel_size to "),
+        (
+            replace(shape_of("qwen3-8b"), num_kv_heads=1, num_layers=38),
+            "a10",
+            (),
+            8,
+            "cluster.num_engines to 4",
+        ),
+        (LLAMA_70B, "a100-80g", (), 16, "engine.tensor_parallel_size to "),
     ],
-    ids=["128k tokens", "8B apart", "8B", "70B"],
+    ids=["128k tokens", "8B apart", "8B", "8B, one key head", "70B"],
 )
-def test_remedies_share_tokens_offload_and_set_engines_apart(
+def test_remedies_share_tokens_offload_divide_engines_and_set_them_apart(
     shape: ModelShape, gpu: str, flags: tuple[str, ...], world_size: int, said: str
 ) -> None:
     """The advice is followed, and then it fits, and no check of the settings is against it."""

@@ -53,8 +53,9 @@ class EngineConfig(Section):
     """Tokens of one engine step; longer prompts are prefilled in chunks of this size."""
 
     enable_sleep: bool = False
-    """Free the KV cache while the trainer works and allocate it again afterwards; vLLM's weights
-    wait on the host meanwhile."""
+    """Free the KV cache while the trainer works and allocate it again afterwards; and weights that
+    the engine does not share with the trainer, which the next sync delivers again. vLLM's wait on
+    the host meanwhile."""
 
     enable_prefix_caching: bool = True
     """Share the KV blocks of equal prompt beginnings, within a group above all."""

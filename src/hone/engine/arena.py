@@ -9,6 +9,7 @@ were recorded with them stay valid.
 from __future__ import annotations
 
 import math
+import mmap
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hone.config.extras import import_extra
 
-__all__ = ["Arena", "CudaDriver"]
+__all__ = ["Arena", "CudaDriver", "HostArena"]
 
 _GIB = 2**30
 _CHUNK_BYTES = _GIB
@@ -111,6 +112,29 @@ class Arena:
         if self._mapping is not None:
             self._mapping()
         self._reservation()
+
+
+class HostArena:
+    """The same in host memory: pages that are given back, behind an address that stays.
+
+    While it is unmapped, its tensors may be read, and what is there is undefined.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Tensor:
+        """As `Arena.tensor`."""
+        count = math.prod(shape)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def map(self) -> None:
+        """Nothing to do: the system gives pages where they are touched."""
+
+    def unmap(self) -> None:
+        """Give all pages back."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 class CudaDriver:

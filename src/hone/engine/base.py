@@ -27,9 +27,10 @@ class EngineState(StrEnum):
 
     AWAKE = "awake"
     SYNCING = "syncing"
-    """Between `begin_sync` and `finish_sync`: the weights may be half old, half new."""
+    """Between `begin_sync` and `finish_sync`, where the weights may be half old, half new; and
+    after a sleep in which they were given up."""
     ASLEEP = "asleep"
-    """The KV cache is freed."""
+    """The KV cache is freed, and weights that are the engine's own."""
 
 
 class EngineBase:
@@ -67,6 +68,11 @@ class EngineBase:
         self._sequences: dict[str, Sequence] = {}
         self._num_generated_tokens = self._num_first_tokens = self._num_steps = 0
         self._busy_s = 0.0
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it can sample only once a sync has delivered weights."""
+        return self.state is EngineState.SYNCING
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that this rank samples with, tied ones under each of their names."""

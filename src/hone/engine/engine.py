@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 
 import torch
@@ -33,6 +33,7 @@ from hone.engine.kv_cache import (
 from hone.engine.model_runner import LaunchedStep, ModelRunner, Sampled
 from hone.engine.scheduler import Scheduler
 from hone.engine.sequence import Sequence
+from hone.engine.sleeping_weights import SleepingWeights
 from hone.models.failed_pass import free_failed_pass
 from hone.models.generation import generation_model
 from hone.models.manifest import export_weights
@@ -49,7 +50,8 @@ class EmbeddedEngine(EngineBase):
 
     The model's parameters may be aliases of a trainer's, who then owns them:
     `EngineConfig.gpu_memory_utilization` is a share of the *total* device memory that holds the KV
-    cache and the activations of one step, and the weights only with `owns_weights`.
+    cache and the activations of one step, and the weights only with `owns_weights`. Then `sleep`
+    gives them up too, where `EngineConfig.enable_sleep` is set.
 
     `eos_token_ids` end every request that does not ignore them. `tokenizer` serves stop strings
     alone. `max_model_len`, in tokens, is the model's context length where it is not given. Raises
@@ -94,6 +96,7 @@ class EmbeddedEngine(EngineBase):
         self.model = model
         self.state = EngineState.AWAKE
         resident = sum(tensor.nbytes for tensor in model.parameters()) if owns_weights else 0
+        self._weights = SleepingWeights(model) if owns_weights and cfg.enable_sleep else None
         self._cache = make_cache(
             model.config,
             cfg,
@@ -191,11 +194,13 @@ class EmbeddedEngine(EngineBase):
         return completions
 
     def sleep(self) -> None:
-        """Give the KV cache back; what it held is lost.
+        """Give the KV cache back, and the weights where the engine owns them; what they held is
+        lost.
 
         Raises RuntimeError while sequences run or the engine is not awake.
         """
-        self._require(EngineState.AWAKE, call="sleep")
+        lacks_weights = [EngineState.SYNCING] if self._weights is not None else []
+        self._require(EngineState.AWAKE, *lacks_weights, call="sleep")
         self._drain()
         if self._scheduler.running:
             raise RuntimeError(
@@ -203,24 +208,33 @@ class EmbeddedEngine(EngineBase):
                 "finish or abort them first"
             )
         self._cache.sleep()
+        if self._weights is not None:
+            self._weights.sleep()
         self._blocks.invalidate_prefixes()
         self.state = EngineState.ASLEEP
 
     def wake(self) -> None:
-        """Take the KV cache again, at its old addresses.
+        """Take the memory again, at its old addresses. Weights that were given up must be delivered
+        before anything is sampled.
 
         Raises UserError with both sizes, and stays asleep, where the memory is not there.
         """
         self._require(EngineState.ASLEEP, call="wake")
-        try:
-            self._cache.wake()
-        except UserError:
-            self._tensor_parallel.smallest(0)
-            raise
-        if not self._tensor_parallel.smallest(1):
-            self._cache.sleep()
-            raise UserError("another rank lacks the memory to wake its KV cache and says how much")
-        self.state = EngineState.AWAKE
+        with ExitStack() as taken:
+            is_there = False
+            try:
+                if self._weights is not None:
+                    self._weights.wake()
+                    taken.callback(self._weights.sleep)
+                self._cache.wake()
+                taken.callback(self._cache.sleep)
+                is_there = True
+            finally:
+                is_everywhere = self._tensor_parallel.smallest(is_there)
+            if not is_everywhere:
+                raise UserError("another rank lacks the memory to wake and says how much")
+            taken.pop_all()
+        self.state = EngineState.AWAKE if self._weights is None else EngineState.SYNCING
 
     def begin_sync(self) -> None:
         """Refuse to sample until `finish_sync` has confirmed a manifest.

@@ -94,7 +94,17 @@ class RLRun(Run[Group]):
     def collector(self) -> Rank0Collector:
         return self.sampling.collector
 
+    @property
+    def _sleeping_engine(self) -> Engine | None:
+        """The engine of this process where it leaves the device to the trainer."""
+        if not self.cfg.engine.enable_sleep:  # a rule keeps it from engines with their own devices
+            return None
+        return cast("Engine", self.sampling.engine)
+
     def collect(self, step: int) -> list[Group]:
+        engine = self._sleeping_engine
+        if engine is not None and engine.needs_weights:  # since a checkpoint was written
+            self.push(step - 1)
         with self.span("generate"), self._reserve_cpu_core():
             groups = self.collector.collect(step, self.recorder.progress)
             self.recorder.sampled(step, groups)
@@ -136,8 +146,8 @@ class RLRun(Run[Group]):
     @contextmanager
     def _trainer_on_device(self) -> Generator[None]:
         """With `enable_sleep`, who takes the device finds the memory of who leaves it free."""
-        engine = cast("Engine", self.sampling.engine) if self.cfg.engine.enable_sleep else None
-        if engine is not None:  # a rule keeps it from engines with devices of their own
+        engine = self._sleeping_engine
+        if engine is not None:
             engine.sleep()
         if self.cfg.trainer.enable_sleep:
             self.models.wake()

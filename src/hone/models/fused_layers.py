@@ -34,6 +34,7 @@ __all__ = [
     "RotaryTable",
     "addresses_of",
     "is_fusible",
+    "merge_projections",
     "require_addresses",
 ]
 
@@ -81,6 +82,15 @@ def require_addresses(addresses: Iterable[tuple[Tensor, int]]) -> None:
             "would go on with their old values: write into parameters in place (copy_), or "
             "call generation_model again"
         )
+
+
+def merge_projections(model: PreTrainedModel) -> None:
+    """Merge the parameters of a model that `is_fusible` in place, as its `FusedDecoder` does."""
+    base: Any = model.base_model
+    for layer in base.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
+        Projection.of(mlp.gate_proj, mlp.up_proj)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,10 @@
     phases[1].name, phases[1].num_bytes, phases[1].parts
 
 A step generates, trains and syncs. Where trainer and engine share a device, what one holds while
-the other works decides whether the run fits: the KV cache stays unless `engine.enable_sleep`,
-masters, moments and all of a critic stay unless `trainer.enable_sleep`. Where they are apart, each
-has a device of its own, as has a reference with `cluster.num_references`. Commands that only train
-or only sample have one phase.
+the other works decides whether the run fits: the KV cache, and weights that the engine has for
+itself, stay unless `engine.enable_sleep`, masters, moments and all of a critic unless
+`trainer.enable_sleep`. Where they are apart, each has a device of its own, as has a reference with
+`cluster.num_references`. Commands that only train or only sample have one phase.
 
 Of the trainer all is `training_memory`. The cache is sized as the engine does it when it starts,
 before the trainer has moments, which is why a cache that was granted may be missing later. On an
@@ -327,9 +327,8 @@ class RunMemory:
         return known and (self.cache or 0) < (self.sequence_bytes or 0)
 
     def engine(self, *, awake: bool) -> dict[str, int]:
-        weights_stay = awake or not self.is_vllm
         return {
-            "engine's weights": self.engine_weights if weights_stay else 0,
+            "engine's weights": self.engine_weights if awake else 0,
             "KV cache": (self.cache or 0) if awake else 0,
         }
 
