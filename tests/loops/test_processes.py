@@ -26,7 +26,8 @@ from hone.config.load import dump_config
 from hone.config.tree import EvaluateConfig, SFTConfig
 from hone.loops import inference, reinforce, supervised
 
-OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s", "engine/steps", "engine/kv_cache_usage")
+ENGINES = ("engine/steps", "engine/waiting", "engine/kv_cache_usage")
+OF_THE_MACHINE = ("time/", "perf/", "mem/", "timestamp_s", *ENGINES)
 OF_THE_LAUNCH = ("off_policy/parity/",)
 NOISE = ("off_policy/kl", "off_policy/mismatch_kl", "off_policy/ratio/", "train/num_micro_batches")
 """Differences of the last bits between engine and trainer; and of how rows are packed."""
