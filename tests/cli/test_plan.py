@@ -232,7 +232,7 @@ def test_the_flags_of_an_outcome_run_what_was_simulated(
         assert not found, (outcome.name, found)
         assert placement == Placement(
             num_trainers=trainers,
-            num_engines=cluster.num_engines or trainers,
+            num_engines=cluster.num_engines or trainers // run.engine.tensor_parallel_size,
             tensor_parallel_size=run.engine.tensor_parallel_size,
             colocated=not cluster.num_engines,
         )
@@ -256,8 +256,9 @@ LLAMA_70B = {
 }
 
 
-def test_a_colocated_engine_that_does_not_fit_is_no_outcome(tmp_path: Path) -> None:
-    """70B: 131 GiB of weights, of which an engine on a trainer's device has a copy."""
+def test_colocated_engines_are_over_as_many_devices_as_they_need(tmp_path: Path) -> None:
+    """70B: 131 GiB of weights, of which an engine on a trainer's device has a copy: an eighth of it
+    fits."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     given = (
         f"--model.path={tmp_path}",
@@ -267,10 +268,13 @@ def test_a_colocated_engine_that_does_not_fit_is_no_outcome(tmp_path: Path) -> N
         "--engine.tensor_parallel_size=8",
     )
     result = compare(load_config(PlanConfig, None, given))
-    assert not any(x.run.placement.colocated for x in result.outcomes)
+    assert {x.split for x in result.outcomes if x.run.placement.colocated} == {"64 = 8 x 8"}
     assert any("64 trainers: a step needs more than the 80 GiB" in x for x in result.notes)
     for outcome in result.outcomes:
         assert does_fit(outcome.plan)
+        if outcome.run.placement.colocated:
+            assert outcome.plan.roles["engine"].num_workers == 8
+            continue
         _, flags = take_nproc(run_flags(result.cfg, outcome))
         words = dict(zip(flags[::2], flags[1::2], strict=True))
         assert int(words["--cluster.num_trainers"]) <= 8, "trainers beside engines share a node"

@@ -176,7 +176,8 @@ def memory_changes(plan: RunPlan, *, moves: bool = False) -> Iterator[Change]:
         return
     if plan.engine is not None:
         yield {"engine.enable_sleep": True}
-    if isinstance(cfg, RLConfig) and not plan.is_apart:
+    # A placement of `hone plan` has engines of its size.
+    if isinstance(cfg, RLConfig) and not (plan.is_apart or isinstance(cfg, PlanConfig)):
         for size in (2, 4, 8):
             if size > cfg.engine.tensor_parallel_size:
                 yield {"engine.tensor_parallel_size": size}
