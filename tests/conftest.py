@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.warm_fork_servers import Starter
 
 MINIMUM_COLLECTED = {"": 5000, "not slow": 4740, "slow": 260}
 """Fewest tests that a run of everything may collect, by its `-m`; raise it as the suite grows."""
@@ -47,6 +50,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @cache
 def _shares_fixtures(file: Path) -> bool:
     return 'fixture(scope="module"' in file.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_fork_servers() -> Iterator[None]:
+    """Pools of reward workers start at once, not after half a second of imports."""
+    from hone.rewards import pool
+
+    with pytest.MonkeyPatch.context() as patch:
+        starter = Starter(pool)
+        patch.setattr(pool, "_start_fork_server", starter)
+        yield
+        starter.close()
 
 
 def _minimum(session: pytest.Session) -> int:

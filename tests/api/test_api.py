@@ -95,7 +95,9 @@ def test_a_run_with_functions_of_this_process_and_rows_in_memory() -> None:
 
 
 @pytest.mark.slow
-def test_no_worker_is_left_and_one_that_hangs_is_killed() -> None:
+def test_no_worker_is_left_and_one_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HONE_TEST_MARK", "a fork server of its own")
+
     def hang(completion: str) -> float:
         print("a page of text " * 10_000)  # noqa: T201
         if len(completion) % 2:

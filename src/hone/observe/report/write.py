@@ -15,9 +15,10 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from hone.config.errors import UserError
@@ -70,6 +71,11 @@ def _default_output(paths: Sequence[Path]) -> Path:
 
 def render(page: Page) -> str:
     """The page as HTML."""
+    return _template().render(page=page)
+
+
+@cache
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("hone.observe.report", "."),
         autoescape=True,
@@ -78,7 +84,7 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
     )
     environment.filters["script_json"] = _script_json
-    return environment.get_template("page.html.jinja").render(page=page)
+    return environment.get_template("page.html.jinja")
 
 
 def _script_json(data: object) -> Markup:
