@@ -32,7 +32,7 @@ from hone.distributed.processes import HONE_LAUNCHER
 from hone.observe.console import Console
 from hone.observe.resumed_run import save_config
 from tests.config import workspace as files
-from tests.config.test_rules import ROWS
+from tests.config.rule_rows import ROWS
 from tests.config.workspace import BASE
 
 

@@ -1,6 +1,6 @@
 """No key is parsed and ignored: each of them, in each tree, changes something that is shown here.
 
-A row of the table (`walk_rows.py`) names a value for the key, what else it needs, and what differs
+A row of the table (`walk_rows`) names a value for the key, what else it needs, and what differs
 between a run with it and a run without: what the run leaves (metrics, samples, files, weights),
 what it builds or hands to others where the effect needs a GPU or Ray, a plan of `hone check`, or
 what a check says of it.

@@ -1,0 +1,144 @@
+"""Rows of `hone eval` and `hone generate`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.config.walk import Row
+from tests.config.walk_rows.rl import RL
+from tests.config.walk_rows.shared import (
+    CHAT,
+    WHOLE_GROUPS,
+    engine_rows,
+    eval_rows,
+    model_rows,
+    not_used,
+    run_rows,
+    sampling_rows,
+)
+
+
+def inference_sources(section: str, key: str, shown: str, told: tuple[str, ...]) -> dict[str, Row]:
+    columns = (f"--data.{section}=[{{path: columns.jsonl, max_rows: 4}}]",)
+    return {
+        f"{key}.columns.prompt": Row("q", shown, columns),
+        f"{key}.columns.answer": Row("a", shown, columns),
+        f"{key}.columns.task": Row("kind", shown, columns),
+        f"{key}.answer_pattern": Row("^.", shown, told),
+        f"{key}.task": Row("sums", shown),
+        f"{key}.path": Row("split/train.jsonl", shown, told),
+        f"{key}.split": Row("test", shown, (f"--data.{section}=[{{path: split}}]",)),
+        f"{key}.subset": Row(
+            "main", "datasets.load_dataset", (f"--data.{section}=[{{path: owner/name}}]",)
+        ),
+        f"{key}.max_rows": Row("3", shown, told),
+        f"data.{section}": Row("[{path: columns.jsonl, max_rows: 3}]", shown),
+    }
+
+
+def rendering_rows(shown: str) -> dict[str, Row]:
+    return {
+        "data.chat": Row("always", shown, ("--data.max_prompt_tokens=24",)),
+        "data.system_prompt": Row("1", shown, CHAT),
+        "data.prompt_template": Row("1{prompt}", shown),
+        "data.max_prompt_tokens": Row("3", "log:too long"),
+        "data.overlong_prompts": Row(
+            "error", "log:raise the limit", ("--data.max_prompt_tokens=3",)
+        ),
+        "data.shuffle": not_used("data.shuffle", "false"),
+    }
+
+
+RUNS = ("--run.", "--rollout.", "--eval.every_n_steps")
+REWARDS = {key: row for key, row in RL.items() if key.startswith(("env.", "reward."))}
+EVALUATE: dict[str, Row] = {
+    **run_rows(trains=False),
+    **model_rows("samples", lora=False),
+    **inference_sources("eval", "data.eval.0", "samples", ()),
+    **rendering_rows("samples"),
+    **engine_rows("samples", generates=False),
+    **{
+        key: replace(
+            row,
+            shows="samples" if row.shows == "metrics" else row.shows,
+            given=tuple(x for x in row.given if not x.startswith(RUNS)),
+        )
+        for key, row in REWARDS.items()
+    },
+    **eval_rows("scores"),
+    "eval.stop": Row("['1', 5, 6]", "scores"),
+}
+SCORED = ("--reward.functions=[{fn: 'rewards.py:even'}]", "--reward.num_workers=1")
+HELD_OUT = ("--data.eval=[]", "--data.train=[{path: eval.jsonl}]", "--data.eval_fraction=0.5")
+EVALUATE |= {
+    key.replace("data.eval", "data.train"): Row(
+        row.value.replace("max_rows: 3", "max_rows: 9"),
+        row.shows.replace("data.eval", "data.train"),
+        tuple(
+            flag.replace("data.eval", "data.train").replace("max_rows: 4", "max_rows: 9")
+            for flag in row.given
+        ),
+    )
+    for key, row in inference_sources("eval", "data.eval.0", "samples", ()).items()
+}
+EVALUATE["data.train.0.weight"] = not_used("data.train.0.weight", "5")
+EVALUATE = {
+    key: Row(row.value, row.shows, (*HELD_OUT, *row.given)) if key.startswith("data.train") else row
+    for key, row in EVALUATE.items()
+}
+EVALUATE["reward.functions.0.whole_groups"] = replace(
+    WHOLE_GROUPS, shows="samples", given=(*WHOLE_GROUPS.given, "--eval.n_samples_per_prompt=2")
+)
+EVALUATE["data.eval_fraction"] = Row("0.8", "samples", HELD_OUT)
+UNUSED_EVAL = "log:data.eval is .*and has no effect"
+GENERATE: dict[str, Row] = {
+    **run_rows(trains=False, has_dir=False),
+    **model_rows("samples", lora=False),
+    **inference_sources("train", "data.train.0", "samples", ()),
+    "data.train.0.weight": not_used("data.train.0.weight", "5"),
+    **rendering_rows("samples"),
+    **engine_rows("samples", generates=True),
+    **sampling_rows("generation", "samples"),
+    "generation.stop": Row("['1', 5, 6]", "samples"),
+    "data.eval": Row("[{path: eval.jsonl}]", UNUSED_EVAL),
+    **{
+        f"data.eval.0.{name}": Row(
+            value,
+            UNUSED_EVAL,
+            flag="--data.eval=[{path: eval.jsonl, split: test, subset: main, "
+            "max_rows: 2, columns: {prompt: q, answer: a, task: kind}, "
+            "answer_pattern: x, task: x}]",
+        )
+        for name, value in (
+            ("path", "eval.jsonl"),
+            ("split", "test"),
+            ("subset", "main"),
+            ("max_rows", "2"),
+            ("columns.prompt", "q"),
+            ("columns.answer", "a"),
+            ("columns.task", "kind"),
+            ("answer_pattern", "x"),
+            ("task", "x"),
+        )
+    },
+    "data.eval_fraction": Row("0.5", "samples"),
+    "n_samples_per_prompt": Row("2", "samples"),
+    **{
+        key: replace(
+            row,
+            shows="samples" if row.shows == "metrics" else row.shows,
+            given=(
+                *SCORED[1:],
+                *(flag for flag in row.given or SCORED[:1] if not flag.startswith(RUNS)),
+            ),
+        )
+        for key, row in REWARDS.items()
+        if key.startswith("reward.")
+    },
+    "keep": Row("best", "samples", (*SCORED, "--n_samples_per_prompt=2")),
+    "pass_threshold": Row("0", "samples", (*SCORED, "--keep=passing")),
+    "output": Row("elsewhere.jsonl", "files"),
+}
+GENERATE["reward.functions.0.whole_groups"] = replace(
+    WHOLE_GROUPS, shows="samples", given=(*WHOLE_GROUPS.given, "--n_samples_per_prompt=2")
+)
