@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import queue
 import random
 import threading
 import time
@@ -435,6 +436,9 @@ class Hung:
         time.sleep(timeout_s)
         raise TimeoutError
 
+    def add_done_callback(self, fn):
+        """Never calls either."""
+
 
 @dataclass
 class Faulty:
@@ -733,12 +737,36 @@ class Clock:
 
     def __init__(self):
         self.now = 0.0
+        self.waiting = []
+        """Answers that somebody waits for, with what is to be called."""
 
     def monotonic(self):
         return self.now
 
     def sleep(self, seconds):
         self.now += seconds
+
+
+class ClockedQueue(deque):
+    """The queue of a pool under a clock."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock, self.put = clock, self.append
+
+    def get(self, timeout):
+        ready = [pair for pair in self.clock.waiting if pair[0].comes]
+        self.clock.waiting = [pair for pair in self.clock.waiting if pair not in ready]
+        for answer, fn in ready:
+            fn(answer)
+        if not self:
+            self.clock.sleep(timeout)
+        return self.get_nowait()
+
+    def get_nowait(self):
+        if not self:
+            raise queue.Empty
+        return self.popleft()
 
 
 @dataclass
@@ -758,6 +786,15 @@ class Answer:
     def __post_init__(self):
         if self.method != "submit":
             self.do()
+
+    def add_done_callback(self, fn):
+        self.host.clock.waiting.append((self, fn))
+
+    @property
+    def comes(self):
+        """Whether it is there now that it is waited for once more."""
+        self.late -= self.late > 0 and not self.host.is_hung
+        return self.host.is_dead or not (self.late or self.host.is_hung)
 
     def do(self):
         if self.is_done or self.host.is_hung or self.host.is_dead:
@@ -849,6 +886,7 @@ def interleave(seed, operations, num_engines):
         for module in (engine_pool, pool):
             patch.setattr(module, "monotonic", clock.monotonic)
         patch.setattr(engine_pool, "sleep", clock.sleep)
+        patch.setattr(engine_pool, "SimpleQueue", lambda: ClockedQueue(clock))
         patch.setattr(engine_pool, "MAX_REQUEST_RETRIES", 10**6)  # many die
         group = EnginePool(list(hosts), restart=restart, timeout_s=3.0, max_restarts=10**6)
         sync(group, 1, timeout_s=3.0)

@@ -64,6 +64,10 @@ class Pending(Protocol):
         """
         ...
 
+    def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
+        """Call `fn` once, in any thread, when `result` has something to say."""
+        ...
+
 
 class Worker(Protocol):
     """A thread, a local process or a Ray actor; of several ranks, the first takes the calls."""

@@ -11,7 +11,8 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -431,7 +432,7 @@ class ReferenceRank(WorkerRank):
     """Of a reference model."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _RayPending:
     """What a call will have returned."""
 
@@ -439,10 +440,19 @@ class _RayPending:
     ref: ray.ObjectRef[Any]
     others: Sequence[ray.ObjectRef[Any]]
     """Calls of the other ranks that last as long as the engine: without these it hangs."""
+    _future: Future[Any] | None = None
+    """Of `ref`, where somebody is to be called."""
+
+    def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
+        """As of the future that Ray makes."""
+        self._future = self.ref.future()
+        self._future.add_done_callback(fn)
 
     def result(self, timeout_s: float) -> Any:
         """Wait for it. Raises what the call has raised, TimeoutError, and EngineLostError where a
         process of the engine is gone; WorkersLostError where Ray itself is."""
+        if self._future is not None and (self._future.done() or not (timeout_s or self.others)):
+            return self._value(self._future.result, 0.0)  # without asking Ray
         deadline = monotonic() + timeout_s
         ended = self._ended(min(timeout_s, _LOOK_S))
         while not ended and (left_s := deadline - monotonic()) > 0.0:
@@ -455,8 +465,11 @@ class _RayPending:
                 self._raise_of_others()
         if not ended:
             raise TimeoutError(f"{self.engine} has not answered within {timeout_s:g} s")
+        return self._value(ray.get, self.ref)
+
+    def _value(self, get: Callable[[Any], Any], arg: Any) -> Any:
         try:
-            return ray.get(self.ref)
+            return get(arg)
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:

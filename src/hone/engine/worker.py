@@ -66,6 +66,9 @@ class _Poll:
     def result(self, timeout_s: float, /) -> Polled:
         return self.worker.poll(min(timeout_s, self.wait_s))
 
+    def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
+        self.worker.on_finished(lambda: fn(self))
+
 
 class LockStep:
     """How the ranks of one engine do the same between the same steps, over a gloo group of theirs.
@@ -149,6 +152,7 @@ class EngineWorker:
         self._taken: list[_Command] = []
         """Commands that are being run."""
         self._finished: list[Completion] = []
+        self._on_finished: Callable[[], object] = _ignore
         self._stats = engine.stats()
         self._beat = 0
         self._cause = ""
@@ -188,6 +192,12 @@ class EngineWorker:
                 raise EngineLostError(self.name, self._cause)
             finished, self._finished = self._finished, []
             return Polled(finished, self._stats, self._beat)
+
+    def on_finished(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once, in place of any earlier one, when `poll` need not wait."""
+        with self._changed:
+            self._on_finished = callback
+            self._tell_finished()
 
     def abort(self, request_ids: Iterable[str]) -> list[Completion]:
         """Withdraw requests and return what they had. Those that have just finished are passed
@@ -311,6 +321,13 @@ class EngineWorker:
                 self._finished += finished
             if self._finished:
                 self._changed.notify_all()
+                self._tell_finished()
+
+    def _tell_finished(self) -> None:
+        """Where `poll` need not wait, say so. `_changed` is held."""
+        if self._finished or self._cause:
+            callback, self._on_finished = self._on_finished, _ignore
+            callback()
 
     def _end(self, cause: str) -> None:
         """From now on every call raises; the driving thread leaves at its next step."""
@@ -324,6 +341,7 @@ class EngineWorker:
             self._taken = []
             self._queue.clear()
             self._changed.notify_all()
+            self._tell_finished()
 
     # -- what commands do ----------------------------------------------------------------------
 
@@ -351,6 +369,10 @@ class EngineWorker:
 
     def _close(self) -> None:
         self._is_closed = True
+
+
+def _ignore() -> None:
+    """Nobody is to be told."""
 
 
 def _describe(error: Exception) -> str:

@@ -1,9 +1,11 @@
 """A pool of engines, used as one engine.
 
 Requests go to the engine with the least to do; those of one prompt stay together, since they share
-its keys and values. Engines are asked in turn for what they have finished. What a lost engine was
-working on goes to the others and is sampled from its beginning, with its own seed. So every request
-is answered exactly once, whatever becomes of engines.
+its keys and values. Each engine has one question open, what it has finished, and answers once there
+is something: what a pool of a thousand engines costs is a message for each answer, and none for
+asking again. What a lost engine was working on goes to the others and is sampled from its
+beginning, with its own seed. So every request is answered exactly once, whatever becomes of
+engines.
 
 An engine that has just been started has no weights. It gets requests from the next delivery on.
 """
@@ -16,10 +18,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
+from queue import Empty, SimpleQueue
 from time import monotonic, sleep
 from typing import Any
 
-from hone.distributed.pool import Member, Pending, Pool, Worker, WorkersLostError
+from hone.distributed.pool import LOOK_S, Member, Pending, Pool, Worker, WorkersLostError
 from hone.types import Completion, EngineLostError, EngineStats, Request, StopReason
 
 __all__ = ["EnginePool"]
@@ -27,7 +30,13 @@ __all__ = ["EnginePool"]
 _log = logging.getLogger(__name__)
 
 WAIT_S = 0.05
-"""Longest that a step waits for the first completion."""
+"""Longest that a step waits for completions."""
+LINGER_S = 1e-4
+"""How long a step waits for further completions after the first, times the number of engines: what
+it costs to go through all groups is shared by what came."""
+POLL_S = 10.0
+"""Longest that an engine leaves a question open: its answer shows that it makes steps. A quarter of
+the time in which it must show progress, where that is less."""
 MAX_REQUEST_RETRIES = 3
 """Engines that may die with a request before it is taken for the cause."""
 SETTLE_S = 10.0
@@ -60,8 +69,13 @@ class EnginePool(Pool[Request, _Member]):
         self._finished: list[Completion] = []
         self._num_losses: Counter[str] = Counter()
         """Engines that died with a request, of those that are still open."""
-        self._gone = EngineStats()
-        """Counters of engines that are lost."""
+        self._totals = EngineStats()
+        """Of all engines, lost ones too; usage is not kept."""
+        self._answered: SimpleQueue[_Member] = SimpleQueue()
+        """Engines whose poll has an answer."""
+        self._poll_s = min(POLL_S, self._timeout_s / 4)
+        self._look_s = min(LOOK_S, self._timeout_s / 4)
+        """Silence after which an engine is looked at that has not answered."""
         self.weight_version = 0
         """Version that was delivered last; 0 before."""
         self._is_syncing = False
@@ -99,13 +113,15 @@ class EnginePool(Pool[Request, _Member]):
             raise RuntimeError("step() while weights are being delivered; repeat a failed delivery")
         self._assign()
         busy = [member for member in self._members if member.tasks]
-        for member in busy:  # all are asked before one is waited for
-            if member.poll is None:
-                member.poll = self._call(member, "poll", WAIT_S)
-        deadline = monotonic() + WAIT_S
         for member in busy:
-            if member.poll is not None:
-                self._look_at(member, deadline)
+            if member.poll is None:
+                self._ask(member)
+        for member in self._take_answered(WAIT_S if busy and not self._finished else 0.0):
+            self._look_at(member)
+        now = monotonic()
+        for member in busy:
+            if now - member.looked_at > self._look_s:
+                self._look_at(member)
         if self._waiting and self.needs_weights:
             sleep(WAIT_S)
         finished, self._finished = self._finished, []
@@ -140,10 +156,8 @@ class EnginePool(Pool[Request, _Member]):
 
     def stats(self) -> EngineStats:
         """Of all engines together, as of the last `step`; usage is that of the fullest."""
-        total = self._gone
-        for member in self._members:
-            total = _added(total, member.stats)
-        return total
+        usage = max((member.stats.kv_cache_usage for member in self._members), default=0.0)
+        return replace(self._totals, kv_cache_usage=usage)
 
     def close(self) -> None:
         """End all engines; unfinished requests are gone."""
@@ -224,21 +238,38 @@ class EnginePool(Pool[Request, _Member]):
 
     # -- as a pool -----------------------------------------------------------------------------
 
-    def _look_at(self, member: _Member, deadline: float) -> None:
+    def _ask(self, member: _Member) -> None:
+        """Ask an engine for what it finishes next."""
+        member.poll = self._call(member, "poll", self._poll_s)
+        if member.poll is not None:
+            member.poll.add_done_callback(lambda _: self._answered.put(member))
+
+    def _take_answered(self, wait_s: float) -> set[_Member]:
+        """Engines that have answered; waits for the first, and a moment for others."""
+        members = set[_Member]()
+        with contextlib.suppress(Empty):
+            members.add(self._answered.get(timeout=wait_s))
+            if wait_s:
+                sleep(min(LINGER_S * len(self._members), WAIT_S))
+            while True:
+                members.add(self._answered.get_nowait())
+        return members
+
+    def _look_at(self, member: _Member) -> None:
         """Take what an engine has finished, and judge whether it is at work."""
-        assert member.poll is not None
+        if member.poll is None or not self._is_live(member):
+            return
         polled = None
         try:
             _drop_ended(member.sent)
-            wait_s = 0.0 if self._finished else max(deadline - monotonic(), 0.0)
             with contextlib.suppress(TimeoutError):
-                polled = member.poll.result(wait_s)
+                polled = member.poll.result(0.0)
                 member.poll = None
         except EngineLostError as error:
             self._lose(member, error.cause)
             return
         if polled is not None:
-            member.stats = polled.stats
+            self._count(member, polled.stats)
             for completion in polled.completions:
                 self._finish(member, completion.request_id)
                 self._finished.append(completion)
@@ -250,6 +281,14 @@ class EnginePool(Pool[Request, _Member]):
         if member.tasks:
             state = "it answers, but makes no step" if polled is not None else "it does not answer"
             self._lose_silent(member, self._timeout_s, state)
+
+    def _count(self, member: _Member, stats: EngineStats) -> None:
+        """An engine's `stats` are these from now on."""
+        changed = {
+            name: getattr(self._totals, name) + getattr(stats, name) - getattr(member.stats, name)
+            for name in _COUNTED
+        }
+        self._totals, member.stats = EngineStats(**changed), stats
 
     def _new_member(self, index: int, worker: Worker, starting: Pending | None) -> _Member:
         return _Member(index, worker, starting)
@@ -267,13 +306,8 @@ class EnginePool(Pool[Request, _Member]):
             member.sent.append(call)
 
     def _on_loss(self, member: _Member) -> None:
-        self._gone = replace(
-            _added(self._gone, member.stats),
-            num_running=0,
-            num_waiting=0,
-            kv_cache_usage=0.0,
-            kv_cache_bytes=0,
-        )
+        idle = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0, "kv_cache_bytes": 0}
+        self._count(member, replace(member.stats, **idle))
         member.stats = EngineStats()
 
     def _retryable(self, tasks: Mapping[str, Request], cause: str) -> Iterator[tuple[str, Request]]:
@@ -290,13 +324,7 @@ class EnginePool(Pool[Request, _Member]):
             self._finished.append(Completion.as_submitted(request, StopReason.ERROR, error))
 
 
-def _added(a: EngineStats, b: EngineStats) -> EngineStats:
-    """Counters and sizes add up; usage is the larger."""
-    total: dict[str, Any] = {
-        stat.name: getattr(a, stat.name) + getattr(b, stat.name) for stat in fields(EngineStats)
-    }
-    total["kv_cache_usage"] = max(a.kv_cache_usage, b.kv_cache_usage)
-    return EngineStats(**total)
+_COUNTED = [stat.name for stat in fields(EngineStats) if stat.name != "kv_cache_usage"]
 
 
 def _drop_ended(calls: list[Pending]) -> None:
