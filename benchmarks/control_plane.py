@@ -24,7 +24,7 @@ import ray
 
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
-from hone.distributed.ray import _RayPending
+from hone.distributed.ray import RayPending
 from hone.engine.worker import Polled
 from hone.loops.inputs import decoder
 from hone.models.tiny import make_bpe_tokenizer
@@ -44,9 +44,11 @@ class FakeEngines:
 
     def __init__(self, number: int, tokens: int, mean_s: float, vocabulary: int) -> None:
         self._rate = tokens / mean_s
-        self._tokens, self._vocabulary = tokens, vocabulary
+        self._tokens = tokens
+        self._ids = random.choices(range(vocabulary), k=8 * tokens)
+        self._logprobs = [random.random() for _ in range(8 * tokens)]
         self._running: list[dict[str, tuple[float, int]]] = [{} for _ in range(number)]
-        self._beat = 0
+        self._beat = self._version = 0
 
     def submit(self, engine: int, requests: list[Request]) -> None:
         for request in requests:
@@ -67,15 +69,20 @@ class FakeEngines:
     def _completion(self, name: str, length: int) -> Completion:
         return Completion(
             request_id=name,
-            token_ids=random.choices(range(self._vocabulary), k=length),
-            logprobs=[random.random() for _ in range(length)],
-            weight_versions=[0] * length,
+            token_ids=self._ids[:length],
+            logprobs=self._logprobs[:length],
+            weight_versions=[self._version] * length,
             stop_reason=StopReason.EOS,
+            text="x" * (3 * length),
         )
 
     def weight_version(self, engine: int) -> int:
         del engine
-        return 0
+        return self._version
+
+    def receive(self, engine: int, version: int, rank: int) -> None:
+        del engine, rank
+        self._version = version
 
     async def call(self, engine: int, method: str, args: tuple[Any, ...]) -> Any:
         result = getattr(self, method)(engine, *args)
@@ -91,7 +98,7 @@ class ActorWorker:
         self.name, self._actor, self._index = name, actor, index
 
     def call(self, method: str, /, *args: Any) -> Any:
-        return _RayPending(self.name, self._actor.call.remote(self._index, method, args), ())
+        return RayPending(self.name, self._actor.call.remote(self._index, method, args), ())
 
     def kill(self) -> None:
         pass
@@ -148,16 +155,21 @@ def workers_of(args: argparse.Namespace, vocabulary: int) -> list[Any]:
     return [ActorWorker(f"engine {i}", hosts[i % HOSTS], i // HOSTS) for i in range(args.engines)]
 
 
+def deliver(pool: EnginePool, version: int) -> None:
+    """The messages of a delivery of weights, without weights."""
+    pool.begin_sync()
+    for call in pool.start_receive(version):
+        call.result(600.0)
+    pool.finish_sync(version)
+
+
 def measure(args: argparse.Namespace) -> None:
     text = "the sum of seven and twelve is nineteen, so that 3.5 times it makes 66.5\n" * 9
     tokenizer = make_bpe_tokenizer([text], vocab_size=600)
     pool = EnginePool(
         workers_of(args, len(tokenizer)), restart=None, timeout_s=600.0, max_restarts=0
     )
-    pool.begin_sync()
-    for member in pool._receivers:
-        member.is_ready = True
-    pool._is_syncing = False
+    deliver(pool, 0)
     staleness = args.staleness
     size = args.in_flight // GROUP // (1 + staleness)
     collector = Collector(
@@ -194,7 +206,7 @@ def measure(args: argparse.Namespace) -> None:
         with collector.background():
             time.sleep(max(args.step_s - (time.monotonic() - start), 0.0))
         with collector.pause(step):
-            pool.weight_version = step
+            deliver(pool, step)
         wall, used = time.monotonic() - start, time.process_time() - used
         mib = process.memory_info().rss / 2**20 - before_mib
         print(

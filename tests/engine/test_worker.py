@@ -85,6 +85,13 @@ def test_samples_what_the_engine_alone_samples(models, host_of):
     assert host.poll().stats.num_running == 0
 
 
+def test_completions_are_decoded_where_they_are_made(models, host_of):
+    host = host_of(models.engine(), decode=str)
+    host.submit(make_requests())
+    for completion in drive(host, 6).values():
+        assert completion.text == str(completion.token_ids)
+
+
 def test_all_calls_of_the_engine_are_made_in_one_thread(models, host_of):
     engine = Slow(models.engine())
     host = host_of(engine, lambda spec, rank: engine.begin_sync() or push(engine, spec))

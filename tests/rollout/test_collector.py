@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import pickle
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -18,7 +20,15 @@ from hone.rollout.counts import RolloutCounts
 from hone.rollout.metrics import rollout_metrics
 from hone.rollout.requests import request_seed
 from hone.rollout.state import group_to_dict
-from hone.types import FailureKind, Group, Prompt, Reward, Sample, StopReason
+from hone.types import (
+    NOT_SAMPLED,
+    FailureKind,
+    Group,
+    Prompt,
+    Reward,
+    Sample,
+    StopReason,
+)
 from tests.rollout.fakes import (
     CyclicPrompts,
     FakeEngine,
@@ -53,6 +63,17 @@ def check_groups(groups: list[Group], *, size: int) -> None:
                 len(sample.loss_mask),
             }
             assert len(lengths) == 1, f"{sample.id}: {lengths}"
+
+
+def test_samples_arrive_in_another_process_as_they_were() -> None:
+    """Bit by bit, though they travel as arrays."""
+    sample = collect(make_collector(prompts_per_step=1), 0)[0].samples[0]
+    sample.logprobs = [-1.0 / 3.0, -0.0, -math.inf]
+    sample.token_ids, sample.loss_mask = [2**31 - 1, 0, 7], [True, False, True]
+    sample.weight_versions = [NOT_SAMPLED, 0, 2**31 - 1]
+    arrived = pickle.loads(pickle.dumps(sample))
+    assert arrived == sample
+    assert repr(arrived) == repr(sample)  # of the same types too
 
 
 def test_a_step_has_all_its_groups_in_prompt_order() -> None:

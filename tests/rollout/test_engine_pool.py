@@ -709,6 +709,36 @@ def test_silence_while_nobody_looks_does_not_count(local, monkeypatch):
     check(done | drain(group), make_group(0, max_tokens=90))
 
 
+def test_an_engine_is_asked_once_for_what_it_finishes_next(local):
+    """However often the pool is stepped meanwhile: with a thousand engines each question counts."""
+    asked = []
+
+    class Counting:
+        def __init__(self, handle, index):
+            self.handle = handle
+            self.name, self.num_ranks = handle.name, 1
+
+        def call(self, method, *args):
+            asked.append(method)
+            return self.handle.call(method, *args)
+
+        def __getattr__(self, name):
+            return getattr(self.handle, name)
+
+    engine = Toy()
+    group = local([engine], wrap=Counting, timeout_s=1000.0)
+    sync(group, 1)
+    engine.is_held = True
+    requests = make_group(0)
+    group.submit(requests)
+    for _ in range(10):
+        assert group.step() == []
+    assert asked.count("poll") == 1
+    engine.is_held = False
+    check(drain(group), requests)
+    assert asked.count("poll") <= 1 + len(requests)
+
+
 def test_R16_two_thousand_polls_keep_nothing(local):
     group = local([Toy(), Toy()])
     sync(group, 1)

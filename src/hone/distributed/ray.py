@@ -40,7 +40,15 @@ from hone.distributed.processes import processes
 from hone.distributed.signals import handling
 from hone.types import EngineLostError
 
-__all__ = ["EngineRank", "RayWorker", "RayWorkers", "ReferenceRank", "WorkerRank", "ray_workers"]
+__all__ = [
+    "EngineRank",
+    "RayPending",
+    "RayWorker",
+    "RayWorkers",
+    "ReferenceRank",
+    "WorkerRank",
+    "ray_workers",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -433,7 +441,7 @@ class ReferenceRank(WorkerRank):
 
 
 @dataclass(slots=True)
-class _RayPending:
+class RayPending:
     """What a call will have returned."""
 
     engine: str
@@ -516,11 +524,11 @@ class RayWorker:
                     "trainer.parallel.timeout_s. Is its process stopped (`ray list actors`)?"
                 )
             for ref in ended:
-                _RayPending(self.name, ref, ()).result(0.0)
+                RayPending(self.name, ref, ()).result(0.0)
 
-    def call(self, method: str, /, *args: Any) -> _RayPending:
+    def call(self, method: str, /, *args: Any) -> RayPending:
         """Begin a call of a method of what the first rank has made."""
-        return _RayPending(self.name, self._ranks[0].call.remote(method, args), self._following)
+        return RayPending(self.name, self._ranks[0].call.remote(method, args), self._following)
 
     def kill(self) -> None:
         """End its processes at once."""

@@ -129,8 +129,11 @@ class EngineWorker:
         *,
         name: str = "engine",
         group: LockStep | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
+        """With `decode` completions have their texts when they are asked for."""
         self.name = name
+        self._decode = decode
         self.num_ranks = group.size if group is not None else 1
         self._engine = engine
         self._receive_weights = receive
@@ -191,7 +194,11 @@ class EngineWorker:
             if self._cause and not self._finished:
                 raise EngineLostError(self.name, self._cause)
             finished, self._finished = self._finished, []
-            return Polled(finished, self._stats, self._beat)
+            polled = Polled(finished, self._stats, self._beat)
+        if self._decode is not None:
+            for completion in finished:
+                completion.text = self._decode(completion.token_ids)
+        return polled
 
     def on_finished(self, callback: Callable[[], object]) -> None:
         """Call `callback` once, in place of any earlier one, when `poll` need not wait."""

@@ -19,6 +19,7 @@ from hone.distributed.pool import RecordEvent, ThreadWorker
 from hone.distributed.processes import processes
 from hone.engine.engine import EmbeddedEngine
 from hone.engine.worker import EngineWorker, LockStep
+from hone.loops.inputs import decoder
 from hone.loops.launch import choose_device
 from hone.models.load import blank_model, load_model, load_value_model
 from hone.models.support import context_length, eos_token_ids
@@ -160,7 +161,7 @@ def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
         ranks = dist.new_group(backend="gloo", timeout=patience)
         assert isinstance(ranks, dist.ProcessGroup)
         group = LockStep(ranks)
-    return EngineWorker(engine, receiver.receive, name=name, group=group)
+    return EngineWorker(engine, receiver.receive, name=name, group=group, decode=decoder(tokenizer))
 
 
 def build_reference(cfg: RLConfig) -> FrozenScorer:

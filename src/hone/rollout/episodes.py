@@ -69,12 +69,12 @@ class Episodes:
         sample.logprobs += completion.logprobs
         sample.weight_versions += completion.weight_versions
         sample.loss_mask += [True] * len(completion.token_ids)
-        sample.text = self.decode(sample.token_ids)
+        text = self.decode(completion.token_ids) if completion.text is None else completion.text
+        sample.text = self.decode(sample.token_ids) if start else text
         sample.stop_reason = completion.stop_reason
         if completion.error:
             sample.failure, sample.failure_detail = FailureKind.ENGINE, completion.error
         end = len(sample.token_ids)
-        text = self.decode(completion.token_ids) if start else sample.text
         sample.turns.append(
             Turn(start=start, end=end, text=text, stop_reason=completion.stop_reason)
         )
