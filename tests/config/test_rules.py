@@ -71,6 +71,8 @@ HERE: list[tuple[Row, dict[str, Any]]] = [
                            "problem": "no setting 'patern'"}]}),
     (("sft", "", "error", "data.train.0.path"),
      {"data_problems": [{"key": "data.train.0.path", "problem": "no column for the prompt"}]}),
+    (("dpo", "", "warning", "data.train.0.path"),
+     {"weak_pairs": [{"key": "data.train.0.path", "problem": "1 of the 2 rows"}]}),
     (("rl", "", "warning", "data.train.0.path"),
      {"unread_arrays": [{"key": "data.train.0.path", "path": "train.json", "mib": 99}]}),
 ]  # fmt: skip

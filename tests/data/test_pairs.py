@@ -12,7 +12,7 @@ import pytest
 from hone.config.data import PairColumnsConfig, PairSourceConfig
 from hone.config.errors import UserError
 from hone.config.tree import PairsDataConfig
-from hone.data.pairs import load_pairs, read_pairs
+from hone.data.pairs import load_pairs, read_pairs, taught_little
 from hone.data.sources import read_source
 from hone.models.tiny import make_char_tokenizer
 from hone.rollout.judge import Transcripts
@@ -108,16 +108,23 @@ def test_what_is_no_preference_is_refused(
 @pytest.mark.parametrize(
     ("chosen", "rejected", "said"),
     [
-        ("b", "b", "1 of 2 rows have one completion twice"),
-        ("", "c", "1 of 2 rows prefer to say nothing"),
+        ("b", "b", "have one completion twice"),
+        ("", "c", "prefer to say nothing"),
     ],
 )
 def test_pairs_that_teach_little_are_counted(
     chosen: str, rejected: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     usual = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    read(tmp_path, usual, usual | {"chosen": chosen, "rejected": rejected})
-    assert said in caplog.text
+    source = written(tmp_path, [usual, usual | {"chosen": chosen, "rejected": rejected}])
+    rows = read_source(source)
+    (told,) = taught_little(rows, source)
+    assert told.startswith(f"1 of the first 2 rows {said}")
+    assert told.endswith("line 2")
+    assert taught_little(rows[:1], source) == []
+    assert caplog.text == ""  # of the first rows it may not be said as of all
+    read_pairs(rows, source, "pairs")
+    assert f"1 of the 2 rows {said}" in caplog.text
 
 
 NAMED = {"q": "2+2=", "good": "4", "bad": "5", "by": 0.5, "chosen": "x", "rejected": "x"}

@@ -36,7 +36,7 @@ from hone.config.tree import (
     SFTConfig,
 )
 from hone.data.columns import Example, choose_columns, map_rows
-from hone.data.pairs import read_pairs
+from hone.data.pairs import taught_little
 from hone.data.sources import is_json_array, read_source
 from hone.distributed.processes import has_hone_launcher, processes
 from hone.distributed.spawn import INTERRUPTED, RESTART, spawn
@@ -343,6 +343,7 @@ def first_rows(cfg: Command) -> dict[str, Any]:
     named = not isinstance(cfg, SFTConfig) and needs_columns(cfg.reward)
     unread: list[dict[str, Any]] = []
     problems: list[dict[str, Any]] = []
+    weak: list[dict[str, Any]] = []
     rows: dict[str, list[tuple[str, Collection[str]]]] = {}
     for section in ("train", "eval"):
         for index, source in enumerate(getattr(data, section)):
@@ -361,20 +362,20 @@ def first_rows(cfg: Command) -> dict[str, Any]:
                 try:
                     read = read_source(source.model_copy(update={"max_rows": head}))
                     if pairs is not None:
-                        read_pairs(
+                        told = taught_little(
                             read,
                             source,
-                            source.path,
                             is_unpaired=pairs.is_unpaired,
                             reads_margin=pairs.for_reward_model,
                         )
+                        weak += [{"key": key, "problem": problem} for problem in told]
                         continue
                     columns = choose_columns(read, source, demonstrations=demonstrations)
                     examples = map_rows(read, source, columns, name=source.path)
                     rows[f"data.{section}.{index}"] = [_held(x) for x in examples]
                 except UserError as error:
                     problems.append({"key": key, "problem": f"{error}"})
-    return {"data_problems": problems} | (
+    return {"data_problems": problems, "weak_pairs": weak} | (
         {"first_rows": rows, "unread_arrays": unread} if named else {}
     )
 

@@ -41,7 +41,7 @@ from hone.types import Message, Preference, Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Compared", "PairsData", "load_pairs", "read_pairs"]
+__all__ = ["Compared", "PairsData", "load_pairs", "read_pairs", "taught_little"]
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +137,39 @@ def read_pairs(
     is_unpaired: bool = False,
     reads_margin: bool = False,
 ) -> list[Compared]:
-    """The preferences of a source, with ids `<name>:<row>` counted from 1. With `is_unpaired` a
-    pair is read as two labelled completions. `source.columns` are a `PairColumnsConfig`.
+    """The preferences of a source, with ids `<name>:<row>` counted from 1; which columns they are
+    from, and rows that teach little, are said. With `is_unpaired` a pair is read as two labelled
+    completions. `source.columns` are a `PairColumnsConfig`.
 
     Raises UserError naming row and remedy.
     """
+    columns = _choose_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
+    told = ", ".join(f"{role} from '{column}'" for role, column in columns.items() if column)
+    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", told)
+    items = _map_rows(rows, source, columns, name)
+    for problem in _teaching_little(items):
+        logger.warning("%s: %s", source.path, problem)
+    has_pairs = "chosen" in columns
+    return [each for x in items for each in _singles(x)] if is_unpaired and has_pairs else items
+
+
+def taught_little(
+    rows: Sequence[SourceRow],
+    source: SourceBase,
+    *,
+    is_unpaired: bool = False,
+    reads_margin: bool = False,
+) -> list[str]:
+    """What `read_pairs` would warn of, of the first rows of a source; nothing is logged. Raises
+    UserError as it does."""
+    columns = _choose_columns(rows, source, is_unpaired=is_unpaired, reads_margin=reads_margin)
+    return _teaching_little(_map_rows(rows, source, columns, source.path), "first ")
+
+
+def _choose_columns(
+    rows: Sequence[SourceRow], source: SourceBase, *, is_unpaired: bool, reads_margin: bool
+) -> dict[str, str | None]:
+    """The column of each role: those of pairs, or of completions with labels."""
     choose = partial(choose_column, rows, source)
     prompt = choose("prompt", required=False)
     if prompt == "messages" and source.columns.prompt is None:
@@ -154,34 +182,32 @@ def read_pairs(
         columns |= {role: choose(role) for role in ("completion", "label")}
     elif reads_margin:
         columns["margin"] = choose("margin", required=False)
-    told = ", ".join(f"{role} from '{column}'" for role, column in columns.items() if column)
-    logger.info("%s: %s rows, %s", source.path, f"{len(rows):,}", told)
-    read = _pair if has_pairs else _labelled
-    items = [
+    return columns
+
+
+def _map_rows(
+    rows: Sequence[SourceRow], source: SourceBase, columns: Mapping[str, str | None], name: str
+) -> list[Compared]:
+    read = _pair if "chosen" in columns else _labelled
+    return [
         read(row, source, f"{name}:{number}", columns) for number, row in enumerate(rows, start=1)
     ]
-    if has_pairs:
-        _warn_of(
-            "have one completion twice, which teaches nothing",
-            [x for x in items if x.completions[0].completion == x.completions[1].completion],
-            source,
-            len(items),
-        )
-    _warn_of(
-        "prefer to say nothing, which teaches to end at once",
-        [x for x in items if x.labels[0] and x.completions[0].completion == _NOTHING],
-        source,
-        len(items),
-    )
-    return [each for x in items for each in _singles(x)] if is_unpaired and has_pairs else items
 
 
-def _warn_of(what: str, items: Sequence[Compared], source: SourceBase, num_rows: int) -> None:
-    if items:
-        where = items[0].location
-        logger.warning(
-            "%s: %d of %d rows %s; the first is %s", source.path, len(items), num_rows, what, where
-        )
+def _teaching_little(items: Sequence[Compared], which: str = "") -> list[str]:
+    """How many of so many rows teach nothing, or only to end at once, and where the first is."""
+    pairs = [x for x in items if len(x.completions) > 1]
+    same = [x for x in pairs if x.completions[0].completion == x.completions[1].completion]
+    empty = [x for x in items if x.labels[0] and x.completions[0].completion == _NOTHING]
+    kinds = {
+        "have one completion twice, which teaches nothing": same,
+        "prefer to say nothing, which teaches to end at once": empty,
+    }
+    return [
+        f"{len(found):,} of the {which}{len(items):,} rows {what}; the first is {found[0].location}"
+        for what, found in kinds.items()
+        if found
+    ]
 
 
 def _singles(pair: Compared) -> list[Compared]:

@@ -284,7 +284,7 @@ def devices_how(view: View) -> str:
 
 # Where a command starts processes. `hone check` plans for other hosts too, and does not know them.
 outside("num_started", "started_by", "gpus_here", "cores_here", "num_trainers_here")
-outside("first_rows", "unread_arrays", "data_problems", "reward_problems")
+outside("first_rows", "unread_arrays", "data_problems", "weak_pairs", "reward_problems")
 
 
 # -- the model -----------------------------------------------------------------------------------

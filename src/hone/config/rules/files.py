@@ -381,6 +381,8 @@ _DATA = (
           fix=f"use a file in one of these formats: {', '.join(DATA_SUFFIXES)}"),
     error(each=_missing_reader, says="{missing}"),
     error(each=lambda view: view.fact("data_problems"), says="{key}: {problem}"),
+    warning(each=lambda view: view.fact("weak_pairs"), says="{key}: {problem}",
+            fix="leave such rows out"),
     error(each=_bad_pattern, says="{key}.answer_pattern '{pattern}' is no regular expression",
           why="{problem}"),
     warning(each=lambda view: view.fact("unread_arrays"),
