@@ -19,31 +19,9 @@ import pytest
 
 from hone.config import schema
 from hone.config.base import Section
-from hone.config.tree import (
-    BenchEngineConfig,
-    BenchTrainConfig,
-    DPOConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    PlanConfig,
-    RewardModelingConfig,
-    RLConfig,
-    SFTConfig,
-)
+from hone.config.tree import TREES, RLConfig
 from tests.config.walk import Row, Seen, both, observe, write_walk_inputs
 from tests.config.walk_rows import NOT_OF_TIME, ROWS
-
-TREES: dict[str, type[Section]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "reward-model": RewardModelingConfig,
-    "eval": EvaluateConfig,
-    "generate": GenerateConfig,
-    "bench engine": BenchEngineConfig,
-    "bench train": BenchTrainConfig,
-    "plan": PlanConfig,
-}
 
 
 class Walk:

@@ -21,33 +21,11 @@ from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.reward import BUILTIN_REWARDS
 from hone.config.rules import Finding, facts
 from hone.config.rules.view import Fact
-from hone.config.tree import (
-    BenchEngineConfig,
-    BenchTrainConfig,
-    DPOConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    PlanConfig,
-    RewardModelingConfig,
-    RLConfig,
-    SFTConfig,
-)
+from hone.config.tree import TREES, RLConfig
 from hone.families.spec import PROJECTIONS
 from tests.config import rule_rows
 from tests.config.rule_rows import ROWS, Row
 from tests.config.workspace import BASE
-
-TREES: dict[str, type[Any]] = {
-    "rl": RLConfig,
-    "sft": SFTConfig,
-    "dpo": DPOConfig,
-    "reward-model": RewardModelingConfig,
-    "eval": EvaluateConfig,
-    "generate": GenerateConfig,
-    "bench engine": BenchEngineConfig,
-    "bench train": BenchTrainConfig,
-    "plan": PlanConfig,
-}
 
 HERE: list[tuple[Row, dict[str, Any]]] = [
     (("rl", "run.device=cuda", "error", "run.device"),
