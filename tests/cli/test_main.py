@@ -403,15 +403,15 @@ def test_R22_processes_that_a_key_asks_for_are_told_by_the_key(
     assert "--nproc" not in told
 
 
-def test_trainers_that_torchrun_starts_on_several_nodes_beside_engines_are_refused(
+def test_trainers_that_torchrun_starts_on_several_nodes_beside_engines_need_a_cluster(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("RANK", 0), ("WORLD_SIZE", 4), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))
     engines = ("--run.device=cpu", "--cluster.num_engines=2", "--cluster.num_trainers=4")
     told = output(capsys, "rl", *BASE["rl"], *engines, code=2)
-    assert "trainers on several nodes with cluster.num_engines above 0 are not served yet" in told
-    assert "Use at most 2" in told
+    assert "the run's Ray would be of one node alone" in told
+    assert "Name the Ray cluster that all nodes have joined" in told
 
 
 def test_nproc_is_given_once_and_not_to_benchmarks(

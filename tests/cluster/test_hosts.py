@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,3 +78,98 @@ def test_two_nodes_with_an_engine_each(tmp_path: Path, monkeypatch: pytest.Monke
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert rows[0]["off_policy/parity/kl"] < 1e-6
     assert "is lost" not in run.stderr
+
+
+@pytest.mark.slow
+def test_one_command_starts_trainers_on_two_nodes_beside_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the three nodes has room for one process, so that none is given away twice."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    from ray.cluster_utils import Cluster
+
+    write_inputs(tmp_path, num_kv_heads=2)
+    steps = 2
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        cfg = tiny_config(
+            tmp_path,
+            tmp_path / "run",
+            run={"steps": steps},
+            cluster={
+                "num_trainers": 2,
+                "num_engines": 1,
+                "num_nodes": 3,
+                "devices_per_node": 1,
+                "address": cluster.address,
+            },
+            algorithm={"correction": {"kind": "tis"}},
+        )
+        (tmp_path / "recipe.yaml").write_text(dump_config(cfg))
+        run = subprocess.run(
+            [sys.executable, "-m", "hone", "rl", "recipe.yaml"],
+            cwd=tmp_path,
+            env=dict(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+    finally:
+        cluster.shutdown()
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "starting 1 trainers each on" in run.stderr
+    rows = lines(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert rows[0]["off_policy/parity/kl"] < 1e-6
+
+
+@pytest.mark.slow
+def test_a_dead_node_of_trainers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    from ray.cluster_utils import Cluster
+
+    write_inputs(tmp_path, num_kv_heads=2)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        cfg = tiny_config(
+            tmp_path,
+            tmp_path / "run",
+            run={"steps": 5000},
+            cluster={
+                "num_trainers": 2,
+                "num_engines": 1,
+                "num_nodes": 3,
+                "devices_per_node": 1,
+                "address": cluster.address,
+            },
+            algorithm={"correction": {"kind": "tis"}},
+        )
+        (tmp_path / "recipe.yaml").write_text(dump_config(cfg))
+        run = subprocess.Popen(
+            [sys.executable, "-m", "hone", "rl", "recipe.yaml"],
+            cwd=tmp_path,
+            env=dict(os.environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        rows, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 120
+        while not rows.exists():
+            assert run.poll() is None, run.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        for node in nodes:  # one of them at least has a trainer
+            cluster.remove_node(node, allow_graceful=False)
+        told, _ = run.communicate(timeout=100)
+    finally:
+        cluster.shutdown()
+    assert run.returncode == 1, told
+    assert "is lost: " in told, told
+    assert "error: node " in told, told
+    assert "with ranks " in told, told

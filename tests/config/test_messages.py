@@ -64,14 +64,13 @@ ROWS = [
     ),
     (
         "rl",
-        "cluster.num_trainers=16 cluster.num_engines=4 engine.tensor_parallel_size=2 "
+        "cluster.num_trainers=12 cluster.num_engines=4 engine.tensor_parallel_size=2 "
         "cluster.num_nodes=3 cluster.devices_per_node=8 cluster.address=auto",
         [
-            "trainers on several nodes",
-            "not served yet",
-            "cluster.num_trainers is 16",
-            "cluster.devices_per_node = 8",
-            "at most 8",
+            "trainers on several nodes have whole nodes",
+            "cluster.num_trainers = 12",
+            "cluster.devices_per_node is 8",
+            "multiple of 8",
         ],
         [],
     ),

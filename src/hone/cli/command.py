@@ -59,6 +59,7 @@ __all__ = [
     "local_gpu",
     "plan_here",
     "quiet_transformers",
+    "require_no_error",
     "run_in_processes",
     "split",
     "take_nproc",
@@ -170,7 +171,7 @@ def check_loaded(
     for finding in found:
         if finding.level == "warning":
             _log.warning("warning: %s", finding.message)
-    _require_no_error(found)
+    require_no_error(found)
     if recipe is not None and _trains(cfg) and processes().rank == 0:
         record_recipe(cfg.run.dir, recipe)
 
@@ -196,7 +197,7 @@ def run_in_processes(
         )
     cfg, _ = load_arguments(tree, argv, starts=True)
     here = {"gpus_here": _num_gpus(), "cores_here": os.cpu_count() or 1}
-    _require_no_error(check(cfg, nproc, num_started=nproc, started_by=asked_by, **here))
+    require_no_error(check(cfg, nproc, num_started=nproc, started_by=asked_by, **here))
     if isinstance(cfg, RLConfig | SFTConfig) and has_nothing_left(cfg):
         return 0
     _set_up_openmp(cfg, nproc)
@@ -391,7 +392,8 @@ def local_gpu() -> Peaks | None:
     return installed_gpu() if _num_gpus() != 0 else None
 
 
-def _require_no_error(found: Sequence[Finding]) -> None:
+def require_no_error(found: Sequence[Finding]) -> None:
+    """Raise UserError with all errors among what was found."""
     errors = [finding.message for finding in found if finding.level == "error"]
     if errors:
         raise UserError("\nerror: ".join(errors))  # the command line writes the first one

@@ -12,6 +12,7 @@ from hone.cli.command import (
     load_arguments,
     load_checked,
     quiet_transformers,
+    require_no_error,
     run_in_processes,
     take_nproc,
 )
@@ -32,6 +33,8 @@ def run(argv: Sequence[str]) -> int:
     nproc, arguments = take_nproc(argv)
     cluster, asked_by = load_arguments(RLConfig, arguments)[0].cluster, "--nproc"
     if cluster.is_used and nproc is None and processes().world_size == 1:
+        if cluster.num_trainer_nodes > 1:
+            return _run_on_nodes(arguments)
         nproc, asked_by = cluster.num_trainers, "cluster.num_trainers"
     if nproc is not None and nproc > 1:
         return run_in_processes("rl", RLConfig, arguments, check, nproc, asked_by=asked_by)
@@ -40,6 +43,18 @@ def run(argv: Sequence[str]) -> int:
         return 0
     outcome = train(cfg)
     return conclude(cfg.run, steps=outcome.steps, stopped_by=outcome.stopped_by)
+
+
+def _run_on_nodes(arguments: Sequence[str]) -> int:
+    """Check the recipe, then start the trainers on nodes of the Ray cluster."""
+    cfg, _ = load_arguments(RLConfig, arguments, starts=True)
+    require_no_error(check(cfg, cfg.cluster.num_trainers))
+    if has_nothing_left(cfg):
+        return 0
+    import_extra("ray", needed_by=cfg.cluster.used_by)
+    from hone.distributed.ray_trainers import run_on_nodes
+
+    return run_on_nodes(cfg, arguments)
 
 
 def train(cfg: RLConfig) -> Outcome:

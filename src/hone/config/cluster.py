@@ -20,8 +20,9 @@ class ClusterConfig(Section):
     `ray://host:port` of Ray's client. Unset: a Ray of this host alone is started for the run."""
 
     num_trainers: int = Field(default=1, ge=1)
-    """Processes that train together, one a device, all on the host that the run is started on;
-    `trainer.parallel` says how."""
+    """Processes that train together, one a device; `trainer.parallel` says how. All on the host
+    that the run is started on, or where they are more than `devices_per_node`, on whole nodes of
+    the Ray cluster."""
 
     num_engines: int = Field(default=0, ge=0)
     """Engines on devices of their own, `engine.tensor_parallel_size` devices each. More engines are
@@ -50,6 +51,12 @@ class ClusterConfig(Section):
     def is_used(self) -> bool:
         """Whether anything but training has devices of its own, so that there is a cluster."""
         return self.num_engines > 0 or self.num_references > 0
+
+    @property
+    def num_trainer_nodes(self) -> int:
+        """Nodes that the trainers are on."""
+        each = self.devices_per_node or self.num_trainers
+        return -(-self.num_trainers // each)
 
     @property
     def used_by(self) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hone.config.errors import UserError
 
 __all__ = [
+    "DEVICES_HELD",
     "HONE_LAUNCHER",
     "Processes",
     "Rendezvous",
@@ -21,6 +22,8 @@ __all__ = [
 
 HONE_LAUNCHER = "HONE_LAUNCHER"
 """Set by `hone.distributed.spawn`, beside torchrun's variables."""
+DEVICES_HELD = "HONE_DEVICES_HELD"
+"""Set where Ray has given this host's devices to the trainers, so that they need not take them."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 

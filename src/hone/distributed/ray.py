@@ -1,6 +1,6 @@
 """Workers as Ray actors: a Ray that has room for them, their processes, and how they are reached.
 
-The only module that imports Ray.
+With `ray_trainers` the only module that imports Ray.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hone.config.errors import UserError
 from hone.config.tree import RLConfig
 from hone.distributed.address import no_cluster, unreachable
 from hone.distributed.pool import WorkersLostError
-from hone.distributed.processes import processes
+from hone.distributed.processes import DEVICES_HELD, processes
 from hone.distributed.signals import handling
 from hone.types import EngineLostError
 
@@ -47,14 +47,19 @@ __all__ = [
     "RayWorkers",
     "ReferenceRank",
     "WorkerRank",
+    "check_nodes",
+    "join",
+    "network_environment",
     "ray_workers",
+    "reserve_gpus",
+    "why_lost",
 ]
 
 _log = logging.getLogger(__name__)
 
 Role = Literal["engine", "reference"]
 
-_PLACING_S = 60.0
+PLACING_S = 60.0
 """How long devices that others hold are waited for."""
 _STARTING_S = 900.0
 """How long an engine may take to read its model's configuration and to record its graphs, and a
@@ -138,6 +143,14 @@ class RayWorkers:
 
 
 @contextmanager
+def reserve_gpus(cfg: RLConfig) -> Generator[None]:
+    """Keep the GPUs of the trainers of this host, which is not that of the first one, from all that
+    Ray starts. Raises as `ray_workers`."""
+    with _joined(cfg, uses_gpus=cfg.run.device != "cpu" and torch.cuda.is_available()):
+        yield
+
+
+@contextmanager
 def ray_workers(cfg: RLConfig, build: str) -> Generator[RayWorkers]:
     """Join or start a Ray that has devices for the engines and references of `cluster`; whatever is
     started there ends with the context.
@@ -181,8 +194,8 @@ def _joined(cfg: RLConfig, *, uses_gpus: bool) -> Generator[None]:
                     logging_level=logging.ERROR,
                 )
         else:
-            _join(address)
-            _check_nodes(cfg.cluster, "GPU" if uses_gpus else "CPU")
+            join(address)
+            check_nodes(cfg.cluster, "GPU" if uses_gpus else "CPU")
         # Ray takes back what nobody refers to any more.
         holder = _reserve_own() if address is not None and uses_gpus else None
         yield
@@ -201,11 +214,12 @@ def _undisturbed() -> AbstractContextManager[None]:
     return handling(signal.SIG_IGN, signal.SIGINT) if is_main else nullcontext()
 
 
-def _join(address: str) -> None:
+def join(address: str, *, log_to_driver: bool = False) -> None:
+    """Be a driver of the Ray at `address`. Raises UserError where there is none."""
     if (reason := unreachable(address)) is not None:
         raise UserError(reason)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, log_to_driver=log_to_driver, logging_level=logging.ERROR)
     except (OSError, RayError, ValueError) as error:
         raise UserError(no_cluster(address, f"{error}")) from error
 
@@ -260,7 +274,7 @@ def _visible_gpus() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _check_nodes(cluster: ClusterConfig, kind: str) -> None:
+def check_nodes(cluster: ClusterConfig, kind: str) -> None:
     """Whether the Ray that was joined is the cluster that the configuration speaks of."""
     devices = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
     expected = cluster.devices_per_node or 0
@@ -284,7 +298,7 @@ def _reserve_own() -> Any:
     """Take the trainers' GPUs of this host out of what Ray gives away, where it has them, as long
     as the returned handle lives."""
     own, node = processes(), own_node()
-    if not node["Resources"].get("GPU"):
+    if not node["Resources"].get("GPU") or os.environ.get(DEVICES_HELD):
         return None
     mine = set(_visible_gpus()[: own.local_world_size])
     holder: Any = (
@@ -296,11 +310,11 @@ def _reserve_own() -> Any:
         .remote()
     )
     try:
-        held = set(ray.get(holder.gpus.remote(), timeout=_PLACING_S))
+        held = set(ray.get(holder.gpus.remote(), timeout=PLACING_S))
     except RayError as error:
         raise UserError(
             f"this host is part of the Ray cluster, which has not given its {own.local_world_size} "
-            f"GPUs for training within {_PLACING_S:.0f} s. End what holds them: {error}"
+            f"GPUs for training within {PLACING_S:.0f} s. End what holds them: {error}"
         ) from error
     if held != mine:
         raise UserError(
@@ -317,7 +331,7 @@ def _place(cfg: RLConfig, *, uses_gpus: bool) -> PlacementGroup:
     kind = "GPU" if uses_gpus else "CPU"
     sizes = [size] * cluster.num_engines + [1] * cluster.num_references
     placed = placement_group([{"CPU": n} | {kind: n} for n in map(float, sizes)], strategy="PACK")
-    if not placed.wait(_PLACING_S):
+    if not placed.wait(PLACING_S):
         remove_placement_group(placed)
         total = int(ray.cluster_resources().get(kind, 0))
         free = int(ray.available_resources().get(kind, 0))
@@ -481,7 +495,7 @@ class RayPending:
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
-            raise EngineLostError(self.engine, _how(error)) from error
+            raise EngineLostError(self.engine, why_lost(error)) from error
 
     def _ended(self, timeout_s: float) -> list[ray.ObjectRef[Any]]:
         return ray.wait([self.ref, *self.others], timeout=timeout_s)[0]
@@ -492,7 +506,7 @@ class RayPending:
             try:
                 ray.get(ref)
             except RayError as error:
-                raise EngineLostError(self.engine, f"of another rank: {_how(error)}") from error
+                raise EngineLostError(self.engine, f"of another rank: {why_lost(error)}") from error
 
 
 class RayWorker:
@@ -536,7 +550,7 @@ class RayWorker:
             ray.kill(rank, no_restart=True)
 
 
-def _how(error: RayError) -> str:
+def why_lost(error: RayError) -> str:
     """What became of the process, without the numbers by which Ray knows it."""
     lines = [line.strip() for line in str(error).splitlines()]
     text = " ".join(line for line in lines if line and not _IDS.match(line))

@@ -21,6 +21,7 @@ from hone.config.tree import RLConfig
 from hone.data.prompts import PromptData
 from hone.data.turns import TurnRenderer
 from hone.distributed.mesh import Mesh
+from hone.distributed.processes import processes
 from hone.engine.kv_cache import cache_dtype
 from hone.families.shape import ModelShape
 from hone.loops.engine_ranks import EngineRanks
@@ -32,7 +33,7 @@ from hone.loops.recorder import Limits, recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Phase, Run
 from hone.loops.untrained import Untrained, is_stalled, why_untrained
-from hone.loops.workers import Pools, judged, make_engine, thread_pools
+from hone.loops.workers import Pools, judged, make_engine, reserved_gpus, thread_pools
 from hone.models.adapters import adapt, is_adapted
 from hone.models.decoder import alias_module
 from hone.models.load import blank_model, compute_dtype, load_value_model
@@ -257,6 +258,10 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         scorer = stack.enter_context(scoring)
         transcripts = transcripts_of(cfg, data.all_rows()) if scorer is not None else None
         pools = None
+        if cfg.cluster.is_used and cfg.cluster.address is not None and mesh.world.size > 1:
+            if processes().local_rank == 0 and not mesh.is_first:
+                stack.enter_context(reserved_gpus(cfg))
+            mesh.gather(None)  # before any GPU is given to an engine
         if (plan.is_apart or cfg.cluster.is_used) and mesh.is_first:
             pools = stack.enter_context(make_pools(cfg))
 

@@ -44,6 +44,7 @@ __all__ = [
     "judged",
     "make_engine",
     "ray_pools",
+    "reserved_gpus",
     "thread_pools",
 ]
 
@@ -188,6 +189,15 @@ def build_worker(role: str, cfg: RLConfig, name: str) -> EngineWorker | FrozenSc
     recorder = MemoryRecorder(cfg.profile.memory, folder, place, choose_device(cfg.run))
     atexit.register(recorder.close)  # it lives as long as the process
     return build_engine_worker(cfg, name=name) if role == "engine" else build_reference(cfg)
+
+
+@contextmanager
+def reserved_gpus(cfg: RLConfig) -> Generator[None]:
+    """Keep the GPUs of this host's trainers from engines and references."""
+    from hone.distributed.ray import reserve_gpus
+
+    with reserve_gpus(cfg):
+        yield
 
 
 @contextmanager

@@ -37,28 +37,28 @@ _DEVICES = (
             fix=f"{side}.enable_sleep = false")
       for side in ("engine", "trainer")),
     warning(f"{_TRAINERS} > 1", f"{_NODES} > 1", f"{_PER_NODE} = unset", given=("cluster.is_used",),
-            why="beside engines or references all trainers must be on one node, and whether they "
-            "fit is not known",
+            why="then all trainers start on this host, and whether they fit is not known",
             fix=f"set {_PER_NODE}"),
     error("@devices_needed > @devices_there", given=("cluster.is_used",),
           fix="use fewer | use more nodes"),
-    error(f"{_TRAINERS} > {_PER_NODE}", given=("cluster.is_used", _FITS),
-          why="trainers on several nodes beside a cluster are not served yet",
-          fix=f"use at most {{{_PER_NODE}}} (trainer.parallel.zero_stage 3 and "
-          "trainer.offload save memory) | no cluster ({cluster.used_by} 0): torchrun "
-          "starts trainers on several nodes, each with an engine on its own device"),
-    error(f"{_SIZE} > {_PER_NODE}", given=("cluster.is_used", _FITS, f"{_TRAINERS} <= {_PER_NODE}"),
+    error(f"{_PER_NODE} does not divide {_TRAINERS}",
+          given=("cluster.is_used", _FITS, f"{_TRAINERS} > {_PER_NODE}"),
+          why="trainers on several nodes have whole nodes",
+          fix=f"use a multiple of {{{_PER_NODE}}}"),
+    error(f"{_SIZE} > {_PER_NODE}", given=("cluster.is_used", _FITS),
           why="the ranks of an engine talk twice a layer and must be on one node",
           fix=f"{_SIZE} = {{{_PER_NODE}}} | less"),
     error(f"{_ENGINES} > @max_engines",
-          given=(_FITS, f"{_TRAINERS} <= {_PER_NODE}", f"{_SIZE} <= {_PER_NODE}"),
+          given=(_FITS, f"{_SIZE} <= {_PER_NODE}"),
           fix="use fewer engines | use a size that divides what a node has"),
     warning("@devices_needed < @devices_there", given=("cluster.is_used",),
             why="the rest stays idle",
             fix="give them to {idle_serve}"),
-    error(f"{_TRAINERS} > @num_trainers_here", only=("rl",), given=("cluster.is_used",),
-          why="trainers on several nodes with {cluster.used_by} above 0 are not served yet",
-          fix="use at most {num_trainers_here} | no cluster ({cluster.used_by} 0)"),
+    error(f"{_TRAINERS} > @num_trainers_here", "cluster.address = unset", only=("rl",),
+          given=("cluster.is_used",),
+          why="the run's Ray would be of one node alone",
+          fix="name the Ray cluster that all nodes have joined | no cluster "
+          "({cluster.used_by} 0)"),
 )  # fmt: skip
 
 _REFERENCE = tuple(

@@ -262,17 +262,18 @@ def devices_there(view: View) -> Fact:
 
 @fact
 def max_engines(view: View) -> Fact:
-    """Engines, each on one node, that fit beside the trainers, which share one; references are of
-    one device and take what is left."""
+    """Engines, each on one node, that fit beside the trainers, which share one or have whole ones;
+    references are of one device and take what is left."""
     size, each = view["engine.tensor_parallel_size"], view["cluster.devices_per_node"]
     if each is None:
         raise NotKnownError("max_engines")
-    beside, nodes = each - view["cluster.num_trainers"], view["cluster.num_nodes"]
+    whole, rest = divmod(view["cluster.num_trainers"], each)
+    beside, nodes = (each - rest) % each, view["cluster.num_nodes"] - whole
     noun = (
         f"what fits with engine.tensor_parallel_size {size} devices each on one node, where "
         f"trainers leave {beside} of theirs (cluster.devices_per_node less cluster.num_trainers)"
     )
-    return Fact(beside // size + (nodes - 1) * (each // size), noun)
+    return Fact(beside // size + (nodes - (rest > 0)) * (each // size), noun)
 
 
 @fact

@@ -1,0 +1,191 @@
+"""Training processes on several nodes of a Ray cluster: on each an actor that runs torchrun there.
+
+The actors hold the devices, so that Ray gives them to nobody else; torchrun, its rendezvous and the
+watch between processes are those of a run that is started by hand.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hone.config.errors import UserError
+from hone.config.tree import RLConfig
+from hone.distributed.processes import DEVICES_HELD
+from hone.distributed.ray import PLACING_S, check_nodes, join, network_environment, why_lost
+from hone.distributed.signals import handling
+
+__all__ = ["run_on_nodes"]
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_GRACE_S = 30.0
+"""What the other nodes have to end after one of them has failed: torchrun waits as long."""
+
+
+class TrainerNode:
+    """A node's share of the training processes."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def address(self) -> tuple[str, int]:
+        """Where all processes meet, if this is the first node: its address and a free port."""
+        with socket.create_server(("", 0)) as server:
+            return ray.util.get_node_ip_address(), server.getsockname()[1]
+
+    def run(self, words: Sequence[str], folder: str) -> int:
+        """Run torchrun with `words` in `folder`; its exit code."""
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(
+                f"{socket.gethostname()} has no folder {folder!r}, in which the run was started. "
+                "All nodes must see it under this path."
+            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words],
+            cwd=folder,
+            env=os.environ | network_environment() | {DEVICES_HELD: "1"},
+        )
+        return self._process.wait()
+
+    def send_signal(self, number: int) -> None:
+        """Pass a signal on to torchrun."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+def run_on_nodes(cfg: RLConfig, arguments: Sequence[str]) -> int:
+    """Run `hone rl` with `arguments` in `cluster.num_trainers` processes, as many on each node as
+    `cluster.devices_per_node` says; the exit code, 1 where a node is lost, which is named.
+
+    Raises UserError where the cluster has not so many nodes with so many free devices.
+    """
+    cluster = cfg.cluster
+    assert cluster.address is not None
+    join(cluster.address, log_to_driver=True)
+    try:
+        has_gpus = "GPU" in ray.cluster_resources()
+        uses_gpus = cfg.run.device == "cuda" or (cfg.run.device == "auto" and has_gpus)
+        kind = "GPU" if uses_gpus else "CPU"
+        check_nodes(cluster, kind)
+        placed = _place(cluster.num_trainer_nodes, cluster.devices_per_node or 1, kind)
+        try:
+            return _Nodes(cfg, placed, uses_gpus=uses_gpus).run(arguments)
+        finally:
+            remove_placement_group(placed)
+    finally:
+        ray.shutdown()
+
+
+def _place(num_nodes: int, each: int, kind: str) -> PlacementGroup:
+    """`each` devices on each of so many nodes."""
+    bundle = {"CPU": float(each), kind: float(each)}
+    placed = placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD")
+    if not placed.wait(PLACING_S):
+        free = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
+        remove_placement_group(placed)
+        raise UserError(
+            f"the trainers need {num_nodes} nodes with {each} free {kind}s and CPUs each; the "
+            f"cluster's nodes have {free} {kind}s in all. End what holds them, or use fewer."
+        )
+    return placed
+
+
+class _Nodes:
+    """The nodes of the trainers, from their start to their end."""
+
+    def __init__(self, cfg: RLConfig, placed: PlacementGroup, *, uses_gpus: bool) -> None:
+        self._num_nodes = cfg.cluster.num_trainer_nodes
+        self._each = each = cfg.cluster.devices_per_node or 1
+        actor = ray.remote(TrainerNode)
+        self._actors: list[Any] = [
+            actor.options(
+                num_cpus=each,
+                num_gpus=each if uses_gpus else 0,
+                max_concurrency=2,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placed, placement_group_bundle_index=index
+                ),
+            ).remote()
+            for index in range(self._num_nodes)
+        ]
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Run torchrun on all; signals that come here go on to them."""
+        addresses = ray.get([actor.address.remote() for actor in self._actors])
+        hosts, (host, port) = [name for name, _ in addresses], addresses[0]
+        _log.info("starting %d trainers each on %s", self._each, ", ".join(hosts))
+        runs = [
+            actor.run.remote(self._words(index, host, port, arguments), os.getcwd())
+            for index, actor in enumerate(self._actors)
+        ]
+        came: list[int] = []
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            came.append(number)
+
+        with handling(forward, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            code = self._wait(runs, hosts, came)
+        return 128 + came[0] if code and came else code
+
+    def _words(self, index: int, host: str, port: int, arguments: Sequence[str]) -> list[str]:
+        return [
+            f"--nnodes={self._num_nodes}",
+            f"--node-rank={index}",
+            f"--nproc-per-node={self._each}",
+            f"--master-addr={host}",
+            f"--master-port={port}",
+            "-m",
+            "hone",
+            "rl",
+            *arguments,
+        ]
+
+    def _wait(self, runs: Sequence[Any], hosts: Sequence[str], came: Sequence[int]) -> int:
+        """Until all nodes have ended, or one has failed; the first exit code that is not 0."""
+        waiting = {run: node for node, run in enumerate(runs)}
+        code, num_sent, until = 0, 0, float("inf")
+        while waiting and time.monotonic() < until:
+            ended, _ = ray.wait([*waiting], num_returns=1, timeout=_POLL_S)
+            for number in came[num_sent:]:
+                self._send_signal(number)
+            num_sent = len(came)
+            for run in ended:
+                failed = self._code_of(run, waiting.pop(run), hosts)
+                if failed and not code:
+                    code, until = failed, time.monotonic() + _GRACE_S
+                    self._send_signal(signal.SIGTERM)
+        return code
+
+    def _code_of(self, run: Any, node: int, hosts: Sequence[str]) -> int:
+        try:
+            return ray.get(run)
+        except RayError as error:
+            first = node * self._each
+            _log.error(
+                "error: node %s, with ranks %d to %d, is lost: %s. The same command goes on from "
+                "the last checkpoint, on nodes that are there.",
+                hosts[node],
+                first,
+                first + self._each - 1,
+                why_lost(error).rstrip("."),
+            )
+            return 1
+
+    def _send_signal(self, number: int) -> None:
+        for actor in self._actors:
+            actor.send_signal.remote(number)
