@@ -257,13 +257,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         scoring = _scoring(cfg, mesh, ranks, data=data, tokenizer=tokenizer)
         scorer = stack.enter_context(scoring)
         transcripts = transcripts_of(cfg, data.all_rows()) if scorer is not None else None
-        pools = None
-        if cfg.cluster.is_used and cfg.cluster.address is not None and mesh.world.size > 1:
-            if processes().local_rank == 0 and not mesh.is_first:
-                stack.enter_context(reserved_gpus(cfg))
-            mesh.gather(None)  # before any GPU is given to an engine
-        if (plan.is_apart or cfg.cluster.is_used) and mesh.is_first:
-            pools = stack.enter_context(make_pools(cfg))
+        pools = stack.enter_context(_pools(cfg, plan, mesh, make_pools))
 
         load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
         model = load()
@@ -315,6 +309,20 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         start.save_config()
         restore_random_state(random_state)  # whatever the engine has drawn to profile itself
         yield built
+
+
+@contextmanager
+def _pools(
+    cfg: RLConfig, plan: RunPlan, mesh: Mesh, make_pools: MakePools
+) -> Generator[Pools | None]:
+    """What the first process has, once the trainers of all nodes have their GPUs for themselves."""
+    with ExitStack() as stack:
+        if cfg.cluster.is_used and cfg.cluster.address is not None and mesh.world.size > 1:
+            if processes().local_rank == 0 and not mesh.is_first:
+                stack.enter_context(reserved_gpus(cfg))
+            mesh.gather(None)  # before any GPU is given to an engine
+        needs_pools = (plan.is_apart or cfg.cluster.is_used) and mesh.is_first
+        yield stack.enter_context(make_pools(cfg)) if needs_pools else None
 
 
 @contextmanager
