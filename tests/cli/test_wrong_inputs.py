@@ -77,6 +77,8 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --engine.backend vllm", "pip install"),
     ("rl r.yaml --log.to '[wandb]'", "pip install 'hone-rl[wandb]'"),
     # models
+    ("rl r.yml", "Did you mean 'r.yaml'?"),
+    ("rl tabs", "Did you mean 'tab.yaml'?"),
     ("rl r.yaml --model.path nosuch", "Give a folder with config.json, or a hub name"),
     ("rl r.yaml --model.path train.jsonl", "is a file. Give the folder it is in."),
     ("rl r.yaml --model.path empty", "holds no config.json"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+_PATTERNS = ("*.yaml", "*.yml")
+
+
 def resolve_recipe(name: str) -> Path:
     """The file of a recipe given by path or, for one that comes with the package, by name.
 
@@ -101,8 +105,11 @@ def resolve_recipe(name: str) -> Path:
         return built_in
     known = ", ".join(recipe_names()) or "none"
     what = "a folder, not a file" if path.is_dir() else "no such file"
+    files = {file.stem: file for pattern in _PATTERNS for file in path.parent.glob(pattern)}
+    near = get_close_matches(path.stem, files, 1)
+    hint = f"Did you mean '{files[near[0]]}'? " if near else ""
     raise UserError(
-        f"recipe '{name}': {what}, and no recipe of that name comes with hone. "
+        f"recipe '{name}': {what}, and no recipe of that name comes with hone. {hint}"
         f"Give the path of a YAML file, or one of: {known}."
     )
 
