@@ -17,9 +17,10 @@ from hone.distributed.mesh import Mesh
 from hone.loops.recorder import Limits, Recorder
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
+from hone.observe.device_memory import GIB, DeviceMemory, Reading
 from hone.observe.gpu_use import GPUUse
 from hone.observe.loggers import RunLog
-from hone.observe.metrics import Last, Metrics, Sum
+from hone.observe.metrics import Last, Metrics, Sum, to_scalars
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.types import Column, Group, Prompt, Row, Sample, StopReason
@@ -158,3 +159,54 @@ def test_the_advantage_of_a_sample_is_the_mean_of_its_tokens(tmp_path: Path) -> 
         recorder.record(1, {}, groups=GROUPS, rows=[row])
     written = [json.loads(line)["advantage"] for line in (tmp_path / "samples.jsonl").open()]
     assert written == [2.0, None, None, None]
+
+
+class FakeDevice:
+    """A GPU of 100 GiB whose cache sleeps, read as torch and the driver are."""
+
+    def __init__(self) -> None:
+        self.tensors = self.cache = self.peak = 0
+
+    def hold(self, tensors: int) -> None:
+        self.tensors = tensors
+        self.peak = max(self.peak, tensors)
+
+    def read(self, device: torch.device) -> Reading:
+        peak, self.peak = self.peak, self.tensors
+        return Reading(100 * GIB - self.tensors - self.cache, self.cache, peak)
+
+
+@pytest.mark.parametrize(("sleeps", "peak"), [(True, 37), (False, 57)])
+def test_a_cache_that_sleeps_while_the_trainer_works_is_no_part_of_its_peak(
+    sleeps: bool, peak: int
+) -> None:
+    """A cache of 20 GiB beside 10 of weights, and 37 in training; in the next step no more."""
+    gpu = FakeDevice()
+    memory = DeviceMemory(torch.device("cuda"), read=gpu.read)
+    for _ in range(2):
+        gpu.cache = 20 * GIB
+        gpu.hold(10 * GIB)  # engines generate
+        if sleeps:
+            memory.end_phase()
+            gpu.cache = 0
+        gpu.hold(37 * GIB)
+        gpu.hold(10 * GIB)
+        if sleeps:
+            memory.end_phase()
+            gpu.cache = 20 * GIB
+        taken = to_scalars(memory.take())
+        assert taken == {"mem/gpu_free_gib": 70.0, "mem/gpu_peak_gib": peak}
+
+
+def test_engines_that_need_most_are_the_peak() -> None:
+    gpu = FakeDevice()
+    memory = DeviceMemory(torch.device("cuda"), read=gpu.read)
+    gpu.cache = 60 * GIB
+    gpu.hold(10 * GIB)
+    memory.end_phase()
+    gpu.cache = 0
+    gpu.hold(37 * GIB)
+    assert to_scalars(memory.take())["mem/gpu_peak_gib"] == 70.0
+    memory = DeviceMemory(torch.device("cpu"), read=gpu.read)
+    memory.end_phase()
+    assert memory.take() == {}

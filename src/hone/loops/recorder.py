@@ -24,17 +24,18 @@ from hone.families.shape import ModelShape
 from hone.loops.launch import Launch
 from hone.observe.alarms import Alarms
 from hone.observe.console import Console
+from hone.observe.device_memory import DeviceMemory
 from hone.observe.disk import DiskError
 from hone.observe.gpu_use import GPUUse
 from hone.observe.loggers import RunLog
-from hone.observe.metrics import Max, Mean, Metrics, Min, merge, to_scalars
+from hone.observe.metrics import Max, Mean, Metrics, merge, to_scalars
 from hone.observe.metrics_server import MetricsServer
 from hone.observe.spans import Spans
 from hone.planner.roofline import generation_time_s, training_time_s
 from hone.rewards.scorer import FailureRateError
 from hone.types import Group, Row, Sample
 
-__all__ = ["Limits", "Recorder", "memory_metrics", "recording"]
+__all__ = ["Limits", "Recorder", "recording"]
 
 _log = logging.getLogger(__name__)
 
@@ -101,25 +102,6 @@ class Limits:
         return ratios | {"perf/R_step": limit_s / max(seconds["step"], 1e-9)}
 
 
-def memory_metrics(device: torch.device) -> Metrics:
-    """Host and device memory of the process that has most, in GiB, and the peak since the last
-    call.
-
-    The peak is that of torch's tensors and what else is taken now, the KV cache above all; with a
-    cache that sleeps while the trainer works it is an upper bound.
-    """
-    metrics: Metrics = {"mem/rss_gib": Max(psutil.Process().memory_info().rss / GIB)}
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        elsewhere = total - free - torch.cuda.memory_reserved(device)
-        metrics["mem/gpu_free_gib"] = Min(free / GIB)
-        metrics["mem/gpu_peak_gib"] = Max(
-            (torch.cuda.max_memory_allocated(device) + elsewhere) / GIB
-        )
-        torch.cuda.reset_peak_memory_stats(device)
-    return metrics
-
-
 @dataclass(slots=True)
 class CPUUse:
     """What this process gets of the CPU, since it was asked last."""
@@ -156,10 +138,15 @@ class Recorder:
     cpu_use: CPUUse = field(default_factory=CPUUse)
     gpu_use: GPUUse | None = None
     """Of this process's device."""
+    memory: DeviceMemory = field(init=False)
+    """Likewise."""
     before_failure: Callable[[], None] = lambda: None
     """Called where an error ends the run, as long as events can be written."""
     _unrecorded: tuple[int, Sequence[Group], str] | None = None
     """Step, groups and split of samples that are in no file yet."""
+
+    def __post_init__(self) -> None:
+        self.memory = DeviceMemory(self.mesh.device)
 
     def progress(self, finished: int, wanted: int) -> None:
         """Show how many samples of the current step are done."""
@@ -219,7 +206,8 @@ class Recorder:
         """Write the row of `step`, the number of updates done. Collective; times are those of the
         first process. `why_untrained` is the cause where no token of it was trained."""
         seconds = self.spans.take()
-        own = memory_metrics(self.mesh.device)
+        rss = psutil.Process().memory_info().rss
+        own: Metrics = {"mem/rss_gib": Max(rss / GIB), **self.memory.take()}
         if self.gpu_use is not None:
             own["perf/gpu_utilization"] = Mean.of(self.gpu_use.take())
         machine = merge(*self.mesh.gather(own))

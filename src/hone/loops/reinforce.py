@@ -149,6 +149,7 @@ class RLRun(Run[Group]):
         """With `enable_sleep`, who takes the device finds the memory of who leaves it free."""
         engine = self._sleeping_engine
         if engine is not None:
+            self.recorder.memory.end_phase()
             engine.sleep()
         if self.cfg.trainer.enable_sleep:
             self.models.wake()
@@ -156,6 +157,7 @@ class RLRun(Run[Group]):
         if self.cfg.trainer.enable_sleep:
             self.models.sleep()
         if engine is not None:
+            self.recorder.memory.end_phase()
             engine.wake()
 
     @contextmanager
