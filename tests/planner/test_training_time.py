@@ -59,6 +59,22 @@ def test_states_in_fewer_bits_travel_faster() -> None:
     assert rounded == pytest.approx(full * 8 / 12)
 
 
+def test_offloaded_gradients_travel_in_every_micro_batch() -> None:
+    """A bus so slow that backward hides next to nothing: sixteen times four bytes a parameter, both
+    ways at once, and once more for the step."""
+    gpu = replace(GPUS[0], host_bytes_per_s=1e7)
+    before = seconds(plan_of("qwen3-1.7b", gpu=gpu, offload="optimizer"))
+    found = seconds(plan_of("qwen3-1.7b", gpu=gpu, offload="gradients")) - before
+    assert found == pytest.approx(17 * 4 * 1.72e9 / 1e7, rel=0.01)
+
+
+def test_backward_hides_all_gradients_but_those_of_the_embedding() -> None:
+    before = seconds(plan_of("qwen3-4b", offload="optimizer"))
+    found = seconds(plan_of("qwen3-4b", offload="gradients")) - before
+    embedding = 151_936 * 2560
+    assert found == pytest.approx(4 * (16 * embedding + 4.02e9) / 50e9, rel=0.01)
+
+
 def test_collectives_take_time_where_the_link_is_slow() -> None:
     """Reduction, and gathering with stage 3, hide beside products on NVLink, not over PCIe."""
 

@@ -222,17 +222,17 @@ def _rank(cfg: PlanConfig, outcome: Outcome) -> tuple[float, ...]:
 
 def _possible(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> Iterator[str]:
     """What would make a run possible for which no settings were found, in words."""
-    adapters = {"rank": 32}
-    for lora in (adapters, adapters | {"load_in_4bit": True}):
-        other = cfg.model_copy(
-            update={
-                "model": cfg.model.model_copy(
-                    update={"lora": cfg.model.lora.model_copy(update=lora)}
-                )
-            }
-        )
-        if not cfg.model.lora.rank and _can_run(other, shape, gpu, num_gpus):
-            yield ", ".join(f"model.lora.{key} {value}".lower() for key, value in lora.items())
+    given = cfg.model.lora
+    adapters = {} if given.rank else {"rank": 32}
+    for change in (adapters, adapters | {"load_in_4bit": True}):
+        lora = given.model_copy(update=change)
+        if lora == given:
+            continue
+        other = cfg.model_copy(update={"model": cfg.model.model_copy(update={"lora": lora})})
+        if _can_run(other, shape, gpu, num_gpus):
+            words = ", ".join(f"model.lora.{key} {value}".lower() for key, value in change.items())
+            learns = "rounds the frozen weights" if given.rank else "trains adapters alone"
+            yield f"{words} (another method, which {learns})"
             break
     for factor in (2, 4, 8, 16, 32):
         if not cfg.cluster.num_engines and _can_run(cfg, shape, gpu, factor * num_gpus):

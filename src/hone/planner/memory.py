@@ -40,6 +40,7 @@ __all__ = [
     "TrainingMemory",
     "adapter_params",
     "layer_code",
+    "params_in_4bit",
     "planned_step",
     "training_memory",
 ]
@@ -159,6 +160,12 @@ def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Parameters of the adapters, over all layers."""
     named = [t for t in shape.tensors() if _has_adapter(t, lora)]
     return sum(lora.rank * sum(t.size) * t.count for t in named)
+
+
+def params_in_4bit(shape: ModelShape, lora: LoraConfig) -> int:
+    """Frozen parameters that are kept in four bits, over all layers."""
+    held = [t for t in shape.tensors() if lora.load_in_4bit and _has_adapter(t, lora)]
+    return sum(t.count * t.numel for t in held)
 
 
 def _has_adapter(tensor: TensorShape, lora: LoraConfig) -> bool:

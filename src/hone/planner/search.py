@@ -3,12 +3,15 @@
     found = search(cfg, shape, gpu, num_gpus, notes)     # a plan for each placement that can be
 
 A placement is as many trainers and engines as there are GPUs for, on the same ones or apart, with
-engines over one GPU or several. Of the settings that decide about memory (ZeRO's stage,
-recomputation, offloads, sleep) each takes those that fit, keep every rule, and cost least.
+engines over one GPU or several. Of the ways in which its trainers share rows and matrices (tensor,
+Ulysses and ring parallelism, budgets of tokens), and of the settings that decide about memory
+(ZeRO's stage, recomputation, offloads, sleep), each takes those that fit, keep every rule of `hone
+rl`, and cost least. What changes what is learnt (LoRA, numbers of bits) stays as it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -18,6 +21,7 @@ import numpy as np
 from hone.config.cluster import ClusterConfig
 from hone.config.hardware import Peaks
 from hone.config.model_facts import ModelFacts
+from hone.config.parallel import ulysses_problem
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape
@@ -30,6 +34,16 @@ __all__ = ["memory_settings", "peak_bytes", "plan_of", "search"]
 
 _MAX_SPLITS = 16
 _ENGINE_SIZES = (1, 2, 4, 8)
+_AXES = tuple(f"trainer.parallel.{axis}_size" for axis in ("tensor_parallel", "ulysses", "ring"))
+_QUICKEST: Change = {"trainer.recompute": "off", "trainer.offload": "none"}
+_SURE_GAIN = 1.05
+"""How much faster than trainers without it sharing rows or matrices has to be by prediction."""
+_DECIDED = (
+    *("trainer.parallel", "trainer.max_tokens", "trainer.offload", "trainer.recompute"),
+    *("trainer.enable_sleep", "engine.enable_sleep", "engine.gpu_memory_utilization"),
+    *("engine.tensor_parallel_size", "cluster"),
+)
+"""Settings that the search decides about, so that an error about one is its own to avoid."""
 
 
 def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement) -> RunPlan:
@@ -74,9 +88,10 @@ def search(
     if num_gpus <= size:
         notes.append(f"an engine takes {size} GPUs, which leaves none of {num_gpus} to trainers")
     kept = _evenly_spread(laid_out, notes)
+    trainers: dict[int, RunPlan | None] = {}
     found: dict[Placement, RunPlan] = {}
     for placement in kept:
-        fitted = _fastest_that_fits(laid_out[placement], _cost(cfg))
+        fitted = _fastest_that_fits(laid_out[placement], _cost(cfg), trainers)
         if fitted is not None and cfg.plan.goal != "memory":
             fitted = _with_more_cache(fitted, _num_keys(cfg, placement))
         if fitted is None:
@@ -143,19 +158,128 @@ def _cost(cfg: PlanConfig) -> Callable[[RunPlan], float]:
     return lambda plan: TrainingTime(plan, cfg.plan).step_s(lengths, num_trained * num_rows)
 
 
-def _fastest_that_fits(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
-    """The plan with the settings of memory that fit, are served, and cost least; of equal ones the
-    nearest to the recipe's. None: none fit."""
-    known = errors(plan)
-    changes = [*_settings(plan)]
-    plans = [changed(plan, change) if change else plan for change in changes]
-    costs = [cost(each) for each in plans]
-    for index in sorted(range(len(plans)), key=lambda i: (costs[i], len(changes[i]))):
-        if does_fit(plans[index]) and errors(plans[index]) <= known:
-            return plans[index]
-    further = remedies(plan, moves=False)  # smaller budgets, tokens shared, rounded states
-    fitting = [changed(plan, change) for change in further]
-    return min(fitting, key=cost, default=None)
+def _fastest_that_fits(
+    plan: RunPlan, cost: Callable[[RunPlan], float], found: dict[int, RunPlan | None]
+) -> RunPlan | None:
+    """The plan with the axes and the settings of memory that fit, are served, and cost least; of
+    equal ones the nearest to the recipe's. None: none fit.
+
+    Trainers apart are settled by their number, whatever the engines: `found` keeps them.
+    """
+    plan = _with_started_engine(plan)
+    if _lacks_engine(plan):
+        return None
+    if not plan.is_apart:
+        return _settled(plan, cost)
+    number = plan.policy.axes.world
+    if number not in found:
+        found[number] = _settled(plan, cost)
+    like = found[number]
+    return None if like is None else changed(plan, {"trainer": like.trainer})
+
+
+def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
+    """The same for trainers whose engines fit."""
+    allowed = {x for x in errors(plan) if not any(key.startswith(_DECIDED) for key in x.keys)}
+    own_axes = plan.policy.axes.tensor * plan.policy.axes.context
+    laid_out = [changed(plan, layout) for layout in _layouts(plan)]
+
+    def weighed(plan: RunPlan) -> float:
+        axes = plan.policy.axes
+        return cost(plan) * (_SURE_GAIN if axes.tensor * axes.context > own_axes else 1.0)
+
+    is_memory = cost is peak_bytes
+    # What no choice of settings is below.
+    bounds = [weighed(changed(x, _thriftiest(x) if is_memory else _QUICKEST)) for x in laid_out]
+    least, best = math.inf, None
+    for index in sorted(range(len(bounds)), key=bounds.__getitem__):
+        base = laid_out[index]
+        if bounds[index] >= least:
+            break
+        if not does_fit(changed(base, _thriftiest(base))):
+            continue
+        changes = [*_settings(base)]
+        plans = [changed(base, change) for change in changes]
+        costs = [weighed(each) for each in plans]
+        for i in sorted(range(len(plans)), key=lambda i: (costs[i], len(changes[i]))):
+            if costs[i] >= least:
+                break
+            if does_fit(plans[i]) and errors(plans[i]) <= allowed:
+                least, best = costs[i], plans[i]
+                break
+    rounded: Change = {"trainer.optimizer.state_dtype": "bfloat16"}
+    least_of = (changed(x, {**_thriftiest(x), **rounded}) for x in laid_out)
+    if best is not None or all(_excess_of(x, "train") for x in least_of):
+        return best
+    further = remedies(laid_out[0], moves=False)  # rounded states, other caches, several together
+    fitting = [changed(laid_out[0], change) for change in further]
+    return min((x for x in fitting if errors(x) <= allowed), key=cost, default=None)
+
+
+def _layouts(plan: RunPlan) -> Iterator[Change]:
+    """How trainers may share matrices and the tokens of a row, the recipe's way first; with it
+    budgets that hold each one's share of the longest row."""
+    trainer, shape, world = plan.trainer, plan.shape, plan.world_size or 1
+    assert trainer is not None
+    assert shape is not None
+    parallel, budget = trainer.parallel, trainer.max_tokens_per_microbatch
+    sizes = [(parallel.tensor_parallel_size, parallel.ulysses_size, parallel.ring_size)]
+    if parallel.replica_size == 1:  # a recipe's own axes stay
+        most = min(world, plan.devices.per_node or GPUS_OF_A_NODE)
+        powers = [1 << n for n in range(most.bit_length())]
+        every = (x for x in product(powers, repeat=3) if math.prod(x) <= most)
+        sizes = sorted((x for x in every if world % math.prod(x) == 0), key=math.prod)
+    for tensor, ulysses, ring in sizes:
+        if ulysses_problem(ulysses, shape.num_heads // tensor, shape.num_kv_heads // tensor):
+            continue
+        layout: dict[str, Any] = {}
+        for key, size in zip(_AXES, (tensor, ulysses, ring), strict=True):
+            if size != getattr(parallel, key.rpartition(".")[2]):
+                layout[key] = size
+        longest = plan.max_sequence_tokens
+        if longest is None or trainer.micro_batch_size is not None:
+            yield layout
+            continue
+        share = -(-longest // (ulysses * ring))
+        for tokens in dict.fromkeys(max(each, share) for each in (budget, budget // 4, 0)):
+            if tokens == budget:
+                yield layout
+            elif ulysses * ring == 1 or tokens < longest:  # else sharing rows saves nothing
+                yield {**layout, "trainer.max_tokens_per_microbatch": tokens}
+
+
+def _thriftiest(plan: RunPlan) -> Change:
+    """The settings of memory by which a plan takes least."""
+    last = {key: values[-1] for key, values in memory_settings(plan).items()}
+    return last | {"trainer.recompute": "full", "trainer.offload": "parameters"}
+
+
+def _with_started_engine(plan: RunPlan) -> RunPlan:
+    """Of engines apart: with the share of memory, the nearest to the recipe's, with which they
+    start and have room for a sample."""
+    if not plan.is_apart or not _lacks_engine(plan):
+        return plan
+    assert plan.engine is not None
+    given = plan.engine.gpu_memory_utilization
+    shares = sorted((n / 20 for n in range(1, 20)), key=lambda share: abs(share - given))
+    plans = (changed(plan, {"engine.gpu_memory_utilization": share}) for share in shares)
+    return next((each for each in plans if not _lacks_engine(each)), plan)
+
+
+def _lacks_engine(plan: RunPlan) -> bool:
+    """Whether engines on devices of their own do not fit them."""
+    if not plan.is_apart:
+        return False
+    lacks_room = RunMemory(plan).lacks_room_for_one
+    return lacks_room or _excess_of(plan, "generate") or _excess_of(plan, "sync", "engine")
+
+
+def _excess_of(plan: RunPlan, name: str, role: str | None = None) -> bool:
+    """Whether a phase of this name (and role) needs more memory than a GPU has."""
+    assert plan.devices.gpu is not None
+    limit = (plan.devices.gpu.memory_gib or 0) << 30
+    phases = [x for x in RunMemory(plan).phases() if x.name == name and role in (None, x.role)]
+    return any(phase.num_bytes > limit for phase in phases)
 
 
 def _num_keys(cfg: PlanConfig, placement: Placement) -> int:

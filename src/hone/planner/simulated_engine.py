@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 
 __all__ = ["EngineRates", "SimulatedEngine", "SimulatedSample"]
 
@@ -181,14 +182,20 @@ class SimulatedEngine:
             _, _, sample = heapq.heappop(self._running)
             self._num_keys -= sample.num_prompt_tokens + sample.length
             self._end(sample)
-        while self._num_keys + len(self._running) > self.max_num_keys:
-            latest = max(self._running, key=lambda entry: entry[1])
-            self._running.remove(latest)
-            heapq.heapify(self._running)
+        if self._num_keys + size > self.max_num_keys:
+            self._preempt()
+        self._admit()
+
+    def _preempt(self) -> None:
+        """Put back those that came last, until the others have room for a step."""
+        running = sorted(self._running, key=itemgetter(1))
+        while self._num_keys + len(running) > self.max_num_keys:
+            latest = running.pop()
             self._stop(latest)
             self._waiting.appendleft(latest[2])
             self.num_preemptions += 1
-        self._admit()
+        heapq.heapify(running)
+        self._running = running
 
     def _admit(self) -> None:
         """Start waiting samples as long as there is room, and compute their prompts."""

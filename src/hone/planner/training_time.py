@@ -8,9 +8,14 @@ assumes. On top of them come, by count and with the rates of benchmarks/memory.m
 * recomputed layers: their forward pass once more; keeping the results of attention saves a fifth;
 * offloaded states: every optimizer step brings them to the device and back, gradients one way,
   parameters twice a micro-batch;
+* offloaded gradients: every micro-batch brings their sums to the device and back, beside backward.
+  Nothing is left to hide those of the embedding, which backward brings last;
+* gradients of a micro-batch are added up in the device's memory;
+* weights of four bits: every pass of a micro-batch writes them in the format that computes;
 * collectives: a micro-batch reduces its gradients, and gathers weights twice with stage 3. They run
   beside the products of four fifths of a pass, and take time where the link is too slow for that.
-  Those of tensor and Ulysses parallelism hold up the pass.
+  Those of tensor, Ulysses and ring parallelism hold up the pass, and once more where layers are
+  recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from hone.config.plan import RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
-from hone.planner.memory import adapter_params
+from hone.planner.memory import adapter_params, params_in_4bit
 from hone.planner.roofline import training_flops
 from hone.planner.run_memory import RunMemory
 
@@ -36,6 +41,10 @@ _HIDDEN = 0.8
 _REACHED = 0.7
 """Share of a link's rate that collectives reach."""
 _GRADIENT_BYTES = 4
+_BACKWARD = 2 / 3
+"""Share of a pass that is backward."""
+_UNPACKED_BYTES = 0.5625 + 2
+"""Device memory that a weight of four bits with its scale is read from, and written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +82,10 @@ class TrainingTime:
         if num_references:  # beside the policy's own scores, before the update
             scoring = self._gpu_rate * num_references
             seconds += max(forward / scoring - has_old * forward / self._rate, 0.0)
-        seconds += epochs * self._collectives_s(num_tokens, flops / epochs / self._rate)
-        seconds += self._offloads_s(epochs * self._num_micro_batches(num_tokens))
+        num_micro_batches, compute_s = self._num_micro_batches(num_tokens), flops / self._rate
+        seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
+        seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
+        seconds += epochs * num_micro_batches * (self._unpacking_s + self._adding_s)
         return seconds + self.assumed.overhead_s
 
     @property
@@ -111,10 +122,27 @@ class TrainingTime:
         assert shape is not None
         return (adapter_params(shape, lora) or shape.num_params) // self.plan.policy.axes.tensor
 
+    @property
+    def _unpacking_s(self) -> float:
+        """Weights of four bits in the passes of a micro-batch, recomputation among them."""
+        gpu, cfg, shape = self.plan.devices.gpu, self._config, self.plan.shape
+        assert gpu is not None
+        assert shape is not None
+        passes = 2 + self._recomputed_share(cfg.trainer)
+        return passes * _UNPACKED_BYTES * params_in_4bit(shape, cfg.model.lora) / gpu.bytes_per_s
+
+    @property
+    def _adding_s(self) -> float:
+        """A micro-batch's gradients, added to the sums of those before: two are read, one is
+        written."""
+        gpu = self.plan.devices.gpu
+        assert gpu is not None
+        return 3 * _GRADIENT_BYTES * self._num_params / self.plan.policy.axes.fsdp / gpu.bytes_per_s
+
     def _collectives_s(self, num_tokens: int, compute_s: float) -> float:
         """What of an epoch's collectives nothing runs beside."""
         plan, axes, gpu = self.plan, self.plan.policy.axes, self.plan.devices.gpu
-        shape, parallel = plan.shape, self._config.trainer.parallel
+        shape, trainer = plan.shape, self._config.trainer
         assert gpu is not None
         assert shape is not None
         per_node = plan.devices.per_node or axes.world
@@ -123,23 +151,35 @@ class TrainingTime:
         num_micro_batches = self._num_micro_batches(num_tokens)
         seconds, shards = 0.0, axes.data * axes.context
         if shards > 1:
-            weights = 2 * shape.num_params // axes.tensor
-            gathered = 2 * weights if parallel.zero_stage == 3 else 0
+            sharded = shape.num_params - params_in_4bit(shape, self._config.model.lora)
+            weights = 2 * sharded // axes.tensor
+            gathered = 2 * weights if trainer.parallel.zero_stage == 3 else 0
             reduced = _GRADIENT_BYTES * self._num_params
             num_bytes = (gathered + reduced) * (shards - 1) / shards
             travel_s = num_micro_batches * num_bytes / (link * _REACHED)
             seconds += max(travel_s - _HIDDEN * compute_s, 0.0)
-        values = 2 * shape.num_layers * shape.hidden_size * num_tokens / (axes.data * axes.context)
-        if axes.tensor > 1:  # two sums forward and two backward, each there and back
-            seconds += 8 * values * (axes.tensor - 1) / axes.tensor / own_link
-        if axes.ulysses > 1:  # four exchanges forward and four backward
-            seconds += 8 * values / axes.tensor * (axes.ulysses - 1) / axes.ulysses / own_link
+        own_tokens = num_tokens / (axes.data * axes.context)
+        # Passes that talk: forward, backward, and forward again.
+        passes = 2 + (trainer.recompute == "full") / trainer.recompute_every_n_layers
+        keys = 2 * shape.num_kv_heads * shape.head_dim
+        if axes.tensor > 1:  # two gathers and two sums a pass
+            values = 2 * shape.num_layers * shape.hidden_size * own_tokens
+            seconds += 4 * passes * values * (axes.tensor - 1) / axes.tensor / own_link
+        if axes.ulysses > 1:  # queries, keys, values, and what attention returns
+            width = 2 * shape.num_heads * shape.head_dim + keys
+            values = 2 * shape.num_layers * width * own_tokens / axes.tensor
+            seconds += passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
+        if axes.ring > 1:  # keys and values a pass; backward their float32 gradients, all round
+            link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
+            values = shape.num_layers * keys * own_tokens / axes.tensor
+            num_bytes = values * (2 * passes * (axes.ring - 1) + 4 * axes.ring)
+            seconds += num_bytes / (link * _REACHED)
         return seconds
 
-    def _offloads_s(self, num_micro_batches: int) -> float:
-        """What travels between device and host."""
+    def _offloads_s(self, num_micro_batches: int, backward_s: float) -> float:
+        """What travels between device and host and nothing runs beside."""
         gpu, trainer, axes = self.plan.devices.gpu, self._config.trainer, self.plan.policy.axes
-        shape, batch = self.plan.shape, self.plan.batch
+        shape, batch, lora = self.plan.shape, self.plan.batch, self._config.model.lora
         assert gpu is not None
         assert shape is not None
         assert batch is not None
@@ -149,6 +189,10 @@ class TrainingTime:
         if trainer.offloads("optimizer"):
             num_bytes += num_steps * states * num_params
         if trainer.offloads("gradients"):
+            last = 0 if lora.rank else shape.head_params / axes.tensor / axes.fsdp
+            travelling = num_micro_batches * _GRADIENT_BYTES * (num_params - last)
+            num_bytes += max(travelling - backward_s * gpu.host_bytes_per_s, 0.0)
+            num_bytes += num_micro_batches * _GRADIENT_BYTES * last
             num_bytes += num_steps * _GRADIENT_BYTES * num_params
         if trainer.offloads("parameters"):
             weights = 2 * shape.num_params / axes.tensor / axes.fsdp

@@ -1,0 +1,298 @@
+"""Plans for hardware that is not here, against arithmetic that calls nothing of the planner.
+
+What a run must hold and compute is written down from the sizes of the models: bytes of weights,
+states, activations and keys, FLOPs of products and attention, bytes over links.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+
+from hone.config import UserError
+from hone.config.hardware import known_gpu
+from hone.config.load import load_config
+from hone.config.model_facts import ModelFacts
+from hone.config.plan import Devices, RunPlan, resolve
+from hone.config.rules import findings
+from hone.config.tree import PlanConfig
+from hone.families.shape import public_shape
+from hone.planner.comparison import compare, planned_config
+from hone.planner.fitting import rl_config
+from hone.planner.run_memory import RunMemory
+from hone.planner.training_time import TrainingTime
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes as in the model's `config.json`."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    inter: int
+    vocab: int
+    head_dim: int = 128
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of all layers' matrices."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.layers * self.hidden * (2 * q + 2 * kv + 3 * self.inter)
+
+    @property
+    def ends(self) -> int:
+        """Embedding and head."""
+        return 2 * self.vocab * self.hidden
+
+    @property
+    def params(self) -> int:
+        return self.matrices + self.ends
+
+
+QWEN_8B = Model("qwen3-8b", 36, 4096, 32, 8, 12288, 151936)
+LLAMA_70B = Model("llama-3.1-70b", 80, 8192, 64, 8, 28672, 128256)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """From the data sheets."""
+
+    name: str
+    gib: int
+    flops: float
+    link: float
+    host: float
+    bandwidth: float
+
+
+A10 = GPU("a10", 22, 125e12, 32e9, 25e9, 0.6e12)
+A100 = GPU("a100", 80, 312e12, 300e9, 25e9, 2.039e12)
+H200 = GPU("h200", 140, 790e12, 450e9, 50e9, 4.3e12)
+
+CASES = {
+    "8B on 4 + 4 A10": (QWEN_8B, A10, ("--cluster.num_trainers=4", "--cluster.num_engines=4")),
+    "70B on 64 A100": (LLAMA_70B, A100, ("--plan.gpus=64",)),
+    "70B on 16 H200": (LLAMA_70B, H200, ("--plan.gpus=16",)),
+    "128k tokens on 8 A100": (
+        QWEN_8B,
+        A100,
+        (
+            "--plan.gpus=8",
+            "--data.max_prompt_tokens=1024",
+            "--rollout.max_completion_tokens=131072",
+            "--plan.lengths.median=60000",
+            "--rollout.prompts_per_step=8",
+        ),
+    ),
+}
+
+
+def planned(model: Model, gpu: GPU, flags: tuple[str, ...]) -> PlanConfig:
+    given = (f"--model.shape={model.name}", f"--plan.gpu={gpu.name}", "--plan.steps=4", *flags)
+    return load_config(PlanConfig, None, given)
+
+
+def trainer_bytes(model: Model, plan: RunPlan) -> float:
+    """What the fullest trainer holds while it trains: states by their place, gathered weights,
+    what layers keep of a micro-batch whose rows are as long as they can be, and gradients."""
+    cfg = plan.config
+    assert isinstance(cfg, PlanConfig)
+    trainer, parallel = cfg.trainer, cfg.trainer.parallel
+    tensor, world = parallel.tensor_parallel_size, plan.world_size or 1
+    context = parallel.ulysses_size * parallel.ring_size
+    away = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}[trainer.offload]
+    one_layer = model.matrices / model.layers
+    # 4 bytes of a master, 8 of moments, 4 of a gradient, each shared by all processes.
+    held = 4 * (away < 3) + 8 * (away < 1) + 4 * (away < 2)
+    states = held * model.params / world
+    whole = model.params if parallel.zero_stage < 3 else model.ends + 2 * one_layer
+    gathered = 2 * whole / tensor
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_completion_tokens
+    rows = cfg.rollout.prompts_per_step * cfg.rollout.n_samples_per_prompt
+    tokens = min(trainer.max_tokens_per_microbatch, rows * longest / context)
+    stream = 2 * model.hidden * tokens / tensor
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    # Layers keep: two residuals, two norms' results, q k v and the output, gate, up, product.
+    each = 2 * tokens * (4 * model.hidden / tensor + (2 * q + 2 * kv + 3 * model.inter) / tensor)
+    assert trainer.recompute in ("full", "off")
+    kept = model.layers * stream + each if trainer.recompute == "full" else model.layers * each
+    # Backward has as much of one layer as gradients; the head's, and a layer's on their way.
+    moving = each + (4 * model.vocab * model.hidden + 6 * one_layer) / tensor
+    return states + gathered + kept + moving
+
+
+def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> float:
+    """Products of an update at the rate that is assumed (0.55 of the data sheet's, 0.93 of it in
+    several processes), and what is known to hold them up: copies to the host of the optimizer's
+    states, exchanges of tensor and Ulysses parallelism."""
+    cfg = plan.config
+    assert isinstance(cfg, PlanConfig)
+    trainer, parallel, world = cfg.trainer, cfg.trainer.parallel, plan.world_size or 1
+    tokens = sum(rows)
+    products = 2 * (model.matrices * tokens + model.vocab * model.hidden * tokens)
+    attention = sum(4 * model.layers * model.heads * model.head_dim * n * n / 2 for n in rows)
+    passes = 4 if trainer.recompute == "full" else 3
+    rate = world * gpu.flops * 0.55 * (0.93 if world > 1 else 1)
+    seconds = passes * (products + attention) / rate
+    if trainer.offload != "none":  # masters and moments in, and out beside them
+        seconds += 12 * model.params / world / gpu.host
+    own = tokens * parallel.tensor_parallel_size / world
+    talking = 3 if trainer.recompute == "full" else 2
+    link = gpu.link * 0.7
+    if (size := parallel.tensor_parallel_size) > 1:
+        stream = 2 * model.layers * model.hidden * own
+        seconds += talking * 4 * stream * (size - 1) / size / link
+    if (size := parallel.ulysses_size) > 1:
+        width = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
+        values = 2 * model.layers * width * own / parallel.tensor_parallel_size
+        seconds += talking * values * (size - 1) / size / link
+    if (size := parallel.ring_size) > 1:
+        keys = 2 * model.layers * model.kv_heads * model.head_dim * own
+        keys /= parallel.tensor_parallel_size
+        seconds += keys * (2 * talking * (size - 1) + 4 * size) / link
+    return seconds
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arithmetic_confirms_what_is_planned(name: str) -> None:
+    """Every split: trainers within a fifth by memory and 15 % by time, and all of it on its GPU."""
+    model, gpu, flags = CASES[name]
+    cfg = planned(model, gpu, flags)
+    found = {x.run.placement: x for x in compare(cfg).outcomes}
+    assert found
+    for placement, outcome in found.items():
+        plan, told = outcome.plan, outcome.name
+        own = plan.config
+        assert isinstance(own, PlanConfig)
+        least = trainer_bytes(model, plan)
+        assert least < gpu.gib * GIB, told
+        assert RunMemory(plan).step.peak == pytest.approx(least, rel=0.2), told
+        assert all(x.num_bytes <= gpu.gib * GIB for x in RunMemory(plan).phases()), told
+        # An engine's weights, and keys and values of the longest sample.
+        longest = own.data.max_prompt_tokens + own.rollout.max_completion_tokens
+        keys = 2 * 2 * model.layers * model.kv_heads * model.head_dim * longest
+        share = own.engine.gpu_memory_utilization * gpu.gib * GIB
+        assert (2 * model.params + keys) / placement.tensor_parallel_size < share, told
+        # A row fits the budgets of those that share it, and the axes divide processes and heads.
+        parallel, trainer = own.trainer.parallel, own.trainer
+        context, tensor = parallel.ulysses_size * parallel.ring_size, parallel.tensor_parallel_size
+        assert trainer.max_tokens_per_microbatch * context >= longest, told
+        assert placement.num_trainers % (context * tensor) == 0, told
+        assert model.heads % (tensor * parallel.ulysses_size) == 0, told
+        rows = [min(2000, longest)] * 512
+        seconds = TrainingTime(plan, cfg.plan).step_s(rows, sum(rows))
+        assert seconds == pytest.approx(step_seconds(model, gpu, plan, rows), rel=0.15), told
+
+
+def test_long_rows_are_shared_where_no_trainer_holds_one() -> None:
+    """128k tokens, 8 x A100: a whole row needs offloads that shared ones do not."""
+    model, gpu, flags = CASES["128k tokens on 8 A100"]
+    (plan,) = {
+        x.run.placement: x.plan
+        for x in compare(planned(model, gpu, flags)).outcomes
+        if x.run.placement.colocated
+    }.values()
+    assert plan.policy.axes.context > 1
+    assert plan.tokens_per_packed_row >= 132_096
+
+
+AXES = [x for x in product((1, 2, 4, 8), repeat=3) if math.prod(x) in (2, 4, 8)]
+
+
+@pytest.mark.parametrize("sizes", AXES)
+@pytest.mark.parametrize("recompute", ["off", "full"])
+def test_axes_cost_what_they_send(sizes: tuple[int, int, int], recompute: str) -> None:
+    names = ("tensor_parallel_size", "ulysses_size", "ring_size")
+    parallel: dict[str, Any] = {**dict(zip(names, sizes, strict=True)), "zero_stage": 3}
+    cfg = PlanConfig.model_validate(
+        {
+            "model": {"shape": "qwen3-8b"},
+            "trainer": {"parallel": parallel, "recompute": recompute},
+            "plan": {"overhead_s": 0},
+        }
+    )
+    shape = public_shape("qwen3-8b")
+    assert shape is not None
+    devices = Devices(kind="cuda", gpu=known_gpu("a10"), per_node=8)
+    plan = resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=8)
+    rows = [2048] * 512
+    seconds = TrainingTime(plan, cfg.plan).step_s(rows, sum(rows))
+    assert seconds == pytest.approx(step_seconds(QWEN_8B, A10, plan, rows), rel=0.03)
+
+
+def test_weights_of_four_bits_are_written_in_every_pass() -> None:
+    """Half a byte and a scale of four bytes for 64 of them are read, two bytes written."""
+    seconds: dict[bool, float] = {}
+    for is_4bit in (False, True):
+        lora = {"rank": 16, "load_in_4bit": is_4bit}
+        cfg = PlanConfig.model_validate({"model": {"shape": "qwen3-8b", "lora": lora}})
+        shape = public_shape("qwen3-8b")
+        assert shape is not None
+        devices = Devices(kind="cuda", gpu=known_gpu("a10"))
+        plan = resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=1)
+        seconds[is_4bit] = TrainingTime(plan, cfg.plan).step_s([2048] * 64, 2048 * 64)
+    passes = 2 * 8  # of eight micro-batches of 16,384 tokens
+    unpacked = passes * (0.5 + 4 / 64 + 2) * QWEN_8B.matrices / A10.bandwidth
+    assert seconds[True] - seconds[False] == pytest.approx(unpacked, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        # 70.6e9 x 16 bytes of states are 140 GiB on each of 8; adapters of 4 bits fit.
+        (
+            ("--model.shape=llama-3.1-70b", "--plan.gpu=a10", "--plan.gpus=8"),
+            r"model\.lora\.rank 32, model\.lora\.load_in_4bit true \(another method, which trains "
+            r"adapters alone\)|of these GPUs",
+        ),
+        # One sample's keys and values take 18 GiB, beside 15 of weights.
+        (
+            (
+                "--model.shape=qwen3-8b",
+                "--plan.gpu=a10",
+                "--plan.gpus=4",
+                "--data.max_prompt_tokens=1024",
+                "--rollout.max_completion_tokens=131072",
+            ),
+            "of these GPUs|4 x A100",
+        ),
+        (
+            (
+                "--model.shape=qwen3-8b",
+                "--plan.gpu=a100",
+                "--plan.gpus=1",
+                "--trainer.optimizer.name=muon",  # whose matrices stay on the device
+            ),
+            r"model\.lora\.rank 32 \(another method, which trains adapters alone\)",
+        ),
+    ],
+)
+def test_the_impossible_is_refused_with_what_would_make_it_possible(
+    flags: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(UserError, match=rf"It would be possible with .*({said})"):
+        compare(load_config(PlanConfig, None, [*flags, "--plan.steps=4"]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_plan_passes_the_check(name: str) -> None:
+    model, gpu, flags = CASES[name]
+    cfg = planned(model, gpu, flags)
+    shape = public_shape(model.name)
+    assert shape is not None
+    for outcome in compare(cfg).outcomes:
+        run = rl_config(planned_config(cfg, outcome))
+        devices = Devices(kind="cuda", gpu=outcome.plan.devices.gpu)  # not those of this host
+        trainers = outcome.run.placement.num_trainers
+        plan = resolve(run, ModelFacts.of_shape(shape), devices, world_size=trainers)
+        refused = [x.message for x in findings(plan) if x.level == "error"]
+        assert refused == ["data.train is empty. Name at least one source."], outcome.name
