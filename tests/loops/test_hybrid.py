@@ -35,8 +35,8 @@ def make_config(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Mak
 def test_R2_R3_R24_an_engine_over_two_trainers_samples_what_one_process_does(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """Asleep while trainers work; with evaluation, carried and dropped groups, the KL term, and a
-    checkpoint in every step, from which one process goes on."""
+    """Each side sleeps while the other works; with evaluation, carried and dropped groups, the KL
+    term, and a checkpoint in every step, from which one process goes on."""
     sections: dict[str, Any] = {
         "rollout": {"dynamic_sampling": True, "oversample_prompts": 2},
         "algorithm": {"kl": {"coef": 0.01}},
@@ -48,7 +48,9 @@ def test_R2_R3_R24_an_engine_over_two_trainers_samples_what_one_process_does(
     reinforce.run(one)
     split = engine | {"tensor_parallel_size": 2}
     two = {"dir": tmp_path / "two", "steps": 2}
-    output = run_hone("rl", make_config(engine=split, run=two, **sections), tmp_path, "--nproc=2")
+    trainer = {"optimizer": {"lr": 3e-3}, "logits_chunk_tokens": 64, "enable_sleep": True}
+    shared = make_config(engine=split, trainer=trainer, run=two, **sections)
+    output = run_hone("rl", shared, tmp_path, "--nproc=2")
     assert output.count("done after step 2") == 1
     assert_metrics_of_samples(tmp_path / "two")
     for row in lines(tmp_path / "two" / "metrics.jsonl"):
@@ -77,7 +79,8 @@ def test_R2_R3_R24_two_engines_of_two_trainers_each(
     trainer = {"optimizer": {"lr": 1e-3}, "logits_chunk_tokens": 64}
     one = make_config(engine=engine, trainer=trainer)
     reinforce.run(one)
-    split, trainer = engine | {"tensor_parallel_size": 2}, trainer | {"parallel": parallel}
+    trainer |= {"parallel": parallel, "enable_sleep": True}
+    split = engine | {"tensor_parallel_size": 2}
     four = make_config(engine=split, trainer=trainer, run={"dir": tmp_path / "four"})
     run_hone("rl", four, tmp_path, launcher=FOUR)
     assert_same_run(one.run.dir, four.run.dir)

@@ -418,11 +418,18 @@ LONG = (
             "a10",
             (),
             8,
+            "trainer.enable_sleep to true",
+        ),
+        (
+            replace(shape_of("qwen3-8b"), num_kv_heads=1, num_layers=38),
+            "a10",
+            ("--trainer.offload=gradients",),  # with which a trainer does not sleep
+            8,
             "cluster.num_engines to 4",
         ),
         (LLAMA_70B, "a100-80g", (), 16, "engine.tensor_parallel_size to "),
     ],
-    ids=["128k tokens", "8B apart", "8B", "8B, one key head", "70B"],
+    ids=["128k tokens", "8B apart", "8B", "8B, one key head", "8B, offloaded", "70B"],
 )
 def test_remedies_share_tokens_offload_divide_engines_and_set_them_apart(
     shape: ModelShape, gpu: str, flags: tuple[str, ...], world_size: int, said: str

@@ -136,7 +136,7 @@ class TrainerConfig(SFTTrainerConfig):
 
     enable_sleep: bool = False
     """Keep master weights and optimizer states in pinned host memory but while they train, so that
-    the engine has their room. One process only."""
+    the engine has their room; of several processes each its shards."""
 
     parity: Literal["auto", "off"] | float = "auto"
     """Launch gate: engine and trainer must agree on log-probabilities of the first step's samples,

@@ -88,6 +88,7 @@ def _offloaded(run: RunMemory, num_local: int) -> Iterator[HostRole]:
         return
     step, sleeps = run.step, getattr(run.plan.trainer, "enable_sleep", False)
     asleep = step.masters + step.optimizer + run.critic_at_rest if sleeps else 0
+    asleep += run.sleeping_weights if sleeps else 0
     if run.offloaded or asleep:
         yield HostRole("trainer", num_local, {"offloaded": run.offloaded, "asleep": asleep})
 

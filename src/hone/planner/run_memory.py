@@ -210,14 +210,24 @@ class RunMemory:
             return 0
         return -(-shape.weight_bytes(self.num_bytes) // (role.axes.fsdp * role.axes.tensor))
 
+    @property
+    def _trainer_sleeps(self) -> bool:
+        return getattr(self.plan.trainer, "enable_sleep", False) and not self.plan.is_apart
+
+    @property
+    def sleeping_weights(self) -> int:
+        """Weights of a trainer that sleep with its masters: those of several processes, with whose
+        shards no engine samples."""
+        return self.step.weights if self.plan.policy.axes.world > 1 else 0
+
     def trainer_at_rest(self, *, has_moments: bool = True) -> dict[str, int]:
         """While the engine works."""
-        asleep = getattr(self.plan.trainer, "enable_sleep", False) and not self.plan.is_apart
+        asleep = self._trainer_sleeps
         critic = self.critic_at_rest
         if self.critic is not None and not has_moments:
             critic -= self.critic.optimizer
         return {
-            "weights": self.step.weights,
+            "weights": self.step.weights - (self.sleeping_weights if asleep else 0),
             "masters": 0 if asleep else self.step.masters,
             "moments": 0 if asleep or not has_moments else self.step.optimizer,
             **self.frozen,
@@ -416,4 +426,7 @@ class RunMemory:
         head, sizes = self.shape.head_params * self.num_bytes, self.plan.policy.axes
         if sizes.fsdp == 1:
             return GROUP_BYTES + head
-        return GROUP_BYTES + max(head + head // sizes.fsdp, 2 * GATHER_BYTES)
+        # Shards of a policy that sleeps visit the device, as masters.
+        visiting = 4 // self.num_bytes if self._trainer_sleeps else 0
+        shards = (1 + visiting) * head // sizes.fsdp
+        return GROUP_BYTES + max(head + shards, (2 + visiting) * GATHER_BYTES)

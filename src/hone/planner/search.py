@@ -56,7 +56,6 @@ def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement
         change["pipeline.max_staleness"] = 0
     else:
         change["engine.enable_sleep"] = False
-    if not placement.colocated or placement.num_trainers > 1:
         change["trainer.enable_sleep"] = False
     devices = Devices(kind="cuda", gpu=gpu, per_node=cfg.cluster.devices_per_node)
     facts, world_size = ModelFacts.of_shape(shape), placement.num_trainers
@@ -338,8 +337,7 @@ def memory_settings(plan: RunPlan) -> dict[str, list[Any]]:
         axes["trainer.parallel.zero_stage"] = (trainer.parallel.zero_stage, 2, 3)
     if not plan.is_apart:
         axes["engine.enable_sleep"] = (cfg.engine.enable_sleep, True)
-        if world == 1:
-            axes["trainer.enable_sleep"] = (cfg.trainer.enable_sleep, True)
+        axes["trainer.enable_sleep"] = (cfg.trainer.enable_sleep, True)
     return {key: list(dict.fromkeys(values)) for key, values in axes.items()}
 
 

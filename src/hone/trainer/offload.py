@@ -319,6 +319,16 @@ class StateOffload:
         _free(storages.values())
         self._away = away
 
+    def host_copy(self, tensor: Tensor) -> Tensor | None:
+        """What a tensor holds that is away, on the host; None for others."""
+        own = tensor.untyped_storage()
+        for storage, host in self._away:
+            if storage is own:
+                values = host.view(tensor.dtype)
+                start = values.storage_offset() + tensor.storage_offset()
+                return values.as_strided(tensor.shape, tensor.stride(), start)
+        return None
+
     def restore(self) -> None:
         """Bring every tensor back. Where the device has too little memory, all stay away and
         torch.OutOfMemoryError is raised; legal again later."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from hone.checkpoint.sharded import StoredTensor
+from hone.checkpoint.sharded import StoredTensor, local_part
 from hone.config.trainer import OptimizerConfig
 from hone.observe.metrics import Last, Mean, Metrics
 from hone.trainer.policy import BasePolicy
@@ -85,7 +85,8 @@ class Optimizer:
     def sleep(self, *, with_weights: bool = False) -> None:
         """Move masters and moments, and the module's weights if asked, to pinned host memory.
         Raises as `Policy.sleep`."""
-        weights = [p.detach() for p in self._policy.parameters.values()] if with_weights else []
+        parameters = self._policy.parameters.values() if with_weights else ()
+        weights = [local_part(parameter.detach()) for parameter in parameters]
         self._policy.sleep([*self._rule.device_tensors(), *weights])
 
     def wake(self) -> None:

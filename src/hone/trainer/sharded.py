@@ -180,17 +180,35 @@ class ShardedPolicy(BasePolicy):
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, gathered some at a time (`wholes`); each exists as long as the caller
-        holds it."""
+        holds it. While the policy sleeps, shards of those alone visit the device."""
         names: dict[Tensor, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             names.setdefault(value, []).append(name)
-        values = (
-            (value.detach(), self.dtype if isinstance(value, nn.Parameter) else value.dtype)
-            for value in names
-        )
+        dtypes = (self.dtype if isinstance(value, nn.Parameter) else value.dtype for value in names)
+        values = zip(map(self._on_device, names), dtypes, strict=True)
         for tied, gathered in zip(names.values(), wholes(values), strict=True):
             for name in tied:
                 yield name, gathered
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        """`value`, detached, or where its shard is away a tensor of the same values."""
+        value = value.detach()
+        if not self._state_offload.is_away:
+            return value
+        host = self._state_offload.host_copy(local_part(value))
+        if host is None:
+            return value
+        shard = host.to(self.device)
+        if not isinstance(value, DTensor):
+            return shard
+        return DTensor.from_local(
+            shard,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
 
     def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:
         """Nothing: FSDP rounds the shards when it gathers them."""

@@ -67,7 +67,6 @@ ROWS: list[Row] = [
      "model.lora.load_in_4bit model.path"),
     ("sft", "model.lora.target_modules=[q_proj]", "warning",
      "model.lora.target_modules model.lora.rank"),
-    ("rl", "--nproc=2 trainer.enable_sleep=true", "error", "trainer.enable_sleep"),
     # products in other formats
     *[("rl", f"trainer.matmul_precision={precision} {key}={value}", "error",
        f"trainer.matmul_precision {key}")

@@ -101,10 +101,6 @@ _MEMORY = (
           fix="start several processes (--nproc N) | trainer.offload = gradients"),
     unused("trainer.(offload_activations|offload)", "run.device = cpu",
            why="host memory is all there is, and copies only cost time"),
-    error("trainer.enable_sleep", "@num_processes > 1", only=("rl",),
-          why="their shards are gathered while the engine is awake, so that it would get no memory",
-          fix=f"trainer.enable_sleep = false, where {_PARALLEL}.zero_stage and "
-          "trainer.offload save memory"),
     error("trainer.enable_sleep", "trainer.offload = gradients|parameters", only=("rl",),
           why="the one moves masters, moments and gradients to the host while the engine "
           "generates, the other keeps them there for good, so that nothing is left to move",
