@@ -408,7 +408,12 @@ class Recorder(contextlib.ExitStack):
         self._record(patch, workers, "EnginePool", name="EnginePool", result=MagicMock())
         self._record(patch, reinforce, "BroadcastSync", name="BroadcastSync", result=MagicMock())
         self._record(patch, reinforce, "Collector", name="Collector")
-        self._record(patch, reinforce, "Rank0Collector", result=_stop)
+        collector = reinforce.Rank0Collector
+
+        def collector_or_end(lead: Any, own: Any) -> Any:
+            return _stop() if isinstance(lead, reinforce.Controller) else collector(lead, own)
+
+        self._record(patch, reinforce, "Rank0Collector", result=collector_or_end)
 
     def _record(
         self,
