@@ -189,9 +189,11 @@ def course(cfg: RLConfig) -> Course:
             before = {name: master.detach().clone() for name, master in policy.masters.items()}
         loop.train(run)
         assert run.sampling.engine is not None
+        with run.phase("push", STEPS):  # an engine of its own weights has slept without them
+            run.push(STEPS)
+        sampled = {n: t.clone() for n, t in run.sampling.engine.named_weights()}
         with run.phase("train", 1):
             state = {name: t.clone() for name, t in run.trainer.state_dict()[0].items()}
-            sampled = {n: t.clone() for n, t in run.sampling.engine.named_weights()}
             own = dict(policy.named_weights())
             for name, master in policy.masters.items():
                 assert torch.equal(own[name], master.to(own[name].dtype)), f"{name} is stale"
