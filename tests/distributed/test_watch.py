@@ -104,7 +104,8 @@ ENDS: dict[str, tuple[int | None, list[str], range]] = {
 )
 def test_R11_the_first_error_names_the_culprit(fault: str, phase: str) -> None:
     code, said, num_lines = ENDS[fault]
-    end = watched(phase, fault)
+    # A process with an error first waits a little for another one's: the deadline must not pass.
+    end = watched(phase, fault, timeout_s=TIMEOUT_S if code is None else 30.0)
     if code is None:
         assert_names_the_culprit(end, phase)
         assert end.screen.count("error:") == 1, end.screen
