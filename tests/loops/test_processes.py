@@ -65,7 +65,9 @@ def assert_same_run(one: Path, several: Path) -> None:
         ignored = OF_THE_MACHINE + OF_THE_LAUNCH + NOISE
         for key in alone.keys() | shared.keys():
             if not key.startswith(ignored):
-                assert shared[key] == pytest.approx(alone[key], rel=1e-5, abs=1e-6), key
+                # A sum's last bit decides whether the smallest updates change a weight.
+                within = 1e-4 if key == "train/share_unchanged" else 1e-6
+                assert shared[key] == pytest.approx(alone[key], rel=1e-5, abs=within), key
     for a, b in zip(lines(one / "samples.jsonl"), lines(several / "samples.jsonl"), strict=True):
         for name in ("logprobs", "policy_logprobs"):  # the policy's where it has scored the sample
             assert b.pop(name, []) == pytest.approx(a.pop(name, []), abs=1e-5)
