@@ -221,6 +221,8 @@ def test_other_commands_name_their_own_keys() -> None:
         (RewardModelingConfig, "center_rewards_coefficient", "did you mean --algorithm.center_c"),
         (GenerateConfig, "num_generations", "did you mean --n_samples_per_prompt?"),
         (GenerateConfig, "max_new_tokens", "did you mean --generation.max_completion_tokens?"),
+        (RLConfig, "rollout.prompts", "did you mean --rollout.prompts_per_step?"),
+        (RLConfig, "data.prompts", "did you mean --data.train?"),
         (BenchTrainConfig, "adam_offload", "did you mean --trainer.offload?"),
     ):
         assert hint(tree, [f"--{name}=1"]).startswith(expected), name

@@ -255,7 +255,9 @@ MISTAKES = [
     (["import", "vllm", "run.sh"], "There are openrlhf, verl, relax, trl"),
     (["import", "verl"], "takes one file, or a command behind `--`"),
     (["import", "verl", "a.sh", "b.sh"], "takes one file"),
-    (["import", "verl", "missing.sh"], "cannot be read"),
+    (["import", "verl", "missing.sh"], "error: there is no file 'missing.sh'. Name a shell"),
+    (["import", "verl", "."], "'.' cannot be read: Is a directory."),
+    (["import", "verl", "binary.sh"], "it is no text in UTF-8"),
     (["import", "verl", "--", "python3", "train.py"], "runs nothing of verl's that trains"),
     (["import", "openrlhf", "--", "openrlhf.cli.train_kto"], "--algorithm.loss kto"),
     (["import", "trl", "bare.yaml"], "does not say what it is for"),
@@ -274,6 +276,7 @@ def test_mistakes_are_explained(
     (folder / "there.yaml").write_text("")
     (folder / "none.py").write_text("print(1)")
     (folder / "bad.py").write_text("def (")
+    (folder / "binary.sh").write_bytes(b"\xff\xfe")
     assert main(argv) == 2
     assert words in capsys.readouterr().err
 

@@ -106,6 +106,8 @@ def alias_hint(tree: type[Section], path: Sequence[str], *, dashes: str = "") ->
     them; None where no other framework has a setting of that name."""
     found = {who: pair for who in _SOURCES if (pair := find_alias(who, path))}
     best = max((_rank(name) for name, _ in found.values()), default=None)
+    if best == (1, False) and _is_begun(tree, path):
+        return None
     rows = {
         who: row
         for who, (name, row) in found.items()
@@ -133,6 +135,16 @@ def alias_hint(tree: type[Section], path: Sequence[str], *, dashes: str = "") ->
     note = next((row.note for row in served if row.note), "")
     is_first = not differ and _in_tree(tree, served[0].to[0]) == served[0].to[0]
     return f"did you mean {' or '.join(told)}?{f' ({note})' if note and is_first else ''}"
+
+
+def _is_begun(tree: type[Section], path: Sequence[str]) -> bool:
+    """Whether a key of the section that is written begins so: `rollout.prompts`."""
+    *section, last = path
+    begun = (*section, f"{last}_")
+    return bool(section) and any(
+        field.path[:-1] == begun[:-1] and field.path[-1].startswith(begun[-1])
+        for field in fields(tree)
+    )
 
 
 def _is_own(tree: type[Section], name: str) -> bool:

@@ -56,7 +56,7 @@ def read_file(framework: str, path: Path, environment: Mapping[str, str]) -> Sou
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"'{path}' cannot be read: {error}") from error
+        raise UserError(_unread(path, error)) from error
     if path.suffix in (".yaml", ".yml"):
         given = _of_yaml(path, "")
         return _source(framework, _told_by(framework, given, path), given)
@@ -74,6 +74,14 @@ def read_file(framework: str, path: Path, environment: Mapping[str, str]) -> Sou
         for text, line in script.variables.get(name, []):
             source.given.append(Given(name.lower(), value_of(text), _line(line)))
     return source
+
+
+def _unread(path: Path, error: OSError | UnicodeDecodeError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file '{path}'. Name a shell script, a YAML file or, for trl, a program."
+    if isinstance(error, UnicodeDecodeError):
+        return f"'{path}' cannot be read: it is no text in UTF-8. Name the script itself."
+    return f"'{path}' cannot be read: {error.strerror}."
 
 
 def read_command(framework: str, words: Sequence[str]) -> Source:
