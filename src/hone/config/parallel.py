@@ -27,6 +27,10 @@ class ParallelConfig(Section):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes that share every layer's matrices, and the tokens between layers."""
 
+    expert_parallel_size: int = Field(default=1, ge=1)
+    """Processes, among those that share or copy shards, that each hold some of every layer's
+    experts; tokens travel to them (all-to-all)."""
+
     ulysses_size: int = Field(default=1, ge=1)
     """Processes that share a sequence's tokens, and in attention its heads (all-to-all)."""
 
@@ -69,6 +73,8 @@ class AxisSizes:
     tensor: int = 1
     fsdp: int = 1
     """Processes, among those of data and context, that share one set of shards."""
+    expert: int = 1
+    """Neighbours, among those of data and context, that divide the experts."""
 
     @classmethod
     def of(cls, cfg: ParallelConfig, world_size: int | None = None) -> AxisSizes:
@@ -97,12 +103,25 @@ class AxisSizes:
                 f"trainer.parallel.tensor_parallel_size {tensor}). Use a divisor of {sharers}, or "
                 "-1 for all."
             )
-        return cls(world // replica, cfg.ring_size, cfg.ulysses_size, tensor, fsdp)
+        expert = 1 if world_size is None else cfg.expert_parallel_size
+        if sharers % expert or (fsdp % expert and expert % fsdp):
+            raise UserError(
+                f"trainer.parallel.expert_parallel_size is {expert}, which must divide the "
+                f"{sharers} processes that differ in data or context, and divide the {fsdp} that "
+                "share shards or be a multiple of them. Change it, fsdp_size or the number of "
+                "processes."
+            )
+        return cls(world // replica, cfg.ring_size, cfg.ulysses_size, tensor, fsdp, expert)
 
     @property
     def world(self) -> int:
         """All processes."""
         return self.data * self.context * self.tensor
+
+    @property
+    def expert_fsdp(self) -> int:
+        """Processes that share one set of shards of the same experts."""
+        return max(1, self.fsdp // self.expert)
 
     @property
     def context(self) -> int:

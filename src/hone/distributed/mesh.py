@@ -8,7 +8,8 @@ fastest, so that the axes that talk most lie closest together:
 * ranks along *tensor* hold different parts of every layer, and the same tokens.
 
 Weights, gradients and optimizer states are sharded over groups of `fsdp_size` neighbours among the
-ranks that differ in data or context, and replicated over such groups.
+ranks that differ in data or context, and replicated over such groups. Of experts, `expert`
+neighbours among the same ranks hold different ones, and shards lie over what is left.
 """
 
 from __future__ import annotations
@@ -64,6 +65,10 @@ class Mesh:
     """[shard], or [replicate, shard] where shards have copies; None with one process."""
     tensor_mesh: DeviceMesh | None = None
     """The tensor axis for DTensor; None where it has one rank."""
+    expert_mesh: DeviceMesh | None = None
+    """The expert axis for DTensor; None where it has one rank."""
+    expert_fsdp: DeviceMesh | None = None
+    """As `fsdp`, for the experts that a rank of that axis holds."""
     control: dist.ProcessGroup | None = None
     """All processes, for small messages between hosts' memories."""
 
@@ -108,6 +113,16 @@ class Mesh:
             mesh_dim_names=("replicate", "shard", "tensor"),
         )
 
+        experts = ranks.reshape(-1, sizes.expert_fsdp, sizes.expert) if sizes.expert > 1 else None
+        divided = None
+        if experts is not None:
+            divided = DeviceMesh.from_group(
+                [groups.own(_lines(experts, dim)) for dim in range(3)],
+                device.type,
+                torch.from_numpy(experts),
+                mesh_dim_names=("replicate", "shard", "expert"),
+            )
+
         def along(*dims: int) -> Axis:
             lines = _lines(axes, *dims)
             size = lines.shape[1]
@@ -127,6 +142,8 @@ class Mesh:
             tensor=along(3),
             fsdp=sharded["shard"] if len(shards) == 1 else sharded["replicate", "shard"],
             tensor_mesh=sharded["tensor"] if sizes.tensor > 1 else None,
+            expert_mesh=divided["expert"] if divided is not None else None,
+            expert_fsdp=divided["replicate", "shard"] if divided is not None else None,
             control=_new_group(ranks.tolist(), timeout, backend="gloo"),
         )
 
@@ -145,7 +162,7 @@ class Mesh:
         """Every group that this process has collectives in."""
         axes = (self.world, self.data, self.context, self.ring, self.ulysses, self.tensor)
         found = {self.control, *(axis.group for axis in axes)}
-        for devices in (self.fsdp, self.tensor_mesh):
+        for devices in (self.fsdp, self.tensor_mesh, self.expert_fsdp, self.expert_mesh):
             found.update(devices.get_all_groups() if devices is not None else [])
         return {group for group in found if group is not None}
 

@@ -27,6 +27,7 @@ from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.heads import token_values
 from hone.observe.metrics import Mean, Metrics, Sum, merge, on_host
 from hone.trainer.context import gather, own_part, split
+from hone.trainer.experts import divide_experts
 from hone.trainer.logprobs import token_scores
 from hone.trainer.packing import on_device
 from hone.trainer.policy import BasePolicy, Policy
@@ -107,6 +108,7 @@ class ParallelModel:
         if mesh.world.size > 1:
             model.mesh = mesh.for_reference(cfg.parallel)
             parallelize(module, model.mesh)
+            divide_experts(module, model.mesh)
         model._compile_forward()
         if mesh.world.size > 1:
             model._sharded = ShardedModel(module, model.mesh, stage=3)
@@ -126,6 +128,7 @@ class ParallelModel:
         is_alone = mesh.world.size == 1
         model = cls(module, cfg, mesh, temperature=temperature, exact=exact)
         parallelize(module, mesh)
+        divide_experts(module, mesh)
         if not exact:  # whose decoder recomputes by itself
             apply_recompute(decoder_layers(module), cfg)
         if is_alone:

@@ -40,6 +40,7 @@ from hone.checkpoint.sharded import local_part, region_of
 from hone.distributed.mesh import Mesh
 from hone.models.decoder import decoder_layers
 from hone.models.deferred import Weight, WeightSource, take_source
+from hone.trainer.experts import DividedExperts
 from hone.trainer.gathering import wholes
 from hone.trainer.host_gradients import HostGradients, Piece
 from hone.trainer.policy import BasePolicy
@@ -102,14 +103,21 @@ class ShardedModel:
         rest = [p for p in model.parameters() if p not in in_layers]
         source = take_source(model)
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        for module, own in (*((layer, [*layer.parameters()]) for layer in layers), (root, rest)):
+        divided = [m for m in model.modules() if isinstance(m, DividedExperts)]
+        of_experts = {p for experts in divided for p in experts.parameters()}
+        modules = [
+            *((experts, [*experts.parameters()]) for experts in divided),
+            *((layer, [p for p in layer.parameters() if p not in of_experts]) for layer in layers),
+            (root, rest),
+        ]
+        for module, own in modules:
             # One after the other: no more than a layer exists whole and wide. Buffers, which stay
             # whole, are moved by fully_shard.
             for parameter in own:
                 _move(parameter, mesh.device, master_dtype if parameter.requires_grad else None)
             fully_shard(
                 module,
-                mesh=mesh.fsdp,
+                mesh=mesh.expert_fsdp if module in divided else mesh.fsdp,
                 reshard_after_forward=stage == 3 and module is not root,
                 mp_policy=mixed,
                 offload_policy=offload,
@@ -118,7 +126,7 @@ class ShardedModel:
             _materialise(root, mesh.device, on_host=offload_parameters)
             _fill(model, source, mesh.device, dtypes)
         self._root = cast(FSDPModule, root)
-        self._parts = [cast(FSDPModule, module) for module in (*layers, root)]
+        self._parts = [cast(FSDPModule, module) for module, _ in modules]
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # no other reduction divides by 1 on gloo

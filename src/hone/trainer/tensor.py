@@ -49,7 +49,7 @@ from hone.families.spec import Split
 from hone.models.decoder import head_weight
 from hone.models.heads import value_head
 
-__all__ = ["first_row", "gather_rows", "parallelize"]
+__all__ = ["SplitModule", "first_row", "gather_rows", "own_part", "parallelize"]
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh) -> None:
@@ -117,7 +117,7 @@ class ColumnLinear(SplitModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         bias = cast(Tensor | None, self.bias)
-        return F.linear(input, _own(self.weight), None if bias is None else _own(bias))
+        return F.linear(input, own_part(self.weight), None if bias is None else own_part(bias))
 
 
 class RowLinear(SplitModule, nn.Linear):
@@ -126,7 +126,7 @@ class RowLinear(SplitModule, nn.Linear):
     placements: ClassVar = {"weight": Shard(1), "bias": Replicate()}
 
     def forward(self, input: Tensor) -> Tensor:
-        share = _scatter_sum(F.linear(input, _own(self.weight)), _mesh(self.weight))
+        share = _scatter_sum(F.linear(input, own_part(self.weight)), _mesh(self.weight))
         bias = cast(Tensor | None, self.bias)
         return share if bias is None else share + _shared(bias)
 
@@ -137,7 +137,7 @@ class VocabularyEmbedding(SplitModule, nn.Embedding):
     placements: ClassVar = {"weight": Shard(0)}
 
     def forward(self, input: Tensor) -> Tensor:
-        mesh, rows = _mesh(self.weight), _own(self.weight)
+        mesh, rows = _mesh(self.weight), own_part(self.weight)
         first = first_row(self.num_embeddings, mesh.get_local_rank(), mesh.size())
         ids = input - first
         is_own = (ids >= 0) & (ids < len(rows))
@@ -179,14 +179,14 @@ def first_row(num_rows: int, rank: int, size: int) -> int:
     return min(rank * -(-num_rows // size), num_rows)
 
 
-def _own(parameter: Tensor) -> Tensor:
+def own_part(parameter: Tensor) -> Tensor:
     """A rank's part of a split parameter."""
     return cast(DTensor, parameter).to_local()
 
 
 def _shared(parameter: Tensor) -> Tensor:
     """A parameter that is whole on every rank, each of which has part of its gradient."""
-    return _SumGradients.apply(_own(parameter), _mesh(parameter))
+    return _SumGradients.apply(own_part(parameter), _mesh(parameter))
 
 
 class _SumGradients(torch.autograd.Function):

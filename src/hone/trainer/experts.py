@@ -1,0 +1,133 @@
+"""Expert parallelism of the trained model: each rank of the expert axis holds some experts.
+
+Parameters of `mlp.experts` become DTensors over the expert axis, which divides their first
+dimension (Lepikhin et al., arXiv:2006.16668); FSDP shards what is left over `Mesh.expert_fsdp`.
+Everything else of a layer is as without experts: ranks of this axis train different tokens. A layer
+sends the hidden state of each token to the ranks of its experts and gets their outputs back:
+
+    own tokens ──sort by expert──► all-to-all ──sort by expert──► grouped products of own experts
+    own tokens ◄──gate weights, sum── all-to-all ◄──────────────────────────┘
+
+Gate weights never travel: they multiply where the router computed them, so its gradient stays
+there. The gradient of an expert comes from the tokens of all ranks of the axis and is whole when
+backward ends. Every rank takes part in every exchange, and multiplies, with no token at all too.
+
+Letters: T own tokens, K experts of a token, E experts, R received rows, D model width, I inner
+width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Shard
+from transformers import PreTrainedModel
+
+from hone.distributed.mesh import Mesh
+from hone.models.decoder import decoder_layers
+from hone.trainer.tensor import SplitModule, own_part
+
+__all__ = ["DividedExperts", "divide_experts", "experts_of"]
+
+
+def divide_experts(model: PreTrainedModel, mesh: Mesh) -> None:
+    """Divide the experts of `model` over the expert axis of `mesh`, in place; nothing with one rank
+    along it. Before FSDP.
+
+    Every rank brings the same whole weights and keeps its part; no messages are sent. Raises
+    ValueError where the model has no experts, or the axis does not divide their number.
+    """
+    if mesh.expert_mesh is None:
+        return
+    size = mesh.expert_mesh.size()
+    found = [experts for layer in decoder_layers(model) if (experts := experts_of(layer))]
+    if not found:
+        raise ValueError(
+            f"trainer.parallel.expert_parallel_size is {size}, but the model "
+            f"({model.config.model_type}) has no experts. Leave it at 1."
+        )
+    for experts in found:
+        number = len(cast(Tensor, experts.gate_up_proj))
+        if number % size:
+            raise ValueError(
+                f"trainer.parallel.expert_parallel_size is {size}, which does not divide the "
+                f"{number} experts of a layer. Use a divisor of {number}."
+            )
+        DividedExperts.split(experts, mesh.expert_mesh)
+        experts.__class__ = DividedExperts
+
+
+def experts_of(layer: nn.Module) -> nn.Module | None:
+    """The experts of a decoder layer, all in one module; None where it has an MLP."""
+    return getattr(cast(Any, layer).mlp, "experts", None)
+
+
+class DividedExperts(SplitModule):
+    """transformers' experts, of which this rank holds E / size."""
+
+    placements: ClassVar[dict[str, Placement]] = {"gate_up_proj": Shard(0), "down_proj": Shard(0)}
+    act_fn: nn.Module
+
+    @torch.compiler.disable  # numbers of rows come to the host
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Of own tokens [T, D], the ids of their experts and their gate weights [T, K]; [T, D].
+        Collective over the expert axis, as its backward is."""
+        mesh = cast(Any, self.gate_up_proj).device_mesh
+        gate_up_E2ID, down_EDI = (own_part(w) for w in (self.gate_up_proj, self.down_proj))
+        num_own, size, group = len(gate_up_E2ID), mesh.size(), mesh.get_group()
+
+        order = top_k_index.flatten().argsort(stable=True)
+        counts = torch.bincount(top_k_index.flatten(), minlength=num_own * size)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=group)
+        sent_rows, received_rows = torch.stack([counts, received]).view(2, size, -1).sum(2).tolist()
+
+        num_choices = top_k_index.shape[-1]
+        rows_RD = _Exchange.apply(
+            hidden_states[order // num_choices], sent_rows, received_rows, group
+        )
+        # They came by sender, of each by expert.
+        ids = torch.arange(num_own, device=counts.device).repeat(size)
+        by_expert = ids.repeat_interleave(received).argsort(stable=True)
+        ends = received.view(size, -1).sum(0).cumsum(0).int()
+        inner_R2I = F.grouped_mm(rows_RD[by_expert], gate_up_E2ID.transpose(1, 2), offs=ends)
+        gate_RI, up_RI = inner_R2I.chunk(2, dim=-1)
+        out_RD = F.grouped_mm(self.act_fn(gate_RI) * up_RI, down_EDI.transpose(1, 2), offs=ends)
+
+        back = _Exchange.apply(out_RD[_inverse(by_expert)], received_rows, sent_rows, group)
+        own_TKD = back[_inverse(order)].view(*top_k_index.shape, back.shape[1])
+        return (own_TKD * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows [S, D], `sent[i]` of them in turn to rank i, to those that come, `received[i]` from it;
+    gradients go back the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    found = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    return found

@@ -1,0 +1,246 @@
+"""Runs expert parallelism in one of several processes (`tests.ranks`), part after part.
+
+Layers of experts are compared with transformers' loop over experts in float64, of the tokens of all
+ranks; whole trainers with one that rank 0 trains alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from hone.checkpoint.store import CheckpointStore
+from hone.config.algorithm import AlgorithmConfig
+from hone.trainer import experts as expert_module
+from hone.trainer.experts import divide_experts, experts_of
+from tests.ranks import run_parts
+from tests.trainer.examples import make_trainer, random_rows, tiny_model
+from tests.trainer.parallel_ranks import (
+    STEP,
+    compare,
+    difference,
+    everywhere,
+    on_mesh,
+    rows_near,
+    shared,
+    whole,
+)
+
+MODEL = {
+    "family": "qwen3_moe",
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+}
+HIDDEN = 32
+LAYOUTS = {
+    2: {
+        **{
+            f"stage {stage}": {"expert_parallel_size": 2, "zero_stage": stage} for stage in range(4)
+        },
+    },
+    4: {
+        "all four": {"expert_parallel_size": 4},
+        "two, shards": {"expert_parallel_size": 2, "zero_stage": 3},
+        "two, copies": {"expert_parallel_size": 2, "zero_stage": 0},
+        "more than share shards": {"expert_parallel_size": 4, "fsdp_size": 2},
+        "split sequences": {"expert_parallel_size": 2, "ulysses_size": 2},
+    },
+}
+
+
+def routes(name, num_tokens, rank):
+    """Ids of the experts of a rank's tokens, [T, K]."""
+    draw = torch.Generator().manual_seed(rank)
+    ids = torch.stack([torch.randperm(8, generator=draw)[:2] for _ in range(max(num_tokens, 1))])
+    match name:
+        case "all to one":
+            return torch.full((num_tokens, 1), 5)
+        case "expert without tokens":
+            return torch.where(ids == 3, ids.roll(1, 1), ids)[:num_tokens] % 7
+        case "unsorted choices":
+            return ids.flip(1)[:num_tokens]
+    return ids[:num_tokens]
+
+
+ROUTES = {
+    "random": (9, 5, 7, 3),
+    "unsorted choices": (4, 6, 2, 8),
+    "all to one": (6, 4, 5, 3),
+    "expert without tokens": (8, 8, 8, 8),
+    "rank without tokens": (0, 7, 0, 5),
+    "no tokens": (0, 0, 0, 0),
+}
+
+
+def of(tensor):
+    """The gradient of a leaf, zeros where none came."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def layer(name):
+    """Largest differences of one layer's outputs and gradients, as shares of their size."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    original = experts_of(tiny_model(**MODEL).base_model.layers[1])
+    reference = copy.deepcopy(original).double()
+    reference.config._experts_implementation = "eager"
+    mesh = on_mesh({"expert_parallel_size": world})
+    holder = SimpleNamespace(
+        config=SimpleNamespace(model_type="qwen3_moe"),
+        base_model=SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace(experts=original))]),
+    )
+    with patch.object(expert_module, "decoder_layers", lambda model: model.base_model.layers):
+        divide_experts(holder, mesh)
+
+    inputs = []
+    for other in range(world):
+        draw = torch.Generator().manual_seed(10 + other)
+        num_tokens = ROUTES[name][other]
+        ids = routes(name, num_tokens, other)
+        hidden = torch.randn(num_tokens, HIDDEN, generator=draw)
+        gates = torch.rand(ids.shape, generator=draw)
+        upstream = torch.randn(num_tokens, HIDDEN, generator=draw)
+        inputs.append((hidden, ids, gates, upstream))
+    hidden, ids, gates, upstream = inputs[rank]
+    hidden, gates = hidden.requires_grad_(), gates.requires_grad_()
+    output = original(hidden, ids, gates)
+    (output * upstream).sum().backward()
+
+    joint = [torch.cat(values) for values in zip(*inputs, strict=True)]
+    wanted_in, wanted_gates = (joint[i].detach().double().requires_grad_() for i in (0, 2))
+    wanted = reference(wanted_in, joint[1], wanted_gates)
+    if wanted.requires_grad:  # the loop ran: of no token at all it gives plain zeros
+        (wanted * joint[3].double()).sum().backward()
+
+    first = sum(ROUTES[name][:rank])
+    own = slice(first, first + len(hidden))
+    pairs = {
+        "outputs": (output, wanted[own]),
+        "gradients of inputs": (hidden.grad, of(wanted_in)[own]),
+        "gradients of gates": (gates.grad, of(wanted_gates)[own]),
+    }
+    for which in ("gate_up_proj", "down_proj"):
+        found = getattr(original, which).grad.full_tensor()
+        pairs[f"gradient of {which}"] = (found, of(getattr(reference, which)))
+    return {
+        what: difference(a.detach().double(), b.detach()) if a.numel() else 0.0
+        for what, (a, b) in pairs.items()
+    }
+
+
+def layers():
+    return {name: layer(name) for name in ROUTES}
+
+
+def layouts():
+    cfg = AlgorithmConfig(entropy_coef=0.1)
+    rows = rows_near(tiny_model(**MODEL), cfg, random_rows(13, seed=5))
+    lone = rows_near(tiny_model(**MODEL), cfg, random_rows(1, seed=6))
+    found = {}
+    for name, parallel in LAYOUTS[dist.get_world_size()].items():
+        found[name] = compare(MODEL, cfg, rows, {"micro_batch_size": 2, "parallel": parallel})
+    parallel = {"expert_parallel_size": 2, "zero_stage": 3}
+    found["recomputed"] = compare(
+        MODEL, cfg, rows, {"micro_batch_size": 2, "recompute": "full", "parallel": parallel}
+    )
+    found["ranks without rows"] = compare(MODEL, cfg, lone, {"parallel": parallel})
+    return found
+
+
+def parts_held():
+    """Shares of expert weights and of all others that this rank holds, by layout."""
+    found = {}
+    for name, parallel in LAYOUTS[dist.get_world_size()].items():
+        trainer = make_trainer(tiny_model(**MODEL), mesh=on_mesh(parallel), parallel=parallel)
+        held = {True: [0, 0], False: [0, 0]}
+        for key, master in trainer.policy.masters.items():
+            count = held[".experts." in key]
+            count[0] += master.to_local().numel()
+            count[1] += master.numel()
+        found[name] = [own / total for own, total in (held[True], held[False])]
+    return found
+
+
+def round_trip():
+    """Masters and the next step's metrics of a run that goes on with experts divided otherwise."""
+    world = dist.get_world_size()
+    sizes = {
+        "divided, then not": ({"expert_parallel_size": world}, {"zero_stage": 3}),
+        "not, then divided": ({"zero_stage": 3}, {"expert_parallel_size": world}),
+        "divided in two, then in more": (
+            {"expert_parallel_size": 2, "zero_stage": 3},
+            {"expert_parallel_size": world, "zero_stage": 0},
+        ),
+    }
+    rows = rows_near(tiny_model(**MODEL), AlgorithmConfig(), random_rows(6, seed=2))
+    found = {}
+    with TemporaryDirectory() as own_folder:
+        for name, layouts in sizes.items():
+            first, second = (
+                make_trainer(
+                    tiny_model(**MODEL, seed=seed),
+                    mesh=on_mesh(parallel),
+                    parallel=parallel,
+                    **STEP,
+                )
+                for seed, parallel in enumerate(layouts)
+            )
+            first.update(rows)
+            folder = Path(shared(own_folder)) / name
+            store = CheckpointStore(folder, mesh=first.mesh, timeout_s=60)
+            tensors, metadata = first.state_dict()
+            store.save(1, {"trainer": tensors})
+            store = CheckpointStore(folder, mesh=second.mesh, timeout_s=60)
+            second.load_state_dict(store.load(1).parts["trainer"], metadata)
+            masters = [{n: whole(m) for n, m in t.policy.masters.items()} for t in (first, second)]
+            first.update(rows)
+            second.update(rows)
+            weights = [dict(t.named_weights()) for t in (first, second)]
+            found[name] = {
+                "equal": all(torch.equal(m, masters[1][n]) for n, m in masters[0].items()),
+                "go on alike": max(
+                    difference(weights[1][n], weight) for n, weight in weights[0].items()
+                ),
+            }
+        dist.barrier()
+    return found
+
+
+BUGS = {
+    "nothing": nullcontext,
+    "outputs in the order of experts": lambda: patch.object(
+        expert_module, "_inverse", lambda order: order
+    ),
+    "gradients stay where they are": lambda: patch.object(
+        expert_module._Exchange,
+        "backward",
+        staticmethod(lambda ctx, grad: (grad.new_zeros(sum(ctx.sent), HIDDEN), None, None, None)),
+    ),
+    "every rank holds the first experts": lambda: patch.object(
+        expert_module, "own_part", lambda p: p.full_tensor()[: len(p.to_local())]
+    ),
+}
+
+
+def planted():
+    found = {}
+    for name, plant in BUGS.items():
+        with plant():
+            worst = max(layer("random").values())
+        found[name] = max(everywhere(worst))
+    return found
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    run_parts([layers, layouts, parts_held, round_trip, planted])

@@ -1,0 +1,89 @@
+"""Expert parallelism over processes of gloo against one process alone; see `expert_ranks.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.config.errors import UserError
+from hone.config.parallel import AxisSizes, ParallelConfig
+from hone.distributed.mesh import Mesh
+from hone.trainer.experts import divide_experts
+from tests.ranks import parts_of, run_ranks
+from tests.trainer.examples import tiny_model
+from tests.trainer.expert_ranks import BUGS, LAYOUTS, MODEL, ROUTES
+
+pytestmark = pytest.mark.timeout(300)
+EXACT = 1e-5
+SHARED = ("recomputed", "ranks without rows")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    found = {}
+
+    def of(world):
+        if world not in found:
+            found[world] = parts_of(run_ranks("tests.trainer.expert_ranks", world, timeout_s=280))
+        return found[world]
+
+    return of
+
+
+WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ROUTES)
+def test_R8_a_divided_layer_is_the_loop_over_experts(ranks, world, name):
+    for rank in ranks(world):
+        assert max(rank["layers"][name].values()) < EXACT, rank["layers"][name]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_R8_training_is_that_of_one_process(ranks, world):
+    found = ranks(world)
+    for name in (*LAYOUTS[world], *SHARED):
+        assert all(rank["layouts"][name]["same everywhere"] for rank in found), name
+        first = found[0]["layouts"][name]
+        for what in ("logprobs", "loss", "gradient", "metrics", "weights", "masters"):
+            assert first[what] < EXACT, (name, what, first)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_each_rank_holds_its_share(ranks, world):
+    for rank in ranks(world):
+        for name, (of_experts, of_others) in rank["parts_held"].items():
+            cfg = ParallelConfig(**LAYOUTS[world][name])
+            sizes = AxisSizes.of(cfg, world)
+            assert of_experts == pytest.approx(1 / sizes.expert / sizes.expert_fsdp), name
+            assert of_others == pytest.approx(1 / sizes.fsdp, abs=0.05), name
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_run_goes_on_with_experts_divided_otherwise(ranks, world):
+    for rank in ranks(world):
+        for name, found in rank["round_trip"].items():
+            assert found["equal"], name
+            assert found["go on alike"] < EXACT, (name, found)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_R8_planted_bugs_are_caught(ranks, bug):
+    assert (ranks(2)[0]["planted"][bug] < EXACT) == (bug == "nothing")
+
+
+def test_one_rank_leaves_the_model_as_it_is():
+    model = tiny_model(**MODEL)
+    parameters = dict(model.named_parameters())
+    divide_experts(model, Mesh.alone(torch.device("cpu")))
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("fields", "world"),
+    [({"expert_parallel_size": 3}, 4), ({"expert_parallel_size": 2, "fsdp_size": 3}, 6)],
+)
+def test_sizes_that_do_not_divide_are_told(fields, world):
+    with pytest.raises(UserError, match=r"trainer\.parallel\.expert_parallel_size is"):
+        AxisSizes.of(ParallelConfig(**fields), world)
