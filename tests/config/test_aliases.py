@@ -29,7 +29,7 @@ ROWS = [
     # The name as it is typed, and what the message must contain, in this order.
     ("pipeline_parallel_size", NOT_YET, "pipeline stages"),
     ("trainer.parallel.pipeline_parallel_size", NOT_YET, "pipeline stages"),
-    ("expert_parallel_size", NOT_YET, "experts"),
+    ("expert_model_parallel_size", "trainer.parallel.expert_parallel_size"),
     ("engine.expert_parallel_size", NOT_YET, "experts"),
     ("context_parallel_size", "trainer.parallel.ring_size", "trainer.parallel.ulysses_size"),
     ("actor.megatron.context_parallel_size", "trainer.parallel.ring_size"),

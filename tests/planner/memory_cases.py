@@ -23,6 +23,13 @@ LORA = LoraConfig(rank=3)
 SOME = LoraConfig(rank=2, target_modules=("q_proj", "down_proj"))
 QLORA = LoraConfig(rank=3, load_in_4bit=True)
 UNTIED = {"tie_word_embeddings": False}
+EXPERTS = {
+    "family": "qwen3_moe",
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [0],
+}
 ODD = {"vocab_size": 51}  # leaves the last of several processes less than the others
 
 ALONE: dict[str, dict[str, Any]] = {
@@ -46,6 +53,18 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": {"trainer": MUON},
     "bfloat16 states": {"trainer": STATES},
     "adapters": {"lora": LORA, "parallel": {"zero_stage": 3}},
+    **{
+        f"experts over {size}, stage {stage}": {
+            "model": EXPERTS,
+            "parallel": {"zero_stage": stage, "expert_parallel_size": size},
+        }
+        for size, stage in ((2, 0), (2, 3), (4, 3))
+    },
+    "adapters beside experts": {
+        "model": EXPERTS,
+        "lora": LORA,
+        "parallel": {"zero_stage": 3, "expert_parallel_size": 2},
+    },
 }
 KINDS = ("weights", "masters", "gradients", "optimizer")
 
@@ -60,6 +79,11 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "parameters, bfloat16 states": {"trainer": ALL_AWAY | STATES},
     "parameters, adapters": {"trainer": ALL_AWAY, "lora": LORA},
     "parameters, 4-bit": {"trainer": ALL_AWAY, "lora": QLORA},
+    "parameters, experts": {
+        "trainer": ALL_AWAY,
+        "model": EXPERTS,
+        "parallel": {"expert_parallel_size": 2},
+    },
 }
 """With several processes in stage 3."""
 

@@ -27,7 +27,7 @@ def main():
         planned = plan(case, dist.get_world_size())
         outcomes[name] = {"held": held(case, mesh_of(case)), "planned": asdict(planned)}
     for name, case in OFFLOADED.items():
-        case = case | {"parallel": {"zero_stage": 3}}
+        case = case | {"parallel": {"zero_stage": 3, **case.get("parallel", {})}}
         planned = plan(case, dist.get_world_size())
         outcomes[name] = {"held": held_on_host(case, mesh_of(case)), "planned": asdict(planned)}
     if dist.get_rank() == 0:

@@ -37,6 +37,8 @@ class TensorShape:
     """Dimension that tensor parallelism divides."""
     count: int = 1
     in_layer: bool = True
+    of_experts: bool = False
+    """Of all experts of a layer, one below the other."""
 
     @property
     def numel(self) -> int:
@@ -128,6 +130,11 @@ class ModelShape:
         return self.body_params - idle * self._params_per_expert
 
     @property
+    def expert_params(self) -> int:
+        """Of all experts of all layers."""
+        return self.num_experts * self._params_per_expert
+
+    @property
     def _params_per_expert(self) -> int:
         """Over all layers."""
         return 3 * self.hidden_size * self.expert_size * self.num_expert_layers
@@ -171,8 +178,14 @@ class ModelShape:
         if num_sparse:
             number, size = self.num_experts, self.expert_size
             yield TensorShape("mlp.gate", (number, hidden), None, num_sparse)
-            yield TensorShape("experts.gate_up_proj", (number, 2 * size, hidden), None, num_sparse)
-            yield TensorShape("experts.down_proj", (number, hidden, size), None, num_sparse)
+            for name, rows, columns in (("gate_up", 2 * size, hidden), ("down", hidden, size)):
+                yield TensorShape(
+                    f"experts.{name}_proj",
+                    (number, rows, columns),
+                    None,
+                    num_sparse,
+                    of_experts=True,
+                )
         yield TensorShape("layer norms", (hidden,), None, self.num_layers * spec.norms_per_layer)
         if spec.head_norms:
             for name, width in (("q_norm", q), ("k_norm", kv)):

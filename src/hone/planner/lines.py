@@ -144,6 +144,12 @@ def _layout(plan: RunPlan) -> Iterator[Line]:
         f"of what zero_stage {plan.trainer.parallel.zero_stage} cuts: fsdp {sizes.fsdp} x tensor "
         f"{sizes.tensor}",
     )
+    if sizes.expert > 1:
+        yield Line(
+            "experts",
+            f"1/{sizes.expert}",
+            f"of every layer's on a process; {sizes.expert_fsdp} share one set of shards of them",
+        )
     yield Line(
         "rows_per_data_rank",
         plan.rows_per_data_rank,

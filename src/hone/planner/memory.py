@@ -158,20 +158,19 @@ def planned_step(plan: RunPlan, *, num_tokens: int, num_micro_batches: int = 2) 
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Parameters of the adapters, over all layers."""
-    named = [t for t in shape.tensors() if _has_adapter(t, lora)]
+    named = [t for t in shape.tensors() if _has_adapter(shape, t, lora)]
     return sum(lora.rank * sum(t.size) * t.count for t in named)
 
 
 def params_in_4bit(shape: ModelShape, lora: LoraConfig) -> int:
     """Frozen parameters that are kept in four bits, over all layers."""
-    held = [t for t in shape.tensors() if lora.load_in_4bit and _has_adapter(t, lora)]
+    held = [t for t in shape.tensors() if lora.load_in_4bit and _has_adapter(shape, t, lora)]
     return sum(t.count * t.numel for t in held)
 
 
-def _has_adapter(tensor: TensorShape, lora: LoraConfig) -> bool:
-    if not lora.rank or not tensor.in_layer or len(tensor.size) == 1:
-        return False
-    return not lora.target_modules or tensor.name in lora.target_modules
+def _has_adapter(shape: ModelShape, tensor: TensorShape, lora: LoraConfig) -> bool:
+    targets = lora.target_modules or spec_of(shape.family).lora_targets
+    return bool(lora.rank) and tensor.name in targets
 
 
 def _nf4_bytes(tensor: TensorShape) -> int:
@@ -248,7 +247,7 @@ class _Step:
         if not self.lora.rank:
             self._count_trained(tensor)
             return
-        is_adapted = _has_adapter(tensor, self.lora)
+        is_adapted = _has_adapter(self.shape, tensor, self.lora)
         if is_adapted and self.lora.load_in_4bit:
             # Buffers, which are not sharded: they stay on the device of one of several.
             self._hold("weights", _nf4_bytes(tensor), on_host=False)
@@ -262,7 +261,7 @@ class _Step:
 
     def _count_trained(self, tensor: TensorShape) -> None:
         trainer, optimizer = self.trainer, self.trainer.optimizer
-        shard, whole = self._shard(tensor), prod(tensor.local(self.sizes.tensor))
+        shard, whole = self._shard(tensor), self._whole(tensor)
         self._count_whole(tensor)
         self.trained += shard
         self._hold("gradients", 4 * shard, on_host=trainer.offloads("gradients"))
@@ -297,7 +296,7 @@ class _Step:
         setattr(self, name, getattr(self, name) + num_bytes)
 
     def _count_whole(self, tensor: TensorShape) -> None:
-        num_bytes = self.num_bytes * tensor.count * prod(tensor.local(self.sizes.tensor))
+        num_bytes = self.num_bytes * tensor.count * self._whole(tensor)
         if tensor.in_layer:
             self.whole_layers += num_bytes
         else:
@@ -305,8 +304,19 @@ class _Step:
 
     def _shard(self, tensor: TensorShape) -> int:
         """Elements that this process keeps, in all of `count` tensors: FSDP cuts rows."""
-        rows, *rest = tensor.local(self.sizes.tensor)
-        return tensor.count * -(-rows // self.sizes.fsdp) * prod(rest)
+        rows, *rest = self._local(tensor)
+        ranks = self.sizes.expert_fsdp if tensor.of_experts else self.sizes.fsdp
+        return tensor.count * -(-rows // ranks) * prod(rest)
+
+    def _whole(self, tensor: TensorShape) -> int:
+        """Elements of one that a pass gathers: of experts, this process's own."""
+        return prod(self._local(tensor))
+
+    def _local(self, tensor: TensorShape) -> tuple[int, ...]:
+        """Of one, what is left to FSDP."""
+        if tensor.of_experts:
+            return (tensor.size[0] // self.sizes.expert, *tensor.size[1:])
+        return tensor.local(self.sizes.tensor)
 
     # -- what is modelled ------------------------------------------------------------------------
 

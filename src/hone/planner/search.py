@@ -34,10 +34,14 @@ __all__ = ["memory_settings", "peak_bytes", "plan_of", "search"]
 
 _MAX_SPLITS = 16
 _ENGINE_SIZES = (1, 2, 4, 8)
-_AXES = tuple(f"trainer.parallel.{axis}_size" for axis in ("tensor_parallel", "ulysses", "ring"))
+_AXES = tuple(
+    f"trainer.parallel.{axis}_size"
+    for axis in ("tensor_parallel", "ulysses", "ring", "expert_parallel")
+)
 _QUICKEST: Change = {"trainer.recompute": "off", "trainer.offload": "none"}
 _SURE_GAIN = 1.05
-"""How much faster than trainers without it sharing rows or matrices has to be by prediction."""
+"""How much faster than trainers without it sharing rows, matrices or experts has to be by
+prediction."""
 _DECIDED = (
     *("trainer.parallel", "trainer.max_tokens", "trainer.offload", "trainer.recompute"),
     *("trainer.enable_sleep", "engine.enable_sleep", "engine.gpu_memory_utilization"),
@@ -180,12 +184,13 @@ def _fastest_that_fits(
 def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
     """The same for trainers whose engines fit."""
     allowed = {x for x in errors(plan) if not any(key.startswith(_DECIDED) for key in x.keys)}
-    own_axes = plan.policy.axes.tensor * plan.policy.axes.context
+    own = plan.policy.axes
     laid_out = [changed(plan, layout) for layout in _layouts(plan)]
 
     def weighed(plan: RunPlan) -> float:
         axes = plan.policy.axes
-        return cost(plan) * (_SURE_GAIN if axes.tensor * axes.context > own_axes else 1.0)
+        shares_more = axes.tensor * axes.context > own.tensor * own.context
+        return cost(plan) * (_SURE_GAIN if shares_more or axes.expert > own.expert else 1.0)
 
     is_memory = cost is peak_bytes
     # What no choice of settings is below.
@@ -216,8 +221,8 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
 
 
 def _layouts(plan: RunPlan) -> Iterator[Change]:
-    """How trainers may share matrices and the tokens of a row, the recipe's way first; with it
-    budgets that hold each one's share of the longest row."""
+    """How trainers may share matrices, the tokens of a row and experts, the recipe's way first;
+    with it budgets that hold each one's share of the longest row."""
     trainer, shape, world = plan.trainer, plan.shape, plan.world_size or 1
     assert trainer is not None
     assert shape is not None
@@ -228,11 +233,12 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
         powers = [1 << n for n in range(most.bit_length())]
         every = (x for x in product(powers, repeat=3) if math.prod(x) <= most)
         sizes = sorted((x for x in every if world % math.prod(x) == 0), key=math.prod)
-    for tensor, ulysses, ring in sizes:
+    shared = ((*size, expert) for size in sizes for expert in _expert_sizes(plan, world // size[0]))
+    for tensor, ulysses, ring, expert in shared:
         if ulysses_problem(ulysses, shape.num_heads // tensor, shape.num_kv_heads // tensor):
             continue
         layout: dict[str, Any] = {}
-        for key, size in zip(_AXES, (tensor, ulysses, ring), strict=True):
+        for key, size in zip(_AXES, (tensor, ulysses, ring, expert), strict=True):
             if size != getattr(parallel, key.rpartition(".")[2]):
                 layout[key] = size
         longest = plan.max_sequence_tokens
@@ -245,6 +251,15 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
                 yield layout
             elif ulysses * ring == 1 or tokens < longest:  # else sharing rows saves nothing
                 yield {**layout, "trainer.max_tokens_per_microbatch": tokens}
+
+
+def _expert_sizes(plan: RunPlan, num_sharing: int) -> list[int]:
+    """Processes that share a layer's experts: the recipe's own, or all of a node that can."""
+    assert plan.trainer is not None
+    assert plan.shape is not None
+    own = plan.trainer.parallel.expert_parallel_size
+    most = math.gcd(plan.shape.num_experts, num_sharing, plan.devices.per_node or GPUS_OF_A_NODE)
+    return [own] if own > 1 or plan.shape.num_experts == 0 else [*dict.fromkeys((1, most))]
 
 
 def _thriftiest(plan: RunPlan) -> Change:

@@ -152,9 +152,13 @@ class TrainingTime:
         seconds, shards = 0.0, axes.data * axes.context
         if shards > 1:
             sharded = shape.num_params - params_in_4bit(shape, self._config.model.lora)
-            weights = 2 * sharded // axes.tensor
+            # Of experts a process gathers and reduces its own.
+            elsewhere = shape.expert_params * (axes.expert - 1) // axes.expert
+            weights = 2 * (sharded - elsewhere) // axes.tensor
             gathered = 2 * weights if trainer.parallel.zero_stage == 3 else 0
             reduced = _GRADIENT_BYTES * self._num_params
+            if not self._config.model.lora.rank:
+                reduced -= _GRADIENT_BYTES * elsewhere
             num_bytes = (gathered + reduced) * (shards - 1) / shards
             travel_s = num_micro_batches * num_bytes / (link * _REACHED)
             seconds += max(travel_s - _HIDDEN * compute_s, 0.0)
@@ -169,6 +173,10 @@ class TrainingTime:
             width = 2 * shape.num_heads * shape.head_dim + keys
             values = 2 * shape.num_layers * width * own_tokens / axes.tensor
             seconds += passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
+        if axes.expert > 1:  # hidden states to experts and back
+            width = 2 * shape.experts_per_token * shape.hidden_size
+            values = 2 * shape.num_expert_layers * width * own_tokens
+            seconds += passes * values * (axes.expert - 1) / axes.expert / own_link
         if axes.ring > 1:  # keys and values a pass; backward their float32 gradients, all round
             link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
             values = shape.num_layers * keys * own_tokens / axes.tensor

@@ -70,10 +70,14 @@ class DividedExperts(SplitModule):
     """transformers' experts, of which this rank holds E / size."""
 
     placements: ClassVar[dict[str, Placement]] = {"gate_up_proj": Shard(0), "down_proj": Shard(0)}
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
     act_fn: nn.Module
 
     @torch.compiler.disable  # numbers of rows come to the host
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator has no type
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """Of own tokens [T, D], the ids of their experts and their gate weights [T, K]; [T, D].
         Collective over the expert axis, as its backward is."""
         mesh = cast(Any, self.gate_up_proj).device_mesh

@@ -7,6 +7,10 @@ from tests.config.rule_rows.row import Row
 ROWS: list[Row] = [
     ("sft", "model.path=qwen3_moe trainer.parallel.tensor_parallel_size=2", "error",
      "trainer.parallel.tensor_parallel_size model.path"),
+    ("sft", "--nproc=8 trainer.parallel.expert_parallel_size=2", "error",
+     "trainer.parallel.expert_parallel_size model.path"),
+    ("sft", "--nproc=3 model.path=qwen3_moe trainer.parallel.expert_parallel_size=3", "error",
+     "trainer.parallel.expert_parallel_size"),
     # budgets (G9, G12)
     ("rl", "trainer.max_tokens_per_microbatch=2047", "error",
      "trainer.max_tokens_per_microbatch data.max_prompt_tokens rollout.max_completion_tokens"),

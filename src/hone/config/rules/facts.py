@@ -374,7 +374,17 @@ def has_spec(view: View) -> bool:
 @fact
 def has_experts(view: View) -> bool:
     """Whether layers of the model are a mixture of experts."""
-    return view.model.shape is not None and view.model.shape.num_experts > 0
+    if view.model.shape is None:
+        raise NotKnownError("has_experts")
+    return view.model.shape.num_experts > 0
+
+
+@fact
+def num_experts(view: View) -> Fact:
+    """Of a layer."""
+    if view.model.shape is None:
+        raise NotKnownError("num_experts")
+    return Fact(view.model.shape.num_experts, "the number of a layer's experts")
 
 
 @fact

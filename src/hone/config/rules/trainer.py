@@ -17,6 +17,7 @@ __all__ = ["RULES"]
 _EXACT = ("rl", "eval", "generate", "bench engine", "bench train")
 _BUDGET, _FORWARD = "trainer.max_tokens_per_microbatch", "trainer.max_tokens_per_forward"
 _PARALLEL, _TENSOR = "trainer.parallel", "trainer.parallel.tensor_parallel_size"
+_EXPERTS = "trainer.parallel.expert_parallel_size"
 _PRECISION, _RANK = "trainer.matmul_precision", "model.lora.rank"
 _TARGETS = "model.lora.target_modules"
 _BY_TOKENS = "not trainer.micro_batch_size"
@@ -196,6 +197,11 @@ _AXES = (
           says=f"{_TENSOR} is {{{_TENSOR}}}, and {{the_model}} is of the family {{family}}",
           why=f"only layers of {TENSOR} are split over the tensor axis",
           fix=f"{_TENSOR} = 1 | shard by {_PARALLEL}.zero_stage 3"),
+    error(f"{_EXPERTS} > 1", "not @has_experts",
+          says=f"{_EXPERTS} is {{{_EXPERTS}}}, and {{the_model}} has no experts",
+          fix=f"{_EXPERTS} = 1"),
+    error(f"{_EXPERTS} does not divide @num_experts",
+          fix="use a size that does; further processes share rows or tokens"),
     *(error(each=_ulysses_problem(key), given=("not @undivided_in_training",),
             says=f"{key} is {{{key}}}, for {{the_model}}", why="{problem}",
             fix="use one of them | split tokens further by ring_size, which divides no heads")
