@@ -41,7 +41,7 @@ SIMULATE: dict[str, Row] = {
     "trainer.enable_sleep": Row("true", "numbers"),
     "trainer.parallel.fsdp_size": Row("2", "numbers"),
     "trainer.parallel.tensor_parallel_size": Row("2", "numbers"),
-    "trainer.parallel.expert_parallel_size": Row("2", "findings"),
+    "trainer.parallel.expert_parallel_size": Row("2", "exit"),
     "trainer.parallel.ulysses_size": Row("2", "numbers"),
     "trainer.parallel.ring_size": Row("2", "numbers"),
     "trainer.parallel.zero_stage": Row("0", "numbers", (*LARGE, "--plan.gpus=4")),
