@@ -1,4 +1,4 @@
-"""The reference on devices of its own, in threads of this process: the run is the same."""
+"""Frozen models on devices of their own, in threads of this process: the run is the same."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.loops.conftest import MakeConfig
-from tests.tiny_runs import lines
+from tests.tiny_runs import lines, make_classifier
 from torch import Tensor
 
 from hone.algorithms.algorithm import Outputs
 from hone.algorithms.grpo import GRPO
 from hone.config.algorithm import AlgorithmConfig, KLConfig, Output
 from hone.config.tree import RLConfig
+from hone.data.arithmetic import ALPHABET
 from hone.distributed.pool import ThreadWorker
 from hone.loops import rank0, reinforce, workers
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.rollout.scorer_pool import ScorerPool
 from hone.trainer.models import Models
 from hone.types import Group, Prompt, Reward, Row, Sample, StopReason
@@ -62,6 +64,7 @@ def test_who_does_not_drive_references_hears_what_they_found(
             return values[None].numpy()
 
     group = ScorerPool(
+        "reference",
         [ThreadWorker("reference 0", Scorer())],
         restart=lambda index: pytest.fail(f"{index} was lost"),
         timeout_s=20.0,
@@ -180,6 +183,50 @@ def test_R19_one_reference_apart_is_the_run_beside_bit_for_bit(
     assert beside[-1]["policy/ref_kl"] > 0
     assert rows == beside
     assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+TEACHER: dict[str, Any] = {"max_tokens_per_forward": 40}
+
+
+@pytest.mark.parametrize(
+    "teacher",
+    [TEACHER, TEACHER | {"loss": "reverse_kl", "top_k": 5, "reward_coef": 0.5}],
+    ids=["of sampled tokens", "of its likeliest words"],
+)
+def test_R19_one_teacher_apart_is_the_run_beside_bit_for_bit(
+    make_config: MakeConfig, tmp_path: Path, teacher: dict[str, Any]
+) -> None:
+    """In passes of its own budget, which is that of no other model."""
+    make_tiny_model(
+        tmp_path / "teacher",
+        tokenizer=make_char_tokenizer(ALPHABET),
+        hidden_size=64,
+        num_layers=1,
+        max_position_embeddings=64,
+        seed=3,
+    )
+    sections = {"teacher": {"path": str(tmp_path / "teacher"), **teacher}}
+    beside, expected = run(make_config(run={"dir": tmp_path / "beside"}, **sections))
+    apart = {"num_teachers": 1}
+    rows, weights = run(make_config(run={"dir": tmp_path / "apart"}, cluster=apart, **sections))
+    assert rows == beside
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_R19_reward_models_apart_are_the_run_beside_bit_for_bit(
+    make_config: MakeConfig, tmp_path: Path, number: int
+) -> None:
+    """Whichever of them scores a pass, and whenever its answer comes."""
+    judge = make_classifier(tmp_path / "judge")
+    model = {"path": str(judge), "max_tokens_per_forward": 30}
+    sections = {"reward": {"functions": [], "model": model}}
+    beside, expected = run(make_config(run={"dir": tmp_path / "beside"}, **sections))
+    apart = {"num_reward_models": number}
+    rows, weights = run(make_config(run={"dir": tmp_path / "apart"}, cluster=apart, **sections))
+    assert len({row["reward/mean"] for row in rows}) == 3
+    assert rows == beside
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 

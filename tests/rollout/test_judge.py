@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.reward import REWARD_MODEL, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from hone.data.arithmetic import ALPHABET
+from hone.distributed.pool import WorkersLostError
 from hone.models.load import load_value_model
 from hone.models.tiny import make_char_tokenizer
 from hone.rewards.scorer import Scorer
@@ -46,7 +48,7 @@ def test_scores_are_those_of_transformers_on_each_sequence_alone(
         torch.randint(4, len(ALPHABET), (length,), generator=generator).tolist() + [end] * ends
         for length, ends in ((5, 1), (30, 0), (1, 0), (17, 2), (64, 0))
     ]
-    found = reward_model(folder).scores(sequences)
+    found = reward_model(folder).begin(sequences).result()
     twin = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = [float(twin(torch.tensor([ids])).logits[0, 0]) for ids in sequences]
@@ -130,10 +132,12 @@ class Fake:
         self.passes: list[list[int]] = []
         self.by_length = scores or {}
 
-    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+    def begin(self, sequences: Sequence[Sequence[int]]) -> Future[list[float]]:
         self.passes.append([len(ids) for ids in sequences])
         noise = len(self.passes) * 1e-3
-        return [self.by_length.get(len(ids), len(ids) + noise) for ids in sequences]
+        done: Future[list[float]] = Future()
+        done.set_result([self.by_length.get(len(ids), len(ids) + noise) for ids in sequences])
+        return done
 
 
 def judge(
@@ -310,3 +314,65 @@ def test_what_is_cancelled_never_comes_back() -> None:
     assert (own.pending, own.poll(0.01), fake.passes) == (0, [], [])
     (found,) = scored(own, [sample(0, "33")])
     assert found.text == "33"
+
+
+class Slow(Fake):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[tuple[Future[list[float]], list[float]]] = []
+
+    def begin(self, sequences: Sequence[Sequence[int]]) -> Future[list[float]]:
+        scoring: Future[list[float]] = Future()
+        self.open.append((scoring, super().begin(sequences).result()))
+        return scoring
+
+    def answer(self, number: int) -> None:
+        scoring, scores = self.open[number]
+        scoring.set_result(scores)
+
+
+def test_what_is_scored_elsewhere_comes_when_it_is_there() -> None:
+    """The caller is not held up, and an equal sequence waits for the same answer."""
+    fake = Slow()
+    own = judge(fake, budget=7)
+    own.submit(sample(0, "3"))
+    own.submit(sample(1, "44"))
+    assert own.poll(0.01) == []
+    own.submit(sample(2, "3"))
+    assert own.poll(0.01) == []
+    assert fake.passes == [[6], [7]]
+    fake.answer(1)
+    assert [one.index for one in own.poll(0.01)] == [1]
+    fake.answer(0)
+    found = own.poll(0.01)
+    assert [one.index for one in found] == [0, 2]
+    assert found[0].reward == found[1].reward
+    assert own.pending == 0
+
+
+def test_an_answer_to_what_was_cancelled_is_nobodys() -> None:
+    fake = Slow()
+    own = judge(fake)
+    own.submit(sample(0, "3"))
+    assert own.poll(0.01) == []
+    own.cancel()
+    own.submit(sample(0, "3"))
+    assert own.poll(0.01) == []
+    fake.answer(0)
+    assert own.poll(0.01) == []
+    fake.answer(1)
+    (found,) = own.poll(0.01)
+    assert found.reward is not None
+    assert found.reward.total == pytest.approx(6.002)
+
+
+def test_who_scores_elsewhere_and_is_lost_ends_the_run_with_the_cause() -> None:
+    fake = Slow()
+    own = judge(fake)
+    own.submit(sample(0, "3"))
+    assert own.poll(0.01) == []
+    fake.open[0][0].set_exception(WorkersLostError("reward_model 0 is lost"))
+    with pytest.raises(WorkersLostError, match="reward_model 0"):
+        own.poll(0.01)

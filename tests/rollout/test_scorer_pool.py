@@ -112,7 +112,7 @@ class FakePending:
 
 def make_group(fakes: list[Fake], restart: Callable[[int], Fake], **limits: Any) -> ScorerPool:
     options = {"timeout_s": WAIT_S, "max_restarts": 3} | limits
-    return ScorerPool(fakes, restart=restart, **options)
+    return ScorerPool("reference", fakes, restart=restart, **options)
 
 
 def score(group: ScorerPool, rows: Sequence[Row], size: int) -> list[Tensor]:
@@ -241,3 +241,24 @@ def test_closing_ends_what_waits_and_starts_nobody_anew() -> None:
     group.close()
     with pytest.raises(CancelledError):
         scoring.result(WAIT_S)
+
+
+def test_calls_share_the_workers_and_end_each_for_itself() -> None:
+    """As those of a reward model do, of samples as they end: two workers have work at a time."""
+    fakes = [Fake(f"reference {i}", {}, 3) for i in range(2)]
+    group = make_group(fakes, never)
+    asked = [random_rows(3, seed=seed) for seed in range(6)]
+    waiting = [group.begin(rows, [range(len(rows))], OUTPUTS) for rows in asked]
+    for rows, found in zip(asked, waiting, strict=True):
+        assert_scored([own["logprobs"] for own in found.result(WAIT_S)], rows)
+    group.close()
+    assert all(len(fake.calls) > 1 for fake in fakes)
+
+
+def test_after_what_was_refused_nothing_is_answered() -> None:
+    """Nor does a later call wait for ever."""
+    group = make_group([Fake("reference 0", {1: ValueError("a bad row")})], never)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a bad row"):
+            score(group, random_rows(4, seed=0), 2)
+    group.close()

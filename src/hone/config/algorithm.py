@@ -178,9 +178,13 @@ class CriticConfig(Section):
     """Steps at the start in which the critic alone learns."""
 
     max_tokens_per_microbatch: int | None = Field(default=None, ge=1)
-    """Token budget of one forward and backward pass of it on one device, and half that of passes
-    without gradient; unset: the budgets of the policy. Its layers keep as much of a token as the
-    policy's, and the logits that it does not have come in chunks there."""
+    """Token budget of one forward and backward pass of it on one device; unset: that of the policy.
+    Its layers keep as much of a token as the policy's, and the logits that it does not have come in
+    chunks there."""
+
+    max_tokens_per_forward: int | None = Field(default=None, ge=1)
+    """Token budget of a pass of it without gradient on one device; unset: twice
+    `max_tokens_per_microbatch` where that is set, else that of the policy's passes."""
 
 
 class TeacherConfig(Section):
@@ -200,6 +204,10 @@ class TeacherConfig(Section):
     top_k: int = Field(default=32, ge=1)
     """Words of each token that a divergence tells apart: the teacher's likeliest. All others count
     as one, the rest. From the size of the vocabulary on it is that of the whole distributions."""
+
+    max_tokens_per_forward: int | None = Field(default=None, ge=1)
+    """Token budget of one of its passes on one device, which keep nothing for a gradient; unset:
+    that of the policy's passes without gradient."""
 
     reward_coef: float = Field(default=0.0, ge=0)
     """Factor of the advantages that `algorithm.advantage` takes from rewards, which are added to

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from hone.config.base import Section
 
-__all__ = ["ClusterConfig", "host_and_port"]
+__all__ = ["ClusterConfig", "ScorerName", "host_and_port"]
+
+ScorerName = Literal["reference", "teacher", "reward_model"]
+"""Frozen models that can have devices of their own."""
 
 
 class ClusterConfig(Section):
@@ -32,25 +36,44 @@ class ClusterConfig(Section):
     """Copies of the reference model of `algorithm.kl` on devices of their own, one each, which
     share the rows of a step. 0: it lies beside the policy, sharded over the trainers."""
 
+    num_teachers: int = Field(default=0, ge=0)
+    """Copies of the teacher (`teacher.path`) on devices of their own, one each, likewise. 0: it
+    lies beside the policy, sharded over the trainers."""
+
+    num_reward_models: int = Field(default=0, ge=0)
+    """Copies of the reward model (`reward.model.path`) on devices of their own, one each, which
+    score samples as they end, beside generation and training. 0: it lies whole beside the engine of
+    each training process, or where engines are apart on the device of the first trainer."""
+
     num_nodes: int = Field(default=1, ge=1)
     """Hosts that the run may use."""
 
     devices_per_node: int | None = Field(default=None, ge=1)
     """GPUs of a host, or with `run.device` cpu processes that it may hold; unset: what Ray finds.
-    Trainers, engines and references together must fit."""
+    Trainers, engines, references, teachers and reward models together must fit."""
 
     update_weight_buffer_size: int = Field(default=512 << 20, ge=1)
     """Bytes of weights that are on their way to engines at a time; two such buffers are held. A
     tensor that is larger travels alone."""
 
     engine_timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds in which an engine or a reference that has work must show progress; a silent one is
-    restarted, three times in a run."""
+    """Seconds in which an engine, or a model that scores, must show progress while it has work; a
+    silent one is restarted, three times in a run."""
 
     @property
     def is_used(self) -> bool:
         """Whether anything but training has devices of its own, so that there is a cluster."""
-        return self.num_engines > 0 or self.num_references > 0
+        return self.num_engines > 0 or bool(self.num_scorers)
+
+    @property
+    def num_scorers(self) -> Mapping[ScorerName, int]:
+        """Copies of the frozen models that have devices of their own, by role."""
+        numbers: dict[ScorerName, int] = {
+            "reference": self.num_references,
+            "teacher": self.num_teachers,
+            "reward_model": self.num_reward_models,
+        }
+        return {role: number for role, number in numbers.items() if number}
 
     @property
     def num_trainer_nodes(self) -> int:
@@ -61,7 +84,8 @@ class ClusterConfig(Section):
     @property
     def used_by(self) -> str:
         """The setting that makes it so, for messages."""
-        return "cluster.num_engines" if self.num_engines else "cluster.num_references"
+        role = "engine" if self.num_engines else next(iter(self.num_scorers), "reference")
+        return f"cluster.num_{role}s"
 
     def devices(self, tensor_parallel_size: int) -> list[RoleDevices]:
         """The devices of each role that has some, with engines of so many."""
@@ -71,7 +95,7 @@ class ClusterConfig(Section):
         roles = [
             RoleDevices.of("trainer", "cluster.num_trainers", self.num_trainers),
             RoleDevices("engine", num_ranks, sampling, engine),
-            RoleDevices.of("reference", "cluster.num_references", self.num_references),
+            *(RoleDevices.of(x, f"cluster.num_{x}s", n) for x, n in self.num_scorers.items()),
         ]
         return [role for role in roles if role.number]
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast
 
+from hone.config.cluster import ScorerName
 from hone.config.data import DataConfig
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
@@ -371,9 +372,7 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
     if engine is not None:
         roles["engine"] = _engine_role(plan, engine, axes, dtype)
     if isinstance(cfg, RLConfig) and cfg.algorithm.kl.coef > 0 and not cfg.model.lora.rank:
-        number = cfg.cluster.num_references
-        apart = Role(name="reference", num_workers=number, where="ray", dtype=dtype)
-        roles["reference"] = apart if number else _frozen("reference", cfg, axes, dtype)
+        roles["reference"] = _frozen("reference", cfg, axes, dtype)
     if isinstance(cfg, DPOConfig) and cfg.has_frozen_reference:
         roles["reference"] = _frozen("reference", cfg, axes, dtype)
     if isinstance(cfg, RLConfig) and cfg.teacher.path is not None:
@@ -389,12 +388,23 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
     if isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig) and cfg.reward.model.path:
         # Whole in each process that drives an engine, and in the first where that drives all.
         beside: RoleName = "engine" if trainer is None else "policy"
-        roles["reward_model"] = Role(name="reward_model", shares_devices_of=beside, dtype=dtype)
+        role = Role(name="reward_model", shares_devices_of=beside, dtype=dtype)
+        roles["reward_model"] = _apart("reward_model", cfg, dtype) or role
     return roles
 
 
-def _frozen(name: RoleName, cfg: RLConfig | DPOConfig, axes: AxisSizes, dtype: Dtype) -> Role:
-    """A model that scores beside the policy, over all trainers."""
+def _apart(name: ScorerName, cfg: Command, dtype: Dtype) -> Role | None:
+    """A frozen model on devices of its own, one a copy; None where it has none."""
+    number = cfg.cluster.num_scorers.get(name) if isinstance(cfg, RLConfig) else None
+    if number is None:
+        return None
+    return Role(name=name, num_workers=number, where="ray", dtype=dtype)
+
+
+def _frozen(name: ScorerName, cfg: RLConfig | DPOConfig, axes: AxisSizes, dtype: Dtype) -> Role:
+    """A model that scores rows: on devices of its own, or beside the policy, over all trainers."""
+    if (apart := _apart(name, cfg, dtype)) is not None:
+        return apart
     # Sizes of its own that fit no mesh are for the rules to refuse.
     with suppress(UserError):
         axes = AxisSizes.of(cfg.trainer.parallel.for_reference, axes.world)

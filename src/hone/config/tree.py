@@ -99,6 +99,13 @@ class RLConfig(Section):
         return ModelConfig(**self.model.model_dump(exclude={"lora"}) | own)
 
     @property
+    def teacher_trainer(self) -> TrainerConfig:
+        """`trainer`, with the budget of the teacher's passes."""
+        own = self.teacher.max_tokens_per_forward
+        update = {} if own is None else {"max_tokens_per_forward": own}
+        return self.trainer.model_copy(update=update)
+
+    @property
     def critic_model(self) -> ModelConfig | None:
         """What the critic starts from where that is not the policy's start; else None."""
         if self.critic.path is None or not self.algorithm.needs_critic:
@@ -116,6 +123,8 @@ class RLConfig(Section):
         if critic.max_tokens_per_microbatch is not None:
             budgets["max_tokens_per_microbatch"] = critic.max_tokens_per_microbatch
             budgets["max_tokens_per_forward"] = None
+        if critic.max_tokens_per_forward is not None:
+            budgets["max_tokens_per_forward"] = critic.max_tokens_per_forward
         return trainer.model_copy(update={"optimizer": optimizer, **budgets})
 
     @property

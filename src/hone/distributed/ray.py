@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psutil
 import ray
@@ -31,8 +31,11 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from hone.config.cluster import ClusterConfig
+from hone.config.algorithm import TeacherConfig
+from hone.config.cluster import ClusterConfig, ScorerName
 from hone.config.errors import UserError
+from hone.config.model import ModelConfig
+from hone.config.reward import RewardModelConfig
 from hone.config.tree import RLConfig
 from hone.distributed.address import no_cluster, unreachable
 from hone.distributed.pool import WorkersLostError
@@ -46,6 +49,8 @@ __all__ = [
     "RayWorker",
     "RayWorkers",
     "ReferenceRank",
+    "RewardModelRank",
+    "TeacherRank",
     "WorkerRank",
     "check_nodes",
     "join",
@@ -57,13 +62,15 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-Role = Literal["engine", "reference"]
+Role = Literal["engine"] | ScorerName
+
+_Located = TypeVar("_Located", ModelConfig, TeacherConfig, RewardModelConfig)
 
 PLACING_S = 60.0
 """How long devices that others hold are waited for."""
 _STARTING_S = 900.0
 """How long an engine may take to read its model's configuration and to record its graphs, and a
-reference to load its weights."""
+model that scores to load its weights."""
 _RAY_GONE_S = 10
 """How long processes of a Ray of this host look for its head, which never comes again."""
 _PER_CORE = 4
@@ -80,7 +87,7 @@ _LOOK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RayWorkers:
-    """The engines and references of `cluster`, as actors, and how others are started in place of
+    """The engines and frozen models of `cluster`, as actors, and how others are started in place of
     those that are lost."""
 
     cfg: RLConfig
@@ -94,15 +101,14 @@ class RayWorkers:
         """Begin to make a worker on its devices."""
         check_own_node()
         cfg, is_engine = self.cfg, role == "engine"
-        num_engines = cfg.cluster.num_engines
         name, size = f"{role} {index}", cfg.engine.tensor_parallel_size if is_engine else 1
-        actor = ray.remote(EngineRank if is_engine else ReferenceRank).options(
+        actor = ray.remote(_RANKS[role]).options(
             num_cpus=1,
             num_gpus=1 if self.uses_gpus else 0,
             max_concurrency=_CALLS if is_engine else 1,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self.placed,
-                placement_group_bundle_index=index if is_engine else num_engines + index,
+                placement_group_bundle_index=_workers(cfg.cluster).index((role, index)),
             ),
         )
         # Ray makes these methods where no checker sees them.
@@ -124,22 +130,29 @@ class RayWorkers:
         which knows what is slow."""
         return min(_STARTING_S, 0.9 * self.cfg.trainer.parallel.timeout_s)
 
-    def start_all(self) -> tuple[list[RayWorker], list[RayWorker]]:
-        """Engines and references. Those that are gone as they start are started anew later, as any
+    def start_all(self) -> dict[Role, list[RayWorker]]:
+        """All of them, by role. Those that are gone as they start are started anew later, as any
         that are lost. Raises UserError for what was refused, with its own words, and TimeoutError.
         """
         cluster, start_s = self.cfg.cluster, monotonic()
         roles = cluster.devices(self.cfg.engine.tensor_parallel_size)
         apart = [role.words for role in roles if role.role != "trainer"]
         _log.info("starting on Ray: %s", ", ".join(apart))
-        engines = [self.start("engine", index) for index in range(cluster.num_engines)]
-        references = [self.start("reference", index) for index in range(cluster.num_references)]
+        started: dict[Role, list[RayWorker]] = {}
+        for role, index in _workers(cluster):
+            started.setdefault(role, []).append(self.start(role, index))
         deadline = start_s + self.starting_s
-        for worker in [*engines, *references]:
+        for worker in chain(*started.values()):
             with suppress(EngineLostError):
                 worker.wait_until_made(max(deadline - monotonic(), 0.0))
         _log.info("they are there after %.1f s", monotonic() - start_s)
-        return engines, references
+        return started
+
+
+def _workers(cluster: ClusterConfig) -> list[tuple[Role, int]]:
+    """Role and index of all, in the order of their places."""
+    numbers: dict[Role, int] = {"engine": cluster.num_engines, **cluster.num_scorers}
+    return [(role, index) for role, number in numbers.items() for index in range(number)]
 
 
 @contextmanager
@@ -152,8 +165,8 @@ def reserve_gpus(cfg: RLConfig) -> Generator[None]:
 
 @contextmanager
 def ray_workers(cfg: RLConfig, build: str) -> Generator[RayWorkers]:
-    """Join or start a Ray that has devices for the engines and references of `cluster`; whatever is
-    started there ends with the context.
+    """Join or start a Ray that has devices for the engines and frozen models of `cluster`; whatever
+    is started there ends with the context.
 
     Raises UserError where there is no such cluster, or it has too few devices.
     """
@@ -171,10 +184,16 @@ def ray_workers(cfg: RLConfig, build: str) -> Generator[RayWorkers]:
 
 def _anywhere(cfg: RLConfig) -> RLConfig:
     """The same in processes that run in other folders."""
-    if not Path(cfg.model.path).exists():
-        return cfg
-    model = cfg.model.model_copy(update={"path": str(Path(cfg.model.path).resolve())})
-    return cfg.model_copy(update={"model": model})
+    reward = cfg.reward.model_copy(update={"model": _placed(cfg.reward.model)})
+    moved = {"model": _placed(cfg.model), "teacher": _placed(cfg.teacher), "reward": reward}
+    return cfg.model_copy(update=moved)
+
+
+def _placed(section: _Located) -> _Located:
+    """The same from any folder: its path, where that is one of this host, is whole."""
+    if section.path is None or not Path(section.path).exists():
+        return section
+    return section.model_copy(update={"path": str(Path(section.path).resolve())})
 
 
 @contextmanager
@@ -326,10 +345,10 @@ def _reserve_own() -> Any:
 
 
 def _place(cfg: RLConfig, *, uses_gpus: bool) -> PlacementGroup:
-    """Devices for every engine, the ranks of one on one host, and then for every reference."""
+    """Devices for every engine, the ranks of one on one host, and then for what scores."""
     cluster, size = cfg.cluster, cfg.engine.tensor_parallel_size
     kind = "GPU" if uses_gpus else "CPU"
-    sizes = [size] * cluster.num_engines + [1] * cluster.num_references
+    sizes = [size if role == "engine" else 1 for role, _ in _workers(cluster)]
     placed = placement_group([{"CPU": n} | {kind: n} for n in map(float, sizes)], strategy="PACK")
     if not placed.wait(PLACING_S):
         remove_placement_group(placed)
@@ -374,7 +393,7 @@ def check_own_node() -> None:
     reason = node["DeathReasonMessage"].rstrip(".") or "it has left in order"
     raise WorkersLostError(
         f"the Ray node of this host, {node['NodeManagerAddress']}, has ended, and all engines and "
-        f"references with it: {reason}. Why is in raylet.out and dashboard_agent.log of "
+        f"frozen models with it: {reason}. Why is in raylet.out and dashboard_agent.log of "
         f"'{logs}', or nowhere where something killed it (`dmesg` tells of memory). The same "
         "command goes on from the last checkpoint."
     )
@@ -382,7 +401,7 @@ def check_own_node() -> None:
 
 class WorkerRank:
     """One process of a worker. The methods of an engine run in threads of the actor, side by side,
-    those of a reference one after the other."""
+    those of what scores one after the other."""
 
     def __init__(
         self, cfg: RLConfig, build: str, role: Role, *, name: str, rank: int, size: int
@@ -452,6 +471,22 @@ class EngineRank(WorkerRank):
 
 class ReferenceRank(WorkerRank):
     """Of a reference model."""
+
+
+class TeacherRank(WorkerRank):
+    """Of a teacher."""
+
+
+class RewardModelRank(WorkerRank):
+    """Of a reward model."""
+
+
+_RANKS: Mapping[Role, type[WorkerRank]] = {
+    "engine": EngineRank,
+    "reference": ReferenceRank,
+    "teacher": TeacherRank,
+    "reward_model": RewardModelRank,
+}
 
 
 @dataclass(slots=True)

@@ -78,7 +78,9 @@ def read_file(framework: str, path: Path, environment: Mapping[str, str]) -> Sou
 
 def _unread(path: Path, error: OSError | UnicodeDecodeError) -> str:
     if isinstance(error, FileNotFoundError):
-        return f"there is no file '{path}'. Name a shell script, a YAML file or, for trl, a program."
+        return (
+            f"there is no file '{path}'. Name a shell script, a YAML file or, for trl, a program."
+        )
     if isinstance(error, UnicodeDecodeError):
         return f"'{path}' cannot be read: it is no text in UTF-8. Name the script itself."
     return f"'{path}' cannot be read: {error.strerror}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hone.algorithms.algorithm import Algorithm, Objective
 from hone.algorithms.configured import algorithm_of
 from hone.checkpoint.random_state import capture_random_state, restore_random_state
+from hone.config.cluster import ScorerName
 from hone.config.model_facts import ModelFacts
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import RLConfig
@@ -57,7 +58,7 @@ from hone.weights.sync import WeightSync
 __all__ = ["MakePools", "Outcome", "RLRun", "build_run", "run"]
 
 MakePools = Callable[[RLConfig], AbstractContextManager[Pools]]
-"""Starts the engines and references with weights of their own; they end with the context."""
+"""Starts the engines and frozen models with weights of their own; they end with the context."""
 _log = logging.getLogger(__name__)
 
 
@@ -277,7 +278,8 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         if cfg.trainer.enable_sleep:
             models.sleep()  # before the engine looks how much memory there is
 
-        scores = None if scorer is None else judged(scorer, transcripts, cfg, mesh.device)
+        judges = pools and pools.scorers.get("reward_model")
+        scores = scorer and judged(scorer, transcripts, cfg, mesh.device, judges)
         sampling = stack.enter_context(
             _sampling(
                 cfg,
@@ -421,9 +423,8 @@ def _models(
     load: Callable[[], PreTrainedModel],
     pools: Pools | None,
 ) -> Models:
-    """The trainer of `model`, and what scores: the reference, with devices of its own, beside the
-    trainers, or where adapters are trained the policy without them; a teacher beside the trainers.
-    """
+    """The trainer of `model`, and what scores: reference and teacher, with devices of their own or
+    beside the trainers, or where adapters are trained the policy without them as the reference."""
     temperature, exact = cfg.rollout.temperature, cfg.model.exact
     assert plan.batch is not None
     waits = algorithm.needs.learns_after.get("policy", 0) * plan.batch.optimizer_steps_per_rollout
@@ -441,12 +442,10 @@ def _models(
         mesh=mesh,
     )
     scorers: dict[str, RowScorer] = {}
-    if cfg.cluster.num_references:
-        plan_passes = partial(
-            trainer.batcher.plan_scoring_passes, num_devices=cfg.cluster.num_references
-        )
-        scorers["reference"] = Rank0Scorer(mesh, pools and pools.references, plan_passes)
-    elif frozen is not None:
+    for role, number in cfg.cluster.num_scorers.items():
+        if role != "reward_model":  # which scores samples as they end
+            scorers[role] = _scorer_apart(role, number, cfg, trainer, pools)
+    if frozen is not None:
         scorers["reference"] = FrozenScorer(
             frozen,
             cfg.trainer,
@@ -456,13 +455,13 @@ def _models(
             dump_dir=start.dir,
             rungs=Rungs(plan),
         )
-    elif is_adapted(model):
+    elif is_adapted(model):  # a rule keeps it from devices of its own
         scorers["reference"] = WithoutAdapters(model, trainer)
-    if cfg.teacher_model is not None:
+    if cfg.teacher_model is not None and "teacher" not in scorers:
         teacher = load_for_training(cfg.teacher_model, mesh, seed=cfg.run.seed)
         scorers["teacher"] = FrozenScorer(
             teacher,
-            cfg.trainer,
+            cfg.teacher_trainer,
             temperature=temperature,
             top_k=cfg.teacher.top_k,
             mesh=mesh,
@@ -476,6 +475,17 @@ def _models(
     if "critic" in algorithm.objectives:
         learners["critic"] = _critic(cfg, plan, start, algorithm.objectives["critic"])
     return Models(learners, scorers, gate)
+
+
+def _scorer_apart(
+    role: ScorerName, number: int, cfg: RLConfig, trainer: Trainer, pools: Pools | None
+) -> Rank0Scorer:
+    """Copies of a frozen model with devices of their own, for the rows of a step."""
+    batcher = trainer.batcher
+    if role == "teacher" and cfg.teacher.max_tokens_per_forward is not None:
+        batcher = replace(batcher, max_tokens_forward=cfg.teacher.max_tokens_per_forward)
+    plan_passes = partial(batcher.plan_scoring_passes, num_devices=number)
+    return Rank0Scorer(trainer.mesh, pools and pools.scorers[role], plan_passes)
 
 
 def _critic(cfg: RLConfig, plan: RunPlan, start: Launch, objective: Objective) -> Trainer:

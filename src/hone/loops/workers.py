@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hone.config.cluster import ScorerName
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
 from hone.distributed.pool import RecordEvent, ThreadWorker
 from hone.distributed.processes import processes
@@ -21,7 +22,7 @@ from hone.engine.engine import EmbeddedEngine
 from hone.engine.worker import EngineWorker, LockStep
 from hone.loops.inputs import decoder
 from hone.loops.launch import choose_device
-from hone.models.load import blank_model, load_model, load_value_model
+from hone.models.load import blank_model, load_config, load_model, load_value_model
 from hone.models.support import context_length, eos_token_ids
 from hone.models.tensor_parallel import TensorParallel
 from hone.models.tokenizer import load_tokenizer
@@ -29,7 +30,7 @@ from hone.observe.tracing import EngineTracer, MemoryRecorder
 from hone.planner.rungs import Rungs
 from hone.rewards.scorer import Scorer
 from hone.rollout.engine_pool import EnginePool
-from hone.rollout.judge import Judge, RewardModel, Transcripts
+from hone.rollout.judge import Judge, PooledRewardModel, RewardModel, Transcripts
 from hone.rollout.scorer_pool import ScorerPool
 from hone.rollout.vllm import VLLMEngine
 from hone.trainer.scorer import FrozenScorer
@@ -39,7 +40,7 @@ from hone.weights.receiver import WeightReceiver
 __all__ = [
     "Pools",
     "build_engine_worker",
-    "build_reference",
+    "build_scorer",
     "build_worker",
     "judged",
     "make_engine",
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 MAX_RESTARTS = 3
-"""Of engines in a run before it gives up, and as many of references."""
+"""Of engines in a run before it gives up, and as many of each model that scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +59,21 @@ class Pools:
 
     engines: EnginePool
     """Empty where each training process drives an engine on its device."""
-    references: ScorerPool | None = None
+    scorers: Mapping[ScorerName, ScorerPool] = field(default_factory=dict[ScorerName, ScorerPool])
+    """Frozen models with devices of their own."""
     host: str = "127.0.0.1"
     """How workers reach this process."""
 
     def report_to(self, event: RecordEvent) -> None:
         """Call `event` for each worker that is lost from now on, as `Pool.report_to`."""
         self.engines.report_to(event)
-        if self.references is not None:
-            self.references.report_to(event)
+        for scorer in self.scorers.values():
+            scorer.report_to(event)
 
     def close(self) -> None:
         """End all workers."""
-        if self.references is not None:
-            self.references.close()
+        for scorer in self.scorers.values():
+            scorer.close()
         self.engines.close()
 
 
@@ -129,14 +131,19 @@ def judged(
     transcripts: Transcripts | None,
     cfg: RLConfig | EvaluateConfig | GenerateConfig,
     device: torch.device,
+    pool: ScorerPool | None = None,
 ) -> Scorer | Judge:
-    """`scorer`, with the reward model beside it where `transcripts` are made for one. Raises as
-    `load_model`, before the engine looks how much memory there is."""
+    """`scorer`, with the reward model where `transcripts` are made for one: beside it, or in
+    `pool`. Raises as `load_model`, before the engine looks how much memory there is."""
     model = cfg.reward.model.config_of(cfg.model)
     if transcripts is None or model is None:
         return scorer
-    module = load_value_model(model, device=device, seed=cfg.run.seed)
-    return Judge(RewardModel(module), transcripts, scorer, cfg.reward)
+    judge: RewardModel | PooledRewardModel
+    if pool is None:
+        judge = RewardModel(load_value_model(model, device=device, seed=cfg.run.seed))
+    else:
+        judge = PooledRewardModel(pool, pad_id=load_config(model).pad_token_id)
+    return Judge(judge, transcripts, scorer, cfg.reward)
 
 
 def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
@@ -165,35 +172,47 @@ def build_engine_worker(cfg: RLConfig, *, name: str = "engine") -> EngineWorker:
     return EngineWorker(engine, receiver.receive, name=name, group=group, decode=decoder(tokenizer))
 
 
-def build_reference(cfg: RLConfig) -> FrozenScorer:
-    """The policy before training, whole and frozen on this process's device: of `model.path`, or
-    drawn from `run.seed` as the policy was, whatever step the run is at.
+def build_scorer(role: ScorerName, cfg: RLConfig) -> FrozenScorer | RewardModel:
+    """A frozen model, whole on this process's device. The reference is the policy before training:
+    of `model.path`, or drawn from `run.seed` as the policy was, whatever step the run is at.
 
     Raises UserError and FileNotFoundError as the model's loader does.
     """
-    device = choose_device(cfg.run)
+    device, seed = choose_device(cfg.run), cfg.run.seed
+    if role == "reward_model":
+        judge = cfg.reward.model.config_of(cfg.model)
+        assert judge is not None, "rules keep it from runs without one"
+        return RewardModel(load_value_model(judge, device=device, seed=seed))
+    model, trainer = cfg.model, cfg.trainer
+    if role == "teacher":
+        assert cfg.teacher_model is not None, "rules keep it from runs without one"
+        model, trainer = cfg.teacher_model, cfg.teacher_trainer
     return FrozenScorer(
-        load_model(cfg.model, device=device, seed=cfg.run.seed),
-        cfg.trainer,
+        load_model(model, device=device, seed=seed),
+        trainer,
         temperature=cfg.rollout.temperature,
-        exact=cfg.model.exact,
+        exact=model.exact,
+        top_k=cfg.teacher.top_k,
+        role=role,
         dump_dir=cfg.run.dir,
         rungs=Rungs(None),
     )
 
 
-def build_worker(role: str, cfg: RLConfig, name: str) -> EngineWorker | FrozenScorer:
-    """An engine, or else a reference, in the process that it has for itself."""
+def build_worker(
+    role: Literal["engine"] | ScorerName, cfg: RLConfig, name: str
+) -> EngineWorker | FrozenScorer | RewardModel:
+    """An engine, or a model that scores, in the process that it has for itself."""
     place = f"{name.replace(' ', '')}_tp{processes().rank}"
     folder = cfg.profile.folder(cfg.run.dir) / "memory_snapshot"
     recorder = MemoryRecorder(cfg.profile.memory, folder, place, choose_device(cfg.run))
     atexit.register(recorder.close)  # it lives as long as the process
-    return build_engine_worker(cfg, name=name) if role == "engine" else build_reference(cfg)
+    return build_engine_worker(cfg, name=name) if role == "engine" else build_scorer(role, cfg)
 
 
 @contextmanager
 def reserved_gpus(cfg: RLConfig) -> Generator[None]:
-    """Keep the GPUs of this host's trainers from engines and references."""
+    """Keep the GPUs of this host's trainers from all that has others."""
     from hone.distributed.ray import reserve_gpus
 
     with reserve_gpus(cfg):
@@ -202,31 +221,31 @@ def reserved_gpus(cfg: RLConfig) -> Generator[None]:
 
 @contextmanager
 def thread_pools(cfg: RLConfig) -> Generator[Pools]:
-    """The engines and references of a run in threads of this process, on its device."""
-    num_engines, num_references = cfg.num_engines_apart, cfg.cluster.num_references
+    """The engines and frozen models of a run in threads of this process, on its device."""
+    num_engines = cfg.num_engines_apart
     engines = [build_engine_worker(cfg, name=f"engine {i}") for i in range(num_engines)]
-    references = [
-        ThreadWorker(f"reference {i}", build_reference(cfg)) for i in range(num_references)
-    ]
     supervision: dict[str, Any] = {
         "restart": None,
         "timeout_s": cfg.cluster.engine_timeout_s,
         "max_restarts": 0,
     }
-    scorers = ScorerPool(references, **supervision) if references else None
+    scorers: dict[ScorerName, ScorerPool] = {}
+    for role, number in cfg.cluster.num_scorers.items():
+        workers = [ThreadWorker(f"{role} {i}", build_scorer(role, cfg)) for i in range(number)]
+        scorers[role] = ScorerPool(role, workers, **supervision)
     with closing(Pools(EnginePool(engines, **supervision), scorers)) as pools:
         yield pools
 
 
 @contextmanager
 def ray_pools(cfg: RLConfig) -> Generator[Pools]:
-    """The engines and references of `cluster` on Ray, beside an engine in a thread of this process
-    where that is to sample ahead. Raises as `ray_workers`."""
+    """The engines and frozen models of `cluster` on Ray, beside an engine in a thread of this
+    process where that is to sample ahead. Raises as `ray_workers`."""
     from hone.distributed.ray import ray_workers
 
     with ray_workers(cfg, "hone.loops.workers:build_worker") as cluster:
-        started, references = cluster.start_all()
-        engines: list[Any] = started
+        started = cluster.start_all()
+        engines: list[Any] = started.get("engine", [])
         if cfg.has_engine_thread:
             engines = [build_engine_worker(cfg, name="engine 0")]
         supervision: dict[str, Any] = {
@@ -235,9 +254,12 @@ def ray_pools(cfg: RLConfig) -> Generator[Pools]:
             "start_timeout_s": cluster.starting_s,
         }
         restart = None if cfg.has_engine_thread else partial(cluster.start, "engine")
-        pool, scorers = EnginePool(engines, restart=restart, **supervision), None
-        if references:
-            restart = partial(cluster.start, "reference")
-            scorers = ScorerPool(references, restart=restart, **supervision)
+        pool = EnginePool(engines, restart=restart, **supervision)
+        scorers: dict[ScorerName, ScorerPool] = {
+            role: ScorerPool(
+                role, started[role], restart=partial(cluster.start, role), **supervision
+            )
+            for role in cfg.cluster.num_scorers
+        }
         with closing(Pools(pool, scorers, cluster.host)) as pools:
             yield pools

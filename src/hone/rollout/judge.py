@@ -3,7 +3,8 @@
 completion ─┬─► Scorer: functions, in their workers ─────────────────────────┐
             └─► Transcripts: text, ids ─► passes of the model ─► its score ──┴─► weighted sum
 
-The model lies whole on the device of the process that collects. It is frozen, so that a score
+The model lies whole on the device of the process that collects, or copies of it have devices of
+their own: their passes are scored beside generation and training. It is frozen, so that a score
 depends on the sample alone: groups are filtered by it, the best are kept, advantages made of it.
 """
 
@@ -12,13 +13,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hone.algorithms.algorithm import Outputs
 from hone.algorithms.preferences.reward_model import valued_at_end
+from hone.config.algorithm import Output
 from hone.config.data import DataConfig
 from hone.config.errors import UserError
 from hone.config.reward import REWARD_MODEL, RewardConfig
@@ -27,11 +34,12 @@ from hone.data.chat import Renderer
 from hone.data.columns import Example
 from hone.distributed.mesh import Mesh
 from hone.rewards.scorer import Scorer, ScorerStats
+from hone.rollout.scorer_pool import ScorerPool
 from hone.trainer.packing import collate
 from hone.trainer.parallel_model import ParallelModel
-from hone.types import FailureKind, Prompt, Reward, Sample
+from hone.types import FailureKind, Prompt, Reward, Row, Sample
 
-__all__ = ["Judge", "RewardModel", "Transcripts"]
+__all__ = ["Judge", "PooledRewardModel", "RewardModel", "Transcripts"]
 
 _MAX_POLLS = 32
 """Polls, one a step of the engine, that a sequence waits for others to fill its pass: a pass of few
@@ -82,6 +90,18 @@ class Transcripts:
         return list(self._renderer.transcript(example, ends=not is_truncated))
 
 
+_Sequences = Sequence[Sequence[int]]
+
+
+class SequenceScorer(Protocol):
+    """A reward model, here or elsewhere."""
+
+    def begin(self, sequences: _Sequences, /) -> Future[list[float]]:
+        """Begin to score sequences of ids, each at its last token, in one pass. The future raises
+        WorkersLostError where those that score are gone."""
+        ...
+
+
 class RewardModel:
     """A sequence classifier with one label, which is frozen."""
 
@@ -92,20 +112,56 @@ class RewardModel:
         cfg = SFTTrainerConfig(compile=False)
         self._model = ParallelModel.frozen(module, cfg, Mesh.alone(module.device))
 
-    @torch.no_grad()
-    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each sequence of ids at its last token, in one pass over all of them.
+    def begin(self, sequences: _Sequences) -> Future[list[float]]:
+        """Scored before this returns."""
+        done: Future[list[float]] = Future()
+        values = self.score(_rows(sequences, self._pad_id), _VALUES)
+        done.set_result(values[0].tolist())
+        return done
 
-        Padding at the end does not count, as in transformers: a model whose end token pads too is
-        read, and was trained, before it.
-        """
-        rows = [
-            valued_at_end(f"{number}", ids, pad_id=self._pad_id)
-            for number, ids in enumerate(sequences)
-        ]
+    @torch.no_grad()
+    def score(self, rows: Sequence[Row], outputs: frozenset[Output]) -> npt.NDArray[np.float32]:
+        """The values, all that there is of `outputs`, of the trained tokens of `rows` in one pass,
+        one row's after the other's: [1, N]."""
+        assert outputs == _VALUES, outputs
+        if not rows:
+            return np.zeros((1, 0), np.float32)
         batch = collate(rows, [0.0] * len(rows), self._model.mesh.device)
-        found: list[float] = self._model.forward(batch, frozenset({"values"}))["values"].tolist()
-        return found
+        return self._model.forward(batch, outputs)["values"].float().cpu().numpy()[None]
+
+
+class PooledRewardModel:
+    """Copies of it on devices of their own."""
+
+    def __init__(self, pool: ScorerPool, *, pad_id: int | None) -> None:
+        """`pad_id` is the model's padding."""
+        self._pool = pool
+        self._pad_id = pad_id
+
+    def begin(self, sequences: _Sequences) -> Future[list[float]]:
+        """Scored in the background."""
+        rows, done = _rows(sequences, self._pad_id), Future[list[float]]()
+
+        def answer(scoring: Future[list[Outputs]]) -> None:
+            if (error := scoring.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result([found["values"].item() for found in scoring.result()])
+
+        self._pool.begin(rows, [range(len(rows))], _VALUES).add_done_callback(answer)
+        return done
+
+
+_VALUES = frozenset[Output]({"values"})
+
+
+def _rows(sequences: _Sequences, pad_id: int | None) -> list[Row]:
+    """Sequences that are valued at their last token. Padding at the end does not count, as in
+    transformers: a model whose end token pads too is read, and was trained, before it."""
+    return [valued_at_end(f"{number}", ids, pad_id=pad_id) for number, ids in enumerate(sequences)]
+
+
+_Ids = tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -113,7 +169,7 @@ class _Pending:
     """A sample on its way: done once both have scored it."""
 
     sample: Sample
-    ids: tuple[int, ...] = ()
+    ids: _Ids = ()
     score: float | None = None
     problem: str = ""
     """Why the model gives no score."""
@@ -140,7 +196,7 @@ class Judge:
 
     def __init__(
         self,
-        model: RewardModel,
+        model: SequenceScorer,
         transcripts: Transcripts,
         functions: Scorer,
         cfg: RewardConfig,
@@ -155,7 +211,11 @@ class Judge:
         """Tokens of these."""
         self._num_polls = 0
         """Since the last pass, or since something waits for one."""
-        self._known: dict[tuple[int, ...], float] = {}
+        self._known: dict[_Ids, float] = {}
+        self._asked: dict[_Ids, list[_Pending]] = {}
+        """By a sequence that is in a pass, who waits for its score."""
+        self._passes: dict[Future[list[float]], list[_Ids]] = {}
+        """Those that are under way, and their sequences."""
         self._busy_s = 0.0
 
     @property
@@ -187,8 +247,12 @@ class Judge:
         self._num_polls += bool(self._queue)
         is_due = timeout_s > 0 or self._num_polls >= _MAX_POLLS
         while self._queue and (is_due or self._num_queued >= self._max_tokens):
-            self._score_next()
+            self._begin_pass()
+        if self._take_passes():
             timeout_s = 0.0
+        if self._passes and not self._functions.pending:
+            wait(self._passes, timeout_s, FIRST_COMPLETED)
+            self._take_passes()
         for sample in self._functions.poll(timeout_s):
             self._pending[sample.id].is_returned = True
         done = [pending for pending in self._pending.values() if pending.is_done]
@@ -202,6 +266,8 @@ class Judge:
         self._functions.cancel()
         self._pending.clear()
         self._queue.clear()
+        self._asked.clear()
+        self._passes.clear()
         self._num_queued = self._num_polls = 0
 
     def stats(self) -> ScorerStats:
@@ -226,8 +292,8 @@ class Judge:
             self._queue.append(pending)
             self._num_queued += pending.num_tokens
 
-    def _score_next(self) -> None:
-        """One pass over the first of the queue that fit into it."""
+    def _begin_pass(self) -> None:
+        """Of the first of the queue that fit into it."""
         start, taken, num_tokens = perf_counter(), list[_Pending](), 0
         while self._queue and (
             not taken or num_tokens + self._queue[0].num_tokens <= self._max_tokens
@@ -236,14 +302,31 @@ class Judge:
             num_tokens += taken[-1].num_tokens
         self._num_queued -= num_tokens
         self._num_polls = 0
-        sequences = [*{pending.ids: None for pending in taken if pending.ids not in self._known}]
-        if sequences:
-            self._known |= zip(sequences, self._model.scores(sequences), strict=True)
+        sequences: list[_Ids] = []
         for pending in taken:
-            pending.score = self._known[pending.ids]
+            if pending.ids in self._known:
+                pending.score = self._known[pending.ids]
+            elif pending.ids in self._asked:
+                self._asked[pending.ids].append(pending)
+            else:
+                self._asked[pending.ids] = [pending]
+                sequences.append(pending.ids)
+        if sequences:
+            self._passes[self._model.begin(sequences)] = sequences
+        self._busy_s += perf_counter() - start
+
+    def _take_passes(self) -> bool:
+        """Whether any was through. Raises what the model has raised."""
+        done = [scoring for scoring in self._passes if scoring.done()]
+        for scoring in done:
+            sequences = self._passes.pop(scoring)
+            for ids, score in zip(sequences, scoring.result(), strict=True):
+                self._known[ids] = score
+                for pending in self._asked.pop(ids):
+                    pending.score = score
         while len(self._known) > _MAX_KEPT:
             del self._known[next(iter(self._known))]
-        self._busy_s += perf_counter() - start
+        return bool(done)
 
     def _add(self, pending: _Pending) -> None:
         """Add the model's part to what the functions have said."""
