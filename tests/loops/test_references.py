@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 from time import sleep
@@ -25,6 +26,7 @@ from hone.loops import rank0, reinforce, workers
 from hone.models.tiny import make_char_tokenizer, make_tiny_model
 from hone.rollout.scorer_pool import ScorerPool
 from hone.trainer.models import Models
+from hone.trainer.scorer import FrozenScorer
 from hone.types import Group, Prompt, Reward, Row, Sample, StopReason
 
 LOSS: dict[str, Any] = {"kl": {"coef": 0.2}}
@@ -82,6 +84,71 @@ def test_who_does_not_drive_references_hears_what_they_found(
     for of_rows in found:
         assert [own["logprobs"].tolist() for own in of_rows] == [[1.0] * (n + 1) for n in range(5)]
     assert peers[0].num_told == peers[1].num_told > 2
+
+
+def test_what_was_begun_ahead_is_not_scored_again() -> None:
+    """But for rows that are others by then."""
+    asked: list[list[str]] = []
+
+    class Scorer:
+        def score(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Any:
+            asked.extend([[row.id for row in rows]] if rows else [])
+            values = [torch.full((row.num_trained,), float(row.id)) for row in rows]
+            return torch.cat([torch.zeros(0), *values])[None].numpy()
+
+    pool = ScorerPool(
+        "teacher", [ThreadWorker("teacher 0", Scorer())], restart=None, timeout_s=20, max_restarts=0
+    )
+    peer = Peer(Queue(), is_first=True)
+    scorer = rank0.Rank0Scorer(cast(Any, peer), pool, lambda rows: [[i] for i in range(len(rows))])
+    rows = [Row(id=f"{n}", token_ids=[1] * 3, loss_mask=[False, True, True]) for n in range(4)]
+    outputs = frozenset[Output]({"logprobs"})
+    scorer.begin_ahead(rows[:2], outputs)
+    scorer.begin_ahead(rows[2:3], outputs)
+    rows[1] = replace(rows[1], loss_mask=[False, False, True])
+    found = scorer.begin([rows[2], rows[1], rows[3], rows[0]], outputs)()
+    pool.close()
+    expected = [[2.0, 2.0], [1.0], [3.0, 3.0], [0.0, 0.0]]
+    assert [own["logprobs"].tolist() for own in found] == expected
+    assert asked == [["0"], ["1"], ["2"], ["1"], ["3"]]
+
+
+def test_ahead_of_training_rows_are_scored_as_groups_end(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is trained has the scores of the reference, most of them begun before it was taken."""
+    cfg = make_config(
+        algorithm=LOSS | {"correction": {"kind": "tis"}},
+        cluster={"num_references": 2},
+        pipeline={"max_staleness": 2},
+        rollout={"truncated_samples": "mask", "mask_off_policy_tokens": True},
+        run={"steps": 4},
+    )
+    reference = cast(FrozenScorer, workers.build_scorer("reference", cfg))
+    begun: list[int] = []
+    ahead, begin = rank0.Rank0Scorer.begin_ahead, rank0.Rank0Scorer.begin
+
+    def counted(own: Any, rows: Sequence[Row], outputs: frozenset[Output]) -> None:
+        begun.append(len(rows))
+        ahead(own, rows, outputs)
+
+    def compared(own: Any, rows: Sequence[Row], outputs: frozenset[Output]) -> Any:
+        taken = [row for row in rows if row.id in own._ahead]
+        wait = begin(own, rows, outputs)
+
+        def found() -> list[Outputs]:
+            values, expected = wait(), reference.begin(rows, outputs)()
+            for one, other in zip(values, expected, strict=True):
+                assert torch.allclose(one["logprobs"], other["logprobs"], atol=1e-5)
+            return values
+
+        assert len(taken) == len(rows)
+        return found
+
+    monkeypatch.setattr(rank0.Rank0Scorer, "begin_ahead", counted)
+    monkeypatch.setattr(rank0.Rank0Scorer, "begin", compared)
+    reinforce.run(cfg)
+    assert sum(begun) >= 4 * 16
 
 
 @pytest.mark.parametrize(

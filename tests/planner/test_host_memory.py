@@ -62,6 +62,13 @@ def test_a_cpu_run_is_planned_kind_by_kind() -> None:
             ("--cluster.num_references=3", "--algorithm.kl.coef=0.1"),
             {"trainer": 1, "reference": 3},
         ),
+        (
+            (
+                *("--cluster.num_teachers=2", "--teacher.path=Qwen/qwen3-8b"),
+                *("--cluster.num_reward_models=1", "--reward.model.path=Qwen/qwen3-8b"),
+            ),
+            {"trainer": 1, "teacher": 2, "reward_model": 1},
+        ),
     ],
 )
 def test_every_process_of_this_host_counts(flags: tuple[str, ...], numbers: dict) -> None:

@@ -67,7 +67,10 @@ def planned(
     cfg: Command, shape: ModelShape, *, world_size: int = 1, gpu: Peaks | None = None
 ) -> RunPlan:
     devices = Devices(kind="cpu" if cfg.run.device == "cpu" else "cuda", gpu=gpu or h200())
-    return resolve(cfg, ModelFacts.of_shape(shape), devices, world_size=world_size)
+    path = cfg.teacher.path if isinstance(cfg, RLConfig) else None
+    teacher = None if path is None else ModelFacts.known(path)
+    facts = ModelFacts.of_shape(shape)
+    return resolve(cfg, facts, devices, world_size=world_size, teacher=teacher)
 
 
 def phases(*flags: str, name: str = "qwen3-0.6b", world_size: int = 1) -> dict[str, Phase]:
@@ -255,6 +258,47 @@ def test_a_reference_apart_has_a_device_of_its_own() -> None:
     work = found["reference score"].parts["activations and work"]
     assert work == 2 * tokens * (2 * hidden + 3 * inner)
     assert [*phases(kl, scores, *APART, world_size=2)][-1] == "reference score"
+
+
+@pytest.mark.parametrize(
+    ("role", "model", "number"),
+    [
+        ("teacher", "--teacher.path", "--cluster.num_teachers=2"),
+        ("reward model", "--reward.model.path", "--cluster.num_reward_models=2"),
+    ],
+)
+def test_a_teacher_and_a_reward_model_apart_have_devices_of_their_own(
+    role: str, model: str, number: str
+) -> None:
+    """Weights and a pass of the budget that is theirs; nothing of them is left on the others."""
+    section = "teacher" if role == "teacher" else "reward.model"
+    flags = (f"{model}=Qwen/Qwen3-1.7B", f"--{section}.max_tokens_per_forward=8192")
+    flags += ("--trainer.logits_chunk_tokens=64",)
+    one = shape_of("qwen3-1.7b")
+    beside = phases(*flags)["train"].parts[role]
+    found = phases(*flags, number)
+    assert [*found] == ["generate", "train", "sync", f"{role} score"]
+    assert not any(
+        phase.parts.get(role) or phase.parts.get(f"{role}'s pass")
+        for phase in (found["generate"], found["train"], found["sync"])
+    )
+    alone = found[f"{role} score"].parts
+    assert alone["weights"] == beside == 2 * one.num_params
+    assert alone["activations and work"] == 2 * 8192 * (2 * 2048 + 3 * 6144)
+    assert [*phases(*flags, number, *APART, world_size=2)][-1] == f"{role} score"
+    plan = planned(configured(*flags, number), shape_of("qwen3-0.6b"))
+    assert plan.devices_of_roles() == 1 + 2
+    lines = {line.name for line in plan_lines(plan)}
+    assert {f"{role.replace(' ', '_')}_{what}" for what in ("devices", "score_peak_gib")} <= lines
+
+
+def test_a_pass_of_a_large_teacher_beside_the_policy_is_planned() -> None:
+    """With more tokens than the policy's own passes it is what needs most."""
+    flags = ("--teacher.path=Qwen/Qwen3-8B", "--trainer.max_tokens_per_microbatch=2048")
+    small = phases(*flags)["train"].num_bytes
+    large = phases(*flags, "--teacher.max_tokens_per_forward=262144")["train"]
+    assert large.num_bytes > small + 10 * GIB
+    assert large.parts["teacher's pass"] > 20 * GIB
 
 
 def test_a_reference_that_one_device_cannot_hold_goes_back_to_the_trainers() -> None:

@@ -21,7 +21,7 @@ from hone.config.hardware import GPUS
 from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
 from hone.config.plan import Devices, resolve
-from hone.config.planning import LengthsConfig
+from hone.config.planning import LengthsConfig, PlanningConfig
 from hone.config.rollout import RolloutConfig
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape, public_shape
@@ -551,6 +551,47 @@ def test_references_apart_take_their_time_off_the_trainers() -> None:
     cluster = {"num_trainers": 2, "num_engines": 3, "num_references": 1}
     result = compare(config(**small(), cluster=cluster, algorithm={"kl": {"coef": 0.1}}))
     assert {x.split for x in result.outcomes} == {"5 = 5", "2 + 3"}
+    assert any("in no split" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("role", ["teacher", "reward_model"])
+def test_the_time_of_a_teacher_and_of_a_reward_model_is_planned_wherever_it_is(role: str) -> None:
+    """By hand, of one trainer and an engine. A reward model apart leaves its last passes over."""
+    shape, other = public_shape("qwen3-0.6b"), public_shape("qwen3-4b")
+    assert shape is not None
+    assert other is not None
+    rows, placement = [1000] * 8, Placement(num_trainers=1, num_engines=1)
+    model = {"path": "Qwen/Qwen3-4B"}
+    sections = {
+        "teacher": {"teacher": model | {"loss": "js"}},
+        "reward_model": {"reward": {"model": model | {"max_tokens_per_forward": 1000}}},
+    }
+
+    def train_s(number: int, *, is_there: bool = True) -> float:
+        cfg = config(
+            plan={"training_scaling": 1.0},
+            cluster={"num_engines": 1, "num_trainers": 1, f"num_{role}s": number},
+            **(sections[role] if is_there else {}),
+        )
+        return placement_rates(cfg, shape, GPUS[0], placement).train_s(rows, 7000)
+
+    head = 7000 if role == "teacher" else 0
+    rate = GPUS[0].flops_per_s * PlanningConfig().training_share
+    pass_s = other.forward_flops(rows, num_head_tokens=head) / rate
+    without = train_s(0, is_there=False)
+    assert train_s(0) == pytest.approx(without + pass_s)
+    left = pass_s if role == "teacher" else pass_s * 2 / 8
+    assert train_s(2) == pytest.approx(without + left / 2)
+    result = compare(
+        config(
+            **small(),
+            cluster={"num_trainers": 2, "num_engines": 3, f"num_{role}s": 1},
+            **sections[role],
+        )
+    )
+    # Several engines on trainers' devices cannot all reach reward models.
+    beside = {"5 = 5"} if role == "teacher" else set[str]()
+    assert {x.split for x in result.outcomes} == {"2 + 3"} | beside
     assert any("in no split" in note for note in result.notes)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hone.algorithms.algorithm import Outputs
 from hone.config.algorithm import Output
@@ -218,6 +218,13 @@ class Rank0Collector:
             self._collector.load_state_dict(state)
 
 
+class _Ahead(NamedTuple):
+    row: Row
+    scoring: Future[list[Outputs]]
+    index: int
+    """Of the row, in what it will have found."""
+
+
 class Rank0Scorer:
     """A `ScorerPool` in the first process, what it finds in all. Implements `RowScorer`."""
 
@@ -226,16 +233,43 @@ class Rank0Scorer:
         self._mesh = mesh
         self._pool = pool
         self._plan = plan
+        self._ahead: dict[str, _Ahead] = {}
+        """Rows whose scoring was begun before they were asked for, by id."""
+
+    def begin_ahead(self, rows: Sequence[Row], outputs: frozenset[Output]) -> None:
+        """Begin to score rows of which `begin` will ask the same `outputs`, in the first process
+        alone and any thread of it. Raises ValueError as `PlanPasses`."""
+        assert self._pool is not None
+        scoring = self._pool.begin(rows, self._plan(rows), outputs)
+        self._ahead |= {row.id: _Ahead(row, scoring, i) for i, row in enumerate(rows)}
 
     def begin(self, rows: Sequence[Row], outputs: frozenset[Output]) -> Callable[[], list[Outputs]]:
-        """Begun at once, in the background."""
+        """Begun at once, in the background, but for what `begin_ahead` has begun."""
         passes = self._plan(rows)  # in all processes, since it refuses rows that are too long
         if self._pool is None:
             return partial(_receive, self._mesh)
-        return partial(self._send, self._pool.begin(rows, passes, outputs))
+        ahead = [self._take(row) for row in rows]
+        rest = [row for row, begun in zip(rows, ahead, strict=True) if begun is None]
+        if len(rest) < len(rows):
+            passes = self._plan(rest) if rest else []
+        return partial(self._send, self._pool.begin(rest, passes, outputs), ahead)
 
-    def _send(self, scoring: Future[list[Outputs]]) -> list[Outputs]:
-        while not wait([scoring], KEEPALIVE_S).done:
+    def _take(self, row: Row) -> _Ahead | None:
+        """What was begun of a row, if it is still the same."""
+        begun = self._ahead.pop(row.id, None)
+        is_same = begun is not None and (
+            [*begun.row.token_ids] == [*row.token_ids]
+            and [*begun.row.loss_mask] == [*row.loss_mask]
+        )
+        return begun if is_same else None
+
+    def _send(
+        self, scoring: Future[list[Outputs]], ahead: Sequence[_Ahead | None]
+    ) -> list[Outputs]:
+        all_of_it = [scoring, *(begun.scoring for begun in ahead if begun is not None)]
+        while wait(all_of_it, KEEPALIVE_S).not_done:
             self._mesh.broadcast((_Message.WAIT, None))
-        self._mesh.broadcast((_Message.RESULT, scoring.result()))
-        return scoring.result()
+        rest = iter(scoring.result())
+        found = [begun.scoring.result()[begun.index] if begun else next(rest) for begun in ahead]
+        self._mesh.broadcast((_Message.RESULT, found))
+        return found

@@ -43,7 +43,7 @@ from hone.observe.metrics import Last, Metrics, to_scalars
 from hone.observe.peaks import device_peaks
 from hone.planner.rungs import Rungs
 from hone.rewards.scorer import Scorer, check_failure_rate
-from hone.rollout.buffer import SampleScorer
+from hone.rollout.buffer import SampleScorer, apply_masks
 from hone.rollout.collector import Collector
 from hone.rollout.evaluate import PassRule, pass_rule, summarise
 from hone.rollout.metrics import rollout_metrics
@@ -292,6 +292,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
                 scorer=scorer,
                 scores=scores,
                 pools=pools,
+                on_complete=_scoring_ahead(cfg, algorithm, models),
             )
         )
         recorder = stack.enter_context(recording(start, model, limits, plan))
@@ -366,6 +367,7 @@ def _sampling(
     scorer: Scorer | None,
     scores: SampleScorer | None,
     pools: Pools | None,
+    on_complete: Callable[[Group], None] | None,
 ) -> Generator[Sampling]:
     """Engine, collector and the way of weights: with an engine, or a rank of one, over `sampled`
     in each process, or with engines that have weights of their own, which the first process drives.
@@ -380,6 +382,7 @@ def _sampling(
         render=TurnRenderer(tokenizer, cfg.data),
         seed=cfg.run.seed,
         max_failure_rate=cfg.reward.max_failure_rate,
+        on_complete=on_complete,
     )
     if sampled is not None:
         assert ranks is not None
@@ -486,6 +489,22 @@ def _scorer_apart(
         batcher = replace(batcher, max_tokens_forward=cfg.teacher.max_tokens_per_forward)
     plan_passes = partial(batcher.plan_scoring_passes, num_devices=number)
     return Rank0Scorer(trainer.mesh, pools and pools.scorers[role], plan_passes)
+
+
+def _scoring_ahead(
+    cfg: RLConfig, algorithm: Algorithm[Group], models: Models
+) -> Callable[[Group], None] | None:
+    """What begins to score a group by models with devices of their own as soon as it is complete,
+    so that trainers seldom wait for them; None without such models."""
+    scorers = {r: s for r, s in models.scorers.items() if isinstance(s, Rank0Scorer)}
+
+    def begin(group: Group) -> None:
+        apply_masks([group], cfg.rollout)  # as the collector does when the group is taken
+        rows = algorithm.rows([group], version=0)  # which ages alone depend on
+        for role, scorer in scorers.items():
+            scorer.begin_ahead(rows, algorithm.needs.scores[role])
+
+    return begin if scorers else None
 
 
 def _critic(cfg: RLConfig, plan: RunPlan, start: Launch, objective: Objective) -> Trainer:

@@ -18,6 +18,7 @@ import numpy as np
 
 from hone.config.errors import UserError
 from hone.config.hardware import Peaks, known_gpu
+from hone.config.model_facts import ModelFacts
 from hone.config.pipeline import PipelineConfig
 from hone.config.plan import RunPlan
 from hone.config.planning import GPUS_UNSET, PlannedModelConfig, PlanningConfig
@@ -172,11 +173,14 @@ def compare(cfg: PlanConfig) -> Comparison:
             f"{'; '.join(notes)}. "
             + (f"It would be possible with {possible}." if possible else "Nothing tried helps.")
         )
-    if cfg.cluster.num_references:
+    for role, number in cfg.cluster.num_scorers.items():
         notes.append(
-            f"cluster.num_references {cfg.cluster.num_references}: their time is part of a step; "
+            f"cluster.num_{role}s {number}: their time is part of a step; "
             "their GPUs are in no split"
         )
+    for key, path in (("teacher", cfg.teacher.path), ("reward.model", cfg.reward.model.path)):
+        if path is not None and ((facts := ModelFacts.known(path)) is None or facts.shape is None):
+            notes.append(f"{key}.path '{path}' is taken to be of the policy's shape")
     if shape.num_sliding_layers:
         notes.append("decode steps are taken to read all keys in layers with a sliding window too")
     outcomes = [
@@ -428,8 +432,8 @@ def _shape(model: PlannedModelConfig) -> ModelShape:
 
 
 def _num_gpus(cfg: PlanConfig) -> int:
-    """GPUs in all, but for those of references, which every split leaves alone."""
+    """GPUs in all, but for those of frozen models, which every split leaves alone."""
     cluster = cfg.cluster
     if cluster.num_engines:
         return cluster.num_trainers + cluster.num_engines * cfg.engine.tensor_parallel_size
-    return (cfg.plan.gpus or GPUS_UNSET) - cluster.num_references
+    return (cfg.plan.gpus or GPUS_UNSET) - sum(cluster.num_scorers.values())

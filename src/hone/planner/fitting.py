@@ -164,8 +164,8 @@ def memory_changes(plan: RunPlan, *, moves: bool = False) -> Iterator[Change]:
     """Single changes that save memory of a GPU, the cheapest first; where models may be `moves`d,
     of their devices too."""
     cfg, trainer = plan.config, plan.trainer
-    if moves and _get(cfg, "cluster.num_references"):
-        yield {"cluster.num_references": 0}
+    if moves and isinstance(cfg, RLConfig):
+        yield from ({f"cluster.num_{role}s": 0} for role in cfg.cluster.num_scorers)
     longest = plan.max_sequence_tokens
     if "reward_model" in plan.roles and longest is not None:
         budget = _get(cfg, "reward.model.max_tokens_per_forward") // 2
@@ -277,7 +277,9 @@ def errors(plan: RunPlan) -> set[Finding]:
     for."""
     if isinstance(plan.config, PlanConfig):
         cfg = rl_config(plan.config)
-        plan = resolve(cfg, plan.model, plan.devices, world_size=plan.world_size)
+        plan = resolve(
+            cfg, plan.model, plan.devices, world_size=plan.world_size, teacher=plan.teacher
+        )
     return {finding for finding in findings(plan) if finding.level == "error"}
 
 

@@ -184,6 +184,13 @@ def _micro_batches(plan: RunPlan, batch: BatchArithmetic) -> Iterator[Line]:
                 f"not are {trainer.logits_chunk_tokens} tokens' at a time"
             )
         yield Line("critic_tokens_per_microbatch", own or budget, how)
+        critic = plan.config.critic_trainer
+        scored = critic.max_tokens_per_forward or 2 * critic.max_tokens_per_microbatch
+        yield Line("critic_tokens_per_forward", scored, "its values, without gradient")
+    if "teacher" in plan.roles and isinstance(plan.config, RLConfig):
+        scored = plan.config.teacher.max_tokens_per_forward
+        how = "as the policy's" if scored is None else "teacher.max_tokens_per_forward"
+        yield Line("teacher_tokens_per_forward", scored or forward, how)
     if sizes.context > 1:
         how = f"{budget} x ring {sizes.ring} x ulysses {sizes.ulysses}"
         yield Line("tokens_per_packed_row", row, how)
@@ -233,7 +240,10 @@ def _reward_model(plan: RunPlan) -> Iterator[Line]:
     run = RunMemory(plan)
     if plan.batch is None:
         yield _gib("reward_model_gib", run.frozen["reward model"], f"{plan.dtype}, frozen, whole")
-    yield _gib("reward_model_pass_gib", sum(run.judging.values()), "the widest moment of a layer")
+    if run.judging:  # beside others; alone it is in the peak of its phase
+        yield _gib(
+            "reward_model_pass_gib", sum(run.judging.values()), "the widest moment of a layer"
+        )
 
 
 def _memory(plan: RunPlan) -> Iterator[Line]:

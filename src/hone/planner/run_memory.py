@@ -6,8 +6,9 @@
 A step generates, trains and syncs. Where trainer and engine share a device, what one holds while
 the other works decides whether the run fits: the KV cache, and weights that the engine has for
 itself, stay unless `engine.enable_sleep`, masters, moments and all of a critic unless
-`trainer.enable_sleep`. Where they are apart, each has a device of its own, as has a reference with
-`cluster.num_references`. Commands that only train or only sample have one phase.
+`trainer.enable_sleep`. Where they are apart, each has a device of its own, as have frozen models
+with `cluster.num_references`, `num_teachers` and `num_reward_models`. Commands that only train or
+only sample have one phase.
 
 Of the trainer all is `training_memory`. The cache is sized as the engine does it when it starts,
 before the trainer has moments, which is why a cache that was granted may be missing later. On an
@@ -20,11 +21,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
+from hone.config.cluster import ScorerName
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB, EngineConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.plan import Role, RoleName, RunPlan
+from hone.config.plan import Role, RunPlan
 from hone.config.reward import RewardModelConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
@@ -42,6 +44,7 @@ GROUP_BYTES = 1 << 28
 """Whole weights that a sync within a process holds at a time; as `hone.weights.sync`."""
 GATHER_BYTES = 1 << 27
 """Whole weights that processes gather at a time; as `hone.trainer.gathering`."""
+_SCORERS: tuple[ScorerName, ...] = get_args(ScorerName)
 PROCESS_BYTES = _GIB // 5
 """Python, torch and transformers, loaded and without a model, in host memory: half of what a
 process shows, since processes share the libraries' pages."""
@@ -58,7 +61,7 @@ class Phase:
     """What one device holds at most in one phase of a step, in bytes by kind."""
 
     name: Literal["generate", "train", "sync", "score"]
-    role: Literal["", "trainer", "engine", "reference"]
+    role: Literal["", "trainer", "engine"] | ScorerName
     """Whose device it is; empty where they share one."""
     parts: Mapping[str, int]
 
@@ -70,7 +73,7 @@ class Phase:
     @property
     def title(self) -> str:
         """The phase, after its role where devices have one."""
-        return f"{self.role} {self.name}".strip()
+        return f"{self.role} {self.name}".replace("_", " ").strip()
 
     def in_words(self) -> str:
         """All of it and its parts, in GiB."""
@@ -180,32 +183,70 @@ class RunMemory:
         """The parts of frozen models that lie beside the policy: of the KL term's reference, and of
         a teacher, which is taken to be of the policy's shape where its own is not known, and of a
         reward model, likewise."""
-        teacher = self.plan.teacher and self.plan.teacher.shape
-        return {
-            "reference": self._beside("reference", self.shape),
-            "teacher": self._beside("teacher", teacher or self.shape),
-            "reward model": self._beside("reward_model", self.reward_model_shape),
-        }
+        return {name.replace("_", " "): self._beside(name) for name in _SCORERS}
+
+    def scorer_shape(self, name: ScorerName) -> ModelShape:
+        """That of a frozen model: the policy's where its own is not known."""
+        match name:
+            case "reference":
+                return self.shape
+            case "teacher":
+                return (self.plan.teacher and self.plan.teacher.shape) or self.shape
+            case "reward_model":
+                return self.reward_model_shape
+
+    def is_own_device(self, name: ScorerName) -> bool:
+        """Whether copies of a frozen model have devices of their own."""
+        role = self.plan.roles.get(name)
+        return role is not None and role.shares_devices_of is None
 
     @property
     def judging(self) -> dict[str, int]:
-        """What a pass of the reward model takes beside its weights, while samples are scored."""
-        cfg, batch = self._reward_model, self.plan.batch
-        if cfg is None or self.length_share > 1:
+        """What a pass of the reward model takes beside its weights on the device of the policy or
+        an engine, while samples are scored."""
+        is_apart = self.is_own_device("reward_model")
+        if self._reward_model is None or is_apart or self.length_share > 1:
             return {}
-        num_tokens = max(cfg.max_tokens_per_forward, self.longest)
-        if batch is not None:
-            num_tokens = min(num_tokens, batch.samples_per_step * self.longest)
-        hidden, layer = self._pass_bytes(self.reward_model_shape, num_tokens)
-        return {"reward model's pass": 2 * hidden + layer}
+        return {"reward model's pass": self._scoring_bytes("reward_model")}
+
+    @property
+    def _teaching(self) -> dict[str, int]:
+        """Likewise of a teacher that lies beside the policy, before the policy's step."""
+        if "teacher" not in self.plan.roles or self.is_own_device("teacher"):
+            return {}
+        if self.length_share > 1 or self.plan.roles["teacher"].axes.world > 1:
+            return {}  # several processes share the tokens, and layers by turns
+        return {"teacher's pass": self._scoring_bytes("teacher")}
+
+    def _scoring_bytes(self, name: ScorerName) -> int:
+        """Of a pass of a frozen model on one device, at the widest moment of a layer, or of the
+        head."""
+        cfg, batch, trainer = self.plan.config, self.plan.batch, self.plan.trainer
+        whole = None if batch is None else batch.samples_per_step * self.longest
+        if name == "reward_model":
+            assert self._reward_model is not None
+            num_tokens = max(self._reward_model.max_tokens_per_forward, self.longest)
+        else:
+            assert isinstance(cfg, RLConfig)
+            trainer = cfg.teacher_trainer if name == "teacher" else cfg.trainer
+            num_tokens = trainer.max_tokens_per_forward or 2 * trainer.max_tokens_per_microbatch
+            if trainer.micro_batch_size is not None:
+                num_tokens = trainer.micro_batch_size * self.longest
+        shape = self.scorer_shape(name)
+        hidden, layer = self._pass_bytes(shape, min(num_tokens, whole or num_tokens))
+        if name == "reward_model" or trainer is None:
+            return 2 * hidden + layer
+        # As they come, and in float32 twice.
+        logits = trainer.logits_chunk_tokens * shape.vocab_size * (self.num_bytes + 2 * 4)
+        return 2 * hidden + max(layer, hidden + logits)
 
     def _pass_bytes(self, shape: ModelShape, num_tokens: int) -> tuple[int, int]:
         """Of a hidden state, and of the widest moment of a layer, in a pass without gradient."""
         hidden = num_tokens * shape.hidden_size * self.num_bytes
         return hidden, 3 * num_tokens * shape.mlp_size * self.num_bytes
 
-    def _beside(self, name: RoleName, shape: ModelShape) -> int:
-        role = self.plan.roles.get(name)
+    def _beside(self, name: ScorerName) -> int:
+        role, shape = self.plan.roles.get(name), self.scorer_shape(name)
         if role is None or role.shares_devices_of is None:
             return 0
         return -(-shape.weight_bytes(self.num_bytes) // (role.axes.fsdp * role.axes.tensor))
@@ -235,13 +276,13 @@ class RunMemory:
         }
 
     def trainer_at_work(self) -> dict[str, int]:
-        """At the peak of its step, or of the critic's, besides the engine."""
+        """At the peak of its step, of the critic's, or of a teacher's pass, besides the engine."""
         policy = {**self.step.parts, **self.frozen, "critic": self.critic_at_rest}
-        if self.critic is None:
-            return policy
         held = {name: policy[name] for name in ("weights", "masters", "moments", *self.frozen)}
-        critic = held | {"critic": self.critic.peak}
-        return max(policy, critic, key=lambda parts: sum(parts.values()))
+        moments = [policy, held | {"critic": self.critic_at_rest} | self._teaching]
+        if self.critic is not None:
+            moments.append(held | {"critic": self.critic.peak})
+        return max(moments, key=lambda parts: sum(parts.values()))
 
     # -- the engine ------------------------------------------------------------------------------
 
@@ -355,9 +396,7 @@ class RunMemory:
             phases = self._together()
         else:
             phases = self._apart() if plan.is_apart else self._shared()
-        reference = plan.roles.get("reference")
-        is_apart = reference is not None and reference.shares_devices_of is None
-        return (*phases, self._scoring()) if is_apart else phases
+        return (*phases, *(self._scoring(name) for name in _SCORERS if self.is_own_device(name)))
 
     def _generating(self) -> dict[str, int]:
         return self.engine(awake=True) | {"engine's step": self.engine_step} | self._process
@@ -399,25 +438,13 @@ class RunMemory:
             Phase("sync", "", self.trainer_at_rest() | engine | moving | rest),
         )
 
-    def _scoring(self) -> Phase:
-        """A pass of a reference: the widest moment of a layer, or of the head."""
-        trainer, shape, values = self.plan.trainer, self.shape, self.num_bytes
-        assert trainer is not None
-        assert self.plan.batch is not None
-        num_rows = self.plan.batch.samples_per_step
-        if trainer.micro_batch_size is not None:
-            num_tokens = min(trainer.micro_batch_size, num_rows) * self.longest
-        else:
-            budget = trainer.max_tokens_per_forward or 2 * trainer.max_tokens_per_microbatch
-            num_tokens = min(budget, num_rows * self.longest)
-        hidden, layer = self._pass_bytes(shape, num_tokens)
-        # As they come, and in float32 twice.
-        logits = trainer.logits_chunk_tokens * shape.vocab_size * (values + 2 * 4)
+    def _scoring(self, name: ScorerName) -> Phase:
+        """Of a frozen model on a device of its own."""
         parts = {
-            "weights": shape.weight_bytes(values),
-            "activations and work": 2 * hidden + max(layer, hidden + logits),
+            "weights": self.scorer_shape(name).weight_bytes(self.num_bytes),
+            "activations and work": self._scoring_bytes(name),
         }
-        return Phase("score", "reference", parts | self._process)
+        return Phase("score", name, parts | self._process)
 
     @property
     def _moving(self) -> int:

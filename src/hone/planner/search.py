@@ -63,7 +63,9 @@ def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement
         change["trainer.enable_sleep"] = False
     devices = Devices(kind="cuda", gpu=gpu, per_node=cfg.cluster.devices_per_node)
     facts, world_size = ModelFacts.of_shape(shape), placement.num_trainers
-    return changed(resolve(cfg, facts, devices, world_size=world_size), change)
+    teacher = None if cfg.teacher.path is None else ModelFacts.known(cfg.teacher.path)
+    plan = resolve(cfg, facts, devices, world_size=world_size, teacher=teacher)
+    return changed(plan, change)
 
 
 def peak_bytes(plan: RunPlan) -> int:
@@ -358,14 +360,14 @@ def memory_settings(plan: RunPlan) -> dict[str, list[Any]]:
 
 def _cluster(cluster: ClusterConfig, placement: Placement) -> ClusterConfig:
     """The cluster of a placement; the default, which is none, where no role is apart."""
-    if placement.colocated and not cluster.num_references:
+    if placement.colocated and not cluster.num_scorers:
         return ClusterConfig()
     update: dict[str, Any] = {
         "num_trainers": placement.num_trainers,
         "num_engines": 0 if placement.colocated else placement.num_engines,
     }
     per_node = cluster.devices_per_node or GPUS_OF_A_NODE
-    needed = placement.num_gpus + cluster.num_references
+    needed = placement.num_gpus + sum(cluster.num_scorers.values())
     if needed > cluster.num_nodes * per_node:
         update |= {
             "num_nodes": -(-needed // per_node),

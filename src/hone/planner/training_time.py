@@ -72,21 +72,54 @@ class TrainingTime:
             * shape.forward_flops(lengths, num_head_tokens=0)
         )
         if "critic" in plan.roles:  # its values, and its update; it has no words to tell apart
-            critic = RunMemory(plan).critic_shape
+            critic = self._run.critic_shape
             flops += (1 + 3 * epochs) * critic.forward_flops(lengths, num_head_tokens=0)
         forward = shape.forward_flops(lengths, num_head_tokens=num_trained)
-        has_old, has_reference = batch.optimizer_steps_per_rollout > 1, cfg.algorithm.kl.coef > 0
-        num_references = cfg.cluster.num_references
-        flops += (has_old + (has_reference and not num_references)) * forward
+        has_old = batch.optimizer_steps_per_rollout > 1 or (
+            cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
+        )
+        flops += has_old * forward
+        if cfg.algorithm.kl.coef > 0 and cfg.model.lora.rank:  # the model without adapters
+            flops += forward
+        apart_s = [0.0]
+        for name in ("reference", "teacher"):
+            if (role := self.plan.roles.get(name)) is None:
+                continue
+            scored = self._run.scorer_shape(name).forward_flops(
+                lengths, num_head_tokens=num_trained
+            )
+            if self._run.is_own_device(name):
+                apart_s.append(scored / (self._gpu_rate * role.num_workers))
+            else:
+                flops += scored
         seconds = flops / self._rate
-        if num_references:  # beside the policy's own scores, before the update
-            scoring = self._gpu_rate * num_references
-            seconds += max(forward / scoring - has_old * forward / self._rate, 0.0)
+        # Beside the policy's own scores, before the update.
+        seconds += max(max(apart_s) - has_old * forward / self._rate, 0.0)
+        seconds += self._judging_s(lengths)
         num_micro_batches, compute_s = self._num_micro_batches(num_tokens), flops / self._rate
         seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
         seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
         seconds += epochs * num_micro_batches * (self._unpacking_s + self._adding_s)
         return seconds + self.assumed.overhead_s
+
+    @property
+    def _run(self) -> RunMemory:
+        return RunMemory(self.plan)
+
+    def _judging_s(self, lengths: Sequence[int]) -> float:
+        """What nothing runs beside of a reward model's passes: of copies with GPUs of their own the
+        last of each, since samples are scored as they end; else all, on the device of each engine's
+        first process, or of the first trainer where engines are apart."""
+        role, engine = self.plan.roles.get("reward_model"), self.plan.roles.get("engine")
+        if role is None or engine is None:
+            return 0.0
+        flops = self._run.reward_model_shape.forward_flops(lengths, num_head_tokens=0)
+        if not self._run.is_own_device("reward_model"):
+            number = 1 if self.plan.is_apart else engine.num_workers
+            return flops / (self._gpu_rate * number)
+        last = role.num_workers * self._config.reward.model.max_tokens_per_forward
+        share = min(last / max(sum(lengths), 1), 1.0)
+        return share * flops / (self._gpu_rate * role.num_workers)
 
     @property
     def _config(self) -> RLConfig:

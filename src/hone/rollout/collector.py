@@ -146,6 +146,9 @@ class Collector:
     render: RenderTurn | None = None
     """Of observations; needed with an environment."""
     comm: Comm = field(default_factory=SingleProcess)
+    on_complete: Callable[[Group], None] | None = None
+    """Called ahead of the training with each complete group that will be trained, in the thread
+    that polls."""
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     """Of the last step: what happened since the one before it."""
     _counting: RolloutCounts = field(init=False)
@@ -418,12 +421,14 @@ class Collector:
     def _poll_scores(self, timeout_s: float) -> None:
         drops = self.rollout_cfg.dynamic_sampling and self._is_ahead
         for entry in self._buffer.poll_scores(timeout_s):
-            if not drops:
-                continue
-            is_kept = teaches(entry.group, self.rollout_cfg)
-            self._rounds.count(is_kept)
-            if not is_kept:
-                self._counting.count_dropped(self._buffer.pop(entry))
+            if drops:
+                is_kept = teaches(entry.group, self.rollout_cfg)
+                self._rounds.count(is_kept)
+                if not is_kept:
+                    self._counting.count_dropped(self._buffer.pop(entry))
+                    continue
+            if self._is_ahead and self.on_complete is not None:
+                self.on_complete(entry.group)
 
     def _poll_until(self, stop: Event) -> None:
         while self._is_busy and not stop.is_set():

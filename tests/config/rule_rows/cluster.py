@@ -42,6 +42,14 @@ ROWS: list[Row] = [
     ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1 cluster.num_trainers=4 "
      "trainer.parallel.ring_size=4 trainer.max_tokens_per_microbatch=1023", "error",
      "cluster.num_references trainer.max_tokens_per_microbatch"),
+    ("rl", "cluster.num_teachers=1", "error", "cluster.num_teachers teacher.path"),
+    ("rl", "cluster.num_teachers=1 teacher.path=a/b cluster.num_trainers=4 "
+     "teacher.max_tokens_per_forward=1023 trainer.parallel.ring_size=4", "error",
+     "cluster.num_teachers teacher.max_tokens_per_forward"),
+    ("rl", "cluster.num_reward_models=1", "error",
+     "cluster.num_reward_models reward.model.path"),
+    ("rl", "--nproc=2 cluster.num_trainers=2 cluster.num_reward_models=1 reward.model.path=a/b",
+     "error", "cluster.num_reward_models cluster.num_engines"),
     ("rl", "--nproc=3 cluster.num_references=1 algorithm.kl.coef=0.1", "error",
      "cluster.num_trainers cluster.num_references"),
     *[("rl", f"pipeline.max_staleness=1 {section}.enable_sleep=true", "error",

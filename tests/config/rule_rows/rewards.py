@@ -47,7 +47,6 @@ ROWS: list[Row] = [
     ("rl", "reward.model.weight=2", "warning", "reward.model.weight reward.model.path"),
     ("rl", "reward.model.max_tokens_per_forward=99", "warning",
      "reward.model.max_tokens_per_forward reward.model.path"),
-    ("plan", "reward.model.path=judge", "error", "reward.model.path"),
     ("rl", "reward.num_workers=100000", "warning", "reward.num_workers"),
     ("rl", "reward.max_failure_rate=1", "warning", "reward.max_failure_rate"),
     # models that nothing can run, or not so

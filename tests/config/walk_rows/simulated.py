@@ -15,6 +15,8 @@ LARGE = (  # where memory decides which splits there are, and with which further
     "--rollout.n_samples_per_prompt=8",
     "--rollout.max_completion_tokens=1024",
 )
+TEACHER = ("--teacher.path=Qwen/Qwen3-1.7B",)
+JUDGE = ("--reward.model.path=Qwen/Qwen3-1.7B",)
 SIMULATE: dict[str, Row] = {
     "run.seed": Row("1", "numbers"),
     "model.path": Row("Qwen/Qwen3-1.7B", "numbers", ("--model.path=Qwen/Qwen3-0.6B",)),
@@ -69,6 +71,11 @@ SIMULATE: dict[str, Row] = {
     },
     "cluster.num_engines": Row("1", "numbers"),
     "cluster.num_references": Row("1", "numbers", (*KL, "--plan.gpus=3")),
+    "cluster.num_teachers": Row("1", "numbers", (*TEACHER, "--plan.gpus=3")),
+    "cluster.num_reward_models": Row("1", "numbers", (*JUDGE, "--plan.gpus=3")),
+    "teacher.path": Row("Qwen/Qwen3-4B", "numbers"),
+    "teacher.loss": Row("js", "numbers", TEACHER),
+    "reward.model.path": Row("Qwen/Qwen3-4B", "numbers"),
     "cluster.num_nodes": Row("2", "log:cluster.num_nodes.* no effect"),
     "cluster.devices_per_node": Row("1", "log:cluster.devices_per_node.* no effect"),
     "plan.gpus": Row("3", "numbers"),
@@ -106,10 +113,11 @@ NOT_OF_TIME = (
     ),
     "model.lora.alpha",
     "model.lora.load_in_4bit",  # these two change memory alone, and no split that fits or not
-    *(
-        f"{section}."
-        for section in ("data", "env", "reward", "eval", "checkpoint", "log", "profile")
-    ),
+    *(f"{section}." for section in ("data", "env", "eval", "checkpoint", "log", "profile")),
+    *(f"reward.{name}" for name in ("functions", "clip", "timeout_s", "memory_limit_gib")),
+    *(f"reward.{name}" for name in ("num_workers", "max_failure_rate")),
+    *(f"reward.model.{name}" for name in ("weight", "max_tokens_per_forward")),
+    *(f"teacher.{name}" for name in ("reward_coef", "top_k", "max_tokens_per_forward")),
     *(f"rollout.{name}" for name in ("temperature", "stop")),
     "rollout.dynamic_sampling",
     "rollout.reward_range",
@@ -118,7 +126,7 @@ NOT_OF_TIME = (
     *(f"engine.{name}" for name in ("backend", "enforce_eager", "max_num_batched_tokens")),
     *(f"algorithm.{name}" for name in ("advantage", "loss", "aggregation", "clip_", "dual_clip")),
     *(f"algorithm.{name}" for name in ("entropy_coef", "kl.placement", "kl.estimator")),
-    *("algorithm.gamma", "algorithm.lam", "critic.", "teacher."),
+    *("algorithm.gamma", "algorithm.lam", "critic."),
     *(f"algorithm.correction.{name}" for name in ("low", "high")),
     *(f"trainer.{name}" for name in ("max_tokens_per_forward", "recompute_every_n_layers")),
     *(f"trainer.{name}" for name in ("offload_activations", "compile", "matmul_precision")),

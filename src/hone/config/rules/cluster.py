@@ -1,4 +1,4 @@
-"""Rules on engines and references with devices of their own, and on sampling ahead."""
+"""Rules on engines and frozen models with devices of their own, and on sampling ahead."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from hone.config.rules.rule import error, needs, unused, warning
 __all__ = ["RULES"]
 
 _ENGINES, _REFERENCES = "cluster.num_engines", "cluster.num_references"
+_TEACHERS, _REWARD_MODELS = "cluster.num_teachers", "cluster.num_reward_models"
 _TRAINERS, _NODES = "cluster.num_trainers", "cluster.num_nodes"
 _PER_NODE = "cluster.devices_per_node"
 _SIZE = "engine.tensor_parallel_size"
@@ -14,10 +15,10 @@ _FITS = "@devices_needed <= @devices_there"
 
 _DEVICES = (
     error("cluster.* is set", "not cluster.is_used",
-          says="{meant} is set, and neither engines nor references have devices of their own",
-          why=f"{_ENGINES} and {_REFERENCES} are 0, so that every training process has both on its "
-          "own device, and there is no cluster",
-          fix="set one of the two | remove {meant}; --nproc N starts N training processes"),
+          says="{meant} is set, and neither engines nor frozen models have devices of their own",
+          why=f"{_ENGINES}, {_REFERENCES}, {_TEACHERS} and {_REWARD_MODELS} are 0, so that every "
+          "training process has all on its own device, and there is no cluster",
+          fix="set one of these | remove {meant}; --nproc N starts N training processes"),
     unused("cluster.update_weight_buffer_size", f"{_ENGINES} = 0", given=("cluster.is_used",),
            why="weights stay in their processes"),
     needs("ray", "cluster.is_used", by="{cluster.used_by}"),
@@ -76,6 +77,23 @@ _REFERENCE = tuple(
     )
 )  # fmt: skip
 
+_SCORERS = (
+    error(_TEACHERS, "teacher.path = unset", only=("rl", "plan"),
+          why="there is no teacher", fix=f"set teacher.path | {_TEACHERS} = 0"),
+    error(_TEACHERS, "@longest > @teacher_budget", only=("rl", "plan"),
+          given=("teacher.path", "@context_size > 1", "not trainer.micro_batch_size"),
+          why="a teacher has one device",
+          fix=f"raise the budget | {_TEACHERS} = 0: beside the policy it shares tokens of a row"),
+    error(_REWARD_MODELS, "reward.model.path = unset", only=("rl", "plan"),
+          why="there is no reward model", fix=f"set reward.model.path | {_REWARD_MODELS} = 0"),
+    error(_REWARD_MODELS, f"{_SIZE} < @num_processes", only=("rl",), given=("not @is_apart",),
+          says=f"{_REWARD_MODELS} is {{{_REWARD_MODELS}}}, and there are several engines on "
+          "trainers' devices",
+          why="each of them scores its own samples, and the first process alone reaches the reward "
+          "models",
+          fix=f"set {_ENGINES} | {_REWARD_MODELS} = 0"),
+)  # fmt: skip
+
 _PIPELINE = (
     unused("pipeline.in_flight", "pipeline.max_staleness = 0",
            instead="pipeline.max_staleness = 1"),
@@ -99,4 +117,4 @@ _PIPELINE = (
           fix="rollout.oversample_prompts = 0"),
 )  # fmt: skip
 
-RULES = (*_DEVICES, *_REFERENCE, *_PIPELINE)
+RULES = (*_DEVICES, *_REFERENCE, *_SCORERS, *_PIPELINE)

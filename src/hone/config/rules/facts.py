@@ -233,6 +233,23 @@ def idle_serve(view: View) -> str:
 
 
 @fact
+def teacher_budget(view: View) -> Fact:
+    """Tokens of a pass of a teacher on one device."""
+    key = "teacher.max_tokens_per_forward"
+    if view[key] is None:
+        return view.fact("reference_budget")
+    return Fact(view[key], "what a pass of one device may hold", key)
+
+
+@fact
+def scorer_devices(view: View) -> Fact:
+    """Devices of frozen models."""
+    numbers = view["cluster"].num_scorers
+    how = " + ".join(f"cluster.num_{role}s" for role in numbers)
+    return Fact(sum(numbers.values()), "the number of devices of frozen models", how)
+
+
+@fact
 def reference_budget(view: View) -> Fact:
     """Tokens of a pass without backward on one device."""
     key = "trainer.max_tokens_per_forward"
@@ -263,7 +280,7 @@ def devices_there(view: View) -> Fact:
 @fact
 def max_engines(view: View) -> Fact:
     """Engines, each on one node, that fit beside the trainers, which share one or have whole ones;
-    references are of one device and take what is left."""
+    frozen models are of one device and take what is left."""
     size, each = view["engine.tensor_parallel_size"], view["cluster.devices_per_node"]
     if each is None:
         raise NotKnownError("max_engines")

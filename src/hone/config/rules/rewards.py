@@ -288,8 +288,6 @@ RULES = (
     warning("@longest > @reward_model_context", given=("reward.model.path",),
             why="samples that are longer in its tokens fail",
             fix="lower what adds up to the row | use a model with a longer context"),
-    error("reward.model.path", only=("plan",),
-          why="the time of a reward model is not modelled", fix="remove reward.model.path"),
     unused("reward.model.(weight|max_tokens_per_forward)", "reward.model.path = unset",
            why="there is no reward model", instead="name a model in reward.model.path"),
     error(each=_wrong, says="{key}.fn '{fn}'", why="{problem}"),
