@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from hone.config.load import dump_config
-from tests.tiny_runs import lines, tiny_config, write_inputs
+from tests.tiny_runs import lines, make_classifier, tiny_config, write_inputs
 
 pytest.importorskip("ray")
 
@@ -201,4 +201,27 @@ def test_R11_a_killed_reference_is_replaced(folder: Path, roles: dict[str, int])
     found = lines(rows)
     assert [row["step"] for row in found] == list(range(1, steps + 1))
     assert found[-1]["policy/ref_kl"] > 0 == pytest.approx(found[0]["policy/ref_kl"], abs=1e-6)
+    check_trained_once(rows.parent, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["teacher", "reward_model"])
+def test_R11_a_killed_teacher_or_reward_model_is_replaced(folder: Path, role: str) -> None:
+    """Ahead of the training, where they score what has ended while trainers train."""
+    steps, cluster = 30, {"num_engines": 1, f"num_{role}s": 1}
+    sections: dict[str, Any] = {"teacher": {"path": str(folder / "model")}}
+    if role == "reward_model":
+        judge = make_classifier(folder / "judge")
+        sections = {"reward": {"functions": [], "model": {"path": str(judge)}}}
+    path = recipe(
+        folder, f"own-{role}", steps, cluster=cluster, pipeline={"max_staleness": 1}, **sections
+    )
+    run = start(path)
+    rows = folder / f"own-{role}-run" / "metrics.jsonl"
+    wait_for_row(run, rows, 3)
+    kill_one(run, 1, "TeacherRank" if role == "teacher" else "RewardModelRank")
+    output, _ = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == 0, output
+    assert "is lost and replaced (restart 1 of at most 3)" in output, output
+    assert [row["step"] for row in lines(rows)] == list(range(1, steps + 1))
     check_trained_once(rows.parent, steps)

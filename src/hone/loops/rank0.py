@@ -221,7 +221,7 @@ class Rank0Collector:
 class _Ahead(NamedTuple):
     row: Row
     scoring: Future[list[Outputs]]
-    index: int
+    number: int
     """Of the row, in what it will have found."""
 
 
@@ -270,6 +270,6 @@ class Rank0Scorer:
         while wait(all_of_it, KEEPALIVE_S).not_done:
             self._mesh.broadcast((_Message.WAIT, None))
         rest = iter(scoring.result())
-        found = [begun.scoring.result()[begun.index] if begun else next(rest) for begun in ahead]
+        found = [begun.scoring.result()[begun.number] if begun else next(rest) for begun in ahead]
         self._mesh.broadcast((_Message.RESULT, found))
         return found

@@ -49,7 +49,7 @@ ROWS: list[Row] = [
     ("rl", "cluster.num_reward_models=1", "error",
      "cluster.num_reward_models reward.model.path"),
     ("rl", "--nproc=2 cluster.num_trainers=2 cluster.num_reward_models=1 reward.model.path=a/b",
-     "error", "cluster.num_reward_models cluster.num_engines"),
+     "error", "cluster.num_reward_models engine.tensor_parallel_size"),
     ("rl", "--nproc=3 cluster.num_references=1 algorithm.kl.coef=0.1", "error",
      "cluster.num_trainers cluster.num_references"),
     *[("rl", f"pipeline.max_staleness=1 {section}.enable_sleep=true", "error",

@@ -87,10 +87,8 @@ _SCORERS = (
     error(_REWARD_MODELS, "reward.model.path = unset", only=("rl", "plan"),
           why="there is no reward model", fix=f"set reward.model.path | {_REWARD_MODELS} = 0"),
     error(_REWARD_MODELS, f"{_SIZE} < @num_processes", only=("rl",), given=("not @is_apart",),
-          says=f"{_REWARD_MODELS} is {{{_REWARD_MODELS}}}, and there are several engines on "
-          "trainers' devices",
-          why="each of them scores its own samples, and the first process alone reaches the reward "
-          "models",
+          why="then several engines are on trainers' devices, each scores its own samples, and the "
+          "first process alone reaches the reward models",
           fix=f"set {_ENGINES} | {_REWARD_MODELS} = 0"),
 )  # fmt: skip
 
