@@ -53,8 +53,11 @@ LAYOUTS = {
         "all four": {"expert_parallel_size": 4},
         "two, shards": {"expert_parallel_size": 2, "zero_stage": 3},
         "two, copies": {"expert_parallel_size": 2, "zero_stage": 0},
+        "two, stage 1": {"expert_parallel_size": 2, "zero_stage": 1},
+        "two, stage 2": {"expert_parallel_size": 2, "zero_stage": 2},
         "more than share shards": {"expert_parallel_size": 4, "fsdp_size": 2},
         "split sequences": {"expert_parallel_size": 2, "ulysses_size": 2},
+        "ring": {"expert_parallel_size": 2, "ring_size": 2, "zero_stage": 3},
     },
 }
 
