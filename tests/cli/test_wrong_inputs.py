@@ -121,7 +121,7 @@ ROWS: list[tuple[str, str]] = [
     ("trace nosuch", "nosuch is no run"),
     ("trace arun", "Set profile.train.steps or profile.rollout.steps, such as [10]"),
     ("import veRL r.yaml", "there is nothing to import from 'veRL'. There are openrlhf, verl"),
-    ("import verl nosuch.sh", "'nosuch.sh' cannot be read"),
+    ("import verl nosuch.sh", "there is no file 'nosuch.sh'. Name a shell script"),
     ("import verl file", "runs nothing of verl's that trains"),
     ("plan r.yaml --plan.goal fastest", "allowed: one of throughput, on_policy, memory"),
     ("bench gpu", "there is `hone bench engine` and `hone bench train`"),

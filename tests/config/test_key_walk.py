@@ -23,6 +23,9 @@ from hone.config.tree import TREES, RLConfig
 from tests.config.walk import Row, Seen, both, observe, write_walk_inputs
 from tests.config.walk_rows import NOT_OF_TIME, ROWS
 
+NUM_PARTS = 20
+"""Of a tree's rows, so that no test comes near its time limit."""
+
 
 class Walk:
     """Runs of the table, each made once."""
@@ -78,10 +81,10 @@ def test_every_key_has_a_row_and_every_row_a_key(tree: str) -> None:
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_every_key_changes_what_its_row_says(walk: Walk, tree: str, part: int) -> None:
     rows = [*ROWS[tree].items()]
-    size = -(-len(rows) // 8)
+    size = -(-len(rows) // NUM_PARTS)
     wrong = [complaint(walk, tree, *row) for row in rows[part * size : (part + 1) * size]]
     assert not any(wrong), "\n".join(filter(None, wrong))
 

@@ -14,7 +14,7 @@ def _has_experts(config: Json, layer: int) -> bool:
 def _public(numbers: tuple[int, int, int, int, int], expert_size: int) -> Json:
     dense = sizes("qwen3_moe", numbers, 151_936, head_dim=128, context=40_960, tied=False)
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert_size}
-    return {**dense, **experts}
+    return {**dense, **experts, "norm_topk_prob": True}
 
 
 SPEC = ModelSpec(
