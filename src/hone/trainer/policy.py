@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.linalg import vector_norm
 from transformers import PreTrainedModel
 
 from hone.checkpoint.sharded import StoredTensor, laid_out, local_part, own_part
@@ -115,7 +116,7 @@ class BasePolicy(ABC):
         if self._host_gradients is not None:
             for name, norm_K in self._host_gradients.norms.items():
                 found[self._num_copies(self._masters[name])].append(norm_K)
-            norms = {n: torch.linalg.vector_norm(torch.cat(own)) for n, own in found.items()}
+            norms = {n: vector_norm(torch.cat(own)) for n, own in found.items()}
         else:
             for gradient in self.gradients.values():
                 found[self._num_copies(gradient)].append(local_part(gradient))
@@ -153,11 +154,13 @@ class BasePolicy(ABC):
         after = self._sampled()
         if not self.masters_on_host:
             self._write_module()
-        unchanged = before.to(self.dtype) == after.to(self.dtype)
-        before, after = before.double(), after.double()
-        values = ((after - before).square(), before.square(), unchanged, torch.ones_like(before))
-        weights = self._sampled_weights()
-        sums = torch.stack([(value * weights).sum() for value in values])
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for num_copies, old in before.items():
+            new = after[num_copies]
+            num_unchanged = (old.to(self.dtype) == new.to(self.dtype)).sum()
+            moved, length = (vector_norm(v, dtype=torch.float64) for v in (new - old, old))
+            own = (moved**2, length**2, num_unchanged, moved.new_tensor(old.numel()))
+            sums += torch.stack(own) / num_copies
         self._add_up(sums)
         moved, weight, num_unchanged, num_sampled = sums
         ratio = (moved / weight.clamp(min=1e-60)).sqrt()
@@ -241,20 +244,15 @@ class BasePolicy(ABC):
         if self.mesh.world.size > 1:
             dist.all_reduce(values, group=self.mesh.world.group)
 
-    def _sampled(self) -> Tensor:
-        """Every so many elements of what this process holds of the masters, [K] on the device."""
+    def _sampled(self) -> dict[int, Tensor]:
+        """Every so many elements of what this process holds of the masters, by the number of
+        processes that hold the same, each [K] on the device."""
         stride = self._stride
-        parts = [local_part(p.detach()).flatten()[::stride] for p in self.masters.values()]
-        return torch.cat(parts).to(self.device)
-
-    def _sampled_weights(self) -> Tensor:
-        """For each sampled element one over the number of processes that hold it, [K] float64."""
-        masters, stride = self._masters.values(), self._stride
-        numbers = [ceil(local_part(p.detach()).numel() / stride) for p in masters]
-        shares = [1 / self._num_copies(p) for p in masters]
-        weights = torch.tensor(shares, dtype=torch.float64, device=self.device)
-        repeats = torch.tensor(numbers, device=self.device)
-        return weights.repeat_interleave(repeats, output_size=sum(numbers))
+        parts: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for master in self.masters.values():
+            kept = local_part(master.detach()).flatten()[::stride]
+            parts[self._num_copies(master)].append(kept)
+        return {n: torch.cat(own).to(self.device) for n, own in parts.items()}
 
     @property
     def _stride(self) -> int:
