@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from hone.checkpoint.tree import split_tree
 from hone.cli.main import main
 from hone.config.hardware import available_host_bytes
 from hone.config.load import load_config
@@ -15,10 +19,14 @@ from hone.config.tree import RLConfig, SFTConfig
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.fitting import check_host_memory
 from hone.planner.host_memory import host_roles
+from hone.trainer import host_gradients, offload, policy, update_rules
+from tests.planner.memory_cases import model_of, plan, settings
+from tests.trainer.examples import make_trainer, random_rows
 
 GIB = 1 << 30
 DATA = "--data.train=[{path: public/data}]"
-ON_CPU = (DATA, "--run.device=cpu")
+AT_THE_END = ("--checkpoint.every_n_steps=0", "--checkpoint.keep_best=false")
+ON_CPU = (DATA, "--run.device=cpu", *AT_THE_END)
 
 
 def shape(name: str = "qwen3-8b") -> ModelShape:
@@ -31,10 +39,12 @@ def configured(*flags: str, model: str = "qwen3-8b") -> RLConfig:
     return load_config(RLConfig, None, [f"--model.path=Qwen/{model}", *flags])
 
 
-def planned(cfg: RLConfig | SFTConfig, gib: float = 0, model: str = "qwen3-8b") -> RunPlan:
+def planned(
+    cfg: RLConfig | SFTConfig, gib: float = 0, model: str = "qwen3-8b", *, num_processes: int = 1
+) -> RunPlan:
     kind = "cpu" if cfg.run.device == "cpu" else "cuda"
     devices = Devices(kind=kind, host_bytes=int(gib * GIB))
-    return resolve(cfg, ModelFacts.of_shape(shape(model)), devices, world_size=1)
+    return resolve(cfg, ModelFacts.of_shape(shape(model)), devices, world_size=num_processes)
 
 
 def found_in(cfg: RLConfig | SFTConfig, gib: float, model: str = "qwen3-8b"):
@@ -119,16 +129,91 @@ def test_the_advice_makes_it_fit() -> None:
 
 
 def test_offloads_of_all_processes_of_a_gpu_host_are_added_up() -> None:
-    cfg = configured(DATA, "--run.device=cuda", "--trainer.offload=optimizer")
+    cfg = configured(DATA, "--run.device=cuda", *AT_THE_END, "--trainer.offload=optimizer")
     one = 12 * shape().num_params  # masters and two moments
     (role,) = host_roles(planned(cfg), num_local=1)
     assert role.num_bytes == one
     (found,) = found_in(cfg, one / GIB - 0.1)
     assert found.level == "error"
-    assert "trainer.offload" in found.message
+    assert "trainer.offload to none" in found.message
     assert found_in(cfg, one / GIB + 0.1) == []
-    plain = configured(DATA, "--run.device=cuda")
+    plain = configured(DATA, "--run.device=cuda", *AT_THE_END)
     assert host_roles(planned(plain), num_local=1) == []
+
+
+def test_a_checkpoint_behind_the_training_is_a_copy_of_masters_and_moments() -> None:
+    copied = configured(DATA, "--run.device=cuda", "--run.steps=51")
+    (role,) = host_roles(planned(copied), num_local=1)
+    assert role.num_bytes == 12 * shape().num_params
+    (found,) = found_in(copied, 12 * shape().num_params / GIB - 0.1)
+    assert "checkpoint.every_n_steps to 0" in found.message
+    last = configured(DATA, "--run.device=cuda", "--run.steps=50")
+    assert host_roles(planned(last), num_local=1) == [], "nothing is trained beside the last"
+    best = (*AT_THE_END[:1], "--eval.every_n_steps=1", "--data.eval=[{path: public/data}]")
+    (role,) = host_roles(planned(configured(DATA, "--run.device=cuda", *best)), num_local=1)
+    assert role.num_bytes == 12 * shape().num_params
+    replicas = configured(DATA, "--run.device=cuda", "--trainer.parallel.fsdp_size=2")
+    (role,) = host_roles(planned(replicas, num_processes=4), num_local=4)
+    assert role.num_bytes == pytest.approx(12 * shape().num_params, rel=1e-4), "of two one writes"
+
+
+def test_memory_that_torch_locks_is_rounded_up() -> None:
+    """With `parameters` FSDP pins each tensor's float32 shard and its gradient by itself."""
+    cfg = configured(DATA, "--run.device=cuda", *AT_THE_END, "--trainer.offload=parameters")
+    (role,) = host_roles(planned(cfg, num_processes=2), num_local=2)
+    q, kv, width, inter = 32 * 128, 8 * 128, 4096, 12288
+    layer = [q * width, kv * width, kv * width, width * q, *[inter * width] * 3]
+    layer += [width, width, 128, 128]  # norms
+    sizes = [4 * n // 2 for n in (*layer * 36, width, 151936 * width, 151936 * width)]
+    padding = [2 ** math.ceil(math.log2(size)) - size for size in sizes]
+    assert role.parts["rounded up"] == 2 * sum(padding)
+    assert role.parts["offloaded"] == 16 * shape().num_params // 2
+
+
+def test_a_sleeping_vllm_keeps_its_weights_on_the_host() -> None:
+    flags = ("--engine.backend=vllm", "--engine.enable_sleep=true")
+    cfg = configured(DATA, "--run.device=cuda", *AT_THE_END, *flags)
+    (role,) = host_roles(planned(cfg, num_processes=4), num_local=4)
+    assert (role.name, role.num_bytes) == ("engine", 4 * shape().weight_bytes(2))
+    own = configured(DATA, "--run.device=cuda", *AT_THE_END, *flags[1:])
+    assert host_roles(planned(own, num_processes=4), num_local=4) == [], "delivered anew"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"offload": "optimizer"},
+        {"offload": "gradients"},
+        {"offload": "gradients", "optimizer": {"state_dtype": "bfloat16"}},
+        {"enable_sleep": True},
+        {"offload": "optimizer", "enable_sleep": True},
+    ],
+)
+def test_what_is_planned_is_what_a_trainer_allocates(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes asked of the host in two steps with a sleep between, and those of a checkpoint."""
+    asked, make = list[int](), offload.host_tensors
+
+    def host_tensors(layout: offload.Layout, *args: Any, **kwargs: Any) -> list[Tensor]:
+        asked.append(sum(shape.numel() * dtype.itemsize for shape, dtype in layout))
+        return make(layout, *args, **kwargs)
+
+    for module in (offload, policy, update_rules, host_gradients):
+        monkeypatch.setattr(module, "host_tensors", host_tensors)
+    case = {"trainer": given}
+    trainer = make_trainer(model_of(case), **settings(case).model_dump())
+    for _ in range(2):
+        trainer.update(random_rows(8))
+        if settings(case).enable_sleep:
+            trainer.sleep()
+            trainer.wake()
+    expected = plan(case)
+    asleep = settings(case).enable_sleep * (expected.masters + expected.optimizer)
+    assert sum(asked) == expected.host + asleep
+    copied = split_tree(trainer.state_dict()[0], "trainer", copy=True).parts.values()
+    tensors = [part.local for part in copied if part.local.ndim]  # the others count steps
+    assert sum(tensor.nbytes for tensor in tensors) == expected.state
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -22,7 +22,7 @@ from hone.config.rules import findings
 from hone.config.tree import PlanConfig
 from hone.families.shape import public_shape
 from hone.planner.comparison import compare, planned_config
-from hone.planner.fitting import rl_config
+from hone.planner.fitting import gpu_host_roles, rl_config
 from hone.planner.run_memory import RunMemory
 from hone.planner.training_time import TrainingTime
 
@@ -282,6 +282,45 @@ def test_the_impossible_is_refused_with_what_would_make_it_possible(
 ) -> None:
     with pytest.raises(UserError, match=rf"It would be possible with .*({said})"):
         compare(load_config(PlanConfig, None, [*flags, "--plan.steps=4"]))
+
+
+QWEN_7B = 7_615_616_512
+ON_4090 = ("--model.shape=qwen2.5-7b", "--plan.gpu=4090", "--plan.gpus=2", "--plan.steps=4")
+
+
+def test_what_a_host_does_not_hold_is_no_plan() -> None:
+    """7B on two GPUs of 24 GiB: one trainer, which offloads 16 bytes a parameter, and copies 12 of
+    them for a checkpoint."""
+    offloaded, copied = 16 * QWEN_7B / GIB, 12 * QWEN_7B / GIB
+    found = compare(load_config(PlanConfig, None, [*ON_4090, "--plan.host_gib=200"]))
+    roles = gpu_host_roles(found.outcomes[0].plan)
+    assert sum(x.num_bytes for x in roles) / GIB == pytest.approx(offloaded + copied, rel=1e-3)
+    with pytest.raises(UserError) as refused:
+        compare(load_config(PlanConfig, None, [*ON_4090, f"--plan.host_gib={offloaded + 1}"]))
+    told = str(refused.value)
+    assert "checkpoint.every_n_steps 0 (which saves at the end alone)" in told
+    assert f"{math.ceil(offloaded + copied)} GiB of memory on each host (plan.host_gib)" in told
+    assert "model.lora.rank 32" in told
+    with pytest.raises(UserError) as refused:
+        compare(load_config(PlanConfig, None, [*ON_4090, f"--plan.host_gib={offloaded - 1}"]))
+    assert "checkpoint.every_n_steps" not in str(refused.value)
+
+
+def test_two_trainers_of_a_host_share_its_memory() -> None:
+    """8B on two H100s: what they offload together is within what the host has; with less than that
+    other settings are taken."""
+    flags = ("--model.shape=qwen3-8b", "--plan.gpu=h100", "--plan.gpus=2", "--plan.steps=4")
+    at_end = "--checkpoint.every_n_steps=0"
+    plans = {
+        gib: [x.plan for x in compare(load_config(PlanConfig, None, given)).outcomes]
+        for gib in (400, 60)
+        for given in [[*flags, at_end, f"--plan.host_gib={gib}"]]
+    }
+    for gib, found in plans.items():
+        for plan in found:
+            assert sum(x.num_bytes for x in gpu_host_roles(plan)) <= gib * GIB
+    needs = [sum(x.num_bytes for x in gpu_host_roles(plan)) / GIB for plan in plans[400]]
+    assert max(needs) > 60, "the limit decides something"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,6 +19,7 @@ from rich.table import Table
 from hone.cli.command import load_checked, plan_here
 from hone.cli.help import is_help, print_help
 from hone.config import UserError
+from hone.config.hardware import available_host_bytes, installed_gpu, known_gpu
 from hone.config.recipe import to_yaml
 from hone.config.rules import findings
 from hone.config.tree import PlanConfig
@@ -32,6 +33,7 @@ from hone.planner.comparison import (
     recipe_of,
     run_flags,
 )
+from hone.planner.fitting import gpu_host_roles
 from hone.planner.run_memory import RunMemory
 from hone.planner.timeline import draw_timelines
 from hone.version import __version__
@@ -93,12 +95,20 @@ def run(argv: Sequence[str]) -> int:
     if any(word.partition("=")[0] == "--nproc" for word in argv):
         raise UserError("--nproc is not served by `hone plan`; set plan.gpus instead")
     cfg = load_checked(PlanConfig, argv, lambda cfg, n: findings(plan_here(cfg, n)))
-    result = compare(cfg)
+    result = compare(_with_own_host(cfg))
     written = None if cfg.output is None else _write(result, cfg.output)
     _print(result, Console(highlight=False))
     if written is not None:
         _log.info("%s", written)
     return 0
+
+
+def _with_own_host(cfg: PlanConfig) -> PlanConfig:
+    """With this host's memory, where it has GPUs of the type that is planned for."""
+    if cfg.plan.host_gib is not None or installed_gpu() != known_gpu(cfg.plan.gpu, key="plan.gpu"):
+        return cfg
+    available = {"host_gib": round(available_host_bytes() / 2**30, 1)}
+    return cfg.model_copy(update={"plan": cfg.plan.model_copy(update=available)})
 
 
 def _write(result: Comparison, output: Path) -> str:
@@ -120,6 +130,7 @@ def _recipe(result: Comparison) -> str:
         f"{outcome.name}, planned for {_model(result)} on {result.num_gpus} x {result.gpu.name}",
         f"{outcome.run.step_s:.3g} s a step, {outcome.run.tokens_per_s:,.0f} tok/s by prediction",
         *(f"{phase.title}: {phase.in_words()}" for phase in RunMemory(outcome.plan).phases()),
+        *_host_lines(result),
     ]
     if shape := result.cfg.model.shape:
         recipe.setdefault("model", {}).pop("path", None)
@@ -156,6 +167,8 @@ def _print(result: Comparison, console: Console) -> None:
     console.print(f"memory of {result.outcomes[0].name}, of {result.gpu.memory_gib} GiB a GPU:")
     for phase in RunMemory(result.outcomes[0].plan).phases():
         console.print(f"  {phase.title}: {phase.in_words()}", markup=False)
+    for line in _host_lines(result):
+        console.print(f"  {line}", markup=False)
     for note in result.notes:
         console.print(f"note: {note}", markup=False, style="dim")
     preempted = sum(x.run.num_preemptions > 0 for x in result.outcomes)
@@ -179,6 +192,17 @@ def _print(result: Comparison, console: Console) -> None:
         console.print(shlex.join(flags), markup=False, soft_wrap=True)  # one line, to be copied
     else:
         console.print("The fastest is what `hone rl` does with this recipe as it is.", markup=False)
+
+
+def _host_lines(result: Comparison) -> list[str]:
+    """What the first way to run asks of the memory of its fullest host."""
+    roles, limit = gpu_host_roles(result.outcomes[0].plan), result.cfg.plan.host_gib
+    if not roles:
+        return []
+    needed = sum(role.num_bytes for role in roles) / 2**30
+    has = "whether it has that is not known: plan.host_gib" if limit is None else f"of {limit:.0f}"
+    parts = "; ".join(role.in_words() for role in roles)
+    return [f"a host, for what is offloaded and copied: {needed:.1f} GiB, {has} ({parts})"]
 
 
 def _legend(result: Comparison) -> str:

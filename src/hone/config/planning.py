@@ -56,6 +56,11 @@ class PlanningConfig(Section):
     gpu: str = "H200"
     """Their type, a name of hone's table of devices."""
 
+    host_gib: float | None = Field(default=None, gt=0)
+    """Memory that each host has for the run, in GiB: what is offloaded must fit. Unset: where this
+    host has such a GPU, its own; else nothing is refused for it, and what a host must hold is
+    told."""
+
     goal: Literal["throughput", "on_policy", "memory"] = "throughput"
     """What is ranked first: the most tokens/s; of those whose samples are all of the newest weights
     the most tokens/s; or the least memory of the fullest GPU."""

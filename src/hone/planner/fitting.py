@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_args
 
 from hone.config.base import Section
 from hone.config.plan import RunPlan, resolve
 from hone.config.rules import Finding, findings
+from hone.config.trainer import OffloadLevel
 from hone.config.tree import PlanConfig, RLConfig
-from hone.planner.host_memory import LEAST_LENGTH_SHARE, HostRole, host_roles, shortage
+from hone.planner.host_memory import (
+    LEAST_LENGTH_SHARE,
+    HostRole,
+    host_roles,
+    saves_in_background,
+    shortage,
+)
 from hone.planner.run_memory import RunMemory
 
 __all__ = [
@@ -20,7 +27,9 @@ __all__ = [
     "check_gpu_memory",
     "check_host_memory",
     "does_fit",
+    "does_fit_host",
     "errors",
+    "gpu_host_roles",
     "memory_changes",
     "remedies",
     "rl_config",
@@ -66,10 +75,7 @@ def check_host_memory(plan: RunPlan, *, num_local: int) -> Iterator[Finding]:
             if at_least
             else "with rows of full length the run takes"
         )
-        if not plan.is_on_cpu:
-            advice, keys = _OFFLOAD_LESS, tuple(_offloads(plan))
-        else:
-            advice, keys = _host_remedy(plan, fits)
+        advice, keys = _host_remedy(plan, fits)
         found = roles(plan, at_least=at_least)
         return shortage(found, available=available, takes=takes, advice=advice, keys=keys)
 
@@ -82,6 +88,18 @@ def check_host_memory(plan: RunPlan, *, num_local: int) -> Iterator[Finding]:
 def does_fit(plan: RunPlan) -> bool:
     """Whether every phase fits the GPU, as far as that is known."""
     return not _excess(plan)
+
+
+def does_fit_host(plan: RunPlan) -> bool:
+    """Whether a host of a GPU run holds what its processes move there, as far as that is known."""
+    available = plan.devices.host_bytes
+    return available is None or _total(gpu_host_roles(plan)) <= available
+
+
+def gpu_host_roles(plan: RunPlan) -> list[HostRole]:
+    """What the fullest host of a GPU run is to hold."""
+    world = plan.policy.axes.world
+    return host_roles(plan, num_local=min(world, plan.devices.per_node or GPUS_OF_A_NODE))
 
 
 def remedies(plan: RunPlan, *, moves: bool = True) -> list[Change]:
@@ -333,49 +351,73 @@ def _remedy(changes: Sequence[Change], plan: RunPlan) -> str:
 
 # -- the host ------------------------------------------------------------------------------------
 
-_OFFLOAD_LESS = (
-    "Offload less (trainer.offload, trainer.offload_activations, trainer.enable_sleep), or start "
-    "fewer processes on this host."
-)
-
 
 def _total(roles: Iterable[HostRole]) -> int:
     return sum(role.num_bytes for role in roles)
 
 
-def _offloads(plan: RunPlan) -> Iterator[str]:
-    for name in ("offload", "offload_activations", "enable_sleep"):
-        if getattr(plan.trainer, name, False) not in (False, "none"):
-            yield f"trainer.{name}"
-
-
 def _host_remedy(plan: RunPlan, fits: Callable[[RunPlan], bool]) -> tuple[str, tuple[str, ...]]:
-    """What makes a run on a CPU fit, in words, and the keys: each change that does by itself, else
-    all together."""
+    """What makes a run fit its host and still its GPUs, in words, and the keys: each change that
+    does by itself, else all together."""
+    known, excess = errors(plan), _excess(plan)
+
+    def serves(change: Change) -> bool:
+        after = changed(plan, change)
+        return fits(after) and _excess(after) <= excess and errors(after) <= known
+
     candidates = [*_host_candidates(plan)]
-    found = [change for change in candidates if fits(changed(plan, change))]
+    found = [change for change in candidates if serves(change)]
     if not found:
         together = {key: value for change in candidates for key, value in change.items()}
-        found = [together] if together and fits(changed(plan, together)) else []
+        found = [together] if together and serves(together) else []
     if found:
         # Of several budgets the first is the largest that fits.
         first = {tuple(change): change for change in reversed(found)}
         kept = [*reversed(first.values())]
         return _remedy(kept, plan), tuple(dict.fromkeys(key for change in kept for key in change))
+    more = "more memory or a GPU" if plan.is_on_cpu else "more memory"
     return (
-        "No setting is enough: take a smaller model (model.path), fewer processes, or a host with "
-        "more memory or a GPU.",
+        "No setting is enough: take a smaller model (model.path), fewer processes on it, or a host "
+        f"with {more}.",
         ("model.path",),
     )
 
 
 def _host_candidates(plan: RunPlan) -> Iterator[Change]:
-    trainer = plan.trainer
+    trainer, cfg = plan.trainer, plan.config
     if trainer is None:
+        return
+    if saves_in_background(cfg):
+        once: dict[str, Any] = {"checkpoint.every_n_steps": 0}
+        without_best = once | {"checkpoint.keep_best": False}
+        yield without_best if saves_in_background(changed(plan, once).config) else once
+    if not plan.is_on_cpu:
+        yield from _smaller_offloads(plan)
         return
     if trainer.recompute != "full" and not trainer.recompute_every_n_layers > 1:
         yield {"trainer.recompute": "full"}
     yield from _smaller_budgets(plan)
+    if trainer.optimizer.state_dtype != "bfloat16" and trainer.optimizer.name == "adamw":
+        yield {"trainer.optimizer.state_dtype": "bfloat16"}
+    if plan.lora is not None and not plan.lora.rank:
+        yield {"model.lora.rank": 16}
+
+
+def _smaller_offloads(plan: RunPlan) -> Iterator[Change]:
+    """Single changes that leave more on the GPUs or make it smaller, the cheapest first; each
+    level of what is offloaded, from the lowest."""
+    trainer, engine = plan.trainer, plan.engine
+    assert trainer is not None
+    for level in get_args(OffloadLevel):
+        if level == trainer.offload:
+            break
+        yield {"trainer.offload": level}
+    if trainer.offload_activations:
+        yield {"trainer.offload_activations": False}
+    if getattr(trainer, "enable_sleep", False):
+        yield {"trainer.enable_sleep": False}
+    if engine is not None and engine.backend == "vllm" and engine.enable_sleep:
+        yield {"engine.enable_sleep": False}
     if trainer.optimizer.state_dtype != "bfloat16" and trainer.optimizer.name == "adamw":
         yield {"trainer.optimizer.state_dtype": "bfloat16"}
     if plan.lora is not None and not plan.lora.rank:

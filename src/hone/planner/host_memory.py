@@ -4,9 +4,10 @@
     sum(role.num_bytes for role in roles) <= available_host_bytes()
 
 On a CPU it is all that a run has: weights, gradients, moments, activations, the KV cache. On GPUs
-it is what `trainer.offload`, `trainer.offload_activations` and `trainer.enable_sleep` move there.
-Not counted, so that the plan is below what a run takes: what attention on a CPU computes with,
-reward workers, the data, Ray, and on GPUs what a process itself takes.
+it is what `trainer.offload`, `trainer.offload_activations` and `trainer.enable_sleep` move there,
+and the weights of a vLLM engine that sleeps. A checkpoint that is written behind the training is a
+copy of masters and moments. Not counted, so that the plan is below what a run takes: what attention
+on a CPU computes with, reward workers, the data, Ray, and on GPUs what a process itself takes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hone.config.plan import RunPlan
+from hone.config.plan import Command, RunPlan
 from hone.config.rules.finding import Finding
-from hone.config.tree import RLConfig
+from hone.config.tree import RLConfig, SFTConfig
 from hone.planner.memory import TrainingMemory
 from hone.planner.run_memory import PROCESS_BYTES, RunMemory, in_gib
 
@@ -24,6 +25,7 @@ __all__ = [
     "LEAST_LENGTH_SHARE",
     "HostRole",
     "host_roles",
+    "saves_in_background",
     "shortage",
     "trainer_role",
 ]
@@ -72,9 +74,28 @@ def host_roles(plan: RunPlan, *, num_local: int, at_least: bool = False) -> list
     roles: list[HostRole] = []
     for name, number in numbers.items():
         widest = max((x for role, x in phases if role == name), key=lambda x: x.num_bytes)
-        offloaded = {"offloaded": run.offloaded} if name == "trainer" else {}
-        roles.append(HostRole(name, number, {**widest.parts, **offloaded}))
+        own = {"offloaded": run.offloaded, **_copied(run)} if name == "trainer" else {}
+        roles.append(HostRole(name, number, {**widest.parts, **own}))
     return roles
+
+
+def saves_in_background(cfg: Command) -> bool:
+    """Whether checkpoints are written while training goes on; the last is not."""
+    if not isinstance(cfg, RLConfig | SFTConfig):
+        return False
+    every = [cfg.checkpoint.every_n_steps]
+    every += [cfg.eval.every_n_steps] if cfg.checkpoint.keep_best else []
+    return any(0 < n < cfg.run.steps for n in every)
+
+
+def _copied(run: RunMemory) -> dict[str, int]:
+    """What a trainer copies to write it while it goes on: of what several have, one does."""
+    if run.plan.trainer is None or not saves_in_background(run.plan.config):
+        return {}
+    axes = run.plan.policy.axes
+    num_copies = axes.world // (axes.fsdp * axes.tensor)
+    state = run.step.state + (run.critic.state if run.critic else 0)
+    return {"copy for a checkpoint": state // num_copies}
 
 
 def trainer_role(step: TrainingMemory, number: int) -> HostRole:
@@ -84,13 +105,23 @@ def trainer_role(step: TrainingMemory, number: int) -> HostRole:
 
 
 def _offloaded(run: RunMemory, num_local: int) -> Iterator[HostRole]:
+    role, engine = run.role, run.plan.engine
+    is_beside = role is not None and role.shares_devices_of is not None
+    if is_beside and run.is_vllm and engine is not None and engine.enable_sleep:
+        yield HostRole("engine", num_local, {"asleep": run.engine_weights})
     if run.plan.trainer is None:
         return
     step, sleeps = run.step, getattr(run.plan.trainer, "enable_sleep", False)
     asleep = step.masters + step.optimizer + run.critic_at_rest if sleeps else 0
     asleep += run.sleeping_weights if sleeps else 0
-    if run.offloaded or asleep:
-        yield HostRole("trainer", num_local, {"offloaded": run.offloaded, "asleep": asleep})
+    parts = {
+        "offloaded": run.offloaded,
+        "asleep": asleep,
+        "rounded up": step.host_padding + (run.critic.host_padding if run.critic else 0),
+        **_copied(run),
+    }
+    if any(parts.values()):
+        yield HostRole("trainer", num_local, parts)
 
 
 def shortage(

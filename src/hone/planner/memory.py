@@ -80,6 +80,11 @@ class TrainingMemory:
     """What one layer computes with, in backward."""
     host: int
     """In host memory: offloaded masters, moments, gradients, weights and activations."""
+    host_padding: int
+    """Of a GPU's host besides: torch's page-locked memory, in which FSDP keeps parameters and
+    gradients, has the size of a power of two."""
+    state: int
+    """Masters and moments, wherever they are: what a checkpoint holds."""
     peak: int
     """The most that exist at one time."""
     peak_phase: Literal["head", "layers", "optimizer"]
@@ -196,6 +201,8 @@ class _Step:
     gradients: int = 0
     optimizer: int = 0
     host: int = 0
+    host_padding: int = 0
+    state: int = 0
     whole_root: int = 0
     """Gathered: embedding, head and final norm in the format that computes."""
     whole_layers: int = 0
@@ -236,6 +243,8 @@ class _Step:
             logits=logits,
             workspace=workspace,
             host=self.host + self._activations_on_host(),
+            host_padding=self.host_padding,
+            state=self.state,
             peak=phases[peak_phase],
             peak_phase=peak_phase,
         )
@@ -254,6 +263,7 @@ class _Step:
         else:
             self._count_whole(tensor)
             self._count_weights(self.num_bytes * self._shard(tensor))
+            self._count_padding(tensor, self.num_bytes)
         if is_adapted:
             rank, (rows, columns) = self.lora.rank, tensor.size
             self._count_trained(TensorShape("lora_A", (rank, columns), None, tensor.count))
@@ -279,11 +289,20 @@ class _Step:
             moments = 4
             self.largest_matrix = max(self.largest_matrix, whole)
         self._hold("optimizer", moments * shard, on_host=trainer.offloads("optimizer"))
+        self.state += (4 + moments) * shard
+        self._count_padding(tensor, 4, copies=2)  # its gradient
 
     def _count_weights(self, num_bytes: int) -> None:
         """What holds a tensor's values between passes."""
         away = self.is_shared and self.trainer.offloads("parameters")
         self._hold("weights", num_bytes, on_host=away)
+
+    def _count_padding(self, tensor: TensorShape, width: int, *, copies: int = 1) -> None:
+        """What FSDP's host copies of elements of `width` bytes are rounded up by."""
+        if self.is_shared and self.trainer.offloads("parameters"):
+            num_bytes = width * self._shard(tensor) // tensor.count
+            padding = (1 << (num_bytes - 1).bit_length()) - num_bytes
+            self.host_padding += copies * tensor.count * padding
 
     def _hold(
         self,

@@ -25,7 +25,15 @@ from hone.config.parallel import ulysses_problem
 from hone.config.plan import Devices, RunPlan, resolve
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape
-from hone.planner.fitting import GPUS_OF_A_NODE, Change, changed, does_fit, errors, remedies
+from hone.planner.fitting import (
+    GPUS_OF_A_NODE,
+    Change,
+    changed,
+    does_fit,
+    does_fit_host,
+    errors,
+    remedies,
+)
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulator import Placement
 from hone.planner.training_time import TrainingTime
@@ -61,7 +69,12 @@ def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement
     else:
         change["engine.enable_sleep"] = False
         change["trainer.enable_sleep"] = False
-    devices = Devices(kind="cuda", gpu=gpu, per_node=cfg.cluster.devices_per_node)
+    devices = Devices(
+        kind="cuda",
+        gpu=gpu,
+        per_node=cfg.cluster.devices_per_node,
+        host_bytes=None if cfg.plan.host_gib is None else int(cfg.plan.host_gib * 2**30),
+    )
     facts, world_size = ModelFacts.of_shape(shape), placement.num_trainers
     teacher = None if cfg.teacher.path is None else ModelFacts.known(cfg.teacher.path)
     plan = resolve(cfg, facts, devices, world_size=world_size, teacher=teacher)
@@ -101,7 +114,10 @@ def search(
             fitted = _with_more_cache(fitted, _num_keys(cfg, placement))
         if fitted is None:
             what = "colocated" if placement.colocated else "separate"
-            reason = f"a step needs more than the {gpu.memory_gib} GiB of a GPU, {what}"
+            reason = f"a step needs more than the {gpu.memory_gib} GiB of a GPU"
+            if cfg.plan.host_gib is not None:
+                reason += f" beside {cfg.plan.host_gib:g} GiB of a host"
+            reason += f", {what}"
             refused.setdefault(what, (reason, []))[1].append(placement.num_trainers)
         else:
             found[placement] = fitted
@@ -210,7 +226,7 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
         for i in sorted(range(len(plans)), key=lambda i: (costs[i], len(changes[i]))):
             if costs[i] >= least:
                 break
-            if does_fit(plans[i]) and errors(plans[i]) <= allowed:
+            if does_fit_host(plans[i]) and does_fit(plans[i]) and errors(plans[i]) <= allowed:
                 least, best = costs[i], plans[i]
                 break
     rounded: Change = {"trainer.optimizer.state_dtype": "bfloat16"}
@@ -219,7 +235,8 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
         return best
     further = remedies(laid_out[0], moves=False)  # rounded states, other caches, several together
     fitting = [changed(laid_out[0], change) for change in further]
-    return min((x for x in fitting if errors(x) <= allowed), key=cost, default=None)
+    served = (x for x in fitting if does_fit_host(x) and errors(x) <= allowed)
+    return min(served, key=cost, default=None)
 
 
 def _layouts(plan: RunPlan) -> Iterator[Change]:
@@ -318,7 +335,11 @@ def _with_more_cache(plan: RunPlan, num_keys: int) -> RunPlan:
         shares = [n / 100 for n in range(95, round(100 * engine.gpu_memory_utilization), -5)]
         changes = [{**base, "engine.gpu_memory_utilization": share} for share in shares]
         plans = (changed(plan, change) for change in (*changes, base))
-        served = (each for each in plans if does_fit(each) and errors(each) <= known)
+        served = (
+            each
+            for each in plans
+            if does_fit_host(each) and does_fit(each) and errors(each) <= known
+        )
         return max(served, key=lambda each: min(_cache_keys(each), num_keys), default=plan)
 
     awake = largest({})
