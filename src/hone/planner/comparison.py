@@ -26,7 +26,7 @@ from hone.config.rollout import RolloutConfig
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape, public_shape
 from hone.planner.fitting import GPUS_OF_A_NODE, gpu_host_roles
-from hone.planner.host_memory import saves_in_background
+from hone.planner.host_memory import saved_at_the_end, saves_in_background
 from hone.planner.lengths import draw_lengths
 from hone.planner.run_memory import RunMemory
 from hone.planner.search import peak_bytes, plan_of, search
@@ -229,13 +229,12 @@ def _possible(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, num_gpus: int) -> 
     """What would make a run possible for which no settings were found, in words."""
     if cfg.plan.host_gib is not None:
         if saves_in_background(cfg):
-            at_end = {"every_n_steps": 0, "keep_best": False}
-            checkpoint = cfg.checkpoint.model_copy(update=at_end)
+            change = saved_at_the_end(cfg)
+            checkpoint = cfg.checkpoint.model_copy(update=change)
             other = cfg.model_copy(update={"checkpoint": checkpoint})
             if _can_run(other, shape, gpu, num_gpus):
-                changed = changed_settings(cfg, other, ("checkpoint",))
-                words = ", ".join(f"{key} {value}".lower() for key, value in changed.items())
-                yield f"{words} (which saves at the end alone)"
+                words = (f"checkpoint.{key} {value}".lower() for key, value in change.items())
+                yield f"{', '.join(words)} (which saves at the end alone)"
         planning = cfg.plan.model_copy(update={"host_gib": None})
         unlimited = cfg.model_copy(update={"plan": planning})
         plans = search(unlimited, shape, gpu, num_gpus, []).values()
@@ -304,12 +303,10 @@ def run_flags(cfg: PlanConfig, outcome: Outcome) -> list[str]:
     return words
 
 
-def changed_settings(
-    cfg: PlanConfig, planned: PlanConfig, sections: Sequence[str] = _PLANNED
-) -> dict[str, Any]:
+def changed_settings(cfg: PlanConfig, planned: PlanConfig) -> dict[str, Any]:
     """What a plan has set otherwise, by key."""
     found: dict[str, Any] = {}
-    for name in sections:
+    for name in _PLANNED:
         given, wanted = getattr(cfg, name), getattr(planned, name)
         found |= _changed(given.model_dump(mode="json"), wanted.model_dump(mode="json"), name)
     return found

@@ -10,11 +10,12 @@ from hone.config.base import Section
 from hone.config.plan import RunPlan, resolve
 from hone.config.rules import Finding, findings
 from hone.config.trainer import OffloadLevel
-from hone.config.tree import PlanConfig, RLConfig
+from hone.config.tree import PlanConfig, RLConfig, SFTConfig
 from hone.planner.host_memory import (
     LEAST_LENGTH_SHARE,
     HostRole,
     host_roles,
+    saved_at_the_end,
     saves_in_background,
     shortage,
 )
@@ -387,10 +388,8 @@ def _host_candidates(plan: RunPlan) -> Iterator[Change]:
     trainer, cfg = plan.trainer, plan.config
     if trainer is None:
         return
-    if saves_in_background(cfg):
-        once: dict[str, Any] = {"checkpoint.every_n_steps": 0}
-        without_best = once | {"checkpoint.keep_best": False}
-        yield without_best if saves_in_background(changed(plan, once).config) else once
+    if isinstance(cfg, RLConfig | SFTConfig) and saves_in_background(cfg):
+        yield {f"checkpoint.{key}": value for key, value in saved_at_the_end(cfg).items()}
     if not plan.is_on_cpu:
         yield from _smaller_offloads(plan)
         return

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hone.config.plan import Command, RunPlan
 from hone.config.rules.finding import Finding
@@ -25,6 +26,7 @@ __all__ = [
     "LEAST_LENGTH_SHARE",
     "HostRole",
     "host_roles",
+    "saved_at_the_end",
     "saves_in_background",
     "shortage",
     "trainer_role",
@@ -86,6 +88,15 @@ def saves_in_background(cfg: Command) -> bool:
     every = [cfg.checkpoint.every_n_steps]
     every += [cfg.eval.every_n_steps] if cfg.checkpoint.keep_best else []
     return any(0 < n < cfg.run.steps for n in every)
+
+
+def saved_at_the_end(cfg: RLConfig | SFTConfig) -> dict[str, Any]:
+    """Settings of `checkpoint` with which nothing is saved before."""
+    once: dict[str, Any] = {"every_n_steps": 0}
+    checkpoint = cfg.checkpoint.model_copy(update=once)
+    if not saves_in_background(cfg.model_copy(update={"checkpoint": checkpoint})):
+        return once
+    return once | {"keep_best": False}
 
 
 def _copied(run: RunMemory) -> dict[str, int]:
