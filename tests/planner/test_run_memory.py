@@ -568,7 +568,8 @@ def test_a_critic_sleeps_with_the_policy() -> None:
     assert asleep["generate"] == asleep["sync"] == 0 < asleep["train"]
     (host,) = host_roles(plan, num_local=1)
     run = RunMemory(plan)
-    assert host.num_bytes == run.step.masters + run.step.optimizer + run.critic_at_rest
+    assert host.parts["asleep"] == run.step.masters + run.step.optimizer + run.critic_at_rest
+    assert host.parts["copy for a checkpoint"] == run.step.state + 12 * run.critic.weights // 2
 
 
 def test_a_teacher_lies_beside_the_policy_with_its_own_size() -> None:
