@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +30,7 @@ from hone.planner.comparison import compare, placement_rates
 from hone.planner.lengths import draw_lengths
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulated_engine import EngineRates, SimulatedEngine, SimulatedSample
-from hone.planner.simulator import Placement, Rates, SimulatedRun, simulate
+from hone.planner.simulator import Placement, Rates, Scoring, SimulatedRun, simulate
 from hone.planner.timeline import draw_timelines
 
 SHAPES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")
@@ -540,7 +541,8 @@ def test_references_apart_take_their_time_off_the_trainers() -> None:
             algorithm={"kl": {"coef": coef}},
             trainer={"num_epochs": num_epochs},
         )
-        return placement_rates(cfg, shape, GPUS[0], placement).train_s(rows, 7000)
+        rates = placement_rates(cfg, shape, GPUS[0], placement)
+        return rates.train_s(rows, 7000) + rates.scoring(rows, 7000).wait_s
 
     forward_s = train_s(0.1, 0) - train_s(0.0, 0)
     assert forward_s > 0
@@ -573,7 +575,8 @@ def test_the_time_of_a_teacher_and_of_a_reward_model_is_planned_wherever_it_is(r
             cluster={"num_engines": 1, "num_trainers": 1, f"num_{role}s": number},
             **(sections[role] if is_there else {}),
         )
-        return placement_rates(cfg, shape, GPUS[0], placement).train_s(rows, 7000)
+        rates = placement_rates(cfg, shape, GPUS[0], placement)
+        return rates.train_s(rows, 7000) + rates.scoring(rows, 7000).wait_s
 
     head = 7000 if role == "teacher" else 0
     rate = GPUS[0].flops_per_s * PlanningConfig().training_share
@@ -593,6 +596,49 @@ def test_the_time_of_a_teacher_and_of_a_reward_model_is_planned_wherever_it_is(r
     beside = {"5 = 5"} if role == "teacher" else set[str]()
     assert {x.split for x in result.outcomes} == {"2 + 3"} | beside
     assert any("in no split" in note for note in result.notes)
+
+
+def scored_by(**seconds: float) -> Rates:
+    """An engine with a token a second, updates of 10 s, and a model apart; trainers score the rows
+    themselves for 1 s."""
+    rates = of_cost(EngineRates(weights_s=1.0), train_s=10.0, sync_s=0.0, max_num_keys=10_000)
+
+    def scoring(rows: Sequence[int], num_trained: int) -> Scoring:
+        number = len(rows)
+        return Scoring(
+            seconds={name: number * each for name, each in seconds.items()},
+            beside_s=1.0,
+            left_s=0.5 * ("reward_model" in seconds),
+        )
+
+    return replace(rates, scoring=scoring)
+
+
+@pytest.mark.parametrize("name", ["reference", "teacher", "reward_model"])
+def test_models_apart_score_beside_what_is_sampled_ahead(name: str) -> None:
+    """Two groups of two samples an update. Of updates at 10 s, 1 s a sample is hidden, and 4 s a
+    sample are the pace: 16 s an update. In turns all of it is waited for."""
+    rollout = RolloutConfig(prompts_per_step=2, n_samples_per_prompt=2, max_completion_tokens=8)
+
+    def step_s(each: float, max_staleness: int) -> float:
+        run = simulate(
+            Placement(num_trainers=1, num_engines=1),
+            scored_by(**({name: each} if each else {})),
+            [[4, 4]],
+            num_prompt_tokens=1,
+            num_steps=12,
+            rollout=rollout,
+            pipeline=PipelineConfig(max_staleness=max_staleness),
+            engine=EngineConfig(),
+        )
+        return run.step_s
+
+    ahead = step_s(0, 1)
+    assert ahead == pytest.approx(10, abs=0.5), "the engine is quicker than the trainer"
+    assert step_s(1, 1) == pytest.approx(ahead)
+    assert step_s(4, 1) == pytest.approx(16, abs=0.5)
+    in_turns = 0.5 if name == "reward_model" else 4 * 1 - 1
+    assert step_s(1, 0) == pytest.approx(step_s(0, 0) + in_turns)
 
 
 def test_splits_follow_the_recipe() -> None:

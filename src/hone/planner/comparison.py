@@ -176,7 +176,7 @@ def compare(cfg: PlanConfig) -> Comparison:
         )
     for role, number in cfg.cluster.num_scorers.items():
         notes.append(
-            f"cluster.num_{role}s {number}: their time is part of a step; "
+            f"cluster.num_{role}s {number}: what nothing hides of their time is part of training; "
             "their GPUs are in no split"
         )
     for key, path in (("teacher", cfg.teacher.path), ("reward.model", cfg.reward.model.path)):
@@ -378,9 +378,11 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
         prefill_key_s=shape.attention_flops_per_key / prefill,
         prefill_seq_s=2.0 * shape.head_params / prefill,
     )
+    training = TrainingTime(plan, assumed_cfg)
     return Rates(
         engine=engine,
-        train_s=TrainingTime(plan, assumed_cfg).step_s,
+        train_s=training.update_s,
+        scoring=training.scoring,
         sync_s=assumed_cfg.switch_s
         if placement.colocated
         else weights / assumed_cfg.sync_bytes_per_s,

@@ -164,6 +164,7 @@ class Pricing:
             train_s=lambda rows, num_trained: (
                 self.train_scale * raw.train_s(rows, num_trained) + self.rest_s
             ),
+            scoring=raw.scoring,
             sync_s=raw.sync_s if is_moved else self._measured.sync_s,
             max_num_keys=int(self._cache_scale * raw.max_num_keys),
         )

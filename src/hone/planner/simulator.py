@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hone.config.cluster import ScorerName
 from hone.config.engine import EngineConfig
 from hone.config.pipeline import PipelineConfig
 from hone.config.rollout import RolloutConfig
@@ -50,17 +51,40 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """Seconds of frozen models with devices of their own, for the rows of an update."""
+
+    seconds: Mapping[ScorerName, float]
+    """All copies of each together."""
+    beside_s: float
+    """In which the trainers score the rows themselves."""
+    left_s: float = 0.0
+    """Of a reward model, what is left when the last sample ends."""
+
+    @property
+    def wait_s(self) -> float:
+        """What trainers wait where all samples end at once."""
+        scored = [x for name, x in self.seconds.items() if name != "reward_model"]
+        return max(max(scored, default=0.0) - self.beside_s, 0.0) + self.left_s
+
+
+NO_SCORING = Scoring(seconds={}, beside_s=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """Seconds that the parts of a placement take for their work."""
 
     engine: EngineRates
     train_s: Callable[[Sequence[int], int], float]
-    """All trainers together, for an update: from the lengths of its rows, prompts included, and how
-    many of their tokens are trained."""
+    """All trainers together, for an update, once what they need is there: from the lengths of its
+    rows, prompts included, and how many of their tokens are trained."""
     sync_s: float
     """Weights to the engines; colocated, with sleep and wake. Trainers and engines take part."""
     max_num_keys: int
     """Tokens whose keys and values fit the cache of an engine."""
+    scoring: Callable[[Sequence[int], int], Scoring] = lambda rows, num_trained: NO_SCORING
+    """Of such rows, besides `train_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +262,10 @@ class _Run:
     completing: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     """A heap of groups that will be complete: when, and their number."""
     suspended: list[_Group] = field(default_factory=list[_Group])
+    scorers_free_s: dict[ScorerName, float] = field(default_factory=dict[ScorerName, float])
+    """Ahead of the training: when the models apart have done what they were given."""
+    scored_s: dict[int, float] = field(default_factory=dict[int, float])
+    """Likewise: when references and teachers have scored a group, by its number."""
 
     def __post_init__(self) -> None:
         self.events_s = [math.inf] * len(self.engines)
@@ -254,13 +282,20 @@ class _Run:
         trained_from_s = self.now_s
         rows = [x.num_prompt_tokens + x.length for group in batch for x in group.samples]
         num_trained = sum(x.length for group in batch for x in group.samples)
+        scoring = self.rates.scoring(rows, num_trained)
         train_s = self.rates.train_s(rows, num_trained)
+        if self.pipeline.samples_ahead:
+            scored_s = max(self.scored_s[group.number] for group in batch)
+            train_s += max(scored_s - (self.now_s + scoring.beside_s), 0.0)
+        else:
+            train_s += scoring.wait_s
         trained_s = trained_from_s + train_s
         while self._next_completion(trained_s):
             pass
         self.now_s = trained_s
         for group in batch:
             del self.open[group.number]
+            self.scored_s.pop(group.number, None)
         halted_s = self._sync()
         return SimulatedStep(
             start_s=start_s,
@@ -350,7 +385,7 @@ class _Run:
             engine.settle(self.now_s)
             self._refresh(index)
         self.now_s = max(engine.time_s for engine in self.engines)
-        while self.completing:
+        while self.completing and self.completing[0][0] <= self.now_s:  # others are being scored
             self._see_completion()
 
     def suspend(self) -> None:
@@ -361,8 +396,8 @@ class _Run:
         self.suspended = self._count_interrupted()
 
     def _count_interrupted(self) -> list[_Group]:
-        """Those groups that are not complete."""
-        interrupted = [group for group in self.open.values() if not group.is_complete]
+        """Those groups that lack tokens."""
+        interrupted = [group for group in self.open.values() if group.num_unfinished]
         for group in interrupted:
             group.aborted_count += 1
         return interrupted
@@ -404,8 +439,25 @@ class _Run:
             group.num_unfinished -= 1
             group.completed_s = max(group.completed_s, sample.ended_s)
             if not group.num_unfinished:
+                if self.pipeline.samples_ahead:
+                    self._score_ahead(group)
                 heapq.heappush(self.completing, (group.completed_s, group.number))
         self.events_s[index] = engine.next_event_s()
+
+    def _score_ahead(self, group: _Group) -> None:
+        """Reward models score samples as they end, so that the last is left when a group does,
+        which is complete with its score; then references and teachers score it. Groups take
+        turns."""
+        rows = [x.num_prompt_tokens + x.length for x in group.samples]
+        scoring = self.rates.scoring(rows, sum(x.length for x in group.samples))
+        free_s, seconds = self.scorers_free_s, dict(scoring.seconds)
+        if (judging_s := seconds.pop("reward_model", None)) is not None:
+            last_s = group.completed_s + judging_s / len(rows)
+            free_s["reward_model"] = max(free_s.get("reward_model", 0.0) + judging_s, last_s)
+            group.completed_s = free_s["reward_model"]
+        for name, scoring_s in seconds.items():
+            free_s[name] = max(free_s.get(name, 0.0), group.completed_s) + scoring_s
+        self.scored_s[group.number] = max((free_s[name] for name in seconds), default=0.0)
 
     def _see_completion(self) -> None:
         completed_s, number = heapq.heappop(self.completing)

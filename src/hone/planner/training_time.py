@@ -23,7 +23,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
+from hone.config.cluster import ScorerName
 from hone.config.plan import RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.trainer import SFTTrainerConfig
@@ -31,6 +33,7 @@ from hone.config.tree import RLConfig
 from hone.planner.memory import adapter_params, params_in_4bit
 from hone.planner.roofline import training_flops
 from hone.planner.run_memory import RunMemory
+from hone.planner.simulator import NO_SCORING, Scoring
 
 __all__ = ["TrainingTime"]
 
@@ -55,8 +58,12 @@ class TrainingTime:
     assumed: PlanningConfig
 
     def step_s(self, lengths: Sequence[int], num_trained: int) -> float:
-        """All trainers together, for an update: of rows of these lengths, prompts included, of
-        whose tokens so many are trained."""
+        """All trainers together, for an update whose samples have all ended at once: of rows of
+        these lengths, prompts included, of whose tokens so many are trained."""
+        return self.update_s(lengths, num_trained) + self.scoring(lengths, num_trained).wait_s
+
+    def update_s(self, lengths: Sequence[int], num_trained: int) -> float:
+        """The same without waiting for models with devices of their own."""
         plan, cfg, trainer = self.plan, self._config, self._config.trainer
         shape, batch = plan.shape, plan.batch
         assert shape is not None
@@ -75,51 +82,61 @@ class TrainingTime:
             critic = self._run.critic_shape
             flops += (1 + 3 * epochs) * critic.forward_flops(lengths, num_head_tokens=0)
         forward = shape.forward_flops(lengths, num_head_tokens=num_trained)
-        has_old = batch.optimizer_steps_per_rollout > 1 or (
-            cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
-        )
-        flops += has_old * forward
+        flops += self._scores_itself * forward
         if cfg.algorithm.kl.coef > 0 and cfg.model.lora.rank:  # the model without adapters
             flops += forward
-        apart_s = [0.0]
         for name in ("reference", "teacher"):
-            if (role := self.plan.roles.get(name)) is None:
-                continue
-            scored = self._run.scorer_shape(name).forward_flops(
-                lengths, num_head_tokens=num_trained
-            )
-            if self._run.is_own_device(name):
-                apart_s.append(scored / (self._gpu_rate * role.num_workers))
-            else:
-                flops += scored
-        seconds = flops / self._rate
-        # Beside the policy's own scores, before the update.
-        seconds += max(max(apart_s) - has_old * forward / self._rate, 0.0)
-        seconds += self._judging_s(lengths)
+            if name in plan.roles and not self._run.is_own_device(name):
+                scorer = self._run.scorer_shape(name)
+                flops += scorer.forward_flops(lengths, num_head_tokens=num_trained)
+        seconds = flops / self._rate + self._judging_s(lengths)
         num_micro_batches, compute_s = self._num_micro_batches(num_tokens), flops / self._rate
         seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
         seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
         seconds += epochs * num_micro_batches * (self._unpacking_s + self._adding_s)
         return seconds + self.assumed.overhead_s
 
+    def scoring(self, lengths: Sequence[int], num_trained: int) -> Scoring:
+        """What models with devices of their own take for such rows."""
+        run, seconds = self._run, dict[ScorerName, float]()
+        for name in get_args(ScorerName):
+            if run.is_own_device(name):
+                head = 0 if name == "reward_model" else num_trained
+                flops = run.scorer_shape(name).forward_flops(lengths, num_head_tokens=head)
+                seconds[name] = flops / (self._gpu_rate * self.plan.roles[name].num_workers)
+        if not seconds:
+            return NO_SCORING
+        shape, left_s = self.plan.shape, 0.0
+        assert shape is not None
+        if "reward_model" in seconds:  # each copy's last pass; samples are scored as they end
+            last = self._config.reward.model.max_tokens_per_forward
+            last *= self.plan.roles["reward_model"].num_workers
+            left_s = min(last / max(sum(lengths), 1), 1.0) * seconds["reward_model"]
+        own = self._scores_itself * shape.forward_flops(lengths, num_head_tokens=num_trained)
+        return Scoring(seconds=seconds, beside_s=own / self._rate, left_s=left_s)
+
+    @property
+    def _scores_itself(self) -> bool:
+        """Whether trainers score the rows before the update."""
+        cfg, batch = self._config, self.plan.batch
+        assert batch is not None
+        has_teacher = cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
+        return batch.optimizer_steps_per_rollout > 1 or has_teacher
+
     @property
     def _run(self) -> RunMemory:
         return RunMemory(self.plan)
 
     def _judging_s(self, lengths: Sequence[int]) -> float:
-        """What nothing runs beside of a reward model's passes: of copies with GPUs of their own the
-        last of each, since samples are scored as they end; else all, on the device of each engine's
-        first process, or of the first trainer where engines are apart."""
-        role, engine = self.plan.roles.get("reward_model"), self.plan.roles.get("engine")
-        if role is None or engine is None:
+        """A reward model's passes where it shares devices: that of each engine's first process, or
+        of the first trainer where engines are apart."""
+        engine = self.plan.roles.get("engine")
+        is_apart = self._run.is_own_device("reward_model")
+        if "reward_model" not in self.plan.roles or engine is None or is_apart:
             return 0.0
+        number = 1 if self.plan.is_apart else engine.num_workers
         flops = self._run.reward_model_shape.forward_flops(lengths, num_head_tokens=0)
-        if not self._run.is_own_device("reward_model"):
-            number = 1 if self.plan.is_apart else engine.num_workers
-            return flops / (self._gpu_rate * number)
-        last = role.num_workers * self._config.reward.model.max_tokens_per_forward
-        share = min(last / max(sum(lengths), 1), 1.0)
-        return share * flops / (self._gpu_rate * role.num_workers)
+        return flops / (self._gpu_rate * number)
 
     @property
     def _config(self) -> RLConfig:
