@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.config import UserError
+from hone.config.cluster import ScorerName
 from hone.config.engine import EngineConfig
 from hone.config.hardware import GPUS
 from hone.config.model_facts import ModelFacts
@@ -598,24 +599,20 @@ def test_the_time_of_a_teacher_and_of_a_reward_model_is_planned_wherever_it_is(r
     assert any("in no split" in note for note in result.notes)
 
 
-def scored_by(**seconds: float) -> Rates:
+def scored_by(name: ScorerName, each: float) -> Rates:
     """An engine with a token a second, updates of 10 s, and a model apart; trainers score the rows
     themselves for 1 s."""
     rates = of_cost(EngineRates(weights_s=1.0), train_s=10.0, sync_s=0.0, max_num_keys=10_000)
 
     def scoring(rows: Sequence[int], num_trained: int) -> Scoring:
-        number = len(rows)
-        return Scoring(
-            seconds={name: number * each for name, each in seconds.items()},
-            beside_s=1.0,
-            left_s=0.5 * ("reward_model" in seconds),
-        )
+        seconds: dict[ScorerName, float] = {name: len(rows) * each} if each else {}
+        return Scoring(seconds=seconds, beside_s=1.0, left_s=0.5 * ("reward_model" in seconds))
 
     return replace(rates, scoring=scoring)
 
 
 @pytest.mark.parametrize("name", ["reference", "teacher", "reward_model"])
-def test_models_apart_score_beside_what_is_sampled_ahead(name: str) -> None:
+def test_models_apart_score_beside_what_is_sampled_ahead(name: ScorerName) -> None:
     """Two groups of two samples an update. Of updates at 10 s, 1 s a sample is hidden, and 4 s a
     sample are the pace: 16 s an update. In turns all of it is waited for."""
     rollout = RolloutConfig(prompts_per_step=2, n_samples_per_prompt=2, max_completion_tokens=8)
@@ -623,7 +620,7 @@ def test_models_apart_score_beside_what_is_sampled_ahead(name: str) -> None:
     def step_s(each: float, max_staleness: int) -> float:
         run = simulate(
             Placement(num_trainers=1, num_engines=1),
-            scored_by(**({name: each} if each else {})),
+            scored_by(name, each),
             [[4, 4]],
             num_prompt_tokens=1,
             num_steps=12,
