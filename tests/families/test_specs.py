@@ -4,7 +4,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hone.families.registry import FUSED_FAMILIES, SPECS, public_configs, spec_of, unserved
+from hone.families.registry import (
+    DENSE_FUSED_FAMILIES,
+    FUSED_FAMILIES,
+    SPECS,
+    public_configs,
+    spec_of,
+    unserved,
+)
 from hone.families.shape import ModelShape, public_shape
 from hone.models.fused_layers import is_fusible
 from tests.models.families import FAMILY_FIELDS, family_model
@@ -39,7 +46,7 @@ def test_every_family_is_found_by_its_model_type_and_tested(name):
 def test_families_are_divided_as_transformers_divides_them(name):
     plan = SPECS[name].tensor_plan
     if plan is None:
-        assert name not in FUSED_FAMILIES
+        assert name not in DENSE_FUSED_FAMILIES
         return
     known = AutoConfig.for_model(name).base_model_tp_plan
     theirs = {k.removeprefix("layers.*."): v for k, v in known.items() if k.startswith("layers.*")}

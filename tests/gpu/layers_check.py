@@ -399,7 +399,7 @@ def time_parts(decoder: FusedDecoder, config, layer_params: int) -> None:
         text = f"{batch:5} {norm_us:8.2f} {rotate_us:10.2f} {silu_us:12.2f}   |"
         total = 0.0
         for name in ("qkv", "o", "gate_up", "down"):
-            weight = getattr(layer, name).weight
+            weight = getattr(layer if name in ("qkv", "o") else layer.mlp, name).weight
             inputs = torch.randn(batch, weight.shape[1], device=DEVICE).bfloat16()
 
             def products(name=name, inputs=inputs):
@@ -444,8 +444,8 @@ def compare_products(
     kinds = {
         "qkv": (layer.qkv.weight, {"gated": False, "split": False}),
         "o": (layer.o.weight, {"gated": False, "split": True}),
-        "gate_up": (layer.gate_up.weight, {"gated": True, "split": False}),
-        "down": (layer.down.weight, {"gated": False, "split": True}),
+        "gate_up": (layer.mlp.gate_up.weight, {"gated": True, "split": False}),
+        "down": (layer.mlp.down.weight, {"gated": False, "split": True}),
     }
     print(f"\n{shape}: us a layer without attention")
     for batch in batches:

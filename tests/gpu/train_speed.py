@@ -7,6 +7,7 @@ Sections; those with a star run only when they are named:
     step         forward and backward of whole models, compiled, packed samples of 2,048 tokens
     profile      the longest kernels of one such pass, and how long the device waits
     attention *  FlashAttention over packed rows, forward and backward, beside other kernels
+    experts *    layers of Qwen3-30B-A3B: what one takes, and the longest kernels
 
 Rates are shares of the matrix rate measured at the start. A whole pass counts 6 FLOPs a parameter
 and token and causal attention; what is recomputed does not count.
@@ -39,7 +40,7 @@ from tests.gpu.timing import device_ms
 
 TOKENS, LENGTH = 16384, 2048
 GIB = 1 << 30
-SECTIONS = ("step", "profile", "attention")
+SECTIONS = ("step", "profile", "attention", "experts")
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -176,7 +177,8 @@ def step(run: Run) -> None:
                 time_passes(run, name, policy, num_tokens)
 
 
-def time_passes(run: Run, name: str, policy: Policy, num_tokens: int) -> None:
+def time_passes(run: Run, name: str, policy: Policy, num_tokens: int) -> float:
+    """Milliseconds of a pass."""
     work = Pass(policy, num_tokens)
     start = time.perf_counter()
     work()
@@ -189,6 +191,7 @@ def time_passes(run: Run, name: str, policy: Policy, num_tokens: int) -> None:
     share = work.flops / (time_ms * 1e-3) / matrix_rate()
     host_ms = host_milliseconds(Pass(policy, min(128, num_tokens)))
     run.row(name, num_tokens, time_ms, share, peak, kept, host_ms, first_s)
+    return time_ms
 
 
 def host_milliseconds(work: Callable[[], object]) -> float:
@@ -200,6 +203,26 @@ def host_milliseconds(work: Callable[[], object]) -> float:
         work()
         times.append(1e3 * (time.perf_counter() - start))
     return min(times)
+
+
+def experts(run: Run) -> None:
+    """Whole models of 48 layers do not fit with their masters: what 2 and 4 take tells the rest."""
+    run.row("experts, tokens/s of 48 layers", *COLUMNS)
+    shape = "qwen3-30b-a3b"
+    for recompute in ("off", "full"):
+        times: list[float] = []
+        for num_layers in (2, 4):
+            with run.attempt(f"{num_layers} layers, recompute {recompute}"):
+                policy = compiled_policy(build(shape, num_layers=num_layers), recompute=recompute)
+                name = f"{num_layers} layers, recompute {recompute}"
+                times.append(time_passes(run, name, policy, TOKENS))
+        if len(times) == 2:
+            layer_ms = (times[1] - times[0]) / 2
+            rate = TOKENS / (times[0] + 46 * layer_ms) * 1e3
+            run.row(f"a layer, recompute {recompute}", f"{layer_ms:.2f} ms", f"{rate:.0f} tokens/s")
+    with run.attempt("profile, experts"):
+        policy = compiled_policy(build(shape, num_layers=4), recompute="full")
+        longest_kernels(run, "4 layers", Pass(policy, TOKENS))
 
 
 GROUPS = {
@@ -254,7 +277,7 @@ def main() -> None:
     run = Run(__doc__, SECTIONS, on_request=SECTIONS[2:], seconds=240)
     rate = f"{matrix_rate() / 1e12:.0f} TFLOP/s"
     run.row(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", rate)
-    work = (step, profile_passes, attention)
+    work = (step, profile_passes, attention, experts)
     sys.exit(run.go({name: partial(part, run) for name, part in zip(SECTIONS, work, strict=True)}))
 
 

@@ -21,7 +21,8 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from hone.attention.context import FP8_DTYPE
-from hone.models import layer_kernels
+from hone.models import expert_kernels, layer_kernels
+from hone.models.experts import Experts
 from hone.models.product_kernels import Tile, small_product
 
 DTYPES = {"float32": (4.0, 1.0), "float16": (2.0, 0.01)}
@@ -56,6 +57,14 @@ PRODUCT_CASES = {
 SILU_CASES = {
     "silu": ((3, 1500), {}),
     "silu of a narrow row": ((2, 24), {}),
+}
+EXPERT_CASES = {
+    # tokens, experts, a token's, width, inner width, tokens of a tile
+    "experts": ((5, 6, 2, 64, 128, 16), {}),
+    "more tokens than a tile": ((37, 3, 2, 128, 64, 16), {}),
+    "three of five, as they are": ((21, 5, 3, 64, 64, 32), {"normalises": False}),
+    "one token": ((1, 8, 8, 64, 64, 16), {}),
+    "all tokens to the same": ((19, 8, 2, 64, 64, 16), {"favourite": 3}),
 }
 EPS = 1e-5
 
@@ -211,6 +220,40 @@ def product(dtype, rows, outputs, inputs, tile, *, gated=False, split=False, bia
     return (error / torch.finfo(dtype).eps).item(), 0.0
 
 
+def experts(dtype, *sizes, normalises=True, favourite=None, bug=None):
+    tokens, number, per_token, width, inner, tile = sizes
+    mixture = Experts(
+        router=normal(number, width, dtype=dtype, seed=1) / width**0.5,
+        gate_up=normal(number, 2 * inner, width, dtype=dtype, seed=2) / width**0.5,
+        down=normal(number, width, inner, dtype=dtype, seed=3) / inner**0.5,
+        per_token=per_token,
+        normalises=normalises,
+    )
+    x = normal(tokens, width, dtype=dtype, seed=0)
+    logits = x @ mixture.router.T
+    if favourite is not None:
+        logits[:, favourite] += 9
+    tiles = [expert_kernels.Tile(tile, 64, 64, 4, 2)] * 2
+    parts = expert_kernels.sum_parts(x, logits, mixture, tiles)
+    assert parts.dtype == torch.float32
+    assert parts.shape == (per_token, tokens, width)
+    exact = torch.zeros(tokens, width, dtype=torch.float64)
+    for token, scores in enumerate(logits.double().softmax(-1)):
+        gates, chosen = scores.topk(per_token)
+        if normalises and bug != "gate weights as they are":
+            gates = gates / gates.sum()
+        if bug == "gate weights of other choices":
+            gates = gates.flip(0)
+        for gate, expert in zip(gates, chosen, strict=True):
+            expert = (expert + (bug == "the next expert")) % number
+            halves = (mixture.gate_up[expert].double() @ x[token].double()).chunk(2)
+            first, second = halves[:: -1 if bug == "gate and up of experts swapped" else 1]
+            hidden = nn.functional.silu(first) * second
+            exact[token] += gate * (mixture.down[expert].double() @ hidden)
+    error = (parts.double().sum(0) - exact).norm() / exact.norm()
+    return (error / torch.finfo(dtype).eps).item(), 0.0
+
+
 BUGS = {
     norm: ("weight ignored", "sum not rounded"),
     rotate: (
@@ -233,6 +276,10 @@ OTHER_BUGS = {
     "bias ignored": (product, PRODUCT_CASES, "bias"),
     "one part": (product, PRODUCT_CASES, "split in 3"),
     "gate and up of a product swapped": (product, PRODUCT_CASES, "gated"),
+    "gate weights as they are": (experts, EXPERT_CASES, "experts"),
+    "gate weights of other choices": (experts, EXPERT_CASES, "experts"),
+    "the next expert": (experts, EXPERT_CASES, "experts"),
+    "gate and up of experts swapped": (experts, EXPERT_CASES, "experts"),
 }
 
 
@@ -248,6 +295,7 @@ def main() -> None:
         (rotate, ROTATE_CASES),
         (silu, SILU_CASES),
         (product, PRODUCT_CASES),
+        (experts, EXPERT_CASES),
     ):
         for (case, (arguments, options)), name in itertools.product(cases.items(), DTYPES):
             outcome = compute(getattr(torch, name), *arguments, **options)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="triton cannot b
 
 def test_R4_kernels_round_as_transformers():
     results = run_interpreted("tests.models.interpreted_layer_kernels")
-    assert results["cases"] == 38
+    assert results["cases"] == 48
     assert not results["wrong"]
     assert not results["missed"], "planted bugs"
 
@@ -111,6 +111,50 @@ def test_small_products_use_the_matrix_units_of_hopper(kernels, gated, split, ou
     assert "cp.async.cg" in ptx
     assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait")
     assert ptx.index("griddepcontrol.wait") < ptx.index("cp.async.cg")
+    check_waits(ptx)
+
+
+def test_expert_kernels_compile_for_hopper(kernels):
+    from hone.models import expert_kernels
+
+    route = {"ids_ptr": "*i32", "gates_ptr": "*fp32", "logits_ptr": HALF}
+    sizes = {"EXPERTS": 128, "BLOCK": 128, "PER_TOKEN": 8, "CHOICES": 8, "NORMALISES": True}
+    check_waits(compile_for_hopper(expert_kernels._route_kernel, route, sizes, num_warps=1))
+    group = {"pairs_ptr": "*i32", "counts_ptr": "*i32", "ids_ptr": "*i32"}
+    check_waits(compile_for_hopper(expert_kernels._group_kernel, group, {"BLOCK": 1024}))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 256, 1024])
+@pytest.mark.parametrize("product", ["gate_up", "down"])
+def test_products_of_experts_use_the_matrix_units_of_hopper(kernels, product, num_tokens):
+    from hone.models import expert_kernels
+    from hone.models.experts import Experts
+
+    sizes = {"router": (128, 2048), "gate_up": (128, 1536, 2048), "down": (128, 2048, 768)}
+    weights = {name: torch.empty(size, device="meta") for name, size in sizes.items()}
+    tiles = expert_kernels.choose_tiles(
+        num_tokens, Experts(**weights, per_token=8, normalises=True)
+    )
+    tile = tiles[product == "down"]
+    lists = {"pairs_ptr": "*i32", "counts_ptr": "*i32", "weight_ptr": HALF}
+    if product == "gate_up":
+        kernel, outputs, inputs = expert_kernels._gate_up_kernel, 768, 2048
+        pointers = {"inner_ptr": HALF, "x_ptr": HALF}
+    else:
+        kernel, outputs, inputs = expert_kernels._down_kernel, 2048, 768
+        pointers = {"parts_ptr": "*fp32", "inner_ptr": HALF, "gates_ptr": "*fp32"}
+    constants = {
+        "OUTPUTS": outputs,
+        "INPUTS": inputs,
+        "PER_TOKEN": 8,
+        "TOKENS": tile.tokens,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+    }
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    ptx = compile_for_hopper(kernel, pointers | lists, constants, **options)
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.cg" in ptx
     check_waits(ptx)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from hone.config.hub import config_of
 from hone.config.paths import must_be_local
-from hone.families.registry import FUSED_FAMILIES, unserved
+from hone.families.registry import DENSE_FUSED_FAMILIES, unserved
 from hone.families.shape import ModelShape, public_shape
 from hone.families.spec import DIVIDED_FIELDS
 
@@ -107,10 +107,10 @@ class ModelFacts:
         )
 
     @property
-    def has_fused_layers(self) -> bool:
-        """Whether decoding computes its layers with ours, as exact mode and tensor-parallel engines
-        need; unknown families count."""
-        return self.family in (None, *FUSED_FAMILIES) and self.hidden_act in (None, "silu")
+    def has_dense_fused_layers(self) -> bool:
+        """Whether decoding computes its layers with ours and none has experts, as exact mode and
+        tensor-parallel engines need; unknown families count."""
+        return self.family in (None, *DENSE_FUSED_FAMILIES) and self.hidden_act in (None, "silu")
 
     def undivided(self, size: int) -> list[str]:
         """Numbers that so many ranks do not share evenly, as `key = number`."""

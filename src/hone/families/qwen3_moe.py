@@ -1,6 +1,6 @@
 """Qwen3-MoE: Qwen3 with experts in place of the MLP of most layers."""
 
-from hone.families.spec import ExpertLayout, Json, ModelSpec, sizes
+from hone.families.spec import DecodeLayout, ExpertLayout, Json, ModelSpec, sizes
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -22,6 +22,7 @@ SPEC = ModelSpec(
     head_norms=True,
     head_dim=128,
     slides=lambda config, layer: True,
+    decode=DecodeLayout("transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3Moe"),
     experts=ExpertLayout(has_experts=_has_experts),
     lora_targets=_ATTENTION,
     public={

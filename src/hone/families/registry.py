@@ -9,6 +9,7 @@ from pathlib import Path
 from hone.families.spec import GENERIC_FIELDS, UNSERVED_GENERIC_FIELDS, Json, ModelSpec, listed_or
 
 __all__ = [
+    "DENSE_FUSED_FAMILIES",
     "FUSED_FAMILIES",
     "SPECS",
     "TENSOR_FAMILIES",
@@ -32,8 +33,10 @@ SPECS: Mapping[str, ModelSpec] = _read_specs()
 """The families that hone knows, by `model_type`."""
 
 FUSED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.decode is not None)
-"""Those with a fused decode, which exact mode and tensor parallelism of the engine need."""
+"""Those with a fused decode."""
 
+DENSE_FUSED_FAMILIES = tuple(name for name in FUSED_FAMILIES if SPECS[name].experts is None)
+"""Those that exact mode and tensor parallelism of the engine serve."""
 
 TENSOR_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.tensor_plan is not None)
 """Those whose layers the tensor axis of training splits."""

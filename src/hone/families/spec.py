@@ -95,6 +95,9 @@ UNSERVED_GENERIC_FIELDS = (
 keys and values are not of one size."""
 
 
+_LINEAR = "torch.nn.modules.linear.Linear"
+
+
 def listed_or(config: Json, layer: int, default: bool) -> bool:
     """Whether `layer_types` lists a layer as windowed; configurations without it have `default`."""
     layer_types = config.get("layer_types")
@@ -105,8 +108,9 @@ def listed_or(config: Json, layer: int, default: bool) -> bool:
 class DecodeLayout:
     """Which classes of transformers the fused decode stands in for.
 
-    It computes pre-norm layers with SwiGLU, whose modules are named as those of Llama. Any other
-    class, a subclass too, may compute something else and runs as transformers has it.
+    It computes pre-norm layers with SwiGLU, or a mixture of such experts, whose modules are named
+    as those of Llama, and of Qwen3-MoE. Any other class, a subclass too, may compute something else
+    and runs as transformers has it.
     """
 
     module: str
@@ -115,9 +119,8 @@ class DecodeLayout:
     """How their names begin, before `Attention`, `RMSNorm` and so on."""
 
     def classes(self, *, head_norms: bool) -> dict[str, str]:
-        """Full class names by module of the backbone, layer numbers as `*`; the activation, which
-        is silu, left out."""
-        family, linear = f"{self.module}.{self.prefix}", "torch.nn.modules.linear.Linear"
+        """Full class names by module of the backbone, layer numbers as `*`; `mlp_classes` apart."""
+        family = f"{self.module}.{self.prefix}"
         attention = ("q_proj", "k_proj", "v_proj", "o_proj")
         norms = ("q_norm", "k_norm") if head_norms else ()
         return {
@@ -130,11 +133,23 @@ class DecodeLayout:
             "layers.*.input_layernorm": f"{family}RMSNorm",
             "layers.*.post_attention_layernorm": f"{family}RMSNorm",
             "layers.*.self_attn": f"{family}Attention",
-            **{f"layers.*.self_attn.{name}": linear for name in attention},
+            **{f"layers.*.self_attn.{name}": _LINEAR for name in attention},
             **{f"layers.*.self_attn.{name}": f"{family}RMSNorm" for name in norms},
-            "layers.*.mlp": f"{family}MLP",
-            **{f"layers.*.mlp.{name}": linear for name in ("gate_proj", "up_proj", "down_proj")},
         }
+
+    def mlp_classes(self, *, experts: bool) -> set[tuple[str, str]]:
+        """The same of MLPs, and of what layers with `experts` have in their place. The activation,
+        which is silu, is left out."""
+        family, mlp = f"{self.module}.{self.prefix}", "layers.*.mlp"
+        names = ("gate_proj", "up_proj", "down_proj")
+        found = {(mlp, f"{family}MLP"), *((f"{mlp}.{name}", _LINEAR) for name in names)}
+        if experts:
+            found |= {
+                (mlp, f"{family}SparseMoeBlock"),
+                (f"{mlp}.gate", f"{family}TopKRouter"),
+                (f"{mlp}.experts", f"{family}Experts"),
+            }
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +191,8 @@ class ModelSpec:
     experts: ExpertLayout | None = None
     """None: every layer has an MLP."""
     decode: DecodeLayout | None = None
-    """None: generation runs transformers' modules, which neither exact mode nor tensor parallelism
-    of the engine serve."""
+    """None: generation runs transformers' modules. Exact mode and tensor parallelism of the engine
+    need it, and no experts."""
     tensor_plan: Mapping[str, Split] | None = None
     """Of the modules of a layer, by name in it; None: not divided among devices. Embedding, head
     and final norm are everyone's alike."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hone.attention import PackedContext, PagedContext
 from hone.config.errors import UserError
+from hone.config.model_facts import ModelFacts
 from hone.models.exact import exact_supported, linear
 from hone.models.fused_layers import FusedDecoder, is_fusible
 from hone.models.layer_ops import (
@@ -36,7 +37,8 @@ __all__ = ["ExactOps", "PackedDecoder", "require_exact"]
 def require_exact(model: PreTrainedModel) -> None:
     """Raises UserError where exact mode does not serve this model or its device."""
     reason = exact_supported(model.config, model.device)
-    if reason is None and not is_fusible(model):
+    is_dense = ModelFacts.from_config(model.config.to_dict()).has_dense_fused_layers
+    if reason is None and not (is_dense and is_fusible(model)):
         reason = (
             "exact mode serves models as transformers has them, with plain linear layers of one "
             f"dtype: this {type(model).__name__} has other modules in it"

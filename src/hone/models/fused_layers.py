@@ -7,7 +7,8 @@ parameters as
     x = attention @ o         residual += x              x = norm(residual)
     x = silu(gate) * up       with [gate; up] = x @ ...  residual += x @ down
 
-which is eight or nine kernels a layer on CUDA. Projections that read the same input are merged
+which is eight or nine kernels a layer on CUDA. A layer with a mixture of experts has the products
+of its tokens' experts in place of the last line's. Projections that read the same input are merged
 without a copy: their parameters become adjacent views of one tensor. What the operations are, for
 generation, over several ranks, or in exact mode, is said by `hone.models.layer_ops`.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hone.families.registry import spec_of
+from hone.models.experts import Experts
 from hone.models.layer_ops import Heads, LayerOps, Projection
 
 __all__ = [
@@ -53,16 +55,15 @@ def is_fusible(model: PreTrainedModel) -> bool:
     spec = spec_of(model.config.model_type)
     if spec.decode is None or model.config.hidden_act != "silu":
         return False
-    expected = spec.decode.classes(head_norms=spec.head_norms)
+    always = set(spec.decode.classes(head_norms=spec.head_norms).items())
+    mlps = spec.decode.mlp_classes(experts=spec.experts is not None)
     found = {
         (".".join("*" if part.isdigit() else part for part in name.split(".")), _path(type(module)))
         for name, module in model.base_model.named_modules()
-        if not name.endswith("mlp.act_fn")  # its class follows from `hidden_act`
+        if not name.endswith(".act_fn")  # its class follows from `hidden_act`
     }
-    return (
-        found == set(expected.items())
-        and len({(p.dtype, p.device) for p in model.parameters()}) == 1
-    )
+    is_known = always <= found <= always | mlps
+    return is_known and len({(p.dtype, p.device) for p in model.parameters()}) == 1
 
 
 def _path(kind: type[nn.Module]) -> str:
@@ -88,9 +89,23 @@ def merge_projections(model: PreTrainedModel) -> None:
     """Merge the parameters of a model that `is_fusible` in place, as its `FusedDecoder` does."""
     base: Any = model.base_model
     for layer in base.layers:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
-        Projection.of(mlp.gate_proj, mlp.up_proj)
+        Mlp.of(layer.mlp)
+
+
+class Mlp(NamedTuple):
+    """The MLP of a layer: [gate; up], then down."""
+
+    gate_up: Projection
+    down: Projection
+
+    @classmethod
+    def of(cls, module: Any) -> Self | Experts:
+        """What `module` holds, an MLP whose first parameters it merges or a mixture of experts."""
+        if hasattr(module, "experts"):
+            return Experts.of(module)
+        return cls(Projection.of(module.gate_proj, module.up_proj), Projection.of(module.down_proj))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +116,7 @@ class FusedLayer:
     qkv: Projection
     o: Projection
     mlp_norm: Tensor
-    gate_up: Projection
-    down: Projection
+    mlp: Mlp | Experts
     next_norm: Tensor
     """Weight of the norm that follows: the next layer's first, or the decoder's last."""
     eps: float
@@ -111,7 +125,7 @@ class FusedLayer:
     @classmethod
     def of(cls, module: Any, next_norm: Tensor, window: int | None, ops: LayerOps) -> Self:
         """The layer that computes what the decoder layer `module` does; merges its parameters."""
-        attention, mlp = module.self_attn, module.mlp
+        attention = module.self_attn
         eps: float = attention.config.rms_norm_eps
         heads = Heads(
             layer_index=attention.layer_idx,
@@ -129,8 +143,7 @@ class FusedLayer:
             qkv=Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
             o=Projection.of(attention.o_proj),
             mlp_norm=module.post_attention_layernorm.weight,
-            gate_up=Projection.of(mlp.gate_proj, mlp.up_proj),
-            down=Projection.of(mlp.down_proj),
+            mlp=Mlp.of(module.mlp),
             next_norm=next_norm,
             eps=eps,
             ops=ops,
@@ -145,7 +158,10 @@ class FusedLayer:
         attended = ops.attend(qkv, self.heads, positions, rotary, context).flatten(1)
         x = ops.sum_linear(attended, self.o)
         x, residual = ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
-        x = ops.sum_linear(ops.gated_linear(x, self.gate_up), self.down)
+        if isinstance(self.mlp, Experts):
+            x = ops.sum_experts(x, self.mlp)
+        else:
+            x = ops.sum_linear(ops.gated_linear(x, self.mlp.gate_up), self.mlp.down)
         return ops.add_rms_norm(x, residual, self.next_norm, self.eps)
 
 

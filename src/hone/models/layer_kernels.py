@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hone.models import expert_kernels, experts
 from hone.models.kernel_launch import launch, next_power_of_2
 from hone.models.product_kernels import small_product
 
@@ -38,6 +39,7 @@ __all__ = [
     "rms_norm",
     "rotate_heads",
     "silu_mul",
+    "sum_experts",
     "sum_linear",
 ]
 
@@ -66,6 +68,13 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`silu_mul` of `linear`."""
     product = small_product(x, weight, bias, gated=True)
     return silu_mul(F.linear(x, weight, bias)) if product is None else product
+
+
+def sum_experts(x: Tensor, mixture: experts.Experts) -> Tensor:
+    """What the experts of each token make of x [T, D], contiguous, for `add_rms_norm`."""
+    if not expert_kernels.is_served(x, mixture):
+        return experts.sum_experts(x, mixture)
+    return expert_kernels.sum_parts(x, linear(x, mixture.router, None), mixture)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

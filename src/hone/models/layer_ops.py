@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from hone.attention import PagedContext
 from hone.attention.backends import write_kv
 from hone.attention.interface import attend_paged
+from hone.models.experts import Experts, sum_experts
 
 __all__ = [
     "Heads",
@@ -125,6 +126,11 @@ class LayerOps:
         """silu(gate) * up, [T, I], of the outputs [gate; up] of `linear`."""
         return self.kernels.gated_linear(x, projection.weight, projection.bias)
 
+    def sum_experts(self, x: Tensor, experts: Experts) -> Tensor:
+        """What the experts of each token make of x [T, D], added up, in any form that
+        `add_rms_norm` adds to the residual. One rank has all experts."""
+        return self.kernels.sum_experts(x, experts)
+
     def attend(
         self, qkv: Tensor, heads: Heads, positions: Tensor, rotary: Tensor, context: Any
     ) -> Tensor:
@@ -217,6 +223,9 @@ class TorchKernels:
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.silu_mul(F.linear(x, weight, bias))
+
+    def sum_experts(self, x: Tensor, experts: Experts) -> Tensor:
+        return sum_experts(x, experts)
 
 
 def _normalized(x: Tensor, eps: float) -> Tensor:

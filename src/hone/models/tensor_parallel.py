@@ -301,6 +301,6 @@ def check_divides(config: PreTrainedConfig, size: int) -> None:
     """Raise ValueError for a model without fused layers, or with numbers that do not divide; a rule
     of `hone check` comes first."""
     facts = ModelFacts.from_config(config.to_dict())
-    if size > 1 and (not facts.has_fused_layers or facts.undivided(size)):
+    if size > 1 and (not facts.has_dense_fused_layers or facts.undivided(size)):
         uneven = ", ".join(facts.undivided(size))
         raise ValueError(f"a {facts.family} model is not divided among {size} ranks: {uneven}")

@@ -67,7 +67,7 @@ _TENSOR_PARALLEL = (
           why="beside trainers vLLM samples on one device each",
           fix=f"{_BACKEND} = embedded | {_SIZE} = 1 | give engines devices of their own: "
           "cluster.num_engines"),
-    error(f"{_SIZE} > 1", "not @has_fused_layers",
+    error(f"{_SIZE} > 1", "not @has_dense_fused_layers",
           given=(f"{_BACKEND} = embedded",),
           says=f"{_SIZE} is {{{_SIZE}}}, and {{the_model}} is of the family {{family}}",
           why=f"only {FUSED} are divided among devices", fix=f"{_SIZE} = 1"),
@@ -89,11 +89,11 @@ _EXACT = (
         "engine.kv_cache_dtype = fp8": ("the trainer does not round keys and values", "auto"),
         f"{_SIZE} > 1": ("sums over devices are taken in another order than the trainer's", "1"),
     }),
-    error("model.exact", "not @has_fused_layers", only=_EXACT_RUNS,
+    error("model.exact", "not @has_dense_fused_layers", only=_EXACT_RUNS,
           says="model.exact is on, and {the_model} is of the family {family}",
           why=f"it serves {FUSED}",
           fix="model.exact = false"),
-    error("model.exact", "@exact_misfits", only=_EXACT_RUNS, given=("@has_fused_layers",),
+    error("model.exact", "@exact_misfits", only=_EXACT_RUNS, given=("@has_dense_fused_layers",),
           says="model.exact is on, and {the_model} has {exact_misfits}",
           why=f"its kernels take heads of {', '.join(map(str, EXACT_HEAD_DIMS))} and widths that "
           f"are multiples of {EXACT_ALIGNMENT}",

@@ -12,7 +12,7 @@ from hone.config.extras import installed_version
 from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
 from hone.config.tree import SUPERVISED
-from hone.families.registry import FUSED_FAMILIES, SPECS, TENSOR_FAMILIES
+from hone.families.registry import DENSE_FUSED_FAMILIES, SPECS, TENSOR_FAMILIES
 from hone.families.spec import PROJECTIONS
 
 __all__ = ["FAMILIES", "FUSED", "LONG_ROW", "TENSOR", "divisors"]
@@ -362,7 +362,7 @@ def context_length(view: View) -> Fact:
 
 FAMILIES = ", ".join(SPECS)
 """Those that hone has a spec of."""
-FUSED = f"{', '.join(FUSED_FAMILIES)} with the activation silu"
+FUSED = f"{', '.join(DENSE_FUSED_FAMILIES)} with the activation silu"
 """Models whose decode is fused."""
 TENSOR = ", ".join(TENSOR_FAMILIES)
 """Families that the tensor axis of training splits."""

@@ -1,0 +1,296 @@
+"""Triton kernels of a decode step's experts.
+
+Few tokens reach an expert in a decode step, and each expert that any of them reaches is read whole:
+the step is bound by reading weights. Four kernels do it, none of which asks the host how many
+tokens came to which expert, so that a graph can replay them:
+
+    route      a program a token: its K experts and their gate weights
+    group      a program an expert: the list of its (token, choice) pairs
+    gate_up    tiles of an expert's first products, silu(gate) * up, a row for each pair
+    down       tiles of its second product, weighted: K parts of each token's sum
+
+Programs are started for every expert and for as many blocks of tokens as one expert could get;
+those without a token end at once. The parts are added up, in the order of the router's choices, by
+the norm that follows (`hone.models.layer_kernels.add_rms_norm`). Everything is rounded where
+transformers rounds it.
+
+Letters: T tokens, K experts of a token, E experts, P = T K pairs, D model width, I inner width.
+
+This module imports triton; `hone.models.layer_kernels` imports it.
+"""
+# A launch passes plain numbers for constexpr parameters and takes `num_warps`, which the types of
+# triton do not know.
+# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportUnnecessaryComparison=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hone.models.experts import Experts
+from hone.models.kernel_launch import launch, next_power_of_2
+
+__all__ = ["MAX_TOKENS", "Tile", "choose_tiles", "is_served", "sum_parts"]
+
+MAX_TOKENS = 1024
+"""Beyond it products are bound by arithmetic, and the parts of sums get large."""
+DTYPES = (torch.bfloat16, torch.float16)
+PAIRS = 1024
+"""Pairs that a program of `group` looks at together."""
+
+
+class Tile(NamedTuple):
+    """How one of the products is cut among programs."""
+
+    tokens: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+def is_served(x: Tensor, experts: Experts) -> bool:
+    """Whether `sum_parts` serves rows x [T, D]: few of them, in a 16-bit format, of sizes that
+    tiles divide."""
+    return len(x) <= MAX_TOKENS and x.dtype in DTYPES and choose_tiles(len(x), experts) is not None
+
+
+def choose_tiles(num_tokens: int, experts: Experts) -> tuple[Tile, Tile] | None:
+    """Those of both products, or None where none divides the weights.
+
+    The fastest of those that `tests/gpu/experts_check.py` has measured on an H100; few differ by
+    more than a tenth. A tile of tokens has room for what an expert gets on average and a half
+    more, so that most weights are read once.
+    """
+    num_experts, width, inner = experts.down.shape
+    expected = 1.5 * num_tokens * experts.per_token / num_experts
+    tokens = min(max(next_power_of_2(int(expected) + 1), 16), 64)
+    depth = 64 if width % 128 else 128
+    first = Tile(tokens, 64, depth, 4, 3 if tokens > 32 else 4)
+    second = Tile(tokens, 64, 64, 4, 4)
+    if inner % first.columns or width % first.depth or width % second.columns:
+        return None
+    return None if inner % second.depth else (first, second)
+
+
+def sum_parts(
+    x: Tensor, logits: Tensor, experts: Experts, tiles: tuple[Tile, Tile] | None = None
+) -> Tensor:
+    """The weighted outputs of each token's experts, parts of its sum: float32 [K, T, D].
+
+    x [T, D] and the router's logits [T, E] are contiguous and have the dtype of the weights.
+    `is_served` says of which x; `tiles` are those of `choose_tiles` where none are given.
+    """
+    (num_tokens, width), per_token = x.shape, experts.per_token
+    num_experts, _, inner_size = experts.down.shape
+    tiles = tiles or choose_tiles(num_tokens, experts)
+    assert tiles is not None, "is_served says for which x there are tiles"
+    first, second = tiles
+    num_pairs = num_tokens * per_token
+    ids = x.new_empty(num_pairs, dtype=torch.int32)
+    gates = x.new_empty(num_pairs, dtype=torch.float32)
+    launch(
+        _route_kernel,
+        (num_tokens, 1, 1),
+        (ids, gates, logits),
+        (),
+        (
+            num_experts,
+            next_power_of_2(num_experts),
+            per_token,
+            next_power_of_2(per_token),
+            experts.normalises,
+        ),
+        num_warps=1,
+    )
+    counts = x.new_empty(num_experts, dtype=torch.int32)
+    pairs = x.new_empty(num_experts, num_tokens, dtype=torch.int32)
+    launch(
+        _group_kernel,
+        (num_experts, 1, 1),
+        (pairs, counts, ids),
+        (num_tokens, num_pairs),
+        (min(PAIRS, next_power_of_2(num_pairs)),),
+        num_warps=4,
+    )
+    inner = x.new_empty(num_pairs, inner_size)
+    parts = x.new_empty(per_token, num_tokens, width, dtype=torch.float32)
+    # A token chooses an expert once at most.
+    for tile, kernel, tensors, outputs, inputs in (
+        (first, _gate_up_kernel, (inner, x, experts.gate_up), inner_size, width),
+        (second, _down_kernel, (parts, inner, experts.down, gates), width, inner_size),
+    ):
+        launch(
+            kernel,
+            (-(-num_tokens // tile.tokens), outputs // tile.columns, num_experts),
+            (*tensors, pairs, counts),
+            (num_tokens,),
+            (outputs, inputs, per_token, tile.tokens, tile.columns, tile.depth),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return parts
+
+
+@triton.jit
+def _route_kernel(
+    ids_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    CHOICES: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    mask = expert < EXPERTS
+    logits = tl.load(logits_ptr + token * EXPERTS + expert, mask=mask, other=-float("inf"))
+    exact = logits.to(tl.float32)
+    powers = tl.exp(exact - tl.max(exact, axis=0))
+    left = powers / tl.sum(powers, axis=0)
+    total = 0.0
+    choice = tl.arange(0, CHOICES)
+    ids = tl.zeros([CHOICES], tl.int32)
+    gates = tl.zeros([CHOICES], tl.float32)
+    for k in tl.static_range(PER_TOKEN):
+        gate = tl.max(left, axis=0)
+        best = tl.min(tl.where(left == gate, expert, BLOCK), axis=0)
+        # Where logits are not numbers nothing equals the largest.
+        best = tl.minimum(best, EXPERTS - 1)
+        left = tl.where(expert == best, -1.0, left)
+        ids = tl.where(choice == k, best, ids)
+        gates = tl.where(choice == k, gate, gates)
+        total += gate
+    if NORMALISES:
+        gates = gates / total
+    at = token * PER_TOKEN + choice
+    tl.store(ids_ptr + at, ids, mask=choice < PER_TOKEN)
+    tl.store(gates_ptr + at, gates.to(dtype).to(tl.float32), mask=choice < PER_TOKEN)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
+def _group_kernel(
+    pairs_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    num_pairs: tl.tensor,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    expert = tl.program_id(0)
+    pairs_ptr += expert.to(tl.int64) * num_tokens
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    count = 0
+    for start in range(0, num_pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=-1)
+        own = (ids == expert).to(tl.int32)
+        place = count + tl.cumsum(own, axis=0) - 1
+        tl.store(pairs_ptr + place, pair, mask=own == 1)
+        count += tl.sum(own, axis=0)
+    tl.store(counts_ptr + expert, count)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gate_up_kernel(
+    inner_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """silu(gate) * up of a block of an expert's tokens, into the rows of their pairs."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    expert = tl.program_id(2).to(tl.int64)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mask = place < tl.load(counts_ptr + expert)
+    if tl.program_id(0) * TOKENS < tl.load(counts_ptr + expert):
+        pair = tl.load(pairs_ptr + expert * num_tokens + place, mask=mask, other=0).to(tl.int64)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        depth = tl.arange(0, DEPTH)
+        rows_ptr = x_ptr + (pair // PER_TOKEN)[:, None] * INPUTS + depth[None, :]
+        columns_ptr = (
+            weight_ptr + (expert * 2 * OUTPUTS + column)[:, None] * INPUTS + depth[None, :]
+        )
+        gate = tl.zeros([COLUMNS, TOKENS], tl.float32)
+        up = tl.zeros([COLUMNS, TOKENS], tl.float32)
+        for start in range(0, INPUTS, DEPTH):
+            x = tl.load(rows_ptr + start, mask=mask[:, None], other=0.0).T
+            gate = tl.dot(tl.load(columns_ptr + start), x, gate)
+            up = tl.dot(tl.load(columns_ptr + OUTPUTS * INPUTS + start), x, up)
+        gate = gate.to(dtype).to(tl.float32)
+        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        product = (activated * up.to(dtype).to(tl.float32)).to(dtype)
+        target_ptr = inner_ptr + pair[None, :] * OUTPUTS + column[:, None]
+        tl.store(target_ptr, product, mask=mask[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _down_kernel(
+    parts_ptr: tl.tensor,
+    inner_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    gates_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> None:
+    """An expert's output for a block of its tokens times their gate weights, part k of T."""
+    dtype: tl.constexpr = inner_ptr.dtype.element_ty
+    expert = tl.program_id(2).to(tl.int64)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mask = place < tl.load(counts_ptr + expert)
+    if tl.program_id(0) * TOKENS < tl.load(counts_ptr + expert):
+        pair = tl.load(pairs_ptr + expert * num_tokens + place, mask=mask, other=0).to(tl.int64)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        depth = tl.arange(0, DEPTH)
+        rows_ptr = inner_ptr + pair[:, None] * INPUTS + depth[None, :]
+        columns_ptr = weight_ptr + (expert * OUTPUTS + column)[:, None] * INPUTS + depth[None, :]
+        total = tl.zeros([COLUMNS, TOKENS], tl.float32)
+        for start in range(0, INPUTS, DEPTH):
+            inner = tl.load(rows_ptr + start, mask=mask[:, None], other=0.0).T
+            total = tl.dot(tl.load(columns_ptr + start), inner, total)
+        gate = tl.load(gates_ptr + pair, mask=mask, other=0.0)
+        weighted = (total.to(dtype).to(tl.float32) * gate[None, :]).to(dtype)
+        row = (pair % PER_TOKEN) * num_tokens + pair // PER_TOKEN
+        target_ptr = parts_ptr + row[None, :] * OUTPUTS + column[:, None]
+        tl.store(target_ptr, weighted.to(tl.float32), mask=mask[None, :])
