@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hone.config.hardware import GPUS, Peaks, gpu_peaks
 from hone.families.registry import public_configs
-from hone.families.shape import ModelShape
+from hone.families.shape import ModelShape, public_shape
 from hone.planner.roofline import (
     decode_step_s,
     generation_time_s,
@@ -40,6 +40,14 @@ QWEN3 = {
 def test_decode_limit_of_the_table(model: str, context: int, batch: int, tokens_per_s: int) -> None:
     step_s = float(decode_step_s(QWEN3[model], H200, batch, batch * context))
     assert batch / step_s == pytest.approx(tokens_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("batch", "step_ms"), [(1, 1.44), (16, 9.65), (64, 15.4), (256, 20.1)])
+def test_a_decode_step_reads_the_experts_that_its_tokens_pass(batch: int, step_ms: float) -> None:
+    """Of 128 experts 8, 82, 126 and 128."""
+    shape = public_shape("qwen3-30b-a3b")
+    step_s = float(decode_step_s(shape, H200, batch, batch * 1024))
+    assert 1e3 * step_s == pytest.approx(step_ms, rel=0.01)
 
 
 @pytest.mark.parametrize(

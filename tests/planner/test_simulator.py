@@ -204,7 +204,8 @@ class TokenEngine:
 
     def step(self) -> None:
         rates, size = self.rates, len(self.running)
-        step_s = max(rates.weights_s, size * rates.seq_s) + rates.overhead_s
+        weights_s = rates.weights_s - rates.experts_s * rates.unused_share**size
+        step_s = max(weights_s, size * rates.seq_s) + rates.overhead_s
         self.time_s += step_s + self.num_keys * rates.key_s
         for sample in self.running:
             sample.done += 1
@@ -247,6 +248,8 @@ def random_case(seed: int) -> Case:
 
     engine = EngineRates(
         weights_s=0.5 + seconds(1),
+        experts_s=seconds(0.5),
+        unused_share=rng.choice([0, 0.5, 0.75]),
         seq_s=seconds(0.5),
         key_s=seconds(0.125),
         overhead_s=seconds(1),

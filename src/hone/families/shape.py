@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,6 +24,8 @@ from hone.families.registry import public_configs, spec_of
 from hone.families.spec import ModelSpec
 
 __all__ = ["ModelShape", "TensorShape", "public_shape"]
+
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +204,19 @@ class ModelShape:
         return self.num_params * bytes_per_param
 
     def decode_bytes(self, bytes_per_param: int = 2) -> int:
-        """Weights that one decode step reads: body and head, but no untied embedding matrix. Of
-        experts all, as where many sequences advance."""
+        """Weights that one decode step of many sequences reads: body and head, but no untied
+        embedding matrix. Of few sequences `untouched_experts` says what is not read."""
         return (self.body_params + self.head_params) * bytes_per_param
+
+    @property
+    def unused_share(self) -> float:
+        """Of a layer's experts the share that a token does not pass."""
+        return 1 - self.experts_per_token / self.num_experts if self.num_experts else 0.0
+
+    def untouched_experts(self, num_seqs: Floats) -> Floats:
+        """Parameters of the experts that no token of so many sequences is expected to pass, given
+        that each passes any of them alike; elementwise."""
+        return self.expert_params * self.unused_share**num_seqs
 
     def kv_bytes_per_token(self, bytes_per_value: int = 2) -> int:
         """Keys and values of one token over all layers."""

@@ -371,6 +371,8 @@ def plan_rates(assumed_cfg: PlanningConfig, placement: Placement, plan: RunPlan)
     params = shape.active_body_params + shape.head_params
     engine = EngineRates(
         weights_s=shape.decode_bytes(plan.num_bytes) / read,
+        experts_s=shape.expert_params * plan.num_bytes / read,
+        unused_share=shape.unused_share,
         seq_s=2.0 * params / (gpu.flops_per_s * assumed_cfg.decode_share * speed),
         key_s=run.kv_bytes_per_token * size / read,
         overhead_s=assumed_cfg.decode_overhead_s,

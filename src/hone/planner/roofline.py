@@ -4,10 +4,11 @@ One decode step of B sequences reads every weight once and every visible key and
 
     t = max(weight_bytes / bandwidth, 2 * params * B / flops) + kv_bytes * sum(context) / bandwidth
 
-Matrix products and attention follow each other, and attention of single queries is always bound by
-the KV cache. Generation is the sum of t over the decode steps while the batch shrinks, plus the
-FLOPs of the prefill; training is three forward passes' FLOPs. Measured times are divided into these
-limits as `perf/R_gen`, `perf/R_train` and `perf/R_step`.
+of experts those that B tokens are expected to pass. Matrix products and attention follow each
+other, and attention of single queries is always bound by the KV cache. Generation is the sum of t
+over the decode steps while the batch shrinks, plus the FLOPs of the prefill; training is three
+forward passes' FLOPs. Measured times are divided into these limits as `perf/R_gen`, `perf/R_train`
+and `perf/R_step`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def decode_step_s(
     """
     kv_bytes = shape.kv_bytes_per_token(kv_bytes_per_value or bytes_per_value)
     seqs = np.asarray(num_seqs, dtype=np.float64)
-    weights_s = shape.decode_bytes(bytes_per_value) / peaks.bytes_per_s
+    num_read = shape.decode_bytes(1) - shape.untouched_experts(seqs)
+    weights_s = num_read * bytes_per_value / peaks.bytes_per_s
     matmul_s = 2.0 * (shape.active_body_params + shape.head_params) * seqs / peaks.flops_per_s
     kv_s = kv_bytes * np.asarray(num_keys) / peaks.bytes_per_s
     return np.where(seqs > 0, np.maximum(weights_s, matmul_s) + kv_s, 0.0)

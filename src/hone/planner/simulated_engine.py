@@ -2,11 +2,12 @@
 
 A decode step of B sequences that read K keys takes
 
-    t(B, K) = max(weights_s, B * seq_s) + K * key_s + overhead_s
+    t(B, K) = max(weights_s - experts_s * unused_share**B, B * seq_s) + K * key_s + overhead_s
 
-and until a sequence ends B stays and K grows by B a step, so that n steps are one sum. Samples are
-admitted in their order at step boundaries; their prompts are computed there, which yields the first
-token of each and keeps the others waiting.
+where the second term is what no sequence passes of a layer's experts, and until a sequence ends B
+stays and K grows by B a step, so that n steps are one sum. Samples are admitted in their order at
+step boundaries; their prompts are computed there, which yields the first token of each and keeps
+the others waiting.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class EngineRates:
 
     weights_s: float
     """Reading the weights once, in a decode step."""
+    experts_s: float = 0.0
+    """Of that, reading all experts."""
+    unused_share: float = 0.0
+    """Of the experts the share that one sequence does not pass."""
     seq_s: float = 0.0
     """Matrix products of one sequence in a decode step."""
     key_s: float = 0.0
@@ -146,7 +151,8 @@ class SimulatedEngine:
         """Time of the next so many decode steps of the running batch."""
         rates, size = self.rates, len(self._running)
         keys = num_steps * self._num_keys + size * (num_steps * (num_steps - 1) // 2)
-        fixed = max(rates.weights_s, size * rates.seq_s) + rates.overhead_s
+        weights_s = rates.weights_s - rates.experts_s * rates.unused_share**size
+        fixed = max(weights_s, size * rates.seq_s) + rates.overhead_s
         return num_steps * fixed + keys * rates.key_s
 
     def _steps_to_event(self) -> int:
