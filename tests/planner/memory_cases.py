@@ -60,6 +60,13 @@ CASES: dict[str, dict[str, Any]] = {
         }
         for size, stage in ((2, 0), (2, 3), (4, 3))
     },
+    **{
+        f"two stages of pipeline, stage {stage}": {
+            "model": {"num_hidden_layers": 3, "tie_word_embeddings": tied},
+            "parallel": {"zero_stage": stage, "pipeline_parallel_size": 2},
+        }
+        for stage, tied in ((1, True), (3, False))
+    },
     "adapters beside experts": {
         "model": EXPERTS,
         "lora": LORA,
@@ -150,7 +157,7 @@ def held(case: dict[str, Any], mesh=None) -> dict[str, int]:
     rows = random_rows(8)
     trainer.update(rows)
     trainer.forward_backward(rows)
-    state, _ = trainer.state_dict()
+    state = trainer.optimizer.state_dict()
     moments = [t for n, t in state.items() if n.startswith(("optimizer/exp", "optimizer/mom"))]
     found = held_tensors(
         weights=model.state_dict(keep_vars=True).values(),
@@ -160,4 +167,5 @@ def held(case: dict[str, Any], mesh=None) -> dict[str, int]:
         device=trainer.policy.device,
     )
     found.add("gradients", trainer.policy.gradients.values(), trainer.policy.device)
-    return {kind: found.total(kind) for kind in KINDS}
+    stages = trainer.mesh.gather_stages({kind: found.total(kind) for kind in KINDS})
+    return max(stages, key=lambda own: sum(own.values()))

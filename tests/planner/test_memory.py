@@ -275,3 +275,34 @@ def test_how_many_gpus_there_can_be_is_known_from_files(
     (tmp_path / "device").touch()  # a driver that lists nothing: WSL, or another maker's
     assert hardware.max_gpus(None, empty) is None
     assert hardware.max_gpus("0,1", empty) == 2
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
+    shape, tokens = public_shape("qwen3-8b"), 1 << 18  # so many that it is the fullest stage
+    layer = tokens * shape.hidden_size * 2
+
+    def activations(stages, **settings):
+        cfg = TrainerConfig(recompute="full", parallel={"pipeline_parallel_size": stages})
+        sizes = AxisSizes.of(cfg.parallel, 4)
+        found = training_memory(
+            shape, cfg, dtype="bfloat16", num_tokens=tokens, sizes=sizes, **settings
+        )
+        return found.activations
+
+    assert activations(1) == (36 + 3) * layer
+    assert activations(2) == (2 * 18 + 6) * layer
+    assert activations(4) == (4 * 9 + 6) * layer
+    assert activations(4, num_micro_batches=1) == (9 + 6 + 3) * layer, "the last has the head"
+
+
+def test_each_end_of_a_pipeline_holds_its_matrix():
+    shape = public_shape("qwen3-8b")
+    cfg = TrainerConfig(parallel={"pipeline_parallel_size": 2, "zero_stage": 0})
+    found = training_memory(
+        shape, cfg, dtype="bfloat16", num_tokens=64, sizes=AxisSizes.of(cfg.parallel, 2)
+    )
+    of_layers = sum(t.count * t.numel for t in shape.tensors() if t.in_layer)
+    assert found.masters in {
+        4 * (of_layers // 2 + shape.head_params),
+        4 * (of_layers // 2 + shape.head_params + shape.hidden_size),
+    }

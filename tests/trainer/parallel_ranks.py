@@ -131,10 +131,11 @@ def compare(model, cfg, rows, settings, *, trainer_class=Trainer, dtype=torch.fl
 
     logprobs = group.logprobs(rows)
     loss, _ = group.forward_backward(rows)
-    found = gradients(group)
+    found = of_all_stages(group.mesh, gradients(group))
     metrics = [scalars(group.update(rows)) for _ in range(2)]
     weights = {n: t.double() for n, t in group.named_weights()}
     masters = {n: whole(m).double() for n, m in group.policy.masters.items()}
+    masters = of_all_stages(group.mesh, masters)
     outcome = [[x.tolist() for x in logprobs], float(loss), metrics]
     result = {
         "same everywhere": all(other == outcome for other in everywhere(outcome)),
@@ -163,6 +164,15 @@ def compare(model, cfg, rows, settings, *, trainer_class=Trainer, dtype=torch.fl
         "weights": difference(flatten({n: weights[n] - before[n] for n in moved}), flatten(moved)),
         "masters": difference(flatten(masters), flatten(expected_masters)),
     }
+
+
+def of_all_stages(mesh, tensors):
+    """What each pipeline stage has; what two have must be the same."""
+    merged = {}
+    for own in mesh.gather_stages(tensors):
+        for name, tensor in own.items():
+            assert torch.equal(merged.setdefault(name, tensor), tensor), name
+    return merged
 
 
 def whole(tensor):

@@ -49,9 +49,10 @@ def export_hf(
 ) -> Path:
     """Write config, generation config, weights in `dtype`, tokenizer and chat template.
 
-    `weights` yields whole tensors under the names of `model.state_dict()`, the same on every
-    process; iterating it may be collective. Of tied ones the first is written. A process holds at
-    most two files of `file_bytes` and one tensor in host memory.
+    `weights` yields whole tensors under the names of the model's `state_dict()`, the same on every
+    process; iterating it may be collective. `model` may be a stage of a pipeline. Of tied ones the
+    first is written. A process holds at most two files of `file_bytes` and one tensor in host
+    memory.
 
     The folder appears whole or not at all; a former export there is replaced.
     `AutoModelForCausalLM.from_pretrained(folder)` loads it without this package. Collective: every
@@ -61,7 +62,7 @@ def export_hf(
     `folder` holds something else.
     """
     folder = Path(folder)
-    copies = _tied_copies(model)
+    copies: set[str] = mesh.broadcast(_tied_copies(model))
     with ExitStack() as publishing:
         publication = together(
             mesh,

@@ -71,8 +71,9 @@ def split_tree(tree: Tree, name: str, *, is_first: bool = True, copy: bool = Fal
     """Take the tensors out of a tree. With `copy` what is to be written is a copy in host memory,
     which training does not change.
 
-    `is_first` says whether this is the first of all processes: it writes what is no DTensor. Raises
-    ValueError, with the path from `name` on, for a value that no tree may hold.
+    `is_first` says whether this is the first of all processes: it writes what is no DTensor. A
+    tensor on the meta device stands for what others hold and write. Raises ValueError, with the
+    path from `name` on, for a value that no tree may hold.
     """
     tensors: dict[str, Tensor] = {}
     plain = _take_tensors(tree, name, tensors, {})
@@ -145,6 +146,8 @@ def is_file_of(name: str, file: str) -> bool:
 def _is_writer(tensor: Tensor, key: str, *, is_first: bool) -> bool:
     """Whether this process writes what it holds of a tensor. Processes with equal copies share the
     tensors out among themselves, by their keys."""
+    if tensor.is_meta:
+        return False
     if not isinstance(tensor, DTensor):
         return is_first
     turn = crc32(key.encode())
@@ -172,7 +175,8 @@ def _take_tensors(
     match tree:
         case Tensor():
             # Parts of different tensors may both be empty: only whole ones are told by memory.
-            identity = id(tree) if isinstance(tree, DTensor) else memory_of(tree)
+            is_elsewhere = isinstance(tree, DTensor) or tree.is_meta
+            identity = id(tree) if is_elsewhere else memory_of(tree)
             key = keys.setdefault(identity, path)
             tensors[key] = tree
             return {_TENSOR: key}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field
@@ -10,11 +11,12 @@ from pydantic import Field
 from hone.config.base import Section
 from hone.config.errors import UserError
 
-__all__ = ["AxisSizes", "ParallelConfig", "ulysses_problem"]
+__all__ = ["AxisSizes", "ParallelConfig", "stage_layers", "ulysses_problem"]
 
 
 class ParallelConfig(Section):
-    """Sizes of the axes: `data x ring x ulysses x tensor` processes, data filling up the rest."""
+    """Sizes of the axes: `pipeline x data x ring x ulysses x tensor` processes, data filling up the
+    rest."""
 
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What is sharded over processes: 0 nothing, 1 optimizer states and master weights, 2 also
@@ -26,6 +28,9 @@ class ParallelConfig(Section):
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes that share every layer's matrices, and the tokens between layers."""
+
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Processes that each hold neighbouring layers, a stage, and pass hidden states on (1F1B)."""
 
     expert_parallel_size: int = Field(default=1, ge=1)
     """Processes, among those that share or copy shards, that each hold some of every layer's
@@ -49,14 +54,17 @@ class ParallelConfig(Section):
     @property
     def replica_size(self) -> int:
         """Processes that train the same rows together."""
-        return self.ring_size * self.ulysses_size * self.tensor_parallel_size
+        sharing = self.ring_size * self.ulysses_size * self.tensor_parallel_size
+        return sharing * self.pipeline_parallel_size
 
     @property
     def for_reference(self) -> ParallelConfig:
-        """That of the frozen reference model: its own context axes, sharded in every stage."""
+        """That of the frozen reference model: its own context axes, no pipeline, and sharded
+        whatever the policy's `zero_stage` is."""
         return self.model_copy(
             update={
                 "zero_stage": 3,
+                "pipeline_parallel_size": 1,
                 "ring_size": self.reference_ring_size or self.ring_size,
                 "ulysses_size": self.reference_ulysses_size or self.ulysses_size,
             }
@@ -75,6 +83,8 @@ class AxisSizes:
     """Processes, among those of data and context, that share one set of shards."""
     expert: int = 1
     """Neighbours, among those of data and context, that divide the experts."""
+    pipeline: int = 1
+    """Stages of layers."""
 
     @classmethod
     def of(cls, cfg: ParallelConfig, world_size: int | None = None) -> AxisSizes:
@@ -83,16 +93,17 @@ class AxisSizes:
         Raises UserError with the product that does not divide.
         """
         replica, tensor = cfg.replica_size, cfg.tensor_parallel_size
+        stages = cfg.pipeline_parallel_size
         world = world_size or replica
         if world % replica:
             raise UserError(
                 f"trainer.parallel.ring_size {cfg.ring_size} x trainer.parallel.ulysses_size "
-                f"{cfg.ulysses_size} x trainer.parallel.tensor_parallel_size {tensor} = "
-                f"{replica} processes a replica, which does not divide the number of processes, "
-                f"{world}. Start a multiple of {replica} (--nproc {replica}), or lower one of the "
-                "three."
+                f"{cfg.ulysses_size} x trainer.parallel.tensor_parallel_size {tensor} x "
+                f"trainer.parallel.pipeline_parallel_size {stages} = {replica} processes a "
+                f"replica, which does not divide the number of processes, {world}. Start a "
+                f"multiple of {replica} (--nproc {replica}), or lower one of the four."
             )
-        sharers = world // tensor
+        sharers = world // tensor // stages
         fsdp = sharers if cfg.fsdp_size == -1 or world_size is None else cfg.fsdp_size
         if cfg.zero_stage == 0:
             fsdp = 1
@@ -100,8 +111,9 @@ class AxisSizes:
             raise UserError(
                 f"trainer.parallel.fsdp_size is {cfg.fsdp_size}, which does not divide the "
                 f"{sharers} processes that differ in data or context ({world} processes / "
-                f"trainer.parallel.tensor_parallel_size {tensor}). Use a divisor of {sharers}, or "
-                "-1 for all."
+                f"trainer.parallel.tensor_parallel_size {tensor} / "
+                f"trainer.parallel.pipeline_parallel_size {stages}). Use a divisor of {sharers}, "
+                "or -1 for all."
             )
         expert = 1 if world_size is None else cfg.expert_parallel_size
         if sharers % expert or (fsdp % expert and expert % fsdp):
@@ -111,12 +123,12 @@ class AxisSizes:
                 "share shards or be a multiple of them. Change it, fsdp_size or the number of "
                 "processes."
             )
-        return cls(world // replica, cfg.ring_size, cfg.ulysses_size, tensor, fsdp, expert)
+        return cls(world // replica, cfg.ring_size, cfg.ulysses_size, tensor, fsdp, expert, stages)
 
     @property
     def world(self) -> int:
         """All processes."""
-        return self.data * self.context * self.tensor
+        return self.pipeline * self.data * self.context * self.tensor
 
     @property
     def expert_fsdp(self) -> int:
@@ -127,6 +139,14 @@ class AxisSizes:
     def context(self) -> int:
         """Processes that share the tokens of a row."""
         return self.ring * self.ulysses
+
+
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Layers of each stage; where they do not come out even the first have one more each, since the
+    last also computes the head."""
+    each, left = divmod(num_layers, num_stages)
+    starts = [stage * each + min(stage, left) for stage in range(num_stages + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def ulysses_problem(size: int, num_heads: int, num_kv_heads: int) -> str | None:

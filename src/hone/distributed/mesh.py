@@ -1,15 +1,16 @@
 """How the processes of a run share the work of training: axes, and the groups along them.
 
-One process drives one device. Ranks are laid out as `data x ring x ulysses x tensor`, the last
-fastest, so that the axes that talk most lie closest together:
+One process drives one device. Ranks are laid out as `pipeline x data x ring x ulysses x tensor`,
+the last fastest, so that the axes that talk most lie closest together:
 
+* ranks along *pipeline* hold different layers, and train the same rows;
 * ranks along *data* train different rows;
 * ranks along *ring* and *ulysses*, together *context*, hold different tokens of the same rows;
 * ranks along *tensor* hold different parts of every layer, and the same tokens.
 
-Weights, gradients and optimizer states are sharded over groups of `fsdp_size` neighbours among the
-ranks that differ in data or context, and replicated over such groups. Of experts, `expert`
-neighbours among the same ranks hold different ones, and shards lie over what is left.
+Weights, gradients and optimizer states of a stage are sharded over groups of `fsdp_size` neighbours
+among its ranks that differ in data or context, and replicated over such groups. Of experts,
+`expert` neighbours among the same ranks hold different ones, and shards lie over what is left.
 """
 
 from __future__ import annotations
@@ -61,8 +62,16 @@ class Mesh:
     ring: Axis = Axis()
     ulysses: Axis = Axis()
     tensor: Axis = Axis()
+    pipeline: Axis = Axis()
+    """The stages, first to last; hidden states travel along it."""
+    pipeline_back: Axis = Axis()
+    """The same ranks in a group of its own, along which gradients of hidden states travel: messages
+    of one group wait for each other."""
+    pipeline_ends: Axis = Axis()
+    """The first and the last stage; one rank in those between."""
     fsdp: DeviceMesh | None = None
-    """[shard], or [replicate, shard] where shards have copies; None with one process."""
+    """[shard], or [replicate, shard] where shards have copies, of this stage; None with one
+    process."""
     tensor_mesh: DeviceMesh | None = None
     """The tensor axis for DTensor; None where it has one rank."""
     expert_mesh: DeviceMesh | None = None
@@ -102,45 +111,50 @@ class Mesh:
         """The mesh over the process group that is already there."""
         rank = dist.get_rank()
         ranks = np.arange(sizes.world)
-        axes = ranks.reshape(sizes.data, sizes.ring, sizes.ulysses, sizes.tensor)
-        shards = ranks.reshape(-1, sizes.fsdp, sizes.tensor)
+        stages = sizes.pipeline
+        axes = ranks.reshape(stages, sizes.data, sizes.ring, sizes.ulysses, sizes.tensor)
+        shards = ranks.reshape(stages, -1, sizes.fsdp, sizes.tensor)
+        stage = rank // (sizes.world // stages)
         groups = _Groups(timeout)
         # Groups that DeviceMesh makes itself do not take this deadline.
         sharded = DeviceMesh.from_group(
-            [groups.own(_lines(shards, dim)) for dim in range(3)],
+            [groups.own(_lines(shards, dim)) for dim in (1, 2, 3)],
             device.type,
-            torch.from_numpy(shards),
+            torch.from_numpy(shards[stage]),
             mesh_dim_names=("replicate", "shard", "tensor"),
         )
 
-        experts = ranks.reshape(-1, sizes.expert_fsdp, sizes.expert) if sizes.expert > 1 else None
         divided = None
-        if experts is not None:
+        if sizes.expert > 1:
+            experts = ranks.reshape(stages, -1, sizes.expert_fsdp, sizes.expert)
             divided = DeviceMesh.from_group(
-                [groups.own(_lines(experts, dim)) for dim in range(3)],
+                [groups.own(_lines(experts, dim)) for dim in (1, 2, 3)],
                 device.type,
-                torch.from_numpy(experts),
+                torch.from_numpy(experts[stage]),
                 mesh_dim_names=("replicate", "shard", "expert"),
             )
 
         def along(*dims: int) -> Axis:
-            lines = _lines(axes, *dims)
-            size = lines.shape[1]
-            if size == 1:
-                return Axis()
-            own = next(line for line in lines.tolist() if rank in line)
-            return Axis(own.index(rank), size, groups.own(lines))
+            return groups.along(_lines(axes, *dims))
 
+        back = ends = Axis()
+        if stages > 1:
+            lines = _lines(axes, 0)
+            back = _Groups(timeout).along(lines)
+            ends = groups.along(lines[:, [0, -1]])
         return cls(
             device=device,
             sizes=sizes,
             world=Axis(rank, sizes.world, dist.group.WORLD),
-            data=along(0),
-            context=along(1, 2),
-            ring=along(1),
-            ulysses=along(2),
-            tensor=along(3),
-            fsdp=sharded["shard"] if len(shards) == 1 else sharded["replicate", "shard"],
+            data=along(1),
+            context=along(2, 3),
+            ring=along(2),
+            ulysses=along(3),
+            tensor=along(4),
+            pipeline=along(0),
+            pipeline_back=back,
+            pipeline_ends=ends,
+            fsdp=sharded["shard"] if shards.shape[1] == 1 else sharded["replicate", "shard"],
             tensor_mesh=sharded["tensor"] if sizes.tensor > 1 else None,
             expert_mesh=divided["expert"] if divided is not None else None,
             expert_fsdp=divided["replicate", "shard"] if divided is not None else None,
@@ -161,6 +175,7 @@ class Mesh:
     def groups(self) -> set[dist.ProcessGroup]:
         """Every group that this process has collectives in."""
         axes = (self.world, self.data, self.context, self.ring, self.ulysses, self.tensor)
+        axes += self.pipeline, self.pipeline_back, self.pipeline_ends
         found = {self.control, *(axis.group for axis in axes)}
         for devices in (self.fsdp, self.tensor_mesh, self.expert_fsdp, self.expert_mesh):
             found.update(devices.get_all_groups() if devices is not None else [])
@@ -182,7 +197,12 @@ class Mesh:
     @property
     def place(self) -> str:
         """The rank and its coordinates, for names of files: `rank3_dp1_tp1_pp0`."""
-        return f"rank{self.rank}_dp{self.data.rank}_tp{self.tensor.rank}_pp0"
+        return f"rank{self.rank}_dp{self.data.rank}_tp{self.tensor.rank}_pp{self.pipeline.rank}"
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process computes what a model says of tokens; with one stage it does."""
+        return self.pipeline.rank == self.pipeline.size - 1
 
     def total(self, *counts: int) -> tuple[int, ...]:
         """Each count, added up over all processes. Collective, without pickles."""
@@ -207,6 +227,14 @@ class Mesh:
         values = [value]
         dist.broadcast_object_list(values, group=self.control, group_src=0)
         return values[0]
+
+    def gather_stages(self, value: Any, /) -> list[Any]:
+        """The picklable `value` of every stage, first to last. Collective along pipeline."""
+        if self.pipeline.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.pipeline.size
+        dist.all_gather_object(values, value, group=self.pipeline.group)
+        return values
 
     def gather_values(self, own_n: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """The values of every rank along data, in rank order, on the CPU.
@@ -257,15 +285,29 @@ class _Groups:
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def own(self, lines: NDArray[np.int64]) -> dist.ProcessGroup:
-        """The group of the line that holds this process. Every process makes all groups, in the
-        same order, as torch.distributed demands."""
-        for line in map(tuple, lines.tolist()):
-            if line not in self._made:
-                self._made[line] = _new_group([*line], self._timeout)
+        """The group of the line that holds this process."""
+        self._make(lines)
         rank = dist.get_rank()
         own = next(self._made[line] for line in map(tuple, lines.tolist()) if rank in line)
         assert own is not None
         return own
+
+    def along(self, lines: NDArray[np.int64]) -> Axis:
+        """This process's place on the line that holds it; one rank where none does."""
+        if lines.shape[1] == 1:
+            return Axis()
+        self._make(lines)
+        rank = dist.get_rank()
+        for line in map(tuple, lines.tolist()):
+            if rank in line:
+                return Axis(line.index(rank), len(line), self._made[line])
+        return Axis()
+
+    def _make(self, lines: NDArray[np.int64]) -> None:
+        """Every process makes all groups, in the same order, as torch.distributed demands."""
+        for line in map(tuple, lines.tolist()):
+            if line not in self._made:
+                self._made[line] = _new_group([*line], self._timeout)
 
 
 def _new_group(

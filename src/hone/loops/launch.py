@@ -243,8 +243,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, launch: Launch)
     if lora.rank or dtype == policy.dtype:
         weights = trainer.named_weights()
     else:  # the finest there are: masters in place of what is computed with
-        state: dict[str, Tensor] = policy.model.state_dict(keep_vars=True)
-        weights = _wholes({name: policy.masters.get(name, value) for name, value in state.items()})
+        weights = policy.named_masters()
     export_hf(policy.model, tokenizer, launch.dir / "model", dtype, weights, mesh=mesh)
     if lora.rank:
         adapters = _wholes(policy.masters)

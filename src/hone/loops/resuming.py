@@ -19,6 +19,8 @@ from hone.trainer.trainer import Trainer
 
 __all__ = ["announce", "announce_restart", "find_checkpoint", "restore", "saved_names"]
 
+_AXES = ("pipeline", "data", "ring", "ulysses", "tensor")
+
 
 def find_checkpoint(cfg: RLConfig | SFTConfig, store: CheckpointStore) -> Checkpoint | None:
     """The checkpoint that `run.resume` asks for; None where the folder holds none.
@@ -102,6 +104,6 @@ def _described(sizes: AxisSizes) -> str:
     """For example `8 processes (data 4 x tensor 2, shards over 4)`."""
     if sizes.world == 1:
         return "1 process"
-    axes = {name: getattr(sizes, name) for name in ("data", "ring", "ulysses", "tensor")}
+    axes = {name: getattr(sizes, name) for name in _AXES}
     product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
     return f"{sizes.world} processes ({product}, shards over {sizes.fsdp})"

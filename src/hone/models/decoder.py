@@ -8,6 +8,7 @@ of a whole batch never have to exist. Letters: T packed tokens, N chosen rows, D
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -19,6 +20,7 @@ from hone.models.exact import linear
 from hone.models.heads import has_value_head, value_head
 
 __all__ = [
+    "Elsewhere",
     "alias_module",
     "decoder_layers",
     "head_logits",
@@ -36,15 +38,26 @@ def hidden_states(
 
     Scaled where the model scales its logits, which head and soft cap then need not know.
     """
+    hidden = layer_outputs(model, {"input_ids": input_ids.unsqueeze(0)}, position_ids, context)
+    scale = _logit_scale(model)
+    return hidden.squeeze(0) if scale == 1 else hidden.squeeze(0) * scale
+
+
+def layer_outputs(
+    model: PreTrainedModel,
+    entering: Mapping[str, Tensor],
+    position_ids: Tensor,
+    context: AttentionContext,
+) -> Tensor:
+    """What the layers make, [1, T, D], of `input_ids` [1, T], or `inputs_embeds` [1, T, D] in place
+    of what the embedding gives for them."""
     output = model.base_model(
-        input_ids=input_ids.unsqueeze(0),
+        **entering,
         position_ids=position_ids.unsqueeze(0),
         use_cache=False,
         attention_context=context,
     )
-    hidden = output.last_hidden_state.squeeze(0)
-    scale = _logit_scale(model)
-    return hidden if scale == 1 else hidden * scale
+    return output.last_hidden_state
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor, *, exact: bool = False) -> Tensor:
@@ -72,9 +85,20 @@ def head_product(hidden_ND: Tensor, weight_VD: Tensor, *, exact: bool = False) -
     return hidden_ND @ weight_VD.T
 
 
+class Elsewhere(nn.Module):
+    """In place of a module that another process holds: gives back what it is given."""
+
+    weight = None
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+        return hidden_states
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of the backbone, first to last."""
-    return cast(nn.ModuleList, model.base_model.layers)
+    """The decoder layers of the backbone, first to last, of a pipeline stage its own."""
+    layers = cast(nn.ModuleList, model.base_model.layers)
+    own = [layer for layer in layers if not isinstance(layer, Elsewhere)]
+    return layers if len(own) == len(layers) else nn.ModuleList(own)
 
 
 def head_weight(model: PreTrainedModel) -> nn.Parameter:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from hone.config.address import names_code
 from hone.config.engine import BLOCK_SIZE
+from hone.config.parallel import stage_layers
 from hone.config.plan import BatchArithmetic, RunPlan
 from hone.config.signatures import OWN, parsed_parameters, shape_of
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
@@ -133,6 +134,15 @@ def _layout(plan: RunPlan) -> Iterator[Line]:
     if sizes.world == 1:
         return
     yield Line("processes", sizes.world, "one a device")
+    shape = plan.shape
+    if sizes.pipeline > 1 and shape is not None and shape.num_layers >= sizes.pipeline:
+        split = ", ".join(str(len(own)) for own in stage_layers(shape.num_layers, sizes.pipeline))
+        yield Line(
+            "stages",
+            sizes.pipeline,
+            f"pipeline, first to last of {split} layers; the first has up to {sizes.pipeline} "
+            "micro-batches in flight; each is laid out as follows",
+        )
     yield Line(
         "layout",
         f"{sizes.data} x {sizes.ring} x {sizes.ulysses} x {sizes.tensor}",

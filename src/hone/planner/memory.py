@@ -12,6 +12,8 @@ pass holds besides them is modelled:
 * the head by its chunk of logits and the gradient of its matrix,
 * workspace by the largest tensors that one layer's backward has at a time,
 * several processes by what FSDP has whole: gathered weights, and gradients not yet reduced,
+* pipeline stages by the fullest: its layers and ends, and the micro-batches that 1F1B has in flight
+  there at once,
 * what is offloaded by what visits the device: gradients on their way, a window each way.
 
 On an H200 peaks of compiled layers came out within 1 % of those measured (Qwen3 of 0.6B to 8B, each
@@ -28,7 +30,7 @@ from typing import Literal
 
 from hone.config.model import LoraConfig
 from hone.config.model_facts import NF4_BLOCK
-from hone.config.parallel import AxisSizes
+from hone.config.parallel import AxisSizes, stage_layers
 from hone.config.plan import RunPlan
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RewardModelingConfig
@@ -52,6 +54,8 @@ _BUCKETS_BYTES = 2 * (128 << 20)
 """Device memory that an offloaded optimizer step streams through."""
 _MAX_SAMPLED = 1 << 22
 """Elements whose move a step measures; several processes do so in float64."""
+_MESSAGES = 6
+"""Hidden states and gradients that a pipeline stage has received, or has not sent yet."""
 _MUON_COPIES = 12
 """Bytes an element of the largest matrix during its Newton-Schulz steps."""
 
@@ -125,22 +129,32 @@ def training_memory(
     """Memory of optimizer steps over micro-batches of `num_tokens` tokens on each device.
 
     `num_trained` of them go through the head; None: all. The first optimizer step is done: moments
-    exist. `sizes` are the axes of several processes; None or a world of one is one process.
+    exist. `sizes` are the axes of several processes; None or a world of one is one process. Of
+    pipeline stages it is the fullest.
     """
-    step = _Step(
-        shape,
-        trainer,
-        lora or LoraConfig(),
-        sizes or AxisSizes(),
-        layers,
-        num_bytes=4 if dtype == "float32" else 2,
-        num_tokens=num_tokens,
-        num_trained=num_tokens if num_trained is None else num_trained,
-        is_single=num_micro_batches == 1,
-    )
-    for tensor in shape.tensors():
-        step.count(tensor)
-    return step.plan()
+    axes = sizes or AxisSizes()
+
+    def of_stage(number: int, layers_of_stage: range) -> TrainingMemory:
+        own = len(layers_of_stage)
+        step = _Step(
+            replace(shape, num_layers=own, num_expert_layers=min(shape.num_expert_layers, own)),
+            trainer,
+            lora or LoraConfig(),
+            axes,
+            layers,
+            num_bytes=4 if dtype == "float32" else 2,
+            num_tokens=num_tokens,
+            num_trained=num_tokens if num_trained is None else num_trained,
+            is_single=num_micro_batches == 1,
+            stage=number,
+        )
+        for tensor in step.shape.tensors():
+            if tensor.in_layer or step.holds(tensor):
+                step.count(tensor)
+        return step.plan()
+
+    stages = enumerate(stage_layers(shape.num_layers, min(axes.pipeline, shape.num_layers)))
+    return max((of_stage(*stage) for stage in stages), key=lambda memory: memory.peak)
 
 
 def planned_step(plan: RunPlan, *, num_tokens: int, num_micro_batches: int = 2) -> TrainingMemory:
@@ -195,6 +209,8 @@ class _Step:
     num_trained: int
     is_single: bool
     """One micro-batch makes the step."""
+    stage: int
+    """Of the pipeline, whose layers are those of `shape`."""
     # Bytes of tensors that exist between passes; the first five as in `TrainingMemory`.
     weights: int = 0
     masters: int = 0
@@ -219,15 +235,31 @@ class _Step:
     def is_shared(self) -> bool:
         return self.sizes.world > 1
 
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.sizes.pipeline - 1
+
+    def holds(self, tensor: TensorShape) -> bool:
+        """Whether a tensor of no layer is in this stage; a tied embedding is in both ends."""
+        if tensor.name != "embed_tokens":
+            return self.is_last_stage
+        is_head = self.shape.tied and self.num_trained > 0 and self.is_last_stage
+        return self.stage == 0 or is_head
+
+    @property
+    def _in_flight(self) -> int:
+        """Micro-batches whose activations exist at once."""
+        return 1 if self.is_single else self.sizes.pipeline - self.stage
+
     def plan(self) -> TrainingMemory:
         gathered, reducing, kept = self._gathered(), self._reducing(), self._activations()
-        logits, workspace = self._logits(), self._workspace()
+        logits, workspace = self._logits() * self.is_last_stage, self._workspace()
         rest = self.weights + self.masters + self.optimizer
         # In the first micro-batch gradients grow while activations go.
         before = 0 if self.is_single else self.gradients
-        last = self.gradients + kept // max(self.shape.num_layers, 1)
+        last = self.gradients + kept // max(self.shape.num_layers * self._in_flight, 1)
         phases: dict[Literal["head", "layers", "optimizer"], int] = {
-            "head": rest + gathered + reducing + before + kept + logits,
+            "head": (rest + gathered + reducing + before + kept + logits) * self.is_last_stage,
             "layers": rest + gathered + reducing + max(before + kept, last) + workspace,
             "optimizer": rest + self.gradients + self._optimizer_workspace(),
         }
@@ -370,15 +402,20 @@ class _Step:
         plain = self.shape.num_layers - recomputed
         mode = self.trainer.recompute
         inputs = self._input_bytes
-        of_layers = plain * kept + recomputed * self._layer_bytes(mode)
+        of_layers = self._in_flight * (plain * kept + recomputed * self._layer_bytes(mode))
         if self.trainer.offload_activations:
-            of_layers -= max(recomputed - 2, 0) * inputs  # one leaves or comes beside the newest
+            # One leaves or comes beside the newest.
+            of_layers -= max(self._in_flight * recomputed - 2, 0) * inputs
+        if self.sizes.pipeline > 1:
+            of_layers += _MESSAGES * inputs
         width = self.shape.hidden_size * self.num_bytes
         # The final norm's input and output, the rows that the head takes.
-        return of_layers + (2 * self.num_tokens + self.num_trained) * width
+        at_end = 2 * self.num_tokens + self.num_trained if self.is_last_stage else 0
+        return of_layers + at_end * width
 
     def _activations_on_host(self) -> int:
-        return self._num_recomputed * self._input_bytes * self.trainer.offload_activations
+        kept = self._in_flight * self._num_recomputed * self._input_bytes
+        return kept * self.trainer.offload_activations
 
     @property
     def _num_recomputed(self) -> int:

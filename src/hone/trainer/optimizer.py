@@ -75,7 +75,11 @@ class Optimizer:
         reads its own parts, one tensor after the other. Raises ValueError where it belongs to
         another model."""
         self._policy.load_masters(_with_prefix(tensors, "weights/"))
-        self._rule.load_state_dict(_with_prefix(tensors, "optimizer/"))
+        moments = _with_prefix(tensors, "optimizer/")
+        for key in list(moments):
+            if key.partition("/")[2] in self._policy.elsewhere:
+                del moments[key]
+        self._rule.load_state_dict(moments)
 
     def device_tensors(self) -> list[Tensor]:
         """Masters and moments, as far as they are not offloaded."""

@@ -22,14 +22,15 @@ from hone.algorithms.algorithm import Objective, Outputs
 from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
-from hone.models.decoder import decoder_layers, hidden_states
+from hone.models.decoder import decoder_layers, hidden_states, layer_outputs
 from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.heads import token_values
 from hone.observe.metrics import Mean, Metrics, Sum, merge, on_host
-from hone.trainer.context import gather, own_part, split
+from hone.trainer.context import Share, gather, own_part, split
 from hone.trainer.experts import divide_experts
 from hone.trainer.logprobs import token_scores
 from hone.trainer.packing import on_device
+from hone.trainer.pipeline import Pipeline, add_tied_gradients, cut_stage
 from hone.trainer.policy import BasePolicy, Policy
 from hone.trainer.precision import apply_matmul_precision
 from hone.trainer.recompute import apply_recompute, can_recompute, recompute_fully
@@ -82,6 +83,7 @@ class ParallelModel:
         self._top_k = top_k
         self._compiles = mesh.device.type == "cuda" if cfg.compile is None else cfg.compile
         self._sharded: ShardedModel | None = None
+        self._pipeline: Pipeline | None = None
         apply_matmul_precision(module, cfg.matmul_precision, mesh.device)
         self._backbone: Callable[..., Tensor] = partial(hidden_states, module)
         if exact:
@@ -127,6 +129,9 @@ class ParallelModel:
         """The model in training, and its weights: masters and gradients."""
         is_alone = mesh.world.size == 1
         model = cls(module, cfg, mesh, temperature=temperature, exact=exact)
+        if mesh.pipeline.size > 1:
+            cut_stage(module, mesh)
+            model._pipeline = Pipeline(module, mesh)
         parallelize(module, mesh)
         divide_experts(module, mesh)
         if not exact:  # whose decoder recomputes by itself
@@ -153,7 +158,9 @@ class ParallelModel:
 
     def forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> Outputs:
         """Of the trained tokens of `batch`, which lies in host memory where the context axis has
-        several ranks. Collective, as its backward is."""
+        several ranks. Nothing but in the last pipeline stage. Collective, as its backward is."""
+        if self._pipeline is not None:
+            return self._pipeline.forward(batch, partial(self._run_stage, outputs)) or {}
         if self._sharded is None:
             return self._forward(batch, outputs)
         return self._sharded(partial(self._forward, batch, outputs))
@@ -165,34 +172,24 @@ class ParallelModel:
 
         Returns the loss, a scalar on the device, and the metrics: of all rows, equal on every rank.
         """
-        loss = torch.zeros((), device=self.mesh.device)
-        shards: list[Metrics] = []
-        num_passes = 0
-        for batch, is_last in _marking_last(batches):
-            num_passes += 1
-            if self._sharded is not None:
-                self._sharded.begin_micro_batch(is_last=is_last)
-            outputs = self.forward(batch, objective.outputs)
-            scored = next(outputs[name] for name in _LEARNT if name in outputs)
-            if not batch.ids:
-                (0.0 * scored.sum()).backward()
-                continue
-            # Nothing from here on waits for the device.
-            scored.retain_grad()
-            batch = on_device(batch, self.mesh.device)
-            found = objective(outputs, batch)
-            if found.values.shape != batch.weights.shape:
-                raise ValueError(
-                    f"the objective gives values of shape {tuple(found.values.shape)}; per "
-                    f"{objective.per} they have {tuple(batch.weights.shape)}"
-                )
-            batch_loss = (found.values * batch.weights).sum()
-            batch_loss.backward()
-            loss += batch_loss.detach()
-            assert scored.grad is not None
-            has_gradient = Mean.of(scored.grad != 0)
-            shards.append(found.metrics | {"train/share_with_gradient": has_gradient})
-        loss, metrics = self._merge_ranks(loss, merge(*shards))
+        learning = _Learning(objective, self.mesh)
+        if self._pipeline is not None:
+            assert self._sharded is not None
+            num_passes = self._pipeline.forward_backward(
+                batches,
+                partial(self._run_stage, objective.outputs),
+                learning.backward,
+                self._sharded.begin_micro_batch,
+            )
+            add_tied_gradients(self.module, self.mesh)
+        else:
+            num_passes = 0
+            for batch, is_last in _marking_last(batches):
+                num_passes += 1
+                if self._sharded is not None:
+                    self._sharded.begin_micro_batch(is_last=is_last)
+                learning.backward(self.forward(batch, objective.outputs), batch)
+        loss, metrics = self._merge_ranks(learning.loss, merge(*learning.metrics))
         return loss, metrics | {"train/num_micro_batches": Sum(num_passes)}
 
     def recompute_all(self) -> bool:
@@ -207,6 +204,8 @@ class ParallelModel:
 
     def free(self) -> None:
         """Keep no more of the weights than this process's share: after passes without gradient."""
+        if self._pipeline is not None:
+            self._pipeline.finish()
         if self._sharded is not None:
             self._sharded.free()
 
@@ -214,6 +213,31 @@ class ParallelModel:
         """`forward` where the weights that it needs are whole."""
         share = split(batch, self.mesh)
         hidden_TD = self._backbone(share.input_ids, share.position_ids, share.context)
+        return self._of_tokens(hidden_TD, share, batch, outputs)
+
+    def _run_stage(
+        self, outputs: frozenset[Output], batch: MicroBatch, entering: Tensor | None
+    ) -> Outputs | Tensor:
+        """Of what enters a pipeline stage, [1, T, D], or nothing in the first, what leaves it, of
+        the same shape, or in the last the outputs."""
+        assert self._sharded is not None
+        return self._sharded(partial(self._forward_stage, batch, outputs, entering))
+
+    def _forward_stage(
+        self, batch: MicroBatch, outputs: frozenset[Output], entering: Tensor | None
+    ) -> Outputs | Tensor:
+        share = split(batch, self.mesh)
+        name = "input_ids" if entering is None else "inputs_embeds"
+        enters = share.input_ids.unsqueeze(0) if entering is None else entering
+        leaving = layer_outputs(self.module, {name: enters}, share.position_ids, share.context)
+        if not self.mesh.is_last_stage:
+            return leaving
+        return self._of_tokens(leaving.squeeze(0), share, batch, outputs)
+
+    def _of_tokens(
+        self, hidden_TD: Tensor, share: Share, batch: MicroBatch, outputs: frozenset[Output]
+    ) -> Outputs:
+        """What the head says of this rank's hidden states, of all ranks' trained tokens."""
         # Not index_select: gradients of a state that predicts several tokens add up in any order.
         hidden_ND = hidden_TD[share.predict_index]
         if "values" in outputs:  # of a critic, which has no other head
@@ -244,12 +268,46 @@ class ParallelModel:
         mesh = self.mesh
         if mesh.world.size == 1:
             return loss, metrics
-        # All that share their rows know the same; the first of them reports.
-        reports = mesh.context.rank == mesh.tensor.rank == 0
+        # All that share their rows know the same; the first of them, in the last stage, reports.
+        reports = mesh.context.rank == mesh.tensor.rank == 0 and mesh.is_last_stage
         own = (float(loss), on_host(metrics))
         everyones = mesh.gather(own if reports else None)
         losses, shards = zip(*(found for found in everyones if found is not None), strict=True)
         return loss.new_tensor(sum(losses)), merge(*shards)
+
+
+class _Learning:
+    """Loss, metrics and gradients of one optimizer step's micro-batches."""
+
+    def __init__(self, objective: Objective, mesh: Mesh) -> None:
+        self._objective = objective
+        self._device = mesh.device
+        self.loss = torch.zeros((), device=mesh.device)
+        self.metrics: list[Metrics] = []
+        """Of each micro-batch with rows."""
+
+    def backward(self, outputs: Outputs, batch: MicroBatch) -> None:
+        """Add those of one."""
+        objective = self._objective
+        scored = next(outputs[name] for name in _LEARNT if name in outputs)
+        if not batch.ids:
+            (0.0 * scored.sum()).backward()
+            return
+        # Nothing from here on waits for the device.
+        scored.retain_grad()
+        batch = on_device(batch, self._device)
+        found = objective(outputs, batch)
+        if found.values.shape != batch.weights.shape:
+            raise ValueError(
+                f"the objective gives values of shape {tuple(found.values.shape)}; per "
+                f"{objective.per} they have {tuple(batch.weights.shape)}"
+            )
+        loss = (found.values * batch.weights).sum()
+        loss.backward()
+        self.loss += loss.detach()
+        assert scored.grad is not None
+        has_gradient = Mean.of(scored.grad != 0)
+        self.metrics.append(found.metrics | {"train/share_with_gradient": has_gradient})
 
 
 def _marking_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

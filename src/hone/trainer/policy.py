@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import ceil, prod
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,10 @@ class BasePolicy(ABC):
     _sums: dict[str, Tensor] | None = None
     """Gradients on the device, where they cannot be those of parameters."""
     _masters: dict[str, nn.Parameter]
+    elsewhere: Mapping[str, Tensor] = MappingProxyType({})
+    """Masters that other pipeline stages hold, on the meta device."""
+    _tied: nn.Parameter | None = None
+    """A master that the first and the last stage hold."""
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
         self.model = model
@@ -115,11 +120,11 @@ class BasePolicy(ABC):
         found: defaultdict[int, list[Tensor]] = defaultdict(list)  # by number of copies
         if self._host_gradients is not None:
             for name, norm_K in self._host_gradients.norms.items():
-                found[self._num_copies(self._masters[name])].append(norm_K)
+                found[self._num_copies(name)].append(norm_K)
             norms = {n: vector_norm(torch.cat(own)) for n, own in found.items()}
         else:
-            for gradient in self.gradients.values():
-                found[self._num_copies(gradient)].append(local_part(gradient))
+            for name, gradient in self.gradients.items():
+                found[self._num_copies(name)].append(local_part(gradient))
             norms = {n: norm_of_pieces(own).to(self.device) for n, own in found.items()}
         total = torch.stack([norm.double() ** 2 / n for n, norm in norms.items()]).sum()
         self._add_up(total)
@@ -134,10 +139,10 @@ class BasePolicy(ABC):
                 gradients.clear()
 
     def non_finite_gradient(self) -> str | None:
-        """Name of the first parameter whose gradient is not finite on some rank."""
+        """Name of the first parameter whose gradient is not finite, of the first rank that has
+        one."""
         own = [n for n, g in self.gradients.items() if not bool(local_part(g).isfinite().all())]
-        everywhere = {name for names in self.mesh.gather(own) for name in names}
-        return next((name for name in self._masters if name in everywhere), None)
+        return next((name for names in self.mesh.gather(own) for name in names), None)
 
     @torch.no_grad()
     def apply(self, update: Callable[[], None]) -> Metrics:
@@ -178,7 +183,7 @@ class BasePolicy(ABC):
     def load_masters(self, tensors: Mapping[str, Tensor | StoredTensor]) -> None:
         """Take over saved masters, whole tensors or shards, or this process's part of what a
         checkpoint holds, one after the other. Raises as `require_layout`, with nothing changed."""
-        require_layout(self.masters, tensors)
+        require_layout({**self.elsewhere, **self.masters}, tensors)
         for name, master in self.masters.items():
             local_part(master).copy_(own_part(tensors[name], like=master))
         self._write_module()
@@ -187,6 +192,10 @@ class BasePolicy(ABC):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights an engine must sample with, under Hugging Face names, in the format that
         computes; a tied one under each of its names. Collective."""
+
+    @abstractmethod
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        """As `named_weights`, but masters in place of what is computed with. Collective."""
 
     @abstractmethod
     def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:
@@ -232,12 +241,14 @@ class BasePolicy(ABC):
         self._host_gradients = HostGradients(self._masters, self.device, window_bytes=window)
         return self._host_gradients
 
-    def _num_copies(self, tensor: Tensor) -> int:
-        """Processes that hold the same elements as this one."""
-        if not isinstance(tensor, DTensor):
+    def _num_copies(self, name: str) -> int:
+        """Processes that hold the same elements of a master as this one."""
+        master = self._masters[name]
+        if not isinstance(master, DTensor):
             return self.mesh.world.size
-        grid, placements = tensor.device_mesh, tensor.placements
-        return prod(grid.size(dim) for dim, p in enumerate(placements) if p.is_replicate())
+        grid, placements = master.device_mesh, master.placements
+        copies = prod(grid.size(dim) for dim, p in enumerate(placements) if p.is_replicate())
+        return 2 * copies if master is self._tied else copies
 
     def _add_up(self, values: Tensor) -> None:
         """Over all processes, in place."""
@@ -249,15 +260,16 @@ class BasePolicy(ABC):
         processes that hold the same, each [K] on the device."""
         stride = self._stride
         parts: defaultdict[int, list[Tensor]] = defaultdict(list)
-        for master in self.masters.values():
+        for name, master in self.masters.items():
             kept = local_part(master.detach()).flatten()[::stride]
-            parts[self._num_copies(master)].append(kept)
+            parts[self._num_copies(name)].append(kept)
         return {n: torch.cat(own).to(self.device) for n, own in parts.items()}
 
     @property
     def _stride(self) -> int:
         limit = _MAX_SAMPLED_ON_HOST if self.masters_on_host else _MAX_SAMPLED_ELEMENTS
-        return ceil(sum(p.numel() for p in self._masters.values()) / limit)
+        masters = *self._masters.values(), *self.elsewhere.values()
+        return ceil(sum(p.numel() for p in masters) / limit)
 
 
 class Policy(BasePolicy):
@@ -316,6 +328,11 @@ class Policy(BasePolicy):
         that are trained are what their masters round to."""
         self._require_rounded_masters()
         yield from export_weights(self.model)
+
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        masters = self.masters
+        for name, value in export_weights(self.model):
+            yield name, masters.get(name, value).detach()
 
     @torch.no_grad()
     def write_back(self, moved: Sequence[tuple[Piece, Tensor]]) -> None:

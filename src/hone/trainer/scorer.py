@@ -64,8 +64,8 @@ def row_outputs(
             for batch in batcher.micro_batches(rows, [0.0] * len(rows), own, mesh):
                 before_pass()
                 found = model.forward(batch, outputs)
-                for output, values in scored.items():
-                    values.append(found[output] if batch.ids else found[output][:0])
+                for output, values in found.items():
+                    scored[output].append(values if batch.ids else values[:0])
     finally:
         model.free()
 
@@ -73,8 +73,11 @@ def row_outputs(
     orders = [[i for indices in of_rank for i in indices] for of_rank in passes]
     lengths = [[rows[i].num_trained for i in order] for order in orders]
     for output, values in scored.items():
-        own_n = torch.cat(values or [torch.empty(0, device=mesh.device)])
-        everyones = mesh.gather_values(own_n, [sum(own) for own in lengths])
+        everyones: list[Tensor] = []
+        if mesh.is_last_stage:
+            own_n = torch.cat(values or [torch.empty(0, device=mesh.device)])
+            everyones = mesh.gather_values(own_n, [sum(own) for own in lengths])
+        everyones = mesh.gather_stages(everyones)[-1]
         for order, own, of_rank in zip(orders, lengths, everyones, strict=True):
             for i, row_values in zip(order, of_rank.split(own), strict=True):
                 result[i][output] = row_values.clone()

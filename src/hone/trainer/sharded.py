@@ -43,6 +43,7 @@ from hone.models.deferred import Weight, WeightSource, take_source
 from hone.trainer.experts import DividedExperts
 from hone.trainer.gathering import wholes
 from hone.trainer.host_gradients import HostGradients, Piece
+from hone.trainer.pipeline import of_all_stages, tied_weight
 from hone.trainer.policy import BasePolicy
 
 __all__ = ["ShardedModel", "ShardedPolicy"]
@@ -178,6 +179,15 @@ class ShardedPolicy(BasePolicy):
         )
         self.parameters = dict(model.named_parameters())  # a shared tensor once
         self._masters = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        everyones = mesh.gather_stages({name: p.shape for name, p in self._masters.items()})
+        self.elsewhere = {
+            name: torch.empty(shape, device="meta")
+            for of_stage in everyones
+            for name, shape in of_stage.items()
+            if name not in self._masters
+        }
+        if mesh.pipeline_ends.size > 1:
+            self._tied = tied_weight(model)
         # FSDP takes gradients to where shards lie, and adds them up there by itself.
         self.masters_on_host = self.gradients_on_host = offload_parameters
         if offload_gradients and not offload_parameters:
@@ -185,18 +195,33 @@ class ShardedPolicy(BasePolicy):
             for name, master in self._masters.items():
                 master.register_post_accumulate_grad_hook(_shard_mover(name, host))
 
-    @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, gathered some at a time (`wholes`); each exists as long as the caller
         holds it. While the policy sleeps, shards of those alone visit the device."""
+        return self._named_wholes(
+            lambda value: self.dtype if isinstance(value, nn.Parameter) else value.dtype
+        )
+
+    def named_masters(self) -> Iterator[tuple[str, Tensor]]:
+        self._require_awake()
+        return self._named_wholes(lambda value: value.dtype)
+
+    @torch.no_grad()
+    def _named_wholes(
+        self, dtype_of: Callable[[Tensor], torch.dtype]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of all stages as `dtype_of` says, a tied one under each of its names."""
         names: dict[Tensor, list[str]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             names.setdefault(value, []).append(name)
-        dtypes = (self.dtype if isinstance(value, nn.Parameter) else value.dtype for value in names)
-        values = zip(map(self._on_device, names), dtypes, strict=True)
-        for tied, gathered in zip(names.values(), wholes(values), strict=True):
+        if self._tied is not None and self.mesh.is_last_stage:
+            del names[self._tied]  # the first stage gives it
+        dtypes = [dtype_of(value) for value in names]
+        own = [(tuple(names[v]), v.shape, dtype) for v, dtype in zip(names, dtypes, strict=True)]
+        gathered = wholes(zip(map(self._on_device, names), dtypes, strict=True))
+        for tied, value in of_all_stages(own, gathered, self.mesh):
             for name in tied:
-                yield name, gathered
+                yield name, value
 
     def _on_device(self, value: Tensor) -> Tensor:
         """`value`, detached, or where its shard is away a tensor of the same values."""

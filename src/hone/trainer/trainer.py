@@ -34,6 +34,7 @@ from hone.trainer.batcher import Batcher
 from hone.trainer.optimizer import Optimizer
 from hone.trainer.out_of_memory import Repair
 from hone.trainer.parallel_model import ParallelModel
+from hone.trainer.pipeline import with_other_stages
 from hone.trainer.policy import NonFiniteError
 from hone.trainer.scorer import agree, agreed_passes, row_outputs
 from hone.types import MicroBatch, Row
@@ -211,8 +212,9 @@ class Trainer:
         return merged_weights(self.policy.model, self.policy.named_weights())
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Masters and moments as named tensors, and counters that JSON can hold."""
-        tensors = self.optimizer.state_dict()
+        """Masters and moments as named tensors, and counters that JSON can hold. Those of other
+        pipeline stages are on the meta device. Collective."""
+        tensors = with_other_stages(self.optimizer.state_dict(), self.mesh)
         return tensors, {
             "num_steps": self.optimizer.num_steps,
             "num_updates": self.num_updates,

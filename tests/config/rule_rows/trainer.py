@@ -11,6 +11,22 @@ ROWS: list[Row] = [
      "trainer.parallel.expert_parallel_size model.path"),
     ("sft", "--nproc=3 model.path=qwen3_moe trainer.parallel.expert_parallel_size=3", "error",
      "trainer.parallel.expert_parallel_size"),
+    # pipeline stages
+    ("sft", "--nproc=64 trainer.parallel.pipeline_parallel_size=64", "error",
+     "trainer.parallel.pipeline_parallel_size"),
+    ("sft", "--nproc=2 model.path=glm4 trainer.parallel.pipeline_parallel_size=2", "error",
+     "trainer.parallel.pipeline_parallel_size model.path"),
+    ("rl", "--nproc=2 model.exact=true trainer.parallel.pipeline_parallel_size=2", "error",
+     "model.exact trainer.parallel.pipeline_parallel_size"),
+    *(("sft", f"--nproc=4 trainer.parallel.pipeline_parallel_size=2 trainer.parallel.{name}=2",
+       "error", f"trainer.parallel.pipeline_parallel_size trainer.parallel.{name}")
+      for name in ("tensor_parallel_size", "ring_size", "ulysses_size", "expert_parallel_size")),
+    ("rl", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 model.lora.rank=8", "error",
+     "trainer.parallel.pipeline_parallel_size model.lora.rank"),
+    ("rl", "--nproc=2 trainer.parallel.pipeline_parallel_size=2 trainer.offload=gradients", "error",
+     "trainer.parallel.pipeline_parallel_size trainer.offload"),
+    ("bench train", "--nproc=2 trainer.parallel.pipeline_parallel_size=2", "error",
+     "trainer.parallel.pipeline_parallel_size"),
     # budgets (G9, G12)
     ("rl", "trainer.max_tokens_per_microbatch=2047", "error",
      "trainer.max_tokens_per_microbatch data.max_prompt_tokens rollout.max_completion_tokens"),

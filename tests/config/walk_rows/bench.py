@@ -51,6 +51,7 @@ BENCH_TRAIN: dict[str, Row] = {
             ("parallel.fsdp_size", "3"),
             ("parallel.tensor_parallel_size", "2"),
             ("parallel.expert_parallel_size", "2"),
+            ("parallel.pipeline_parallel_size", "2"),
             ("parallel.ulysses_size", "2"),
             ("parallel.ring_size", "2"),
         )

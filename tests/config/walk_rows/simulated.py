@@ -44,6 +44,7 @@ SIMULATE: dict[str, Row] = {
     "trainer.parallel.fsdp_size": Row("2", "numbers"),
     "trainer.parallel.tensor_parallel_size": Row("2", "numbers"),
     "trainer.parallel.expert_parallel_size": Row("2", "exit"),
+    "trainer.parallel.pipeline_parallel_size": Row("2", "numbers"),
     "trainer.parallel.ulysses_size": Row("2", "numbers"),
     "trainer.parallel.ring_size": Row("2", "numbers"),
     "trainer.parallel.zero_stage": Row("0", "numbers", (*LARGE, "--plan.gpus=4")),

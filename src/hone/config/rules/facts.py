@@ -186,6 +186,7 @@ def context_size(view: View) -> Fact:
 def num_shares(view: View) -> Fact:
     """Groups of processes that each train rows of their own."""
     together = view["trainer.parallel.tensor_parallel_size"] * view.number("context_size")
+    together *= view["trainer.parallel.pipeline_parallel_size"]
     number = view.number("num_processes") // together
     those = f"groups of {together} processes" if together > 1 else "processes"
     return Fact(number, f"the number of {those}")
@@ -402,6 +403,14 @@ def num_experts(view: View) -> Fact:
     if view.model.shape is None:
         raise NotKnownError("num_experts")
     return Fact(view.model.shape.num_experts, "the number of a layer's experts")
+
+
+@fact
+def num_layers(view: View) -> Fact:
+    """Of the model."""
+    if view.model.shape is None:
+        raise NotKnownError("num_layers")
+    return Fact(view.model.shape.num_layers, "the number of its layers")
 
 
 @fact

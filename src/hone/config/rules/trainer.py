@@ -18,6 +18,7 @@ _EXACT = ("rl", "eval", "generate", "bench engine", "bench train")
 _BUDGET, _FORWARD = "trainer.max_tokens_per_microbatch", "trainer.max_tokens_per_forward"
 _PARALLEL, _TENSOR = "trainer.parallel", "trainer.parallel.tensor_parallel_size"
 _EXPERTS = "trainer.parallel.expert_parallel_size"
+_STAGES = "trainer.parallel.pipeline_parallel_size"
 _PRECISION, _RANK = "trainer.matmul_precision", "model.lora.rank"
 _TARGETS = "model.lora.target_modules"
 _BY_TOKENS = "not trainer.micro_batch_size"
@@ -173,9 +174,9 @@ _FORMATS = (
     *(error("model.exact", f"{_PARALLEL}.{name} > 1", only=_EXACT,
             why="sums over processes are taken in another order than the engine's",
             fix=f"{_PARALLEL}.{name} = 1 | model.exact = false")
-      for name in ("ring_size", "ulysses_size", "tensor_parallel_size")),
+      for name in ("ring_size", "ulysses_size", "tensor_parallel_size", "pipeline_parallel_size")),
     error("model.exact", "@num_processes > 1", only=("rl", "bench train"),
-          given=(f"{_TENSOR} = 1", "@context_size = 1"),
+          given=(f"{_TENSOR} = 1", f"{_STAGES} = 1", "@context_size = 1"),
           why="sums over processes are taken in another order than the engine's",
           fix="train in one process | model.exact = false"),
     unused("model.exact", only=SUPERVISED,
@@ -202,6 +203,28 @@ _AXES = (
           fix=f"{_EXPERTS} = 1"),
     error(f"{_EXPERTS} does not divide @num_experts",
           fix="use a size that does; further processes share rows or tokens"),
+    error(f"{_STAGES} > @num_layers",
+          why="each stage has a layer of its own at least",
+          fix=f"{_STAGES} = {{num_layers}} or less"),
+    error(f"{_STAGES} > 1", "not @has_spec",
+          says=f"{_STAGES} is {{{_STAGES}}}, and {{the_model}} is of the family {{family}}",
+          why="what its forward does beside its layers is not known, and would be done by every "
+          "stage",
+          fix=f"{_STAGES} = 1 | shard by {_PARALLEL}.zero_stage 3"),
+    *(error(f"{_STAGES} > 1", f"{_PARALLEL}.{name} > 1",
+            why="stages share rows with data parallelism alone, for now",
+            fix=f"{_PARALLEL}.{name} = 1 | {_STAGES} = 1")
+      for name in ("tensor_parallel_size", "ring_size", "ulysses_size", "expert_parallel_size")),
+    error(f"{_STAGES} > 1", f"{_RANK} > 0",
+          why="adapters are merged where all layers are",
+          fix=f"{_RANK} = 0 | {_STAGES} = 1"),
+    error(f"{_STAGES} > 1", "trainer.offload = gradients|parameters",
+          why="the first and the last stage add up their gradients of a tied embedding on the "
+          "device",
+          fix=f"trainer.offload = optimizer | {_STAGES} = 1"),
+    error(f"{_STAGES} > 1", only=("bench train",),
+          why="it measures passes that run through all layers",
+          fix=f"{_STAGES} = 1"),
     *(error(each=_ulysses_problem(key), given=("not @undivided_in_training",),
             says=f"{key} is {{{key}}}, for {{the_model}}", why="{problem}",
             fix="use one of them | split tokens further by ring_size, which divides no heads")

@@ -1,0 +1,134 @@
+"""Pipeline stages over processes of gloo against one process alone; see `pipeline_ranks.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hone.config.errors import UserError
+from hone.config.parallel import AxisSizes, ParallelConfig, stage_layers
+from hone.distributed.mesh import Mesh
+from hone.models.decoder import decoder_layers
+from hone.trainer.pipeline import cut_stage
+from tests.ranks import parts_of, run_ranks
+from tests.trainer.examples import tiny_model
+from tests.trainer.pipeline_ranks import LAYOUTS, MEASURES, MODEL
+
+pytestmark = pytest.mark.timeout(300)
+EXACT = 1e-5
+WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    found = {}
+
+    def of(world):
+        if world not in found:
+            found[world] = parts_of(run_ranks("tests.trainer.pipeline_ranks", world, timeout_s=280))
+        return found[world]
+
+    return of
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_R8_training_is_that_of_one_process(ranks, world):
+    found = ranks(world)
+    assert found[0]["layouts"].keys() >= LAYOUTS[world].keys()
+    for name, first in found[0]["layouts"].items():
+        assert all(rank["layouts"][name]["same everywhere"] for rank in found), name
+        for what in MEASURES:
+            # A move divides by the root of a small second moment, which a rounding changes.
+            most = EXACT if what != "weights" else 5 * EXACT
+            assert first[what] < most, (name, what, first)
+
+
+def test_R8_in_bfloat16_only_sums_are_rounded_otherwise(ranks):
+    for name, first in ranks(2)[0]["bfloat16"].items():
+        for what in ("logprobs", "loss", "gradient", "masters"):
+            assert first[what] < EXACT, (name, what, first)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_supervised_metrics_are_those_of_one_process(ranks, world):
+    for rank in ranks(world):
+        alone, staged = rank["supervised"]
+        for one, other in zip(alone, staged, strict=True):
+            assert other == pytest.approx(one, rel=EXACT)
+
+
+def test_scores_without_gradient_are_those_of_one_process(ranks):
+    for rank in ranks(2):
+        for output, (worst, has_same_dtype) in rank["scores"].items():
+            assert worst < EXACT, output
+            assert has_same_dtype, output
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_passes_follow_each_other_as_1F1B_has_it(ranks, world):
+    orders = {0: "FFBFBFBb", 1: "FBFBFBFb"}
+    for number, rank in enumerate(ranks(world)):
+        assert rank["in_flight"] == orders[number // (world // 2)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_each_stage_holds_its_layers(ranks, world):
+    for number, rank in enumerate(ranks(world)):
+        for layout, (names, share) in rank["parts_held"].items():
+            sizes = AxisSizes.of(ParallelConfig(**LAYOUTS[world][layout]), world)
+            stage = number // (world // sizes.pipeline)
+            own = stage_layers(MODEL["num_hidden_layers"], sizes.pipeline)[stage]
+            held = {int(name.split(".")[2]) for name in names if ".layers." in name}
+            assert held == set(own), layout
+            is_end = stage in {0, sizes.pipeline - 1}
+            assert ("model.embed_tokens.weight" in names) == is_end, "tied: on both ends"
+            assert ("model.norm.weight" in names) == (stage == sizes.pipeline - 1)
+            assert share == pytest.approx(1 / sizes.fsdp, abs=0.05), layout
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_run_goes_on_in_another_number_of_stages(ranks, world):
+    for rank in ranks(world):
+        for name, found in rank["round_trip"].items():
+            assert found["equal"], name
+            assert found["norms"][0] == pytest.approx(found["norms"][1], rel=EXACT), name
+            assert found["go on alike"] < EXACT, (name, found)
+
+
+def test_R2_weights_of_all_stages_arrive_and_are_exported(ranks):
+    for rank in ranks(2):
+        for name, found in rank["delivered"].items():
+            assert found["names"], name
+            assert found["version"] == 3
+            assert found["engine"] < EXACT, (name, found)
+            assert found["exported"] < EXACT, (name, found)
+            assert found["asleep"], name
+
+
+def test_a_stage_reads_its_own_weights_alone(ranks):
+    for rank in ranks(2):
+        assert rank["deferred"] == {"read": True, "equal": True}
+
+
+def test_R8_planted_bugs_are_caught(ranks):
+    for bug, worst in ranks(2)[0]["planted"].items():
+        assert (worst < 5 * EXACT) == (bug == "nothing"), (bug, worst)
+
+
+def test_layers_are_dealt_out_in_order():
+    assert stage_layers(5, 2) == [range(3), range(3, 5)]
+    assert stage_layers(8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert [len(own) for own in stage_layers(80, 3)] == [27, 27, 26]
+
+
+def test_one_stage_leaves_the_model_as_it_is():
+    model = tiny_model(**MODEL)
+    parameters = dict(model.named_parameters())
+    cut_stage(model, Mesh.alone(torch.device("cpu")))
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert len(decoder_layers(model)) == MODEL["num_hidden_layers"]
+
+
+def test_a_number_that_does_not_divide_is_told():
+    with pytest.raises(UserError, match=r"trainer\.parallel\.pipeline_parallel_size 3"):
+        AxisSizes.of(ParallelConfig(pipeline_parallel_size=3), 4)
