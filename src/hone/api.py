@@ -285,12 +285,12 @@ def _train(given: _Given[Any], checks: Callable[..., Any], train: Callable[..., 
         if (
             isinstance(cfg, RLConfig)
             and cfg.cluster.is_used
-            and cfg.cluster.num_trainers > world_size == 1
+            and cfg.cluster.num_processes > world_size == 1
         ):
             raise UserError(
-                f"cluster.num_trainers {cfg.cluster.num_trainers} asks for several processes, and "
-                "this is one. Write the configuration into a recipe and call `hone rl RECIPE`, or "
-                "start this program with torchrun."
+                f"{cfg.cluster.processes_by} {cfg.cluster.num_processes} asks for several "
+                "processes, and this is one. Write the configuration into a recipe and call `hone "
+                "rl RECIPE`, or start this program with torchrun."
             )
         return checks(cfg, world_size)
 

@@ -9,8 +9,9 @@ A checkpoint is the folder `step_<N>` with each part's files (`checkpoint.tree`)
 is there. Latest is what was saved last, also after a run went back to an earlier step.
 
 Several processes write one checkpoint together: each what it holds of the tensors, in files of its
-own; the first one everything else, and the manifest once all others have reported theirs. They meet
-in the folder itself, so that writing needs no collectives and can go on behind the training.
+own; the first that has a part everything else of it; the first of all the manifest, once the others
+have reported theirs. They meet in the folder itself, so that writing needs no collectives and can
+go on behind the training.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -107,8 +108,9 @@ class CheckpointStore:
         """Write a checkpoint, publish it, then delete those that need not be kept.
 
         `parts` are trees (`checkpoint.tree`) by name, with DTensors where processes hold parts of a
-        tensor. `metric` is larger for better models; NaN counts as none. A checkpoint of the same
-        step is replaced.
+        tensor. Processes may have different parts; of those that have one the first writes what is
+        no DTensor. `metric` is larger for better models; NaN counts as none. A checkpoint of the
+        same step is replaced.
 
         Raises CheckpointError when it cannot be written (nothing half-written stays), on every
         process, and ValueError for a part that cannot be stored.
@@ -218,14 +220,23 @@ class CheckpointStore:
         for name in parts:
             if not _PART.fullmatch(name):
                 raise ValueError(f"part {name!r}: names are lower-case letters, digits and '_'")
-        is_first = self._mesh.is_first
+        rank = self._mesh.rank
+        holders = self._mesh.gather(list(parts))
+        leads = {name: i for i, held in reversed([*enumerate(holders)]) for name in held}
         trees = {
-            name: split_tree(tree, name, is_first=is_first, copy=copy)
+            name: split_tree(tree, name, is_first=leads[name] == rank, copy=copy)
             for name, tree in parts.items()
         }
+        own = sum(tree.num_bytes for tree in trees.values() if tree.is_first)
+        num_bytes = sum(self._mesh.gather(own))
         publishing = ExitStack()
         publication = together(
-            self._mesh, lambda: self._open(step, trees, metric, publishing) if is_first else None
+            self._mesh,
+            lambda: (
+                self._open(step, [*leads], num_bytes, metric, publishing)
+                if self._mesh.is_first
+                else None
+            ),
         )
         if publication is None:
             folder = partial_name(self._path(step))
@@ -236,7 +247,8 @@ class CheckpointStore:
     def _open(
         self,
         step: int,
-        trees: Mapping[str, SplitTree],
+        parts: Sequence[str],
+        num_bytes: int,
         metric: float | None,
         publishing: ExitStack,
     ) -> Publication:
@@ -250,11 +262,10 @@ class CheckpointStore:
             "step": step,
             "order": 1 + max((found.order for found in complete), default=0),
             "metric": None if metric is None or math.isnan(metric) else metric,
-            "parts": list(trees),
+            "parts": list(parts),
             "saved_at": time.time(),
             "mesh": asdict(self._mesh.sizes),
         }
-        num_bytes = sum(tree.num_bytes for tree in trees.values())
         return publishing.enter_context(
             publish_folder(path, metadata=metadata, num_bytes=num_bytes)
         )

@@ -65,15 +65,17 @@ class SplitTree:
     parts: Mapping[str, Part]
     num_bytes: int
     """Of the whole tensors; about what the tree takes on disk."""
+    is_first: bool
+    """Whether this process writes the JSON."""
 
 
 def split_tree(tree: Tree, name: str, *, is_first: bool = True, copy: bool = False) -> SplitTree:
     """Take the tensors out of a tree. With `copy` what is to be written is a copy in host memory,
     which training does not change.
 
-    `is_first` says whether this is the first of all processes: it writes what is no DTensor. A
-    tensor on the meta device stands for what others hold and write. Raises ValueError, with the
-    path from `name` on, for a value that no tree may hold.
+    `is_first` says whether this is the first of the processes that have the tree: it writes what is
+    no DTensor. A tensor on the meta device stands for what others hold and write. Raises
+    ValueError, with the path from `name` on, for a value that no tree may hold.
     """
     tensors: dict[str, Tensor] = {}
     plain = _take_tensors(tree, name, tensors, {})
@@ -84,14 +86,14 @@ def split_tree(tree: Tree, name: str, *, is_first: bool = True, copy: bool = Fal
             local = local.to("cpu", copy=True) if copy else local
             parts[key] = Part(local, region_of(tensor).offsets, tuple(tensor.shape))
     num_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values())
-    return SplitTree(plain, parts, num_bytes)
+    return SplitTree(plain, parts, num_bytes, is_first)
 
 
 def write_tree(folder: Path, name: str, tree: SplitTree, rank: int = 0) -> dict[str, FileRecord]:
-    """Write and flush what process `rank` has of a tree; the first one writes the JSON too. The
-    files' records, by name. Raises OSError."""
+    """Write and flush what process `rank` has of a tree; the first one of it writes the JSON too.
+    The files' records, by name. Raises OSError."""
     files: dict[str, FileRecord] = {}
-    if rank == 0:
+    if tree.is_first:
         path = folder / f"{name}.json"
         path.write_text(json.dumps(tree.plain))
         files[path.name] = record_file(path)

@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     command = command or _command_of(words)
     cfg, notes = load_arguments(RECIPE_TREES[command], words)
     if nproc is None and isinstance(cfg, RLConfig) and cfg.cluster.is_used:
-        nproc = cfg.cluster.num_trainers
+        nproc = cfg.cluster.num_processes
     assert isinstance(cfg, Command)
     gpu = None if name is None else known_gpu(name)
     plan = plan_here(cfg, nproc, gpu=gpu)

@@ -231,7 +231,8 @@ def _set_up_openmp(cfg: Command, num_processes: int) -> None:
 def plan_here(
     cfg: Command, world_size: int | None, *, starts: bool = False, gpu: Peaks | None = None
 ) -> RunPlan:
-    """The plan of `cfg` in so many processes, on what this host has, or with `gpu` on such GPUs.
+    """The plan of `cfg` in so many processes, those of a critic apart among them, on what this host
+    has, or with `gpu` on such GPUs.
 
     Without a GPU here `run.device` auto is the CPU, as it is for a run that starts here.
     """
@@ -249,6 +250,8 @@ def plan_here(
             host_bytes=available_host_bytes() if num_gpus else None,
         )
     teacher = cfg.teacher.path if isinstance(cfg, RLConfig) else None
+    if world_size is not None and isinstance(cfg, RLConfig):
+        world_size = max(world_size - cfg.cluster.num_critics, 0)
     return resolve(
         cfg,
         _known_model(cfg, may_fetch=starts),

@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     if cluster.is_used and nproc is None and processes().world_size == 1:
         if cluster.num_trainer_nodes > 1:
             return _run_on_nodes(arguments)
-        nproc, asked_by = cluster.num_trainers, "cluster.num_trainers"
+        nproc, asked_by = cluster.num_processes, cluster.processes_by
     if nproc is not None and nproc > 1:
         return run_in_processes("rl", RLConfig, arguments, check, nproc, asked_by=asked_by)
     cfg = load_checked(RLConfig, arguments, check)
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 def _run_on_nodes(arguments: Sequence[str]) -> int:
     """Check the recipe, then start the trainers on nodes of the Ray cluster."""
     cfg, _ = load_arguments(RLConfig, arguments, starts=True)
-    require_no_error(check(cfg, cfg.cluster.num_trainers))
+    require_no_error(check(cfg, cfg.cluster.num_processes))
     if has_nothing_left(cfg):
         return 0
     import_extra("ray", needed_by=cfg.cluster.used_by)
@@ -59,13 +59,13 @@ def _run_on_nodes(arguments: Sequence[str]) -> int:
 
 def train(cfg: RLConfig) -> Outcome:
     """Train in this process, by a configuration that has been checked."""
-    if cfg.cluster.is_used:
+    if cfg.cluster.needs_ray:
         import_extra("ray", needed_by=cfg.cluster.used_by)
     from hone.loops import reinforce
     from hone.loops.workers import ray_pools, thread_pools
 
     quiet_transformers()
-    return reinforce.run(cfg, ray_pools if cfg.cluster.is_used else thread_pools)
+    return reinforce.run(cfg, ray_pools if cfg.cluster.needs_ray else thread_pools)
 
 
 def check(cfg: RLConfig, world_size: int, **known: Any) -> list[Finding]:

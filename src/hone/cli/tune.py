@@ -326,7 +326,7 @@ class Search:
 
 
 def _plan(cfg: RLConfig | PlanConfig, nproc: int) -> RunPlan:
-    return plan_here(cfg, cfg.cluster.num_trainers if cfg.cluster.is_used else nproc, starts=True)
+    return plan_here(cfg, cfg.cluster.num_processes if cfg.cluster.is_used else nproc, starts=True)
 
 
 def _changed(cfg: PlanConfig, nproc: int, change: Change) -> PlanConfig:

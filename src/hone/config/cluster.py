@@ -28,6 +28,11 @@ class ClusterConfig(Section):
     that the run is started on, or where they are more than `devices_per_node`, on whole nodes of
     the Ray cluster."""
 
+    num_critics: int = Field(default=0, ge=0)
+    """Processes that train the critic of PPO (section `critic`), one a device, at the same time as
+    `num_trainers` others train the policy; `trainer.parallel` says how. They are started beside
+    those, without Ray. 0: it lies beside the policy, and the two are trained in turns."""
+
     num_engines: int = Field(default=0, ge=0)
     """Engines on devices of their own, `engine.tensor_parallel_size` devices each. More engines are
     faster than larger ones where the model fits. 0: engines share the trainers' devices."""
@@ -50,7 +55,7 @@ class ClusterConfig(Section):
 
     devices_per_node: int | None = Field(default=None, ge=1)
     """GPUs of a host, or with `run.device` cpu processes that it may hold; unset: what Ray finds.
-    Trainers, engines, references, teachers and reward models together must fit."""
+    Trainers, critics, engines, references, teachers and reward models together must fit."""
 
     update_weight_buffer_size: int = Field(default=512 << 20, ge=1)
     """Bytes of weights that are on their way to engines at a time; two such buffers are held. A
@@ -62,8 +67,23 @@ class ClusterConfig(Section):
 
     @property
     def is_used(self) -> bool:
+        """Whether anything but the policy's training has devices of its own."""
+        return self.needs_ray or self.num_critics > 0
+
+    @property
+    def needs_ray(self) -> bool:
         """Whether anything but training has devices of its own, so that there is a cluster."""
         return self.num_engines > 0 or bool(self.num_scorers)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that train, of policy and critic."""
+        return self.num_trainers + self.num_critics
+
+    @property
+    def processes_by(self) -> str:
+        """The settings that say how many these are, for messages."""
+        return "cluster.num_trainers" + " + cluster.num_critics" * bool(self.num_critics)
 
     @property
     def num_scorers(self) -> Mapping[ScorerName, int]:
@@ -77,23 +97,25 @@ class ClusterConfig(Section):
 
     @property
     def num_trainer_nodes(self) -> int:
-        """Nodes that the trainers are on."""
-        each = self.devices_per_node or self.num_trainers
-        return -(-self.num_trainers // each)
+        """Nodes that the trainers, also of the critic, are on."""
+        each = self.devices_per_node or self.num_processes
+        return -(-self.num_processes // each)
 
     @property
     def used_by(self) -> str:
         """The setting that makes it so, for messages."""
-        role = "engine" if self.num_engines else next(iter(self.num_scorers), "reference")
+        role = "engine" if self.num_engines else next(iter(self.num_scorers), "critic")
         return f"cluster.num_{role}s"
 
     def devices(self, tensor_parallel_size: int) -> list[RoleDevices]:
-        """The devices of each role that has some, with engines of so many."""
+        """The devices of each role that has some, with engines of so many. Those of trainers and
+        critics are of processes that are started together, the rest is Ray's."""
         num_ranks = self.num_engines * tensor_parallel_size
         engine = ("cluster.num_engines", "engine.tensor_parallel_size")
         sampling = f"{engine[0]} {self.num_engines} x {engine[1]} {tensor_parallel_size}"
         roles = [
             RoleDevices.of("trainer", "cluster.num_trainers", self.num_trainers),
+            RoleDevices.of("critic", "cluster.num_critics", self.num_critics),
             RoleDevices("engine", num_ranks, sampling, engine),
             *(RoleDevices.of(x, f"cluster.num_{x}s", n) for x, n in self.num_scorers.items()),
         ]
@@ -109,6 +131,11 @@ class RoleDevices(NamedTuple):
     """The settings that it follows from."""
     keys: tuple[str, ...]
     """Their names."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether its processes are started with the run, and not by Ray."""
+        return self.role in ("trainer", "critic")
 
     @classmethod
     def of(cls, role: str, key: str, number: int) -> RoleDevices:

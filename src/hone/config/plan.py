@@ -155,8 +155,8 @@ class RunPlan:
     """Likewise of `teacher.path`; None also without a teacher."""
     devices: Devices
     world_size: int | None
-    """Processes that train, or without a trainer sample; None: not known yet, so that `roles` has
-    as few as make up one replica."""
+    """Processes that train, those of a critic apart not among them, or without a trainer sample;
+    None: not known yet, so that `roles` has as few as make up one replica."""
     roles: Mapping[RoleName, Role]
     batch: BatchArithmetic | None
     """None: nothing is trained on a schedule of rows (`hone eval`, `generate`, `bench`)."""
@@ -378,19 +378,26 @@ def _roles(plan: RunPlan, axes: AxisSizes) -> dict[RoleName, Role]:
     if isinstance(cfg, RLConfig) and cfg.teacher.path is not None:
         roles["teacher"] = _frozen("teacher", cfg, axes, dtype)
     if isinstance(cfg, RLConfig) and cfg.algorithm.needs_critic and trainer is not None:
-        roles["critic"] = Role(
-            name="critic",
-            axes=axes,
-            shares_devices_of="policy",
-            layers="eager" if roles["policy"].layers == "exact" else roles["policy"].layers,
-            dtype=dtype,
-        )
+        roles["critic"] = _critic_role(cfg, roles["policy"])
     if isinstance(cfg, RLConfig | EvaluateConfig | GenerateConfig) and cfg.reward.model.path:
         # Whole in each process that drives an engine, and in the first where that drives all.
         beside: RoleName = "engine" if trainer is None else "policy"
         role = Role(name="reward_model", shares_devices_of=beside, dtype=dtype)
         roles["reward_model"] = _apart("reward_model", cfg, dtype) or role
     return roles
+
+
+def _critic_role(cfg: RLConfig, policy: Role) -> Role:
+    """Beside the policy, or in processes of its own."""
+    layers: Layers = "eager" if policy.layers == "exact" else policy.layers
+    role = replace(policy, name="critic", layers=layers)
+    if not cfg.cluster.num_critics:
+        return replace(role, shares_devices_of="policy")
+    # Sizes that do not fit its processes are for the rules to refuse.
+    with suppress(UserError):
+        axes = AxisSizes.of(cfg.trainer.parallel, cfg.cluster.num_critics)
+        role = replace(role, axes=axes)
+    return role
 
 
 def _apart(name: ScorerName, cfg: Command, dtype: Dtype) -> Role | None:

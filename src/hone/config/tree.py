@@ -119,6 +119,8 @@ class RLConfig(Section):
         critic, trainer = self.critic, self.trainer
         own = {"lr": critic.lr, "name": critic.optimizer or trainer.optimizer.name}
         optimizer = trainer.optimizer.model_copy(update=own)
+        if self.cluster.num_critics:  # nobody needs room on its devices
+            trainer = trainer.model_copy(update={"enable_sleep": False})
         budgets: dict[str, int | None] = {}
         if critic.max_tokens_per_microbatch is not None:
             budgets["max_tokens_per_microbatch"] = critic.max_tokens_per_microbatch

@@ -15,11 +15,11 @@ among its ranks that differ in data or context, and replicated over such groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +32,9 @@ from hone.config.parallel import AxisSizes, ParallelConfig
 from hone.distributed.processes import Processes
 from hone.distributed.watch import BACKSTOP_S
 
-__all__ = ["Axis", "DisagreementError", "Mesh"]
+__all__ = ["Axis", "DisagreementError", "Mesh", "patience"]
+
+T = TypeVar("T")
 
 
 class DisagreementError(RuntimeError):
@@ -87,8 +89,16 @@ class Mesh:
         return cls(device=torch.device(device))
 
     @classmethod
-    def join(cls, cfg: ParallelConfig, own: Processes, device: torch.device) -> Mesh:
-        """Meet the other processes that torchrun started. With one process nothing is set up.
+    def join(
+        cls,
+        cfg: ParallelConfig,
+        own: Processes,
+        device: torch.device,
+        *,
+        store: dist.Store | None = None,
+    ) -> Mesh:
+        """Meet the other processes that torchrun started, or in `store` those that `own` is one of.
+        With one process nothing is set up.
 
         Collective: every process calls it, once. Raises UserError as `AxisSizes.of` does, before
         any process waits for another.
@@ -96,13 +106,16 @@ class Mesh:
         sizes = AxisSizes.of(cfg, own.world_size)
         if own.world_size == 1:
             return cls.alone(device)
-        timeout = _patience(cfg)
+        timeout = patience(cfg)
         if not dist.is_initialized():
             is_cuda = device.type == "cuda"
+            place = {} if store is None else {"rank": own.rank, "world_size": own.world_size}
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
                 timeout=timeout,
                 device_id=device if is_cuda else None,
+                store=store,
+                **place,
             )
         return cls.of_group(sizes, device, timeout=timeout)
 
@@ -169,7 +182,7 @@ class Mesh:
         sizes = AxisSizes.of(cfg.for_reference, self.sizes.world)
         if sizes == self.sizes:
             return self
-        return Mesh.of_group(sizes, self.device, timeout=_patience(cfg))
+        return Mesh.of_group(sizes, self.device, timeout=patience(cfg))
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:
@@ -236,6 +249,11 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.pipeline.group)
         return values
 
+    def share(self, own: Mapping[str, T]) -> dict[str, T]:
+        """What this process has by name, with what those have that train another model: where all
+        train the same, nothing. Collective."""
+        return dict(own)
+
     def gather_values(self, own_n: Tensor, counts: Sequence[int]) -> list[Tensor]:
         """The values of every rank along data, in rank order, on the CPU.
 
@@ -265,7 +283,7 @@ class Mesh:
             )
 
 
-def _patience(cfg: ParallelConfig) -> timedelta:
+def patience(cfg: ParallelConfig) -> timedelta:
     """The backend's own timeout: for when the watch, which names whom it missed, has failed."""
     return timedelta(seconds=cfg.timeout_s + BACKSTOP_S)
 

@@ -136,7 +136,7 @@ class RayWorkers:
         """
         cluster, start_s = self.cfg.cluster, monotonic()
         roles = cluster.devices(self.cfg.engine.tensor_parallel_size)
-        apart = [role.words for role in roles if role.role != "trainer"]
+        apart = [role.words for role in roles if not role.trains]
         _log.info("starting on Ray: %s", ", ".join(apart))
         started: dict[Role, list[RayWorker]] = {}
         for role, index in _workers(cluster):
@@ -249,7 +249,7 @@ def _own_devices(cfg: RLConfig, *, uses_gpus: bool) -> tuple[int, int, dict[str,
     roles = cfg.cluster.devices(cfg.engine.tensor_parallel_size)
     total = sum(role.number for role in roles)
     words = " + ".join(role.words for role in roles)
-    needed, num_cores = total - cfg.cluster.num_trainers, os.cpu_count() or 1
+    needed, num_cores = total - cfg.cluster.num_processes, os.cpu_count() or 1
     num_cpus = max(num_cores, needed)
     environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": f"{_RAY_GONE_S}"}
     if not uses_gpus:
@@ -354,7 +354,7 @@ def _place(cfg: RLConfig, *, uses_gpus: bool) -> PlacementGroup:
         remove_placement_group(placed)
         total = int(ray.cluster_resources().get(kind, 0))
         free = int(ray.available_resources().get(kind, 0))
-        words = [role.words for role in cluster.devices(size) if role.role != "trainer"]
+        words = [role.words for role in cluster.devices(size) if not role.trains]
         raise UserError(
             f"{' + '.join(words)} need {sum(sizes)} {kind}s, an engine's on one host; the cluster "
             f"has {total}, of which {free} are free. Use fewer, or end what holds them."

@@ -198,7 +198,8 @@ class _Run:
         )
         last = read_progress(store, rank)
         doing = "while it started" if last is None else f"in {last.doing(time.time())}"
-        message = f"rank {rank} (pid {process.pid}) {how}, {doing}."
+        name = f"rank {rank}" if last is None else last.name
+        message = f"{name} (pid {process.pid}) {how}, {doing}."
         if number:
             message += f"\n{advice(number)}"
         step, phase = (0, "start") if last is None else (last.step, last.phase)

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from hone.config.errors import UserError
+from hone.distributed.channel import Channel
 from hone.distributed.processes import Processes, has_hone_launcher, rendezvous
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "advice",
     "claim",
     "claim_for",
+    "connect",
     "prefixed",
     "read_progress",
     "read_report",
@@ -78,6 +80,8 @@ class Progress:
     rank: int
     pid: int
     host: str
+    role: str = ""
+    """What it trains, where not all train the same."""
     phase: str = "start"
     step: int = 0
     since: float = 0.0
@@ -92,7 +96,12 @@ class Progress:
 
     def describe(self, now: float) -> str:
         """For example `rank 1 (pid 71): train of step 2 for 9.3 s, at learner.py:80 in train`."""
-        return f"rank {self.rank} (pid {self.pid}): {self.doing(now)}"
+        return f"{self.name} (pid {self.pid}): {self.doing(now)}"
+
+    @property
+    def name(self) -> str:
+        """For example `rank 1`; where not all train the same, `rank 1 (of the critic)`."""
+        return f"rank {self.rank} (of the {self.role})" if self.role else f"rank {self.rank}"
 
     def doing(self, now: float) -> str:
         """The same without who it is."""
@@ -101,8 +110,8 @@ class Progress:
         return f"{self.phase}{step} for {max(now - self.since, 0.0):.1f} s{where}"
 
 
-def _connect(own: Processes) -> dist.Store:
-    """This module's own connection to the store of the launcher.
+def connect(own: Processes) -> dist.Store:
+    """A connection to the store of the launcher, to the part of it that is ours.
 
     Raises LostPeerError where the launcher does not answer, and UserError where nothing
     names its address.
@@ -165,7 +174,7 @@ def claim(own: Processes) -> Claim | None:
     if own.world_size == 1:
         return Claim(None)
     try:
-        store = _connect(own)
+        store = connect(own)
         granted = claim_for(own.rank, store)
         if granted is None:
             store.set(f"ack/{own.rank}", "1")
@@ -233,7 +242,7 @@ class Watch:
         self._timeout_s = timeout_s
         self._starter = os.getppid()  # once it is gone, another process is the parent
         self._interval_s = min(max(timeout_s / 20, 0.1), 5.0)
-        self._store = _connect(own) if own.world_size > 1 else None
+        self._store = connect(own) if own.world_size > 1 else None
         self._launcher_reports = has_hone_launcher()
         self._lock = threading.RLock()  # a signal may find the main thread inside
         self._ending = threading.RLock()
@@ -242,6 +251,7 @@ class Watch:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hone-watch", daemon=True)
         self._groups: list[dist.ProcessGroup] = []
+        self._channels: list[Channel] = []
         self._has_joined = 0
         self._step = 0
         self._progress = Progress(own.rank, os.getpid(), socket.gethostname(), since=time.time())
@@ -281,10 +291,16 @@ class Watch:
         self._has_joined = 1
         self.enter("meeting the others")
 
-    def follow(self, groups: Iterable[dist.ProcessGroup]) -> None:
+    def take_role(self, role: str) -> None:
+        """Say what this process trains, where not all train the same: groups of other roles are
+        others, whatever their names."""
+        with self._lock:
+            self._progress = replace(self._progress, role=role)
+
+    def follow(self, groups: Iterable[dist.ProcessGroup], channels: Iterable[Channel] = ()) -> None:
         """From now on compare with other processes how many collectives they have started in
-        these groups, and in no others."""
-        self._groups = list(groups)
+        these, and in no others."""
+        self._groups, self._channels = list(groups), list(channels)
 
     def __enter__(self) -> Self:
         if self._store is not None:
@@ -349,7 +365,9 @@ class Watch:
             self._store.set(f"progress/{self._rank}", json.dumps(asdict(self._progress)))
 
     def _collectives(self) -> dict[str, int]:
-        started = {group.group_name: _num_started(group) for group in self._groups}
+        world = self._progress.role
+        started = {f"{world}{group.group_name}": _num_started(group) for group in self._groups}
+        started |= {channel.group_name: channel.num_started for channel in self._channels}
         return {"meeting": self._has_joined, **started}
 
     # -- the others ----------------------------------------------------------------------------
@@ -418,7 +436,7 @@ class Watch:
         also = f" (and {len(others)} others)" if others else ""
         screen = "\n".join(
             [
-                f"error: rank {first}{also} did not come: {self._last_progress(first)}",
+                f"error: {self._name(first)}{also} did not come: {self._last_progress(first)}",
                 f"Rank {self._rank} has waited for {waited_s:.1f} s; "
                 f"trainer.parallel.timeout_s is {self._timeout_s:g}. Raise it if that is what the "
                 "work takes; otherwise see what that process does. All of them:",
@@ -426,6 +444,10 @@ class Watch:
             ]
         )
         self._end(screen)
+
+    def _name(self, rank: int) -> str:
+        last = self._others.get(rank)
+        return f"rank {rank}" if last is None else last.name
 
     def _last_progress(self, rank: int) -> str:
         last = self._others.get(rank)
@@ -499,7 +521,7 @@ class Watch:
 
 def _lost_message(gone: Progress) -> str:
     return (
-        f"error: rank {gone.rank} (pid {gone.pid}) is gone without an error of its own, in "
+        f"error: {gone.name} (pid {gone.pid}) is gone without an error of its own, in "
         f"{gone.doing(time.time())}.\n{advice(None)}"
     )
 

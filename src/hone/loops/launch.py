@@ -27,6 +27,7 @@ from hone.config.run import GenerateRunConfig
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
+from hone.distributed.roles import Roles
 from hone.distributed.watch import Watch
 from hone.loops.ending import Ending
 from hone.loops.interrupt import terminable
@@ -63,7 +64,7 @@ class Launch:
     """Where a run lives and where it starts."""
 
     cfg: RLConfig | SFTConfig
-    mesh: Mesh
+    roles: Roles
     watch: Watch
     store: CheckpointStore
     checkpoint: Checkpoint | None
@@ -76,12 +77,22 @@ class Launch:
         """Write the configuration, versions and devices into the run folder, once nothing stands
         against resuming; what has changed since it was written there is an event. A launch that
         trains nothing leaves that which the run was trained with."""
-        if self.mesh.is_first and self.steps_done < self.total_steps:
+        if self.everyone.is_first and self.steps_done < self.total_steps:
             if self.steps_done and (changed := changed_settings(self.cfg)):
                 fields = {"step": self.steps_done, "settings": [*changed.values()]}
                 append_event(self.dir, "changed", **fields)
             save_config(self.cfg)
-            save_environment(self.dir / ENVIRONMENT, self.mesh.device, self.mesh.world.size)
+            save_environment(self.dir / ENVIRONMENT, self.mesh.device, self.everyone.size)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of the processes that train what this one trains."""
+        return self.roles.mesh
+
+    @property
+    def everyone(self) -> Mesh:
+        """All processes of the run."""
+        return self.roles.everyone
 
     @property
     def dir(self) -> Path:
@@ -125,6 +136,15 @@ def choose_device(cfg: GenerateRunConfig) -> torch.device:
 
 @contextmanager
 def join(run: GenerateRunConfig, parallel: ParallelConfig) -> Generator[tuple[Mesh, Watch]]:
+    """This process's place among all, which train the same, as `join_roles`."""
+    with join_roles(run, parallel, num_critics=0) as (roles, watch):
+        yield roles.mesh, watch
+
+
+@contextmanager
+def join_roles(
+    run: GenerateRunConfig, parallel: ParallelConfig, *, num_critics: int
+) -> Generator[tuple[Roles, Watch]]:
     """This process's place among all that train together, under watch; left behind at the end.
 
     With one process nothing is set up. Raises UserError where there are fewer GPUs than processes.
@@ -133,14 +153,14 @@ def join(run: GenerateRunConfig, parallel: ParallelConfig) -> Generator[tuple[Me
     with Watch(own, parallel.timeout_s) as watch:
         device = choose_device(run)
         watch.join()
-        mesh = Mesh.join(parallel, own, device)
+        roles = Roles.join(parallel, own, device, num_critics=num_critics)
+        if num_critics:
+            watch.take_role(roles.own)
         watch.enter("start")
-        if own.world_size == 1:
-            yield mesh, watch
-            return
-        watch.follow(mesh.groups)
-        yield mesh, watch
-        dist.destroy_process_group()
+        watch.follow(roles.mesh.groups, roles.channels)
+        yield roles, watch
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -152,8 +172,13 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
     folder holds, or another command has written it.
     """
     run, parallel = cfg.run, cfg.trainer.parallel
-    with ExitStack() as stack, join(run, parallel) as (mesh, watch):
-        if mesh.world.size == 1:  # of several, the watch ends each
+    num_critics = cfg.cluster.num_critics if isinstance(cfg, RLConfig) else 0
+    with (
+        ExitStack() as stack,
+        join_roles(run, parallel, num_critics=num_critics) as (roles, watch),
+    ):
+        everyone = roles.everyone
+        if everyone.size == 1:  # of several, the watch ends each
             stack.enter_context(terminable())
         random.seed(run.seed)
         np.random.seed(run.seed % 2**32)
@@ -162,38 +187,38 @@ def launch(cfg: RLConfig | SFTConfig) -> Generator[Launch]:
             run.dir / "checkpoints",
             keep_last=cfg.checkpoint.keep_last,
             keep_best=cfg.checkpoint.keep_best,
-            mesh=mesh,
+            mesh=everyone,
             timeout_s=0.9 * parallel.timeout_s,  # it knows whose file is missing, the watch less
         )
         found = find_checkpoint(cfg, store)
-        mesh.agree("the checkpoint to resume from", None if found is None else found.step)
+        everyone.agree("the checkpoint to resume from", None if found is None else found.step)
         if found is not None:
-            for line in announce(found, cfg, mesh.sizes):
+            for line in announce(found, cfg, everyone.sizes):
                 _log.info("%s", line)
-        elif mesh.is_first:
+        elif everyone.is_first:
             for line in announce_restart(cfg):
                 _log.warning("warning: %s", line)
-        ending = Ending(run.dir, watch, is_first=mesh.is_first)
+        ending = Ending(run.dir, watch, is_first=everyone.is_first)
         stack.enter_context(ending.report())
-        if mesh.is_first:
+        if everyone.is_first:
             with writing(run.dir, "run.dir"):
                 run.dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_run_dir(run.dir))
         stack.enter_context(ending.cause())
         metrics_server = None
-        if mesh.is_first and (port := cfg.log.metrics_port):
+        if everyone.is_first and (port := cfg.log.metrics_port):
             metrics_server = MetricsServer(port, run.dir.resolve().name)
             stack.callback(metrics_server.close)
             _log.info("metrics are served at http://%s:%d/metrics", ADDRESS, port)
         tracing = Tracing(
             cfg.profile,
             cfg.profile.folder(run.dir),
-            place=mesh.place,
-            device=mesh.device,
+            place=everyone.place,
+            device=everyone.device,
             steps_done=0 if found is None else found.step,
         )
         with closing(tracing):
-            yield Launch(cfg, mesh, watch, store, found, tracing, metrics_server)
+            yield Launch(cfg, roles, watch, store, found, tracing, metrics_server)
 
 
 @contextmanager
@@ -229,7 +254,7 @@ def is_complete(launch: Launch) -> bool:
     if found is None or found.step < launch.total_steps:
         return False
     written_last = exported_last(launch.cfg)
-    return launch.mesh.broadcast(
+    return launch.everyone.broadcast(
         written_last.is_file() and written_last.stat().st_mtime >= found.saved_at
     )
 

@@ -5,7 +5,8 @@ All training processes make the same calls. The first one draws prompts, drives 
 scores; meanwhile the others wait for its messages: the result in the end, before it now and then
 that they should keep waiting, and, where no engine is left that holds weights, that all processes
 must push theirs again. Of an engine over several training processes the first does the same for
-those; their messages are the engine's calls.
+those; their messages are the engine's calls. Processes that train a critic hear from the first one
+of all what it has collected.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from hone.algorithms.algorithm import Outputs
 from hone.config.algorithm import Output
 from hone.config.run import EvaluationConfig
+from hone.distributed.channel import Channel
 from hone.distributed.mesh import Mesh
 from hone.engine.lockstep import LockStepEngine
 from hone.rollout.buffer import Progress
@@ -34,7 +36,7 @@ from hone.types import EngineLostError, Group, Prompt, Row, Sample
 from hone.weights.broadcast import BroadcastSync
 from hone.weights.sync import SyncReport
 
-__all__ = ["Controller", "EngineLead", "Rank0Collector", "Rank0Scorer"]
+__all__ = ["Controller", "CriticLead", "EngineLead", "Rank0Collector", "Rank0Scorer"]
 
 T = TypeVar("T")
 PlanPasses = Callable[[Sequence[Row]], list[list[int]]]
@@ -139,7 +141,44 @@ class Controller:
         self._last_message_s = monotonic()
 
 
-def _receive(mesh: Mesh, push: Callable[[int], object] | None = None) -> Any:
+@dataclass(slots=True)
+class CriticLead:
+    """Runs work in the first process as `lead` does, for the critic's processes too, which have
+    none."""
+
+    channel: Channel
+    """The first process, and those of the critic."""
+    lead: Lead | None = None
+    _last_message_s: float = field(default_factory=monotonic)
+
+    def broadcast_from_rank0(self, make: Callable[[Progress], T]) -> T:
+        """As `Lead.broadcast_from_rank0`."""
+        if self.lead is None:
+            return _receive(self.channel)
+
+        def make_told(between: Progress) -> T:
+            def both(finished: int, wanted: int) -> None:
+                between(finished, wanted)
+                if monotonic() - self._last_message_s > KEEPALIVE_S:
+                    self._send(_Message.WAIT)
+
+            return make(both)
+
+        value = self.lead.broadcast_from_rank0(make_told)
+        self._send(_Message.RESULT, value)
+        return value
+
+    def trainer_holds(self, version: int) -> None:
+        """As `Lead.trainer_holds`; the critic's weights go to no engine."""
+        if self.lead is not None:
+            self.lead.trainer_holds(version)
+
+    def _send(self, message: _Message, value: Any = None) -> None:
+        self.channel.broadcast((message, value))
+        self._last_message_s = monotonic()
+
+
+def _receive(mesh: Mesh | Channel, push: Callable[[int], object] | None = None) -> Any:
     """The result of the first process, once it has sent it."""
     while True:
         message, value = mesh.broadcast(None)

@@ -292,7 +292,7 @@ def recording(
 ) -> Generator[Recorder]:
     """The recorder of this process; the first one's writes into the run folder, also the samples
     of a step that fails. What alarms advise is for `plan`."""
-    cfg, is_first = launch.cfg, launch.mesh.is_first
+    cfg, everyone = launch.cfg, launch.everyone
     is_rl = isinstance(cfg, RLConfig)
     runs_ahead = is_rl and cfg.pipeline.samples_ahead
     alarms = Alarms(  # engines mismatch more in a coarser number format
@@ -313,13 +313,13 @@ def recording(
 
     spans = Spans(on_begin=begin, on_end=end)
     recorder = Recorder(
-        launch.mesh, spans, alarms, limits=limits, metrics_server=launch.metrics_server
+        everyone, spans, alarms, limits=limits, metrics_server=launch.metrics_server
     )
     with ExitStack() as stack:
-        recorder.gpu_use = GPUUse.of(launch.mesh.device)
+        recorder.gpu_use = GPUUse.of(everyone.device)
         if recorder.gpu_use is not None:
             stack.callback(recorder.gpu_use.close)
-        if is_first:
+        if everyone.is_first:
             resume_step = launch.steps_done + 1 if launch.checkpoint is not None else None
             config = cfg.model_dump(mode="json")
             recorder.log = stack.enter_context(

@@ -29,7 +29,7 @@ from hone.loops.engine_ranks import EngineRanks
 from hone.loops.inputs import decoder, prompts_of, share_of_workers, transcripts_of, try_out
 from hone.loops.launch import Launch, load_for_training
 from hone.loops.loop import run_to_end
-from hone.loops.rank0 import Controller, Rank0Collector, Rank0Scorer
+from hone.loops.rank0 import Controller, CriticLead, Lead, Rank0Collector, Rank0Scorer
 from hone.loops.recorder import Limits, recording
 from hone.loops.resuming import restore
 from hone.loops.run import Outcome, Phase, Run
@@ -64,7 +64,12 @@ _log = logging.getLogger(__name__)
 
 def run(cfg: RLConfig, make_pools: MakePools = thread_pools) -> Outcome:
     """As `run_to_end`."""
-    return run_to_end(cfg, lambda start: build_run(cfg, start, make_pools))
+
+    def build(start: Launch) -> AbstractContextManager[RLRun]:
+        trains_policy = start.roles.own == "policy"
+        return (build_run if trains_policy else build_critic)(cfg, start, make_pools)
+
+    return run_to_end(cfg, build)
 
 
 @dataclass(slots=True)
@@ -77,7 +82,8 @@ class Sampling:
     engine: SamplingEngine | None
     """Of this process, or its rank of one; where the first drives all engines, None in others."""
     collector: Rank0Collector
-    weights: WeightSync | Controller
+    weights: WeightSync | Controller | None
+    """None where what this process trains goes to no engine."""
 
 
 @dataclass(kw_only=True)
@@ -115,6 +121,8 @@ class RLRun(Run[Group]):
         return groups
 
     def push(self, step: int) -> Metrics:
+        if self.sampling.weights is None:
+            return {}
         with self.span("sync"):
             report = self.sampling.weights.push(version=step)
         metrics: Metrics = {
@@ -242,15 +250,8 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
     Cheap and likely mistakes come first: configuration, tokenizer and data are read, and reward
     functions tried, before any weight is loaded. `make_pools` is called by the first process.
     """
-    mesh = start.mesh
-    devices = Devices(kind="cpu" if mesh.device.type == "cpu" else "cuda")
-    plan = resolve(cfg, ModelFacts.read(cfg.model.path), devices, world_size=mesh.world.size)
-    tokenizer = load_tokenizer(cfg.model)
-    beside = {"teacher.path": cfg.teacher_model, "critic.path": cfg.critic_model}
-    for key, other in beside.items():
-        if other is not None:
-            its = load_tokenizer(other, path_key=key)
-            require_same_tokens(tokenizer, its, key, other.path)
+    mesh, plan = start.mesh, _plan(cfg, start)
+    tokenizer = _tokenizer(cfg)
     data = prompts_of(cfg, tokenizer)
     with ExitStack() as stack:
         ranks = None
@@ -260,7 +261,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         scoring = _scoring(cfg, mesh, ranks, data=data, tokenizer=tokenizer)
         scorer = stack.enter_context(scoring)
         transcripts = transcripts_of(cfg, data.all_rows()) if scorer is not None else None
-        pools = stack.enter_context(_pools(cfg, plan, mesh, make_pools))
+        pools = stack.enter_context(_pools(cfg, plan, start, make_pools))
 
         load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
         model = load()
@@ -271,7 +272,8 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
         algorithm = algorithm_of(cfg)
         models = _models(cfg, plan, start, model=model, algorithm=algorithm, load=load, pools=pools)
         trainer = models.trainer
-        start.watch.follow(models.groups | (ranks.groups if ranks else frozenset()))
+        groups = models.groups | (ranks.groups if ranks else frozenset())
+        start.watch.follow(groups, start.roles.channels)
         if start.checkpoint is not None:
             restore(models, start.checkpoint.parts)
         random_state = capture_random_state()
@@ -292,6 +294,7 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
                 scorer=scorer,
                 scores=scores,
                 pools=pools,
+                lead_critic=start.roles.lead and partial(CriticLead, start.roles.lead),
                 on_complete=_scoring_ahead(cfg, algorithm, models),
             )
         )
@@ -317,16 +320,64 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
 
 
 @contextmanager
+def build_critic(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[RLRun]:
+    """The same run in a process that trains a critic with devices of its own: it samples nothing,
+    hears from the first process what that has collected, and makes the same calls as all."""
+    plan, tokenizer, algorithm = _plan(cfg, start), _tokenizer(cfg), algorithm_of(cfg)
+    data, lead = prompts_of(cfg, tokenizer), start.roles.lead
+    assert lead is not None
+    with ExitStack() as stack:
+        stack.enter_context(_pools(cfg, plan, start, make_pools))
+        critic = _critic(cfg, plan, start, algorithm.objectives["critic"])
+        models = Models({"critic": critic}, share=start.everyone.share)
+        start.watch.follow(models.groups, start.roles.channels)
+        if start.checkpoint is not None:
+            restore(models, start.checkpoint.parts)
+        collector = Rank0Collector(CriticLead(lead), None)
+        engine = cfg.engine.model_copy(update={"enable_sleep": False})  # there is none here
+        built = RLRun(
+            cfg=cfg.model_copy(update={"trainer": cfg.critic_trainer, "engine": engine}),
+            launch=start,
+            algorithm=algorithm,
+            models=models,
+            sampling=Sampling(data, None, None, collector, None),
+            tokenizer=tokenizer,
+            recorder=stack.enter_context(recording(start, critic.policy.model, plan=plan)),
+        )
+        if start.checkpoint is not None:
+            built.load_state(start.checkpoint.parts)
+        yield built
+
+
+def _plan(cfg: RLConfig, start: Launch) -> RunPlan:
+    devices = Devices(kind="cpu" if start.mesh.device.type == "cpu" else "cuda")
+    facts = ModelFacts.read(cfg.model.path)
+    return resolve(cfg, facts, devices, world_size=start.roles.num_trainers)
+
+
+def _tokenizer(cfg: RLConfig) -> PreTrainedTokenizerBase:
+    """Of the policy, whose tokens all models have. Raises UserError where one has others."""
+    tokenizer = load_tokenizer(cfg.model)
+    beside = {"teacher.path": cfg.teacher_model, "critic.path": cfg.critic_model}
+    for key, other in beside.items():
+        if other is not None:
+            its = load_tokenizer(other, path_key=key)
+            require_same_tokens(tokenizer, its, key, other.path)
+    return tokenizer
+
+
+@contextmanager
 def _pools(
-    cfg: RLConfig, plan: RunPlan, mesh: Mesh, make_pools: MakePools
+    cfg: RLConfig, plan: RunPlan, start: Launch, make_pools: MakePools
 ) -> Generator[Pools | None]:
     """What the first process has, once the trainers of all nodes have their GPUs for themselves."""
+    cluster, everyone = cfg.cluster, start.everyone
     with ExitStack() as stack:
-        if cfg.cluster.is_used and cfg.cluster.address is not None and mesh.world.size > 1:
-            if processes().local_rank == 0 and not mesh.is_first:
+        if cluster.needs_ray and cluster.address is not None and everyone.size > 1:
+            if processes().local_rank == 0 and not everyone.is_first:
                 stack.enter_context(reserved_gpus(cfg))
-            mesh.gather(None)  # before any GPU is given to an engine
-        needs_pools = (plan.is_apart or cfg.cluster.is_used) and mesh.is_first
+            everyone.gather(None)  # before any GPU is given to an engine
+        needs_pools = (plan.is_apart or cluster.needs_ray) and everyone.is_first
         yield stack.enter_context(make_pools(cfg)) if needs_pools else None
 
 
@@ -367,12 +418,15 @@ def _sampling(
     scorer: Scorer | None,
     scores: SampleScorer | None,
     pools: Pools | None,
+    lead_critic: Callable[[Lead], Lead] | None,
     on_complete: Callable[[Group], None] | None,
 ) -> Generator[Sampling]:
     """Engine, collector and the way of weights: with an engine, or a rank of one, over `sampled`
     in each process, or with engines that have weights of their own, which the first process drives.
-    `scores` is `scorer`, with what else scores."""
+    `scores` is `scorer`, with what else scores. `lead_critic` makes a lead one of the critic's
+    processes too, where this is the first and there are some."""
     mesh = trainer.mesh
+    lead_all = lead_critic or (lambda lead: lead)
     collector_of = partial(
         Collector,
         prompts=data.train,
@@ -399,7 +453,7 @@ def _sampling(
         lead = ranks.lead(engine)
         own = None if scores is None else collector_of(lead.engine, scores, comm=ranks.comm)
         weights = WeightSync(trainer, engine)
-        yield Sampling(data, scorer, engine, Rank0Collector(lead, own), weights)
+        yield Sampling(data, scorer, engine, Rank0Collector(lead_all(lead), own), weights)
         return
     engines = pools and pools.engines
     weights = BroadcastSync(
@@ -413,7 +467,8 @@ def _sampling(
     with closing(weights):
         controller = Controller(mesh, engines, weights)
         own = collector_of(engines, scores) if engines is not None and scores is not None else None
-        yield Sampling(data, scorer, engines, Rank0Collector(controller, own), controller)
+        collector = Rank0Collector(lead_all(controller), own)
+        yield Sampling(data, scorer, engines, collector, controller)
 
 
 def _models(
@@ -475,9 +530,9 @@ def _models(
     is_half = compute_dtype(cfg.model, mesh.device).itemsize == 2
     gate = ParityGate(cfg.trainer.parity, "bfloat16" if is_half else "float32", exact=exact)
     learners = {"policy": trainer}
-    if "critic" in algorithm.objectives:
+    if "critic" in algorithm.objectives and not cfg.cluster.num_critics:
         learners["critic"] = _critic(cfg, plan, start, algorithm.objectives["critic"])
-    return Models(learners, scorers, gate)
+    return Models(learners, scorers, gate, start.everyone.share)
 
 
 def _scorer_apart(
@@ -544,6 +599,7 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
     batch, engine, kl = plan.batch, plan.roles["engine"], cfg.algorithm.kl
     dtype = compute_dtype(cfg.model, mesh.device)
     assert batch is not None
+    beside = {name for name, role in plan.roles.items() if role.shares_devices_of == "policy"}
     puts_kl_in_rewards = kl.coef > 0 and kl.placement == "reward"
     samples_credit = cfg.teacher.path is not None and cfg.teacher.loss == "policy_gradient"
     scores_policy = batch.optimizer_steps_per_rollout > 1 or puts_kl_in_rewards or samples_credit
@@ -562,5 +618,5 @@ def _limits(cfg: RLConfig, plan: RunPlan, model: PreTrainedModel, mesh: Mesh) ->
         passes=(2.0 if cfg.model.lora.rank else 3.0) * batch.num_epochs
         + scores_policy
         + (kl.coef > 0 and not cfg.cluster.num_references)
-        + (cfg.algorithm.needs_critic and 1 + 3.0 * batch.num_epochs),
+        + ("critic" in beside and 1 + 3.0 * batch.num_epochs),
     )

@@ -59,7 +59,7 @@ class Run(ABC, Generic[Item]):
     def __post_init__(self) -> None:
         self.span = self.recorder.spans.span
         self.outcome = Outcome(self.launch.steps_done)
-        self.interrupt = Interrupt(self.launch.mesh, STOPPING)
+        self.interrupt = Interrupt(self.launch.everyone, STOPPING)
         self.saver = Saver(
             self.launch.store,
             self.launch.cfg.checkpoint,
@@ -71,7 +71,7 @@ class Run(ABC, Generic[Item]):
 
     @property
     def trainer(self) -> Trainer:
-        """Of the policy."""
+        """Of the policy. Raises KeyError in processes that train another model."""
         return self.models.trainer
 
     # -- a step ----------------------------------------------------------------------------------
@@ -171,16 +171,19 @@ class Run(ABC, Generic[Item]):
     def export(self) -> None:
         """Write the trained model, unless this launch was stopped before its first step."""
         launch, outcome = self.launch, self.outcome
-        if launch.mesh.is_first:
+        if launch.everyone.is_first:
             self.recorder.spans.write_trace(launch.dir / "trace.json")
         if outcome.stopped_by is not None and outcome.steps == launch.steps_done:
             return
-        writing = Interrupt(launch.mesh, "the model is being written", earlier=outcome.stopped_by)
+        notice = "the model is being written"
+        writing = Interrupt(launch.everyone, notice, earlier=outcome.stopped_by)
         with self.phase("save", outcome.steps), writing:
             for role, trainer in self.models.learners.items():
                 if role != "policy":
                     export_role(trainer, self.tokenizer, launch)
-            export(self.trainer, self.tokenizer, launch)
+            launch.everyone.gather(None)  # the policy's is the last, whoever writes
+            if "policy" in self.models.learners:
+                export(self.trainer, self.tokenizer, launch)
 
     def _evaluate(self, step: int) -> Metrics:
         with self.span("eval"):

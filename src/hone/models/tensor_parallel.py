@@ -94,19 +94,19 @@ class TensorParallel:
         """The group of this process, one of those that torchrun has started, on `device`.
 
         Ranks i * size to (i + 1) * size - 1 are a group; several groups are replicas, which share
-        nothing. Joins the default process group (NCCL on CUDA, gloo on a CPU) where that has not
-        been done. `timeout` is for collectives; None: torch's own.
+        nothing. Joins the default process group (NCCL on CUDA, gloo on a CPU) where that is needed
+        and has not been done. `timeout` is for collectives; None: torch's own.
         """
         own = processes()
         rank, world_size = own.rank, own.world_size
-        if world_size == size == 1:
-            return cls(rank=0, size=1, device=device)
-        assert world_size % size == 0, f"{world_size=} {size=}"  # a rule of `hone check`
+        if size == 1:
+            return cls(rank=0, size=1, device=device, replica=rank, num_replicas=world_size)
         if not dist.is_initialized():
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        group: Any = None
-        if size > 1:
-            group, _ = dist.new_subgroups(size, timeout=timeout)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        assert world_size % size == 0, f"{world_size=} {size=}"  # a rule of `hone check`
+        group: Any
+        group, _ = dist.new_subgroups(size, timeout=timeout)
         return cls(
             rank=rank % size,
             size=size,

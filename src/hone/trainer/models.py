@@ -6,9 +6,9 @@ metrics |= models.update(algorithm, rows, step)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.profiler import record_function
@@ -28,7 +28,8 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class Models:
-    """What trains and what scores. Passes that the algorithm does not need are not made."""
+    """What trains and what scores in this process. Passes that the algorithm does not need are not
+    made."""
 
     learners: Mapping[str, Trainer]
     """The roles that learn, in the order in which they do: `policy`, `critic`."""
@@ -36,16 +37,20 @@ class Models:
     """The other roles, such as `reference`."""
     parity: ParityGate | None = None
     """Compares what engines recorded with the policy, before anything is trained on it."""
+    share: Callable[[Mapping[str, Any]], dict[str, Any]] = dict[str, Any]
+    """What is found here by name, with what the processes of other roles have found. Collective."""
 
     @property
     def trainer(self) -> Trainer:
-        """Of the policy."""
+        """Of the policy. Raises KeyError in processes that train another model."""
         return self.learners["policy"]
 
     @property
     def groups(self) -> set[dist.ProcessGroup]:
         """Every group that these models have collectives in."""
-        groups = self.trainer.mesh.groups
+        groups = set[dist.ProcessGroup]()
+        for trainer in self.learners.values():
+            groups |= trainer.mesh.groups
         for scorer in self.scorers.values():
             if isinstance(scorer, FrozenScorer):
                 groups = groups | scorer.model.mesh.groups
@@ -82,7 +87,7 @@ class Models:
                     own = trainer.update(rows)
                 prefix = "train/" if role == "policy" else f"{role}/"
                 metrics |= {key.replace("train/", prefix): value for key, value in own.items()}
-        return metrics | self._memory()
+        return self.share(metrics | self._memory())
 
     def _memory(self) -> Metrics:
         """What each role here holds on the device between its passes, in GiB, of this process, and
@@ -114,24 +119,25 @@ class Models:
 
         What learns is scored where the algorithm asks for it, or where several optimizer steps
         share the rows: with one step it has not moved when its loss is computed. What is elsewhere
-        computes meanwhile.
+        computes meanwhile; every process gets what all have found.
         """
         wanted = dict(algorithm.needs.scores)
         for role, trainer in self.learners.items():
             if before := trainer.outputs_before(rows):
                 wanted[role] = wanted.get(role, frozenset()) | before
         scorers: dict[str, RowScorer] = {**self.learners, **self.scorers}
-        missing = sorted(wanted.keys() - scorers.keys())
-        assert not missing, f"the algorithm needs models that the run has not: {missing}"
         pending = {
             role: scorers[role].begin(rows, outputs)
             for role, outputs in wanted.items()
-            if role not in kept
+            if role in scorers and role not in kept
         }
-        scored: dict[str, list[Outputs]] = {**kept}
+        own: dict[str, list[Outputs]] = {**kept}
         for role in sorted(pending, key=lambda role: role not in self.learners):
             with record_function(f"{RANGE}score {role}"):
-                scored[role] = pending[role]()
+                own[role] = pending[role]()
+        scored: dict[str, list[Outputs]] = self.share(own)
+        missing = sorted(wanted.keys() - scored.keys())
+        assert not missing, f"the algorithm needs models that the run has not: {missing}"
         kept |= {role: found for role, found in scored.items() if role in self.scorers}
         for role, of_rows in scored.items():
             for row, found in zip(rows, of_rows, strict=True):

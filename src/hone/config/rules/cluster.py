@@ -8,6 +8,7 @@ __all__ = ["RULES"]
 
 _ENGINES, _REFERENCES = "cluster.num_engines", "cluster.num_references"
 _TEACHERS, _REWARD_MODELS = "cluster.num_teachers", "cluster.num_reward_models"
+_CRITICS = "cluster.num_critics"
 _TRAINERS, _NODES = "cluster.num_trainers", "cluster.num_nodes"
 _PER_NODE = "cluster.devices_per_node"
 _SIZE = "engine.tensor_parallel_size"
@@ -15,13 +16,16 @@ _FITS = "@devices_needed <= @devices_there"
 
 _DEVICES = (
     error("cluster.* is set", "not cluster.is_used",
-          says="{meant} is set, and neither engines nor frozen models have devices of their own",
-          why=f"{_ENGINES}, {_REFERENCES}, {_TEACHERS} and {_REWARD_MODELS} are 0, so that every "
-          "training process has all on its own device, and there is no cluster",
+          says="{meant} is set, and nothing but the policy's training has devices of its own",
+          why=f"{_ENGINES}, {_CRITICS}, {_REFERENCES}, {_TEACHERS} and {_REWARD_MODELS} are 0, so "
+          "that every training process has all on its own device, and there is no cluster",
           fix="set one of these | remove {meant}; --nproc N starts N training processes"),
     unused("cluster.update_weight_buffer_size", f"{_ENGINES} = 0", given=("cluster.is_used",),
            why="weights stay in their processes"),
-    needs("ray", "cluster.is_used", by="{cluster.used_by}"),
+    unused("cluster.engine_timeout_s", "not cluster.needs_ray", given=("cluster.is_used",),
+           why="it is for engines and models that score on devices of their own"),
+    needs("ray", "cluster.needs_ray", by="{cluster.used_by}"),
+    needs("ray", "cluster.address", _CRITICS, "not cluster.needs_ray", by="cluster.address"),
     error(f"{_TRAINERS} != @num_processes", given=("cluster.is_used",),
           why="with {cluster.used_by} they are the same",
           fix="leave out --nproc | under torchrun start as many processes"),
@@ -92,6 +96,14 @@ _SCORERS = (
           fix=f"set {_ENGINES} | {_REWARD_MODELS} = 0"),
 )  # fmt: skip
 
+_CRITIC = (
+    error(_CRITICS, "algorithm.advantage != gae", only=("rl", "plan"),
+          why="there is no critic", fix=f"algorithm.advantage = gae | {_CRITICS} = 0"),
+    error(f"@critic_divisor does not divide {_CRITICS}", only=("rl", "plan"), given=(_CRITICS,),
+          why="processes of the critic are divided as those of the policy are",
+          fix="use a multiple of {critic_divisor}"),
+)  # fmt: skip
+
 _PIPELINE = (
     unused("pipeline.in_flight", "pipeline.max_staleness = 0",
            instead="pipeline.max_staleness = 1"),
@@ -115,4 +127,4 @@ _PIPELINE = (
           fix="rollout.oversample_prompts = 0"),
 )  # fmt: skip
 
-RULES = (*_DEVICES, *_REFERENCE, *_SCORERS, *_PIPELINE)
+RULES = (*_DEVICES, *_CRITIC, *_REFERENCE, *_SCORERS, *_PIPELINE)

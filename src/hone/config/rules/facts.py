@@ -172,7 +172,9 @@ def num_processes(view: View) -> Fact:
     """Processes that train, or without a trainer sample."""
     if view.plan.world_size is None:
         raise NotKnownError("world_size")
-    return Fact(view.plan.world_size, "the number of processes")
+    apart = view.command == "rl" and view["cluster.num_critics"]
+    of = " that train the policy" if apart else ""
+    return Fact(view.plan.world_size, f"the number of processes{of}")
 
 
 @fact
@@ -190,6 +192,23 @@ def num_shares(view: View) -> Fact:
     number = view.number("num_processes") // together
     those = f"groups of {together} processes" if together > 1 else "processes"
     return Fact(number, f"the number of {those}")
+
+
+@fact
+def critic_divisor(view: View) -> Fact:
+    """What the number of processes of a critic apart must be a multiple of."""
+    parallel = view["trainer.parallel"]
+    within = {"expert_parallel_size": parallel.expert_parallel_size}
+    if parallel.zero_stage and parallel.fsdp_size > 0:
+        within["fsdp_size"] = parallel.fsdp_size
+    tensor = parallel.tensor_parallel_size
+    number = math.lcm(parallel.replica_size, *(tensor * size for size in within.values()))
+    sizes = {key: getattr(parallel, key) for key in _REPLICA} | within
+    how = ", ".join(f"trainer.parallel.{key} {size}" for key, size in sizes.items() if size > 1)
+    return Fact(number, "what the sizes of trainer.parallel divide", how)
+
+
+_REPLICA = ("ring_size", "ulysses_size", "tensor_parallel_size")
 
 
 @fact
@@ -285,11 +304,12 @@ def max_engines(view: View) -> Fact:
     size, each = view["engine.tensor_parallel_size"], view["cluster.devices_per_node"]
     if each is None:
         raise NotKnownError("max_engines")
-    whole, rest = divmod(view["cluster.num_trainers"], each)
+    whole, rest = divmod(view["cluster"].num_processes, each)
     beside, nodes = (each - rest) % each, view["cluster.num_nodes"] - whole
     noun = (
         f"what fits with engine.tensor_parallel_size {size} devices each on one node, where "
-        f"trainers leave {beside} of theirs (cluster.devices_per_node less cluster.num_trainers)"
+        f"trainers leave {beside} of theirs (cluster.devices_per_node less "
+        f"{view['cluster'].processes_by})"
     )
     return Fact(beside // size + (nodes - (rest > 0)) * (each // size), noun)
 
