@@ -19,6 +19,7 @@ from hone.config.parallel import AxisSizes
 from hone.config.tree import RLConfig, SFTConfig
 from hone.distributed.mesh import Mesh
 from hone.distributed.processes import processes
+from hone.distributed.roles import Roles
 from hone.distributed.watch import Watch
 from hone.loops import reinforce
 from hone.loops.launch import Launch
@@ -88,8 +89,9 @@ def test_what_has_changed_is_an_event_of_the_run(make_config: MakeConfig, tmp_pa
     for lr in (0.003, 0.5, 0.5):  # as it was, another, the same again
         cfg = make_config(run=run, trainer={"optimizer": {"lr": lr}})
         mesh, store = Mesh.alone("cpu"), CheckpointStore(tmp_path / "checkpoints")
+        roles = Roles("policy", mesh, mesh)
         given = {"tracing": Mock(), "metrics_server": Mock()}
-        Launch(cfg, mesh, Watch(processes(), 9.0), store, checkpoint(), **given).save_config()
+        Launch(cfg, roles, Watch(processes(), 9.0), store, checkpoint(), **given).save_config()
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["kind"], event["step"]) == ("changed", 6)
     assert event["settings"] == ["trainer.optimizer.lr is 0.5, was 0.003"]
