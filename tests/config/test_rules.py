@@ -279,6 +279,8 @@ NEEDS: list[tuple[str, str, str, str, str]] = [
     ("rl", "cluster.num_engines=1", "ray", "cluster.num_engines", "hone-rl[ray]"),
     ("rl", "cluster.num_references=1 algorithm.kl.coef=0.1", "ray", "cluster.num_references",
      "hone-rl[ray]"),
+    ("rl", "cluster.num_critics=1 algorithm.advantage=gae cluster.address=auto", "ray",
+     "cluster.address", "hone-rl[ray]"),
     ("rl", "data.train.0.path=openai/gsm8k", "datasets", "data.train.0.path", "hone-rl[data]"),
     ("sft", "data.train.1.path=saved", "datasets", "data.train.1.path", "hone-rl[data]"),
     ("generate", "data.train.0.path=rows.parquet", "pyarrow", "data.train.0.path", "pyarrow"),

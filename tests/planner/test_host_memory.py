@@ -79,6 +79,10 @@ def test_a_cpu_run_is_planned_kind_by_kind() -> None:
             ),
             {"trainer": 1, "teacher": 2, "reward_model": 1},
         ),
+        (
+            ("--cluster.num_critics=2", "--algorithm.advantage=gae"),
+            {"trainer": 1, "critic": 2},
+        ),
     ],
 )
 def test_every_process_of_this_host_counts(flags: tuple[str, ...], numbers: dict) -> None:

@@ -292,6 +292,28 @@ def test_a_teacher_and_a_reward_model_apart_have_devices_of_their_own(
     assert {f"{role.replace(' ', '_')}_{what}" for what in ("devices", "score_peak_gib")} <= lines
 
 
+def test_a_critic_apart_has_devices_of_its_own() -> None:
+    """With the step that it has beside the policy; nothing of it is left there."""
+    gae = ("--algorithm.advantage=gae", "--critic.path=Qwen/Qwen3-1.7B")
+    beside = RunMemory(planned(configured(*gae), shape_of("qwen3-0.6b")))
+    assert beside.critic is not None
+    assert phases(*gae)["generate"].parts["critic"] == beside.critic_at_rest
+    found = phases(*gae, "--cluster.num_critics=1")
+    assert [*found] == ["generate", "train", "sync", "critic train"]
+    parts = dict(found["critic train"].parts)
+    parts.pop("CUDA")
+    assert parts == beside.critic.parts
+    alone = phases()
+    for name in ("generate", "train", "sync"):
+        assert found[name].parts == alone[name].parts | {"critic": 0}
+    halves = phases(*gae, "--cluster.num_critics=2")["critic train"].parts
+    assert halves["masters"] == parts["masters"] // 2
+    plan = planned(configured(*gae, "--cluster.num_critics=2"), shape_of("qwen3-0.6b"))
+    assert plan.devices_of_roles() == 1 + 2
+    assert {"critic_devices", "critic_train_peak_gib"} <= {line.name for line in plan_lines(plan)}
+    assert [*phases(*gae, "--cluster.num_critics=2", *APART, world_size=2)][-1] == "critic train"
+
+
 def test_a_pass_of_a_large_teacher_beside_the_policy_is_planned() -> None:
     """With more tokens than the policy's own passes it is what needs most."""
     flags = ("--teacher.path=Qwen/Qwen3-8B", "--trainer.max_tokens_per_microbatch=2048")

@@ -450,6 +450,24 @@ def test_rates_follow_devices_and_settings() -> None:
     assert scored / (plain.train_s(rows, 7000) - 0.15) == pytest.approx(4 / 3, rel=0.01)
 
 
+def test_a_critic_apart_learns_while_the_policy_does() -> None:
+    """Its values come first, a pass; then it holds up a step only where it takes longer."""
+    shape, rows, gae = public_shape("qwen3-8b"), [1000] * 8, {"advantage": "gae"}
+    assert shape is not None
+    placement = Placement(num_trainers=2, num_engines=1)
+
+    def train_s(number: int, **sections: Any) -> float:
+        cfg = config(cluster={"num_critics": number}, **sections)
+        return placement_rates(cfg, shape, GPUS[0], placement).train_s(rows, 7000)
+
+    alone = train_s(0)
+    beside, one, two = (train_s(number, algorithm=gae) for number in (0, 1, 2))
+    a_pass = (beside - alone) / 4
+    assert two == pytest.approx(alone + a_pass, rel=0.01)
+    assert alone + a_pass < two * 1.001 < one
+    assert train_s(8, algorithm=gae) < two
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_public_shapes_are_those_of_the_models(name: str, tmp_path: Path) -> None:
     from hone.models.tiny import make_model_folder

@@ -250,7 +250,8 @@ def plan_here(
             host_bytes=available_host_bytes() if num_gpus else None,
         )
     teacher = cfg.teacher.path if isinstance(cfg, RLConfig) else None
-    if world_size is not None and isinstance(cfg, RLConfig):
+    is_run = isinstance(cfg, RLConfig) and not isinstance(cfg, PlanConfig)
+    if world_size is not None and is_run:
         world_size = max(world_size - cfg.cluster.num_critics, 0)
     return resolve(
         cfg,

@@ -117,7 +117,9 @@ def _write(result: Comparison, output: Path) -> str:
         write_whole(output, _recipe(result), "output")
         launch = " ".join(launch_words(result.outcomes[0]))
         placement = result.outcomes[0].run.placement
-        nproc = placement.num_trainers if placement.colocated and launch == "hone rl" else 1
+        nproc = 1
+        if placement.colocated and launch == "hone rl":
+            nproc = placement.num_trainers + result.cfg.cluster.num_critics
         return f"to run the first: {launch} {output}{f' --nproc {nproc}' * (nproc > 1)}"
     return f"numbers in {output}, plot in {_write_files(result, output)}"
 

@@ -174,11 +174,13 @@ def compare(cfg: PlanConfig) -> Comparison:
             f"{'; '.join(notes)}. "
             + (f"It would be possible with {possible}." if possible else "Nothing tried helps.")
         )
-    for role, number in cfg.cluster.num_scorers.items():
-        notes.append(
-            f"cluster.num_{role}s {number}: what nothing hides of their time is part of training; "
-            "their GPUs are in no split"
-        )
+    numbers = {"critic": cfg.cluster.num_critics, **cfg.cluster.num_scorers}
+    for role, number in numbers.items():
+        if number:
+            notes.append(
+                f"cluster.num_{role}s {number}: what nothing hides of their time is part of "
+                "training; their GPUs are in no split"
+            )
     for key, path in (("teacher", cfg.teacher.path), ("reward.model", cfg.reward.model.path)):
         if path is not None and ((facts := ModelFacts.known(path)) is None or facts.shape is None):
             notes.append(f"{key}.path '{path}' is taken to be of the policy's shape")
@@ -451,8 +453,9 @@ def _shape(model: PlannedModelConfig) -> ModelShape:
 
 
 def _num_gpus(cfg: PlanConfig) -> int:
-    """GPUs in all, but for those of frozen models, which every split leaves alone."""
+    """GPUs in all, but for those of frozen models and a critic, which every split leaves alone."""
     cluster = cfg.cluster
     if cluster.num_engines:
         return cluster.num_trainers + cluster.num_engines * cfg.engine.tensor_parallel_size
-    return (cfg.plan.gpus or GPUS_UNSET) - sum(cluster.num_scorers.values())
+    apart = cluster.num_critics + sum(cluster.num_scorers.values())
+    return (cfg.plan.gpus or GPUS_UNSET) - apart

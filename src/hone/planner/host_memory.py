@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hone.config.plan import Command, RunPlan
 from hone.config.rules.finding import Finding
@@ -72,11 +72,17 @@ def host_roles(plan: RunPlan, *, num_local: int, at_least: bool = False) -> list
     if not (isinstance(plan.config, RLConfig) and plan.config.cluster.address is not None):
         apart = [role for role in plan.roles.values() if role.where == "ray"]
         numbers |= {role.name: role.num_devices for role in apart}
+    if run.is_own_device("critic"):
+        numbers["critic"] = plan.roles["critic"].num_devices
     phases = [(phase.role or first, phase) for phase in run.phases()]
     roles: list[HostRole] = []
     for name, number in numbers.items():
         widest = max((x for role, x in phases if role == name), key=lambda x: x.num_bytes)
-        own = {"offloaded": run.offloaded, **_copied(run)} if name == "trainer" else {}
+        own: dict[str, int] = {}
+        if name == "trainer":
+            own = {"offloaded": run.offloaded, **_copied(run)}
+        elif name == "critic" and run.critic is not None:
+            own = {"offloaded": run.critic.host, **_copied(run, "critic")}
         roles.append(HostRole(name, number, {**widest.parts, **own}))
     return roles
 
@@ -99,13 +105,16 @@ def saved_at_the_end(cfg: RLConfig | SFTConfig) -> dict[str, Any]:
     return once | {"keep_best": False}
 
 
-def _copied(run: RunMemory) -> dict[str, int]:
-    """What a trainer copies to write it while it goes on: of what several have, one does."""
+def _copied(run: RunMemory, name: Literal["policy", "critic"] = "policy") -> dict[str, int]:
+    """What a process that trains a model copies to write it while it goes on: of what several have,
+    one does."""
     if run.plan.trainer is None or not saves_in_background(run.plan.config):
         return {}
-    axes = run.plan.policy.axes
+    axes = run.plan.roles[name].axes
     num_copies = axes.world // (axes.fsdp * axes.tensor)
-    state = run.step.state + (run.critic.state if run.critic else 0)
+    beside = [run.step, run.critic_beside]
+    models = beside if name == "policy" else [run.critic]
+    state = sum(model.state for model in models if model is not None)
     return {"copy for a checkpoint": state // num_copies}
 
 
@@ -125,14 +134,24 @@ def _offloaded(run: RunMemory, num_local: int) -> Iterator[HostRole]:
     step, sleeps = run.step, getattr(run.plan.trainer, "enable_sleep", False)
     asleep = step.masters + step.optimizer + run.critic_at_rest if sleeps else 0
     asleep += run.sleeping_weights if sleeps else 0
+    beside = run.critic_beside
     parts = {
         "offloaded": run.offloaded,
         "asleep": asleep,
-        "rounded up": step.host_padding + (run.critic.host_padding if run.critic else 0),
+        "rounded up": step.host_padding + (beside.host_padding if beside else 0),
         **_copied(run),
     }
     if any(parts.values()):
         yield HostRole("trainer", num_local, parts)
+    if (critic := run.critic) is None or beside is not None:
+        return
+    parts = {
+        "offloaded": critic.host,
+        "rounded up": critic.host_padding,
+        **_copied(run, "critic"),
+    }
+    if any(parts.values()):
+        yield HostRole("critic", run.plan.roles["critic"].num_devices, parts)
 
 
 def shortage(

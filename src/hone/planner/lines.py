@@ -284,7 +284,7 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         for role, num_bytes in run.frozen.items():
             if num_bytes:
                 held[role.replace(" ", "_")] = (num_bytes, f"{plan.dtype}, {purposes[role]}")
-        if run.critic is not None:
+        if run.critic_beside is not None:
             held["critic"] = (run.critic_at_rest, "its weights, masters and moments")
         for name, (num_bytes, what) in held.items():
             yield _gib(f"{name}_gib", num_bytes, what if name == "engine" else f"{what}, {how}")

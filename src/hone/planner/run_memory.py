@@ -7,8 +7,8 @@ A step generates, trains and syncs. Where trainer and engine share a device, wha
 the other works decides whether the run fits: the KV cache, and weights that the engine has for
 itself, stay unless `engine.enable_sleep`, masters, moments and all of a critic unless
 `trainer.enable_sleep`. Where they are apart, each has a device of its own, as have frozen models
-with `cluster.num_references`, `num_teachers` and `num_reward_models`. Commands that only train or
-only sample have one phase.
+with `cluster.num_references`, `num_teachers` and `num_reward_models`, and a critic with
+`cluster.num_critics`. Commands that only train or only sample have one phase.
 
 Of the trainer all is `training_memory`. The cache is sized as the engine does it when it starts,
 before the trainer has moments, which is why a cache that was granted may be missing later. On an
@@ -26,7 +26,7 @@ from typing import Literal, get_args
 from hone.config.cluster import ScorerName
 from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB, EngineConfig
 from hone.config.model_facts import ModelFacts
-from hone.config.plan import Role, RunPlan
+from hone.config.plan import Role, RoleName, RunPlan
 from hone.config.reward import RewardModelConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig
@@ -61,7 +61,7 @@ class Phase:
     """What one device holds at most in one phase of a step, in bytes by kind."""
 
     name: Literal["generate", "train", "sync", "score"]
-    role: Literal["", "trainer", "engine"] | ScorerName
+    role: Literal["", "trainer", "critic", "engine"] | ScorerName
     """Whose device it is; empty where they share one."""
     parts: Mapping[str, int]
 
@@ -110,7 +110,7 @@ class RunMemory:
         """An optimizer step with the largest micro-batches that the run's rows can make."""
         plan = self.plan
         assert plan.trainer is not None
-        num_tokens, num_micro_batches = self._micro_batches(plan.trainer)
+        num_tokens, num_micro_batches = self._micro_batches(plan.trainer, plan.policy)
         return planned_step(plan, num_tokens=num_tokens, num_micro_batches=num_micro_batches)
 
     @cached_property
@@ -142,8 +142,8 @@ class RunMemory:
         cfg, plan = self.plan.config, self.plan
         if "critic" not in plan.roles or not isinstance(cfg, RLConfig):
             return None
-        trainer = cfg.critic_trainer
-        num_tokens, num_micro_batches = self._micro_batches(trainer)
+        trainer, role = cfg.critic_trainer, plan.roles["critic"]
+        num_tokens, num_micro_batches = self._micro_batches(trainer, role)
         return training_memory(
             self.critic_shape,
             trainer,
@@ -152,15 +152,15 @@ class RunMemory:
             num_trained=0,
             num_micro_batches=num_micro_batches,
             layers=layer_code(on_gpu=not plan.is_on_cpu, compile=trainer.compile),
-            sizes=plan.roles["critic"].axes,
+            sizes=role.axes,
         )
 
-    def _micro_batches(self, trainer: SFTTrainerConfig) -> tuple[int, int]:
+    def _micro_batches(self, trainer: SFTTrainerConfig, role: Role) -> tuple[int, int]:
         """Tokens that a device has of the largest micro-batch of an optimizer step, and whether
         there are several, as 1 or 2."""
-        plan, sizes, micro = self.plan, self.plan.policy.axes, trainer.micro_batch_size
+        plan, sizes, micro = self.plan, role.axes, trainer.micro_batch_size
         assert plan.batch is not None
-        rows = plan.rows_per_data_rank
+        rows = -(-plan.batch.samples_per_optimizer_step // sizes.data)
         whole = -(-rows * self.longest // sizes.context)
         budget = trainer.max_tokens_per_microbatch
         if micro is not None:
@@ -169,14 +169,19 @@ class RunMemory:
 
     @property
     def critic_at_rest(self) -> int:
-        """While the policy works."""
-        critic = self.critic
+        """On the policy's devices, while that works."""
+        critic = self.critic_beside
         return 0 if critic is None else critic.weights + critic.masters + critic.optimizer
 
     @property
+    def critic_beside(self) -> TrainingMemory | None:
+        """`critic`, where it is on the policy's devices."""
+        return None if self.is_own_device("critic") else self.critic
+
+    @property
     def offloaded(self) -> int:
-        """In host memory: what is offloaded of policy and critic."""
-        return self.step.host + (self.critic.host if self.critic else 0)
+        """In host memory: what is offloaded of the policy, and of a critic beside it."""
+        return self.step.host + (self.critic_beside.host if self.critic_beside else 0)
 
     @property
     def frozen(self) -> dict[str, int]:
@@ -195,8 +200,8 @@ class RunMemory:
             case "reward_model":
                 return self.reward_model_shape
 
-    def is_own_device(self, name: ScorerName) -> bool:
-        """Whether copies of a frozen model have devices of their own."""
+    def is_own_device(self, name: RoleName) -> bool:
+        """Whether copies of a frozen model, or the critic, have devices of their own."""
         role = self.plan.roles.get(name)
         return role is not None and role.shares_devices_of is None
 
@@ -265,8 +270,8 @@ class RunMemory:
         """While the engine works."""
         asleep = self._trainer_sleeps
         critic = self.critic_at_rest
-        if self.critic is not None and not has_moments:
-            critic -= self.critic.optimizer
+        if self.critic_beside is not None and not has_moments:
+            critic -= self.critic_beside.optimizer
         return {
             "weights": self.step.weights - (self.sleeping_weights if asleep else 0),
             "masters": 0 if asleep else self.step.masters,
@@ -280,8 +285,8 @@ class RunMemory:
         policy = {**self.step.parts, **self.frozen, "critic": self.critic_at_rest}
         held = {name: policy[name] for name in ("weights", "masters", "moments", *self.frozen)}
         moments = [policy, held | {"critic": self.critic_at_rest} | self._teaching]
-        if self.critic is not None:
-            moments.append(held | {"critic": self.critic.peak})
+        if self.critic_beside is not None:
+            moments.append(held | {"critic": self.critic_beside.peak})
         return max(moments, key=lambda parts: sum(parts.values()))
 
     # -- the engine ------------------------------------------------------------------------------
@@ -396,6 +401,8 @@ class RunMemory:
             phases = self._together()
         else:
             phases = self._apart() if plan.is_apart else self._shared()
+        if self.critic is not None and self.is_own_device("critic"):
+            phases = (*phases, Phase("train", "critic", {**self.critic.parts, **self._process}))
         return (*phases, *(self._scoring(name) for name in _SCORERS if self.is_own_device(name)))
 
     def _generating(self) -> dict[str, int]:

@@ -381,14 +381,14 @@ def memory_settings(plan: RunPlan) -> dict[str, list[Any]]:
 
 def _cluster(cluster: ClusterConfig, placement: Placement) -> ClusterConfig:
     """The cluster of a placement; the default, which is none, where no role is apart."""
-    if placement.colocated and not cluster.num_scorers:
+    if placement.colocated and not (cluster.num_scorers or cluster.num_critics):
         return ClusterConfig()
     update: dict[str, Any] = {
         "num_trainers": placement.num_trainers,
         "num_engines": 0 if placement.colocated else placement.num_engines,
     }
     per_node = cluster.devices_per_node or GPUS_OF_A_NODE
-    needed = placement.num_gpus + sum(cluster.num_scorers.values())
+    needed = placement.num_gpus + cluster.num_critics + sum(cluster.num_scorers.values())
     if needed > cluster.num_nodes * per_node:
         update |= {
             "num_nodes": -(-needed // per_node),

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from hone.config.cluster import ScorerName
-from hone.config.plan import RunPlan
+from hone.config.plan import Role, RunPlan
 from hone.config.planning import PlanningConfig
 from hone.config.trainer import SFTTrainerConfig
 from hone.config.tree import RLConfig
@@ -78,9 +78,15 @@ class TrainingTime:
             * self._recomputed_share(trainer)
             * shape.forward_flops(lengths, num_head_tokens=0)
         )
-        if "critic" in plan.roles:  # its values, and its update; it has no words to tell apart
-            critic = self._run.critic_shape
-            flops += (1 + 3 * epochs) * critic.forward_flops(lengths, num_head_tokens=0)
+        update_flops, values_s, critic_s = flops, 0.0, 0.0
+        if (role := plan.roles.get("critic")) is not None:
+            # Its values, and its update; it has no words to tell apart.
+            values = self._run.critic_shape.forward_flops(lengths, num_head_tokens=0)
+            if self._run.is_own_device("critic"):
+                rate = self._rate_of(role)
+                values_s, critic_s = values / rate, 3 * epochs * values / rate
+            else:
+                flops += (1 + 3 * epochs) * values
         forward = shape.forward_flops(lengths, num_head_tokens=num_trained)
         flops += self._scores_itself * forward
         if cfg.algorithm.kl.coef > 0 and cfg.model.lora.rank:  # the model without adapters
@@ -90,6 +96,9 @@ class TrainingTime:
                 scorer = self._run.scorer_shape(name)
                 flops += scorer.forward_flops(lengths, num_head_tokens=num_trained)
         seconds = flops / self._rate + self._judging_s(lengths)
+        # A critic apart has the values while the policy scores the rows, and learns beside it.
+        seconds += max(values_s - self._scores_itself * forward / self._rate, 0.0)
+        seconds += max(critic_s - update_flops / self._rate, 0.0)
         num_micro_batches, compute_s = self._num_micro_batches(num_tokens), flops / self._rate
         seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
         seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
@@ -152,7 +161,11 @@ class TrainingTime:
     @property
     def _rate(self) -> float:
         """FLOP/s of all trainers."""
-        world = self.plan.policy.axes.world
+        return self._rate_of(self.plan.policy)
+
+    def _rate_of(self, role: Role) -> float:
+        """FLOP/s of all devices of what learns."""
+        world = role.axes.world
         return self._gpu_rate * world * (self.assumed.training_scaling if world > 1 else 1.0)
 
     @staticmethod

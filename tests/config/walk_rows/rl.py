@@ -166,6 +166,7 @@ def cluster_rows() -> dict[str, Row]:
         "cluster.address": Row("localhost:9", "log:no Ray cluster", APART),
         "cluster.num_trainers": Row("2", "derived", APART, command="check rl"),
         "cluster.num_engines": Row("2", "derived", command="check rl"),
+        "cluster.num_critics": Row("2", "derived", GAE, command="check rl"),
         "cluster.num_references": Row("2", "derived", KL, command="check rl"),
         "cluster.num_teachers": Row("2", "derived", TEACHER, command="check rl"),
         "cluster.num_reward_models": Row("2", "derived", JUDGE, command="check rl"),

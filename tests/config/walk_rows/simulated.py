@@ -71,6 +71,9 @@ SIMULATE: dict[str, Row] = {
         )
     },
     "cluster.num_engines": Row("1", "numbers"),
+    "cluster.num_critics": Row(
+        "1", "numbers", ("--algorithm.advantage=gae", "--critic.lr=1e-5", "--plan.gpus=3")
+    ),
     "cluster.num_references": Row("1", "numbers", (*KL, "--plan.gpus=3")),
     "cluster.num_teachers": Row("1", "numbers", (*TEACHER, "--plan.gpus=3")),
     "cluster.num_reward_models": Row("1", "numbers", (*JUDGE, "--plan.gpus=3")),

@@ -25,7 +25,7 @@ _DEVICES = (
     unused("cluster.engine_timeout_s", "not cluster.needs_ray", given=("cluster.is_used",),
            why="it is for engines and models that score on devices of their own"),
     needs("ray", "cluster.needs_ray", by="{cluster.used_by}"),
-    needs("ray", "cluster.address", _CRITICS, "not cluster.needs_ray", by="cluster.address"),
+    needs("ray", "cluster.address", "cluster.is_used", "not cluster.needs_ray", by="cluster.address"),
     error(f"{_TRAINERS} != @num_processes", given=("cluster.is_used",),
           why="with {cluster.used_by} they are the same",
           fix="leave out --nproc | under torchrun start as many processes"),

@@ -263,10 +263,12 @@ def teacher_budget(view: View) -> Fact:
 
 @fact
 def scorer_devices(view: View) -> Fact:
-    """Devices of frozen models."""
-    numbers = view["cluster"].num_scorers
-    how = " + ".join(f"cluster.num_{role}s" for role in numbers)
-    return Fact(sum(numbers.values()), "the number of devices of frozen models", how)
+    """Devices of frozen models and of a critic apart."""
+    cluster = view["cluster"]
+    numbers = {"critic": cluster.num_critics, **cluster.num_scorers}
+    how = " + ".join(f"cluster.num_{role}s" for role, number in numbers.items() if number)
+    noun = "the number of devices of frozen models" + " and the critic" * bool(cluster.num_critics)
+    return Fact(sum(numbers.values()), noun, how)
 
 
 @fact
