@@ -305,7 +305,7 @@ def test_a_critic_apart_has_devices_of_its_own() -> None:
     assert parts == beside.critic.parts
     alone = phases()
     for name in ("generate", "train", "sync"):
-        assert found[name].parts == alone[name].parts | {"critic": 0}
+        assert found[name].parts == {**alone[name].parts, "critic": 0}
     halves = phases(*gae, "--cluster.num_critics=2")["critic train"].parts
     assert halves["masters"] == parts["masters"] // 2
     plan = planned(configured(*gae, "--cluster.num_critics=2"), shape_of("qwen3-0.6b"))

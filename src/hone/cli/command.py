@@ -250,8 +250,7 @@ def plan_here(
             host_bytes=available_host_bytes() if num_gpus else None,
         )
     teacher = cfg.teacher.path if isinstance(cfg, RLConfig) else None
-    is_run = isinstance(cfg, RLConfig) and not isinstance(cfg, PlanConfig)
-    if world_size is not None and is_run:
+    if world_size is not None and isinstance(cfg, RLConfig) and not isinstance(cfg, PlanConfig):
         world_size = max(world_size - cfg.cluster.num_critics, 0)
     return resolve(
         cfg,

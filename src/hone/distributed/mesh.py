@@ -109,13 +109,13 @@ class Mesh:
         timeout = patience(cfg)
         if not dist.is_initialized():
             is_cuda = device.type == "cuda"
-            place = {} if store is None else {"rank": own.rank, "world_size": own.world_size}
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
                 timeout=timeout,
                 device_id=device if is_cuda else None,
                 store=store,
-                **place,
+                rank=-1 if store is None else own.rank,
+                world_size=-1 if store is None else own.world_size,
             )
         return cls.of_group(sizes, device, timeout=timeout)
 
