@@ -22,8 +22,10 @@ from hone.config.rules import findings
 from hone.config.tree import PlanConfig
 from hone.families.shape import public_shape
 from hone.planner.comparison import compare, planned_config
-from hone.planner.fitting import gpu_host_roles, rl_config
+from hone.planner.fitting import changed, does_fit, errors, gpu_host_roles, rl_config
 from hone.planner.run_memory import RunMemory
+from hone.planner.search import peak_bytes, plan_of, search
+from hone.planner.simulator import Placement
 from hone.planner.training_time import TrainingTime
 
 GIB = 2**30
@@ -111,8 +113,9 @@ def trainer_bytes(model: Model, plan: RunPlan) -> float:
     context = parallel.ulysses_size * parallel.ring_size
     away = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}[trainer.offload]
     one_layer = model.matrices / model.layers
-    # 4 bytes of a master, 8 of moments, 4 of a gradient, each shared by all processes.
-    held = 4 * (away < 3) + 8 * (away < 1) + 4 * (away < 2)
+    # 4 bytes of a master, 8 of moments, 4 of a gradient, each shared by all processes; one has
+    # weights that compute beside its masters.
+    held = 4 * (away < (3 if world > 1 else 1)) + 8 * (away < 1) + 4 * (away < 2)
     states = held * model.params / world
     whole = model.params if parallel.zero_stage < 3 else model.ends + 2 * one_layer
     gathered = 2 * whole / tensor
@@ -123,8 +126,12 @@ def trainer_bytes(model: Model, plan: RunPlan) -> float:
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     # Layers keep: two residuals, two norms' results, q k v and the output, gate, up, product.
     each = 2 * tokens * (4 * model.hidden / tensor + (2 * q + 2 * kv + 3 * model.inter) / tensor)
-    assert trainer.recompute in ("full", "off")
-    kept = model.layers * stream + each if trainer.recompute == "full" else model.layers * each
+    # Those that are recomputed: their input, and what attention returned.
+    number = math.ceil(model.layers / trainer.recompute_every_n_layers)
+    number *= trainer.recompute != "off"
+    of_one = stream * (not trainer.offload_activations)
+    of_one += (trainer.recompute == "selective") * tokens * (2 * q + 4 * model.heads) / tensor
+    kept = number * of_one + (model.layers - number) * each + each * (number > 0)
     # Backward has as much of one layer as gradients; the head's, and a layer's on their way.
     moving = each + (4 * model.vocab * model.hidden + 6 * one_layer) / tensor
     return states + gathered + kept + moving
@@ -140,13 +147,16 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
     tokens = sum(rows)
     products = 2 * (model.matrices * tokens + model.vocab * model.hidden * tokens)
     attention = sum(4 * model.layers * model.heads * model.head_dim * n * n / 2 for n in rows)
-    passes = 4 if trainer.recompute == "full" else 3
+    again = 1 / trainer.recompute_every_n_layers
+    share = {"off": 0, "selective": 0.8, "full": 1}[trainer.recompute] * again
     rate = world * gpu.flops * 0.55 * (0.93 if world > 1 else 1)
-    seconds = passes * (products + attention) / rate
+    seconds = 3 * (products + attention) / rate
+    seconds += share * (2 * model.matrices * tokens + attention) / rate
     if trainer.offload != "none":  # masters and moments in, and out beside them
         seconds += 12 * model.params / world / gpu.host
     own = tokens * parallel.tensor_parallel_size / world
-    talking = 3 if trainer.recompute == "full" else 2
+    talking = 2 + again * (trainer.recompute != "off")
+    attending = 2 + again * (trainer.recompute == "full")
     link = gpu.link * 0.7
     if (size := parallel.tensor_parallel_size) > 1:
         stream = 2 * model.layers * model.hidden * own
@@ -154,11 +164,11 @@ def step_seconds(model: Model, gpu: GPU, plan: RunPlan, rows: list[int]) -> floa
     if (size := parallel.ulysses_size) > 1:
         width = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
         values = 2 * model.layers * width * own / parallel.tensor_parallel_size
-        seconds += talking * values * (size - 1) / size / link
+        seconds += attending * values * (size - 1) / size / link
     if (size := parallel.ring_size) > 1:
         keys = 2 * model.layers * model.kv_heads * model.head_dim * own
         keys /= parallel.tensor_parallel_size
-        seconds += keys * (2 * talking * (size - 1) + 4 * size) / link
+        seconds += keys * (2 * attending * (size - 1) + 4 * size) / link
     return seconds
 
 
@@ -210,7 +220,7 @@ AXES = [x for x in product((1, 2, 4, 8), repeat=3) if math.prod(x) in (2, 4, 8)]
 
 
 @pytest.mark.parametrize("sizes", AXES)
-@pytest.mark.parametrize("recompute", ["off", "full"])
+@pytest.mark.parametrize("recompute", ["off", "selective", "full"])
 def test_axes_cost_what_they_send(sizes: tuple[int, int, int], recompute: str) -> None:
     names = ("tensor_parallel_size", "ulysses_size", "ring_size")
     parallel: dict[str, Any] = {**dict(zip(names, sizes, strict=True)), "zero_stage": 3}
@@ -282,6 +292,57 @@ def test_the_impossible_is_refused_with_what_would_make_it_possible(
 ) -> None:
     with pytest.raises(UserError, match=rf"It would be possible with .*({said})"):
         compare(load_config(PlanConfig, None, [*flags, "--plan.steps=4"]))
+
+
+@pytest.mark.parametrize("goal", ["throughput", "memory"])
+@pytest.mark.parametrize("name", ["4090", "l40s"])
+def test_no_choice_of_settings_is_better_than_the_one_found(name: str, goal: str) -> None:
+    """Of 1.7B on four GPUs two by two: all 448 ways to recompute, offload, shard and sleep."""
+    axes = {"tensor_parallel_size": 2}
+    tree: dict[str, Any] = {
+        "model": {"shape": "qwen3-1.7b"},
+        "trainer": {"micro_batch_size": 8, "parallel": axes},
+        "plan": {"gpus": 4, "gpu": name, "goal": goal, "steps": 4},
+        "checkpoint": {"every_n_steps": 0},
+    }
+    cfg = PlanConfig.model_validate(tree)
+    shape, gpu = public_shape("qwen3-1.7b"), known_gpu(name)
+    assert shape is not None
+    placement = Placement(num_trainers=4, num_engines=4, colocated=True)
+    found = search(cfg, shape, gpu, 4, [])[placement]
+    base = plan_of(cfg, shape, gpu, placement)
+    rows, num_trained = [256 + 800] * 512, 800 * 512
+
+    def cost(plan: RunPlan) -> float:
+        if goal == "memory":
+            return peak_bytes(plan)
+        return TrainingTime(plan, cfg.plan).step_s(rows, num_trained)
+
+    known = {x for x in errors(base) if "data.train" in x.message}
+    costs: list[float] = []
+    recomputing = [("off", 1, False), ("full", 1, True)]
+    recomputing += [(mode, n, False) for mode in ("selective", "full") for n in (1, 2)]
+    recomputing += [("full", 4, False)]
+    levels = ("none", "optimizer", "gradients", "parameters")
+    for way in product(recomputing, levels, (0, 1, 2, 3), (False, True), (False, True)):
+        (mode, every, away), level, stage, engine_sleeps, trainer_sleeps = way
+        change = {
+            "trainer.recompute": mode,
+            "trainer.recompute_every_n_layers": every,
+            "trainer.offload_activations": away,
+            "trainer.offload": level,
+            "trainer.parallel.zero_stage": stage,
+            "engine.enable_sleep": engine_sleeps,
+            "trainer.enable_sleep": trainer_sleeps,
+        }
+        plan = changed(base, change)
+        if does_fit(plan) and errors(plan) <= known:
+            costs.append(cost(plan))
+    assert len(costs) > 20
+    if goal == "memory":
+        assert cost(found) == pytest.approx(min(costs))
+    else:
+        assert TrainingTime(found, cfg.plan).step_s(rows, num_trained) == min(costs)
 
 
 QWEN_7B = 7_615_616_512

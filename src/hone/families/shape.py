@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -123,7 +124,7 @@ class ModelShape:
     @property
     def body_params(self) -> int:
         """Everything between embedding and output matrix."""
-        return sum(t.numel * t.count for t in self.tensors() if t.in_layer) + self.hidden_size
+        return _body_params(self)
 
     @property
     def active_body_params(self) -> int:
@@ -148,8 +149,11 @@ class ModelShape:
         of_experts = self.experts_per_token * self.expert_size
         return max(of_experts, self.intermediate_size if is_dense else 0)
 
-    def tensors(self) -> Iterator[TensorShape]:
+    def tensors(self) -> tuple[TensorShape, ...]:
         """All parameters of the model; one entry stands for those of all layers."""
+        return _tensors(self)
+
+    def _tensors(self) -> Iterator[TensorShape]:
         spec = spec_of(self.family)
         hidden, inter, vocab = self.hidden_size, self.intermediate_size, self.vocab_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -253,6 +257,16 @@ class ModelShape:
         head_tokens = num_tokens if num_head_tokens is None else num_head_tokens
         linear = 2.0 * (self.active_body_params * num_tokens + self.head_params * head_tokens)
         return linear + self.attention_flops_per_key * self.visible_keys(lengths)
+
+
+@lru_cache
+def _tensors(shape: ModelShape) -> tuple[TensorShape, ...]:
+    return tuple(shape._tensors())  # pyright: ignore[reportPrivateUsage]
+
+
+@lru_cache
+def _body_params(shape: ModelShape) -> int:
+    return sum(t.numel * t.count for t in shape.tensors() if t.in_layer) + shape.hidden_size
 
 
 def _experts(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, int]:

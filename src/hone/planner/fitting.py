@@ -34,6 +34,7 @@ __all__ = [
     "memory_changes",
     "remedies",
     "rl_config",
+    "setting",
 ]
 
 GPUS_OF_A_NODE = 8
@@ -51,7 +52,7 @@ def check_gpu_memory(plan: RunPlan) -> Iterator[Finding]:
         return
     changes = remedies(plan)
     keys = dict.fromkeys(key for change in changes for key in change)
-    named = keys or [key for key in _LAST_RESORT if _get(plan.config, key) is not None]
+    named = keys or [key for key in _LAST_RESORT if setting(plan.config, key) is not None]
     yield Finding("error", tuple(named), f"{_lack(RunMemory(plan))} {_remedy(changes, plan)}")
 
 
@@ -187,7 +188,7 @@ def memory_changes(plan: RunPlan, *, moves: bool = False) -> Iterator[Change]:
         yield from ({f"cluster.num_{role}s": 0} for role in cfg.cluster.num_scorers)
     longest = plan.max_sequence_tokens
     if "reward_model" in plan.roles and longest is not None:
-        budget = _get(cfg, "reward.model.max_tokens_per_forward") // 2
+        budget = setting(cfg, "reward.model.max_tokens_per_forward") // 2
         while budget >= longest:
             yield {"reward.model.max_tokens_per_forward": budget}
             budget //= 2
@@ -217,7 +218,9 @@ def _smaller_budgets(plan: RunPlan) -> Iterator[Change]:
     while plan.trainer.micro_batch_size is None and budget >= _longest_part(plan):
         yield {"trainer.max_tokens_per_microbatch": budget}
         budget //= 2
-    own = _get(plan.config, "critic.max_tokens_per_microbatch") if "critic" in plan.roles else None
+    own = (
+        setting(plan.config, "critic.max_tokens_per_microbatch") if "critic" in plan.roles else None
+    )
     while own is not None and own // 2 >= _longest_part(plan):
         own //= 2
         yield {"critic.max_tokens_per_microbatch": own}
@@ -426,7 +429,7 @@ def _smaller_offloads(plan: RunPlan) -> Iterator[Change]:
 # -- settings by key -----------------------------------------------------------------------------
 
 
-def _get(cfg: Any, key: str) -> Any:
+def setting(cfg: Any, key: str) -> Any:
     """The value of a setting; None where a tree does not have it."""
     for name in key.split("."):
         cfg = getattr(cfg, name, None)

@@ -177,13 +177,17 @@ def planned_step(plan: RunPlan, *, num_tokens: int, num_micro_batches: int = 2) 
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """Parameters of the adapters, over all layers."""
+    if not lora.rank:
+        return 0
     named = [t for t in shape.tensors() if _has_adapter(shape, t, lora)]
     return sum(lora.rank * sum(t.size) * t.count for t in named)
 
 
 def params_in_4bit(shape: ModelShape, lora: LoraConfig) -> int:
     """Frozen parameters that are kept in four bits, over all layers."""
-    held = [t for t in shape.tensors() if lora.load_in_4bit and _has_adapter(shape, t, lora)]
+    if not lora.load_in_4bit:
+        return 0
+    held = [t for t in shape.tensors() if _has_adapter(shape, t, lora)]
     return sum(t.count * t.numel for t in held)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from hone.config.hardware import Peaks
 from hone.families.shape import ModelShape
@@ -90,7 +91,7 @@ def generation_time_s(
 
 def training_flops(
     shape: ModelShape,
-    lengths: Sequence[int],
+    lengths: ArrayLike,
     *,
     num_head_tokens: int,
     num_adapter_params: int | None = None,
@@ -103,7 +104,7 @@ def training_flops(
     """
     if num_adapter_params is None:
         return 3.0 * shape.forward_flops(lengths, num_head_tokens=num_head_tokens)
-    num_tokens = float(sum(lengths))
+    num_tokens = float(np.asarray(lengths).sum())
     frozen = 2.0 * (shape.active_body_params * num_tokens + shape.head_params * num_head_tokens)
     attention = shape.attention_flops_per_key * shape.visible_keys(lengths)
     return 2.0 * frozen + 3.0 * (attention + 2.0 * num_adapter_params * num_tokens)

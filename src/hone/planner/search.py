@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from hone.config.hardware import Peaks
 from hone.config.model_facts import ModelFacts
 from hone.config.parallel import ulysses_problem
 from hone.config.plan import Devices, RunPlan, resolve
+from hone.config.trainer import OffloadLevel
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape
 from hone.planner.fitting import (
@@ -33,6 +34,7 @@ from hone.planner.fitting import (
     does_fit_host,
     errors,
     remedies,
+    setting,
 )
 from hone.planner.run_memory import RunMemory
 from hone.planner.simulator import Placement
@@ -46,7 +48,17 @@ _AXES = tuple(
     f"trainer.parallel.{axis}_size"
     for axis in ("tensor_parallel", "ulysses", "ring", "expert_parallel")
 )
-_QUICKEST: Change = {"trainer.recompute": "off", "trainer.offload": "none"}
+_STAGE = "trainer.parallel.zero_stage"
+_RECOMPUTED = (
+    *(("off", 1, False), ("selective", 2, False), ("selective", 1, False)),
+    *(("full", 4, False), ("full", 2, False), ("full", 1, False), ("full", 1, True)),
+)
+"""What is computed again, of every so manieth layer, and whether its input is offloaded; from the
+quickest to the thriftiest."""
+_ASLEEP: Change = {"engine.enable_sleep": True, "trainer.enable_sleep": True}
+_Rank: TypeAlias = tuple[float, int]
+"""What a plan costs, and in how many settings it differs from the recipe."""
+_NONE: _Rank = (math.inf, 0)
 _SURE_GAIN = 1.05
 """How much faster than trainers without it sharing rows, matrices or experts has to be by
 prediction."""
@@ -175,7 +187,7 @@ def _cost(cfg: PlanConfig) -> Callable[[RunPlan], float]:
     num_rows = cfg.rollout.prompts_per_step * cfg.rollout.n_samples_per_prompt
     median = cfg.plan.lengths.median
     num_trained = int(min(median, cfg.rollout.max_completion_tokens))
-    lengths = [cfg.plan.prompt_tokens + num_trained] * num_rows
+    lengths = np.full(num_rows, cfg.plan.prompt_tokens + num_trained)
     return lambda plan: TrainingTime(plan, cfg.plan).step_s(lengths, num_trained * num_rows)
 
 
@@ -210,25 +222,25 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
         shares_more = axes.tensor * axes.context > own.tensor * own.context
         return cost(plan) * (_SURE_GAIN if shares_more or axes.expert > own.expert else 1.0)
 
-    is_memory = cost is peak_bytes
-    # What no choice of settings is below.
-    bounds = [weighed(changed(x, _thriftiest(x) if is_memory else _QUICKEST)) for x in laid_out]
-    least, best = math.inf, None
+    def serves(plan: RunPlan) -> bool:
+        return does_fit_host(plan) and does_fit(plan) and errors(plan) <= allowed
+
+    def bound(base: RunPlan, change: Change) -> float:
+        # What no choice of the other settings is below.
+        ends = _least_held(base) if cost is peak_bytes else _quickest(base)
+        return min(weighed(changed(base, {**end, **change})) for end in ends)
+
+    bounds = [bound(base, {}) for base in laid_out]
+    least, best = _NONE, None
     for index in sorted(range(len(bounds)), key=bounds.__getitem__):
-        base = laid_out[index]
-        if bounds[index] >= least:
+        if bounds[index] >= least[0]:
             break
-        if not does_fit(changed(base, _thriftiest(base))):
-            continue
-        changes = [*_settings(base)]
-        plans = [changed(base, change) for change in changes]
-        costs = [weighed(each) for each in plans]
-        for i in sorted(range(len(plans)), key=lambda i: (costs[i], len(changes[i]))):
-            if costs[i] >= least:
-                break
-            if does_fit_host(plans[i]) and does_fit(plans[i]) and errors(plans[i]) <= allowed:
-                least, best = costs[i], plans[i]
-                break
+        base = laid_out[index]
+        for recompute in _recomputed(base):
+            if bound(base, recompute) <= least[0]:
+                rank, found = _cheapest(base, recompute, weighed, serves, least)
+                if found is not None:
+                    least, best = rank, found
     rounded: Change = {"trainer.optimizer.state_dtype": "bfloat16"}
     least_of = (changed(x, {**_thriftiest(x), **rounded}) for x in laid_out)
     if best is not None or all(_excess_of(x, "train") for x in least_of):
@@ -237,6 +249,31 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
     fitting = [changed(laid_out[0], change) for change in further]
     served = (x for x in fitting if does_fit_host(x) and errors(x) <= allowed)
     return min(served, key=cost, default=None)
+
+
+def _cheapest(
+    base: RunPlan,
+    recompute: Change,
+    weighed: Callable[[RunPlan], float],
+    serves: Callable[[RunPlan], bool],
+    least: _Rank,
+) -> tuple[_Rank, RunPlan | None]:
+    """Of the plans that recompute so the one that serves and ranks first, before `least`."""
+    if not does_fit(changed(base, {**_thriftiest(base), **recompute})):
+        return least, None
+    _, *others = memory_settings(base)
+    ranked: list[tuple[_Rank, RunPlan]] = []
+    for changes in product(*others):
+        change = {key: value for each in (recompute, *changes) for key, value in each.items()}
+        plan = changed(base, change)
+        differing = sum(value != setting(base.config, key) for key, value in change.items())
+        ranked.append(((weighed(plan), differing), plan))
+    for rank, plan in sorted(ranked, key=lambda each: each[0]):
+        if rank >= least:
+            break
+        if serves(plan):
+            return rank, plan
+    return least, None
 
 
 def _layouts(plan: RunPlan) -> Iterator[Change]:
@@ -281,10 +318,24 @@ def _expert_sizes(plan: RunPlan, num_sharing: int) -> list[int]:
     return [own] if own > 1 or plan.shape.num_experts == 0 else [*dict.fromkeys((1, most))]
 
 
+def _quickest(plan: RunPlan) -> Iterator[Change]:
+    """The settings of memory of which one takes least time: stage 0 sends more than 1, 3 more than
+    2."""
+    plain = _recomputing(*_RECOMPUTED[0]) | {"trainer.offload": "none"}
+    yield from (plain | {_STAGE: stage} for stage in (1, 2))
+
+
 def _thriftiest(plan: RunPlan) -> Change:
     """The settings of memory by which a plan takes least."""
-    last = {key: values[-1] for key, values in memory_settings(plan).items()}
-    return last | {"trainer.recompute": "full", "trainer.offload": "parameters"}
+    found = _recomputing(*_RECOMPUTED[-1]) | {"trainer.offload": "parameters", _STAGE: 3}
+    return found if plan.is_apart else found | _ASLEEP
+
+
+def _least_held(plan: RunPlan) -> Iterator[Change]:
+    """The thriftiest settings, awake and asleep: what sleeps leaves its room to the cache."""
+    asleep = () if plan.is_apart else _ASLEEP
+    for values in product((False, True), repeat=len(asleep)):
+        yield {**_thriftiest(plan), **dict(zip(asleep, values, strict=True))}
 
 
 def _with_started_engine(plan: RunPlan) -> RunPlan:
@@ -334,13 +385,10 @@ def _with_more_cache(plan: RunPlan, num_keys: int) -> RunPlan:
     def largest(base: Change) -> RunPlan:
         shares = [n / 100 for n in range(95, round(100 * engine.gpu_memory_utilization), -5)]
         changes = [{**base, "engine.gpu_memory_utilization": share} for share in shares]
-        plans = (changed(plan, change) for change in (*changes, base))
-        served = (
-            each
-            for each in plans
-            if does_fit_host(each) and does_fit(each) and errors(each) <= known
-        )
-        return max(served, key=lambda each: min(_cache_keys(each), num_keys), default=plan)
+        plans = [changed(plan, change) for change in (*changes, base)]
+        plans.sort(key=lambda each: -min(_cache_keys(each), num_keys))
+        fitting = (each for each in plans if does_fit_host(each) and does_fit(each))
+        return next((each for each in fitting if errors(each) <= known), plan)
 
     awake = largest({})
     if plan.is_apart or engine.enable_sleep:
@@ -354,29 +402,47 @@ def _cache_keys(plan: RunPlan) -> int:
     return (run.cache or 0) // run.kv_bytes_per_token
 
 
-def _settings(plan: RunPlan) -> Iterator[Change]:
-    """Combinations of what decides about memory, by the keys that differ from the recipe's."""
-    axes = memory_settings(plan)
-    for values in product(*axes.values()):
-        chosen = zip(axes, values, strict=True)
-        yield {key: value for key, value in chosen if value != axes[key][0]}
-
-
-def memory_settings(plan: RunPlan) -> dict[str, list[Any]]:
-    """By key, the values that can be chosen for what decides about memory, the plan's own first."""
-    cfg, trainer, world = plan.config, plan.trainer, plan.world_size or 1
-    assert isinstance(cfg, PlanConfig)
+def memory_settings(plan: RunPlan) -> list[list[Change]]:
+    """The ways to choose each thing that decides about memory, by the keys that differ from the
+    plan's; its own way, which changes nothing, first."""
+    trainer = plan.trainer
     assert trainer is not None
-    axes: dict[str, Sequence[Any]] = {
-        "trainer.recompute": (trainer.recompute, "off", "full"),
-        "trainer.offload": (trainer.offload, "none", "optimizer", "gradients", "parameters"),
-    }
-    if world > 1:
-        axes["trainer.parallel.zero_stage"] = (trainer.parallel.zero_stage, 2, 3)
+    ways: list[list[Change]] = [
+        [_recomputing(*each) for each in _RECOMPUTED],
+        [{"trainer.offload": level} for level in get_args(OffloadLevel)],
+        [{_STAGE: stage} for stage in _stages(plan)],
+    ]
     if not plan.is_apart:
-        axes["engine.enable_sleep"] = (cfg.engine.enable_sleep, True)
-        axes["trainer.enable_sleep"] = (cfg.trainer.enable_sleep, True)
-    return {key: list(dict.fromkeys(values)) for key, values in axes.items()}
+        ways += [[{key: asleep}] for key, asleep in _ASLEEP.items()]
+    found: list[list[Change]] = []
+    for axis in ways:
+        of_axis: list[Change] = [{}]
+        for change in axis:
+            differs = {k: v for k, v in change.items() if v != setting(plan.config, k)}
+            if differs and differs not in of_axis:
+                of_axis.append(differs)
+        found.append(of_axis)
+    return found
+
+
+def _recomputed(plan: RunPlan) -> list[Change]:
+    """The ways to recompute with all of their settings, the plan's own first."""
+    ways = [_recomputing(*each) for each in _RECOMPUTED]
+    own = {key: setting(plan.config, key) for key in ways[0]}
+    return [own, *(way for way in ways if way != own)]
+
+
+def _recomputing(mode: str, every_n_layers: int, offloads: bool) -> Change:
+    return {
+        "trainer.recompute": mode,
+        "trainer.recompute_every_n_layers": every_n_layers,
+        "trainer.offload_activations": offloads,
+    }
+
+
+def _stages(plan: RunPlan) -> Sequence[int]:
+    """Of ZeRO, where there is something to share."""
+    return (2, 3, 1, 0) if (plan.world_size or 1) > 1 else ()
 
 
 def _cluster(cluster: ClusterConfig, placement: Placement) -> ClusterConfig:

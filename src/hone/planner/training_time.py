@@ -10,10 +10,13 @@ assumes. On top of them come, by count and with the rates of benchmarks/memory.m
   parameters twice a micro-batch;
 * offloaded gradients: every micro-batch brings their sums to the device and back, beside backward.
   Nothing is left to hide those of the embedding, which backward brings last;
-* gradients of a micro-batch are added up in the device's memory;
+* offloaded activations: the inputs of recomputed layers come back in every micro-batch;
+* gradients of a micro-batch are added up in the device's memory, whole ones below stage 2;
 * weights of four bits: every pass of a micro-batch writes them in the format that computes;
-* collectives: a micro-batch reduces its gradients, and gathers weights twice with stage 3. They run
-  beside the products of four fifths of a pass, and take time where the link is too slow for that.
+* collectives: a micro-batch reduces its gradients, and gathers weights twice with stage 3; below
+  stage 2 a step reduces once, below stage 3 it gathers once, with stage 0 sums go round in place of
+  weights. They run beside the products of four fifths of the passes that they belong to, and take
+  time where the link is too slow for that.
   Those of tensor, Ulysses and ring parallelism hold up the pass, and once more where layers are
   recomputed: in rows of a part's length attention gives those of a ring nothing to hide behind.
 """
@@ -23,7 +26,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hone.config.cluster import ScorerName
 from hone.config.plan import Role, RunPlan
@@ -36,6 +42,8 @@ from hone.planner.run_memory import RunMemory
 from hone.planner.simulator import NO_SCORING, Scoring
 
 __all__ = ["TrainingTime"]
+
+Lengths: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 
 _RECOMPUTED = {"off": 0.0, "selective": 0.8, "full": 1.0}
 """Share of a layer's forward pass: measured 18 and 22 % of a step of 1.7B, 22 and 27 % of 4B."""
@@ -57,18 +65,19 @@ class TrainingTime:
     plan: RunPlan
     assumed: PlanningConfig
 
-    def step_s(self, lengths: Sequence[int], num_trained: int) -> float:
+    def step_s(self, lengths: Lengths, num_trained: int) -> float:
         """All trainers together, for an update whose samples have all ended at once: of rows of
         these lengths, prompts included, of whose tokens so many are trained."""
         return self.update_s(lengths, num_trained) + self.scoring(lengths, num_trained).wait_s
 
-    def update_s(self, lengths: Sequence[int], num_trained: int) -> float:
+    def update_s(self, lengths: Lengths, num_trained: int) -> float:
         """The same without waiting for models with devices of their own."""
         plan, cfg, trainer = self.plan, self._config, self._config.trainer
         shape, batch = plan.shape, plan.batch
         assert shape is not None
         assert batch is not None
-        epochs, num_tokens = trainer.num_epochs, sum(lengths)
+        epochs, lengths = trainer.num_epochs, np.asarray(lengths)
+        num_tokens = int(lengths.sum())
         adapters = adapter_params(shape, cfg.model.lora)
         flops = epochs * training_flops(
             shape, lengths, num_head_tokens=num_trained, num_adapter_params=adapters or None
@@ -102,11 +111,13 @@ class TrainingTime:
         num_micro_batches, compute_s = self._num_micro_batches(num_tokens), flops / self._rate
         seconds += epochs * self._collectives_s(num_tokens, compute_s / epochs)
         seconds += self._offloads_s(epochs * num_micro_batches, _BACKWARD * compute_s)
+        seconds += self._activations_s(epochs * num_tokens)
         seconds += epochs * num_micro_batches * (self._unpacking_s + self._adding_s)
         return seconds + self.assumed.overhead_s
 
-    def scoring(self, lengths: Sequence[int], num_trained: int) -> Scoring:
+    def scoring(self, lengths: Lengths, num_trained: int) -> Scoring:
         """What models with devices of their own take for such rows."""
+        lengths = np.asarray(lengths)
         run, seconds = self._run, dict[ScorerName, float]()
         for name in get_args(ScorerName):
             if run.is_own_device(name):
@@ -120,7 +131,7 @@ class TrainingTime:
         if "reward_model" in seconds:  # each copy's last pass; samples are scored as they end
             last = self._config.reward.model.max_tokens_per_forward
             last *= self.plan.roles["reward_model"].num_workers
-            left_s = min(last / max(sum(lengths), 1), 1.0) * seconds["reward_model"]
+            left_s = min(last / max(int(lengths.sum()), 1), 1.0) * seconds["reward_model"]
         own = self._scores_itself * shape.forward_flops(lengths, num_head_tokens=num_trained)
         return Scoring(seconds=seconds, beside_s=own / self._rate, left_s=left_s)
 
@@ -136,7 +147,7 @@ class TrainingTime:
     def _run(self) -> RunMemory:
         return RunMemory(self.plan)
 
-    def _judging_s(self, lengths: Sequence[int]) -> float:
+    def _judging_s(self, lengths: Lengths) -> float:
         """A reward model's passes where it shares devices: that of each engine's first process, or
         of the first trainer where engines are apart."""
         engine = self.plan.roles.get("engine")
@@ -179,6 +190,12 @@ class TrainingTime:
         return math.ceil(each / trainer.max_tokens_per_microbatch)
 
     @property
+    def _num_steps(self) -> int:
+        """Optimizer steps of an epoch."""
+        assert self.plan.batch is not None
+        return self.plan.batch.num_minibatches
+
+    @property
     def _num_params(self) -> int:
         """What is trained, of each rank along tensor."""
         shape, lora = self.plan.shape, self._config.model.lora
@@ -200,7 +217,14 @@ class TrainingTime:
         written."""
         gpu = self.plan.devices.gpu
         assert gpu is not None
-        return 3 * _GRADIENT_BYTES * self._num_params / self.plan.policy.axes.fsdp / gpu.bytes_per_s
+        shards = 1 if self._reduces_late else self.plan.policy.axes.fsdp
+        return 3 * _GRADIENT_BYTES * self._num_params / shards / gpu.bytes_per_s
+
+    @property
+    def _reduces_late(self) -> bool:
+        """Whether gradients are reduced once an optimizer step."""
+        trainer = self._config.trainer
+        return trainer.parallel.zero_stage < 2 and not trainer.offloads("gradients")
 
     def _collectives_s(self, num_tokens: int, compute_s: float) -> float:
         """What of an epoch's collectives nothing runs beside."""
@@ -214,20 +238,30 @@ class TrainingTime:
         num_micro_batches = self._num_micro_batches(num_tokens)
         seconds, shards = 0.0, axes.data * axes.context
         if shards > 1:
+            stage, num_steps = trainer.parallel.zero_stage, self._num_steps
             sharded = shape.num_params - params_in_4bit(shape, self._config.model.lora)
             # Of experts a process gathers and reduces its own.
             elsewhere = shape.expert_params * (axes.expert - 1) // axes.expert
             weights = 2 * (sharded - elsewhere) // axes.tensor
-            gathered = 2 * weights if trainer.parallel.zero_stage == 3 else 0
             reduced = _GRADIENT_BYTES * self._num_params
             if not self._config.model.lora.rank:
                 reduced -= _GRADIENT_BYTES * elsewhere
-            num_bytes = (gathered + reduced) * (shards - 1) / shards
-            travel_s = num_micro_batches * num_bytes / (link * _REACHED)
-            seconds += max(travel_s - _HIDDEN * compute_s, 0.0)
+            # Of each micro-batch, and of each optimizer step beside one of them.
+            often, once = 2 * weights * (stage == 3), weights * (0 < stage < 3)
+            if self._reduces_late:
+                once += reduced * (1 if stage else 2)
+            else:
+                often += reduced * (1 if stage else 2)
+            rate = link * _REACHED * shards / (shards - 1)
+            hidden_s = _HIDDEN * compute_s
+            once_s, often_s = num_steps * once / rate, num_micro_batches * often / rate
+            beside_s = min(once_s, hidden_s * min(num_steps / num_micro_batches, 1.0))
+            seconds += once_s - beside_s + max(often_s - (hidden_s - beside_s), 0.0)
         own_tokens = num_tokens / (axes.data * axes.context)
-        # Passes that talk: forward, backward, and forward again.
-        passes = 2 + (trainer.recompute == "full") / trainer.recompute_every_n_layers
+        # Passes that talk: forward, backward, and forward again, which may keep attention.
+        again = 1 / trainer.recompute_every_n_layers
+        passes = 2 + again * (trainer.recompute != "off")
+        attention_passes = 2 + again * (trainer.recompute == "full")
         keys = 2 * shape.num_kv_heads * shape.head_dim
         if axes.tensor > 1:  # two gathers and two sums a pass
             values = 2 * shape.num_layers * shape.hidden_size * own_tokens
@@ -235,7 +269,7 @@ class TrainingTime:
         if axes.ulysses > 1:  # queries, keys, values, and what attention returns
             width = 2 * shape.num_heads * shape.head_dim + keys
             values = 2 * shape.num_layers * width * own_tokens / axes.tensor
-            seconds += passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
+            seconds += attention_passes * values * (axes.ulysses - 1) / axes.ulysses / own_link
         if axes.expert > 1:  # hidden states to experts and back
             width = 2 * shape.experts_per_token * shape.hidden_size
             values = 2 * shape.num_expert_layers * width * own_tokens
@@ -243,9 +277,22 @@ class TrainingTime:
         if axes.ring > 1:  # keys and values a pass; backward their float32 gradients, all round
             link = gpu.link_bytes_per_s if axes.ring * axes.ulysses <= per_node else link
             values = shape.num_layers * keys * own_tokens / axes.tensor
-            num_bytes = values * (2 * passes * (axes.ring - 1) + 4 * axes.ring)
+            num_bytes = values * (2 * attention_passes * (axes.ring - 1) + 4 * axes.ring)
             seconds += num_bytes / (link * _REACHED)
         return seconds
+
+    def _activations_s(self, num_tokens: int) -> float:
+        """Inputs of layers that come back from the host."""
+        plan, trainer = self.plan, self._config.trainer
+        gpu, shape = plan.devices.gpu, plan.shape
+        assert gpu is not None
+        assert shape is not None
+        if not trainer.offload_activations or trainer.recompute == "off":
+            return 0.0
+        axes = plan.policy.axes
+        num_layers = -(-shape.num_layers // trainer.recompute_every_n_layers)
+        values = num_layers * shape.hidden_size * num_tokens / (axes.data * axes.context)
+        return plan.num_bytes * values / axes.tensor / gpu.host_bytes_per_s
 
     def _offloads_s(self, num_micro_batches: int, backward_s: float) -> float:
         """What travels between device and host and nothing runs beside."""

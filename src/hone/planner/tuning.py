@@ -23,7 +23,10 @@ __all__ = ["LEAST_GAIN", "fit", "modes", "search_budget", "variants"]
 
 LEAST_GAIN = 0.03
 """Of a step; less is noise of a short run."""
-_OF_GPUS = ("trainer.offload", "trainer.enable_sleep", "engine.enable_sleep")
+_OF_GPUS = (
+    *("trainer.offload", "trainer.offload_activations"),
+    *("trainer.enable_sleep", "engine.enable_sleep"),
+)
 _CLOSE = 1.1
 """A budget is found when what fits and what does not are as near."""
 
@@ -44,9 +47,10 @@ def variants(plan: RunPlan) -> Iterator[Change]:
     assert batch is not None
     if cfg.engine.max_num_seqs < batch.samples_per_step:
         yield {"engine.max_num_seqs": batch.samples_per_step}
-    for key, (_, *others) in memory_settings(plan).items():
-        if not plan.is_on_cpu or key not in _OF_GPUS:
-            yield from ({key: value} for value in others)
+    for _, *others in memory_settings(plan):
+        for change in others:
+            if not (plan.is_on_cpu and any(key in _OF_GPUS for key in change)):
+                yield change
 
 
 def fit(assumed: PlanningConfig, measured: Sequence[tuple[RunPlan, Measured]]) -> PlanningConfig:
