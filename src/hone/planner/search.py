@@ -407,7 +407,7 @@ def memory_settings(plan: RunPlan) -> list[list[Change]]:
     plan's; its own way, which changes nothing, first."""
     trainer = plan.trainer
     assert trainer is not None
-    ways: list[list[Change]] = [
+    ways: list[Sequence[Change]] = [
         [_recomputing(*each) for each in _RECOMPUTED],
         [{"trainer.offload": level} for level in get_args(OffloadLevel)],
         [{_STAGE: stage} for stage in _stages(plan)],
@@ -432,7 +432,7 @@ def _recomputed(plan: RunPlan) -> list[Change]:
     return [own, *(way for way in ways if way != own)]
 
 
-def _recomputing(mode: str, every_n_layers: int, offloads: bool) -> Change:
+def _recomputing(mode: str, every_n_layers: int, offloads: bool) -> dict[str, Any]:
     return {
         "trainer.recompute": mode,
         "trainer.recompute_every_n_layers": every_n_layers,
