@@ -328,7 +328,7 @@ def _quickest(plan: RunPlan) -> Iterator[Change]:
 def _thriftiest(plan: RunPlan) -> Change:
     """The settings of memory by which a plan takes least."""
     found = _recomputing(*_RECOMPUTED[-1]) | {"trainer.offload": "parameters", _STAGE: 3}
-    return found if plan.is_apart else found | _ASLEEP
+    return found if plan.is_apart else {**found, **_ASLEEP}
 
 
 def _least_held(plan: RunPlan) -> Iterator[Change]:
