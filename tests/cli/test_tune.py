@@ -84,10 +84,10 @@ def told(search: Search) -> str:
 
 
 def test_candidates_that_die_are_listed_and_end_nothing() -> None:
-    machine = Machine(max_staleness=OUT_OF_MEMORY, oversample="a bug (log.txt)")
+    machine = Machine(recompute="a bug (log.txt)", max_staleness=OUT_OF_MEMORY)
     search = searched(machine, 6)
     best = search.raise_budget()
-    assert "oversample_prompts 1, algorithm.correction.kind tis: a bug (log.txt)" in told(search)
+    assert "trainer.recompute_every_n_layers 2: a bug (log.txt)" in told(search)
     assert "max_staleness 1, algorithm.correction.kind tis: out of memory" in told(search)
     assert "staleness" not in best.name
     assert "trainer.max_tokens_per_microbatch" in best.name

@@ -23,7 +23,7 @@ from hone.config.tree import TREES, RLConfig
 from tests.config.walk import Row, Seen, both, observe, write_walk_inputs
 from tests.config.walk_rows import NOT_OF_TIME, ROWS
 
-NUM_PARTS = 20
+NUM_PARTS = 40
 """Of a tree's rows, so that no test comes near its time limit."""
 
 

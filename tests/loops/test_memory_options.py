@@ -46,6 +46,12 @@ Moved = Sequence[tuple[Piece, Tensor]]
 
 STEPS = 3
 
+FIELDS = {
+    "llama": {"attention_bias": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+"""Of a family's tiny model, beside its sizes."""
+
 ON_HOST = {"offload": "gradients"}
 
 SAME_BITS: dict[str, Sections] = {
@@ -120,7 +126,7 @@ def _inputs() -> tuple[TemporaryDirectory[str], Path]:
             head_dim=16,
             intermediate_size=48,
             max_position_embeddings=64,
-            **({"attention_bias": True} if family == "llama" else {}),
+            **FIELDS.get(family, {}),
         )
     return folder, Path(folder.name)
 

@@ -64,8 +64,8 @@ def row_outputs(
             for batch in batcher.micro_batches(rows, [0.0] * len(rows), own, mesh):
                 before_pass()
                 found = model.forward(batch, outputs)
-                for output, values in found.items():
-                    scored[output].append(values if batch.ids else values[:0])
+                for output, values in scored.items() if found else ():  # found by the last stage
+                    values.append(found[output] if batch.ids else found[output][:0])
     finally:
         model.free()
 
