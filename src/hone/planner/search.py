@@ -23,6 +23,7 @@ from hone.config.hardware import Peaks
 from hone.config.model_facts import ModelFacts
 from hone.config.parallel import ulysses_problem
 from hone.config.plan import Devices, RunPlan, resolve
+from hone.config.rules import Finding
 from hone.config.trainer import OffloadLevel
 from hone.config.tree import PlanConfig
 from hone.families.shape import ModelShape
@@ -62,12 +63,14 @@ _NONE: _Rank = (math.inf, 0)
 _SURE_GAIN = 1.05
 """How much faster than trainers without it sharing rows, matrices or experts has to be by
 prediction."""
-_DECIDED = (
-    *("trainer.parallel", "trainer.max_tokens", "trainer.offload", "trainer.recompute"),
+_CHOSEN = (
+    *(*_AXES[:3], _STAGE, "trainer.max_tokens", "trainer.offload", "trainer.recompute"),
     *("trainer.enable_sleep", "engine.enable_sleep", "engine.gpu_memory_utilization"),
     *("engine.tensor_parallel_size", "cluster"),
 )
-"""Settings that the search decides about, so that an error about one is its own to avoid."""
+"""Settings that the search chooses."""
+_DECIDED = (*_CHOSEN, "trainer.parallel")
+"""Settings of what is planned: an error about one rules a plan out."""
 
 
 def plan_of(cfg: PlanConfig, shape: ModelShape, gpu: Peaks, placement: Placement) -> RunPlan:
@@ -213,7 +216,7 @@ def _fastest_that_fits(
 
 def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
     """The same for trainers whose engines fit."""
-    allowed = {x for x in errors(plan) if not any(key.startswith(_DECIDED) for key in x.keys)}
+    allowed = {error for error in errors(plan) if not _names(error, _DECIDED)}
     own = plan.policy.axes
     laid_out = [changed(plan, layout) for layout in _layouts(plan)]
 
@@ -236,6 +239,8 @@ def _settled(plan: RunPlan, cost: Callable[[RunPlan], float]) -> RunPlan | None:
         if bounds[index] >= least[0]:
             break
         base = laid_out[index]
+        if any(not _names(error, _settings_of_memory(base)) for error in errors(base) - allowed):
+            continue  # no choice among these lifts it
         for recompute in _recomputed(base):
             if bound(base, recompute) <= least[0]:
                 rank, found = _cheapest(base, recompute, weighed, serves, least)
@@ -425,6 +430,16 @@ def memory_settings(plan: RunPlan) -> list[list[Change]]:
     return found
 
 
+def _settings_of_memory(plan: RunPlan) -> tuple[str, ...]:
+    """Their keys."""
+    return tuple({key for ways in memory_settings(plan) for way in ways for key in way})
+
+
+def _names(finding: Finding, keys: tuple[str, ...]) -> bool:
+    """Whether it names a setting that is one of these, or below one."""
+    return any(key.startswith(keys) for key in finding.keys)
+
+
 def _recomputed(plan: RunPlan) -> list[Change]:
     """The ways to recompute with all of their settings, the plan's own first."""
     ways = [_recomputing(*each) for each in _RECOMPUTED]
@@ -473,6 +488,9 @@ def _refusal(plan: RunPlan, placement: Placement) -> tuple[str, str] | None:
     if not placement.colocated and trainers > per_node and trainers % per_node:
         told = f"beside engines they have whole nodes, of cluster.devices_per_node {per_node}"
         return "node", told
+    for finding in errors(plan):
+        if _names(finding, _DECIDED) and not _names(finding, _CHOSEN):
+            return "rules", finding.message.partition(". ")[0]
     return None
 
 
