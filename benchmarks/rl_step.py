@@ -50,7 +50,7 @@ def reward(completion: str) -> float:
 
 def make_inputs(folder: Path, args: argparse.Namespace) -> None:
     """The model folder without weights, and prompts of about as many tokens as asked for."""
-    from hone.models.tiny import make_bpe_tokenizer, make_model_folder, make_tiny_model
+    from hone.models.tiny import SHAPES, make_bpe_tokenizer, make_tiny_model
 
     draw = random.Random(0)
     syllables = ["ba", "ko", "li", "mu", "ne", "pa", "ri", "so", "tu", "ze"]
@@ -60,7 +60,8 @@ def make_inputs(folder: Path, args: argparse.Namespace) -> None:
     if args.shape == "tiny":
         make_tiny_model(folder / "model", tokenizer=tokenizer, weights=False)
     else:
-        make_model_folder(folder / "model", args.shape, tokenizer=tokenizer)
+        shape = {**SHAPES[args.shape], **({"num_layers": args.layers} if args.layers else {})}
+        make_tiny_model(folder / "model", **shape, tokenizer=tokenizer, weights=False)
     with (folder / "prompts.jsonl").open("w", encoding="utf-8") as file:
         for text in texts:
             ids = tokenizer.encode(text)[: args.prompt_tokens]
@@ -150,6 +151,7 @@ def table(rows: list[dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="qwen3-0.6b", help="a shape of models.tiny, or tiny")
+    parser.add_argument("--layers", type=int, default=0, help="so many; 0: all that it has")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=32, help="prompts a step")
     parser.add_argument("--group", type=int, default=8, help="samples a prompt")
