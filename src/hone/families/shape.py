@@ -274,9 +274,8 @@ def _experts(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, int]:
     layout = spec.experts
     if layout is None:
         return {}
-    layers = range(config["num_hidden_layers"])
     return {
-        "num_expert_layers": sum(layout.has_experts(config, layer) for layer in layers),
+        "num_expert_layers": len(spec.expert_layers(config)),
         "num_experts": config[next((n for n in layout.numbers if n in config), layout.numbers[0])],
         "experts_per_token": config[layout.per_token],
         "expert_size": config[layout.size],

@@ -165,6 +165,9 @@ class ExpertLayout:
     """The field with the number of a token's."""
     size: str = "moe_intermediate_size"
     """That with the intermediate size of each."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router makes scores of its logits. Gate weights are those of the chosen experts,
+    divided by their sum where the router normalises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +216,15 @@ class ModelSpec:
         if self.slides is None or not window or config.get("use_sliding_window") is False:
             return tuple(None for _ in indices)
         return tuple(window if self.slides(config, i) else None for i in indices)
+
+    def expert_layers(self, config: Json) -> dict[int, int]:
+        """The place of each layer with experts among those that have them, by its index."""
+        if self.experts is None:
+            return {}
+        having = (
+            i for i in range(config["num_hidden_layers"]) if self.experts.has_experts(config, i)
+        )
+        return {index: place for place, index in enumerate(having)}
 
 
 def sizes(

@@ -497,6 +497,7 @@ def _models(
         rungs=Rungs(plan),
         temperature=temperature,
         exact=exact,
+        replays_routes=cfg.algorithm.routing_replay,
         mesh=mesh,
     )
     scorers: dict[str, RowScorer] = {}
