@@ -39,6 +39,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
         "num_hidden_layers": 3,
     },
+    "glm4_moe": {
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.5,
+        "num_hidden_layers": 3,
+    },
 }
 PROMPTS = [[7, 3, 11, 5, 2, 9, 1, 4, 6], [7, 3, 11, 5, 2, 9, 1, 4, 8, 20], [40, 2]]
 """Two share blocks of four tokens."""

@@ -206,6 +206,7 @@ def test_backward_computes_again_with_the_same_routes(family: str, recompute: st
         assert float((found[1][name] - expected).abs().max() / scale) < EXACT, name
 
 
+@pytest.mark.slow
 def test_compiled_layers_replay(family: str) -> None:
     rows = sampled(family)
     model = model_of(family)
@@ -345,6 +346,7 @@ def test_ids_leave_room_for_an_unknown_one(num_experts: int, dtype: torch.dtype)
     assert unrecorded(dtype) >= num_experts
 
 
+@pytest.mark.slow
 def test_R8_processes_replay_as_one_does() -> None:
     """Experts divided, sequences split, stages, of any experts; see `route_ranks.py`."""
     ranks = parts_of(run_ranks("tests.trainer.route_ranks", 2, timeout_s=120))
