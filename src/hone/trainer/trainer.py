@@ -192,6 +192,8 @@ class Trainer:
                     )
         for name in sorted({name for row in rows for name in row.columns}):
             having = [row for row in rows if name in row.columns]
+            if not having[0].column(name).is_floating_point():
+                continue
             values = torch.cat([row.column(name).flatten() for row in having])
             if not bool(values.isfinite().all()):
                 culprit = next(r for r in having if not r.column(name).isfinite().all())
