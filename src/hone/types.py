@@ -20,7 +20,15 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    Routes = NDArray[np.integer[Any]]
+    """The experts that tokens passed in each layer that has them: ids [T, L, K]; the largest number
+    of the format stands for a token of which nobody knows (`hone.models.routes`)."""
+else:
+    Routes = Any  # whoever reads annotations when it runs needs no numpy
 
 __all__ = [
     "NOT_SAMPLED",
@@ -40,6 +48,7 @@ __all__ = [
     "Prompt",
     "Request",
     "Reward",
+    "Routes",
     "Row",
     "Sample",
     "SamplingEngine",
@@ -184,6 +193,9 @@ class Completion(_Pickled):
     """With stop reason `error`, why no engine can serve the request."""
     text: str | None = None
     """The tokens decoded, where the process of the engine has done it."""
+    routes: Routes | None = None
+    """Of the prompt and these tokens, from the first on: each as it was when what follows it was
+    sampled. The last one has none. None where the engine records none."""
 
     @classmethod
     def as_submitted(cls, request: Request, stop_reason: StopReason, error: str = "") -> Completion:
@@ -196,6 +208,7 @@ class Completion(_Pickled):
             weight_versions=had.weight_versions if had else [],
             stop_reason=stop_reason,
             num_cached_tokens=had.num_cached_tokens if had else 0,
+            routes=had.routes if had else None,
             error=error,
         )
 
@@ -271,6 +284,8 @@ class Sample(_Pickled):
     text: str = ""
     """The decoded completion, for rewards and people; never re-encoded."""
     turns: list[Turn] = field(default_factory=list[Turn])
+    routes: Routes | None = None
+    """Of the prompt and the tokens, as far as they are known, as of a `Completion`."""
     seed: int = 0
     """For the environment; equal in all samples of a group."""
     state: Any = None

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from hone.config.engine import EngineConfig
 from hone.config.errors import UserError
@@ -176,6 +176,38 @@ def test_R14_waking_restores_the_same_addresses_filled_with_zeros(driver):
         assert driver.held == awake
         assert [layer.data_ptr() for layer in cache.layers] == addresses
         assert all(layer.eq(0).all() for layer in cache.layers)
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(8, torch.uint8), (300, torch.int16)])
+def test_routes_lie_behind_the_layers_and_where_they_lay(driver, number, dtype):
+    config = Qwen3MoeConfig(
+        num_hidden_layers=3,
+        mlp_only_layers=[0],
+        num_experts=number,
+        num_experts_per_tok=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    cache = KVCache(config, block_size=4, dtype=torch.float32, device=CUDA, records_routes=True)
+    # 2 layers have 2 experts for each of 4 tokens.
+    assert cache.block_bytes == BLOCK_BYTES + 4 * 2 * 2 * dtype.itemsize
+    cache.allocate(5)
+    routes, last = cache.routes, cache.layers[-1]
+    assert (routes.shape, routes.dtype) == ((5 * 4 + 1, 2, 2), dtype)
+    assert routes.data_ptr() >= last.data_ptr() + last.nbytes
+    assert cache.num_bytes <= driver.held
+    place = routes.data_ptr()
+    for layer in cache.layers:
+        layer.fill_(-1)
+    assert not routes.any()
+    routes.fill_(3)
+    cache.sleep()
+    assert cache.routes is None
+    cache.wake()
+    assert cache.routes.data_ptr() == place
+    assert not cache.routes.any()
 
 
 def test_R14_a_wake_without_memory_says_both_sizes_stays_asleep_and_can_be_repeated(

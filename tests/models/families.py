@@ -44,6 +44,16 @@ FAMILY_FIELDS = {
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     },
+    "glm4_moe": {
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.5,
+    },
 }
 
 

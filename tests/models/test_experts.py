@@ -16,12 +16,15 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
+from hone.checkpoint.export import export_hf
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
+from hone.distributed.mesh import Mesh
 from hone.families.shape import public_shape
 from hone.models.load import load_deferred, load_model
-from hone.models.tiny import make_tiny_model
-from tests.models.families import family_model, random_samples
+from hone.models.manifest import export_weights
+from hone.models.tiny import make_char_tokenizer, make_tiny_model
+from tests.models.families import family_folder, family_model, random_samples
 
 TOLERANCE = 1e-5
 NAMES = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
@@ -102,8 +105,17 @@ def test_scores_without_a_gradient_are_seen(x: Tensor) -> None:
         assert errors(block(), x)["gate.weight"] > 0.1
 
 
+PUBLIC = (
+    ("qwen3-30b-a3b", 30.5, 3.35),
+    ("qwen3-235b-a22b", 235.1, 22.2),
+    # Without the layer that predicts further tokens, which is not loaded.
+    ("glm-4.5-air", 106.85, 13.42),
+    ("glm-4.5", 352.8, 33.63),
+)
+
+
 def test_public_models_have_the_parameters_of_their_names() -> None:
-    for name, total, active in (("qwen3-30b-a3b", 30.5, 3.35), ("qwen3-235b-a22b", 235.1, 22.2)):
+    for name, total, active in PUBLIC:
         shape = public_shape(name)
         assert shape is not None
         assert shape.num_params / 1e9 == pytest.approx(total, rel=0.002)
@@ -146,6 +158,27 @@ def test_files_hold_each_expert_by_itself(folder: Path) -> None:
     gate_up = model.base_model.layers[0].mlp.experts.gate_up_proj
     assert torch.equal(gate_up[1, 8:], tensors[EXPERT])
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+def test_what_corrects_choices_keeps_its_format(tmp_path: Path) -> None:
+    """Rounded to bfloat16 beside the weights, it would choose other experts."""
+    folder = family_folder("glm4_moe")
+    cfg = ModelConfig(path=str(folder), dtype="bfloat16")
+    model = load_model(cfg, device="cpu", seed=0)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert model.config._experts_implementation == "grouped_mm"
+    bias = model.get_buffer(name)
+    assert (bias.dtype, model.dtype) == (torch.float32, torch.bfloat16)
+    bias.copy_(torch.linspace(0.1, 0.7, len(bias)))
+    weights = export_weights(model)
+    tokenizer = make_char_tokenizer("ab")
+    mesh = Mesh.alone(torch.device("cpu"))
+    out = export_hf(model, tokenizer, tmp_path / "out", torch.bfloat16, weights, mesh=mesh)
+    found = load_file(out / "model.safetensors")
+    assert torch.equal(found[name], bias)
+    assert found["model.layers.1.mlp.experts.3.up_proj.weight"].dtype == torch.bfloat16
+    again = load_model(ModelConfig(path=str(out), dtype="bfloat16"), device="cpu", seed=0)
+    assert torch.equal(again.get_buffer(name), bias)
 
 
 def test_packed_rows_with_experts_are_not_all_alike() -> None:

@@ -148,6 +148,10 @@ def held_on_host(case: dict[str, Any], mesh=None) -> dict[str, int]:
     return {"host": host, "weights": held.total("weights")}
 
 
+_UNCOUNTED = "e_score_correction_bias"
+"""A number for each expert, in a buffer."""
+
+
 def held(case: dict[str, Any], mesh=None) -> dict[str, int]:
     """Bytes by kind after a step and the passes of another."""
     model = model_of(case)
@@ -160,7 +164,9 @@ def held(case: dict[str, Any], mesh=None) -> dict[str, int]:
     state = trainer.optimizer.state_dict()
     moments = [t for n, t in state.items() if n.startswith(("optimizer/exp", "optimizer/mom"))]
     found = held_tensors(
-        weights=model.state_dict(keep_vars=True).values(),
+        weights=[
+            t for n, t in model.state_dict(keep_vars=True).items() if not n.endswith(_UNCOUNTED)
+        ],
         masters=trainer.policy.masters.values(),
         moments=moments,
         dtype=trainer.policy.dtype,

@@ -114,6 +114,7 @@ def make_trainer(
     *,
     trainer_class: type[Trainer] = Trainer,
     mesh: Mesh | None = None,
+    replays_routes: bool = False,
     **settings: Any,
 ) -> Trainer:
     return trainer_class(
@@ -122,6 +123,7 @@ def make_trainer(
         PolicyObjective(algorithm or AlgorithmConfig(), max_completion_tokens=24),
         total_steps=100,
         rungs=Rungs(None),
+        replays_routes=replays_routes,
         mesh=mesh,
     )
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from hone.algorithms.advantage import ScoredSample
 from hone.algorithms.advantages import ADVANTAGES
@@ -18,7 +20,7 @@ from hone.algorithms.kl import KL_ESTIMATORS
 from hone.algorithms.objective import PolicyObjective
 from hone.config.algorithm import AlgorithmConfig
 from hone.observe.metrics import Metrics, Sum
-from hone.types import NOT_SAMPLED, Column, Group, Row, Sample
+from hone.types import NOT_SAMPLED, Column, Group, Routes, Row, Sample
 
 __all__ = ["GRPO"]
 
@@ -85,13 +87,24 @@ def _row(sample: Sample, group: Group, version: int) -> Row:
     ages = (0 if drawn == NOT_SAMPLED else version - drawn for drawn in sample.weight_versions)
     oldest = list(accumulate(ages, max))
     staleness = [oldest[t] for t in trained]
+    columns = {
+        "logprobs/engine": Column(torch.tensor(logprobs, dtype=torch.float32)),
+        "staleness": Column(torch.tensor(staleness, dtype=torch.int32)),
+    }
+    token_ids = [*sample.prompt.token_ids, *sample.token_ids]
+    if sample.routes is not None:
+        columns["routes"] = Column(_of_all_tokens(sample.routes, len(token_ids)), per="token")
     return Row(
         id=sample.id,
         group_id=group.id,
-        token_ids=[*sample.prompt.token_ids, *sample.token_ids],
+        token_ids=token_ids,
         loss_mask=[False] * len(sample.prompt.token_ids) + sample.loss_mask,
-        columns={
-            "logprobs/engine": Column(torch.tensor(logprobs, dtype=torch.float32)),
-            "staleness": Column(torch.tensor(staleness, dtype=torch.int32)),
-        },
+        columns=columns,
     )
+
+
+def _of_all_tokens(routes: Routes, num_tokens: int) -> Tensor:
+    """Those of the last token, and of what was inserted behind the last turn, are not known."""
+    found = np.full((num_tokens, *routes.shape[1:]), np.iinfo(routes.dtype).max, routes.dtype)
+    found[: len(routes)] = routes
+    return torch.from_numpy(found)

@@ -67,6 +67,9 @@ class PackedContext:
     max_seqlen: int
     lengths: tuple[int, ...]  # [S], the differences of cu_seqlens
     parallel: ContextParallel | None = None
+    routes: Tensor | None = (
+        None  # [T, L, K] experts that each token passes again, `models/routes.py`
+    )
 
     @classmethod
     def from_lengths(
@@ -135,6 +138,7 @@ class PagedContext:
     kv_scales: Tensor | None = None  # [num_layers, 2, num_kv_heads] float32: value = stored * scale
     calibrate: bool = False  # prefill: set each layer's scales from this chunk before writing
     shared: SharedPrefix | None = None  # decode: read these keys once for each group
+    routes: Tensor | None = None  # [slots + 1, L, K] takes the experts of each token, at its slot
 
     def __post_init__(self) -> None:
         num_queries = len(self.block_tables) if self.is_decode else sum(self.query_lens)
@@ -151,6 +155,13 @@ class PagedContext:
     def is_decode(self) -> bool:
         """Every sequence brings one query, and the host knows no lengths."""
         return not self.query_lens and not self.key_lens
+
+    def record_routes(self, layer: int, ids: Tensor) -> None:
+        """Keep the experts [T, K] of a layer's tokens, by its place among the layers with experts,
+        where they are to be kept. Nothing waits."""
+        if self.routes is not None:
+            # The last row is that of tokens whose slot is -1.
+            self.routes[self.slot_mapping, layer] = ids.to(self.routes.dtype)
 
     @property
     def has_prefix(self) -> bool:

@@ -68,7 +68,8 @@ def export_hf(
             mesh,
             lambda: publishing.enter_context(publish_folder(folder)) if mesh.is_first else None,
         )
-        files = _Files(model, partial_name(folder), dtype, file_bytes, mesh.world)
+        buffers = {name for own in mesh.gather_stages(_buffers(model)) for name in own}
+        files = _Files(model, partial_name(folder), dtype, file_bytes, mesh.world, buffers=buffers)
         publishing.callback(files.writer.shutdown)
         for name, tensor in weights:
             if name not in copies:
@@ -105,13 +106,15 @@ class _Files:
         dtype: torch.dtype,
         file_bytes: int,
         world: Axis,
+        *,
+        buffers: set[str],
     ) -> None:
         self.num_bytes = 0
         """Of all files."""
         self.written: list[_WrittenFile] = []
         """By this process."""
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="export")
-        self._model, self._folder, self._dtype = model, folder, dtype
+        self._model, self._folder, self._dtype, self._buffers = model, folder, dtype, buffers
         self._file_bytes, self._world = file_bytes, world
         self._number = self._size = 0
         """Of the last file, and its bytes."""
@@ -121,7 +124,9 @@ class _Files:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Put a tensor into the last file, or into a new one where that is full."""
-        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        # A buffer is of the format that its family needs it in.
+        is_cast = tensor.is_floating_point() and name not in self._buffers
+        dtype = self._dtype if is_cast else tensor.dtype
         num_bytes = tensor.numel() * dtype.itemsize
         if self._size and self._size + num_bytes > self._file_bytes:
             self._write_held()
@@ -187,6 +192,10 @@ def _name_files(folder: Path, written: list[_WrittenFile], num_bytes: int) -> di
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (folder / _INDEX).write_text(json.dumps(index, indent=2))
     return recorded
+
+
+def _buffers(model: PreTrainedModel) -> list[str]:
+    return [name for name, _ in model.named_buffers()]
 
 
 def _tied_copies(model: PreTrainedModel) -> set[str]:

@@ -136,6 +136,12 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     """Engine/trainer mismatch."""
 
+    routing_replay: bool = False
+    """Of a mixture of experts: the trainer sends each token to the experts that it passed where it
+    was sampled, and computes their gate weights anew (R3, arXiv:2510.11370). Engines record their
+    numbers, a byte for each layer and expert of a token. Where engine and trainer differ in no more
+    than rounding few tokens change experts without it."""
+
     @property
     def needs_critic(self) -> bool:
         """Whether a critic learns beside the policy."""

@@ -151,6 +151,7 @@ class DecodeStep:
             max_seqlen_q=1,
             max_context_len=max_context_len,
             shared=self._shared_of(num_rows) if shared else None,
+            routes=self.cache.routes,
         )
 
     def _shared_of(self, num_rows: int) -> SharedPrefix:

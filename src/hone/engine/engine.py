@@ -15,6 +15,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -63,6 +64,8 @@ class EmbeddedEngine(EngineBase):
     With `exact`, the log-probability of a token is the same bits in every batch, and those of a
     trainer in exact mode. Raises UserError where the model is not served, ValueError with an FP8
     cache or tensor parallelism.
+
+    With `records_routes` completions tell which experts each token passed.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class EmbeddedEngine(EngineBase):
         owns_weights: bool = False,
         tensor_parallel: TensorParallel | None = None,
         exact: bool = False,
+        records_routes: bool = False,
     ) -> None:
         tp = tensor_parallel or TensorParallel(rank=0, size=1, device=model.device)
         super().__init__(
@@ -105,9 +109,13 @@ class EmbeddedEngine(EngineBase):
             max_model_len=self.max_model_len,
             resident_bytes=resident,
             block_size=block_size,
+            records_routes=records_routes,
         )
+        compiles = not cfg.enforce_eager
         self._runner = ModelRunner(
-            generation_model(model, compile=not cfg.enforce_eager, tp=tp, exact=exact),
+            generation_model(
+                model, compile=compiles, tp=tp, exact=exact, records_routes=records_routes
+            ),
             self._cache,
             vocab_size=int(model.config.vocab_size),
             max_num_seqs=cfg.max_num_seqs,
@@ -138,6 +146,7 @@ class EmbeddedEngine(EngineBase):
             self._blocks,
             max_num_seqs=cfg.max_num_seqs,
             max_num_batched_tokens=cfg.max_num_batched_tokens,
+            on_vacate=self._take_routes if records_routes else None,
         )
         self._in_flight: deque[LaunchedStep] = deque()
         # A CPU has computed a step when its launch returns.
@@ -187,11 +196,10 @@ class EmbeddedEngine(EngineBase):
         flight is dropped; resumed with the same seed, the request samples it again.
         """
         aborted = {name: self._sequences[name] for name in request_ids if name in self._sequences}
-        completions = [sequence.completion(StopReason.ABORT) for sequence in aborted.values()]
         for name in aborted:
             del self._sequences[name]
         self._scheduler.remove(aborted.values())
-        return completions
+        return [sequence.completion(StopReason.ABORT) for sequence in aborted.values()]
 
     def sleep(self) -> None:
         """Give the KV cache back, and the weights where the engine owns them; what they held is
@@ -268,6 +276,9 @@ class EmbeddedEngine(EngineBase):
         self._runner.model.require_in_place()  # or other memory samples than was described
         self.weight_version = manifest.version
         if self._runner.recalibrate():
+            if self._cache.routes is not None:  # computing them again may find others
+                for sequence in self._scheduler.running:
+                    self._take_routes(sequence)
             self._requeue()
         else:
             self._scheduler.restart_prefills()
@@ -344,6 +355,26 @@ class EmbeddedEngine(EngineBase):
         self._in_flight.clear()
         self._scheduler.restart(self._sequences.values())
 
+    def _take_routes(self, sequence: Sequence) -> None:
+        """Keep the routes of the tokens that a sequence has gone on from, before it gives up their
+        blocks. Waits for the device.
+
+        Those of a prefill that is not through are of no token yet: it starts again, perhaps with
+        other weights.
+        """
+        had = sequence.routes
+        start = 0 if had is None else len(had)
+        end = sequence.num_computed
+        if sequence.has_ended:  # what its last token would pass is of no use
+            end = min(end, len(sequence.token_ids) - 1)
+        if not sequence.is_decoding or end <= start:
+            return
+        positions = torch.arange(start, end)
+        size = self._blocks.block_size
+        slots = torch.tensor(sequence.block_table)[positions // size] * size + positions % size
+        found = self._cache.routes_of(slots.to(self._cache.device)).numpy()
+        sequence.routes = found if had is None else np.concatenate([had, found])
+
     def _collect(self, max_in_flight: int) -> None:
         """Take the tokens of the oldest steps until at most `max_in_flight` are on their way."""
         while len(self._in_flight) > max_in_flight:
@@ -385,6 +416,7 @@ def make_cache(
     max_model_len: int,
     resident_bytes: int,
     block_size: int = BLOCK_SIZE,
+    records_routes: bool = False,
 ) -> KVCache:
     """The KV cache, not allocated yet, of an engine that `cfg` asks for.
 
@@ -401,7 +433,13 @@ def make_cache(
                 "engine.kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or more, "
                 f"{torch.cuda.get_device_name(device)} has {capability}; use auto"
             )
-    cache = KVCache(config, block_size=block_size, dtype=cache_dtype(cfg, dtype), device=device)
+    cache = KVCache(
+        config,
+        block_size=block_size,
+        dtype=cache_dtype(cfg, dtype),
+        device=device,
+        records_routes=records_routes,
+    )
     check_max_num_seqs(
         cache,
         cfg,

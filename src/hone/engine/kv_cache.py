@@ -15,6 +15,8 @@ from hone.attention.context import FP8_DTYPE
 from hone.config.engine import CPU_CACHE_GIB, EngineConfig
 from hone.config.errors import UserError
 from hone.engine.arena import Arena
+from hone.families.shape import ModelShape
+from hone.models.routes import route_dtype, route_size
 
 __all__ = [
     "KVCache",
@@ -48,6 +50,10 @@ class KVCache:
     `dtype` float8_e4m3fn halves the bytes of a token; `scales`, float32 [num_layers, 2,
     num_kv_heads], then holds what stored keys and values are multiplied with, ones at first, and
     is None with any other dtype. It outlives `sleep`.
+
+    With `records_routes` (`hone.models.routes`) the experts that each token passes lie in `routes`,
+    [slots + 1, L, K], at the token's slot: blocks that sequences share bring theirs along. The last
+    row takes those of padding.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        records_routes: bool = False,
     ) -> None:
         num_heads = config.num_attention_heads
         self.num_layers: int = config.num_hidden_layers
@@ -69,16 +76,30 @@ class KVCache:
         self.scales: Tensor | None = None
         if dtype == FP8_DTYPE:
             self.scales = torch.ones(self.num_layers, 2, self.num_kv_heads, device=device)
+        self.routes: Tensor | None = None
+        self._route_size, self._route_dtype = (0, 0), torch.uint8
+        if records_routes:
+            shape = ModelShape.from_config(config.to_dict())
+            self._route_size = route_size(shape)
+            self._route_dtype = route_dtype(shape.num_experts)
         self.is_asleep = False
         self._num_blocks = 0
         self._arena: Arena | None = None
         self._arena_layers: list[Tensor] = []
+        self._arena_routes: Tensor | None = None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         per_layer = 2 * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return self.num_layers * per_layer
+        per_token = math.prod(self._route_size) * self._route_dtype.itemsize
+        return self.num_layers * per_layer + self.block_size * per_token
+
+    def routes_of(self, slots: Tensor) -> Tensor:
+        """The experts [T, L, K] of the tokens that lie at `slots` [T], on the host. Waits for the
+        device."""
+        assert self.routes is not None
+        return self.routes[slots].cpu()
 
     def allocate(self, num_blocks: int) -> None:
         """Make the tensors, filled with zeros.
@@ -91,10 +112,10 @@ class KVCache:
         self._num_blocks = num_blocks
         self._require_memory()
         if self.device.type == "cpu":
-            self.layers = self._host_layers()
+            self._take_host()
             return
         try:
-            arena = Arena(self.num_layers * self._layer_stride, self.device)
+            arena = Arena(self.num_bytes, self.device)
         except torch.OutOfMemoryError as error:
             raise self._lack_of_memory() from error
         self._arena = arena
@@ -102,7 +123,10 @@ class KVCache:
             arena.tensor(self._shape, self.dtype, offset=layer * self._layer_stride)
             for layer in range(self.num_layers)
         ]
-        self.layers = self._arena_layers
+        if self._has_routes:
+            end = self.num_layers * self._layer_stride
+            self._arena_routes = arena.tensor(self._routes_shape, self._route_dtype, offset=end)
+        self.layers, self.routes = self._arena_layers, self._arena_routes
 
     def free(self) -> None:
         """Give up tensors and addresses, in any state; the cache can be allocated anew.
@@ -110,6 +134,7 @@ class KVCache:
         What still refers to them, graphs above all, must not be used again.
         """
         self.layers, self._arena_layers, self.is_asleep = [], [], False
+        self.routes = self._arena_routes = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -120,7 +145,7 @@ class KVCache:
         Waits for the device.
         """
         assert self.layers
-        self.layers = []
+        self.layers, self.routes = [], None
         self.is_asleep = True
         if self._arena is not None:
             self._arena.unmap()
@@ -135,23 +160,32 @@ class KVCache:
         assert self.is_asleep
         self._require_memory()
         if self._arena is None:
-            self.layers = self._host_layers()
+            self._take_host()
         else:
             try:
                 self._arena.map()
             except torch.OutOfMemoryError as error:
                 raise self._lack_of_memory() from error
-            self.layers = self._arena_layers
+            self.layers, self.routes = self._arena_layers, self._arena_routes
         self.is_asleep = False
 
     @property
     def num_bytes(self) -> int:
         """Of all blocks, whether it sleeps or not."""
-        return self.num_layers * self._layer_stride
+        routes = math.prod(self._routes_shape) * self._route_dtype.itemsize
+        return self.num_layers * self._layer_stride + routes
 
     @property
     def _shape(self) -> tuple[int, ...]:
         return (2, self._num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def _has_routes(self) -> bool:
+        return math.prod(self._route_size) > 0
+
+    @property
+    def _routes_shape(self) -> tuple[int, ...]:
+        return (self._num_blocks * self.block_size + 1, *self._route_size)
 
     @property
     def _layer_stride(self) -> int:
@@ -160,14 +194,14 @@ class KVCache:
         return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def _require_memory(self) -> None:
-        needed = self.num_layers * self._layer_stride
+        needed = self.num_bytes
         if needed > available_bytes(self.device) and self.device.type == "cuda":
             torch.cuda.empty_cache()
         if needed > available_bytes(self.device):
             raise self._lack_of_memory()
 
     def _lack_of_memory(self) -> UserError:
-        needed, available = self.num_layers * self._layer_stride, available_bytes(self.device)
+        needed, available = self.num_bytes, available_bytes(self.device)
         holder = ""
         if self.device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self.device)
@@ -178,13 +212,16 @@ class KVCache:
             "engine.gpu_memory_utilization, or free memory first"
         )
 
-    def _host_layers(self) -> list[Tensor]:
-        # numpy leaves the zeroing to the operating system, page by page at the first touch.
-        num_bytes = math.prod(self._shape) * self.dtype.itemsize
-        return [
-            torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(self._shape)
-            for _ in range(self.num_layers)
-        ]
+    def _take_host(self) -> None:
+        self.layers = [_host_zeros(self._shape, self.dtype) for _ in range(self.num_layers)]
+        if self._has_routes:
+            self.routes = _host_zeros(self._routes_shape, self._route_dtype)
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # numpy leaves the zeroing to the operating system, page by page at the first touch.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
 def cache_dtype(cfg: EngineConfig, dtype: torch.dtype) -> torch.dtype:

@@ -229,5 +229,6 @@ class ModelRunner:
             max_context_len=max_context_len,
             query_lens=tuple(sizes_B.tolist()),
             key_lens=tuple(ends.tolist()),
+            routes=self.cache.routes,
         )
         return self.model.hidden_states(ids, positions_T, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,9 +57,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        on_vacate: Callable[[Sequence], None] | None = None,
     ) -> None:
+        """`on_vacate` is called before a sequence gives up its blocks, but not by `restart`."""
         self.blocks = blocks
+        self._on_vacate = on_vacate
         self.limit = StepLimit(max_num_batched_tokens)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -208,6 +215,8 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _vacate(self, sequence: Sequence) -> None:
+        if self._on_vacate is not None:
+            self._on_vacate(sequence)
         self.blocks.release(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1

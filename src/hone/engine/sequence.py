@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hone.engine.detokenizer import StopStringWatcher
-from hone.types import Completion, Request, StopReason
+from hone.types import Completion, Request, Routes, StopReason
 
 __all__ = ["Sequence"]
 
@@ -30,6 +30,9 @@ class Sequence:
     """Prompt and sampled tokens, as far as the host knows them."""
     logprobs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])
+    routes: Routes | None = None
+    """Of the first tokens, as far as they have been taken from the device: those that sampled what
+    follows, not what computing it again has found."""
 
     num_computed: int = 0
     num_in_flight: int = 0
@@ -55,6 +58,7 @@ class Sequence:
             self.token_ids += resumed.token_ids
             self.logprobs = list(resumed.logprobs)
             self.weight_versions = list(resumed.weight_versions)
+            self.routes = resumed.routes
             if self.watcher is not None:
                 for token_id in resumed.token_ids:
                     self.watcher.push(token_id)
@@ -108,4 +112,5 @@ class Sequence:
             weight_versions=self.weight_versions,
             stop_reason=stop_reason,
             num_cached_tokens=max(self.num_cached_tokens, 0),
+            routes=self.routes,
         )

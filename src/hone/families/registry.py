@@ -13,6 +13,7 @@ __all__ = [
     "FUSED_FAMILIES",
     "SPECS",
     "TENSOR_FAMILIES",
+    "VALUE_FAMILIES",
     "public_configs",
     "spec_of",
     "unserved",
@@ -37,6 +38,9 @@ FUSED_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.decode is no
 
 DENSE_FUSED_FAMILIES = tuple(name for name in FUSED_FAMILIES if SPECS[name].experts is None)
 """Those that exact mode and tensor parallelism of the engine serve."""
+
+VALUE_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.gives_values)
+"""Those of which critics and reward models can be."""
 
 TENSOR_FAMILIES = tuple(name for name, spec in SPECS.items() if spec.tensor_plan is not None)
 """Those whose layers the tensor axis of training splits."""

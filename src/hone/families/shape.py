@@ -80,6 +80,10 @@ class ModelShape:
     experts_per_token: int = 0
     expert_size: int = 0
     """Intermediate size of one expert."""
+    shared_expert_size: int = 0
+    """Of the experts together that every token passes beside its own."""
+    head_norms_off: bool = False
+    """The config switches off those that the family has."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> Self:
@@ -111,6 +115,9 @@ class ModelShape:
                 mlp_bias=bool(config.get("mlp_bias", False)),
                 sliding_window=config["sliding_window"] if sliding else None,
                 num_sliding_layers=sliding,
+                head_norms_off=bool(
+                    spec.head_norms_switch and not config.get(spec.head_norms_switch)
+                ),
                 **_experts(config, spec),
             )
         except KeyError as error:
@@ -143,10 +150,14 @@ class ModelShape:
         return 3 * self.hidden_size * self.expert_size * self.num_expert_layers
 
     @property
+    def has_head_norms(self) -> bool:
+        return spec_of(self.family).head_norms and not self.head_norms_off
+
+    @property
     def mlp_size(self) -> int:
         """Values between the two products of the widest layer's MLP, or of a token's experts."""
         is_dense = self.num_expert_layers < self.num_layers
-        of_experts = self.experts_per_token * self.expert_size
+        of_experts = self.experts_per_token * self.expert_size + self.shared_expert_size
         return max(of_experts, self.intermediate_size if is_dense else 0)
 
     def tensors(self) -> tuple[TensorShape, ...]:
@@ -161,14 +172,14 @@ class ModelShape:
         if not self.tied:
             yield TensorShape("lm_head", (vocab, hidden), 0, in_layer=False)
         yield TensorShape("norm", (hidden,), None, in_layer=False)
-        attention_bias = self.attention_bias and not spec.qkv_bias
+        o_bias = self.attention_bias and spec.o_bias and not spec.qkv_bias
         qkv_bias = self.attention_bias or spec.qkv_bias
         num_sparse, num_dense = self.num_expert_layers, self.num_layers - self.num_expert_layers
         for name, rows, columns, has_bias, count in (
             ("self_attn.q_proj", q, hidden, qkv_bias, self.num_layers),
             ("self_attn.k_proj", kv, hidden, qkv_bias, self.num_layers),
             ("self_attn.v_proj", kv, hidden, qkv_bias, self.num_layers),
-            ("self_attn.o_proj", hidden, q, attention_bias, self.num_layers),
+            ("self_attn.o_proj", hidden, q, o_bias, self.num_layers),
             ("mlp.gate_proj", inter, hidden, self.mlp_bias, num_dense),
             ("mlp.up_proj", inter, hidden, self.mlp_bias, num_dense),
             ("mlp.down_proj", hidden, inter, self.mlp_bias, num_dense),
@@ -192,8 +203,12 @@ class ModelShape:
                     num_sparse,
                     of_experts=True,
                 )
+            if shared := self.shared_expert_size:
+                yield TensorShape("gate_proj", (shared, hidden), None, num_sparse)
+                yield TensorShape("up_proj", (shared, hidden), None, num_sparse)
+                yield TensorShape("down_proj", (hidden, shared), None, num_sparse)
         yield TensorShape("layer norms", (hidden,), None, self.num_layers * spec.norms_per_layer)
-        if spec.head_norms:
+        if self.has_head_norms:
             for name, width in (("q_norm", q), ("k_norm", kv)):
                 size = width if spec.joint_head_norms else self.head_dim
                 yield TensorShape(name, (size,), None, self.num_layers)
@@ -274,12 +289,12 @@ def _experts(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, int]:
     layout = spec.experts
     if layout is None:
         return {}
-    layers = range(config["num_hidden_layers"])
     return {
-        "num_expert_layers": sum(layout.has_experts(config, layer) for layer in layers),
+        "num_expert_layers": len(spec.expert_layers(config)),
         "num_experts": config[next((n for n in layout.numbers if n in config), layout.numbers[0])],
         "experts_per_token": config[layout.per_token],
         "expert_size": config[layout.size],
+        "shared_expert_size": config[layout.size] * config[layout.shared] if layout.shared else 0,
     }
 
 

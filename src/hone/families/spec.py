@@ -165,6 +165,12 @@ class ExpertLayout:
     """The field with the number of a token's."""
     size: str = "moe_intermediate_size"
     """That with the intermediate size of each."""
+    shared: str | None = None
+    """That with the number of experts that every token passes beside, `mlp.shared_experts`, which
+    are one MLP."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router makes scores of its logits. Gate weights are those of the chosen experts,
+    divided by their sum where the router normalises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +183,12 @@ class ModelSpec:
     """Norms of hidden size in a layer."""
     qkv_bias: bool = False
     """Query, key and value biases that no key of the config switches."""
+    o_bias: bool = True
+    """Whether `attention_bias` gives the output projection one too."""
     head_norms: bool = False
     """A norm over head_dim for queries and one for keys."""
+    head_norms_switch: str | None = None
+    """The field of the config without which a model of the family has none."""
     joint_head_norms: bool = False
     """Those norms are over all heads of a token at once."""
     tied: bool = False
@@ -198,6 +208,8 @@ class ModelSpec:
     and final norm are everyone's alike."""
     lora_targets: tuple[str, ...] = PROJECTIONS
     """Modules of a layer that can have adapters."""
+    gives_values: bool = True
+    """Whether transformers has its backbone with a head that scores: a critic, a reward model."""
     unserved_fields: tuple[str, ...] = (*UNSERVED_FIELDS, "final_logit_softcapping")
     """Fields of `config.json` that must be unset."""
     public: Mapping[str, Json] = field(default_factory=dict[str, Json])
@@ -213,6 +225,15 @@ class ModelSpec:
         if self.slides is None or not window or config.get("use_sliding_window") is False:
             return tuple(None for _ in indices)
         return tuple(window if self.slides(config, i) else None for i in indices)
+
+    def expert_layers(self, config: Json) -> dict[int, int]:
+        """The place of each layer with experts among those that have them, by its index."""
+        if self.experts is None:
+            return {}
+        having = (
+            i for i in range(config["num_hidden_layers"]) if self.experts.has_experts(config, i)
+        )
+        return {index: place for place, index in enumerate(having)}
 
 
 def sizes(

@@ -265,6 +265,11 @@ def build_run(cfg: RLConfig, start: Launch, make_pools: MakePools) -> Generator[
 
         load = partial(load_for_training, cfg.model, mesh, seed=cfg.run.seed)
         model = load()
+        if mesh.is_first and plan.shape is not None and plan.shape.num_experts:
+            _log.info(
+                "no loss balances the load of experts in a run of reinforcement learning, whatever "
+                "config.json says of one"
+            )
         limits = _limits(cfg, plan, model, mesh)
         sampled = None if ranks is None else _sampled_model(cfg, model, mesh, ranks, load)
         if cfg.model.lora.rank:
@@ -497,6 +502,7 @@ def _models(
         rungs=Rungs(plan),
         temperature=temperature,
         exact=exact,
+        replays_routes=cfg.algorithm.routing_replay,
         mesh=mesh,
     )
     scorers: dict[str, RowScorer] = {}

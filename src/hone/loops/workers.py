@@ -115,6 +115,7 @@ def make_engine(
             owns_weights=owns_weights,
             tensor_parallel=tensor_parallel,
             exact=cfg.model.exact,
+            records_routes=isinstance(cfg, RLConfig) and cfg.algorithm.routing_replay,
         )
     if isinstance(cfg, RLConfig) and cfg.profile.rollout.steps:
         engine.tracer = EngineTracer(

@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hone.models.experts import Experts
+from hone.models.experts import Experts, Record
 from hone.models.kernel_launch import launch, next_power_of_2
 
 __all__ = ["MAX_TOKENS", "Tile", "choose_tiles", "is_served", "sum_parts"]
@@ -82,7 +82,11 @@ def choose_tiles(num_tokens: int, experts: Experts) -> tuple[Tile, Tile] | None:
 
 
 def sum_parts(
-    x: Tensor, logits: Tensor, experts: Experts, tiles: tuple[Tile, Tile] | None = None
+    x: Tensor,
+    logits: Tensor,
+    experts: Experts,
+    tiles: tuple[Tile, Tile] | None = None,
+    record: Record = None,
 ) -> Tensor:
     """The weighted outputs of each token's experts, parts of its sum: float32 [K, T, D].
 
@@ -137,6 +141,8 @@ def sum_parts(
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
+    if record is not None:  # last: the kernels above overlap
+        record(ids.view(num_tokens, per_token))
     return parts
 
 

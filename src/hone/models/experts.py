@@ -8,14 +8,18 @@ Letters: T tokens, K experts of a token, E experts, D model width, I inner width
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Experts", "route", "sum_experts"]
+__all__ = ["Experts", "Record", "route", "sum_experts"]
+
+Record: TypeAlias = "Callable[[Tensor], None] | None"
+"""Is given the experts [T, K] that the tokens of a layer pass; None: nobody asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +36,11 @@ class Experts:
     """K."""
     normalises: bool
     """Whether the gate weights of a token add up to one."""
+    layer: int = 0
+    """Place among the layers with experts."""
 
     @classmethod
-    def of(cls, mlp: Any) -> Self:
+    def of(cls, mlp: Any, layer: int) -> Self:
         """Those of `mlp`, a module with a router `gate` and stacked `experts`."""
         return cls(
             router=mlp.gate.weight,
@@ -42,6 +48,7 @@ class Experts:
             down=mlp.experts.down_proj,
             per_token=mlp.gate.top_k,
             normalises=mlp.gate.norm_topk_prob,
+            layer=layer,
         )
 
 
@@ -54,9 +61,11 @@ def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     return ids, weights.to(logits.dtype)
 
 
-def sum_experts(x: Tensor, experts: Experts) -> Tensor:
+def sum_experts(x: Tensor, experts: Experts, record: Record = None) -> Tensor:
     """What the experts of each token make of x [T, D], weighted and added up: [T, D]."""
     ids_TK, weights_TK = route(F.linear(x, experts.router), experts)
+    if record is not None:
+        record(ids_TK)
     order = ids_TK.flatten().argsort(stable=True)
     each = torch.arange(len(experts.router), device=x.device)
     ends_E = torch.searchsorted(ids_TK.flatten()[order], each, right=True).int()

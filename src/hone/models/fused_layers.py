@@ -91,7 +91,8 @@ def merge_projections(model: PreTrainedModel) -> None:
     for layer in base.layers:
         attention = layer.self_attn
         Projection.of(attention.q_proj, attention.k_proj, attention.v_proj)
-        Mlp.of(layer.mlp)
+        if not hasattr(layer.mlp, "experts"):
+            Mlp.of(layer.mlp)
 
 
 class Mlp(NamedTuple):
@@ -101,10 +102,8 @@ class Mlp(NamedTuple):
     down: Projection
 
     @classmethod
-    def of(cls, module: Any) -> Self | Experts:
-        """What `module` holds, an MLP whose first parameters it merges or a mixture of experts."""
-        if hasattr(module, "experts"):
-            return Experts.of(module)
+    def of(cls, module: Any) -> Self:
+        """Merges the first parameters of `module`."""
         return cls(Projection.of(module.gate_proj, module.up_proj), Projection.of(module.down_proj))
 
 
@@ -123,8 +122,16 @@ class FusedLayer:
     ops: LayerOps
 
     @classmethod
-    def of(cls, module: Any, next_norm: Tensor, window: int | None, ops: LayerOps) -> Self:
-        """The layer that computes what the decoder layer `module` does; merges its parameters."""
+    def of(
+        cls,
+        module: Any,
+        next_norm: Tensor,
+        window: int | None,
+        ops: LayerOps,
+        expert_layer: int | None = None,
+    ) -> Self:
+        """The layer that computes what the decoder layer `module` does; merges its parameters.
+        `expert_layer` is its place among the layers with experts, None where it has an MLP."""
         attention = module.self_attn
         eps: float = attention.config.rms_norm_eps
         heads = Heads(
@@ -143,7 +150,9 @@ class FusedLayer:
             qkv=Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
             o=Projection.of(attention.o_proj),
             mlp_norm=module.post_attention_layernorm.weight,
-            mlp=Mlp.of(module.mlp),
+            mlp=Mlp.of(module.mlp)
+            if expert_layer is None
+            else Experts.of(module.mlp, expert_layer),
             next_norm=next_norm,
             eps=eps,
             ops=ops,
@@ -159,7 +168,7 @@ class FusedLayer:
         x = ops.sum_linear(attended, self.o)
         x, residual = ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
         if isinstance(self.mlp, Experts):
-            x = ops.sum_experts(x, self.mlp)
+            x = ops.sum_experts(x, self.mlp, context)
         else:
             x = ops.sum_linear(ops.gated_linear(x, self.mlp.gate_up), self.mlp.down)
         return ops.add_rms_norm(x, residual, self.next_norm, self.eps)
@@ -181,10 +190,14 @@ class FusedDecoder:
         norms = [layer.input_layernorm.weight for layer in base.layers]
         self._first_norm: Tensor
         self._first_norm, *next_norms = (*norms, base.norm.weight)
-        windows = spec_of(model.config.model_type).layer_windows(model.config.to_dict())
+        config: dict[str, Any] = model.config.to_dict()
+        spec = spec_of(model.config.model_type)
+        windows, expert_layers = spec.layer_windows(config), spec.expert_layers(config)
         self.layers = [
-            FusedLayer.of(module, next_norm, window, ops)
-            for module, next_norm, window in zip(base.layers, next_norms, windows, strict=True)
+            FusedLayer.of(module, next_norm, window, ops, expert_layers.get(index))
+            for index, (module, next_norm, window) in enumerate(
+                zip(base.layers, next_norms, windows, strict=True)
+            )
         ]
         # The parameters that the layers do not hold themselves.
         self._addresses = addresses_of(

@@ -24,6 +24,7 @@ from hone.models.decoder import (
 from hone.models.exact_decoder import ExactOps, require_exact
 from hone.models.fused_layers import FusedDecoder, addresses_of, is_fusible, require_addresses
 from hone.models.layer_ops import LayerOps, choose_kernels
+from hone.models.routes import follow_routes
 from hone.models.tensor_parallel import TensorParallel
 
 __all__ = ["GenerationModel", "generation_model"]
@@ -91,6 +92,7 @@ def generation_model(
     compile: bool,
     tp: TensorParallel | None = None,
     exact: bool = False,
+    records_routes: bool = False,
 ) -> GenerationModel:
     """The forward that generates with the parameters of `model`.
 
@@ -100,7 +102,8 @@ def generation_model(
     if `compile` is set and the device is CUDA. Calling it again is harmless.
 
     With `tp`, `model` is one that `shard_model` made, and all calls are collective. With `exact`, a
-    token's result does not depend on its batch; raises UserError where that is not served.
+    token's result does not depend on its batch; raises UserError where that is not served. With
+    `records_routes` contexts may ask for the experts of each token.
     """
     if exact:
         require_exact(model)
@@ -115,6 +118,8 @@ def generation_model(
         backbone = FusedDecoder(model, ops)
     else:
         alias = alias_module(model)
+        if records_routes:
+            follow_routes(alias)
         if compile and model.device.type == "cuda":
             for layer in cast(nn.ModuleList, alias.base_model.layers):
                 layer.compile(dynamic=True)

@@ -70,11 +70,12 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return silu_mul(F.linear(x, weight, bias)) if product is None else product
 
 
-def sum_experts(x: Tensor, mixture: experts.Experts) -> Tensor:
+def sum_experts(x: Tensor, mixture: experts.Experts, record: experts.Record = None) -> Tensor:
     """What the experts of each token make of x [T, D], contiguous, for `add_rms_norm`."""
     if not expert_kernels.is_served(x, mixture):
-        return experts.sum_experts(x, mixture)
-    return expert_kernels.sum_parts(x, linear(x, mixture.router, None), mixture)
+        return experts.sum_experts(x, mixture, record)
+    logits = linear(x, mixture.router, None)
+    return expert_kernels.sum_parts(x, logits, mixture, record=record)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Self, cast
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from hone.attention import PagedContext
 from hone.attention.backends import write_kv
 from hone.attention.interface import attend_paged
-from hone.models.experts import Experts, sum_experts
+from hone.models.experts import Experts, Record, sum_experts
 
 __all__ = [
     "Heads",
@@ -126,10 +127,13 @@ class LayerOps:
         """silu(gate) * up, [T, I], of the outputs [gate; up] of `linear`."""
         return self.kernels.gated_linear(x, projection.weight, projection.bias)
 
-    def sum_experts(self, x: Tensor, experts: Experts) -> Tensor:
+    def sum_experts(self, x: Tensor, experts: Experts, context: Any) -> Tensor:
         """What the experts of each token make of x [T, D], added up, in any form that
-        `add_rms_norm` adds to the residual. One rank has all experts."""
-        return self.kernels.sum_experts(x, experts)
+        `add_rms_norm` adds to the residual. One rank has all experts. The context records which
+        they are where it has a place for them."""
+        is_recorded = context.routes is not None
+        record = partial(context.record_routes, experts.layer) if is_recorded else None
+        return self.kernels.sum_experts(x, experts, record)
 
     def attend(
         self, qkv: Tensor, heads: Heads, positions: Tensor, rotary: Tensor, context: Any
@@ -224,8 +228,8 @@ class TorchKernels:
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.silu_mul(F.linear(x, weight, bias))
 
-    def sum_experts(self, x: Tensor, experts: Experts) -> Tensor:
-        return sum_experts(x, experts)
+    def sum_experts(self, x: Tensor, experts: Experts, record: Record = None) -> Tensor:
+        return sum_experts(x, experts, record)
 
 
 def _normalized(x: Tensor, eps: float) -> Tensor:

@@ -15,6 +15,7 @@ from hone.config.parallel import stage_layers
 from hone.config.plan import BatchArithmetic, RunPlan
 from hone.config.signatures import OWN, parsed_parameters, shape_of
 from hone.config.tree import EvaluateConfig, GenerateConfig, RLConfig, SFTConfig
+from hone.families.registry import spec_of
 from hone.planner.run_memory import RunMemory, in_gib
 
 __all__ = ["Line", "plan_lines"]
@@ -36,7 +37,7 @@ def plan_lines(plan: RunPlan) -> list[Line]:
         return []
     lines = [*_steps(plan), *_shapes(plan), *_cluster(plan), *_pipeline(plan)]
     if plan.batch is not None and plan.trainer is not None:
-        lines += [*_layout(plan), *_micro_batches(plan, plan.batch)]
+        lines += [*_layout(plan), *_experts(plan), *_micro_batches(plan, plan.batch)]
     return [*lines, *_engine(plan), *_reward_model(plan), *_memory(plan)]
 
 
@@ -166,6 +167,24 @@ def _layout(plan: RunPlan) -> Iterator[Line]:
         f"{plan.batch.samples_per_optimizer_step} rows of an optimizer step / data {sizes.data}, "
         "at most",
     )
+
+
+def _experts(plan: RunPlan) -> Iterator[Line]:
+    """Of what is trained, where layers have any."""
+    shape = plan.shape
+    if shape is None or not shape.num_experts:
+        return
+    how = [
+        f"in {shape.num_expert_layers} of {shape.num_layers} layers",
+        "no loss balances their load",
+    ]
+    if isinstance(plan.config, RLConfig):
+        if plan.config.algorithm.routing_replay:
+            how.append("trained tokens pass those that they passed when they were sampled")
+        if spec_of(shape.family).decode is None:
+            how.append("transformers' layers decode them, there are no fused ones of this family")
+    value = f"{shape.experts_per_token} of {shape.num_experts}"
+    yield Line("experts_per_token", value, "; ".join(how))
 
 
 def _micro_batches(plan: RunPlan, batch: BatchArithmetic) -> Iterator[Line]:

@@ -458,15 +458,11 @@ class _Step:
                 wide = 4 // self.num_bytes
                 values += 0 if mode == "selective" else 2 * inter + q + kv
                 if mode == "off":
-                    values += (1 + wide) * (2 * inputs + (q + kv) * self._has_head_norms)
+                    values += (1 + wide) * (2 * inputs + (q + kv) * self.shape.has_head_norms)
         if self.lora.rank:
             values += 7 * self.lora.rank
         statistics = 4 * shape.num_heads // tensor
         return self.num_tokens * (values * self.num_bytes + statistics)
-
-    @property
-    def _has_head_norms(self) -> bool:
-        return spec_of(self.shape.family).head_norms
 
     def _logits(self) -> int:
         """At the head, at the start of backward."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
 from time import monotonic
@@ -25,6 +25,7 @@ from hone.rollout.state import (
     group_from_dict,
     group_to_dict,
     request_from_dict,
+    request_to_dict,
     sample_from_dict,
     sample_to_dict,
 )
@@ -355,7 +356,7 @@ class Buffer:
             "groups": [
                 {
                     "group": group_to_dict(entry.group),
-                    "requests": {str(i): asdict(r) for i, r in entry.requests.items()},
+                    "requests": {str(i): request_to_dict(r) for i, r in entry.requests.items()},
                     "episodes": {str(i): sample_to_dict(s) for i, s in entry.episodes.items()},
                     "order": entry.order,
                     "start_version": entry.start_version,

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from hone.data.turns import RenderError
 from hone.rollout.requests import Decode, request_seed
 from hone.types import (
@@ -69,6 +71,9 @@ class Episodes:
         sample.logprobs += completion.logprobs
         sample.weight_versions += completion.weight_versions
         sample.loss_mask += [True] * len(completion.token_ids)
+        if completion.routes is not None:  # of all turns: those before keep what sampled them
+            had = completion.routes[:0] if sample.routes is None else sample.routes
+            sample.routes = np.concatenate([had, completion.routes[len(had) :]])
         text = self.decode(completion.token_ids) if completion.text is None else completion.text
         sample.text = self.decode(sample.token_ids) if start else text
         sample.stop_reason = completion.stop_reason

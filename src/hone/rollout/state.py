@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter
 
-from hone.types import Group, Prompt, Request, Sample
+from hone.types import Group, Prompt, Request, Routes, Sample
 
 __all__ = [
     "group_from_dict",
     "group_to_dict",
     "request_from_dict",
+    "request_to_dict",
     "sample_from_dict",
     "sample_of_values",
     "sample_to_dict",
     "sample_values",
 ]
 
-_PROMPT, _SAMPLE = TypeAdapter(Prompt), TypeAdapter(Sample)
-request_from_dict = TypeAdapter(Request).validate_python
-"""Inverse of `dataclasses.asdict`."""
+_PROMPT, _SAMPLE, _REQUEST = TypeAdapter(Prompt), TypeAdapter(Sample), TypeAdapter(Request)
+
+
+def request_to_dict(request: Request) -> dict[str, Any]:
+    """All fields, nested."""
+    values = asdict(request)
+    if values["resumed"] is not None:
+        values["resumed"]["routes"] = _routes_to_dict(values["resumed"]["routes"])
+    return values
+
+
+def request_from_dict(data: Mapping[str, Any]) -> Request:
+    """Inverse of `request_to_dict`."""
+    request = _REQUEST.validate_python(data)
+    if request.resumed is not None:
+        request.resumed.routes = _routes_from_dict(request.resumed.routes)
+    return request
 
 
 def sample_values(sample: Sample) -> dict[str, Any]:
@@ -46,12 +63,15 @@ def sample_to_dict(sample: Sample) -> dict[str, Any]:
     """All fields but the prompt, nested."""
     values = asdict(sample)
     del values["prompt"]
+    values["routes"] = _routes_to_dict(sample.routes)
     return values
 
 
 def sample_from_dict(data: Mapping[str, Any], prompt: Prompt) -> Sample:
     """Inverse of `sample_to_dict`."""
-    return _SAMPLE.validate_python({**data, "prompt": prompt})
+    sample = _SAMPLE.validate_python({**data, "prompt": prompt})
+    sample.routes = _routes_from_dict(sample.routes)
+    return sample
 
 
 def group_from_dict(data: Mapping[str, Any]) -> Group:
@@ -59,3 +79,17 @@ def group_from_dict(data: Mapping[str, Any]) -> Group:
     prompt = _PROMPT.validate_python(data["prompt"])
     samples = [sample_from_dict(row, prompt) for row in data["samples"]]
     return Group(id=data["id"], prompt=prompt, samples=samples)
+
+
+def _routes_to_dict(routes: Routes | None) -> dict[str, Any] | None:
+    if routes is None:
+        return None
+    plain = b64encode(routes.tobytes()).decode("ascii")
+    return {"dtype": routes.dtype.name, "shape": list(routes.shape), "base64": plain}
+
+
+def _routes_from_dict(plain: Any) -> Routes | None:
+    if plain is None:
+        return None
+    dtype: np.dtype[np.integer[Any]] = np.dtype(plain["dtype"])
+    return np.frombuffer(b64decode(plain["base64"]), dtype=dtype).reshape(plain["shape"])

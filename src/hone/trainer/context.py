@@ -22,6 +22,7 @@ from torch import Tensor
 from hone.attention import ContextParallel, PackedContext
 from hone.attention.context_parallel import padded_tokens, token_ranges
 from hone.distributed.mesh import Axis, Mesh
+from hone.models.routes import unrecorded
 from hone.trainer.packing import to_device
 from hone.types import MicroBatch
 
@@ -54,16 +55,18 @@ class _Others:
     places: Tensor  # [N] int64 into [size * longest]: each token among those of all ranks
 
 
-def split(batch: MicroBatch, mesh: Mesh) -> Share:
+def split(batch: MicroBatch, mesh: Mesh, *, replays_routes: bool = False) -> Share:
     """This rank's share of `batch`, which every rank of `mesh.context` must bring alike.
 
     The row is padded at its end by a sequence that trains nothing, so that all shares are equal.
     With one rank along context the share is the batch. `batch` lies in host memory
     (`collate(..., "cpu")`), so that nothing here waits for a device; its tensors are copied to
-    `mesh.device` without waiting either. Raises ValueError where it lies on a device and would
-    have to be read.
+    `mesh.device` without waiting either. With `replays_routes` tokens pass the experts of the
+    column `routes`, but for batches that hold no rows. Raises ValueError where the batch lies on a
+    device and would have to be read.
     """
     move = partial(to_device, device=mesh.device)
+    routes = batch.column("routes") if replays_routes and batch.ids else None
     if mesh.context.size == 1:
         return Share(
             input_ids=move(batch.input_ids),
@@ -72,6 +75,7 @@ def split(batch: MicroBatch, mesh: Mesh) -> Share:
                 cu_seqlens=move(batch.cu_seqlens),
                 max_seqlen=batch.max_seqlen,
                 lengths=batch.lengths,
+                routes=None if routes is None else move(routes),
             ),
             predict_index=move(batch.predict_index),
             labels=move(batch.labels),
@@ -89,6 +93,10 @@ def split(batch: MicroBatch, mesh: Mesh) -> Share:
     context = PackedContext.from_lengths(lengths, device=mesh.device)
     owner, local = _places(num_tokens, mesh)
     own_tokens = (owner == rank).nonzero().squeeze(1)
+    own_routes = None
+    if routes is not None:
+        none = unrecorded(routes.dtype)
+        own_routes = move(F.pad(routes, (0, 0, 0, 0, 0, padding), value=none)[own_tokens])
     owner_N = owner[batch.predict_index]
     trained = [(owner_N == other).nonzero().squeeze(1) for other in range(mesh.context.size)]
     own, longest = trained[rank], max(1, *map(len, trained))
@@ -98,7 +106,9 @@ def split(batch: MicroBatch, mesh: Mesh) -> Share:
     return Share(
         input_ids=move(F.pad(batch.input_ids, (0, padding))[own_tokens]),
         position_ids=move(torch.cat([batch.position_ids, torch.arange(padding)])[own_tokens]),
-        context=replace(context, parallel=ContextParallel(ring=ring, ulysses=ulysses)),
+        context=replace(
+            context, parallel=ContextParallel(ring=ring, ulysses=ulysses), routes=own_routes
+        ),
         predict_index=move(local[batch.predict_index[own]]),
         labels=move(batch.labels[own]),
         others=_Others(

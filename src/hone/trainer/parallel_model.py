@@ -25,6 +25,7 @@ from hone.distributed.mesh import Mesh
 from hone.models.decoder import decoder_layers, hidden_states, layer_outputs
 from hone.models.exact_decoder import PackedDecoder, require_exact
 from hone.models.heads import token_values
+from hone.models.routes import follow_routes
 from hone.observe.metrics import Mean, Metrics, Sum, merge, on_host
 from hone.trainer.context import Share, gather, own_part, split
 from hone.trainer.experts import divide_experts
@@ -62,6 +63,7 @@ class ParallelModel:
         temperature: float = 1.0,
         exact: bool = False,
         top_k: int = 1,
+        replays_routes: bool = False,
     ) -> None:
         """What a policy and its reference have in common. Before the module is compiled, split or
         sharded."""
@@ -74,6 +76,9 @@ class ParallelModel:
         self.mesh = mesh
         self._cfg = cfg
         self._is_exact = exact
+        self._replays_routes = replays_routes
+        if replays_routes:
+            follow_routes(module)
         self._score = partial(
             token_scores,
             temperature=temperature,
@@ -125,10 +130,19 @@ class ParallelModel:
         *,
         temperature: float = 1.0,
         exact: bool = False,
+        replays_routes: bool = False,
     ) -> tuple[ParallelModel, BasePolicy]:
-        """The model in training, and its weights: masters and gradients."""
+        """The model in training, and its weights: masters and gradients. With `replays_routes`
+        tokens pass the experts that the column `routes` of their rows says."""
         is_alone = mesh.world.size == 1
-        model = cls(module, cfg, mesh, temperature=temperature, exact=exact)
+        model = cls(
+            module,
+            cfg,
+            mesh,
+            temperature=temperature,
+            exact=exact,
+            replays_routes=replays_routes,
+        )
         if mesh.pipeline.size > 1:
             cut_stage(module, mesh)
             model._pipeline = Pipeline(module, mesh)
@@ -211,7 +225,7 @@ class ParallelModel:
 
     def _forward(self, batch: MicroBatch, outputs: frozenset[Output]) -> Outputs:
         """`forward` where the weights that it needs are whole."""
-        share = split(batch, self.mesh)
+        share = split(batch, self.mesh, replays_routes=self._replays_routes)
         hidden_TD = self._backbone(share.input_ids, share.position_ids, share.context)
         return self._of_tokens(hidden_TD, share, batch, outputs)
 
@@ -226,7 +240,7 @@ class ParallelModel:
     def _forward_stage(
         self, batch: MicroBatch, outputs: frozenset[Output], entering: Tensor | None
     ) -> Outputs | Tensor:
-        share = split(batch, self.mesh)
+        share = split(batch, self.mesh, replays_routes=self._replays_routes)
         name = "input_ids" if entering is None else "inputs_embeds"
         enters = share.input_ids.unsqueeze(0) if entering is None else entering
         leaving = layer_outputs(self.module, {name: enters}, share.position_ids, share.context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -19,12 +20,13 @@ from hone.config.algorithm import Output
 from hone.config.trainer import SFTTrainerConfig
 from hone.distributed.mesh import Mesh
 from hone.models.adapters import adapters_off
+from hone.models.routes import unrecorded
 from hone.planner.rungs import Rungs
 from hone.trainer.batcher import Batcher, PassKind
 from hone.trainer.out_of_memory import Repair
 from hone.trainer.packing import Plan, check_rows, digest
 from hone.trainer.parallel_model import ParallelModel
-from hone.types import Row
+from hone.types import Column, Row
 
 __all__ = ["FrozenScorer", "RowScorer", "WithoutAdapters", "agree", "agreed_passes", "row_outputs"]
 
@@ -163,7 +165,8 @@ class FrozenScorer:
 
 
 class WithoutAdapters:
-    """The model in training with its adapters off: the reference of a run that trains adapters."""
+    """The model in training with its adapters off: the reference of a run that trains adapters. It
+    replays no routes, which are the policy's."""
 
     def __init__(self, model: PreTrainedModel, scorer: RowScorer) -> None:
         """`scorer` is the trainer, of the same `model`."""
@@ -175,6 +178,15 @@ class WithoutAdapters:
 
         def score() -> list[Outputs]:
             with adapters_off(self._model):
-                return self._scorer.begin(rows, outputs)()
+                return self._scorer.begin(list(map(_without_routes, rows)), outputs)()
 
         return score
+
+
+def _without_routes(row: Row) -> Row:
+    """The row with tokens that choose their experts themselves."""
+    if "routes" not in row.columns:
+        return row
+    recorded = row.column("routes")
+    unknown = torch.full_like(recorded, unrecorded(recorded.dtype))
+    return replace(row, columns={**row.columns, "routes": Column(unknown, per="token")})

@@ -62,13 +62,14 @@ class Trainer:
         dump_dir: Path | None = None,
         rungs: Rungs | None = None,
         exact: bool = False,
+        replays_routes: bool = False,
         mesh: Mesh | None = None,
     ) -> None:
         """`total_steps` counts the optimizer steps of the run, for the schedule. `role` is the
         model's, as in the names of columns. `temperature` is that which sampled the rows, `seed`
         orders mini-batches. `dump_dir` receives the rows of a step whose numbers are not finite,
         and what `Repair` notes; `rungs` are what a step gives up where memory ends.
-        `exact` as in `ParallelModel.trained`, which says what is raised. `mesh` is shared by all
+        `exact` and `replays_routes` as in `ParallelModel.trained`. `mesh` is shared by all
         processes that train together, each of which brings the same model, in host memory, on its
         device or deferred (`hone.models.deferred`); it is changed in place."""
         mesh = Mesh.alone(model.device) if mesh is None else mesh
@@ -79,7 +80,12 @@ class Trainer:
         cfg = self.repair.cfg
         self.batcher = Batcher.of(cfg, model, seed=seed)
         self.model, self.policy = ParallelModel.trained(
-            model, cfg, mesh, temperature=temperature, exact=exact
+            model,
+            cfg,
+            mesh,
+            temperature=temperature,
+            exact=exact,
+            replays_routes=replays_routes,
         )
         self.repair.adopt(self.batcher, self.model.recompute_all)
         self.optimizer = Optimizer(
@@ -186,6 +192,8 @@ class Trainer:
                     )
         for name in sorted({name for row in rows for name in row.columns}):
             having = [row for row in rows if name in row.columns]
+            if not having[0].column(name).is_floating_point():
+                continue
             values = torch.cat([row.column(name).flatten() for row in having])
             if not bool(values.isfinite().all()):
                 culprit = next(r for r in having if not r.column(name).isfinite().all())

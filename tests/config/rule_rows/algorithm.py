@@ -8,6 +8,7 @@ ROWS: list[Row] = [
     # engines apart, sampling ahead (X1, G4)
     ("rl", "pipeline.max_staleness=1 cluster.num_engines=1", "warning",
      "pipeline.max_staleness algorithm.correction.kind"),
+    ("rl", "algorithm.routing_replay=true", "error", "algorithm.routing_replay model.path"),
     # products in other formats
     ("rl", "trainer.matmul_precision=fp8", "warning",
      "trainer.matmul_precision algorithm.correction.kind"),

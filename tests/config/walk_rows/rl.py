@@ -156,6 +156,7 @@ RL: dict[str, Row] = {
     "algorithm.correction.high": Row(
         "1.001", "metrics", (*PARTIAL, "--run.steps=4", "--algorithm.correction.kind=tis")
     ),
+    "algorithm.routing_replay": Row("true", "findings", command="check rl"),
     "pipeline.max_staleness": Row("2", "derived", APART, command="check rl"),
     "pipeline.in_flight": Row("abort", "Collector", AHEAD),
 }

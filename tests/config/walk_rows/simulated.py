@@ -131,6 +131,7 @@ NOT_OF_TIME = (
     *(f"engine.{name}" for name in ("backend", "enforce_eager", "max_num_batched_tokens")),
     *(f"algorithm.{name}" for name in ("advantage", "loss", "aggregation", "clip_", "dual_clip")),
     *(f"algorithm.{name}" for name in ("entropy_coef", "kl.placement", "kl.estimator")),
+    "algorithm.routing_replay",
     *("algorithm.gamma", "algorithm.lam", "critic."),
     *(f"algorithm.correction.{name}" for name in ("low", "high")),
     *(f"trainer.{name}" for name in ("max_tokens_per_forward", "recompute_every_n_layers")),

@@ -155,6 +155,10 @@ RULES = (
               why="samples come from a slightly different policy than the trainer's",
               fix=f"{_KIND} = tis")
       for rounded in ("engine.kv_cache_dtype = fp8", "trainer.matmul_precision = fp8")),
+    error("algorithm.routing_replay", "not @has_experts", only=("rl",),
+          says="algorithm.routing_replay is on, and {the_model} has no experts",
+          why="there are no routes that could be replayed",
+          fix="algorithm.routing_replay = false"),
     # Preferences.
     warning(each=_unused_by_losses, only=("dpo",),
             says="{key} is set and has no effect, since algorithm.loss is {algorithm.loss}",

@@ -20,7 +20,7 @@ from hone.config.rules.rule import Rule, error, unused, warning
 from hone.config.rules.view import NotKnownError, View, differs, fact
 from hone.config.tokens import OTHER_TOKENS, difference, tokens_of
 from hone.config.tree import RECIPE_COMMANDS, SUPERVISED
-from hone.families.registry import SPECS
+from hone.families.registry import VALUE_FAMILIES
 
 __all__ = ["RULES", "unwritable"]
 
@@ -178,7 +178,7 @@ def _not_here(key: str, *, must_exist: bool) -> Any:
 def _without_spec(key: str) -> Callable[[View], Found]:
     def find(view: View) -> Found:
         facts = None if view[key] is None else ModelFacts.known(view[key])
-        if facts is not None and facts.family not in (None, *SPECS):
+        if facts is not None and facts.family not in (None, *VALUE_FAMILIES):
             yield {"path": view[key], "name": facts.family}
 
     return find
@@ -256,7 +256,7 @@ _MODEL = (
           fix="model.lora.rank = 0 | use a model of another family"),
     *(error(each=_without_spec(key), given=given, only=only,
             says=f"{key} '{{path}}' is of the family {{name}}, and has to give values",
-            why=f"only models of the families {FAMILIES} do",
+            why=f"only models of the families {', '.join(VALUE_FAMILIES)} do",
             fix="use a model of one of these")
       for key, given, only in (
           ("model.path", (), ("reward-model",)),
