@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hone.algorithms.ppo import PPO, ValueObjective, gae
 from hone.config.algorithm import AlgorithmConfig, CriticConfig
+from hone.observe.metrics import to_scalars
 from hone.trainer.packing import collate
 from hone.types import Column, Group, Prompt, Reward, Row, Sample, StopReason
 
@@ -116,7 +117,11 @@ def test_targets_are_advantages_and_what_the_critic_learns(
     expected = (flat - flat.mean()) / flat.std()
     own = torch.stack([row.column("advantages") for row in rows])
     torch.testing.assert_close(own.double(), expected, atol=1e-5, rtol=1e-5)
-    assert {"critic/values", "critic/returns", "critic/vf_explained_var"} <= metrics.keys()
+    found = to_scalars(metrics)
+    assert found["critic/score/mean"] == 0.25
+    assert found["critic/rewards/min"] == pytest.approx(-0.5 - sum(paid), abs=1e-6)
+    assert found["critic/advantages/max"] == pytest.approx(float(expected.max()), abs=1e-5)
+    assert {"critic/values/mean", "critic/returns/std", "critic/vf_explained_var"} <= found.keys()
 
 
 def values_batch(values: list[float], returns: list[float], old: list[float]) -> Any:

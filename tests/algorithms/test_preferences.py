@@ -252,6 +252,19 @@ def test_metrics_have_the_names_and_values_of_trl() -> None:
     assert found["logps/chosen"] == pytest.approx(float(sums[0::2].mean()), rel=1e-5)
     per_token = -float(sums[0::2].sum()) / sum(row.num_trained for row in rows[0::2])
     assert found["nll_loss"] == pytest.approx(per_token, rel=1e-5)
+    twin = eager_twin(tiny_model())
+    assert found["logits/chosen"] == pytest.approx(mean_logit(twin, rows[0::2]), abs=1e-6)
+    assert found["logits/rejected"] == pytest.approx(mean_logit(twin, rows[1::2]), abs=1e-6)
+
+
+def mean_logit(twin: Any, rows: Sequence[Row]) -> float:
+    """Over all words, at the tokens that predict those of completions."""
+    found: list[Tensor] = []
+    for row in rows:
+        logits = twin(torch.tensor([row.token_ids])).logits[0].detach()
+        trained = [t for t, is_trained in enumerate(row.loss_mask) if is_trained]
+        found += [logits[t - 1].mean() for t in trained]
+    return float(torch.stack(found).mean())
 
 
 def test_orpo_says_its_odds() -> None:
@@ -263,6 +276,8 @@ def test_orpo_says_its_odds() -> None:
     ratios = [chosen - rejected for chosen, rejected in zip(odds[::2], odds[1::2], strict=True)]
     found = to_scalars(metrics)
     assert found["log_odds_chosen"] == pytest.approx(sum(ratios) / 6, rel=1e-4)
+    means = [float(x.mean()) for x in models.trainer.logprobs(rows)[::2]]
+    assert found["rewards/chosen"] == pytest.approx(0.1 * sum(means) / 6, rel=1e-4)
     expected = sum(map(math.log, map(sigmoid, ratios))) / 6
     assert found["log_odds_ratio"] == pytest.approx(expected, rel=1e-4)
 
@@ -313,6 +328,10 @@ def test_kto_says_its_margin_by_the_name_of_trl(labels: str) -> None:
     difference = found["rewards/chosen"] - found.get("rewards/rejected", math.nan)
     margin = found.get("rewards/margins", math.nan)
     assert margin == pytest.approx(difference, rel=1e-5, nan_ok=True)
+    chosen = [row for row, label in zip(rows, labels, strict=True) if label == "1"]
+    expected = mean_logit(eager_twin(tiny_model()), chosen)
+    assert found["logits/chosen"] == pytest.approx(expected, abs=1e-6)
+    assert ("logits/rejected" in found) == ("0" in labels)
 
 
 def test_a_pair_that_a_step_has_twice_is_two_units() -> None:

@@ -77,10 +77,11 @@ def score(
         temperature=0.7,
         chunk_tokens=5,
         with_entropy=True,
+        with_mean=True,
         at_ids_NK=torch.randint(VOCAB, (len(ids), 3), generator=draw),
         tensor=ranks,
     )
-    return tuple(found[name] for name in ("logprobs", "entropy", "logprobs_at"))
+    return tuple(found[name] for name in ("logprobs", "entropy", "logprobs_at", "mean_logits"))
 
 
 def likeliest(model: PreTrainedModel, lengths: tuple[int, ...], ranks: Axis | None) -> Tensor:
@@ -97,7 +98,7 @@ def likeliest(model: PreTrainedModel, lengths: tuple[int, ...], ranks: Axis | No
 
 
 def loss_of(scores: tuple[Tensor, ...], seed: int = 0) -> Tensor:
-    values, entropy, at = scores
+    values, entropy, at, _ = scores
     draw = torch.Generator().manual_seed(seed)
     factors = torch.randn(2, len(values), generator=draw)
     of_words = torch.randn(at.shape[-1], generator=draw)

@@ -83,7 +83,12 @@ def test_other_words_than_the_label_equal_the_definition(family: str, chunk: int
 
     hidden.requires_grad_()
     head = head_weight(model)
-    options: Any = {"temperature": 0.7, "chunk_tokens": chunk, "with_entropy": True}
+    options: Any = {
+        "temperature": 0.7,
+        "chunk_tokens": chunk,
+        "with_entropy": True,
+        "with_mean": True,
+    }
     found = token_scores(model, hidden, labels, **options, at_ids_NK=ids.int())
     own = loss(found["logprobs"], found["entropy"], found["logprobs_at"])
     logits = hidden @ head.T
@@ -93,6 +98,7 @@ def test_other_words_than_the_label_equal_the_definition(family: str, chunk: int
     entropy = -(whole.exp() * whole).sum(-1)
     expected = loss(whole.gather(1, labels[:, None])[:, 0], entropy, whole.gather(1, ids))
     torch.testing.assert_close(found["logprobs_at"], whole.gather(1, ids))
+    torch.testing.assert_close(found["mean_logits"], (logits / 0.7).mean(-1).detach())
     for one, two in zip(
         torch.autograd.grad(own, [hidden, head]),
         torch.autograd.grad(expected, [hidden, head], retain_graph=True),

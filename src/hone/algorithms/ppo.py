@@ -47,7 +47,7 @@ class PPO(GRPO):
     def targets(self, rows: Sequence[Row], batch: Sequence[Group]) -> Metrics:
         """Advantages, normalised over all tokens of the step, and the returns that the critic
         learns. The former are divided by the standard deviation (N - 1) plus 1e-6, in verl by
-        `sqrt(variance + 1e-8)`, in OpenRLHF by that of N."""
+        `sqrt(variance + 1e-8)`, in OpenRLHF by that of N. Metrics have verl's names."""
         samples = [sample for group in self._scored(rows, batch) for sample in group]
         values = [row.column("values/critic").double() for row in rows]
         estimates = [
@@ -59,7 +59,14 @@ class PPO(GRPO):
         for row, advantage, to_learn in zip(rows, advantages, returns, strict=True):
             row.columns["advantages"] = Column(advantage)
             row.columns["returns"] = Column(to_learn.float())
-        return _value_metrics(torch.cat([torch.empty(0), *values]), [torch.empty(0), *returns])
+        if not rows:
+            return {}
+        return {
+            "critic/score": Distribution.of([sample.reward for sample in samples]),
+            "critic/rewards": Distribution.of([sample.penalised_reward for sample in samples]),
+            "critic/advantages": Distribution.of(torch.cat(advantages)),
+            **_value_metrics(torch.cat(values), torch.cat(returns)),
+        }
 
 
 def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Tensor:
@@ -86,18 +93,15 @@ def _rewards(sample: ScoredSample) -> Tensor:
     return rewards
 
 
-def _value_metrics(values: Tensor, returns: Sequence[Tensor]) -> Metrics:
+def _value_metrics(values: Tensor, returns: Tensor) -> Metrics:
     """Before the update. `vf_explained_var` is 1 for values that are the returns, 0 for a constant,
-    negative for worse."""
-    target = torch.cat([*returns]).double()
-    if not len(target):
-        return {}
-    spread = (target - target.mean()).square().mean()
-    residual = target - values
+    negative for worse; verl adds 1e-5 to the variance that it divides by."""
+    spread = (returns - returns.mean()).square().mean()
+    residual = returns - values
     explained = 1 - (residual - residual.mean()).square().mean() / spread.clamp(min=1e-12)
     return {
         "critic/values": Distribution.of(values),
-        "critic/returns": Distribution.of(target),
+        "critic/returns": Distribution.of(returns),
         "critic/vf_explained_var": Last(float(explained)),
     }
 

@@ -42,9 +42,12 @@ if TYPE_CHECKING:
 else:
     LossName, AdvantageName = Literal[LOSS_NAMES], Literal[(*BASELINES, "gae")]
 
-Output = Literal["logprobs", "entropy", "values", "top_ids", "top_logprobs", "logprobs_at"]
+Output = Literal[
+    "logprobs", "entropy", "mean_logits", "values", "top_ids", "top_logprobs", "logprobs_at"
+]
 """What a model gives for each trained token: one value; of `top_ids` (int32) and `top_logprobs` one
-for each of its likeliest words, of `logprobs_at` one for each word in the rows' column `at_ids`."""
+for each of its likeliest words, of `logprobs_at` one for each word in the rows' column `at_ids`.
+`mean_logits` is over all words, and has no gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

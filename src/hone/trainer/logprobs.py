@@ -80,6 +80,7 @@ def token_scores(
     temperature: float,
     chunk_tokens: int,
     with_entropy: bool = False,
+    with_mean: bool = False,
     at_ids_NK: Tensor | None = None,
     top_k: int = 0,
     exact: bool = False,
@@ -88,7 +89,8 @@ def token_scores(
     """As `token_logprobs`, by name, and what else is asked for of each distribution: with
     `at_ids_NK` the log-probabilities of those words as `logprobs_at`, [N, K] and differentiable;
     with `top_k`, without gradient, the likeliest words as `top_ids`, int32, and `top_logprobs`, the
-    likeliest first: all, of a smaller vocabulary.
+    likeliest first: all, of a smaller vocabulary; with `with_mean`, without gradient too, the mean
+    of all logits as `mean_logits`.
     """
     ranks = tensor or Axis()
     weight_VD, first = _own_rows(model, ranks)
@@ -97,6 +99,8 @@ def token_scores(
         softcap=logit_softcap(model),
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
+        with_mean=with_mean,
+        num_words=head_weight(model).shape[0],
         top_k=top_k,
         exact=exact,
         ranks=ranks,
@@ -111,6 +115,7 @@ def token_scores(
     found: dict[Output, Tensor | None] = {
         "logprobs": scores.logprobs,
         "entropy": scores.entropy,
+        "mean_logits": scores.mean_logits,
         "logprobs_at": scores.logprobs_at,
         "top_ids": scores.top_ids,
         "top_logprobs": scores.top_logprobs,
@@ -142,6 +147,7 @@ class _Scores(NamedTuple):
     """[N, K]"""
     normaliser: Tensor
     """logsumexp(l)"""
+    mean_logits: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
@@ -152,6 +158,9 @@ class _Head:
     softcap: float | None
     chunk_tokens: int
     with_entropy: bool
+    with_mean: bool
+    num_words: int
+    """Of all ranks."""
     top_k: int
     exact: bool
     ranks: Axis
@@ -165,15 +174,19 @@ class _Head:
         statistics: list[Tensor] = []
         exact_logprobs: list[Tensor] = []
         top: list[tuple[Tensor, Tensor]] = []
+        mean_row_D = self._mean_row(weight_VD)
         for start in range(0, max(len(hidden_ND), 1), self.chunk_tokens):
             rows = slice(start, start + self.chunk_tokens)
             labels_C = labels_N[rows]
             logits_CV = head_product(hidden_ND[rows], weight_VD, exact=self.exact)
             if self.exact:
                 exact_logprobs.append(_exact_logprobs(logits_CV, labels_C, self.temperature))
-            at_KC = logits_CV.new_empty(0, len(labels_C), dtype=torch.float32)
+            summed_KC = logits_CV.new_empty(0, len(labels_C), dtype=torch.float32)
             if at_ids_NK is not None:  # before the logits are overwritten
-                at_KC = self._scaled_at(logits_CV, at_ids_NK[rows]).T
+                summed_KC = self._scaled_at(logits_CV, at_ids_NK[rows]).T
+            if self.with_mean:
+                mean_C = self._mean_logits(hidden_ND[rows], mean_row_D, logits_CV)
+                summed_KC = torch.cat([mean_C[None], summed_KC])
             if self.top_k:
                 top.append(self._top(logits_CV))
             part_SC = _operations(logits_CV).part_statistics(
@@ -183,13 +196,17 @@ class _Head:
                 softcap=self.softcap,
                 with_entropy=self.with_entropy,
             )
-            statistics.append(torch.cat([part_SC, at_KC]))
+            statistics.append(torch.cat([part_SC, summed_KC]))
             del logits_CV  # before the next chunk's
         statistics_RSN = torch.cat(statistics, 1)[None]
         if self.ranks.group is not None:
             statistics_RSN = gather_rows(statistics_RSN, self.ranks.group)
-        own, at_RKN = statistics_RSN.tensor_split([3 + self.with_entropy], 1)
+        own, mean_R1N, at_RKN = statistics_RSN.tensor_split(
+            [3 + self.with_entropy, 3 + self.with_entropy + self.with_mean], 1
+        )
         scores = _combine(own)
+        if self.with_mean:
+            scores = scores._replace(mean_logits=mean_R1N.sum((0, 1)))
         if self.exact:
             scores = scores._replace(logprobs=torch.cat(exact_logprobs))
         if at_ids_NK is not None:
@@ -237,6 +254,24 @@ class _Head:
         for place, grad in scattered:
             grad_CV.scatter_add_(-1, place, grad.to(grad_CV.dtype))
         return grad_CV
+
+    def _mean_row(self, weight_VD: Tensor) -> Tensor | None:
+        """Own share of the mean row of the head, [D], whose product with a hidden state is that of
+        its mean logit: a mean over V logits of each token would be a pass over all of them. None
+        where it is not asked for, or logits are capped, which is not linear."""
+        if not self.with_mean or self.softcap is not None:
+            return None
+        wide = _accumulation_dtype(weight_VD.dtype)
+        return weight_VD.detach().sum(0, dtype=wide) / (self.num_words * self.temperature)
+
+    def _mean_logits(
+        self, hidden_CD: Tensor, mean_row_D: Tensor | None, logits_CV: Tensor
+    ) -> Tensor:
+        """Own share of each token's mean of scaled logits, [C]."""
+        if mean_row_D is None:
+            sum_C = _capped(logits_CV.detach(), self.softcap).sum(-1)
+            return sum_C / (self.num_words * self.temperature)
+        return hidden_CD.detach().to(mean_row_D.dtype) @ mean_row_D
 
     def _scaled_at(self, logits_CV: Tensor, ids_CK: Tensor) -> Tensor:
         """Scaled logits [C, K], 0 of words of other ranks."""
@@ -307,7 +342,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ids: tuple[Tensor, Tensor | None],
         hidden_ND: Tensor,
         weight_VD: Tensor,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         """`ids` are the labels [N] and other words [N, K]."""
         labels_N, at_ids_NK = ids
         scores = head.score(hidden_ND, labels_N, at_ids_NK, weight_VD)
@@ -316,14 +351,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
             labels_N, at_ids_NK, hidden_ND, weight_VD, scores.entropy, scores.normaliser
         )
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(scores.normaliser)
-        return scores.logprobs, scores.entropy, scores.logprobs_at, scores.normaliser
+        constant = (scores.normaliser, scores.mean_logits)
+        ctx.mark_non_differentiable(*(x for x in constant if x is not None))
+        return (scores.logprobs, scores.entropy, scores.logprobs_at, *constant)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         head: _Head = ctx.head
         labels_N, at_ids_NK, hidden_ND, weight_VD, entropy_N, normaliser_N = ctx.saved_tensors
-        grad_logprobs_N, grad_entropy_N, grad_at_NK, _ = grads
+        grad_logprobs_N, grad_entropy_N, grad_at_NK, *_ = grads
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(normaliser_N)
         *_, needs_hidden, needs_weight = ctx.needs_input_grad

@@ -266,6 +266,7 @@ class ParallelModel:
             hidden_ND,
             share.labels,
             with_entropy="entropy" in outputs,
+            with_mean="mean_logits" in outputs,
             at_ids_NK=at_ids,
             top_k=self._top_k if "top_ids" in outputs else 0,
             tensor=self.mesh.tensor,

@@ -15,7 +15,7 @@ from hone.config.preference import PreferenceConfig
 from hone.observe.metrics import Mean, Metrics
 from hone.types import Column, LossExtent, MicroBatch, Preference, Row
 
-__all__ = ["DPO", "PairObjective", "labelled_rows", "sum_of_rows"]
+__all__ = ["DPO", "PairObjective", "labelled_rows", "logits_by_label", "sum_of_rows"]
 
 
 class DPO:
@@ -44,7 +44,7 @@ class DPO:
 class PairObjective:
     """A loss of pairs, or several with weights. Implements `Objective`."""
 
-    outputs: frozenset[Output] = frozenset({"logprobs"})
+    outputs: frozenset[Output] = frozenset({"logprobs", "mean_logits"})
     outputs_before: frozenset[Output] = frozenset()
     per: LossExtent = "unit"
 
@@ -83,14 +83,15 @@ class PairObjective:
             if name in SFT_WEIGHT:
                 term = term - SFT_WEIGHT[name] * pairs.chosen * share
             values = values + weight * term
-        return Loss(values, _metrics(pairs, cfg))
+        return Loss(values, _metrics(pairs, cfg) | logits_by_label(outputs, batch))
 
 
 def _metrics(pairs: Pairs, cfg: PreferenceConfig) -> Metrics:
-    """By the names of TRL. simpo's rewards are of mean log-probabilities; orpo's here of sums."""
+    """By the names of TRL. Rewards of simpo and orpo are of mean log-probabilities, as there;
+    `logps/...` are sums here, of whatever loss, there of those two means."""
     with torch.no_grad():
         chosen, rejected = pairs.chosen_scores, pairs.rejected_scores
-        if "simpo" in cfg.losses:
+        if not cfg.losses.keys().isdisjoint({"simpo", "orpo"}):
             chosen, rejected = chosen / pairs.num_chosen, rejected / pairs.num_rejected
         metrics: Metrics = {
             "rewards/chosen": Mean.of(cfg.beta * chosen),
@@ -108,6 +109,17 @@ def _metrics(pairs: Pairs, cfg: PreferenceConfig) -> Metrics:
                 "log_odds_ratio": Mean.of(torch.nn.functional.logsigmoid(odds)),
             }
         return metrics
+
+
+def logits_by_label(outputs: Outputs, batch: MicroBatch) -> Metrics:
+    """Mean logits over all words and the tokens of completions, by the names of TRL's `DPOTrainer`
+    and `KTOTrainer`; its `CPOTrainer` and `ORPOTrainer` take prompts and padding in too."""
+    logits = outputs["mean_logits"].double()
+    is_chosen = batch.column("chosen").bool()[batch.sequence_index]
+    return {
+        f"logits/{name}": Mean((logits * of_it).sum(), of_it.sum())
+        for name, of_it in (("chosen", is_chosen), ("rejected", ~is_chosen))
+    }
 
 
 def labelled_rows(batch: Sequence[Preference]) -> list[Row]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from hone.algorithms.algorithm import Loss, Objective, Outputs
-from hone.algorithms.preferences.dpo import labelled_rows, sum_of_rows
+from hone.algorithms.preferences.dpo import labelled_rows, logits_by_label, sum_of_rows
 from hone.algorithms.preferences.losses import kto
 from hone.config.algorithm import Needs, Output
 from hone.config.preference import PreferenceConfig
@@ -79,7 +79,7 @@ class KTO:
 class _Completions:
     """Implements `Objective`."""
 
-    outputs: frozenset[Output] = frozenset({"logprobs"})
+    outputs: frozenset[Output] = frozenset({"logprobs", "mean_logits"})
     outputs_before: frozenset[Output] = frozenset()
     columns = frozenset({"chosen", "logprobs/reference", "divergence", "margin_share"})
     per: LossExtent = "row"
@@ -105,5 +105,6 @@ class _Completions:
                 "rewards/margins": Mean.of((rewards * share)[share != 0]),
                 "logps/chosen": Mean.of(logps[is_desirable]),
                 "logps/rejected": Mean.of(logps[~is_desirable]),
-            },
+            }
+            | logits_by_label(outputs, batch),
         )
