@@ -61,7 +61,11 @@ def has_spread(rewards: Sequence[float]) -> bool:
 
 
 def centred(group: Sequence[ScoredSample]) -> Tensor:
-    """Rewards less their group mean, [G] float64; exactly 0 for a group without spread."""
+    """Rewards less their group mean, [G] float64; exactly 0 for a group without spread.
+
+    A sample's penalties are taken off before the mean is, as in verl; OpenRLHF takes them off each
+    token's return after it.
+    """
     rewards = [sample.penalised_reward for sample in group]
     if not has_spread(rewards):
         return torch.zeros(len(rewards), dtype=torch.float64)
@@ -78,7 +82,11 @@ def on_tokens(values: Tensor, group: Sequence[ScoredSample]) -> list[Tensor]:
 
 
 def whiten(returns: list[list[Tensor]]) -> Advantages:
-    """Normalise over all tokens of the step. Constant returns give exactly 0."""
+    """Normalise over all tokens of the step. Constant returns give exactly 0.
+
+    By the standard deviation (N - 1) plus 1e-6; in verl by `sqrt(variance + 1e-8)`, in OpenRLHF by
+    that of N.
+    """
     flat = [tokens for group in returns for tokens in group if tokens.numel()]
     if not flat:
         return [[tokens.float() for tokens in group] for group in returns]

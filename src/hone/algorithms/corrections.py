@@ -57,7 +57,8 @@ def icepop(
 def sequence_mask(
     log_ratio: Tensor, sequence_index: Tensor, num_sequences: int, low: float, high: float
 ) -> Tensor:
-    """1 for sequences whose geometric mean ratio lies in [low, high], 0 for the others."""
+    """1 for sequences whose geometric mean ratio lies in [low, high], 0 for the others. OpenRLHF's
+    level `seq` gives the tokens of the former their own ratios."""
     mean = sequence_mean_to_tokens(log_ratio, sequence_index, num_sequences)
     ratio = importance_ratio(mean)
     return ((ratio >= low) & (ratio <= high)).to(log_ratio.dtype)

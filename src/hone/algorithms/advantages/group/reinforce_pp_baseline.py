@@ -10,7 +10,8 @@ from hone.algorithms.advantage import Advantages, Groups, has_spread, whiten
 def advantages(groups: Groups) -> Advantages:
     """Group-centred rewards, then normalised over the step.
 
-    `R_t = r_i - mean(r) - sum(penalties from t on)`.
+    `R_t = r_i - mean(r) - sum(penalties from t on)`, as in OpenRLHF; in verl all penalties of a
+    sample are taken off its reward first.
     """
     returns: list[list[Tensor]] = []
     for group in groups:
