@@ -18,6 +18,7 @@ from hone.algorithms.ppo import ValueObjective
 from hone.config.errors import UserError
 from hone.config.model import ModelConfig
 from hone.config.trainer import TrainerConfig
+from hone.config.tree import RLConfig
 from hone.loops import reinforce
 from hone.models.load import load_value_model
 from hone.models.tiny import make_tiny_model
@@ -96,6 +97,27 @@ def test_a_critic_has_an_optimizer_of_its_own(make_config: MakeConfig, tmp_path:
     assert torch.equal(adamw["score.weight"], muon["score.weight"]), "a vector"
     differing = [name for name in adamw if not torch.equal(adamw[name], muon[name])]
     assert differing == [name for name in adamw if "proj" in name]
+
+
+@pytest.mark.parametrize("own", [{"recompute": "full"}, {"offload": "gradients"}])
+def test_a_critic_that_keeps_less_on_its_device_learns_the_same(
+    make_config: MakeConfig, tmp_path: Path, own: dict[str, Any]
+) -> None:
+    def cfg(name: str, **critic: Any) -> RLConfig:
+        return make_config(
+            run={"dir": tmp_path / name, "steps": 2, "device": "cpu"},
+            algorithm=GAE,
+            trainer=SHARED,
+            critic={"lr": 1e-3, **critic},
+        )
+
+    thrifty = cfg("thrifty", **own)
+    assert thrifty.critic_trainer == cfg("plain").critic_trainer.model_copy(update=own)
+    assert thrifty.trainer == cfg("plain").trainer
+    for each in (cfg("plain"), thrifty):
+        reinforce.run(each)
+    for model in ("model", "critic"):
+        assert_equal(tmp_path / "plain" / model, tmp_path / "thrifty" / model)
 
 
 def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from hone.config.base import Section
+from hone.config.trainer import OffloadLevel, RecomputeMode
 
 __all__ = [
     "BASELINES",
@@ -194,6 +195,12 @@ class CriticConfig(Section):
     max_tokens_per_forward: int | None = Field(default=None, ge=1)
     """Token budget of a pass of it without gradient on one device; unset: twice
     `max_tokens_per_microbatch` where that is set, else that of the policy's passes."""
+
+    recompute: RecomputeMode | None = None
+    """What its backward computes again, as `trainer.recompute`; unset: that."""
+
+    offload: OffloadLevel | None = None
+    """What of it is kept in host memory, as `trainer.offload`; unset: that."""
 
 
 class TeacherConfig(Section):

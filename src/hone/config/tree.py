@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -121,13 +121,15 @@ class RLConfig(Section):
         optimizer = trainer.optimizer.model_copy(update=own)
         if self.cluster.num_critics:  # nobody needs room on its devices
             trainer = trainer.model_copy(update={"enable_sleep": False})
-        budgets: dict[str, int | None] = {}
+        update: dict[str, Any] = {"optimizer": optimizer}
         if critic.max_tokens_per_microbatch is not None:
-            budgets["max_tokens_per_microbatch"] = critic.max_tokens_per_microbatch
-            budgets["max_tokens_per_forward"] = None
-        if critic.max_tokens_per_forward is not None:
-            budgets["max_tokens_per_forward"] = critic.max_tokens_per_forward
-        return trainer.model_copy(update={"optimizer": optimizer, **budgets})
+            update["max_tokens_per_forward"] = None  # twice that
+        for key in ("max_tokens_per_microbatch", "max_tokens_per_forward", "recompute", "offload"):
+            if (value := getattr(critic, key)) is not None:
+                update[key] = value
+        if critic.recompute == "off":
+            update["offload_activations"] = False  # which are of recomputed layers
+        return trainer.model_copy(update=update)
 
     @property
     def has_engine_thread(self) -> bool:

@@ -24,6 +24,7 @@ _TAKEN = {
     "trainer.max_tokens_per_microbatch",
     "critic.max_tokens_per_microbatch",
     "trainer.recompute",
+    "critic.recompute",
 }
 """What a step gives up by itself."""
 _SHARE = "engine.gpu_memory_utilization"

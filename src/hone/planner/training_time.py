@@ -91,11 +91,12 @@ class TrainingTime:
         if (role := plan.roles.get("critic")) is not None:
             # Its values, and its update; it has no words to tell apart.
             values = self._run.critic_shape.forward_flops(lengths, num_head_tokens=0)
+            passes = epochs * (3 + self._recomputed_share(cfg.critic_trainer))
             if self._run.is_own_device("critic"):
                 rate = self._rate_of(role)
-                values_s, critic_s = values / rate, 3 * epochs * values / rate
+                values_s, critic_s = values / rate, passes * values / rate
             else:
-                flops += (1 + 3 * epochs) * values
+                flops += (1 + passes) * values
         forward = shape.forward_flops(lengths, num_head_tokens=num_trained)
         flops += self._scores_itself * forward
         if cfg.algorithm.kl.coef > 0 and cfg.model.lora.rank:  # the model without adapters

@@ -160,7 +160,7 @@ class Repair:
             key, value = self._setting(kind, now)
             self._note(kind, configured, now)
         elif kind == "backward" and self._recompute():
-            key, value = "trainer.recompute", "full"
+            key, value = f"{'critic' if self._role == 'critic' else 'trainer'}.recompute", "full"
             self._note("recompute", self._own.recompute, value)
         else:
             raise self.exhausted(f"a {kind} pass over the longest row alone", told)

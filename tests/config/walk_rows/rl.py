@@ -140,6 +140,8 @@ RL: dict[str, Row] = {
     "critic.warmup_steps": Row("1", "weights", GAE),
     "critic.max_tokens_per_microbatch": Row("24", "metrics", GAE),
     "critic.max_tokens_per_forward": Row("24", "passes", GAE),
+    "critic.recompute": Row("full", "Trainer", GAE),
+    "critic.offload": Row("optimizer", "Trainer", GAE),
     "algorithm.loss": Row("cispo", "metrics", MINI),
     "algorithm.aggregation": Row("sequence_mean", "metrics"),
     "algorithm.clip_low": Row("0.0001", "metrics", MINI),

@@ -68,7 +68,8 @@ RULES = (
     # The critic.
     *(unused(keys, "algorithm.advantage != gae",
              why="there is no critic", instead="algorithm.advantage = gae")
-      for keys in ("critic.(path|lr|optimizer|value_clip|warmup_steps|max_tokens_per_microbatch)",
+      for keys in ("critic.(path|lr|optimizer|value_clip|warmup_steps|recompute|offload)",
+                   "critic.(max_tokens_per_microbatch|max_tokens_per_forward)",
                    "algorithm.(gamma|lam)")),
     error("critic.warmup_steps >= run.steps", given=("algorithm.advantage = gae",), only=("rl",),
           why="the policy would never learn",

@@ -11,7 +11,7 @@ from hone.config.engine import BLOCK_SIZE, CPU_CACHE_GIB
 from hone.config.extras import installed_version
 from hone.config.model_facts import FP8_ALIGNMENT, NF4_BLOCK
 from hone.config.rules.view import Fact, NotKnownError, View, fact, outside
-from hone.config.tree import SUPERVISED
+from hone.config.tree import SUPERVISED, RLConfig
 from hone.families.registry import DENSE_FUSED_FAMILIES, SPECS, TENSOR_FAMILIES
 from hone.families.spec import PROJECTIONS
 
@@ -131,6 +131,15 @@ def optimizer_steps_per_rollout(view: View) -> Fact:
 def learns_from_rewards(view: View) -> bool:
     """Whether rewards make advantages, rather than a teacher alone."""
     return view["teacher.path"] is None or view["teacher.reward_coef"] > 0
+
+
+@fact
+def critic_recomputes(view: View) -> bool:
+    """Whether there is a critic, some of whose layers are recomputed."""
+    cfg = view.plan.config
+    if not isinstance(cfg, RLConfig) or not cfg.algorithm.needs_critic:
+        return False
+    return cfg.critic_trainer.recompute != "off"
 
 
 @fact

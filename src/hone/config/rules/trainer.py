@@ -80,33 +80,45 @@ _BATCHES = (
             "processes"),
 )  # fmt: skip
 
+_CRITIC = ("algorithm.advantage = gae",)
+_OFFLOADS = (("trainer.offload", ()), ("critic.offload", (*_CRITIC, "cluster.num_critics = 0")))
 _MEMORY = (
     error("trainer.offload_activations", "trainer.recompute = off",
           why="the first keeps the inputs of recomputed layers on the host",
           fix="trainer.recompute = full | trainer.offload_activations = false"),
     unused("trainer.recompute_every_n_layers", "trainer.recompute = off",
+           given=("not @critic_recomputes",),
            why="nothing is recomputed", instead="trainer.recompute = full"),
     error("trainer.offload != none", "trainer.optimizer.name = muon",
           why="Muon multiplies whole momentum matrices with themselves in every step, while what "
           "lies on the host visits the device in pieces",
           fix="trainer.optimizer.name = adamw | trainer.offload = none"),
-    error("trainer.offload != none", "critic.optimizer = muon",
-          given=("algorithm.advantage = gae",),
-          why="it offloads the critic too, and Muon needs whole matrices on the device",
-          fix="critic.optimizer = adamw | trainer.offload = none"),
-    error("trainer.offload = parameters", f"{_PARALLEL}.zero_stage != 3",
-          given=("@num_processes > 1",),
-          why="other stages keep the gathered weights of all layers on the device",
-          fix=f"{_PARALLEL}.zero_stage = 3"),
-    error("trainer.offload = parameters", "@num_processes = 1",
-          why="it keeps the shards of several in host memory",
-          fix="start several processes (--nproc N) | trainer.offload = gradients"),
+    *(error(f"{offload} != none", f"{optimizer} = muon", given=(*_CRITIC, *given),
+            why="the critic is offloaded, and Muon needs whole matrices on the device",
+            fix=f"{optimizer} = adamw | {offload} = none")
+      for offload, optimizer, given in (
+          ("trainer.offload", "critic.optimizer", ("critic.offload = unset",)),
+          ("critic.offload", "critic.optimizer", ("critic.offload",)),
+          ("critic.offload", "trainer.optimizer.name",
+           ("critic.offload", "critic.optimizer = unset")))),
+    *(error(f"{offload} = parameters", f"{_PARALLEL}.zero_stage != 3",
+            given=("@num_processes > 1", *given),
+            why="other stages keep the gathered weights of all layers on the device",
+            fix=f"{_PARALLEL}.zero_stage = 3")
+      for offload, given in _OFFLOADS),
+    *(error(f"{offload} = parameters", "@num_processes = 1", given=given,
+            why="it keeps the shards of several in host memory",
+            fix=f"start several processes (--nproc N) | {offload} = gradients")
+      for offload, given in _OFFLOADS),
     unused("trainer.(offload_activations|offload)", "run.device = cpu",
            why="host memory is all there is, and copies only cost time"),
-    error("trainer.enable_sleep", "trainer.offload = gradients|parameters", only=("rl",),
-          why="the one moves masters, moments and gradients to the host while the engine "
-          "generates, the other keeps them there for good, so that nothing is left to move",
-          fix="trainer.enable_sleep = false"),
+    unused("critic.offload", "run.device = cpu", given=_CRITIC,
+           why="host memory is all there is, and copies only cost time"),
+    *(error("trainer.enable_sleep", f"{offload} = gradients|parameters", only=("rl",), given=given,
+            why="the one moves masters, moments and gradients to the host while the engine "
+            "generates, the other keeps them there for good, so that nothing is left to move",
+            fix="trainer.enable_sleep = false")
+      for offload, given in _OFFLOADS),
 )  # fmt: skip
 
 _FORMATS = (
