@@ -2,7 +2,10 @@
 
 import logging
 import re
+import shutil
 import socket
+import ssl
+import subprocess
 import time
 
 import pytest
@@ -65,6 +68,28 @@ def refused_url():
 
 
 # -- services ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
+def test_a_service_of_an_unknown_authority_is_told_and_one_of_a_named_one_answers(
+    tmp_path, monkeypatch
+):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} "
+    made += "-days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run(made.split(), check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with serving() as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        url = server.url.replace("http", "https")
+        sample = scored(url)
+        assert sample.failure is FailureKind.EXCEPTION
+        assert re.search("self-signed certificate.*SSL_CERT_FILE", sample.failure_detail)
+        assert not server.requests
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert scored(url).reward.total == 0.5
+        assert len(server.requests) == 1
 
 
 def test_a_service_gets_what_that_of_openrlhf_gets(server):

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -88,8 +89,16 @@ def _cut(path: Path, resume_step: int | None) -> None:
 
 def json_line(row: Mapping[str, Any]) -> bytes:
     """A row of a JSONL file, with its end of line."""
-    text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str)
+    dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=_plain)
+    try:
+        text = dumps(row)
+    except ValueError:  # looked for only then: that takes longer than writing
+        text = dumps(_finite(row))
     return f"{text}\n".encode(errors="backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _finite(value: Any) -> Any:

@@ -193,7 +193,10 @@ def _attempt(request: Request, timeout_s: float, secrets: Iterable[str]) -> str:
         if isinstance(cause, TimeoutError):
             raise TimeoutError from None
         kind = _TransientError if isinstance(cause, ConnectionError) else ServiceError
-        raise kind(f"cannot be reached: {type(cause).__name__}: {cause}") from None
+        told = f"cannot be reached: {type(cause).__name__}: {cause}"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            told += ". Of an authority of your own, name the certificate in SSL_CERT_FILE"
+        raise kind(told) from None
 
 
 def _read(answer: IO[bytes], secrets: Iterable[str]) -> str:
