@@ -71,7 +71,7 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
             rule = pass_rule(samples, cfg.eval, cfg.reward)
             scalars = to_scalars(summarise(samples, cfg.eval, rule))
             if isinstance(rule, str):
-                _log.info("there is no pass@k: %s", rule)
+                _log.info("pass@k is not reported: %s", rule)
             write_whole(cfg.run.dir / EVAL_METRICS, json.dumps(scalars, indent=2), "run.dir")
             write_report(cfg.run.dir)
         return mesh.broadcast(scalars)
