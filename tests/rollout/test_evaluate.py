@@ -332,4 +332,4 @@ def test_hone_eval_prints_rows_errors_and_the_threshold() -> None:
     assert shown["eval/reward/mean"][1] == f"{scalars['eval/reward/stderr']:.2g}"
     assert not any("stderr" in str(name) for name in names)
     failed = round(40 * scalars["eval/failed_share"])
-    assert str(table.caption).startswith(f"40 rows, 1 samples each, {failed} of 40 not scored")
+    assert str(table.caption).startswith(f"40 rows, 1 sample each, {failed} of 40 not scored")
