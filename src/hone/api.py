@@ -257,10 +257,14 @@ def check(
         found = hone.check("gsm8k", gpu="a100-40g", nproc=8)
         found.errors, found.warnings, found.derived["samples_per_step"]
     """
-    if command not in RECIPE_TREES:
+    if type(command) is not str or command not in RECIPE_TREES:
         raise UserError(f"command={command!r}; allowed: {', '.join(RECIPE_TREES)}")
     if nproc is not None and (type(nproc) is not int or nproc < 1):
         raise UserError(f"nproc={nproc!r}; allowed: a whole number >= 1, or None: any")
+    if gpu is not None and type(gpu) is not str:
+        raise UserError(
+            f"gpu={gpu!r}; allowed: the name of a GPU, such as 'h200', or None: this host"
+        )
     splits = {"data": ("eval", data)} if command == "eval" else _splits(data, eval_data)
     given = _Given(RECIPE_TREES[command], config, sections, reward, splits, starts=False)
     with given.loaded() as cfg:

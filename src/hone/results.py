@@ -10,10 +10,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from hone.cli.eval import evaluation_rows
 from hone.config.rules import Finding
 from hone.observe.run_folder import RunFolder
 
-__all__ = ["Check", "Evaluation", "RunResult", "SampleRecord", "curves", "read_samples"]
+__all__ = [
+    "Check",
+    "Evaluation",
+    "RunResult",
+    "SampleRecord",
+    "curves",
+    "read_samples",
+]
 
 _CURVES = (
     ("reward/mean", "reward"),
@@ -133,6 +141,14 @@ class Evaluation:
     metrics: Mapping[str, float]
     """As `eval/reward/mean`, with its standard error over prompts as `eval/reward/stderr`."""
 
+    def _repr_html_(self) -> str:
+        """A table, with the standard error beside what it is of."""
+        lines = "".join(
+            f"<tr><td>{escape(name)}</td><td>{value}</td><td>{error}</td></tr>"
+            for name, value, error in evaluation_rows(self.metrics)
+        )
+        return f"<table><tr><th>metric</th><th>value</th><th>&plusmn;</th></tr>{lines}</table>"
+
     @cached_property
     def samples(self) -> list[SampleRecord]:
         """All of them."""
@@ -179,9 +195,10 @@ def _plots(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             for step, value in held
         )
         yield (
-            f'<figure style="display:inline-block;margin:4px 12px 4px 0">'
-            f'<figcaption style="font-size:small">{name}: {values[-1]:.4g} '
-            f"({low:.4g} to {high:.4g})</figcaption>"
+            # One width for all, so that they stand in columns however long a caption is.
+            f'<figure style="display:inline-block;width:{width}px;margin:4px 16px 8px 0">'
+            f'<figcaption style="font-size:small"><b>{name}</b> {values[-1]:.4g}<br>'
+            f'<span style="opacity:0.6">{low:.4g} to {high:.4g}</span></figcaption>'
             f'<svg width="{width}" height="{height}" viewBox="-2 -2 {width + 4} {height + 4}">'
             f'<polyline points="{points}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
             "</svg></figure>"

@@ -29,6 +29,10 @@ SECTIONS: dict[str, Any] = {
 }
 
 
+OWN: dict[str, Any] = {"prompt": "1+1="}
+OWN["self"] = OWN
+
+
 def zero(completion: str) -> float:
     return 0.0
 
@@ -107,6 +111,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "num_trainers 2 asks for several processes",
     ),
     "in a thread": (in_a_thread, "call it from the main thread"),
+    "a path with a null": (rl(run={"dir": "a\0b"}), "run.dir: holds a null character"),
     "no such model": (rl(model={"path": "./nowhere"}), "nowhere"),
     "an unknown tracker": (rl(log={"to": ["wand"]}), "log.to.0: got 'wand'.*wandb"),
     # -- rewards
@@ -169,6 +174,12 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         rl(data=[{"instruction": "a", "input": "b"}]),
         "may be in any of the columns input, instruction",
     ),
+    "a row that holds itself": (rl(data=[OWN]), "data, row 1 holds itself; leave that column out"),
+    "half a character": (rl(data=[{"prompt": "\ud800"}]), "row 1, column 'prompt' holds .*decode"),
+    "prompts of null": (
+        rl(data=[{"prompt": None, "answer": "1"}]),
+        r"found prompt \(null in all rows looked at\), answer",
+    ),
     "an empty prompt": (rl(data=[{"prompt": ""}]), "row|line 1: the prompt"),
     "an answer that the tokenizer does not know": (
         rl(data=[{"prompt": "1+1=", "answer": "é"}]),
@@ -184,6 +195,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     # -- the other calls
     "no such command": (lambda: hone.check("gsm8k", command="train"), "command='train'; allowed"),
     "no such GPU": (lambda: hone.check("gsm8k", gpu="h3000"), "h3000"),
+    "a GPU as a number": (lambda: hone.check("gsm8k", gpu=3), "gpu=3; allowed: the name of a GPU"),  # type: ignore
+    "commands": (lambda: hone.check("gsm8k", command=["rl"]), r"command=\['rl'\]; allowed"),  # type: ignore
     "processes as text": (lambda: hone.check("gsm8k", nproc="8"), "nproc='8'; allowed"),  # type: ignore
     "a prompt that is no list": (
         lambda: hone.generate(model={"path": "model"}, data="What is 1+1?"),

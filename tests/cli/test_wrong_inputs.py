@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shlex
 from pathlib import Path
 
@@ -26,6 +27,16 @@ FILES: dict[str, str | bytes] = {
     "text.jsonl": "hello\n",
     "other.jsonl": '{"x": 1}\n',
     "none.jsonl": "",
+    "latin.jsonl": '{"prompt": "café"}\n'.encode("latin-1"),
+    "packed.jsonl": gzip.compress(b'{"prompt": "1+1="}\n'),
+    "nested.jsonl": '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+    "digits.jsonl": '{"prompt": "1", "answer": ' + "1" * 5000 + "}\n",
+    "nulls.jsonl": '{"prompt": null, "answer": "1"}\n',
+    "nested.yaml": "a: " + "[" * 1200,
+    "torn/config.json": "{",
+    "array/config.json": "[]",
+    "minus/config.json": '{"model_type": "qwen3", "num_hidden_layers": -1}',
+    "word/config.json": '{"model_type": "qwen3", "num_attention_heads": "four"}',
     "file": "",
 }
 ROWS: list[tuple[str, str]] = [
@@ -42,6 +53,7 @@ ROWS: list[tuple[str, str]] = [
     ("rl twice.yaml", "line 1: the key 'run.steps' is given twice; keep one of them"),
     ("rl binary.yaml", "cannot be read"),
     ("rl train.jsonl", "is a file of data. A recipe is a YAML file; data are named with --data"),
+    ("rl nested.yaml", "recipe 'nested.yaml' is nested too deep"),
     ("rl names.yaml", "did you mean trainer.optimizer.lr?"),
     ("rl names.yaml", "did you mean rollout.n_samples_per_prompt?"),
     ("sft sft.yaml", "it is a key of `hone rl`, `hone plan`, "),
@@ -65,6 +77,7 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --per_device_train_batch_size 8", "did you mean --trainer.micro_batch_size"),
     ("eval r.yaml --rollout.temperature 1", "did you mean --eval.temperature?"),
     ("rl r.yaml --run.dir ''", "run.dir: is empty"),
+    ("rl r.yaml --run.dir " + "x" * 300, "run.dir: has a name of more than 255 bytes"),
     ("rl r.yaml --run.dir file", "run.dir 'file' is a file. Name another folder."),
     # processes and devices
     ("rl r.yaml --nproc", "--nproc takes the number of processes to start, 1 or more"),
@@ -84,6 +97,11 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --model.path empty", "holds no config.json"),
     ("rl r.yaml --model.path lora", "a LoRA adapter, and whole models are read"),
     ("rl r.yaml --reward.model.path lora", "a LoRA adapter, and whole models are read"),
+    ("rl r.yaml --model.path torn", "the config.json of model.path 'torn' is not valid JSON"),
+    ("rl r.yaml --model.path array", "is a list and not an object. Get the model again"),
+    ("rl r.yaml --model.path minus", "holds num_hidden_layers = -1, where a whole number"),
+    ("rl r.yaml --model.path word", "holds num_attention_heads = 'four', where a whole number"),
+    ("eval quickstart-eval", "Run `hone quickstart` first, which makes it"),
     ("rl r.yaml --model.path bare", "holds no weights"),
     ("rl r.yaml --model.path mute", "Set model.tokenizer to a folder or hub name."),
     ("rl r.yaml --data.max_prompt_tokens 5000", "Lower data.max_prompt_tokens"),
@@ -105,6 +123,14 @@ ROWS: list[tuple[str, str]] = [
     ("rl r.yaml --data.train.0.path other.jsonl", "Name the right one in `columns.prompt`"),
     ("rl r.yaml --data.train.0.path none.jsonl", "holds no rows"),
     ("rl r.yaml --data.train.0.path notes.txt", "Use a file in one of these formats: .jsonl"),
+    ("rl r.yaml --data.train.0.path ''", "data.train.0.path: is empty"),
+    ("rl r.yaml --data.train.0.path file", "has no suffix. Use a file in one of these formats"),
+    ("rl r.yaml --data.train.0.path https://x.org/y.jsonl", "not from other addresses"),
+    ("rl r.yaml --data.train.0.path latin.jsonl", "Save the file as UTF-8, for example with iconv"),
+    ("rl r.yaml --data.train.0.path packed.jsonl", "the file is compressed; unpack it"),
+    ("rl r.yaml --data.train.0.path nested.jsonl", "JSON that Python cannot read"),
+    ("rl r.yaml --data.train.0.path digits.jsonl", "JSON that Python cannot read"),
+    ("rl r.yaml --data.train.0.path nulls.jsonl", "found prompt (null in all rows looked at)"),
     ("rl r.yaml --eval.every_n_steps 5", "there is nothing to evaluate on"),
     ("generate r.yaml --output empty", "is a folder. Give the path of a new file."),
     # rewards
@@ -130,6 +156,8 @@ ROWS: list[tuple[str, str]] = [
     ("recipes show gsm", "Did you mean `gsm8k`?"),
     ("recipes copy gsm8k no/x.yaml", "there is no folder 'no'"),
     ("completion csh", "takes one of bash, zsh, fish, got 'csh'"),
+    ("quickstart --dir /proc/x", "a folder where nothing can be written"),
+    ("tune r.yaml --output /proc/x.yaml", "output '/proc/x.yaml' cannot be written"),
     ("quickstart --dir empty", "Remove the folder, or choose another --dir"),
     ("rl r.yaml --help rolout", "Did you mean rollout?"),
 ]

@@ -57,6 +57,16 @@ def test_long_prompts_are_dropped_and_listed(tmp_path, caplog):
     assert len(loaded.train) == 5
 
 
+@pytest.mark.parametrize("chat", ["auto", "never"])
+def test_a_chat_template_that_nobody_asked_for_is_told(chat, tmp_path, caplog):
+    tokenizer = char_tokenizer(CHATML)
+    with caplog.at_level(logging.INFO):
+        load(source(tmp_path, "a", rows(2)), tokenizer=tokenizer, chat=chat)
+    told = "put into the tokenizer's chat template (data.chat never leaves them as they are)"
+    assert (told in caplog.text) == (chat == "auto")
+    assert ("the first one: '<|im_start|>user" in caplog.text) == (chat == "auto")
+
+
 def test_how_many_rows_are_for_what_is_told(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     held_out = source(tmp_path, "b", rows(3))

@@ -450,7 +450,7 @@ def test_runs_of_different_kinds_are_said_to_be(tmp_path: Path) -> None:
         "These runs are of different kinds (rl: reinforcement learning; sft: supervised "
         "fine-tuning)" in told
     )
-    assert "Keys that one kind of run alone has are not listed" in told
+    assert "Settings that only one kind of run has are not listed" in told
     assert "algorithm.advantage" not in table(page, "What differs between the configurations")
     assert "Not recorded of rl, sft" in told
     assert [line["run"] for line in charts_of(html)["Loss: training"]["lines"]] == [0, 1]

@@ -262,7 +262,7 @@ UNWEIGHTED, PENALTY = B | {"weight": 0.0}, B | {"weight": -0.5}
     [
         ([A], [[ONE], [ZERO]], {}, PassRule(("a",), 1.0)),
         ([A], [[ZERO]], {}, PassRule(("a",), 1.0)),
-        ([A], [[ONE], [HALF]], {}, r"a gave 0\.5.*eval\.pass_function"),
+        ([A], [[ONE], [HALF]], {}, r"a returned 0\.5, neither 0 nor 1.*eval\.pass_function"),
         ([A], [[ONE], [HALF]], {"pass_function": "a"}, PassRule(("a",), 1.0)),
         (
             [A],
@@ -275,9 +275,14 @@ UNWEIGHTED, PENALTY = B | {"weight": 0.0}, B | {"weight": -0.5}
         ([A], [[None]], {}, "no sample has a reward"),
         # of several, each counts, and one that gave only 0 may be shaped
         ([A, B], [[{"a": 1.0, "b": 0.0}], [{"b": 1.0}]], {}, PassRule(("a", "b"), 1.0)),
-        ([A, B], [[{"a": 1.0, "b": 0.0}]], {}, r"b gave only 0.*eval\.pass_function"),
-        ([A, B], [[{"a": 1.0, "b": 0.3}], [{"a": 0.0, "b": 1.0}]], {}, r"b gave 0\.3"),
-        ([A, B, C], [[{"a": 1.0, "b": 0.0, "c": 0.2}]], {}, r"c gave 0\.2, b gave only 0"),
+        ([A, B], [[{"a": 1.0, "b": 0.0}]], {}, r"b returned only 0.*eval\.pass_function"),
+        ([A, B], [[{"a": 1.0, "b": 0.3}], [{"a": 0.0, "b": 1.0}]], {}, r"b returned 0\.3"),
+        (
+            [A, B, C],
+            [[{"a": 1.0, "b": 0.0, "c": 0.2}]],
+            {},
+            r"c returned 0\.2, neither 0 nor 1, b returned only 0",
+        ),
         # what says nothing of an answer does not count
         ([A, OVERLONG], [[ONE | {"overlong": 0.0}]], {}, PassRule(("a",), 1.0)),
         ([A, OVERLONG], [[ONE | {"overlong": -0.5}]], {}, PassRule(("a",), 1.0)),
@@ -327,4 +332,4 @@ def test_hone_eval_prints_rows_errors_and_the_threshold() -> None:
     assert shown["eval/reward/mean"][1] == f"{scalars['eval/reward/stderr']:.2g}"
     assert not any("stderr" in str(name) for name in names)
     failed = round(40 * scalars["eval/failed_share"])
-    assert str(table.caption).startswith(f"40 rows, 1 samples each, {failed} of 40 not scored")
+    assert str(table.caption).startswith(f"40 rows, 1 sample each, {failed} of 40 not scored")

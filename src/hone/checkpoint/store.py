@@ -182,6 +182,7 @@ class CheckpointStore:
         Raises CheckpointError naming what is missing or damaged.
         """
         complete, damaged = self._mesh.gather(self._scan())[0]
+        steps = ", ".join(str(found.step) for found in complete)
         if step != "latest":
             if step in damaged:
                 raise CheckpointError(damaged[step])
@@ -203,7 +204,10 @@ class CheckpointStore:
             return replace(found, parts=parts, skipped=tuple(skipped))
         wanted = "checkpoint" if step == "latest" else f"checkpoint of step {step}"
         reasons = "".join(f"\n  {reason}" for reason in skipped)
-        raise CheckpointError(f"{self.folder} has no complete {wanted}.{reasons}")
+        remedy = f"go on from one of the steps {steps}" if steps else "remove it to start over"
+        raise CheckpointError(
+            f"{self.folder} has no complete {wanted}; {remedy}, or take another folder.{reasons}"
+        )
 
     def _read(self, path: Path, names: tuple[str, ...]) -> dict[str, Tree]:
         """Parts of a checkpoint. Each process verifies the checksums of a share of the files."""

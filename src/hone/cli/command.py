@@ -428,7 +428,8 @@ def conclude(cfg: RunConfig, *, steps: int, stopped_by: int | None) -> int:
     """Say where things are and return the exit code: 0 for a finished run, 128 + n for one that
     signal n, `stopped_by`, ended after `steps` steps."""
     if stopped_by is None:
-        _log.info("done after step %d: the model and all records are in %s", steps, cfg.dir)
+        model, report = cfg.dir / "model", cfg.dir / "report.html"
+        _log.info("done after step %d; the model: %s, the report: %s", steps, model, report)
         return 0
     if steps:
         _log.warning(

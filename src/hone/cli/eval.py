@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -19,7 +19,7 @@ from hone.config.printable import printable
 from hone.config.tree import EvaluateConfig
 from hone.distributed.processes import processes
 
-__all__ = ["run"]
+__all__ = ["evaluation_rows", "run"]
 
 
 def run(argv: Sequence[str]) -> int:
@@ -34,31 +34,39 @@ def run(argv: Sequence[str]) -> int:
     scalars = run_evaluation(cfg)
     if processes().rank > 0:
         return 0
-    Console().print(_table(cfg, scalars))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_table(cfg, scalars))
+    console.print(Text(f"written to {cfg.run.dir}: eval.json, eval_samples.jsonl, report.html"))
     return 0
 
 
 def _table(cfg: EvaluateConfig, scalars: Mapping[str, float]) -> Table:
     """Each metric beside its standard error; from which score on samples pass is said once."""
     prompts, samples = scalars["eval/num_prompts"], scalars["eval/num_samples"]
-    words = f"{prompts:,.0f} rows, {cfg.eval.n_samples_per_prompt} samples each"
+    num_each = cfg.eval.n_samples_per_prompt
+    words = f"{prompts:,.0f} rows, {num_each} sample{'s' * (num_each > 1)} each"
     failed = round(samples * scalars["eval/failed_share"])
     table = Table(
         "metric",
         Column("value", justify="right"),
         Column("\N{PLUS-MINUS SIGN}", justify="right"),
-        title=f"{cfg.model.path}: {cfg.run.dir / 'eval.json'}",
+        title=Text(printable(cfg.model.path)),
         caption=f"{words}, {failed:,} of {samples:,.0f} not scored; "
         "\N{PLUS-MINUS SIGN}: standard error over rows",
     )
+    for name, value, error in evaluation_rows(scalars):
+        table.add_row(Text(printable(name)), value, error)
+    return table
+
+
+def evaluation_rows(scalars: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+    """The metrics of an evaluation as people read them: name, value, standard error. Of pass@k the
+    name has the score from which on samples pass."""
     for name, value in sorted(scalars.items()):
         if name.endswith(("/stderr", "/pass_threshold")):
             continue
         error = scalars.get(f"{name.removesuffix('/mean')}/stderr")
-        is_rate = "/pass@" in name
         threshold = scalars.get(f"{name.rpartition('/')[0]}/pass_threshold")
-        shown = f"{name} (score >= {threshold:g})" if is_rate and threshold is not None else name
-        table.add_row(
-            Text(printable(shown)), f"{value:.4g}", "" if error is None else f"{error:.2g}"
-        )
-    return table
+        is_rate = "/pass@" in name and threshold is not None
+        shown = f"{name} (score >= {threshold:g})" if is_rate else name
+        yield shown, f"{value:.4g}", "" if error is None else f"{error:.2g}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from hone.cli.command import quiet_transformers
 from hone.cli.openmp import set_up_openmp
 from hone.config import UserError
+from hone.config.rules.files import unwritable
 from hone.families.shape import ModelShape
 
 __all__ = ["make_inputs", "paths", "run"]
@@ -66,7 +67,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _inputs_are_made(folder: Path, seed: int) -> bool:
     """Whether the folder holds the inputs of this seed. Raises UserError where it holds others."""
-    if not folder.exists():
+    if not os.path.exists(folder):
+        if (problem := unwritable(folder)) is not None:
+            raise UserError(f"--dir '{folder}' {problem}. Name another folder.")
         return False
     marker = folder / "quickstart.json"
     held = json.loads(marker.read_text()) if marker.exists() else None

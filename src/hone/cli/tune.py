@@ -28,6 +28,7 @@ from hone.config.hardware import max_gpus
 from hone.config.plan import RunPlan
 from hone.config.planning import LengthsConfig, PlanningConfig
 from hone.config.recipe import to_yaml
+from hone.config.rules.files import unwritable
 from hone.config.tree import PlanConfig, RLConfig
 from hone.distributed.signals import handling
 from hone.observe.whole_file import write_whole
@@ -380,6 +381,8 @@ def _drawn_lengths(cfg: PlanConfig) -> list[list[int]]:
 def _require_usable(cfg: PlanConfig, output: Path) -> None:
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(f"output is '{output}', and `hone tune` writes a recipe: name a .yaml file")
+    if (problem := unwritable(output.parent)) is not None:
+        raise UserError(f"output '{output}' cannot be written: its folder {problem}")
     if cfg.model.shape is not None or not cfg.model.path:
         raise UserError("`hone tune` runs the model: set model.path, and leave out model.shape")
     if not cfg.data.train:

@@ -32,7 +32,9 @@ def fit_to_context(cfg: T, context_length: int | None) -> tuple[T, list[str]]:
     if not chosen:
         return cfg, []
     told = ", ".join(f"{key} {value}" for key, value in chosen.items())
-    return cfg, [f"{told}: chosen, as nobody set it, for the model's context of {context_length}"]
+    return cfg, [
+        f"{told}: not set, so chosen to fit the model's context of {context_length} tokens"
+    ]
 
 
 def _chosen(cfg: Section, context: int) -> Iterator[tuple[str, int]]:

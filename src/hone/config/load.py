@@ -27,6 +27,9 @@ from hone.config.tree import TREES, EvaluateConfig, RLConfig, SFTConfig
 
 __all__ = ["dump_config", "load_config", "load_noted", "resolve_recipe"]
 
+_MAX_NAME_BYTES = 255
+"""Of a file or folder, on the disks of Linux and macOS."""
+
 T = TypeVar("T", bound=Section)
 
 
@@ -65,7 +68,7 @@ def load_noted(
     if recipe is not None:
         draft.name_run_folder(recipe.stem)
     draft.refuse_booleans_as_numbers()
-    draft.refuse_empty_paths()
+    draft.refuse_impossible_paths()
     try:
         config = tree.model_validate(draft.values)
     except ValidationError as error:
@@ -257,15 +260,18 @@ class _Draft:
             if {int, float} & set(members(target.annotation)):
                 self._problem(at, self._wrong(at, target))
 
-    def refuse_empty_paths(self) -> None:
-        """An empty path would read as the working directory."""
+    def refuse_impossible_paths(self) -> None:
+        """Paths that no file has. An empty one would read as the working directory; so would that
+        of a data set, which is a text since it may be a name of the hub."""
         for at in _leaves(self.values):
             target = locate(self.tree, [str(part) for part in at])
-            is_path = target is not None and Path in members(target.annotation)
-            if is_path and _dig(self.values, at) == "":
-                self._problem(
-                    at, f"is empty ({self._origin(at)}); give a path, '.' for this folder"
-                )
+            is_path = target is not None and (
+                Path in members(target.annotation) or (at[0] == "data" and at[-1] == "path")
+            )
+            given = _dig(self.values, at)
+            problem = _path_problem(given) if is_path and isinstance(given, str) else None
+            if problem is not None:
+                self._problem(at, f"{problem[0]} ({self._origin(at)}); {problem[1]}")
 
     def explain(self, error: ValidationError) -> None:
         """Turn pydantic's findings into text for people."""
@@ -411,3 +417,14 @@ def _leaves(values: Any, at: Key = ()) -> list[Key]:
         nested = isinstance(value, dict | list)
         found.extend(_leaves(value, (*at, key)) if nested else [(*at, key)])
     return found
+
+
+def _path_problem(path: str) -> tuple[str, str] | None:
+    """Why no file has that path, and what to do."""
+    if not path:
+        return "is empty", "give a path, '.' for this folder"
+    if "\0" in path:
+        return "holds a null character", "give a path without it"
+    if any(len(name.encode(errors="replace")) > _MAX_NAME_BYTES for name in path.split("/")):
+        return f"has a name of more than {_MAX_NAME_BYTES} bytes", "give a shorter one"
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +14,14 @@ from hone.families.registry import DENSE_FUSED_FAMILIES, unserved
 from hone.families.shape import ModelShape, public_shape
 from hone.families.spec import DIVIDED_FIELDS
 
-__all__ = ["EXACT_ALIGNMENT", "EXACT_HEAD_DIMS", "FP8_ALIGNMENT", "NF4_BLOCK", "ModelFacts"]
+__all__ = [
+    "EXACT_ALIGNMENT",
+    "EXACT_HEAD_DIMS",
+    "FP8_ALIGNMENT",
+    "NF4_BLOCK",
+    "ModelFacts",
+    "impossible_sizes",
+]
 
 EXACT_HEAD_DIMS = (32, 64, 128)
 """Head sizes that the attention of exact mode computes."""
@@ -57,7 +64,7 @@ class ModelFacts:
             config: Any = json.loads((Path(model_path) / "config.json").read_text())
         except (OSError, ValueError):
             return None
-        if not isinstance(config, dict):
+        if not isinstance(config, dict) or any(impossible_sizes(config)):
             return None
         return cls.from_config(config)
 
@@ -144,3 +151,15 @@ def _kv_values_per_token(config: dict[str, Any]) -> int | None:
         return None
     head_dim = config.get("head_dim") or hidden // heads
     return 2 * layers * (config.get("num_key_value_heads") or heads) * head_dim
+
+
+def impossible_sizes(config: dict[str, Any]) -> Iterator[str]:
+    """What no model can have, as `holds key = value`."""
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        yield f"holds text_config = {text!r}"
+        return
+    for key in (*DIVIDED_FIELDS, "hidden_size", "num_hidden_layers", "vocab_size"):
+        size = text.get(key)
+        if size is not None and (type(size) is not int or size < 1):
+            yield f"holds {key} = {size!r}, where a whole number above 0 stands"

@@ -131,6 +131,8 @@ def read_recipe(path: Path) -> Recipe:
         recipe.values.update(_construct(loader, node, (), path, recipe.origins))
     except yaml.YAMLError as error:
         raise UserError(f"recipe '{path}' is not valid YAML: {_where(error)}") from error
+    except RecursionError as error:
+        raise UserError(f"recipe '{path}' is nested too deep: close its brackets") from error
     finally:
         loader.dispose()
     return recipe

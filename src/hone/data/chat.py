@@ -247,7 +247,8 @@ class Renderer:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
-                f"{example.location}: the chat template does not accept these messages: {error}"
+                f"{example.location}: the chat template does not accept these messages: {error}. "
+                "Mend the row, or name another template in model.chat_template"
             ) from error
         return cast(str, text)
 

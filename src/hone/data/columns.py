@@ -263,7 +263,11 @@ def choose_column(
     if named is None and not required:
         return None
     candidates = ", ".join(name for tier in tiers for name in tier)
-    found = dict.fromkeys(name for row in rows for name in row.columns)
+    found = dict.fromkeys(
+        f"{name} (null in all rows looked at)" if any(name in tier for tier in tiers) else name
+        for row in rows
+        for name in row.columns
+    )
     raise UserError(
         f"{source.path}: no column for the {_NOUNS.get(role, role)}: looked for {candidates}; "
         f"found {_listed(found)}. Name the right one in `columns.{key}` of this source."

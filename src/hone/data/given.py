@@ -83,13 +83,18 @@ def _row(row: Any, where: str) -> dict[str, Any]:
             f"{where} is of type {type(row).__name__}: {shorten(repr(row))}; a row is a dict of "
             "columns, as {'prompt': ..., 'answer': ...}, or a prompt as text"
         )
-    return {str(name): _plain(value, f"{where}, column {name!r}") for name, value in row.items()}
+    try:
+        return {str(name): _plain(held, f"{where}, column {name!r}") for name, held in row.items()}
+    except RecursionError:
+        raise UserError(f"{where} holds itself; leave that column out") from None
 
 
 def _plain(value: Any, where: str) -> Any:
     """A value for JSON. What pandas has for a missing value becomes null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, str) and not value.isascii():
+        _require_encodable(value, where)
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
@@ -103,3 +108,13 @@ def _plain(value: Any, where: str) -> Any:
         f"{where} holds {type(value).__name__}, which JSON has no room for: {shorten(repr(value))}"
         "; give texts, numbers, lists and dicts, or leave the column out"
     )
+
+
+def _require_encodable(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where} holds {shorten(ascii(text))}, half of a character ({error.reason}); decode "
+            "the text anew, with errors='replace' for example"
+        ) from error

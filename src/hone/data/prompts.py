@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.data import DataConfig
 from hone.data.chat import Rendered, Renderer
 from hone.data.columns import Example, read_examples
 from hone.data.filters import LengthLimit
+from hone.data.sources import shorten
 from hone.data.split import Data, load_data
 from hone.data.stream import Stream
 from hone.types import Prompt
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["PromptData", "PromptStream", "load_prompts", "make_prompt"]
+
+_log = logging.getLogger(__name__)
 
 PromptStream: TypeAlias = Stream[Prompt]
 PromptData: TypeAlias = Data[Prompt]
@@ -39,7 +43,7 @@ def load_prompts(
     limit = LengthLimit("data.max_prompt_tokens", cfg.max_prompt_tokens, _num_tokens)
     if max_prompt_tokens is not None and max_prompt_tokens < cfg.max_prompt_tokens:
         limit = LengthLimit("the context's room for a prompt", max_prompt_tokens, _num_tokens)
-    return load_data(
+    data = load_data(
         cfg,
         read=read_examples,
         render=lambda examples: renderer.prompts(examples, max_tokens=limit.max_tokens),
@@ -48,6 +52,15 @@ def load_prompts(
         content=lambda prompt: (prompt.id, prompt.token_ids, prompt.answer, prompt.task),
         seed=seed,
     )
+    first = data.all_rows()[0]
+    if renderer.uses_chat and cfg.chat == "auto" and isinstance(first.unrendered, str):
+        # Models that were never trained on the template, such as base models, fail with it.
+        _log.info(
+            "prompts are put into the tokenizer's chat template (data.chat never leaves them as "
+            "they are); the first one: %s",
+            shorten(repr(first.text)),
+        )
+    return data
 
 
 def _num_tokens(rendered: Rendered) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -111,10 +112,13 @@ def source_names(sources: Sequence[SourceBase]) -> list[str]:
 
 def short_name(source: SourceBase) -> str:
     """The file's or folder's name without suffix, or the last part of a hub name."""
-    name = Path(source.path).expanduser().resolve().name
+    name = os.path.basename(os.path.realpath(Path(source.path).expanduser()))
     for suffix in DATA_SUFFIXES:
         name = name.removesuffix(suffix)
     return name
+
+
+_GZIP = b"\x1f\x8b"
 
 
 def shorten(text: str, num_chars: int = 80) -> str:
@@ -170,8 +174,13 @@ def _decode(data: bytes, location: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
+        if data.startswith(_GZIP):
+            raise UserError(f"{location}: the file is compressed; unpack it (gunzip)") from error
         shown = shorten(data.decode(errors="replace"))
-        raise UserError(f"{location}: not UTF-8 text ({error.reason}): {shown}") from error
+        raise UserError(
+            f"{location}: not UTF-8 text ({error.reason}): {shown}. Save the file as UTF-8, for "
+            "example with iconv -f ENCODING -t UTF-8"
+        ) from error
 
 
 def _parse_json(text: str, location: str) -> Any:
@@ -187,6 +196,9 @@ def _parse_json(text: str, location: str) -> Any:
             f"{location}: not valid JSON ({error.msg} at {place}column {error.colno}), "
             f"near: {shorten(text[begin:])}{hint}"
         ) from error
+    except (ValueError, RecursionError) as error:  # digits by the thousand, lists in lists in lists
+        problem = shorten(str(error).partition(";")[0])
+        raise UserError(f"{location}: JSON that Python cannot read: {problem}") from error
 
 
 def _row(value: Any, location: str) -> Row:
@@ -200,7 +212,8 @@ def _row(value: Any, location: str) -> Row:
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     """The data files of a folder; where file names name splits, those of `split` alone."""
-    files = sorted(file for file in folder.iterdir() if file.suffix in DATA_SUFFIXES)
+    found = sorted(file for file in folder.iterdir() if file.suffix in DATA_SUFFIXES)
+    files = [file for file in found if file.is_file()]
     if not files:
         raise UserError(
             f"{folder} holds no {', '.join(DATA_SUFFIXES)} files and is no data set saved by "

@@ -11,6 +11,7 @@ from datetime import timedelta
 from time import monotonic
 
 import torch
+from rich import get_console
 from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
@@ -71,7 +72,7 @@ def run_evaluation(cfg: EvaluateConfig) -> dict[str, float]:
             rule = pass_rule(samples, cfg.eval, cfg.reward)
             scalars = to_scalars(summarise(samples, cfg.eval, rule))
             if isinstance(rule, str):
-                _log.info("there is no pass@k: %s", rule)
+                _log.info("pass@k is not reported: %s", rule)
             write_whole(cfg.run.dir / EVAL_METRICS, json.dumps(scalars, indent=2), "run.dir")
             write_report(cfg.run.dir)
         return mesh.broadcast(scalars)
@@ -184,7 +185,9 @@ class Counter:
 def counting(mesh: Mesh, noun: str) -> Generator[Counter]:
     """A counter of things called `noun`."""
     columns = Progress.get_default_columns()
-    with Progress(*columns, transient=True, disable=not mesh.is_first) as bar:
+    # A notebook would need further packages for a bar.
+    is_shown = mesh.is_first and not get_console().is_jupyter
+    with Progress(*columns, transient=True, disable=not is_shown) as bar:
         yield Counter(bar, noun)
 
 

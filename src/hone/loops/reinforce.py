@@ -199,7 +199,7 @@ class RLRun(Run[Group]):
         if self._pass_rule is None and any(sample.valid for sample in samples):
             self._pass_rule = rule
             if isinstance(rule, str):
-                _log.info("evaluations have no pass@k: %s", rule)
+                _log.info("evaluations do not report pass@k: %s", rule)
         return summarise(samples, cfg.eval, rule)
 
     def rank(self, evaluated: Mapping[str, float]) -> float | None:

@@ -236,12 +236,12 @@ def pass_rule(
     never = [name for name, held in counted.items() if name not in shaped and 1.0 not in held]
     if counted and not shaped and (len(counted) == 1 or not never):
         return PassRule(tuple(counted), 1.0)
-    causes = [f"{name} gave {score:.4g}" for name, score in shaped.items()]
-    causes += [f"{name} gave only 0" for name in never]
+    causes = [f"{name} returned {score:.4g}, neither 0 nor 1" for name, score in shaped.items()]
+    causes += [f"{name} returned only 0" for name in never]
     found = ", ".join(causes) or "no function of positive weight says whether an answer is right"
     return (
-        f"{found}. Name the one that says whether an answer is right in eval.pass_function, with "
-        "the score from which it is in eval.pass_threshold"
+        f"{found}. To have it, set eval.pass_function to the reward function that decides whether "
+        "an answer is right, and eval.pass_threshold to its lowest score that counts as right"
     )
 
 

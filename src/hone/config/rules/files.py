@@ -13,7 +13,7 @@ from typing import Any
 
 from hone.config.data import SourceBase, template_fields
 from hone.config.extras import missing_extra
-from hone.config.model_facts import ModelFacts
+from hone.config.model_facts import ModelFacts, impossible_sizes
 from hone.config.paths import DATA_SUFFIXES, is_saved_dataset, local_path, must_be_local
 from hone.config.rules.facts import FAMILIES
 from hone.config.rules.rule import Rule, error, unused, warning
@@ -25,6 +25,9 @@ from hone.families.registry import VALUE_FAMILIES
 __all__ = ["RULES", "unwritable"]
 
 Found = Iterator[Mapping[str, object]]
+
+_QUICKSTART = "runs/quickstart/"
+"""Where `hone quickstart` leaves what its recipes start from."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -89,6 +92,22 @@ def _no_config(view: View) -> Found:
     folder = view.number("model_folder")
     if not (folder / "config.json").is_file():
         yield {"fix": _instead_of(folder)}
+
+
+def _bad_config(view: View) -> Found:
+    """What is wrong with a `config.json` that no model can have."""
+    file = view.number("model_folder") / "config.json"
+    if not file.is_file():
+        return
+    try:
+        held = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        yield {"problem": f"is not valid JSON ({problem})"}
+        return
+    if not isinstance(held, dict):
+        yield {"problem": f"is a {type(held).__name__} and not an object"}
+        return
+    yield from ({"problem": problem} for problem in impossible_sizes(held))
 
 
 def _instead_of(folder: Path) -> str:
@@ -170,9 +189,15 @@ def _not_here(key: str, *, must_exist: bool) -> Any:
                 "parent": parent,
                 "name": Path(path).name,
                 "near": f"did you mean '{parent / near[0]}'?" if near else "",
+                "make": _made(path),
             }
 
     return find
+
+
+def _made(path: str) -> str:
+    """Which command leaves a file or folder that is not here yet, where one is known to."""
+    return "run `hone quickstart` first, which makes it" if path.startswith(_QUICKSTART) else ""
 
 
 def _without_spec(key: str) -> Callable[[View], Found]:
@@ -214,6 +239,9 @@ _MODEL = (
           fix="give the folder it is in"),
     error("@model_folder", each=_no_config,
           says="model.path '{model.path}' holds no config.json", fix="{fix}"),
+    error("@model_folder", each=_bad_config,
+          says="the config.json of model.path '{model.path}' {problem}",
+          fix="get the model again, or name another in model.path"),
     error("@has_config", "not @has_weights", given=("model.init = pretrained",),
           says="model.init is pretrained, and model.path '{model.path}' holds no weights "
           "(*.safetensors)",
@@ -224,8 +252,8 @@ _MODEL = (
           fix="set model.tokenizer to a folder or hub name"),
     *(error(each=_not_here(key, must_exist=True),
             says=f"{key} '{{path}}' does not exist",
-            fix="{near} | give a folder with config.json, or a hub name with its owner, such as "
-            "Qwen/Qwen3-0.6B")
+            fix="{make} | {near} | give a folder with config.json, or a hub name with its owner, "
+            "such as Qwen/Qwen3-0.6B")
       for key in ("model.path", "model.tokenizer", "critic.path", "teacher.path",
                   "reward.model.path")),
     *(error(each=_incomplete(key), says=f"{key} '{{path}}' holds no {{missing}}", fix="{fix}")
@@ -283,14 +311,17 @@ def _missing_source(view: View) -> Found:
         if must_be_local(source.path) and not path.exists():
             present = sorted(x.name for x in path.parent.glob("*") if x.suffix in DATA_SUFFIXES)
             there = f"'{path.parent}' holds {', '.join(present[:5])}" if present else ""
-            yield {"key": key, "path": source.path, "there": there}
+            if "://" in source.path:
+                there = "data are read from this machine or from the hub, not from other addresses"
+            yield {"key": key, "path": source.path, "there": there, "make": _made(source.path)}
 
 
 def _unreadable_source(view: View) -> Found:
     for key, source in _sources(view):
         path = local_path(source.path)
         if path.is_file() and path.suffix not in DATA_SUFFIXES:
-            yield {"key": key, "path": source.path, "suffix": path.suffix}
+            problem = f"ends in '{path.suffix}'" if path.suffix else "has no suffix"
+            yield {"key": key, "path": source.path, "problem": problem}
 
 
 def _missing_reader(view: View) -> Found:
@@ -376,8 +407,8 @@ _DATA = (
           why="data.eval names no source, and data.eval_fraction holds no rows of data.train out",
           fix="set data.eval | set data.train and data.eval_fraction"),
     error(each=_missing_source, says="{key}.path: there is no '{path}'", why="{there}",
-          fix="put it there | name another file with --{key}.path"),
-    error(each=_unreadable_source, says="{key}.path '{path}' ends in '{suffix}'",
+          fix="{make} | put it there | name another file with --{key}.path"),
+    error(each=_unreadable_source, says="{key}.path '{path}' {problem}",
           fix=f"use a file in one of these formats: {', '.join(DATA_SUFFIXES)}"),
     error(each=_missing_reader, says="{missing}"),
     error(each=lambda view: view.fact("data_problems"), says="{key}: {problem}"),

@@ -371,9 +371,9 @@ def _comparison(runs: Sequence[RunFolder]) -> list[Table]:
             title="What differs between the configurations",
             columns=["key", *names],
             rows=configs or [["nothing", *[""] * len(runs)]],
-            note="Keys that one kind of run alone has are not listed."
+            note="Settings that only one kind of run has are not listed."
             if several_kinds
-            else "Keys not listed are equal in all, but for where the run is written.",
+            else "All other settings are equal, except for the folder of the run.",
             is_text=True,
         ),
         Table(
