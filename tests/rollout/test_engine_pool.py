@@ -207,7 +207,8 @@ def test_the_pool_knows_when_each_engine_was_at_work(local):
     assert sum(stop - start for start, stop in spans) == pytest.approx(
         sum(engine.busy_s for engine in engines), rel=0.05
     )
-    assert begin <= spans[0][0] and spans[-1][1] <= end
+    assert begin <= spans[0][0]
+    assert spans[-1][1] <= end
     pauses = [later[0] - earlier[1] for earlier, later in pairwise(spans)]
     assert max(pauses) >= 0.25, "work lies where it was, not spread over the pause"
     assert not any(group.take_busy().values()), "each is told once"
